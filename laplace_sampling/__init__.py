@@ -1,0 +1,30 @@
+"""Error bars for any trained PyTorch network: the linearised Laplace approximation by sampling."""
+
+from importlib.metadata import version
+
+from laplace_sampling.evidence import EMStep
+from laplace_sampling.laplace import LinearisedLaplace, NotFittedError
+from laplace_sampling.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from laplace_sampling.predictive import ClassificationPrediction, RegressionPrediction
+from laplace_sampling.priors import GPrior, IsotropicPrior, LayerwisePrior, Prior
+from laplace_sampling.solvers import SGD, ConvergenceWarning
+
+__all__ = [
+    "SGD",
+    "Bernoulli",
+    "Categorical",
+    "ClassificationPrediction",
+    "ConvergenceWarning",
+    "EMStep",
+    "GPrior",
+    "Gaussian",
+    "IsotropicPrior",
+    "LayerwisePrior",
+    "Likelihood",
+    "LinearisedLaplace",
+    "NotFittedError",
+    "Prior",
+    "RegressionPrediction",
+]
+
+__version__ = version("laplace_sampling")

@@ -1,0 +1,235 @@
+"""The network as a function of one flat weight vector, and its Jacobian products.
+
+Everything above this module sees a network only through :class:`Linearisation`:
+`φ(x) = ∂f(w, x)/∂w` at the trained weights `w̄` is applied, never formed (but for `jacobian`,
+which the exact method calls on small problems).
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.func import functional_call, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+__all__ = ["Linearisation", "Selection"]
+
+Selection = Sequence[str] | str | Callable[[str, nn.Parameter], bool] | None
+
+# Jacobian products evaluated together under `vmap`. On a CPU most of the gain is there at 16; memory grows with it.
+DEFAULT_CHUNK = 16
+
+
+class Linearisation:
+    r"""A trained network `f(w, x)` and the products of its Jacobian `φ(x)` in the weights.
+
+    The module is held, never changed: it runs in evaluation mode with frozen buffers, and its
+    modes are put back after every call, also after one that raised.
+
+    Args:
+        module: the trained network; `module(x)` must be a tensor whose first axis is that of `x`.
+        parameters: which weights are random: names, globs (`"head.*"`) or a predicate
+            `(name, parameter) -> bool`. By default all that require a gradient.
+        chunk_size: how many vectors are pushed through the network together.
+
+    Attributes:
+        num_parameters: `P`, the length of a flat weight vector.
+        names: the selected parameters, in the order of the flat vector.
+        products: counts of `jvp` and `vjp`; the unit is one datum and one vector.
+
+    Raises:
+        TypeError: if `module` is not an `nn.Module`.
+        ValueError: if the selection names nothing, something unknown, or weights that are not floating point.
+    """
+
+    def __init__(self, module: nn.Module, parameters: Selection = None, *, chunk_size: int = DEFAULT_CHUNK) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"`Linearisation(module)` needs a torch.nn.Module, but got {type(module).__name__}.")
+        if chunk_size < 1:
+            raise ValueError(f"`chunk_size` must be at least 1, but is {chunk_size}.")
+        self.module = module
+        self.chunk_size = chunk_size
+        self.names = _select(module, parameters)
+        self.shapes = {name: parameter.shape for name, parameter in self._selected().items()}
+        self.num_parameters = sum(shape.numel() for shape in self.shapes.values())
+        self.products = {"jvp": 0, "vjp": 0}
+
+    def _selected(self) -> dict[str, Tensor]:
+        parameters = dict(self.module.named_parameters())
+        return {name: parameters[name].detach() for name in self.names}
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self._selected().values())).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self._selected().values())).dtype
+
+    @property
+    def weights(self) -> Float[Tensor, " P"]:
+        """The trained weights `w̄` as one flat vector (a copy)."""
+        return torch.cat([w.reshape(-1) for w in self._selected().values()])
+
+    def layers(self) -> tuple[list[str], Tensor]:
+        """The names of the modules that own the weights, and for each weight the index of its module, `[P]`."""
+        owners = [name.rpartition(".")[0] or "(root)" for name in self.names]
+        layers = list(dict.fromkeys(owners))
+        sizes = torch.tensor([shape.numel() for shape in self.shapes.values()])
+        return layers, torch.repeat_interleave(torch.tensor([layers.index(o) for o in owners]), sizes)
+
+    def unflatten(self, v: Tensor) -> dict[str, Tensor]:
+        """Views of `[..., P]` in the shapes of the parameters, by name."""
+        parts = v.split([shape.numel() for shape in self.shapes.values()], dim=-1)
+        return {
+            name: part.unflatten(-1, shape) if shape else part.squeeze(-1)
+            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+        }
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The network's own output `f(w̄, x)`, bit for bit what `module.eval()(x)` gives, without gradient."""
+        with torch.no_grad(), _evaluation_mode(self.module):
+            return _check_output(self.module(x), x)
+
+    def jvp(self, x: Tensor, v: Float[Tensor, "K P"]) -> Float[Tensor, "K N C"]:
+        """`φ(x) v_k` for each of `K` vectors by forward mode; the outputs of a datum are flattened to `C`."""
+        self._check_width(v, "jvp")
+        self.products["jvp"] += len(v) * len(x)
+        weights = self._selected()
+
+        def directional(tangent: dict[str, Tensor]) -> Tensor:
+            out = jvp(lambda w: self._apply(w, x), (weights,), (tangent,))[1]
+            return out.reshape(len(x), -1)
+
+        with torch.no_grad(), _evaluation_mode(self.module), _differentiable_kernels():
+            return vmap(directional, chunk_size=self.chunk_size)(self.unflatten(v.to(self.dtype)))
+
+    def vjp(self, x: Tensor, u: Float[Tensor, "K N C"]) -> Float[Tensor, "K P"]:
+        """`Σ_n φ(x_n)ᵀ u_kn` for each of `K` cotangents: one forward pass, `K` pullbacks.
+
+        Pullbacks run one after another on a CPU and under `vmap` on an accelerator: see `benchmarks/products.py`.
+        """
+        self.products["vjp"] += len(u) * len(x)
+        weights = {name: w.requires_grad_() for name, w in self._selected().items()}
+        result = torch.zeros(len(u), self.num_parameters, dtype=u.dtype, device=u.device)
+        with torch.enable_grad(), _evaluation_mode(self.module), _differentiable_kernels():
+            outputs = self._apply(weights, x)
+            cotangents = u.to(outputs.dtype).reshape(len(u), *outputs.shape)
+            step = 1 if u.device.type == "cpu" else self.chunk_size
+            for start in range(0, len(u), step):
+                part = cotangents[start : start + step]
+                grads = torch.autograd.grad(
+                    outputs,
+                    list(weights.values()),
+                    part if step > 1 else part[0],
+                    retain_graph=True,
+                    is_grads_batched=step > 1,
+                    allow_unused=True,  # a weight that the output does not depend on has derivative zero
+                )
+                offset = 0
+                for shape, grad in zip(self.shapes.values(), grads, strict=True):
+                    if grad is not None:
+                        flat = grad.reshape(len(part), -1)
+                        result[start : start + step, offset : offset + shape.numel()] = flat
+                    offset += shape.numel()
+        return result
+
+    def jacobian(self, x: Tensor) -> Float[Tensor, "N C P"]:
+        """`φ(x)` in full, `[N, C, P]`: for the exact method and for exact diagonals of small problems only."""
+        weights = self._selected()
+
+        def single(w: dict[str, Tensor], x_n: Tensor) -> Tensor:
+            return self._apply(w, x_n[None]).reshape(-1)
+
+        self.products["vjp"] += len(x) * self(x)[:1].numel()
+        with torch.no_grad(), _evaluation_mode(self.module), _differentiable_kernels():
+            rows = vmap(torch.func.jacrev(single), in_dims=(None, 0))(weights, x)
+            return torch.cat([row.flatten(2) if row.dim() > 2 else row[..., None] for row in rows.values()], dim=-1)
+
+    def fingerprint(self) -> Tensor:
+        """SHA-256 of all weights and buffers, `[32]` bytes: tells whether a network is the one that was fitted."""
+        digest = hashlib.sha256()
+        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+        for name, tensor in tensors:
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+
+    def _apply(self, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return _check_output(functional_call(self.module, weights, (x,)), x)
+
+    def _check_width(self, v: Tensor, call: str) -> None:
+        if v.dim() != 2 or v.shape[1] != self.num_parameters:
+            raise ValueError(
+                f"`{call}(x, v)` needs `v` of shape [K, P] with P = {self.num_parameters}, but got {list(v.shape)}."
+            )
+
+
+def _select(module: nn.Module, selection: Selection) -> list[str]:
+    """Names of the random weights, in the order of `module.named_parameters()`."""
+    parameters = dict(module.named_parameters())
+    if selection is None:
+        names = [name for name, p in parameters.items() if p.requires_grad]
+        if not names:
+            raise ValueError(
+                "No parameter of the model requires a gradient, so none is random. "
+                "Name some with `parameters=[...]`, or call `requires_grad_(True)` on them."
+            )
+    elif callable(selection):
+        names = [name for name, p in parameters.items() if selection(name, p)]
+    else:
+        patterns = [selection] if isinstance(selection, str) else list(selection)
+        unknown = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in parameters)]
+        if unknown:
+            raise ValueError(f"`parameters={unknown}` match no parameter of the model; it has {list(parameters)}.")
+        names = [name for name in parameters if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if not names:
+        raise ValueError(f"`parameters` selects nothing; the model has {list(parameters)}.")
+    wrong = [name for name in names if not parameters[name].is_floating_point()]
+    if wrong:
+        raise ValueError(f"Parameters {wrong} are not floating point; leave them out with `parameters=`.")
+    return names
+
+
+def _check_output(output: Tensor, x: Tensor) -> Tensor:
+    if not isinstance(output, Tensor):
+        raise TypeError(
+            f"The model returned a {type(output).__name__}, not a tensor. Wrap it in a module that returns the one "
+            "tensor of outputs, of shape [N, ...]."
+        )
+    if output.dim() == 0 or output.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"The model returned shape {list(output.shape)} for a batch of {x.shape[0]} inputs; "
+            "the first axis of the output must be the batch."
+        )
+    return output
+
+
+@contextmanager
+def _evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode in every submodule, each put back to what it was."""
+    modes = [(m, m.training) for m in module.modules()]
+    try:
+        # The attribute, not `eval()`: modules that override `train` would not come back as they were.
+        for m, _ in modes:
+            m.training = False
+        yield
+    finally:
+        for m, training in modes:
+            m.training = training
+
+
+@contextmanager
+def _differentiable_kernels() -> Iterator[None]:
+    """Attention kernels that have forward-mode derivatives; the fused ones have none (pytorch #117629, #128971)."""
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        with sdpa_kernel([SDPBackend.MATH]):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fastpath)

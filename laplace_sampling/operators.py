@@ -1,0 +1,233 @@
+"""The training features `Φ` and the generalised Gauss-Newton matrix `M = Σᵢ φᵢᵀ Bᵢ φᵢ`, by their products.
+
+A mini-batch is a tensor of data indices; `None` means all data. Sums are over the data of the batch, unscaled.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.data import TrainingData
+from laplace_sampling.likelihoods import Likelihood
+from laplace_sampling.linearise import Linearisation
+
+__all__ = ["GGN", "DenseFeatures", "Features", "NetworkFeatures", "Operator", "ScaledFeatures", "WhiteNoise"]
+
+
+class Features(ABC):
+    """`Φ`, the Jacobian of the outputs on the training data in the weights, `[N, C, P]`, as products.
+
+    `products` counts JVPs and VJPs in units of one datum and one vector.
+    """
+
+    num_data: int
+    num_outputs: int
+    size: int
+    batch_size: int
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype: ...
+
+    @abstractmethod
+    def jvp(self, v: Float[Tensor, "K P"], batch: Tensor) -> Float[Tensor, "K n C"]:
+        """`φ_i v_k` for the data of a batch."""
+
+    @abstractmethod
+    def vjp(self, u: Float[Tensor, "K n C"], batch: Tensor) -> Float[Tensor, "K P"]:
+        """`Σ_i φ_iᵀ u_ki` over the data of a batch."""
+
+    @abstractmethod
+    def rows(self, batch: Tensor) -> Float[Tensor, "n C P"]:
+        """`φ_i` in full: for the exact method only."""
+
+    def chunks(self, batch: Tensor | None = None) -> Iterator[Tensor]:
+        """The indices of a batch, by default of all data, in pieces that fit the network."""
+        indices = torch.arange(self.num_data) if batch is None else batch
+        yield from indices.split(self.batch_size)
+
+    def outputs(self, v: Float[Tensor, "K P"]) -> Float[Tensor, "K N C"]:
+        """`φ_i v_k` for all data."""
+        return torch.cat([self.jvp(v, batch) for batch in self.chunks()], dim=1)
+
+
+class NetworkFeatures(Features):
+    """`Φ` of a network on its training data, by forward- and reverse-mode products."""
+
+    def __init__(self, network: Linearisation, data: TrainingData, num_outputs: int) -> None:
+        self.network, self.data = network, data
+        self.num_data, self.num_outputs = data.num_data, num_outputs
+        self.size, self.batch_size = network.num_parameters, data.batch_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.network.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.network.dtype
+
+    def _inputs(self, batch: Tensor) -> Tensor:
+        return self.data.inputs(batch).to(self.device)
+
+    def jvp(self, v: Tensor, batch: Tensor) -> Tensor:
+        return self.network.jvp(self._inputs(batch), v)
+
+    def vjp(self, u: Tensor, batch: Tensor) -> Tensor:
+        return self.network.vjp(self._inputs(batch), u)
+
+    def rows(self, batch: Tensor) -> Tensor:
+        return self.network.jacobian(self._inputs(batch))
+
+
+class DenseFeatures(Features):
+    """`Φ` held in memory, `[N, C, P]`: the exact method, and solvers tested without a network."""
+
+    def __init__(self, matrix: Float[Tensor, "N C P"], batch_size: int | None = None) -> None:
+        self.matrix = matrix
+        self.num_data, self.num_outputs, self.size = matrix.shape
+        self.batch_size = batch_size or self.num_data
+
+    @classmethod
+    def of(cls, features: Features, dtype: torch.dtype = torch.float64) -> "DenseFeatures":
+        return cls(torch.cat([features.rows(batch).to(dtype) for batch in features.chunks()]))
+
+    @property
+    def device(self) -> torch.device:
+        return self.matrix.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.matrix.dtype
+
+    def rows(self, batch: Tensor) -> Tensor:
+        # A pass over all data in order is a view, not a copy.
+        full = len(batch) == self.num_data and bool((batch[1:] > batch[:-1]).all())
+        return self.matrix if full else self.matrix[batch.to(self.device)]
+
+    def jvp(self, v: Tensor, batch: Tensor) -> Tensor:
+        rows = self.rows(batch)
+        return (v @ rows.flatten(0, 1).T).reshape(len(v), len(batch), self.num_outputs)
+
+    def vjp(self, u: Tensor, batch: Tensor) -> Tensor:
+        return u.flatten(1) @ self.rows(batch).flatten(0, 1)
+
+
+class ScaledFeatures(Features):
+    """`Φ diag(s)`: the features in coordinates where the prior is isotropic within its groups."""
+
+    def __init__(self, features: Features, scale: Float[Tensor, " P"]) -> None:
+        self.features, self.scale = features, scale.to(features.device, features.dtype)
+        self.num_data, self.num_outputs = features.num_data, features.num_outputs
+        self.size, self.batch_size = features.size, features.batch_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.features.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.features.dtype
+
+    def jvp(self, v: Tensor, batch: Tensor) -> Tensor:
+        return self.features.jvp(v * self.scale, batch)
+
+    def vjp(self, u: Tensor, batch: Tensor) -> Tensor:
+        return self.features.vjp(u, batch) * self.scale
+
+    def rows(self, batch: Tensor) -> Tensor:
+        return self.features.rows(batch) * self.scale
+
+
+class Operator(ABC):
+    """A symmetric positive semi-definite matrix `Σᵢ Mᵢ` of size `P`, a sum over data: what solvers see."""
+
+    @property
+    @abstractmethod
+    def num_data(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def size(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype: ...
+
+    @abstractmethod
+    def matmul(self, v: Float[Tensor, "K P"], batch: Tensor | None = None) -> Float[Tensor, "K P"]:
+        """`Σ_{i∈batch} Mᵢ v_k`."""
+
+    @abstractmethod
+    def root_rows(self) -> Iterator[Float[Tensor, "m P"]]:
+        """Blocks of rows of a matrix `R` with `RᵀR = M`: for dense algebra only."""
+
+
+class WhiteNoise(ABC):
+    """Standard normal noise that belongs to data: the same numbers for a datum in whatever batch it comes."""
+
+    @abstractmethod
+    def __call__(self, batch: Tensor) -> Float[Tensor, "K n C"]: ...
+
+
+@dataclass(frozen=True)
+class GGN(Operator):
+    """`M = Σᵢ φᵢᵀ B(fᵢ) φᵢ`, the curvature taken at given outputs `f`, `[N, C]` (thesis ch. 2, `M = ΦᵀBΦ`)."""
+
+    features: Features
+    likelihood: Likelihood
+    outputs: Float[Tensor, "N C"]
+
+    @property
+    def num_data(self) -> int:
+        return self.features.num_data
+
+    @property
+    def size(self) -> int:
+        return self.features.size
+
+    @property
+    def device(self) -> torch.device:
+        return self.features.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.features.dtype
+
+    def matmul(self, v: Tensor, batch: Tensor | None = None) -> Tensor:
+        total = torch.zeros_like(v)
+        for chunk in self.features.chunks(batch):
+            f = self.outputs[chunk]
+            total += self.features.vjp(self.likelihood.curvature(f, self.features.jvp(v, chunk)), chunk)
+        return total
+
+    def root_matmul(self, noise: WhiteNoise, batch: Tensor | None = None) -> Float[Tensor, "K P"]:
+        """`Σᵢ φᵢᵀ Lᵢ z_i` for white `z`: a draw of `N(0, M)`, one VJP a datum and sample."""
+        total = None
+        for chunk in self.features.chunks(batch):
+            cotangent = self.likelihood.root(self.outputs[chunk], noise(chunk).to(self.device, self.dtype))
+            part = self.features.vjp(cotangent, chunk)
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+    def root_rows(self) -> Iterator[Tensor]:
+        for chunk in self.features.chunks():
+            rows = self.features.rows(chunk)  # [n, C, P]; the root acts on C
+            yield self.likelihood.root_transpose(self.outputs[chunk], rows.permute(2, 0, 1)).flatten(1).T
+
+    def diagonal(self) -> Float[Tensor, " P"]:
+        """`diag(M)`, exactly, by `C` VJPs a datum."""
+        return torch.stack([(rows**2).sum(0) for rows in self.root_rows()]).sum(0)

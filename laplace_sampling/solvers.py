@@ -1,0 +1,378 @@
+r"""Solvers for the two convex problems of the library; they see products and mini-batches, never a network.
+
+- `Quadratic`: `½ζᵀMζ − ⟨u, ζ⟩ + ½‖ζ − θ⁰‖²_A` for `K` rows at once, with minimiser `ζ = H⁻¹(u + Aθ⁰)`, `H = M + A`.
+- `Objective`: a smooth convex sum over data plus `½‖θ‖²_A`, for one row.
+
+Both run in coordinates in which the prior is (nearly) isotropic. Iterates are `δ = ζ − θ⁰`: they stay in the range
+of `A⁻¹Φᵀ`, so directions that the data leave free are exact from the start, also after `A` and `θ⁰` were rescaled.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from laplace_sampling.operators import Operator
+
+__all__ = [
+    "SGD",
+    "ConvergenceWarning",
+    "Dense",
+    "Minimum",
+    "Objective",
+    "Quadratic",
+    "Solution",
+    "Solver",
+    "largest_eigenvalue",
+    "make_dense",
+]
+
+
+class ConvergenceWarning(UserWarning):
+    """An iterative method stopped before it reached its tolerance."""
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    r"""`½ζᵀMζ − ⟨u, ζ⟩ + ½‖ζ − θ⁰‖²_A`, `K` rows.
+
+    Attributes:
+        operator: `M`.
+        precision: the diagonal of `A`, `[P]`.
+        centre: `θ⁰`.
+        linear: `u`.
+        linear_batch: `u` restricted to a mini-batch of the data, if the linear term is to be subsampled as well (the
+            high-variance objective `L`); by default it enters in full at every step (`L'`).
+    """
+
+    operator: Operator
+    precision: Float[Tensor, " P"]
+    centre: Float[Tensor, "K P"]
+    linear: Float[Tensor, "K P"]
+    linear_batch: Callable[[Tensor], Tensor] | None = None
+
+    def gradient(self, delta: Float[Tensor, "K P"], batch: Tensor) -> Float[Tensor, "K P"]:
+        """An unbiased estimate of the gradient at `ζ = θ⁰ + δ` from a mini-batch."""
+        weight = self.operator.num_data / len(batch)
+        fit = weight * self.operator.matmul(self.centre + delta, batch)
+        linear = self.linear if self.linear_batch is None else weight * self.linear_batch(batch)
+        return fit + self.precision * delta - linear
+
+
+class Objective(ABC):
+    """`Σ_i ℓ_i(θ) + ½‖θ‖²_A`, smooth and convex, of one row `[1, P]`."""
+
+    num_data: int
+    precision: Float[Tensor, " P"]
+
+    @abstractmethod
+    def value(self, theta: Float[Tensor, "1 P"]) -> float:
+        """The whole objective."""
+
+    @abstractmethod
+    def gradient(self, theta: Float[Tensor, "1 P"], batch: Tensor | None) -> Float[Tensor, "1 P"]:
+        """Gradient of the whole objective, the sum over data estimated from a mini-batch; `None` is exact."""
+
+    @abstractmethod
+    def curvature(self, theta: Float[Tensor, "1 P"]) -> Operator:
+        """The Hessian of the sum over data."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    r"""Minimisers of a `Quadratic`, and how good they are.
+
+    Attributes:
+        value: `ζ`.
+        delta: `ζ − θ⁰`, the warm start of a later solve.
+        residual: one a row: `‖Mζ − u + Aδ‖ / (‖Mζ − u‖ + ‖Aδ‖)`, 0 at the solution and at most 1.
+        leverage: `ζ ⊙ Mζ`, `[K, P]`, an unbiased sample of the diagonal of `H⁻¹M` when the rows are posterior
+            samples; `[1, P]`, that diagonal itself, from a solver that has it exactly.
+        passes: Jacobian products spent, in units of all data, one vector, JVP and VJP.
+        converged: whether all residuals are below the solver's tolerance.
+        exact: whether `leverage` is the diagonal itself.
+    """
+
+    value: Float[Tensor, "K P"]
+    delta: Float[Tensor, "K P"]
+    residual: Float[Tensor, " K"]
+    leverage: Float[Tensor, "L P"]
+    passes: float
+    converged: bool
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class Minimum:
+    """The minimiser of an `Objective`: `value` `[1, P]`, the norm of its gradient relative to that at zero, passes."""
+
+    value: Float[Tensor, "1 P"]
+    residual: float
+    passes: float
+    converged: bool
+
+
+class Solver(ABC):
+    """Solves both problems. `init` is a warm start: `δ` for `solve`, `θ` for `minimise`."""
+
+    @abstractmethod
+    def solve(
+        self, problem: Quadratic, init: Float[Tensor, "K P"] | None = None, *, description: str | None = None
+    ) -> Solution: ...
+
+    @abstractmethod
+    def minimise(
+        self, objective: Objective, init: Float[Tensor, "1 P"], *, description: str | None = None
+    ) -> Minimum: ...
+
+
+@dataclass(frozen=True)
+class SGD(Solver):
+    """Mini-batch gradient descent with Nesterov momentum, for `K` rows in parallel; no step size to give.
+
+    The step size is `step / λ`, with `λ` the largest eigenvalue found by power iteration among the mini-batch
+    estimates of the Hessian: what keeps every single step stable, not only the mean one. Each row's gradient is
+    clipped by itself. A diverging run is restarted with a third of the step.
+
+    Args:
+        epochs: passes over the data.
+        min_steps: at least so many steps, where an epoch has few.
+        batch_size: data a step.
+        momentum: Nesterov's (thesis §4.2.4).
+        step: the step size in units of `1/λ`.
+        clip: a row's gradient is clipped to `clip` times its norm at `δ = 0`.
+        averaging: `"decay"`, the step size goes down linearly to 1/330 of its start and the last iterate is
+            returned; or `"geometric"`, constant step and `ᾱ ← χα + (1 − χ)ᾱ` with `χ = 100 / steps`.
+        mode_epochs: passes for `minimise`, which has one row only and needs more accuracy in weight space.
+        tolerance: residual under which a row counts as converged. Steep directions dominate it: at the default
+            size of mini-batch, 0.3 goes with an error of less than a percent in function space.
+        seed: of the order of mini-batches.
+    """
+
+    epochs: float = 10.0
+    min_steps: int = 100
+    batch_size: int = 100
+    momentum: float = 0.9
+    step: float = 0.3
+    clip: float = 1.0
+    averaging: str = "decay"
+    mode_epochs: float = 40.0
+    tolerance: float = 0.5
+    seed: int = 0
+    max_restarts: int = field(default=5, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.averaging not in ("decay", "geometric"):
+            raise ValueError(f'`averaging` must be "decay" or "geometric", but is {self.averaging!r}.')
+        if not (self.epochs > 0 and self.batch_size > 0 and self.step > 0 and self.clip > 0 and self.mode_epochs > 0):
+            raise ValueError(f"All of epochs, mode_epochs, batch_size, step and clip must be positive: {self}.")
+
+    def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
+        operator = problem.operator
+        start = torch.zeros_like(problem.centre) if init is None else init
+        curvature, passes = self._stable_curvature(operator)
+        curvature += float(problem.precision.max())
+        steps = self._num_steps(self.epochs, operator.num_data)
+        delta = self._descend(problem.gradient, start, operator.num_data, curvature, steps, True, description)
+        zeta = problem.centre + delta
+        product = operator.matmul(zeta)
+        fit, pull = product - problem.linear, problem.precision * delta
+        residual = (fit + pull).norm(dim=1) / (fit.norm(dim=1) + pull.norm(dim=1)).clamp_min(_tiny(fit))
+        rows = len(zeta)
+        passes += rows * (steps * min(self.batch_size, operator.num_data) / operator.num_data + 1)
+        return Solution(zeta, delta, residual, zeta * product, passes, bool((residual < self.tolerance).all()))
+
+    def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
+        theta, passes = init, 0.0
+        steps = self._num_steps(self.mode_epochs, objective.num_data)
+        # The curvature moves with the iterate, most at the start: measure it again after a quarter of the way.
+        for share, decay in ((0.25, False), (0.75, True)):
+            curvature, spent = self._stable_curvature(objective.curvature(theta))
+            curvature += float(objective.precision.max())
+            part = max(1, round(share * steps))
+            theta = self._descend(objective.gradient, theta, objective.num_data, curvature, part, decay, description)
+            passes += spent + part * min(self.batch_size, objective.num_data) / objective.num_data
+        start = objective.gradient(torch.zeros_like(theta), None).norm()
+        residual = float(objective.gradient(theta, None).norm() / start.clamp_min(_tiny(start)))
+        return Minimum(theta, residual, passes + 2, residual < self.tolerance)
+
+    def _num_steps(self, epochs: float, num_data: int) -> int:
+        return max(self.min_steps, math.ceil(epochs * math.ceil(num_data / self.batch_size)))
+
+    def _batches(self, num_data: int, generator: torch.Generator):
+        while True:
+            yield from torch.randperm(num_data, generator=generator).split(self.batch_size)
+
+    def _stable_curvature(self, operator: Operator, num_batches: int = 8, iterations: int = 8) -> tuple[float, float]:
+        """The largest eigenvalue among some mini-batch estimates of `M`, and the passes that it took."""
+        generator = torch.Generator().manual_seed(self.seed)
+        batches = torch.randperm(operator.num_data, generator=generator).split(self.batch_size)
+        batches = [b for b in batches if len(b) == len(batches[0])][:num_batches]  # a short last batch is all noise
+        largest = max(largest_eigenvalue(operator, b, iterations, generator) for b in batches)
+        return largest, len(batches) * iterations * len(batches[0]) / operator.num_data
+
+    def _descend(
+        self,
+        gradient: Callable[[Tensor, Tensor], Tensor],
+        start: Tensor,
+        num_data: int,
+        curvature: float,
+        steps: int,
+        decay: bool,
+        description: str | None,
+    ) -> Tensor:
+        if not (math.isfinite(curvature) and curvature > 0):
+            raise FloatingPointError(
+                f"The largest curvature of the problem was estimated as {curvature}: the Jacobian products of the "
+                "model contain NaN or infinity, or the outputs do not depend on the weights."
+            )
+        step = self.step / curvature
+        for _ in range(self.max_restarts + 1):
+            result = self._run(gradient, start, num_data, step, steps, decay, description)
+            if result is not None:
+                return result
+            step /= 3
+        raise FloatingPointError(
+            f"SGD diverged {self.max_restarts + 1} times, last with step size {3 * step:.1e}; the Jacobian products "
+            "of the model may be inaccurate in its precision. Try float64 or a larger `SGD(batch_size=...)`."
+        )
+
+    def _run(
+        self,
+        gradient: Callable[[Tensor, Tensor], Tensor],
+        start: Tensor,
+        num_data: int,
+        step: float,
+        steps: int,
+        decay: bool,
+        description: str | None,
+    ) -> Tensor | None:
+        """One descent; `None` if it diverged."""
+        generator = torch.Generator().manual_seed(self.seed)
+        batches = self._batches(num_data, generator)
+        zero = torch.zeros_like(start)
+        probes = [next(batches) for _ in range(3)]
+        scale, warm = (
+            torch.stack([gradient(v, b) for b in probes]).norm(dim=2).mean(0)[:, None] for v in (zero, start)
+        )
+        scale = scale.clamp_min(_tiny(scale))
+        x, velocity = torch.where(warm > scale, zero, start), zero  # a warm start that is worse than none is none
+        geometric = self.averaging == "geometric" and decay
+        average, share = start.clone(), min(1.0, 100 / steps)
+        for t in tqdm(range(steps), desc=description, disable=description is None, leave=False):
+            g = gradient(x + self.momentum * velocity, next(batches))
+            size = g.norm(dim=1, keepdim=True) / scale
+            if not bool((size < 1e3).all()):  # also when it is NaN
+                return None
+            g = g * (self.clip / size).clamp_max(1)
+            now = step * (1 - (1 - 1 / 330) * t / steps) if decay and not geometric else step
+            velocity = self.momentum * velocity - now * g
+            x = x + velocity
+            if geometric:
+                average = share * x + (1 - share) * average
+        return average if geometric else x
+
+
+@dataclass(frozen=True)
+class Dense(Solver):
+    """Dense algebra in float64: a Cholesky factor of `H` (`P` small) or of `I + R A⁻¹ Rᵀ` (few outputs)."""
+
+    tolerance: float = 1e-10
+    max_steps: int = 100
+
+    def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
+        factor = _Factor(problem.operator, problem.precision)
+        centre, linear = problem.centre.double(), problem.linear.double()
+        delta = factor.solve(linear - factor.matmul(centre))
+        zeta = centre + delta
+        product = factor.matmul(zeta)
+        residual = torch.zeros(len(zeta), dtype=torch.float64, device=zeta.device)
+        return Solution(zeta, delta, residual, factor.leverage()[None], 0.0, converged=True, exact=True)
+
+    def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
+        """Newton's method, steps halved until the objective goes down."""
+        theta = init.double()
+        value = objective.value(theta)
+        start = objective.gradient(torch.zeros_like(theta), None).norm()
+        for _ in range(self.max_steps):
+            gradient = objective.gradient(theta, None)
+            if gradient.norm() <= self.tolerance * start:
+                break
+            direction = _Factor(objective.curvature(theta), objective.precision).solve(gradient)
+            decrease = float((direction * gradient).sum())  # the squared Newton decrement
+            length, moved = 1.0, False
+            while length > 1e-8 and not moved:
+                proposal = theta - length * direction
+                candidate = objective.value(proposal)
+                if moved := candidate <= value - 1e-4 * length * decrease + 1e-13 * abs(value):
+                    theta, value = proposal, candidate
+                length /= 2
+            if not moved:
+                break
+            if decrease <= 1e-18 * max(1.0, abs(value)):
+                break
+        residual = float(objective.gradient(theta, None).norm() / start.clamp_min(_tiny(start)))
+        return Minimum(theta, residual, 0.0, residual < 1e-4)
+
+
+class _Factor:
+    """`M` and `H⁻¹` by dense algebra, whichever of `P` and the number of rows is smaller."""
+
+    def __init__(self, operator: Operator, precision: Tensor) -> None:
+        self.precision = precision.double()
+        blocks = [block.double() for block in operator.root_rows()]
+        self.primal = operator.size <= sum(len(block) for block in blocks)
+        if self.primal:
+            self.matrix = blocks[0].T @ blocks[0]
+            for block in blocks[1:]:
+                self.matrix.addmm_(block.T, block)
+            self.factor = torch.linalg.cholesky(self.matrix + torch.diag(self.precision))
+        else:
+            self.root = torch.cat(blocks)
+            inner = (self.root / self.precision) @ self.root.T
+            self.factor = torch.linalg.cholesky(inner + torch.eye(len(inner), dtype=inner.dtype, device=inner.device))
+
+    def matmul(self, v: Tensor) -> Tensor:
+        return v @ self.matrix if self.primal else (v @ self.root.T) @ self.root
+
+    def solve(self, rhs: Tensor) -> Tensor:
+        if self.primal:
+            return torch.cholesky_solve(rhs.T, self.factor).T
+        scaled = rhs / self.precision
+        correction = torch.cholesky_solve(self.root @ scaled.T, self.factor)
+        return scaled - (self.root.T @ correction).T / self.precision
+
+    def leverage(self) -> Tensor:
+        """The diagonal of `H⁻¹M`."""
+        if self.primal:
+            return 1 - self.precision * torch.cholesky_inverse(self.factor).diagonal()
+        half = torch.linalg.solve_triangular(self.factor, self.root, upper=False)
+        return (half**2).sum(0) / self.precision
+
+
+def make_dense(operator: Operator) -> Float[Tensor, "P P"]:
+    """`M` in full, in float64, from its products: for tests and small problems."""
+    eye = torch.eye(operator.size, dtype=operator.dtype, device=operator.device)
+    return operator.matmul(eye).double()
+
+
+def largest_eigenvalue(operator: Operator, batch: Tensor | None, iterations: int, generator: torch.Generator) -> float:
+    """The largest eigenvalue of `(N/n) Σ_{i∈batch} Mᵢ` by power iteration, a lower bound that converges fast enough."""
+    weight = operator.num_data / (operator.num_data if batch is None else len(batch))
+    v = torch.randn(1, operator.size, generator=generator).to(operator.device, operator.dtype)
+    norm = v.norm()
+    for _ in range(iterations):
+        v = v / norm.clamp_min(_tiny(v))
+        v = weight * operator.matmul(v, batch)
+        norm = v.norm()
+    return float(norm)
+
+
+def _tiny(t: Tensor) -> float:
+    """The smallest positive normal number: a floor against zero by zero."""
+    return torch.finfo(t.dtype).tiny
