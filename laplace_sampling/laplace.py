@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -152,8 +152,8 @@ class LinearisedLaplace:
         precision_bounds: tuple[float, float] = (1e-8, 1e12),
         progress: bool = True,
         callback: Callable[[EMStep], object] | None = None,
-    ) -> Self:
-        r"""Tune the prior precision, and the noise precision of a regression, by EM on samples; then draw the posterior.
+    ) -> "LinearisedLaplace":
+        r"""Tune the prior precision, and the noise precision of a regression, by EM on samples; draw the posterior.
 
         No validation data are used. The loader may be shuffled; its batch size is what goes through the network
         at once, and does not change the result.
@@ -201,7 +201,7 @@ class LinearisedLaplace:
         self._draw_posterior(model, data, result.prior, solver, start, result.history, progress)
         return self
 
-    def fit(self, loader: Iterable[Any], *, progress: bool = True) -> Self:
+    def fit(self, loader: Iterable[Any], *, progress: bool = True) -> "LinearisedLaplace":
         """The posterior at the prior and noise precision given to the constructor.
 
         Args:

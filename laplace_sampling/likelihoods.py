@@ -180,7 +180,7 @@ class Bernoulli(Likelihood):
 
 
 def as_likelihood(likelihood: str | Likelihood, noise_precision: float | Tensor = 1.0) -> Likelihood:
-    """The likelihood of a name, `"regression"`, `"classification"` or `"binary"`; a `Likelihood` is returned as it is."""
+    """The likelihood named `"regression"`, `"classification"` or `"binary"`; a `Likelihood` is returned as it is."""
     if isinstance(likelihood, Likelihood):
         return likelihood
     if likelihood == "regression":

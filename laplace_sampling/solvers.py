@@ -181,8 +181,7 @@ class SGD(Solver):
         delta = self._descend(problem.gradient, start, operator.num_data, curvature, steps, True, description)
         zeta = problem.centre + delta
         product = operator.matmul(zeta)
-        fit, pull = product - problem.linear, problem.precision * delta
-        residual = (fit + pull).norm(dim=1) / (fit.norm(dim=1) + pull.norm(dim=1)).clamp_min(_tiny(fit))
+        residual = _residual(product - problem.linear, problem.precision * delta)
         rows = len(zeta)
         passes += rows * (steps * min(self.batch_size, operator.num_data) / operator.num_data + 1)
         return Solution(zeta, delta, residual, zeta * product, passes, bool((residual < self.tolerance).all()))
@@ -290,8 +289,7 @@ class Dense(Solver):
         centre, linear = problem.centre.double(), problem.linear.double()
         delta = factor.solve(linear - factor.matmul(centre))
         zeta = centre + delta
-        product = factor.matmul(zeta)
-        residual = torch.zeros(len(zeta), dtype=torch.float64, device=zeta.device)
+        residual = _residual(factor.matmul(zeta) - linear, factor.precision * delta)
         return Solution(zeta, delta, residual, factor.leverage()[None], 0.0, converged=True, exact=True)
 
     def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
@@ -371,6 +369,11 @@ def largest_eigenvalue(operator: Operator, batch: Tensor | None, iterations: int
         v = weight * operator.matmul(v, batch)
         norm = v.norm()
     return float(norm)
+
+
+def _residual(fit: Tensor, pull: Tensor) -> Tensor:
+    """The gradient of each row relative to the two terms that cancel in it at the solution."""
+    return (fit + pull).norm(dim=1) / (fit.norm(dim=1) + pull.norm(dim=1)).clamp_min(_tiny(fit))
 
 
 def _tiny(t: Tensor) -> float:

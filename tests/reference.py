@@ -1,0 +1,72 @@
+"""Dense float64 references, from the formulas alone: they share no code with the library."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from laplace_sampling.likelihoods import Categorical, Gaussian, Likelihood
+
+
+def jacobian(model: nn.Module, x: Tensor) -> Tensor:
+    """`[N, C, P]` by one reverse pass an output, over the parameters that require a gradient."""
+    weights = [p for p in model.parameters() if p.requires_grad]
+    rows = []
+    for n in range(len(x)):
+        out = model(x[n : n + 1]).reshape(-1)
+        for c in range(len(out)):
+            grads = torch.autograd.grad(out[c], weights, retain_graph=True, allow_unused=True)
+            flat = [torch.zeros(w.numel()).to(w) if g is None else g.reshape(-1) for g, w in zip(grads, weights)]
+            rows.append(torch.cat(flat))
+    return torch.stack(rows).reshape(len(x), -1, len(rows[0]))
+
+
+def loss(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    """Negative log-likelihood of one datum with outputs `f`, `[C]`, from torch's own losses and distributions."""
+    if isinstance(likelihood, Gaussian):
+        scale = torch.as_tensor(likelihood.noise_precision).expand(f.shape) ** -0.5
+        return -torch.distributions.Normal(f, scale).log_prob(y.reshape(-1)).sum()
+    if isinstance(likelihood, Categorical):
+        return F.cross_entropy(f[None], y[None])
+    return F.binary_cross_entropy_with_logits(f, y.reshape(-1).to(f), reduction="sum")
+
+
+def curvature(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    """`B_n`, `[N, C, C]`, the Hessian of each loss by autograd."""
+    return torch.stack(
+        [
+            torch.autograd.functional.hessian(lambda g, n=n: loss(likelihood, g, y[n]), f[n].detach())
+            for n in range(len(f))
+        ]
+    )
+
+
+def ggn(J: Tensor, B: Tensor) -> Tensor:
+    """`Σ_n J_nᵀ B_n J_n`."""
+    return torch.einsum("ncp,ncd,ndq->pq", J, B, J)
+
+
+def mode(likelihood: Likelihood, J: Tensor, offset: Tensor, y: Tensor, A: Tensor, steps: int = 50) -> Tensor:
+    """`argmin_θ Σ ℓ(y, o + Jθ) + ½‖θ‖²_A` by Newton's method with autograd on the objective itself."""
+
+    def objective(theta: Tensor) -> Tensor:
+        f = offset + J @ theta
+        return sum(loss(likelihood, f[n], y[n]) for n in range(len(f))) + 0.5 * (A * theta**2).sum()
+
+    theta = torch.zeros_like(A)
+    for _ in range(steps):
+        point = theta.clone().requires_grad_()
+        gradient = torch.autograd.grad(objective(point), point)[0]
+        H = ggn(J, curvature(likelihood, offset + J @ theta, y)) + torch.diag(A)
+        direction = torch.linalg.solve(H, gradient)
+        length = 1.0
+        while objective(theta - length * direction) > objective(theta) and length > 1e-6:
+            length /= 2
+        theta = theta - length * direction
+        if direction.norm() < 1e-12:
+            break
+    return theta
+
+
+def effective_dimension(M: Tensor, A: Tensor) -> float:
+    """`Tr(H⁻¹M)`."""
+    return float(torch.linalg.solve(M + torch.diag(A), M).trace())

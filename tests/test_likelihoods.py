@@ -1,0 +1,100 @@
+import pytest
+import reference
+import torch
+from cases import Case, make_case
+from torch import Tensor
+from torch.testing import assert_close
+
+from laplace_sampling.likelihoods import Bernoulli, Categorical, Gaussian, as_likelihood
+
+
+def outputs(case: Case) -> Tensor:
+    with torch.no_grad():
+        return case.model(case.x).reshape(len(case.x), -1)
+
+
+def test_loss_is_the_normalised_negative_log_likelihood(case: Case) -> None:
+    f = outputs(case)
+    expected = torch.stack([reference.loss(case.likelihood, f[n], case.y[n]) for n in range(len(f))])
+    assert_close(case.likelihood.loss(f, case.y), expected)
+    assert_close(case.likelihood.loss(torch.stack([f, f]), case.y), torch.stack([expected, expected]))
+
+
+def test_gradient_is_that_of_the_loss(case: Case) -> None:
+    f = outputs(case).requires_grad_()
+    expected = torch.autograd.grad(case.likelihood.loss(f, case.y).sum(), f)[0]
+    assert_close(case.likelihood.gradient(f.detach(), case.y), expected)
+
+
+def test_curvature_and_its_root_equal_the_hessian(case: Case, generator: torch.Generator) -> None:
+    f = outputs(case)
+    B = reference.curvature(case.likelihood, f, case.y)
+    u = torch.randn(3, *f.shape, generator=generator, dtype=torch.float64)
+    applied = torch.einsum("ncd,knd->knc", B, u)
+    assert_close(case.likelihood.curvature(f, u), applied)
+    assert_close(case.likelihood.root(f, case.likelihood.root_transpose(f, u)), applied)
+    assert_close((case.likelihood.root_transpose(f, u) ** 2).sum(-1), (u * applied).sum(-1))
+
+
+def test_root_transpose_is_the_transpose(case: Case, generator: torch.Generator) -> None:
+    f = outputs(case)
+    u, v = torch.randn(2, 3, *f.shape, generator=generator, dtype=torch.float64)
+    left = (case.likelihood.root(f, u) * v).sum(-1)
+    assert_close(left, (u * case.likelihood.root_transpose(f, v)).sum(-1))
+
+
+@pytest.mark.parametrize("name", ["classification", "multi_label", "regression_per_output"])
+def test_noise_has_covariance_b(name: str, generator: torch.Generator) -> None:
+    case = make_case(name)
+    f, num = outputs(case)[:1], 200_000
+    B = reference.curvature(case.likelihood, f, case.y)[0]
+    noise = case.likelihood.noise(f, num, generator)[:, 0]
+    covariance = noise.T @ noise / num
+    # Var of a product of Gaussians: B_ii B_jj + B_ij².
+    error = (B.diagonal()[:, None] * B.diagonal() + B**2).sqrt() / num**0.5
+    assert ((covariance - B).abs() < 5 * error + 1e-12).all()
+
+
+def test_saturated_logits_stay_finite() -> None:
+    f = torch.tensor([[1e4, -1e4, 0.0]])
+    u = torch.ones(1, 1, 3)
+    for likelihood in (Categorical(), Bernoulli()):
+        assert likelihood.root(f, u).isfinite().all()
+        assert likelihood.curvature(f, u).isfinite().all()
+
+
+def test_names_give_likelihoods() -> None:
+    assert as_likelihood("regression", 3.0) == Gaussian(3.0)
+    assert as_likelihood("classification") == Categorical()
+    assert as_likelihood("binary") == Bernoulli()
+    own = Gaussian(2.0)
+    assert as_likelihood(own) is own
+    with pytest.raises(ValueError, match=r"`likelihood='poisson'` is not known; use \"regression\", \"classification\""):
+        as_likelihood("poisson")
+
+
+@pytest.mark.parametrize("precision", [0.0, -1.0, float("nan"), float("inf"), [[1.0]]])
+def test_gaussian_refuses_a_noise_precision_that_is_none(precision) -> None:
+    with pytest.raises(ValueError, match="needs a positive number or a tensor"):
+        Gaussian(torch.tensor(precision))
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "shape", "y", "error", "message"),
+    [
+        (Gaussian(), (3, 1), torch.zeros(3), ValueError, r"shape of the model's output, \[3, 1\], but have \[3\].*unsqueeze"),
+        (Gaussian(), (3,), torch.zeros(3).long(), TypeError, r"must be floating point, but have dtype torch.int64"),
+        (Gaussian(torch.ones(2)), (3, 4), torch.zeros(3, 4), ValueError, "2 entries, but the model has 4 outputs"),
+        (Categorical(), (3, 4), torch.zeros(3), TypeError, r"must be integers, but have dtype torch.float32.*y.long\(\)"),
+        (Categorical(), (3, 4), torch.zeros(3, 1).long(), ValueError, r"must have shape \[3\], but have \[3, 1\]"),
+        (Categorical(), (3, 4), torch.tensor([0, 1, 4]), ValueError, "between 0 and 3 for 4 outputs, but range from 0 to 4"),
+        (Categorical(), (3, 4), torch.tensor([0, -1, 2]), ValueError, "but range from -1 to 2"),
+        (Categorical(), (3, 1), torch.zeros(3).long(), ValueError, 'For one logit a datum use likelihood="binary"'),
+        (Categorical(), (3, 4, 2, 2), torch.zeros(3, 2, 2).long(), ValueError, r"needs outputs \[N, C\]"),
+        (Bernoulli(), (3, 1), torch.zeros(3), ValueError, r"Binary targets must have the shape"),
+        (Bernoulli(), (3,), torch.tensor([-1.0, 1.0, 1.0]), ValueError, r"must be 0 or 1, but range from -1 to 1"),
+    ],
+)  # fmt: skip
+def test_targets_that_do_not_fit_are_refused(likelihood, shape, y, error, message) -> None:
+    with pytest.raises(error, match=message):
+        likelihood.check_targets(torch.Size(shape), y)

@@ -1,0 +1,201 @@
+import copy
+
+import pytest
+import reference
+import torch
+from cases import Case, make_case
+from snapshot import assert_unchanged, snapshot
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from laplace_sampling.linearise import Linearisation
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 16])
+def test_products_equal_the_dense_jacobian(case: Case, chunk_size: int) -> None:
+    network = Linearisation(case.model, chunk_size=chunk_size)
+    J = reference.jacobian(case.model, case.x)
+    N, C, P = J.shape
+    v, u = random(5, P), random(5, N, C)
+    assert network.num_parameters == P
+    assert_close(network.jvp(case.x, v), torch.einsum("ncp,kp->knc", J, v), rtol=1e-6, atol=1e-9)
+    assert_close(network.vjp(case.x, u), torch.einsum("ncp,knc->kp", J, u), rtol=1e-6, atol=1e-9)
+    assert_close(network.jacobian(case.x), J, rtol=1e-6, atol=1e-9)
+
+
+def test_jvp_and_vjp_are_adjoint(case: Case) -> None:
+    network = Linearisation(case.model)
+    f = network(case.x).reshape(len(case.x), -1)
+    v, u = random(3, network.num_parameters), random(3, *f.shape)
+    left = (network.jvp(case.x, v) * u).sum((1, 2))
+    assert_close(left, (v * network.vjp(case.x, u)).sum(1), rtol=1e-10, atol=1e-10)
+
+
+def test_outputs_are_the_networks_own_bit_for_bit(case: Case) -> None:
+    case.model.train()
+    output = Linearisation(case.model)(case.x)
+    with torch.no_grad():
+        assert torch.equal(output, case.model.eval()(case.x))
+
+
+def test_module_is_untouched(case: Case) -> None:
+    case.model.train()
+    case.model.get_submodule("").register_forward_hook(lambda module, args, output: None)
+    next(iter(case.model.parameters())).grad = torch.ones_like(next(iter(case.model.parameters())))
+    network = Linearisation(case.model)
+    before = snapshot(case.model)
+    f = network(case.x)
+    network.jvp(case.x, random(2, network.num_parameters))
+    network.vjp(case.x, random(2, len(case.x), f[0].numel()))
+    network.jacobian(case.x)
+    assert_unchanged(case.model, before)
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+        self.fail = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        if self.fail:
+            raise RuntimeError("inside forward")
+        return h
+
+
+@pytest.mark.parametrize("call", ["__call__", "jvp", "vjp", "jacobian"])
+def test_module_is_untouched_after_an_exception(call: str) -> None:
+    model = Failing().double()
+    model.body[2].eval()
+    network = Linearisation(model)
+    before = snapshot(model)
+    args = {"jvp": [random(2, network.num_parameters)], "vjp": [random(2, 4, 3)]}.get(call, [])
+    model.fail = True
+    with pytest.raises(RuntimeError, match="inside forward"):
+        getattr(network, call)(random(4, 2), *args)
+    assert_unchanged(model, before)
+
+
+def test_dropout_in_training_mode_inside_a_frozen_submodule() -> None:
+    body = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5)).requires_grad_(False)
+    model = nn.Sequential(body, nn.Linear(8, 2)).double()
+    model.eval()
+    body.train()
+    network = Linearisation(model)
+    x, v = random(4, 2), random(1, network.num_parameters)
+    assert torch.equal(network(x), network(x))
+    assert torch.equal(network.jvp(x, v), network.jvp(x, v))
+    assert body[1].training
+    assert not model.training
+
+
+def test_fused_attention_has_a_jvp_and_the_fast_path_is_put_back() -> None:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    model = nn.Sequential(layer, nn.Flatten(), nn.Linear(12, 2)).double().eval()
+    network = Linearisation(model)
+    x = random(3, 3, 4)
+    v = random(2, network.num_parameters)
+    expected = torch.einsum("ncp,kp->knc", reference.jacobian(model, x), v)
+    assert_close(network.jvp(x, v), expected, rtol=1e-6, atol=1e-9)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_works_under_no_grad() -> None:
+    case = make_case("classification")
+    network = Linearisation(case.model)
+    u = random(2, 8, 4)
+    with torch.no_grad():
+        inside = network.vjp(case.x, u)
+    assert_close(inside, network.vjp(case.x, u))
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [
+        (None, ["0.weight", "0.bias", "2.weight", "2.bias"]),
+        ("2.*", ["2.weight", "2.bias"]),
+        (["2.bias", "0.weight"], ["0.weight", "2.bias"]),
+        (lambda name, p: p.dim() == 2, ["0.weight", "2.weight"]),
+    ],
+)
+def test_parameters_selects_by_name_glob_or_predicate(selection, expected) -> None:
+    model = make_case("classification").model
+    network = Linearisation(model, selection)
+    assert network.names == expected
+    chosen = copy.deepcopy(model)
+    for name, p in chosen.named_parameters():
+        p.requires_grad_(name in expected)
+    x = random(3, 3)
+    assert_close(network.jacobian(x), reference.jacobian(chosen, x))
+
+
+def test_layers_group_weights_by_their_module() -> None:
+    names, groups = Linearisation(make_case("classification").model).layers()
+    assert names == ["0", "2"]
+    assert groups.bincount().tolist() == [24, 28]
+    assert Linearisation(make_case("scalar_and_matrix").model).layers()[0] == ["(root)"]
+
+
+def test_fingerprint_tells_networks_apart() -> None:
+    model = make_case("conv_batch_norm").model
+    first = Linearisation(model).fingerprint()
+    assert torch.equal(first, Linearisation(copy.deepcopy(model)).fingerprint())
+    model[1].running_mean += 1e-9
+    assert not torch.equal(first, Linearisation(model).fingerprint())
+
+
+def test_products_are_counted_in_data_times_vectors() -> None:
+    case = make_case("classification")
+    network = Linearisation(case.model)
+    network.jvp(case.x, random(5, network.num_parameters))
+    network.vjp(case.x, random(2, 8, 4))
+    assert network.products == {"jvp": 40, "vjp": 16}
+
+
+def test_errors_say_what_was_found_and_what_to_do() -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(TypeError, match=r"needs a torch.nn.Module, but got builtin_function"):
+        Linearisation(torch.sin)  # pyright: ignore
+    with pytest.raises(ValueError, match=r"`chunk_size` must be at least 1"):
+        Linearisation(model, chunk_size=0)
+    with pytest.raises(ValueError, match=r"match no parameter of the model; it has \['weight', 'bias'\]"):
+        Linearisation(model, ["head.weight"])
+    with pytest.raises(ValueError, match="selects nothing"):
+        Linearisation(model, lambda name, p: False)
+    with pytest.raises(ValueError, match=r"No parameter of the model requires a gradient.*requires_grad_\(True\)"):
+        Linearisation(nn.Linear(2, 1).requires_grad_(False))
+    quantised = nn.Linear(2, 1)
+    quantised.table = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+    with pytest.raises(ValueError, match=r"\['table'\] are not floating point"):
+        Linearisation(quantised, "table")
+    with pytest.raises(ValueError, match=r"needs `v` of shape \[K, P\] with P = 3, but got \[3, 2\]"):
+        Linearisation(model).jvp(torch.zeros(1, 2), torch.zeros(3, 2))
+
+
+class Wrong(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(2, 2), kind
+
+    def forward(self, x: Tensor):
+        y = self.linear(x)
+        return {"tuple": (y, y), "dict": {"logits": y}, "scalar": y.sum(), "transposed": y.T}[self.kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("tuple", TypeError, "returned a tuple, not a tensor. Wrap it in a module"),
+        ("dict", TypeError, "returned a dict, not a tensor"),
+        ("scalar", ValueError, r"returned shape \[\] for a batch of 5 inputs"),
+        ("transposed", ValueError, "the first axis of the output must be the batch"),
+    ],
+)
+def test_outputs_that_are_not_a_batch_tensor_are_refused(kind, error, message) -> None:
+    with pytest.raises(error, match=message):
+        Linearisation(Wrong(kind))(torch.zeros(5, 2))
