@@ -104,8 +104,8 @@ class GPrior(Prior):
 
     Args:
         num_probes: `k`; the relative standard error of each entry of a stochastic diagonal is `√(2/k)`.
-        floor: entries below `floor` times the mean are raised to it, so that weights without curvature (dead
-            units) do not get an infinite prior variance; how many is reported as `num_floored`.
+        floor: entries below `floor` times the mean of their layer are raised to it, so that weights without
+            curvature (dead units) do not get an infinite prior variance; how many is reported as `num_floored`.
         exact_limit: largest `N·C·P` for which the exact diagonal is computed.
     """
 
@@ -119,21 +119,25 @@ class GPrior(Prior):
                 f"`GPrior` needs num_probes of at least 1 and a positive floor, got {self.num_probes}, {self.floor}."
             )
 
-    def is_exact(self, ggn: GGN) -> bool:
+    def _is_exact(self, ggn: GGN) -> bool:
         outputs = ggn.features.num_outputs
         return outputs <= self.num_probes and ggn.num_data * outputs * ggn.size <= self.exact_limit
 
     def build(self, ggn: GGN, layers: tuple[list[str], Tensor], precision: float, noise: WhiteNoise) -> GaussianPrior:
-        diagonal = ggn.diagonal() if self.is_exact(ggn) else (ggn.root_matmul(noise) ** 2).mean(0)
-        mean = diagonal.mean()
-        if not bool(mean > 0):
+        diagonal = ggn.diagonal() if self._is_exact(ggn) else (ggn.root_matmul(noise) ** 2).mean(0)
+        if not bool(diagonal.max() > 0):
             raise ValueError(
                 "The g-prior needs curvature, but diag(M) is zero for all weights: the outputs do not depend on them, "
                 'or the loss is flat there. Use prior="isotropic", or hessian_at="mode".'
             )
+        # The mean of a layer, not of all weights: rescaling a layer must not move the floor of the others.
+        names, groups = layers
+        groups = groups.to(diagonal.device)
+        totals = torch.zeros(len(names), dtype=diagonal.dtype, device=diagonal.device)
+        mean = totals.index_add(0, groups, diagonal) / groups.bincount(minlength=len(names))
+        mean = torch.where(mean > 0, mean, diagonal.mean())[groups]
         low = diagonal < self.floor * mean
-        scale = diagonal.clamp_min(self.floor * mean).rsqrt()
-        return _ungrouped(scale, precision, int(low.sum()))
+        return _ungrouped(torch.maximum(diagonal, self.floor * mean).rsqrt(), precision, int(low.sum()))
 
 
 def as_prior(prior: str | Prior) -> Prior:

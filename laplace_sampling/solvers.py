@@ -178,12 +178,11 @@ class SGD(Solver):
         curvature, passes = self._stable_curvature(operator)
         curvature += float(problem.precision.max())
         steps = self._num_steps(self.epochs, operator.num_data)
-        delta = self._descend(problem.gradient, start, operator.num_data, curvature, steps, True, description)
+        delta, spent = self._descend(problem.gradient, start, operator.num_data, curvature, steps, True, description)
         zeta = problem.centre + delta
         product = operator.matmul(zeta)
         residual = _residual(product - problem.linear, problem.precision * delta)
-        rows = len(zeta)
-        passes += rows * (steps * min(self.batch_size, operator.num_data) / operator.num_data + 1)
+        passes += spent + len(zeta)
         return Solution(zeta, delta, residual, zeta * product, passes, bool((residual < self.tolerance).all()))
 
     def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
@@ -194,8 +193,10 @@ class SGD(Solver):
             curvature, spent = self._stable_curvature(objective.curvature(theta))
             curvature += float(objective.precision.max())
             part = max(1, round(share * steps))
-            theta = self._descend(objective.gradient, theta, objective.num_data, curvature, part, decay, description)
-            passes += spent + part * min(self.batch_size, objective.num_data) / objective.num_data
+            theta, descent = self._descend(
+                objective.gradient, theta, objective.num_data, curvature, part, decay, description
+            )
+            passes += spent + descent
         start = objective.gradient(torch.zeros_like(theta), None).norm()
         residual = float(objective.gradient(theta, None).norm() / start.clamp_min(_tiny(start)))
         return Minimum(theta, residual, passes + 2, residual < self.tolerance)
@@ -224,17 +225,19 @@ class SGD(Solver):
         steps: int,
         decay: bool,
         description: str | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, float]:
         if not (math.isfinite(curvature) and curvature > 0):
             raise FloatingPointError(
                 f"The largest curvature of the problem was estimated as {curvature}: the Jacobian products of the "
                 "model contain NaN or infinity, or the outputs do not depend on the weights."
             )
         step = self.step / curvature
+        spent = 0
         for _ in range(self.max_restarts + 1):
-            result = self._run(gradient, start, num_data, step, steps, decay, description)
+            result, gradients = self._run(gradient, start, num_data, step, steps, decay, description)
+            spent += gradients
             if result is not None:
-                return result
+                return result, len(start) * spent * min(self.batch_size, num_data) / num_data
             step /= 3
         raise FloatingPointError(
             f"SGD diverged {self.max_restarts + 1} times, last with step size {3 * step:.1e}; the Jacobian products "
@@ -250,8 +253,8 @@ class SGD(Solver):
         steps: int,
         decay: bool,
         description: str | None,
-    ) -> Tensor | None:
-        """One descent; `None` if it diverged."""
+    ) -> tuple[Tensor | None, int]:
+        """One descent, `None` if it diverged, and the number of gradients that it took."""
         generator = torch.Generator().manual_seed(self.seed)
         batches = self._batches(num_data, generator)
         zero = torch.zeros_like(start)
@@ -267,14 +270,14 @@ class SGD(Solver):
             g = gradient(x + self.momentum * velocity, next(batches))
             size = g.norm(dim=1, keepdim=True) / scale
             if not bool((size < 1e3).all()):  # also when it is NaN
-                return None
+                return None, t + 7
             g = g * (self.clip / size).clamp_max(1)
             now = step * (1 - (1 - 1 / 330) * t / steps) if decay and not geometric else step
             velocity = self.momentum * velocity - now * g
             x = x + velocity
             if geometric:
                 average = share * x + (1 - share) * average
-        return average if geometric else x
+        return average if geometric else x, steps + 6
 
 
 @dataclass(frozen=True)

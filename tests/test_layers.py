@@ -1,0 +1,47 @@
+"""Imports point down the table of the design only."""
+
+import ast
+from pathlib import Path
+
+import laplace_sampling
+
+LEVELS = {
+    "linearise": 0, "likelihoods": 0, "data": 0,
+    "operators": 1,
+    "priors": 2, "solvers": 2, "predictive": 2,
+    "sampling": 3,
+    "evidence": 4,
+    "laplace": 5,
+    "__init__": 6,
+    "__main__": 7,
+}  # fmt: skip
+PACKAGE = Path(laplace_sampling.__file__).parent
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("laplace_sampling"):
+            rest = node.module.split(".")[1:]
+            found |= {rest[0]} if rest else {"__init__"}
+    return found
+
+
+def test_every_module_has_a_level() -> None:
+    assert {path.stem for path in PACKAGE.glob("*.py")} == set(LEVELS)
+
+
+def test_imports_point_down() -> None:
+    for path in PACKAGE.glob("*.py"):
+        above = {name for name in imports(path) if LEVELS[name] >= LEVELS[path.stem]}
+        assert not above, f"{path.name} imports {above}"
+
+
+def test_solvers_do_not_know_networks_or_likelihoods() -> None:
+    assert imports(PACKAGE / "solvers.py") == {"operators"}
+
+
+def test_the_public_names_are_listed_and_there() -> None:
+    assert sorted(laplace_sampling.__all__) == sorted(set(laplace_sampling.__all__))
+    for name in laplace_sampling.__all__:
+        assert getattr(laplace_sampling, name).__doc__
