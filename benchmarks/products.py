@@ -60,9 +60,7 @@ def both_ways(network: Linearisation, x: Tensor, v: Tensor, u: Tensor, chunk: in
         out = functional_call(network.module, leaves, (x,))
         for part in u.reshape(len(u), *out.shape).split(step):
             cotangent = part if step > 1 else part[0]
-            torch.autograd.grad(
-                out, list(leaves.values()), cotangent, retain_graph=True, is_grads_batched=step > 1
-            )
+            torch.autograd.grad(out, list(leaves.values()), cotangent, retain_graph=True, is_grads_batched=step > 1)
 
     return {
         "jvp": (

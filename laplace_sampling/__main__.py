@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import trange
 
-from laplace_sampling import LinearisedLaplace, RegressionPrediction
+from laplace_sampling import ClassificationPrediction, LinearisedLaplace, RegressionPrediction
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ def digits(num_train: int = 600, noise: float = 0.75, seed: int = 0) -> Data:
     """8×8 digits with Gaussian pixel noise, which makes the task hard enough for error bars to matter."""
     from sklearn.datasets import load_digits
 
-    bunch = load_digits()
+    images, labels = load_digits(return_X_y=True)
     generator = torch.Generator().manual_seed(seed)
-    x = torch.tensor(bunch.images, dtype=torch.float32)[:, None]
+    x = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8)
     order = torch.randperm(len(x), generator=generator)
-    x, y = x[order], torch.tensor(bunch.target)[order]
+    x, y = x[order], torch.tensor(labels)[order]
     x = (x - x.mean()) / x.std() + noise * torch.randn(x.shape, generator=generator)
     return Data(x[:num_train], y[:num_train], x[num_train:], y[num_train:])
 
@@ -48,10 +48,10 @@ def diabetes(num_train: int = 350, seed: int = 0) -> Data:
     """Progression of diabetes from ten measurements; inputs and targets standardised on the training set."""
     from sklearn.datasets import load_diabetes
 
-    bunch = load_diabetes()
-    order = torch.randperm(len(bunch.target), generator=torch.Generator().manual_seed(seed))
-    x = torch.tensor(bunch.data, dtype=torch.float32)[order]
-    y = torch.tensor(bunch.target, dtype=torch.float32)[order, None]
+    measurements, progression = load_diabetes(return_X_y=True)
+    order = torch.randperm(len(measurements), generator=torch.Generator().manual_seed(seed))
+    x = torch.tensor(measurements, dtype=torch.float32)[order]
+    y = torch.tensor(progression, dtype=torch.float32)[order, None]
     x, y = ((t - t[:num_train].mean(0)) / t[:num_train].std(0) for t in (x, y))
     return Data(x[:num_train], y[:num_train], x[num_train:], y[num_train:])
 
@@ -118,6 +118,7 @@ def classify(seconds: dict[str, float]) -> list[tuple[str, str, float, float, fl
     print(la)
     start = time.perf_counter()
     pred = la.predict(data.x_test)
+    assert isinstance(pred, ClassificationPrediction)
     seconds[f"{name}: predict ({len(data.x_test)} inputs, 64 samples)"] = time.perf_counter() - start
     rows = []
     for label, probs in (("network", pred.logits.softmax(-1)), ("ours", pred.probs)):

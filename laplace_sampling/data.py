@@ -116,7 +116,8 @@ class _RandomAccess:
 def _pair(batch: Any) -> tuple[Tensor, Tensor]:
     if not isinstance(batch, list | tuple) or len(batch) != 2 or not all(isinstance(part, Tensor) for part in batch):
         found = [type(part).__name__ for part in batch] if isinstance(batch, list | tuple) else type(batch).__name__
-        raise TypeError(f"Batches of the loader must be pairs (x, y) of tensors, but one is {found}.")
+        hint = " To give all data at once, pass the list [(x, y)]." if isinstance(batch, Tensor) else ""
+        raise TypeError(f"Batches of the loader must be pairs (x, y) of tensors, but one is {found}.{hint}")
     return batch[0].detach(), batch[1].detach()
 
 

@@ -1,9 +1,10 @@
 """`LinearisedLaplace`: error bars for a trained network."""
 
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from laplace_sampling.likelihoods import Gaussian, Likelihood, as_likelihood
 from laplace_sampling.linearise import Linearisation, Selection
 from laplace_sampling.operators import DenseFeatures, Features, NetworkFeatures
 from laplace_sampling.predictive import ClassificationPrediction, RegressionPrediction
-from laplace_sampling.priors import GaussianPrior, Prior, as_prior
+from laplace_sampling.priors import GaussianPrior, GPrior, IsotropicPrior, LayerwisePrior, Prior, as_prior
 from laplace_sampling.sampling import Draws, LinearModel, linear_model_mode, sample_posterior
 from laplace_sampling.solvers import SGD, ConvergenceWarning, Dense, Solver
 
@@ -119,8 +120,8 @@ class LinearisedLaplace:
         _check_choice("linear_model", linear_model, ("auto", "affine", "homogeneous"))
         _check_choice("hessian_at", hessian_at, ("auto", "network", "mode"))
         _check_choice("method", method, ("auto", "sgd", "exact"))
-        if not prior_precision > 0:
-            raise ValueError(f"`prior_precision` must be positive, but is {prior_precision}.")
+        if not 0 < prior_precision < math.inf:
+            raise ValueError(f"`prior_precision` must be positive and finite, but is {prior_precision}.")
         if num_samples < 2:
             raise ValueError(f"`num_samples` must be at least 2, but is {num_samples}.")
         self.network = Linearisation(model, parameters)
@@ -142,6 +143,7 @@ class LinearisedLaplace:
 
     # Fitting ---------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)
     def fit_hyperparameters(
         self,
         loader: Iterable[Any],
@@ -201,6 +203,7 @@ class LinearisedLaplace:
         self._draw_posterior(model, data, result.prior, solver, start, result.history, progress)
         return self
 
+    @torch.inference_mode(False)
     def fit(self, loader: Iterable[Any], *, progress: bool = True) -> "LinearisedLaplace":
         """The posterior at the prior and noise precision given to the constructor.
 
@@ -309,6 +312,7 @@ class LinearisedLaplace:
 
     # Using -----------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)
     def predict(self, x: Tensor, *, num_samples: int | None = None) -> RegressionPrediction | ClassificationPrediction:
         r"""Predictions with error bars: `f(w̄, x)` and `φ(x) ζ_k`, by `K` JVPs a datum and no VJP.
 
@@ -345,6 +349,7 @@ class LinearisedLaplace:
         kind = RegressionPrediction if isinstance(posterior.likelihood, Gaussian) else ClassificationPrediction
         return kind(outputs, deviations, posterior.likelihood)
 
+    @torch.inference_mode(False)
     def sample(self, num_samples: int) -> Float[Tensor, "K P"]:
         """New zero-mean posterior samples `ζ ~ N(0, H⁻¹)`, independent of `samples_` and of earlier calls."""
         posterior = self._fitted("sample")
@@ -429,6 +434,7 @@ class LinearisedLaplace:
             "groups": p.prior.names,
             "num_floored": p.prior.num_floored,
             "rows": p.rows,
+            "recipe": self._recipe(),
             "history": [asdict(step) for step in p.history],
         }
         state = {
@@ -445,6 +451,21 @@ class LinearisedLaplace:
         if isinstance(p.likelihood, Gaussian):
             state["noise_precision"] = torch.as_tensor(p.likelihood.noise_precision)
         return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+    def _recipe(self) -> dict[str, Any]:
+        """What the constructor was given, so that a loaded object fits again as the saved one would."""
+        prior = {"class": type(self.prior).__name__, **(asdict(self.prior) if is_dataclass(self.prior) else {})}
+        recipe = {
+            "prior": prior,
+            "prior_precision": self.prior_precision,
+            "method": self.method,
+            "num_samples": self.num_samples,
+            "seed": self.seed,
+            "solver": asdict(self.solver),
+        }
+        if isinstance(self.likelihood, Gaussian):
+            recipe["noise_precision"] = torch.as_tensor(self.likelihood.noise_precision).tolist()
+        return recipe
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take over a posterior from `state_dict`.
@@ -497,18 +518,45 @@ class LinearisedLaplace:
 
     @classmethod
     def load(
-        cls, path: str | Path, model: nn.Module, likelihood: str | Likelihood | None = None
+        cls,
+        path: str | Path,
+        model: nn.Module,
+        likelihood: str | Likelihood | None = None,
+        prior: str | Prior | None = None,
     ) -> "LinearisedLaplace":
-        """Read what `save` wrote, for the same trained network.
+        """Read what `save` wrote, for the same trained network; settings are those of the saved object.
 
         Args:
             path: of the file.
             model: the network, with the weights that it had at the fit.
             likelihood: needed only if it was not one of the library's own.
+            prior: likewise.
         """
         state = torch.load(path, map_location="cpu", weights_only=True)
         settings = _settings(state)
-        la = cls(model, likelihood or settings["likelihood"], parameters=settings["parameters"])
+        recipe = settings["recipe"]
+        if likelihood is None:
+            likelihood = as_likelihood(settings["likelihood"])
+            if "noise_precision" in recipe:
+                likelihood = Gaussian(torch.tensor(recipe["noise_precision"]), learn=settings["learn_noise"])
+        if prior is None:
+            fields = dict(recipe["prior"])
+            own = {c.__name__: c for c in (GPrior, IsotropicPrior, LayerwisePrior)}
+            name = fields.pop("class")
+            if name not in own:
+                raise ValueError(f"`load`: the prior was a {name}, which is not of this library; give it as `prior=`.")
+            prior = own[name](**fields)
+        la = cls(
+            model,
+            likelihood,
+            prior=prior,
+            prior_precision=recipe["prior_precision"],
+            parameters=settings["parameters"],
+            method=recipe["method"],
+            num_samples=recipe["num_samples"],
+            seed=recipe["seed"],
+            solver=SGD(**recipe["solver"]),
+        )
         la.load_state_dict(state)
         return la
 

@@ -114,10 +114,10 @@ class Categorical(Likelihood):
     name: str = field(default="classification", init=False)
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
-        return -f.log_softmax(-1).gather(-1, y.expand(f.shape[:-1])[..., None])[..., 0]
+        return -f.log_softmax(-1).gather(-1, y.long().expand(f.shape[:-1])[..., None])[..., 0]
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
-        return f.softmax(-1) - F.one_hot(y, f.shape[-1]).to(f)
+        return f.softmax(-1) - F.one_hot(y.long(), f.shape[-1]).to(f)
 
     def curvature(self, f: Tensor, u: Tensor) -> Tensor:
         p = f.softmax(-1).to(u)
@@ -181,6 +181,12 @@ class Bernoulli(Likelihood):
 
 def as_likelihood(likelihood: str | Likelihood, noise_precision: float | Tensor = 1.0) -> Likelihood:
     """The likelihood named `"regression"`, `"classification"` or `"binary"`; a `Likelihood` is returned as it is."""
+    given = isinstance(noise_precision, Tensor) or noise_precision != 1.0
+    if given and likelihood != "regression":
+        raise ValueError(
+            f'`noise_precision` goes with likelihood="regression" only, but the likelihood is {likelihood!r}; '
+            "give it as `Gaussian(noise_precision=...)`, or leave it out."
+        )
     if isinstance(likelihood, Likelihood):
         return likelihood
     if likelihood == "regression":

@@ -212,16 +212,19 @@ def _check_output(output: Tensor, x: Tensor) -> Tensor:
 
 @contextmanager
 def _evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode in every submodule, each put back to what it was."""
-    modes = [(m, m.training) for m in module.modules()]
+    """Evaluation mode in every submodule; modes, parameters and buffers are put back to what they were."""
+    saved = [(m, m.training, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
     try:
         # The attribute, not `eval()`: modules that override `train` would not come back as they were.
-        for m, _ in modes:
+        for m, *_ in saved:
             m.training = False
         yield
     finally:
-        for m, training in modes:
+        for m, training, parameters, buffers in saved:
             m.training = training
+            # `functional_call` leaves plain tensors behind in a module that is registered under two names.
+            m._parameters.update(parameters)
+            m._buffers.update(buffers)
 
 
 @contextmanager

@@ -66,9 +66,10 @@ class RegressionPrediction(_Prediction):
 
     @property
     def noise_variance(self) -> Tensor:
-        """`1/b`, the variance of the observation noise: a scalar, or one an output, `[C]`."""
+        """`1/b`, the variance of the observation noise: a scalar, or one an output, in the shape of an output."""
         assert isinstance(self.likelihood, Gaussian)
-        return 1 / self.likelihood.precision(self.outputs)
+        variance = 1 / self.likelihood.precision(self.outputs)
+        return variance.reshape(self.outputs.shape[1:]) if variance.numel() > 1 else variance
 
     def distribution(self) -> LowRankMultivariateNormal:
         """Of new observations, noise included: for each input a Gaussian over its (flattened) outputs."""
@@ -76,7 +77,7 @@ class RegressionPrediction(_Prediction):
         return LowRankMultivariateNormal(
             self.outputs.reshape(flat.shape[1:]),
             flat.permute(1, 2, 0) / math.sqrt(len(flat)),
-            self.noise_variance.expand(flat.shape[1:]),
+            self.noise_variance.flatten().expand(flat.shape[1:]),
         )
 
     def log_prob(self, y: Tensor) -> Float[Tensor, " N"]:

@@ -15,8 +15,8 @@ def jacobian(model: nn.Module, x: Tensor) -> Tensor:
         out = model(x[n : n + 1]).reshape(-1)
         for c in range(len(out)):
             grads = torch.autograd.grad(out[c], weights, retain_graph=True, allow_unused=True)
-            flat = [torch.zeros(w.numel()).to(w) if g is None else g.reshape(-1) for g, w in zip(grads, weights)]
-            rows.append(torch.cat(flat))
+            filled = [torch.zeros_like(w) if g is None else g for g, w in zip(grads, weights, strict=True)]
+            rows.append(torch.cat([g.reshape(-1) for g in filled]))
     return torch.stack(rows).reshape(len(x), -1, len(rows[0]))
 
 

@@ -8,7 +8,13 @@ from cases import Case, make_case
 from torch import nn
 from torch.testing import assert_close
 
-from laplace_sampling.evidence import EMStep, effective_dimension, effective_dimension_weight_space, fit_em, noise_update
+from laplace_sampling.evidence import (
+    EMStep,
+    effective_dimension,
+    effective_dimension_weight_space,
+    fit_em,
+    noise_update,
+)
 from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.operators import DenseFeatures, ScaledFeatures
 from laplace_sampling.priors import GPrior, IsotropicPrior, LayerwisePrior

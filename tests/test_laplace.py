@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from laplace_sampling import SGD, ConvergenceWarning, Gaussian, GPrior, LinearisedLaplace, NotFittedError
+from laplace_sampling import (
+    SGD,
+    ConvergenceWarning,
+    Gaussian,
+    GPrior,
+    IsotropicPrior,
+    LinearisedLaplace,
+    NotFittedError,
+)
 from laplace_sampling.solvers import make_dense
 
 QUICK = SGD(epochs=2, min_steps=20, mode_epochs=4, tolerance=1.0)
@@ -136,7 +144,9 @@ def test_g_prior_is_invariant_to_the_scale_before_a_layer_norm() -> None:
                 scaled[0].weight *= factor
                 scaled[0].bias *= factor
             assert_close(scaled(case.x), case.model(case.x))
-            la = LinearisedLaplace(scaled, "classification", prior=prior, num_samples=16).fit(loader(case), progress=False)
+            la = LinearisedLaplace(scaled, "classification", prior=prior, num_samples=16).fit(
+                loader(case), progress=False
+            )
             J = reference.jacobian(scaled, case.x).flatten(0, 1)
             variances[prior, factor] = (J @ posterior_covariance(la) * J).sum(1)
     for factor in (0.1, 10.0):
@@ -168,7 +178,9 @@ def test_two_fits_equal_one() -> None:
     la = LinearisedLaplace(case.model, "regression")
     la.fit_hyperparameters(loader(case), progress=False, max_steps=100)
     la.fit(loader(case), progress=False)
-    assert torch.equal(la.samples_, LinearisedLaplace(case.model, "regression").fit(loader(case), progress=False).samples_)
+    assert torch.equal(
+        la.samples_, LinearisedLaplace(case.model, "regression").fit(loader(case), progress=False).samples_
+    )
 
 
 def test_progress_bars_and_callback(capfd: pytest.CaptureFixture) -> None:
@@ -283,7 +295,9 @@ def test_other_weights_are_refused() -> None:
     state = la.state_dict()
     other = copy.deepcopy(case.model)
     other[1].running_var += 1e-6
-    with pytest.raises(ValueError, match=r"`load_state_dict`: the weights or buffers of the model are not those of the fit"):
+    with pytest.raises(
+        ValueError, match=r"`load_state_dict`: the weights or buffers of the model are not those of the fit"
+    ):
         LinearisedLaplace(other, "classification").load_state_dict(state)
     with torch.no_grad():
         case.model[0].weight += 1e-6
@@ -297,7 +311,9 @@ def test_other_weights_are_refused() -> None:
 def test_states_that_do_not_fit_are_refused(tmp_path) -> None:
     case = make_case("classification")
     state = fitted(case).state_dict()
-    with pytest.raises(ValueError, match=r"of 4 random parameters, 0.weight.*has 2, 2.weight, 2.bias.*same `parameters=`"):
+    with pytest.raises(
+        ValueError, match=r"of 4 random parameters, 0.weight.*has 2, 2.weight, 2.bias.*same `parameters=`"
+    ):
         LinearisedLaplace(case.model, "classification", parameters="2.*").load_state_dict(state)
     with pytest.raises(ValueError, match="of likelihood 'classification', but this LinearisedLaplace has 'binary'"):
         LinearisedLaplace(case.model, "binary").load_state_dict(state)
@@ -308,7 +324,9 @@ def test_states_that_do_not_fit_are_refused(tmp_path) -> None:
 def test_subsets_and_noise_survive_a_reload(tmp_path) -> None:
     case = make_case("regression_per_output")
     likelihood = Gaussian(torch.tensor([1.0, 2.0, 3.0]), learn=False)
-    la = LinearisedLaplace(case.model, likelihood, parameters="2.*", prior="layerwise").fit(loader(case), progress=False)
+    la = LinearisedLaplace(case.model, likelihood, parameters="2.*", prior="layerwise").fit(
+        loader(case), progress=False
+    )
     la.save(tmp_path / "la.pt")
     again = LinearisedLaplace.load(tmp_path / "la.pt", case.model)
     assert again.network.names == ["2.weight", "2.bias"]
@@ -316,6 +334,35 @@ def test_subsets_and_noise_survive_a_reload(tmp_path) -> None:
     assert not again._posterior.likelihood.learn
     with pytest.raises(NotFittedError, match=r"`sample` needs the training data.*call `fit\(loader\)`"):
         again.sample(2)
+
+
+def test_a_loaded_object_fits_as_the_saved_one_would(tmp_path) -> None:
+    case = make_case("regression")
+    settings = {"prior": GPrior(num_probes=7), "prior_precision": 7.0, "num_samples": 5, "seed": 3, "method": "sgd"}
+    la = LinearisedLaplace(case.model, "regression", noise_precision=4.0, solver=QUICK, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        la.fit_hyperparameters(loader(case), max_steps=2, progress=False)
+        la.save(tmp_path / "la.pt")
+        again = LinearisedLaplace.load(tmp_path / "la.pt", case.model)
+        assert torch.equal(again.samples_, la.samples_)
+        for one in (la, again):
+            one.fit(loader(case), progress=False)
+    assert torch.equal(again.samples_, la.samples_)
+    assert repr(again) == repr(la)
+
+
+def test_a_prior_of_ones_own_must_be_given_to_load(tmp_path) -> None:
+    class Mine(IsotropicPrior):
+        pass
+
+    case = make_case("regression")
+    la = LinearisedLaplace(case.model, "regression", prior=Mine()).fit(loader(case), progress=False)
+    la.save(tmp_path / "la.pt")
+    with pytest.raises(ValueError, match="the prior was a Mine, which is not of this library; give it as `prior=`"):
+        LinearisedLaplace.load(tmp_path / "la.pt", case.model)
+    again = LinearisedLaplace.load(tmp_path / "la.pt", case.model, prior=Mine())
+    assert torch.equal(again.samples_, la.samples_)
 
 
 # Bad input --------------------------------------------------------------------------------------------------------
@@ -347,7 +394,7 @@ def test_use_before_fit(use) -> None:
         ({"linear_model": "quadratic"}, r"`linear_model='quadratic'` is not known; use one of \['auto', 'affine'"),
         ({"hessian_at": "map"}, "`hessian_at='map'` is not known"),
         ({"method": "kfac"}, "`method='kfac'` is not known"),
-        ({"prior_precision": 0.0}, "`prior_precision` must be positive, but is 0.0"),
+        ({"prior_precision": 0.0}, "`prior_precision` must be positive and finite, but is 0.0"),
         ({"num_samples": 1}, "`num_samples` must be at least 2, but is 1"),
         ({"parameters": "nothing"}, "match no parameter of the model"),
     ],
@@ -469,9 +516,10 @@ def test_float32_networks() -> None:
     assert_close(pred.stddev.double(), double.predict(case.x).stddev, rtol=1e-3, atol=1e-4)
 
 
-def test_predict_in_inference_mode_and_without_gradient() -> None:
-    la = fitted(CLASSES)
-    expected = la.predict(CLASSES.x)
+def test_inference_mode_around_everything_and_no_gradient() -> None:
+    expected = fitted(CLASSES, method="sgd", solver=QUICK).predict(CLASSES.x)
     with torch.inference_mode():
-        assert_close(la.predict(CLASSES.x).samples.clone(), expected.samples)
+        la = fitted(CLASSES, method="sgd", solver=QUICK)
+        assert_close(la.predict(CLASSES.x).samples, expected.samples)
+        assert la.sample(2).isfinite().all()
     assert not expected.samples.requires_grad

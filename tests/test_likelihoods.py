@@ -69,8 +69,22 @@ def test_names_give_likelihoods() -> None:
     assert as_likelihood("binary") == Bernoulli()
     own = Gaussian(2.0)
     assert as_likelihood(own) is own
-    with pytest.raises(ValueError, match=r"`likelihood='poisson'` is not known; use \"regression\", \"classification\""):
+    with pytest.raises(
+        ValueError, match=r"`likelihood='poisson'` is not known; use \"regression\", \"classification\""
+    ):
         as_likelihood("poisson")
+
+
+def test_noise_precision_without_a_use_is_refused() -> None:
+    for likelihood in ("classification", Gaussian(2.0)):
+        with pytest.raises(ValueError, match=r"`noise_precision` goes with likelihood=\"regression\" only"):
+            as_likelihood(likelihood, 3.0)
+
+
+def test_labels_of_any_integer_type() -> None:
+    f, y = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 3, 1])
+    assert_close(Categorical().loss(f, y.int()), Categorical().loss(f, y))
+    assert_close(Categorical().gradient(f, y.to(torch.uint8)), Categorical().gradient(f, y))
 
 
 @pytest.mark.parametrize("precision", [0.0, -1.0, float("nan"), float("inf"), [[1.0]]])
@@ -82,12 +96,12 @@ def test_gaussian_refuses_a_noise_precision_that_is_none(precision) -> None:
 @pytest.mark.parametrize(
     ("likelihood", "shape", "y", "error", "message"),
     [
-        (Gaussian(), (3, 1), torch.zeros(3), ValueError, r"shape of the model's output, \[3, 1\], but have \[3\].*unsqueeze"),
+        (Gaussian(), (3, 1), torch.zeros(3), ValueError, r"output, \[3, 1\], but have \[3\].*unsqueeze"),
         (Gaussian(), (3,), torch.zeros(3).long(), TypeError, r"must be floating point, but have dtype torch.int64"),
         (Gaussian(torch.ones(2)), (3, 4), torch.zeros(3, 4), ValueError, "2 entries, but the model has 4 outputs"),
-        (Categorical(), (3, 4), torch.zeros(3), TypeError, r"must be integers, but have dtype torch.float32.*y.long\(\)"),
+        (Categorical(), (3, 4), torch.zeros(3), TypeError, r"integers, but have dtype torch.float32.*y.long\(\)"),
         (Categorical(), (3, 4), torch.zeros(3, 1).long(), ValueError, r"must have shape \[3\], but have \[3, 1\]"),
-        (Categorical(), (3, 4), torch.tensor([0, 1, 4]), ValueError, "between 0 and 3 for 4 outputs, but range from 0 to 4"),
+        (Categorical(), (3, 4), torch.tensor([0, 1, 4]), ValueError, "0 and 3 for 4 outputs, but range from 0 to 4"),
         (Categorical(), (3, 4), torch.tensor([0, -1, 2]), ValueError, "but range from -1 to 2"),
         (Categorical(), (3, 1), torch.zeros(3).long(), ValueError, 'For one logit a datum use likelihood="binary"'),
         (Categorical(), (3, 4, 2, 2), torch.zeros(3, 2, 2).long(), ValueError, r"needs outputs \[N, C\]"),

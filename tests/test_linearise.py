@@ -105,6 +105,19 @@ def test_fused_attention_has_a_jvp_and_the_fast_path_is_put_back() -> None:
     assert torch.backends.mha.get_fastpath_enabled()
 
 
+def test_a_module_registered_twice() -> None:
+    shared = nn.Linear(3, 3)
+    model = nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(3, 2)).double()
+    network = Linearisation(model)
+    before, x = snapshot(model), random(4, 3)
+    v, u = random(2, network.num_parameters), random(2, 4, 2)
+    J = reference.jacobian(model, x)
+    assert_close(network.jvp(x, v), torch.einsum("ncp,kp->knc", J, v))
+    assert_close(network.vjp(x, u), torch.einsum("ncp,knc->kp", J, u))
+    assert_close(network.jacobian(x), J)
+    assert_unchanged(model, before)
+
+
 def test_works_under_no_grad() -> None:
     case = make_case("classification")
     network = Linearisation(case.model)

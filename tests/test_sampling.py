@@ -91,7 +91,7 @@ def test_mode_equals_the_dense_one(case: Case, kind: str) -> None:
 
 def test_low_variance_objective_has_less_noise() -> None:
     """Thesis 4.27: at an initial point independent of the noise, L' has less gradient variance."""
-    model, ggn, built = setting(make_case("classification_many_data"), "isotropic")
+    model, ggn, _ = setting(make_case("classification_many_data"), "isotropic")
     draws = Draws(500, seed=0)
     noise = draws.noise(model.features.num_outputs)
     linear, centre = ggn.root_matmul(noise), draws.prior(ggn.size).double()
@@ -126,7 +126,7 @@ def test_free_directions_are_exact_at_once_after_a_jump_of_alpha() -> None:
 
 def test_unknown_objective() -> None:
     _, ggn, built = setting(make_case("regression"), "isotropic")
-    with pytest.raises(ValueError, match="`objective` must be \"L'\" or \"L\", but is 'LL'"):
+    with pytest.raises(ValueError, match='`objective` must be "L\'" or "L", but is \'LL\''):
         sample_posterior(ggn, built, Draws(1, 0), Dense(), objective="LL")
 
 

@@ -115,13 +115,17 @@ def test_passes_count_the_products_that_were_made() -> None:
     ggn = model.ggn(model.network_outputs)
     zeros = torch.zeros(4, ggn.size, dtype=torch.float64)
     network.products.update(jvp=0, vjp=0)
-    solution = SGD(epochs=3, min_steps=1, batch_size=5).solve(Quadratic(ggn, torch.ones(ggn.size).double(), zeros, zeros + 1))
+    solution = SGD(epochs=3, min_steps=1, batch_size=5).solve(
+        Quadratic(ggn, torch.ones(ggn.size).double(), zeros, zeros + 1)
+    )
     # 5 batches of 5 × 8 power iterations, 6 probe gradients of 4 rows, 15 steps of 4 rows, and the residual.
     assert network.products["jvp"] == network.products["vjp"] == 25 * 8 + 6 * 5 * 4 + 15 * 5 * 4 + 25 * 4
     assert solution.passes == pytest.approx(network.products["jvp"] / 25)
 
 
-@pytest.mark.parametrize(("setting", "message"), [({"averaging": "polyak"}, "must be \"decay\""), ({"step": 0.0}, "positive")])
+@pytest.mark.parametrize(
+    ("setting", "message"), [({"averaging": "polyak"}, 'must be "decay"'), ({"step": 0.0}, "positive")]
+)
 def test_bad_settings_are_refused(setting: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SGD(**setting)

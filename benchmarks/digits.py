@@ -1,0 +1,153 @@
+"""The stochastic solver and EM on digits, against dense algebra for the same draws; prints its figures.
+
+`python -m benchmarks.digits`: 1,400 images, a CNN with batch norm of about 3,100 weights, no step size given anywhere.
+The Jacobian is held in memory here, so that the dense reference is exact and a product costs little; the numbers of
+steps, epochs and products are those of a network.
+"""
+
+import argparse
+import math
+import time
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from laplace_sampling.__main__ import cnn, digits, train
+from laplace_sampling.evidence import EMResult, fit_em
+from laplace_sampling.likelihoods import Categorical
+from laplace_sampling.linearise import Linearisation
+from laplace_sampling.operators import GGN, DenseFeatures
+from laplace_sampling.priors import GaussianPrior, GPrior
+from laplace_sampling.sampling import Draws, LinearModel, sample_posterior
+from laplace_sampling.solvers import SGD, Dense, Solution
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The tangent model of a trained network on digits, dense, and test features `[n, C, P]`."""
+
+    model: LinearModel
+    layers: tuple[list[str], Tensor]
+    test_features: Tensor
+
+    def prior(self, precision: float, hessian_at: str = "network") -> GaussianPrior:
+        f = self.model.network_outputs
+        ggn = self.model.ggn(f if hessian_at == "network" else torch.zeros_like(f))
+        return GPrior().build(ggn, self.layers, precision, Draws(1, 0).noise(10))
+
+    def ggn(self) -> GGN:
+        return self.model.ggn(self.model.network_outputs)
+
+
+def problem(num_train: int = 1400, noise: float = 0.0, num_test: int = 100) -> Problem:
+    data = digits(num_train, noise)
+    network = Linearisation(train(cnn, data, nn.CrossEntropyLoss(), 60, "digits"))
+    features = DenseFeatures(torch.cat([network.jacobian(x) for x in data.x.split(200)]))
+    f = network(data.x)
+    model = LinearModel(features, torch.zeros_like(f), f, data.y, Categorical())
+    return Problem(model, network.layers(), network.jacobian(data.x_test[:num_test]))
+
+
+def exact(p: Problem, prior: GaussianPrior, draws: Draws) -> Tensor:
+    """The samples that dense algebra gives for the same draws, in scaled coordinates."""
+    return sample_posterior(p.ggn(), prior, draws, Dense()).value.float()
+
+
+def function_error(p: Problem, prior: GaussianPrior, samples: Tensor, truth: Tensor) -> float:
+    """`‖Φ(ζ − ζ*)‖²_B / ‖Φζ*‖²_B` over all samples."""
+    ggn = p.ggn()
+
+    def norm(v: Tensor) -> float:
+        v = v * prior.scale
+        return float((v * ggn.matmul(v)).double().sum())
+
+    return norm(samples - truth) / norm(truth)
+
+
+def solve(p: Problem, prior: GaussianPrior, draws: Draws, solver: SGD, **settings) -> Solution:
+    return sample_posterior(p.ggn(), prior, draws, solver, **settings)
+
+
+def jump(p: Problem, draws: Draws, before: float = 100.0, after: float = 0.1, epochs: float = 40) -> dict[str, float]:
+    """Test variance over the exact one for the same draws, after a jump of α and one E-step from a warm start."""
+    solver = SGD(epochs=epochs)
+    old, new = p.prior(before), p.prior(after)
+    warm = solve(p, old, draws, solver)
+    truth = exact(p, new, draws)
+    starts = {
+        "delta": warm.delta * math.sqrt(before / after),  # what `fit_em` does
+        "raw": warm.value - draws.prior(len(new.scale)) / math.sqrt(after),  # ζ itself kept
+    }
+
+    def variance(samples: Tensor) -> float:
+        return float((torch.einsum("ncp,kp->knc", p.test_features, samples * new.scale) ** 2).mean())
+
+    return {
+        name: variance(solve(p, new, draws, solver, init=start).value) / variance(truth)
+        for name, start in starts.items()
+    }
+
+
+def em(p: Problem, start: float, hessian_at: str, num_samples: int = 32, max_steps: int = 8) -> EMResult:
+    return fit_em(
+        p.model, p.prior(start, hessian_at), Draws(num_samples, 0), SGD(), hessian_at=hessian_at, max_steps=max_steps
+    )
+
+
+def dense_fixed_point(p: Problem, near: float, hessian_at: str, tolerance: float = 0.01) -> float:
+    """MacKay's fixed point by dense algebra in float64, from a starting point that only saves time."""
+    features = p.model.features
+    assert isinstance(features, DenseFeatures)
+    f = p.model.network_outputs.double()
+    model = replace(p.model, features=DenseFeatures(features.matrix.double()), offset=0 * f, network_outputs=f)
+    prior = p.prior(near, hessian_at).to(f.device, torch.float64)
+    result = fit_em(model, prior, Draws(1, 0), Dense(), hessian_at=hessian_at, max_steps=30, tolerance=tolerance)
+    assert result.converged
+    return float(result.prior.precision)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--num-train", type=int, default=1400)
+    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--alpha", type=float, default=3.5, help="precision of the g-prior for the sampling figures")
+    args = parser.parse_args()
+    p = problem(args.num_train)
+    draws, prior = Draws(args.samples, 0), p.prior(args.alpha)
+    print(f"{args.num_train} images, P = {len(prior.scale)}, {args.samples} samples, g-prior at α = {args.alpha}")
+    truth = exact(p, prior, draws)
+    for epochs in (5, 10, 20, 40):
+        start = time.perf_counter()
+        solution = solve(p, prior, draws, SGD(epochs=epochs))
+        error = function_error(p, prior, solution.value, truth)
+        residual = float(solution.residual.max())
+        seconds = time.perf_counter() - start
+        print(f"SGD, {epochs:>2} epochs: error {error:.2%}, residual {residual:.2f}, {seconds:.0f} s", flush=True)
+    for averaging in ("decay", "geometric"):
+        error = function_error(p, prior, solve(p, prior, draws, SGD(epochs=40, averaging=averaging)).value, truth)
+        print(f"SGD, 40 epochs, averaging {averaging}: error {error:.2%}", flush=True)
+    print("objective L at a batch, L' at an eighth of it, 40 epochs:")
+    for batch in (800, 400, 200):
+        high, low = (
+            function_error(p, prior, solve(p, prior, draws, SGD(epochs=40, batch_size=b), objective=o).value, truth)
+            for o, b in (("L", batch), ("L'", batch // 8))
+        )
+        print(f"  L at {batch}: {high:.2%};  L' at {batch // 8}: {low:.2%}", flush=True)
+    ratios = jump(p, draws)
+    print(f"α from 100 to 0.1, test variance over exact: δ {ratios['delta']:.3f}, raw {ratios['raw']:.3f}", flush=True)
+    for hessian_at in ("network", "mode"):
+        results = {start: em(p, start, hessian_at) for start in (100.0, 0.01)}
+        truth_alpha = dense_fixed_point(p, float(results[100.0].prior.precision), hessian_at)
+        for start, result in results.items():
+            alpha = float(result.prior.precision)
+            trace = " ".join(f"{s.new_prior_precision[0]:.3g}" for s in result.history)
+            print(
+                f"EM, B at the {hessian_at}, from α = {start}: {trace} ({len(result.history)} steps); "
+                f"dense {truth_alpha:.4g}, off by {abs(alpha / truth_alpha - 1):.1%}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The figures that `benchmarks/digits.py` prints, on digits; EM on a smaller set than there."""
+
+import pytest
+import torch
+
+from benchmarks.digits import Problem, dense_fixed_point, em, exact, function_error, jump, problem, solve
+from laplace_sampling.sampling import Draws
+from laplace_sampling.solvers import SGD
+
+
+@pytest.fixture(scope="module")
+def digits() -> Problem:
+    return problem(1400)
+
+
+@pytest.fixture(scope="module")
+def few_digits() -> Problem:
+    return problem(300)
+
+
+def test_sgd_is_accurate_in_40_epochs_without_a_step_size(digits: Problem) -> None:
+    prior, draws = digits.prior(3.5), Draws(8, 0)
+    truth = exact(digits, prior, draws)
+    solution = solve(digits, prior, draws, SGD(epochs=40))
+    error = function_error(digits, prior, solution.value, truth)
+    print(f"function-space error after 40 epochs {error:.3%}")
+    assert error <= 0.03
+    assert solution.converged
+
+
+@pytest.mark.parametrize("batch_size", [160, 400])
+def test_low_variance_objective_needs_an_eighth_of_the_batch(few_digits: Problem, batch_size: int) -> None:
+    """Where γ is well below N·C/2; see the digest's criterion on leverages."""
+    prior, draws = few_digits.prior(3.5), Draws(8, 0)
+    truth = exact(few_digits, prior, draws)
+    errors = []
+    for objective, batch in (("L", min(batch_size, 300)), ("L'", batch_size // 8)):
+        solver = SGD(epochs=40, min_steps=1, batch_size=batch)
+        samples = solve(few_digits, prior, draws, solver, objective=objective).value
+        errors.append(function_error(few_digits, prior, samples, truth))
+    high, low = errors
+    print(f"L at {batch_size}: {high:.3%}, L' at {batch_size // 8}: {low:.3%}")
+    assert low <= high
+
+
+@pytest.mark.parametrize("hessian_at", ["network", "mode"])
+def test_em_ends_near_the_dense_fixed_point_from_both_sides(few_digits: Problem, hessian_at: str) -> None:
+    ends = [float(em(few_digits, start, hessian_at).prior.precision) for start in (100.0, 0.01)]
+    truth = dense_fixed_point(few_digits, ends[0], hessian_at)
+    print(f"EM from 100 and from 0.01: {ends}, dense {truth}")
+    for end in ends:
+        assert end == pytest.approx(truth, rel=0.05)
+
+
+def test_after_a_jump_of_alpha_the_test_variance_is_right(digits: Problem) -> None:
+    ratios = jump(digits, Draws(16, 0))
+    print(f"test variance over the exact one: {ratios}")
+    assert ratios["delta"] == pytest.approx(1, abs=0.1)
+    assert ratios["raw"] < 0.35  # what the parameterisation in δ is for
+
+
+def test_test_features_are_those_of_the_network(few_digits: Problem) -> None:
+    assert few_digits.test_features.shape == (100, 10, len(few_digits.prior(1.0).scale))
+    assert torch.isfinite(few_digits.test_features).all()
