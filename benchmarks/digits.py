@@ -69,9 +69,9 @@ def solve(p: Problem, prior: GaussianPrior, draws: Draws, solver: SGD, **setting
     return sample_posterior(p.ggn(), prior, draws, solver, **settings)
 
 
-def jump(p: Problem, draws: Draws, before: float = 100.0, after: float = 0.1, epochs: float = 40) -> dict[str, float]:
+def jump(p: Problem, draws: Draws, before: float = 100.0, after: float = 0.1) -> dict[str, float]:
     """Test variance over the exact one for the same draws, after a jump of α and one E-step from a warm start."""
-    solver = SGD(epochs=epochs)
+    solver = SGD()
     old, new = p.prior(before), p.prior(after)
     warm = solve(p, old, draws, solver)
     truth = exact(p, new, draws)
@@ -119,18 +119,25 @@ def main() -> None:
     truth = exact(p, prior, draws)
     for epochs in (5, 10, 20, 40):
         start = time.perf_counter()
-        solution = solve(p, prior, draws, SGD(epochs=epochs))
+        solution = solve(p, prior, draws, SGD(epochs=epochs, max_doublings=0))
         error = function_error(p, prior, solution.value, truth)
         residual = float(solution.residual.max())
         seconds = time.perf_counter() - start
         print(f"SGD, {epochs:>2} epochs: error {error:.2%}, residual {residual:.2f}, {seconds:.0f} s", flush=True)
     for averaging in ("decay", "geometric"):
-        error = function_error(p, prior, solve(p, prior, draws, SGD(epochs=40, averaging=averaging)).value, truth)
+        error = function_error(
+            p, prior, solve(p, prior, draws, SGD(epochs=40, averaging=averaging, max_doublings=0)).value, truth
+        )
         print(f"SGD, 40 epochs, averaging {averaging}: error {error:.2%}", flush=True)
     print("objective L at a batch, L' at an eighth of it, 40 epochs:")
     for batch in (800, 400, 200):
         high, low = (
-            function_error(p, prior, solve(p, prior, draws, SGD(epochs=40, batch_size=b), objective=o).value, truth)
+            function_error(
+                p,
+                prior,
+                solve(p, prior, draws, SGD(epochs=40, batch_size=b, max_doublings=0), objective=o).value,
+                truth,
+            )
             for o, b in (("L", batch), ("L'", batch // 8))
         )
         print(f"  L at {batch}: {high:.2%};  L' at {batch // 8}: {low:.2%}", flush=True)

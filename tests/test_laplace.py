@@ -199,7 +199,7 @@ def test_unfinished_em_and_unfinished_samples_warn() -> None:
     case = make_case("regression")
     with pytest.warns(ConvergenceWarning, match=r"stopped after 1 steps, before its tolerance: prior precision went"):
         LinearisedLaplace(case.model, "regression").fit_hyperparameters(loader(case), max_steps=1, progress=False)
-    solver = SGD(epochs=1, min_steps=1, tolerance=1e-9)
+    solver = SGD(epochs=1, min_steps=1, tolerance=1e-9, max_doublings=0)
     with pytest.warns(ConvergenceWarning, match=r"has not converged: residual .* of the samples.*solver=SGD"):
         fitted(case, method="sgd", solver=solver)
 

@@ -6,7 +6,8 @@ import torch
 from cases import Case, make_case
 from torch.testing import assert_close
 
-from laplace_sampling.operators import DenseFeatures
+from laplace_sampling.likelihoods import Gaussian
+from laplace_sampling.operators import GGN, DenseFeatures
 from laplace_sampling.priors import GPrior, IsotropicPrior, LayerwisePrior
 from laplace_sampling.sampling import Draws, LinearModel, linear_model_mode, sample_posterior
 from laplace_sampling.solvers import SGD, Dense, make_dense
@@ -110,7 +111,7 @@ def test_free_directions_are_exact_at_once_after_a_jump_of_alpha() -> None:
     """Iterates δ = ζ − θ⁰ stay in the range of Φᵀ: what the data leave free is the new prior sample, exactly."""
     case = make_case("regression")
     _, ggn, built = setting(case, "isotropic", precision=100.0)
-    draws, short = Draws(4, seed=0), SGD(epochs=2, min_steps=20)
+    draws, short = Draws(4, seed=0), SGD(epochs=2, min_steps=20, max_doublings=0)
     warm = sample_posterior(ggn, built, draws, short).delta
     jumped = built.with_precision(torch.tensor([0.1]))
     after = sample_posterior(ggn, jumped, draws, short, init=warm * (100 / 0.1) ** 0.5)
@@ -122,6 +123,27 @@ def test_free_directions_are_exact_at_once_after_a_jump_of_alpha() -> None:
     raw = after.value - after.delta + warm + (100**-0.5 - 0.1**-0.5) * draws.prior(ggn.size)  # ζ kept as it was
     ratio = ((raw @ free) ** 2).mean() / ((exact.value @ free) ** 2).mean()
     assert float(ratio) == pytest.approx(0.1 / 100, rel=1e-5)
+
+
+def test_a_raw_warm_start_is_stale_where_the_data_leave_much_free() -> None:
+    """α from 100 to 0.1 with 150 data and 1,500 weights: test variance over the exact one for the same draws."""
+    g = torch.Generator().manual_seed(0)
+    features, test = torch.randn(150, 1, 1500, generator=g).double(), torch.randn(50, 1500, generator=g).double()
+    ggn = GGN(DenseFeatures(features), Gaussian(1.0), torch.zeros(150, 1, dtype=torch.float64))
+    prior, draws = IsotropicPrior().build(ggn, ([], torch.zeros(0)), 100.0, Draws(1, 0).noise(1)), Draws(8, 0)
+    old = sample_posterior(ggn, prior, draws, SGD())
+    new = prior.with_precision(torch.tensor([0.1]))
+    exact = sample_posterior(ggn, new, draws, Dense()).value
+    ratios = {}
+    for name, init in {
+        "delta": old.delta * (100 / 0.1) ** 0.5,
+        "raw": old.value - draws.prior(1500) / 0.1**0.5,
+    }.items():
+        sample = sample_posterior(ggn, new, draws, SGD(), init=init).value
+        ratios[name] = float(((sample @ test.T) ** 2).mean() / ((exact @ test.T) ** 2).mean())
+    print(f"test variance over the exact one: {ratios}")
+    assert ratios["delta"] == pytest.approx(1, abs=0.1)
+    assert ratios["raw"] < 0.31
 
 
 def test_unknown_objective() -> None:

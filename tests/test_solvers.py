@@ -72,7 +72,7 @@ def test_rows_do_not_know_of_each_other() -> None:
 
 def test_a_warm_start_helps_and_a_bad_one_is_dropped() -> None:
     p = problem()
-    best, short = Dense().solve(p).delta, SGD(epochs=1, min_steps=10)
+    best, short = Dense().solve(p).delta, SGD(epochs=1, min_steps=10, step=0.3, max_doublings=0)
     cold = (short.solve(p).delta - best).norm()
     assert (short.solve(p, init=best).delta - best).norm() < 0.5 * cold
     assert_close(short.solve(p, init=best + 1e9).delta, short.solve(p).delta)
@@ -80,13 +80,16 @@ def test_a_warm_start_helps_and_a_bad_one_is_dropped() -> None:
 
 def test_clipping_bounds_the_first_step() -> None:
     p = problem()
-    free, clipped = (SGD(epochs=1, min_steps=1, batch_size=300, clip=c).solve(p).delta.norm(dim=1) for c in (1e9, 0.1))
+    free, clipped = (
+        SGD(epochs=1, min_steps=1, batch_size=300, clip=c, max_doublings=0).solve(p).delta.norm(dim=1)
+        for c in (1e9, 0.1)
+    )
     assert_close(clipped, 0.1 * free)
 
 
 def test_divergence_restarts_with_a_smaller_step() -> None:
     p = problem()
-    solution = SGD(epochs=200, batch_size=50, step=20.0, clip=1e9).solve(p)
+    solution = SGD(epochs=200, batch_size=50, step=100.0, clip=1e9).solve(p)
     assert_close(solution.value, exact(p), rtol=0.1, atol=0.05)
 
 
@@ -104,8 +107,14 @@ def test_unstable_problems_are_refused_in_words() -> None:
 
 def test_an_unfinished_solve_says_so() -> None:
     p = replace(problem(), precision=torch.full((8,), 1e-6, dtype=torch.float64))
-    solution = SGD(epochs=1, min_steps=2, tolerance=1e-3).solve(p)
+    solution = SGD(epochs=1, min_steps=2, tolerance=1e-3, max_doublings=0).solve(p)
     assert not solution.converged
+    # It goes on with twice the steps until it has converged.
+    longer = SGD(epochs=1, min_steps=2, tolerance=1e-3, max_doublings=2).solve(p)
+    assert float(longer.residual.max()) < float(solution.residual.max())
+    assert longer.passes == pytest.approx(
+        solution.passes + 3 * ((6 + 6) + (12 + 6)) / 3 + 3 * 2
+    )  # steps and probes of 3 rows, 2 residuals
 
 
 def test_passes_count_the_products_that_were_made() -> None:
@@ -115,7 +124,7 @@ def test_passes_count_the_products_that_were_made() -> None:
     ggn = model.ggn(model.network_outputs)
     zeros = torch.zeros(4, ggn.size, dtype=torch.float64)
     network.products.update(jvp=0, vjp=0)
-    solution = SGD(epochs=3, min_steps=1, batch_size=5).solve(
+    solution = SGD(epochs=3, min_steps=1, batch_size=5, tolerance=1.0).solve(
         Quadratic(ggn, torch.ones(ggn.size).double(), zeros, zeros + 1)
     )
     # 5 batches of 5 × 8 power iterations, 6 probe gradients of 4 rows, 15 steps of 4 rows, and the residual.
