@@ -20,6 +20,9 @@ from laplace_sampling.priors import GaussianPrior
 from laplace_sampling.sampling import Draws, LinearModel, linear_model_mode, sample_posterior
 from laplace_sampling.solvers import Solution, Solver
 
+# The largest factor by which samples may move α in one step.
+_FARTHEST = 1e3
+
 __all__ = [
     "EMResult",
     "EMStep",
@@ -118,7 +121,8 @@ def noise_update(
     precision = torch.as_tensor(likelihood.noise_precision)
     errors = (mode_outputs - model.targets.reshape(mode_outputs.shape)).double()
     if precision.dim() == 0:
-        free, total = errors.numel() - gamma.sum(), (errors**2).sum()
+        free = (errors.numel() - gamma.sum()).clamp_min(0.01 * errors.numel())
+        total = (errors**2).sum()
     else:
         used = torch.zeros_like(errors[0])
         for batch in ggn.features.chunks():
@@ -158,6 +162,9 @@ def fit_em(
         progress: show progress bars.
         callback: called with the record of each step.
     """
+    for name, (low, high) in (("precision_bounds", precision_bounds), ("noise_bounds", noise_bounds)):
+        if not 0 < low < high:
+            raise ValueError(f"`{name}` must be positive and in order, but is {(low, high)}.")
     features = model.features
     prior = prior.to(features.device, features.dtype)
     sizes = torch.bincount(prior.groups, minlength=len(prior.names)).cpu()
@@ -176,10 +183,13 @@ def fit_em(
         solution = sample_posterior(ggn, prior, draws, solver, init=delta, description=labels[1])
         samples = solution.value * prior.scale
         gamma, gamma_se = (t.cpu() for t in effective_dimension(solution, prior))
-        # Before samples have converged the estimate can exceed what is possible.
-        gamma = torch.minimum(gamma, sizes.clamp_max(math.floor(0.99 * network_outputs.numel())))
+        if not solution.exact:
+            gamma = _possible(gamma, gamma_se, sizes, 0.99 * network_outputs.numel())
         mode_norm = prior.grouped(mode[0].double() ** 2).cpu()
-        updated = prior.with_precision(prior.mackay_precision(gamma, mode_norm, precision_bounds))
+        updated = prior.mackay_precision(gamma, mode_norm, precision_bounds)
+        if not solution.exact:  # samples at a far-off α are too poor to be believed over more than this
+            updated = torch.minimum(torch.maximum(updated, prior.precision / _FARTHEST), prior.precision * _FARTHEST)
+        updated = prior.with_precision(updated.clamp(*precision_bounds))
         likelihood = _update_noise(model, ggn, samples, gamma, mode_outputs, noise_bounds)
         loss, network_loss = (_total_loss(model, f) for f in (mode_outputs, network_outputs))
         history.append(
@@ -225,6 +235,13 @@ def fit_em(
         converged=converged,
         history=history,
     )
+
+
+def _possible(gamma: Tensor, error: Tensor, sizes: Tensor, rows: float) -> Tensor:
+    """An estimate of `γ` brought to what is possible: positive, at most `P_g`, and at most `N·C` in all."""
+    gamma = torch.maximum(gamma, 0.1 * error.nan_to_num(0)).clamp_min(1e-3)
+    gamma = torch.minimum(gamma, sizes)
+    return gamma * min(1.0, rows / float(gamma.sum()))
 
 
 def _update_noise(

@@ -124,6 +124,8 @@ class LinearisedLaplace:
             raise ValueError(f"`prior_precision` must be positive and finite, but is {prior_precision}.")
         if num_samples < 2:
             raise ValueError(f"`num_samples` must be at least 2, but is {num_samples}.")
+        if seed < 0:
+            raise ValueError(f"`seed` must not be negative, but is {seed}.")
         self.network = Linearisation(model, parameters)
         self.likelihood = as_likelihood(likelihood, noise_precision)
         self.prior = as_prior(prior)
@@ -138,7 +140,6 @@ class LinearisedLaplace:
         self._posterior: _Posterior | None = None
         self._model: LinearModel | None = None
         self._mode_outputs: Tensor | None = None
-        self._versions: list[tuple[int, int]] = []
         self._drawn = 0
 
     # Fitting ---------------------------------------------------------------------------------------------------
@@ -196,7 +197,20 @@ class LinearisedLaplace:
                 f"`fit_hyperparameters` stopped after {max_steps} steps, before its tolerance: prior precision went "
                 f"{[f'{s.prior_precision[0]:.3g}' for s in result.history]}. Raise `max_steps`, or `tolerance`.",
                 ConvergenceWarning,
-                stacklevel=2,
+                stacklevel=3,  # this method is behind the wrapper of `inference_mode`
+            )
+        at_bound = [
+            name
+            for name, alpha in zip(result.prior.names, result.prior.precision.tolist(), strict=True)
+            if alpha in precision_bounds
+        ]
+        if at_bound:
+            warnings.warn(
+                f"`fit_hyperparameters` ended at one of precision_bounds={precision_bounds} for the groups {at_bound}: "
+                "at the upper one the data show no effect of these weights, at the lower one the prior fades out. "
+                "Check the data, or give other bounds.",
+                ConvergenceWarning,
+                stacklevel=3,
             )
         model = model.with_likelihood(result.likelihood)
         start = (result.mode / result.prior.scale)[None]
@@ -216,7 +230,8 @@ class LinearisedLaplace:
         return self
 
     def _prepare(self, loader: Iterable[Any]) -> tuple[LinearModel, TrainingData, Solver]:
-        data = TrainingData(loader)
+        with torch.random.fork_rng(devices=[]):  # a shuffled loader draws from the global generator
+            data = TrainingData(loader)
         if not bool(self.network.weights.isfinite().all()):
             raise ValueError("The weights of the model contain NaN or infinity; train or load it again.")
         outputs = []
@@ -292,7 +307,7 @@ class LinearisedLaplace:
                 f"The posterior has not converged: residual {float(solution.residual.max()):.2g} of the samples, "
                 f"{minimum.residual:.2g} of the mode. Give more passes with `solver=SGD(epochs=..., mode_epochs=...)`.",
                 ConvergenceWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         gamma, gamma_se = effective_dimension(solution, prior)
         dtype = self.network.dtype
@@ -308,7 +323,6 @@ class LinearisedLaplace:
             fingerprint=self.network.fingerprint(),
         )
         self._model, self._mode_outputs, self._drawn = model, mode_outputs, 0
-        self._versions = self._weight_versions()
 
     # Using -----------------------------------------------------------------------------------------------------
 
@@ -341,7 +355,7 @@ class LinearisedLaplace:
                     f"`LinearisedLaplace(..., num_samples={num_samples})` and fit for more."
                 )
             samples = samples[:num_samples]
-        self._check_weights(posterior)
+        self._check_fingerprint(posterior.fingerprint, "predict")
         x = x.to(self.network.device)
         outputs = self.network(x)
         deviations = torch.cat([self.network.jvp(part, samples) for part in x.split(posterior.rows)], dim=1)
@@ -360,7 +374,7 @@ class LinearisedLaplace:
                 "`sample` needs the training data, which a loaded posterior does not have: call `fit(loader)`, or use "
                 "the samples that were saved, `samples_`."
             )
-        self._check_weights(posterior)
+        self._check_fingerprint(posterior.fingerprint, "sample")
         self._drawn += 1
         model = self._model
         at = self._mode_outputs if self.hessian_at == "mode" else model.network_outputs
@@ -486,6 +500,20 @@ class LinearisedLaplace:
                 f"The state is of likelihood {settings['likelihood']!r}, but this LinearisedLaplace has "
                 f"{self.likelihood.name!r}."
             )
+        P, G = self.network.num_parameters, len(settings["groups"])
+        shapes = {
+            "mode": (P,),
+            "prior_precision": (G,),
+            "prior_groups": (P,),
+            "prior_scale": (P,),
+            "fingerprint": (32,),
+        }
+        shapes |= {"effective_dimension": (G,), "effective_dimension_se": (G,)}
+        wrong = [name for name, shape in shapes.items() if name not in state or state[name].shape != shape]
+        if wrong or "samples" not in state or state["samples"].shape[1:] != (P,):
+            raise ValueError(
+                f"The state is incomplete or damaged: entries {wrong or ['samples']} are not as they were."
+            )
         self._check_fingerprint(state["fingerprint"], "load_state_dict")
         device = self.network.device
         likelihood = self.likelihood
@@ -510,7 +538,6 @@ class LinearisedLaplace:
         )
         self.linear_model, self.hessian_at = settings["linear_model"], settings["hessian_at"]
         self._model = self._mode_outputs = None
-        self._versions = self._weight_versions()
 
     def save(self, path: str | Path) -> None:
         """Write `state_dict()` to a file."""
@@ -538,7 +565,9 @@ class LinearisedLaplace:
         if likelihood is None:
             likelihood = as_likelihood(settings["likelihood"])
             if "noise_precision" in recipe:
-                likelihood = Gaussian(torch.tensor(recipe["noise_precision"]), learn=settings["learn_noise"])
+                likelihood = Gaussian(
+                    torch.tensor(recipe["noise_precision"], dtype=torch.float64), learn=settings["learn_noise"]
+                )
         if prior is None:
             fields = dict(recipe["prior"])
             own = {c.__name__: c for c in (GPrior, IsotropicPrior, LayerwisePrior)}
@@ -568,17 +597,6 @@ class LinearisedLaplace:
                 f"`{what}` needs a fitted posterior: call `fit_hyperparameters(loader)`, `fit(loader)` or `load` first."
             )
         return self._posterior
-
-    def _weight_versions(self) -> list[tuple[int, int]]:
-        # Bumped by PyTorch at every in-place change: a cheap sign that the fingerprint is worth computing again.
-        tensors = [*self.network.module.parameters(), *self.network.module.buffers()]
-        return [(t.data_ptr(), t._version) for t in tensors]
-
-    def _check_weights(self, posterior: _Posterior) -> None:
-        versions = self._weight_versions()
-        if versions != self._versions:
-            self._check_fingerprint(posterior.fingerprint, "predict")
-            self._versions = versions
 
     def _check_fingerprint(self, fingerprint: Tensor, call: str) -> None:
         if not torch.equal(fingerprint.cpu(), self.network.fingerprint()):

@@ -70,7 +70,8 @@ class Gaussian(Likelihood):
             raise ValueError(
                 f"`Gaussian(noise_precision=...)` needs a positive number or a tensor [C] of them, got {precision}."
             )
-        object.__setattr__(self, "noise_precision", precision)
+        # One entry is a scalar, also in a vector.
+        object.__setattr__(self, "noise_precision", precision.squeeze() if precision.numel() == 1 else precision)
 
     def precision(self, like: Tensor) -> Tensor:
         """`b` on the device and in the dtype of `like`."""
@@ -101,7 +102,7 @@ class Gaussian(Likelihood):
         _check_shape("Regression", output_shape, y)
         b = self.noise_precision
         assert isinstance(b, Tensor)
-        if b.dim() == 1 and len(b) not in (1, output_shape[1:].numel()):
+        if b.dim() == 1 and len(b) != output_shape[1:].numel():
             raise ValueError(
                 f"`noise_precision` has {len(b)} entries, but the model has {output_shape[1:].numel()} outputs."
             )

@@ -27,10 +27,11 @@ __all__ = ["Draws", "LinearModel", "SeededNoise", "linear_model_mode", "sample_p
 _BLOCK = 256
 
 
-def _generator(*key: int) -> torch.Generator:
-    """An independent generator for each key; always on the CPU, so that devices agree."""
+def _normal(shape: tuple[int, ...], *key: int) -> Tensor:
+    """Standard normal numbers that depend on the key alone: not on device, default dtype or global generators."""
     state = np.random.SeedSequence(key).generate_state(1, np.uint64)[0]
-    return torch.Generator().manual_seed(int(state) & (2**63 - 1))
+    generator = torch.Generator("cpu").manual_seed(int(state) & (2**63 - 1))
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 class SeededNoise(WhiteNoise):
@@ -44,16 +45,13 @@ class SeededNoise(WhiteNoise):
     def _block(self, number: int) -> Tensor:
         if self._last is None or self._last[0] != number:
             shape = (_BLOCK, self.num_outputs)
-            rows = [
-                torch.randn(shape, generator=_generator(self.seed, self.stream, k, number))
-                for k in range(self.num_samples)
-            ]
+            rows = [_normal(shape, self.seed, self.stream, k, number) for k in range(self.num_samples)]
             self._last = (number, torch.stack(rows))
         return self._last[1]
 
     def __call__(self, batch: Tensor) -> Float[Tensor, "K n C"]:
         blocks = batch // _BLOCK
-        out = torch.empty(self.num_samples, len(batch), self.num_outputs)
+        out = torch.empty(self.num_samples, len(batch), self.num_outputs, dtype=torch.float32, device="cpu")
         for number in blocks.unique().tolist():
             here = blocks == number
             out[:, here] = self._block(number)[:, batch[here] % _BLOCK]
@@ -73,9 +71,7 @@ class Draws:
 
     def prior(self, size: int) -> Float[Tensor, "K P"]:
         """Standard normal weights."""
-        return torch.stack(
-            [torch.randn(size, generator=_generator(self.seed, 2 * self.stream, k)) for k in range(self.num_samples)]
-        )
+        return torch.stack([_normal((size,), self.seed, 2 * self.stream, k) for k in range(self.num_samples)])
 
     def noise(self, num_outputs: int) -> SeededNoise:
         """Standard normal noise of the data."""

@@ -171,8 +171,11 @@ class SGD(Solver):
     def __post_init__(self) -> None:
         if self.averaging not in ("decay", "geometric"):
             raise ValueError(f'`averaging` must be "decay" or "geometric", but is {self.averaging!r}.')
-        if not (self.epochs > 0 and self.batch_size > 0 and self.step > 0 and self.clip > 0 and self.mode_epochs > 0):
-            raise ValueError(f"All of epochs, mode_epochs, batch_size, step and clip must be positive: {self}.")
+        positive = (self.epochs, self.mode_epochs, self.batch_size, self.step, self.clip)
+        if min(positive) <= 0 or self.max_doublings < 0:
+            raise ValueError(
+                f"epochs, mode_epochs, batch_size, step and clip must be positive, max_doublings not negative: {self}."
+            )
 
     def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
         operator = problem.operator
@@ -189,22 +192,30 @@ class SGD(Solver):
             passes += spent + len(zeta)
             residual = _residual(product - problem.linear, problem.precision * delta)
             converged = bool((residual < self.tolerance).all())
-            if converged:
-                break
-        return Solution(zeta, delta, residual, zeta * product, passes, converged)
+            if converged or doubling == self.max_doublings:
+                return Solution(zeta, delta, residual, zeta * product, passes, converged)
+        raise AssertionError("unreachable")
 
     def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
-        theta, passes = init, 0.0
+        theta, passes, value = init, 0.0, objective.value(init)
         steps = self._num_steps(self.mode_epochs, objective.num_data)
-        # The curvature moves with the iterate, most at the start: measure it again after a quarter of the way.
+        # The curvature moves with the iterate, most at the start: measure it again after a quarter of the way, take
+        # smaller steps than for a quadratic, and smaller ones still if the objective went up.
         for share, decay in ((0.25, False), (0.75, True)):
             curvature, spent = self._stable_curvature(objective.curvature(theta))
-            curvature += float(objective.precision.max())
+            curvature = 3 * (curvature + float(objective.precision.max()))
+            passes += spent
             part = max(1, round(share * steps))
-            theta, descent = self._descend(
-                objective.gradient, theta, objective.num_data, curvature, part, decay, description
-            )
-            passes += spent + descent
+            for _ in range(self.max_restarts + 1):
+                proposal, spent = self._descend(
+                    objective.gradient, theta, objective.num_data, curvature, part, decay, description
+                )
+                reached = objective.value(proposal)
+                passes += spent + 0.5  # a value is half a product: a JVP
+                if reached <= value + 1e-6 * abs(value):
+                    theta, value = proposal, reached
+                    break
+                curvature *= 3
         start = objective.gradient(torch.zeros_like(theta), None).norm()
         residual = float(objective.gradient(theta, None).norm() / start.clamp_min(_tiny(start)))
         return Minimum(theta, residual, passes + 2, residual < self.tolerance)

@@ -105,7 +105,11 @@ def test_samples_are_joint_over_inputs() -> None:
 @pytest.mark.parametrize("method", ["exact", "sgd"])
 def test_the_same_seed_gives_the_same_samples_whatever_the_batch_size(method: str) -> None:
     case = make_case("classification_many_data")
-    settings = {"method": method, "solver": SGD(epochs=3, min_steps=30, batch_size=7, tolerance=1.0), "num_samples": 4}
+    settings = {
+        "method": method,
+        "solver": SGD(epochs=3, min_steps=30, mode_epochs=4, batch_size=7, tolerance=1.0),
+        "num_samples": 4,
+    }
 
     def run(batch_size: int, seed: int = 0, **kwargs) -> LinearisedLaplace:
         la = LinearisedLaplace(case.model, "classification", seed=seed, **settings)
@@ -117,7 +121,7 @@ def test_the_same_seed_gives_the_same_samples_whatever_the_batch_size(method: st
         assert_close(other.prior_precision_, first.prior_precision_, rtol=1e-8, atol=0)
     assert not torch.allclose(run(10, seed=1).samples_, first.samples_)
     state = torch.random.get_rng_state()
-    run(10)
+    run(10, shuffle=True)
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
@@ -171,6 +175,63 @@ def test_prior_noise_and_starting_values_are_used() -> None:
     assert named.noise_precision_ == 7.0
     assert_close(named.predict(case.x).noise_variance, torch.tensor(1 / 7.0).double())
     assert fitted(make_case("classification")).noise_precision_ is None
+
+
+def test_the_posterior_is_drawn_at_the_tuned_hyperparameters() -> None:
+    case, num = make_case("regression_many_data"), 2000
+    la = LinearisedLaplace(case.model, "regression", num_samples=num, noise_precision=50.0, prior="isotropic")
+    la.fit_hyperparameters(loader(case), progress=False, max_steps=200)
+    alpha, b = float(la.prior_precision_), float(la.noise_precision_)
+    assert alpha == la.history_[-1].new_prior_precision[0]
+    assert abs(b / la.history_[-1].noise_precision[0] - 1) < 0.04
+    assert b < 5
+    J = reference.jacobian(case.model, case.x).flatten(0, 1)
+    expected = J @ torch.linalg.inv(b * J.T @ J + alpha * torch.eye(3).double()) @ J.T
+    error = ((expected.diagonal()[:, None] * expected.diagonal() + expected**2) / num).sqrt()
+    assert ((la.predict(case.x).joint_covariance() - expected).abs() < 5 * error).all()
+
+
+@pytest.mark.parametrize("num_data", [1, 2, 12])
+@pytest.mark.parametrize("method", ["exact", "sgd"])
+@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
+def test_very_few_data_and_samples_do_not_blow_up(num_data: int, method: str) -> None:
+    case = make_case("regression_many_data")
+    model = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, 1)).double()
+    solver = SGD(epochs=2, min_steps=30, mode_epochs=4, max_doublings=1)
+    la = LinearisedLaplace(
+        model, "regression", prior="layerwise", method=method, noise_precision=100.0, solver=solver, num_samples=4
+    )
+    data = [(case.x[:num_data], case.y[:num_data])]
+    la.fit_hyperparameters(data, num_samples=4, max_steps=4, progress=False)
+    assert all(0 < g <= la.network.num_parameters for step in la.history_ for g in step.effective_dimension)
+    assert la.predict(case.x).stddev.isfinite().all()
+    if num_data > 2 and method == "sgd":  # fewer are interpolated, without noise
+        assert 1e-9 < float(la.noise_precision_) < 1e6
+
+
+def test_ending_at_a_bound_is_said() -> None:
+    case = make_case("regression")
+    la = LinearisedLaplace(case.model, "regression", prior_precision=700.0)
+    with pytest.warns(
+        ConvergenceWarning, match=r"ended at one of precision_bounds=\(500.0, 1000.0\) for .*\['all'\]"
+    ) as record:
+        la.fit_hyperparameters(loader(case), precision_bounds=(500.0, 1000.0), progress=False)
+    assert record[0].filename == __file__
+    with pytest.raises(ValueError, match=r"`precision_bounds` must be positive and in order, but is \(1.0, 0.1\)"):
+        la.fit_hyperparameters(loader(case), precision_bounds=(1.0, 0.1), progress=False)
+
+
+def test_samples_depend_on_the_seed_alone() -> None:
+    case = make_case("classification_many_data")
+    expected = fitted(case).samples_
+    default, state = torch.get_default_dtype(), torch.random.get_rng_state()
+    torch.set_default_dtype(torch.float64)
+    try:
+        la = LinearisedLaplace(case.model, "classification").fit(loader(case, shuffle=True), progress=False)
+    finally:
+        torch.set_default_dtype(default)
+    assert torch.equal(la.samples_, expected)
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_two_fits_equal_one() -> None:
@@ -303,9 +364,11 @@ def test_other_weights_are_refused() -> None:
         case.model[0].weight += 1e-6
     with pytest.raises(ValueError, match=r"`predict`: the weights or buffers.*or fit again"):
         la.predict(case.x)
-    with torch.no_grad():
-        case.model[0].weight.copy_(other[0].weight)
+    case.model[0].weight.data.copy_(other[0].weight)
     la.predict(case.x)  # put back: as good as before
+    case.model[0].weight.data.mul_(2)  # behind autograd's back
+    with pytest.raises(ValueError, match="not those of the fit"):
+        la.predict(case.x)
 
 
 def test_states_that_do_not_fit_are_refused(tmp_path) -> None:
@@ -317,6 +380,9 @@ def test_states_that_do_not_fit_are_refused(tmp_path) -> None:
         LinearisedLaplace(case.model, "classification", parameters="2.*").load_state_dict(state)
     with pytest.raises(ValueError, match="of likelihood 'classification', but this LinearisedLaplace has 'binary'"):
         LinearisedLaplace(case.model, "binary").load_state_dict(state)
+    for damaged in ({**state, "samples": state["samples"][:, :3]}, {k: v for k, v in state.items() if k != "samples"}):
+        with pytest.raises(ValueError, match=r"incomplete or damaged: entries \['samples'\]"):
+            LinearisedLaplace(case.model, "classification").load_state_dict(damaged)
     with pytest.raises(ValueError, match="no entry 'settings'"):
         LinearisedLaplace(case.model, "classification").load_state_dict({"weight": torch.zeros(1)})
 
@@ -339,7 +405,7 @@ def test_subsets_and_noise_survive_a_reload(tmp_path) -> None:
 def test_a_loaded_object_fits_as_the_saved_one_would(tmp_path) -> None:
     case = make_case("regression")
     settings = {"prior": GPrior(num_probes=7), "prior_precision": 7.0, "num_samples": 5, "seed": 3, "method": "sgd"}
-    la = LinearisedLaplace(case.model, "regression", noise_precision=4.0, solver=QUICK, **settings)
+    la = LinearisedLaplace(case.model, "regression", noise_precision=0.1, solver=QUICK, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         la.fit_hyperparameters(loader(case), max_steps=2, progress=False)
@@ -395,6 +461,7 @@ def test_use_before_fit(use) -> None:
         ({"hessian_at": "map"}, "`hessian_at='map'` is not known"),
         ({"method": "kfac"}, "`method='kfac'` is not known"),
         ({"prior_precision": 0.0}, "`prior_precision` must be positive and finite, but is 0.0"),
+        ({"seed": -1}, "`seed` must not be negative, but is -1"),
         ({"num_samples": 1}, "`num_samples` must be at least 2, but is 1"),
         ({"parameters": "nothing"}, "match no parameter of the model"),
     ],

@@ -67,6 +67,7 @@ def test_names_give_likelihoods() -> None:
     assert as_likelihood("regression", 3.0) == Gaussian(3.0)
     assert as_likelihood("classification") == Categorical()
     assert as_likelihood("binary") == Bernoulli()
+    assert Gaussian(torch.tensor([2.0])) == Gaussian(2.0)  # one entry is a scalar
     own = Gaussian(2.0)
     assert as_likelihood(own) is own
     with pytest.raises(
