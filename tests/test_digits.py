@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.digits import Problem, dense_fixed_point, em, exact, function_error, jump, problem, solve
+from laplace_sampling import LinearisedLaplace
+from laplace_sampling.__main__ import cnn
+from laplace_sampling.__main__ import digits as digits_data
 from laplace_sampling.sampling import Draws
 from laplace_sampling.solvers import SGD
 
@@ -59,3 +63,17 @@ def test_after_a_jump_of_alpha_the_test_variance_is_right(digits: Problem) -> No
 def test_test_features_are_those_of_the_network(few_digits: Problem) -> None:
     assert few_digits.test_features.shape == (100, 10, len(few_digits.prior(1.0).scale))
     assert torch.isfinite(few_digits.test_features).all()
+
+
+def test_samples_do_not_depend_on_the_batch_size_of_the_loader() -> None:
+    data, samples = digits_data(1400), {}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = cnn().double().eval()
+    solver = SGD(epochs=1, min_steps=10, mode_epochs=1, tolerance=1.0)
+    for size in (10, 64, 1400):
+        loader = DataLoader(TensorDataset(data.x.double(), data.y), batch_size=size, shuffle=True)
+        la = LinearisedLaplace(model, "classification", method="sgd", num_samples=2, solver=solver)
+        samples[size] = la.fit(loader, progress=False).samples_
+    for size in (10, 64):
+        torch.testing.assert_close(samples[size], samples[1400], rtol=1e-8, atol=1e-10)
