@@ -9,7 +9,7 @@ of `A⁻¹Φᵀ`, so directions that the data leave free are exact from the star
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -28,8 +28,12 @@ __all__ = [
     "Quadratic",
     "Solution",
     "Solver",
+    "function_error",
     "largest_eigenvalue",
     "make_dense",
+    "newton",
+    "relative_residual",
+    "whiten",
 ]
 
 
@@ -96,6 +100,8 @@ class Solution:
         passes: Jacobian products spent, in units of all data, one vector, JVP and VJP.
         converged: whether all residuals are below the solver's tolerance.
         exact: whether `leverage` is the diagonal itself.
+        error: one a row, an estimate (where nothing better is known, a bound) of the error of the function on the
+            training data, `‖Φ(ζ − ζ*)‖_B / ‖Φζ‖_B`; see `function_error`.
     """
 
     value: Float[Tensor, "K P"]
@@ -105,6 +111,7 @@ class Solution:
     passes: float
     converged: bool
     exact: bool = False
+    error: Float[Tensor, " K"] = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -190,10 +197,12 @@ class SGD(Solver):
             zeta = problem.centre + delta
             product = operator.matmul(zeta)
             passes += spent + len(zeta)
-            residual = _residual(product - problem.linear, problem.precision * delta)
+            fit, pull = product - problem.linear, problem.precision * delta
+            residual = relative_residual(fit, pull)
             converged = bool((residual < self.tolerance).all())
             if converged or doubling == self.max_doublings:
-                return Solution(zeta, delta, residual, zeta * product, passes, converged)
+                error = function_error(fit + pull, zeta, product, float(problem.precision.min()))
+                return Solution(zeta, delta, residual, zeta * product, passes, converged, error=error)
         raise AssertionError("unreachable")
 
     def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
@@ -311,33 +320,17 @@ class Dense(Solver):
         centre, linear = problem.centre.double(), problem.linear.double()
         delta = factor.solve(linear - factor.matmul(centre))
         zeta = centre + delta
-        residual = _residual(factor.matmul(zeta) - linear, factor.precision * delta)
-        return Solution(zeta, delta, residual, factor.leverage()[None], 0.0, converged=True, exact=True)
+        residual = relative_residual(factor.matmul(zeta) - linear, factor.precision * delta)
+        error = torch.zeros_like(residual)
+        return Solution(zeta, delta, residual, factor.leverage()[None], 0.0, converged=True, exact=True, error=error)
 
     def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
         """Newton's method, steps halved until the objective goes down."""
-        theta = init.double()
-        value = objective.value(theta)
-        start = objective.gradient(torch.zeros_like(theta), None).norm()
-        for _ in range(self.max_steps):
-            gradient = objective.gradient(theta, None)
-            if gradient.norm() <= self.tolerance * start:
-                break
-            direction = _Factor(objective.curvature(theta), objective.precision).solve(gradient)
-            decrease = float((direction * gradient).sum())  # the squared Newton decrement
-            length, moved = 1.0, False
-            while length > 1e-8 and not moved:
-                proposal = theta - length * direction
-                candidate = objective.value(proposal)
-                if moved := candidate <= value - 1e-4 * length * decrease + 1e-13 * abs(value):
-                    theta, value = proposal, candidate
-                length /= 2
-            if not moved:
-                break
-            if decrease <= 1e-18 * max(1.0, abs(value)):
-                break
-        residual = float(objective.gradient(theta, None).norm() / start.clamp_min(_tiny(start)))
-        return Minimum(theta, residual, 0.0, residual < 1e-4)
+
+        def direction(operator: Operator, precision: Tensor, gradient: Tensor, _: float) -> tuple[Tensor, float]:
+            return _Factor(operator, precision).solve(gradient), 0.0
+
+        return newton(objective, init.double(), direction, tolerance=self.tolerance, max_steps=self.max_steps)
 
 
 class _Factor:
@@ -393,9 +386,140 @@ def largest_eigenvalue(operator: Operator, batch: Tensor | None, iterations: int
     return float(norm)
 
 
-def _residual(fit: Tensor, pull: Tensor) -> Tensor:
+def relative_residual(fit: Float[Tensor, "K P"], pull: Float[Tensor, "K P"]) -> Float[Tensor, " K"]:
     """The gradient of each row relative to the two terms that cancel in it at the solution."""
     return (fit + pull).norm(dim=1) / (fit.norm(dim=1) + pull.norm(dim=1)).clamp_min(_tiny(fit))
+
+
+def function_error(
+    residual: Float[Tensor, "K P"],
+    zeta: Float[Tensor, "K P"],
+    product: Float[Tensor, "K P"],
+    precision: float,
+    remaining: Float[Tensor, " K"] | None = None,
+) -> Float[Tensor, " K"]:
+    r"""Relative error of the function of each row, `‖Φ(ζ − ζ*)‖_B / ‖Φζ‖_B`, in float64.
+
+    With residual `r = H(ζ* − ζ)`, `‖Φ(ζ − ζ*)‖²_B = rᵀH⁻¹MH⁻¹r ≤ ‖r‖²/(4α)`, as no eigenvalue of `H⁻¹MH⁻¹` is larger;
+    it is also at most the energy of the error, `‖ζ − ζ*‖²_H`, of which solvers may have an estimate.
+
+    Args:
+        residual: `r`.
+        zeta: the iterate.
+        product: `Mζ`.
+        precision: `α`, the least.
+        remaining: estimate of the energy of the error.
+    """
+    squared = residual.double().square().sum(1) / (4 * precision)
+    if remaining is not None:
+        squared = torch.minimum(squared, remaining)
+    energy = (zeta.double() * product.double()).sum(1)
+    return torch.where(squared > 0, (squared / energy.clamp_min(_tiny(energy))).sqrt(), 0.0)
+
+
+class _Whitened(Operator):
+    """`diag(w) M diag(w)`."""
+
+    def __init__(self, operator: Operator, scale: Tensor) -> None:
+        self.operator, self.scale = operator, scale
+
+    @property
+    def num_data(self) -> int:
+        return self.operator.num_data
+
+    @property
+    def size(self) -> int:
+        return self.operator.size
+
+    @property
+    def device(self) -> torch.device:
+        return self.operator.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.operator.dtype
+
+    def matmul(self, v: Tensor, batch: Tensor | None = None) -> Tensor:
+        return self.operator.matmul(v * self.scale, batch) * self.scale
+
+    def root_rows(self) -> Iterator[Tensor]:
+        for rows in self.operator.root_rows():
+            yield rows * self.scale
+
+
+def whiten(problem: Quadratic) -> tuple[Quadratic, float, Float[Tensor, " P"]]:
+    """The same problem in coordinates `ζ/w` in which `A = αI`, with `α` and `w`; `w = 1` if it is so already."""
+    precision = problem.precision
+    mean = float(precision.double().log().mean().exp())
+    if bool((precision == precision[0]).all()):
+        return problem, float(precision[0]), torch.ones_like(precision)
+    w = (mean / precision).sqrt()
+    linear_batch = problem.linear_batch
+    white = Quadratic(
+        _Whitened(problem.operator, w),
+        torch.full_like(precision, mean),
+        problem.centre / w,
+        problem.linear * w,
+        None if linear_batch is None else lambda batch: linear_batch(batch) * w,
+    )
+    return white, mean, w
+
+
+def newton(
+    objective: Objective,
+    init: Float[Tensor, "1 P"],
+    direction: Callable[[Operator, Tensor, Tensor, float], tuple[Tensor, float]],
+    *,
+    tolerance: float,
+    max_steps: int = 50,
+    description: str | None = None,
+) -> Minimum:
+    r"""Newton's method, steps halved until the objective goes down.
+
+    It ends with the step whose length in the norm of `H` (the Newton decrement) is below `tolerance` times the norm of
+    the iterate in that of `A`: the error that this step leaves is smaller still.
+
+    Args:
+        objective: to minimise.
+        init: where to start.
+        direction: `H⁻¹g` from the Hessian of the sum over data, the diagonal of `A`, `g`, and the relative accuracy
+            that it needs; with the passes that it took.
+        tolerance: see above.
+        max_steps: at most so many.
+        description: label of a progress bar.
+    """
+    theta, value, passes = init, objective.value(init), 0.5
+    gradient, finished = objective.gradient(theta, None), False
+    zero = not bool(theta.any())
+    start = float((gradient if zero else objective.gradient(torch.zeros_like(theta), None)).norm())
+    passes += 1 if zero else 2
+    needed = 0.2
+    for _ in tqdm(range(max_steps), desc=description, disable=description is None, leave=False):
+        if float(gradient.norm()) <= 1e-14 * start:
+            finished = True
+            break
+        step, spent = direction(objective.curvature(theta), objective.precision, gradient, max(needed, tolerance))
+        passes += spent + 0.5
+        decrease = float((step.double() * gradient.double()).sum())  # the squared Newton decrement
+        length, moved = 1.0, False
+        while length > 1e-8 and not moved:
+            proposal = theta - length * step
+            candidate = objective.value(proposal)
+            passes += 0.5
+            if moved := candidate <= value - 1e-4 * length * decrease + 1e-13 * abs(value):
+                theta, value = proposal, candidate
+            else:
+                length /= 2
+        gradient = objective.gradient(theta, None)
+        passes += 1
+        norm = float((objective.precision * theta.double() ** 2).sum())
+        relative = math.sqrt(max(decrease, 0) / max(norm, torch.finfo(torch.float64).tiny))
+        # Half a unit of rounding of the objective is as far down as its values tell.
+        finished = (length == 1.0 and relative <= tolerance) or decrease <= 1e-18 * max(1.0, abs(value))
+        if finished or not moved:
+            break
+        needed = min(0.2, relative)
+    return Minimum(theta, float(gradient.norm()) / max(start, _tiny(theta)), passes, finished)
 
 
 def _tiny(t: Tensor) -> float:
