@@ -27,6 +27,7 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message=".*torch.jit.*", category=DeprecationWarning)
     from linear_operator import LinearOperator, settings
     from linear_operator.operators import DiagLinearOperator
+    from linear_operator.operators._linear_operator import IndexType
     from linear_operator.utils.contour_integral_quad import contour_integral_quad
 
 __all__ = ["PosteriorPrecision", "quadrature", "sample_contour"]
@@ -64,6 +65,16 @@ class PosteriorPrecision(LinearOperator):
         # A copy, for linear_operator's solvers write into what they get and expect it contiguous.
         return product.reshape(rhs.shape) if rhs.dim() == 1 else product.contiguous()
 
+    def _get_indices(self, row_index: IndexType, col_index: IndexType, *batch_indices: IndexType) -> Tensor:
+        # By unit vectors, a product for each column asked for, the whole diagonal too: for small problems.
+        assert isinstance(row_index, Tensor)
+        assert isinstance(col_index, Tensor)
+        rows, columns = torch.broadcast_tensors(row_index, col_index)
+        distinct, place = columns.unique(return_inverse=True)
+        units = torch.zeros(self.operator.size, len(distinct), device=self.device, dtype=self.dtype)
+        units[distinct, torch.arange(len(distinct), device=distinct.device)] = 1
+        return self._matmul(units)[rows, place]
+
 
 def quadrature(smallest: float, largest: float, num_quadrature: int) -> tuple[Float[Tensor, " Q"], Float[Tensor, " Q"]]:
     r"""Shifts `t_q > 0` and weights `w_q > 0` with `x^{-1/2} ≈ Σ_q w_q / (x + t_q)` for `smallest ≤ x ≤ largest`.
@@ -80,6 +91,7 @@ def quadrature(smallest: float, largest: float, num_quadrature: int) -> tuple[Fl
         inverse=True,
         num_contour_quadrature=num_quadrature,
     )
+    assert weights is not None
     # It solves (t_q − H) x = z with t_q < 0 and w_q < 0; the first shift, zero, is not of the rule.
     return -shifts[1:].flatten(), -weights.flatten()
 
@@ -135,10 +147,10 @@ def sample_contour(
     largest = 1.25 * largest_eigenvalue(scaled, None, _POWER_ITERATIONS, generator) + float(spread.max())
     shifts, weights = quadrature(float(spread.min()), largest, num_quadrature)
 
-    # `LinearOperator.sqrt_inv_matmul` has no way to give it the range: it takes it from 20 Lanczos steps, whose smallest
-    # Ritz value is far above the smallest eigenvalue of an ill-conditioned matrix. The error in ζ for eigenvalues spread
-    # evenly on a log scale was 1.4 % at a condition number of 1e4 and 56 % at 1e6, whatever Q and tolerance. Hence the
-    # function below it, with a rule of our own range in the form that it expects.
+    # `LinearOperator.sqrt_inv_matmul` cannot be given the range: it takes that from 20 Lanczos steps, whose smallest
+    # Ritz value is far above the smallest eigenvalue of an ill-conditioned matrix. On 600 eigenvalues spread evenly on
+    # a log scale from 1 to 1e4 its ζ was off by 11 %, 1.2 % and 0.013 % at 5, 10 and 20 points; with the range known
+    # 0.09 % and 0.0005 % at 5 and 10. Hence the function below it, with a rule of our own range as it expects it.
     shifts = torch.cat([torch.zeros(1, dtype=shifts.dtype), -shifts]).to(z)
     weights = -weights.to(z)[:, None, None]
     with settings.minres_tolerance(tolerance), settings.max_cg_iterations(max_iterations):
