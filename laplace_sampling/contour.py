@@ -128,9 +128,11 @@ def sample_contour(
         draws: `z` is `draws.prior`. For the same draws the samples are others than those of `sample_posterior`, of the
             same distribution.
         num_quadrature: `Q`. MINRES holds about five times `Q + 1` stacks of samples in memory.
-        max_iterations: limit to the iterations of MINRES, a product a row each.
+        max_iterations: limit to the iterations of MINRES, a product a row each; never more than `P + 3`, which rounding
+            errors can make too few for a small ill-conditioned problem.
         tolerance: MINRES stops when the last update, relative to the solution and averaged over rows and systems,
-            falls below; looked at every ten iterations.
+            falls below; looked at every ten iterations. The error left grows with the condition number; in float32 a
+            smaller tolerance helps little from 1e6 on.
         residual_tolerance: residual under which a row counts as converged.
     """
     if num_quadrature < 1 or max_iterations < 1:
