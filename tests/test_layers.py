@@ -10,7 +10,7 @@ LEVELS = {
     "operators": 1,
     "priors": 2, "solvers": 2, "predictive": 2,
     "sampling": 3,
-    "evidence": 4,
+    "evidence": 4, "contour": 4,
     "laplace": 5,
     "__init__": 6,
     "__main__": 7,
