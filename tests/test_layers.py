@@ -11,9 +11,10 @@ LEVELS = {
     "priors": 2, "solvers": 2, "predictive": 2,
     "sampling": 3,
     "evidence": 4,
-    "laplace": 5,
-    "__init__": 6,
-    "__main__": 7,
+    "diagnostics": 5,
+    "laplace": 6,
+    "__init__": 7,
+    "__main__": 8,
 }  # fmt: skip
 PACKAGE = Path(laplace_sampling.__file__).parent
 
