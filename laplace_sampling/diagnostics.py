@@ -25,11 +25,12 @@ Functions of numbers only: nothing here runs a network.
 import math
 import textwrap
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from jaxtyping import Float
-from scipy import stats
+from scipy import special, stats
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ def data_energy_test(
         outside = _OUTSIDE
     results = []
     for m in means:
-        statistic = float(stats.kstest(values, data_energy_distribution(m, variance).cdf).statistic)
+        statistic = float(_distance(_gamma_cdf(np.sort(values), m, variance)[None])[0])
         p_value = float(stats.kstwo.sf(max(statistic - _allowance(m, variance), 0.0), len(values)))
         results.append((statistic, p_value))
     return TestResult(
@@ -209,15 +210,28 @@ def data_energy_test(
     )
 
 
+@lru_cache(maxsize=256)
 def _allowance(mean: float, variance: float) -> float:
     """`Δ`: how far the distribution of the energy may be from the gamma distribution of its mean and variance."""
     strong = variance / 2  # directions of weight 1
     if strong >= mean:  # no weights of at most 1 have these moments, but noisy estimates may: those of equal ones
         return 0.0
-    gamma, extreme = data_energy_distribution(mean, variance), stats.chi2(strong, loc=mean - strong)
-    levels = np.linspace(0, 0.999, 400)
-    points = np.concatenate([gamma.ppf(levels), np.asarray(extreme.ppf(levels))])
-    return float(np.abs(gamma.cdf(points) - np.asarray(extreme.cdf(points))).max())
+    # The extreme sum starts at `mean − strong`, steeply if `strong` is small: points are dense there.
+    above = np.geomspace(1e-6, mean + 10 * math.sqrt(variance), 1000)
+    points = np.concatenate([above, mean - strong + above])
+    extreme = special.gammainc(strong / 2, np.maximum(points - (mean - strong), 0) / 2)
+    return float(np.abs(_gamma_cdf(points, mean, variance) - extreme).max())
+
+
+def _gamma_cdf(x: np.ndarray, mean: np.ndarray | float, variance: np.ndarray | float) -> np.ndarray:
+    """That of `data_energy_distribution`, without the overhead of `scipy.stats`."""
+    return special.gammainc(mean**2 / variance, np.maximum(x, 0) * mean / variance)
+
+
+def _distance(heights: np.ndarray) -> np.ndarray:
+    """The Kolmogorov–Smirnov statistics of rows `[R, K]` of sorted energies at which the expected cdf is `heights`."""
+    steps = np.arange(heights.shape[1] + 1) / heights.shape[1]
+    return np.maximum(steps[1:] - heights, heights - steps[:-1]).max(1)
 
 
 def _shape_test(values: np.ndarray) -> TestResult:
@@ -244,9 +258,7 @@ def _gamma_statistic(rows: np.ndarray) -> np.ndarray:
     # A row of one value repeated (or of zeros, where the shape is tiny) has no gamma distribution: it is far from any.
     fitted = (mean > 0) & (variance > 0)
     mean, variance = np.where(fitted, mean, 1), np.where(fitted, variance, 1)
-    heights = np.asarray(stats.gamma.cdf(np.sort(rows, axis=1), mean**2 / variance, scale=variance / mean))
-    steps = np.arange(rows.shape[1] + 1) / rows.shape[1]
-    statistic = np.maximum(steps[1:] - heights, heights - steps[:-1]).max(1)
+    statistic = _distance(_gamma_cdf(np.sort(rows, axis=1), mean, variance))
     return np.where(fitted[:, 0], statistic, 1.0)
 
 
