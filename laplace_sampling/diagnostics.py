@@ -195,15 +195,14 @@ def data_energy_test(
         nearest = min(max(float(values.mean()), low), high)  # about where the p-value is largest
         means += [nearest, *np.linspace(low, high, _GRID).tolist()]
         outside = _OUTSIDE
-    results = []
-    for m in means:
-        statistic = float(_distance(_gamma_cdf(np.sort(values), m, variance)[None])[0])
-        p_value = float(stats.kstwo.sf(max(statistic - _allowance(m, variance), 0.0), len(values)))
-        results.append((statistic, p_value))
+    ordered = np.sort(values)
+    statistics = [float(_distance(_gamma_cdf(ordered, m, variance)[None])[0]) for m in means]
+    # The p-value goes down with the statistic: the largest one is that of the smallest.
+    least = min(statistic - _allowance(m, variance) for statistic, m in zip(statistics, means, strict=True))
     return TestResult(
         "data energy",
-        min(statistic for statistic, _ in results),
-        min(1.0, max(p_value for _, p_value in results) + outside),
+        min(statistics),
+        min(1.0, float(stats.kstwo.sf(max(least, 0.0), len(values))) + outside),
         float(values.mean()),
         mean,
         math.sqrt(variance),
