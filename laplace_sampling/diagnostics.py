@@ -414,7 +414,9 @@ class Diagnosis:
             found.append(
                 Problem(
                     f"The samples have not converged: {missed} of {self.num_samples} residuals are above "
-                    f"{_number(self.tolerance)}, the largest is {_number(worst)}.",
+                    f"{_number(self.tolerance)}, the largest is {_number(worst)}."
+                    if missed
+                    else "The samples have not converged, says the solver, though their residuals are small.",
                     "Directions that the data determine weakly keep part of the prior's variance, and error bars "
                     "there are too large.",
                     'Give the solver more passes, as in `solver=SGD(epochs=...)`, or use `method="exact"` where it '
@@ -459,7 +461,7 @@ class Diagnosis:
                 Problem(
                     f"There are fewer than {_FEW_SAMPLES} samples: {self.num_samples}.",
                     f"An error bar has a relative standard error of {_percent(1 / math.sqrt(2 * self.num_samples))}, "
-                    "and the tests below can find gross errors only.",
+                    "and the tests can find gross errors only.",
                     "Raise `num_samples`.",
                 )
             )
@@ -620,7 +622,7 @@ class Diagnosis:
             if number == _GROUPS_SHOWN and len(self.prior_precision) > number + 1:
                 rest = list(self.prior_precision.values())[number:]
                 value_range = f"{_number(min(rest))} to {_number(max(rest))}"
-                rows.append((f"prior precision α, {len(rest)} other groups", value_range, "", "1/weight²"))
+                rows.append((f"prior precision α, {len(rest)} other groups", value_range, "", "1/weight², scaled"))
                 break
             label = "prior precision α" if len(self.prior_precision) == 1 else f"prior precision α of {name}"
             rows.append((label, _number(value), "", "1/weight², scaled"))

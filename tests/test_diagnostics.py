@@ -73,8 +73,10 @@ def test_right_samples_have_uniform_p_values() -> None:
     assert abs((total < 0.05).mean() - 0.05) < 3 * binomial_error(0.05)
     assert stats.kstest(total, "uniform").pvalue > 0.01
     # The reference of the energy of the data is an approximation, with an allowance: at most the level.
-    data = np.array([data_energy_test(energies(z, problem.M), problem.gamma, problem.variance).p_value for z in sets])
-    assert (data < 0.05).mean() < 0.05 + 3 * binomial_error(0.05)
+    data = np.array(
+        [data_energy_test(energies(z, problem.M), problem.gamma, problem.variance).p_value for z in sets[:100]]
+    )
+    assert (data < 0.05).mean() < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 100)
     assert np.median(data) < 0.9
 
 
@@ -93,8 +95,8 @@ def test_allowance_covers_the_two_moment_approximation(weights: np.ndarray) -> N
     w = torch.from_numpy(weights)
     mean, variance = float(w.sum()), float(2 * (w**2).sum())
     rows = (normal(REPEATS, K, len(w), seed=4) ** 2) @ w
+    p = np.array([data_energy_test(row, mean, variance).p_value for row in rows])
     for level in (0.01, 0.05):
-        p = np.array([data_energy_test(row, mean, variance).p_value for row in rows])
         assert (p < level).mean() <= level + 3 * binomial_error(level)
 
 
@@ -235,6 +237,7 @@ PROBLEMS = {
     "not finite": (True, {"prior_precision": {"all": math.inf}}),
     "samples have not converged: 3 of": (True, {"residuals": torch.tensor([0.1] * 61 + [0.6] * 3)}),
     "mode of the linear model has not converged": (True, {"mode_converged": False}),
+    "says the solver": (True, {"solver_converged": False}),
     "still moved": (True, {"hyperparameters_converged": False}),
     "at a bound for conv1": (True, {"at_bounds": ("conv1",)}),
     "fail the test of the total energy": (True, {"total_test": replace(RIGHT, p_value=0.005, mean=4900.0)}),
