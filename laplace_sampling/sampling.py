@@ -21,7 +21,7 @@ from laplace_sampling.operators import GGN, Features, ScaledFeatures, WhiteNoise
 from laplace_sampling.priors import GaussianPrior
 from laplace_sampling.solvers import Minimum, Objective, Quadratic, Solution, Solver
 
-__all__ = ["Draws", "LinearModel", "SeededNoise", "linear_model_mode", "sample_posterior"]
+__all__ = ["Draws", "LinearModel", "ModeObjective", "SeededNoise", "linear_model_mode", "sample_posterior"]
 
 # Data whose noise is generated together. Part of what a seed means: do not change it lightly.
 _BLOCK = 256
@@ -108,7 +108,7 @@ class LinearModel:
         return GGN(self.features, self.likelihood, outputs)
 
 
-class _ModeObjective(Objective):
+class ModeObjective(Objective):
     """`Σ_i ℓ(y_i, h(θ, x_i)) + ½‖θ‖²_A` in the scaled coordinates of a prior."""
 
     def __init__(self, model: LinearModel, prior: GaussianPrior) -> None:
@@ -153,7 +153,7 @@ def linear_model_mode(
     """
     if init is None:
         init = torch.zeros(1, model.features.size, device=model.features.device, dtype=model.features.dtype)
-    return solver.minimise(_ModeObjective(model, prior), init, description=description)
+    return solver.minimise(ModeObjective(model, prior), init, description=description)
 
 
 def sample_posterior(

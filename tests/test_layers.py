@@ -8,12 +8,14 @@ import laplace_sampling
 LEVELS = {
     "linearise": 0, "likelihoods": 0, "data": 0,
     "operators": 1,
-    "priors": 2, "solvers": 2, "predictive": 2,
+    "priors": 2, "preconditioners": 2, "solvers": 2, "predictive": 2,
     "sampling": 3,
-    "evidence": 4, "contour": 4,
-    "laplace": 5,
-    "__init__": 6,
-    "__main__": 7,
+    "krylov": 3, "contour": 4,
+    "evidence": 4,
+    "evidence_path": 5, "diagnostics": 5,
+    "laplace": 6,
+    "__init__": 7,
+    "__main__": 8,
 }  # fmt: skip
 PACKAGE = Path(laplace_sampling.__file__).parent
 

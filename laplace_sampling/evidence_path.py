@@ -1,0 +1,538 @@
+r"""Evidence, effective dimension and mode as functions of the prior precision, from one Krylov run.
+
+While `B` is fixed, `M` does not depend on `α`. With `T = V M Vᵀ` on a block Krylov basis `V` of a few random probes `z`
+and of the right-hand side `b` of the mode, Gauss quadrature (Golub and Meurant) gives for *every* `α`
+
+    γ(α) = Tr M(M + α)⁻¹,    log|I + M/α|,    ‖θ̄(α)‖² = bᵀ(M + α)⁻²b,
+
+the traces as means over the probes (stochastic Lanczos quadrature), and so the log marginal likelihood
+
+    log p(y | α) = −Σ_i ℓ(y_i, h(θ̄, x_i)) − ½ α‖θ̄‖² − ½ log|I + M/α|.
+
+For a loss that is not quadratic, it is that of its quadratic expansion at the mode where the run was made, with
+`b = Mθ̄ − ∇ℓ`: exact there, and to first order in `log α` around it.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from laplace_sampling.evidence import EMStep
+from laplace_sampling.krylov import Basis
+from laplace_sampling.likelihoods import Gaussian, Likelihood
+from laplace_sampling.operators import Operator, ScaledFeatures
+from laplace_sampling.priors import GaussianPrior
+from laplace_sampling.sampling import Draws, LinearModel, ModeObjective, linear_model_mode
+from laplace_sampling.solvers import Solver
+
+__all__ = ["EvidencePath", "PathResult", "Quadrature", "bai_golub_bound", "evidence_path", "fit_path"]
+
+
+@dataclass(frozen=True)
+class Quadrature:
+    """`zᵀ f(M) z ≈ Σ_j w_j f(λ_j)` for some vectors `z`: nodes `[m]`, weights `[R, m]`, and those a step earlier."""
+
+    nodes: Float[Tensor, " m"]
+    weights: Float[Tensor, "R m"]
+    earlier: "Quadrature | None" = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, basis: Basis, vectors: Float[Tensor, "R P"], earlier_size: int | None) -> "Quadrature":
+        coordinates = basis.project(vectors)
+
+        def at(size: int, earlier: "Quadrature | None") -> "Quadrature":
+            nodes, vectors = torch.linalg.eigh(basis.T[:size, :size])
+            return cls(nodes.clamp_min(0).cpu(), ((coordinates[:, :size] @ vectors) ** 2).cpu(), earlier)
+
+        return at(basis.size, None if earlier_size is None else at(earlier_size, None))
+
+    def __call__(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, "R n"]:
+        """Values for functions `f(λ)`, `[n, m]`."""
+        return self.weights @ f(self.nodes).T
+
+    def change(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, "R n"]:
+        """What the last Lanczos step changed: an estimate of the error, zero if the quadrature is exact."""
+        return torch.zeros_like(self(f)) if self.earlier is None else self(f) - self.earlier(f)
+
+
+def bai_golub_bound(trace: Tensor, squares: Tensor, largest: Tensor, rank: int, size: int, alpha: Tensor) -> Tensor:
+    r"""Upper bound of `log|M + αI|` from `Tr M`, `Tr M²` and the largest eigenvalue (Bai and Golub 1996; Brack 2023, §3.2).
+
+    With `K` eigenvalues at most `β = λ_max + α` on the range of `M`, `μ₁ = Tr M + Kα`, `μ₂ = Tr M² + 2α Tr M + Kα²`,
+    and `α` on the other `P − K`.
+
+    Args:
+        trace: `Tr M`.
+        squares: `Tr M²`.
+        largest: at least the largest eigenvalue of `M`.
+        rank: `K`, at least the rank of `M`.
+        size: `P`.
+        alpha: `[n]`.
+    """
+    beta = largest + alpha
+    first = trace + rank * alpha
+    second = squares + 2 * alpha * trace + rank * alpha**2
+    t = (beta * first - second) / (beta * rank - first)
+    # [log β, log t] [[β, t], [β², t²]]⁻¹ [μ₁, μ₂]ᵀ, the inverse written out
+    a = (first * t - second) / (beta * (t - beta))
+    b = (second - beta * first) / (t * (t - beta))
+    return a * beta.log() + b * t.log() + (size - rank) * alpha.log()
+
+
+@dataclass(frozen=True)
+class EvidencePath:
+    r"""Functions of the prior precision `α` (a tensor `[n]`), at the curvature of one Krylov run.
+
+    For several groups of weights, `α` is the geometric mean of their precisions over the weights, which all go up and
+    down together.
+
+    Attributes:
+        traces: quadrature of the probes.
+        fit: quadrature of `b`, one row.
+        loss: the quadratic expansion of the sum of losses at `θ = 0`.
+        num_outputs: `N·C`.
+        size: `P`.
+        noise_precision: of a Gaussian likelihood with one, else `None`.
+        at: `α` at which the run was made.
+        exact: no probes, but all eigenvalues: `traces` has one row of unit weights.
+        passes: products spent, in units of all data and one vector.
+    """
+
+    traces: Quadrature
+    fit: Quadrature
+    loss: float
+    num_outputs: int
+    size: int
+    noise_precision: float | None
+    at: float
+    exact: bool
+    passes: float
+
+    def _trace(self, f: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """`Tr f(M)` and its standard error, with what the last Lanczos step changed added in squares."""
+        value = self.traces(f).mean(0)
+        return value, (self._probe_variance(f) + self.traces.change(f).mean(0) ** 2).sqrt()
+
+    def _probe_variance(self, f: Callable[[Tensor], Tensor]) -> Tensor:
+        value = self.traces(f).mean(0)
+        if self.exact:
+            return torch.zeros_like(value)
+        # That of zᵀf(M)z on the sphere ‖z‖² = P; better known than from the scatter of a few probes.
+        square = self.traces(lambda t: f(t) ** 2).mean(0)
+        return 2 * (square - value**2 / self.size).clamp_min(0) / len(self.traces.weights)
+
+    def effective_dimension(self, alpha: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+        """`γ(α) = Tr M(M + α)⁻¹`, and its standard error."""
+        a = alpha.double()[:, None]
+        return self._trace(lambda t: t / (t + a))
+
+    def squared_dimension(self, alpha: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        """`Tr (M(M + α)⁻¹)²`: half the variance of `ζᵀMζ` for a posterior sample `ζ`."""
+        a = alpha.double()[:, None]
+        return self._trace(lambda t: (t / (t + a)) ** 2)[0]
+
+    def log_determinant(self, alpha: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+        """`log|I + M/α|`, and its standard error."""
+        a = alpha.double()[:, None]
+        return self._trace(lambda t: torch.log1p(t / a))
+
+    def log_determinant_bound(self, alpha: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        """Bai and Golub's upper bound of `log|I + M/α|`; its traces are estimates, too."""
+        one = torch.ones(1, 1, dtype=torch.float64)
+        trace, square = (self._trace(lambda t, k=k: t**k * one)[0] for k in (1, 2))
+        rank = min(self.size, self.num_outputs)
+        a = alpha.double()
+        return bai_golub_bound(trace, square, self.traces.nodes.max(), rank, self.size, a) - self.size * a.log()
+
+    def mode_norm(self, alpha: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        """`‖θ̄(α)‖²`, in scaled coordinates."""
+        a = alpha.double()[:, None]
+        return self.fit(lambda t: (t + a) ** -2)[0]
+
+    def data_fit(self, alpha: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        """`Σ_i ℓ(y_i, h(θ̄(α), x_i))`, a sum over the data."""
+        a = alpha.double()[:, None]
+        return self.loss + self.fit(lambda t: 0.5 * t * (t + a) ** -2 - 1 / (t + a))[0]
+
+    def complexity(self, alpha: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        """`½ α‖θ̄‖² + ½ log|I + M/α|`."""
+        return 0.5 * alpha.double() * self.mode_norm(alpha) + 0.5 * self.log_determinant(alpha)[0]
+
+    def log_marginal_likelihood(self, alpha: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+        """`log p(y | α)`, and its standard error (of probes, and of the last Lanczos step)."""
+        a = alpha.double()[:, None]
+        change = 0.5 * self.fit.change(lambda t: 1 / (t + a))[0]
+        error = (0.25 * self.log_determinant(alpha)[1] ** 2 + change**2).sqrt()
+        return -self.data_fit(alpha) - self.complexity(alpha), error
+
+    def last_change(self, alpha: float) -> float:
+        """By how much the last Lanczos step changed `γ` or `‖θ̄‖²`, relative."""
+        a = torch.tensor([[alpha]], dtype=torch.float64)
+        changes = (
+            (self.traces, lambda t: t / (t + a)),
+            (self.fit, lambda t: (t + a) ** -2),
+        )
+        return max(float(q.change(f).mean().abs() / q(f).mean().abs().clamp_min(1e-300)) for q, f in changes)
+
+    def last_change_of_evidence(self, alpha: Float[Tensor, " n"]) -> float:
+        """The same of the log marginal likelihood, the largest over some `α`."""
+        a = alpha.double()[:, None]
+        change = 0.5 * self.traces.change(lambda t: torch.log1p(t / a)).mean(0).abs()
+        change = change + 0.5 * self.fit.change(lambda t: 1 / (t + a))[0].abs()
+        return float((change / self.log_marginal_likelihood(alpha)[0].abs()).max())
+
+    def mackay(
+        self, alpha: Float[Tensor, " n"], learn_noise: bool = False
+    ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+        r"""`log` of the ratio of `α` to MacKay's update of it, zero at a fixed point, and the factor of the noise precision.
+
+        With a noise precision to learn, `M` and `b` scale with it: `α` is then the ratio of the prior precision to the
+        factor `κ` by which the noise precision grows, and `κ = N·C / Q`, `Q = b·SSE + α‖θ̄‖²`, is of most evidence.
+        """
+        gamma, factor = self.effective_dimension(alpha)[0], self._noise_factor(alpha, learn_noise)
+        return (alpha.double() * self.mode_norm(alpha) * factor / gamma.clamp_min(1e-30)).log(), factor
+
+    def _noise_factor(self, alpha: Tensor, learn_noise: bool) -> Tensor:
+        if not learn_noise:
+            return torch.ones_like(alpha, dtype=torch.float64)
+        assert self.noise_precision is not None
+        constant = 0.5 * self.num_outputs * math.log(2 * math.pi / self.noise_precision)
+        q = 2 * (self.data_fit(alpha) - constant) + alpha.double() * self.mode_norm(alpha)
+        return self.num_outputs / q.clamp_min(1e-30)
+
+    def _profile(self, alpha: Tensor, learn_noise: bool) -> Tensor:
+        """Evidence at the best noise precision, up to a constant."""
+        if not learn_noise:
+            return self.log_marginal_likelihood(alpha)[0]
+        return 0.5 * self.num_outputs * self._noise_factor(alpha, True).log() - 0.5 * self.log_determinant(alpha)[0]
+
+    def fixed_point(
+        self, bounds: tuple[float, float], learn_noise: bool = False, follow: bool = False
+    ) -> tuple[float, float, float]:
+        """MacKay's fixed point: `α` (before the factor of the noise), that factor, and the standard error of `log α` by the probes.
+
+        Args:
+            bounds: within which it is sought; a bound is returned if there is none between.
+            learn_noise: joint with the noise precision.
+            follow: the fixed point that the update leads to from `at`; else the one of most evidence.
+        """
+        grid = torch.logspace(math.log10(bounds[0]), math.log10(bounds[1]), 800, dtype=torch.float64)
+        value, factor = self.mackay(grid, learn_noise)
+        up = ((value[:-1] < 0) & (value[1:] >= 0)).nonzero()[:, 0]
+        if len(up) == 0:
+            end = 0 if value[0] > 0 else -1
+            return float(grid[end]), float(factor[end]), math.inf
+        if follow:
+            here = int(torch.searchsorted(grid, torch.tensor(self.at, dtype=torch.float64)).clamp(0, len(grid) - 1))
+            ahead = up[up >= here - 1] if value[here] < 0 else up[up < here].flip(0)
+            chosen = int(ahead[0]) if len(ahead) else int(up[(up - here).abs().argmin()])
+        else:
+            chosen = int(up[self._profile(grid[up], learn_noise).argmax()])
+        low, high, v0, v1 = grid[chosen].log(), grid[chosen + 1].log(), value[chosen], value[chosen + 1]
+        log_alpha = low - v0 * (high - low) / (v1 - v0)
+        alpha = log_alpha.exp()[None]
+        gamma, error = self.effective_dimension(alpha)[0], self._probe_variance(lambda t: t / (t + alpha[:, None])).sqrt()
+        slope = max(float((v1 - v0) / (high - low)), 0.05)
+        final_factor = self.mackay(alpha, learn_noise)[1]
+        return float(alpha), float(final_factor), float(error / gamma) / slope
+
+
+@dataclass(frozen=True)
+class PathResult:
+    """What `fit_path` ends with: hyperparameters, mode `[P]` (unscaled), the curves, and a record of each round."""
+
+    prior: GaussianPrior
+    likelihood: Likelihood
+    mode: Float[Tensor, " P"]
+    path: EvidencePath
+    converged: bool
+    history: list[EMStep]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Quadratures of the probes and of the right-hand side, and the bases behind them."""
+
+    traces: Quadrature
+    fit: Quadrature
+    basis: Basis
+    rhs_basis: Basis
+    rhs: Float[Tensor, "1 P"]
+
+    @property
+    def passes(self) -> float:
+        return self.basis.passes + (0.0 if self.basis is self.rhs_basis else self.rhs_basis.passes)
+
+    def mode(self, alpha: float) -> Float[Tensor, "1 P"]:
+        """`(M + α)⁻¹ b`."""
+        T = self.rhs_basis.T
+        inner = T + alpha * torch.eye(len(T), dtype=T.dtype, device=T.device)
+        return self.rhs_basis.combine(torch.linalg.solve(inner, self.rhs_basis.project(self.rhs).T).T)
+
+
+def _run(
+    operator: Operator,
+    probes: Float[Tensor, "R P"],
+    rhs_operator: Operator,
+    rhs: Float[Tensor, "1 P"],
+    stop: Callable[[_Run], bool],
+    max_basis: int | None,
+) -> _Run:
+    """Block Lanczos with reorthogonalisation; `stop` says when it is accurate enough."""
+    basis = Basis(operator)
+    joint = rhs_operator is operator
+    rhs_basis = basis if joint else Basis(rhs_operator)
+    if not joint:
+        rhs_basis.extend(rhs)
+    basis.extend(torch.cat([rhs, probes]) if joint else probes)
+    while True:
+        sizes = (basis.size, rhs_basis.size)
+        room = _has_room(basis, max_basis) and _has_room(rhs_basis, max_basis)
+        grown = room and basis.extend(basis.last_product) > 0
+        if room and not joint:
+            for _ in range(2):  # a single vector needs more steps than a block, and its steps cost little
+                grown = rhs_basis.extend(rhs_basis.last_product) > 0 or grown
+        # With nothing left to add the space is invariant, and the quadrature exact.
+        earlier = sizes if grown else (None, None) if room else (basis.size, rhs_basis.size)
+        run = _Run(
+            Quadrature.of(basis, probes, earlier[0]), Quadrature.of(rhs_basis, rhs, earlier[1]), basis, rhs_basis, rhs
+        )
+        if not grown or stop(run):
+            return run
+
+
+def _has_room(basis: Basis, max_basis: int | None) -> bool:
+    return max_basis is None or basis.size + len(basis.last_product) <= max_basis
+
+
+def evidence_path(
+    model: LinearModel,
+    prior: GaussianPrior,
+    draws: Draws,
+    mode: Float[Tensor, "1 P"],
+    *,
+    hessian_at: str,
+    accuracy: float,
+    decades: float | None = None,
+    learn_noise: bool = False,
+    bounds: tuple[float, float] = (1e-8, 1e12),
+    max_basis: int | None = None,
+) -> tuple[EvidencePath, Callable[[float], Float[Tensor, "1 P"]]]:
+    """The curves around a mode (in scaled coordinates), from one Krylov run, and the mode as a function of `α`.
+
+    Args:
+        model: the linear model on the training data.
+        prior: its precision is where the run is made; several groups are scaled together.
+        draws: of the probes.
+        mode: around which a loss that is not quadratic is expanded.
+        hessian_at: as for `fit_em`.
+        accuracy: relative, of what the last Lanczos step may change: of `γ` and `‖θ̄‖²` at the fixed point; or, with
+            `decades`, of the log determinant so many decades to both sides of the precision of the prior.
+        decades: see `accuracy`.
+        learn_noise: as for `EvidencePath.fixed_point`.
+        bounds: of the prior precision.
+        max_basis: vectors in memory at most.
+    """
+    objective = ModeObjective(model, prior)
+    mean = float(prior.precision.log().mean().exp())
+    white = (mean / prior.spread()).sqrt()
+    whitened = ScaledFeatures(model.features, prior.scale * white)
+    outputs = model.outputs(mode * prior.scale)[0]
+    at_mode = replace(model, features=whitened).ggn(outputs)
+    quadratic = isinstance(model.likelihood, Gaussian)
+    same = quadratic or hessian_at == "mode"
+    operator = at_mode if same else replace(model, features=whitened).ggn(model.network_outputs)
+    gradient = (objective.gradient(mode, None) - objective.precision * mode) * white
+    theta = mode / white
+    passes, product = 1.5, torch.zeros_like(mode)
+    if bool(theta.any()):
+        product, passes = at_mode.matmul(theta), passes + 1
+    loss = float(model.likelihood.loss(outputs, model.targets).double().sum())
+    expanded = loss - float((gradient.double() * theta.double()).sum())
+    expanded += 0.5 * float((theta.double() * product.double()).sum())
+    probes = draws.prior(len(white)).to(mode)
+    probes = probes * (math.sqrt(len(white)) / probes.norm(dim=1, keepdim=True))
+    scalar_noise = quadratic and torch.as_tensor(model.likelihood.noise_precision).dim() == 0
+
+    def path_of(run: _Run) -> EvidencePath:
+        return EvidencePath(
+            traces=run.traces,
+            fit=run.fit,
+            loss=expanded,
+            num_outputs=outputs.numel(),
+            size=len(white),
+            noise_precision=float(model.likelihood.noise_precision) if scalar_noise else None,
+            at=mean,
+            exact=False,
+            passes=passes + run.passes,
+        )
+
+    def stop(run: _Run) -> bool:
+        path = path_of(run)
+        if decades is not None:
+            ends = path.at * torch.tensor([10.0**-decades, 1.0, 10.0**decades], dtype=torch.float64)
+            return path.last_change_of_evidence(ends) < accuracy
+        alpha = path.fixed_point(bounds, learn_noise, follow=not quadratic)[0]
+        return path.last_change(alpha) < accuracy
+
+    run = _run(operator, probes, at_mode, product - gradient, stop, max_basis)
+    return path_of(run), lambda alpha: run.mode(alpha) * white
+
+
+# Standard errors of log α that successive rounds of `fit_path` aim at: B moves with α, and rounds far from the end
+# need not be exact. The last one is half the tolerance.
+_ROUNDS = (0.25, 0.08, 0.03)
+
+
+# Within this factor of the present α the expansion at the mode is trusted; farther off the plain update is.
+_TRUSTED = 4.0
+# By what a round shrinks the distance to the end where B is at the mode: seen in practice, then measured.
+_RATE = 0.4
+
+
+def _next_precision(
+    path: EvidencePath, fixed_point: float, before: float, visited: list[tuple[float, float]], rate: float
+) -> tuple[float, float]:
+    """The next `α` while `B` moves with it, and the rate at which rounds converge without the secant step.
+
+    `visited` has `(log α, log of the fixed point of its curves)` of earlier rounds, to which this one is added.
+    """
+    if not 1 / _TRUSTED <= fixed_point / before <= _TRUSTED:
+        visited.clear()
+        plain = before / math.exp(float(path.mackay(torch.tensor([before]))[0]))
+        return min(max(plain, before / 1e3), before * 1e3), rate
+    x, s = math.log(before), math.log(fixed_point)
+    visited.append((x, s))
+    if len(visited) > 1 and abs(x - visited[-2][0]) > 0.1:
+        rate = min(max((s - visited[-2][1]) / (x - visited[-2][0]), -0.3), 0.6)
+    return math.exp(s + rate / (1 - rate) * (s - x)), rate
+
+
+def fit_path(
+    model: LinearModel,
+    prior: GaussianPrior,
+    seed: int,
+    stream: int,
+    *,
+    hessian_at: str,
+    solver: Solver,
+    tolerance: float = 0.03,
+    max_rounds: int = 12,
+    max_probes: int = 64,
+    precision_bounds: tuple[float, float] = (1e-8, 1e12),
+    noise_bounds: tuple[float, float] = (1e-12, 1e12),
+    max_basis: int | None = None,
+    progress: bool = False,
+    callback: Callable[[EMStep], object] | None = None,
+) -> PathResult:
+    r"""Prior precision (of one group) and noise precision (one for all outputs) at MacKay's fixed point, by evidence paths.
+
+    Each round finds the mode at the present `α`, makes one Krylov run there, and goes to the fixed point of its curves.
+    With a Gaussian likelihood `B` is constant and the curves are exact; else rounds go on until `α` stays, with more
+    probes as it settles.
+
+    Args:
+        model: the linear model on the training data.
+        prior: starting point; its scale stays fixed.
+        seed: of the probes.
+        stream: likewise.
+        hessian_at: `"network"` or `"mode"`.
+        solver: of the mode.
+        tolerance: of `log α`.
+        max_rounds: at most so many.
+        max_probes: at most so many probes.
+        precision_bounds: within which `α` is kept.
+        noise_bounds: within which the noise precision is kept.
+        max_basis: vectors in memory at most.
+        progress: show progress bars.
+        callback: called with the record of each round.
+    """
+    features, likelihood = model.features, model.likelihood
+    prior = prior.to(features.device, features.dtype)
+    quadratic = isinstance(likelihood, Gaussian)
+    learn = isinstance(likelihood, Gaussian) and likelihood.learn
+    mode = torch.zeros(1, features.size, device=features.device, dtype=features.dtype)
+    targets = [*(level for level in _ROUNDS if level > tolerance), tolerance / 2]
+    if quadratic or hessian_at == "network":
+        targets = [targets[0], targets[-1]]
+    level, per_probe, history, converged = 0, 0.15, [], False
+    moving = not quadratic and hessian_at == "mode"
+    rate, visited = _RATE if moving else 0.0, []
+    bar = tqdm(total=len(targets), desc="evidence", disable=not progress)
+    while len(history) < max_rounds and not converged:
+        started, passes = time.perf_counter(), 0.0
+        mode_residual = 0.0
+        if not quadratic:
+            label = f"round {len(history) + 1}: mode" if progress else None
+            rough = replace(solver, tolerance=max(targets[level], solver.tolerance))
+            minimum = linear_model_mode(model, prior, rough, mode, description=label)
+            mode, passes, mode_residual = minimum.value, minimum.passes, minimum.residual
+        num_probes = min(max_probes, max(1 + level, math.ceil((per_probe / targets[level]) ** 2)))
+        path, mode_at = evidence_path(
+            model,
+            prior,
+            Draws(num_probes, seed, stream),
+            mode,
+            hessian_at=hessian_at,
+            accuracy=targets[level],
+            learn_noise=learn,
+            bounds=precision_bounds,
+            max_basis=max_basis,
+        )
+        before = float(prior.precision)
+        alpha, factor, error = path.fixed_point(precision_bounds, learn, follow=not quadratic)
+        if math.isfinite(error):
+            # Few Lanczos steps find too little of Tr (H⁻¹M)², which is about a third of γ where spectra decay.
+            least = math.sqrt(0.5 / float(path.effective_dimension(torch.tensor([alpha]))[0]))
+            per_probe = max(error * math.sqrt(num_probes), least) / (1 - (_RATE if moving else 0.0))
+        if not quadratic:
+            alpha, rate = _next_precision(path, alpha, before, visited, rate)
+        mode = mode_at(alpha)
+        noise = []
+        if learn:
+            old = float(likelihood.noise_precision)
+            noise = [old]
+            likelihood = likelihood.with_precision(min(max(old * factor, noise_bounds[0]), noise_bounds[1]))
+            factor = float(likelihood.noise_precision) / old
+        elif quadratic:
+            noise = torch.as_tensor(likelihood.noise_precision).reshape(-1).tolist()
+        updated = min(max(alpha * factor, precision_bounds[0]), precision_bounds[1])
+        model = model.with_likelihood(likelihood)
+        at = torch.tensor([alpha], dtype=torch.float64)
+        gamma, gamma_se = path.effective_dimension(at)
+        history.append(
+            EMStep(
+                step=len(history) + 1,
+                prior_precision=[before],
+                new_prior_precision=[updated],
+                noise_precision=noise,
+                effective_dimension=gamma.tolist(),
+                effective_dimension_se=gamma_se.tolist(),
+                mode_norm=path.mode_norm(at).tolist(),
+                loss=float(path.data_fit(at)),
+                network_loss=float(model.likelihood.loss(model.network_outputs, model.targets).double().sum()),
+                mode_residual=mode_residual,
+                sample_residual=0.0,
+                passes=passes + path.passes,
+                seconds=time.perf_counter() - started,
+            )
+        )
+        moved = abs(math.log(updated / before))
+        prior = prior.with_precision(torch.tensor([updated], dtype=torch.float64))
+        if callback is not None:
+            callback(history[-1])
+        # What is left after a move is what the curvature will change by it.
+        if quadratic or (level == len(targets) - 1 and abs(rate) * moved <= tolerance):
+            converged = level == len(targets) - 1
+        if quadratic or moved <= 3 * targets[level]:
+            level = min(level + 1, len(targets) - 1)
+            bar.update()
+        bar.set_postfix(alpha=f"{updated:.3g}", gamma=f"{float(gamma):.3g}")
+    bar.close()
+    return PathResult(prior, likelihood, (mode * prior.scale)[0], path, converged, history)
