@@ -45,9 +45,9 @@ class Jacobi(Preconditioner):
 class Nystrom(Preconditioner):
     r"""`P = U(Λ + shift)Uᵀ + (λ_r + shift)(I − UUᵀ)`, with `UΛUᵀ` the Nyström approximation of `M`.
 
-    `UΛUᵀ = (MΩ)(ΩᵀMΩ)⁺(MΩ)ᵀ` for a random orthonormal `Ω` of `r` columns, computed by the stable algorithm of Frangella,
-    Tropp and Udell (2023), "Randomized Nyström preconditioning", Alg. 2.1. `M` may be estimated from a subsample of the
-    data. Up to the factor `λ_r + shift`, `P` is that paper's preconditioner.
+    `UΛUᵀ = (MΩ)(ΩᵀMΩ)⁺(MΩ)ᵀ` for a random orthonormal `Ω` of `r` columns, computed by the stable algorithm of
+    Frangella, Tropp and Udell (2023), "Randomized Nyström preconditioning", Alg. 2.1. `M` may be estimated from a
+    subsample of the data. Up to the factor `λ_r + shift`, `P` is that paper's preconditioner.
 
     Attributes:
         vectors: `U`, one eigenvector a row, `[r, P]`.

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from laplace_sampling.operators import Operator
-from laplace_sampling.preconditioners import Nystrom, Preconditioner
+from laplace_sampling.preconditioners import Nystrom
 from laplace_sampling.solvers import SGD, Minimum, Objective, Quadratic, Solution, Solver, largest_eigenvalue
 
 __all__ = ["SVRG"]
@@ -27,9 +26,8 @@ class SVRG(Solver):
 
     The preconditioner `P` is a Nyström approximation of `H` from a subsample of the data. Steps are
     `δ ← δ − η_t P⁻¹ g_b(δ)` with `η_t = min(step/λ, 2/(t + 2))`. At `P = H` the second makes `δ_t` the solution of the
-    equation whose `Mζ` is the mean of what the batches saw, weighted by `t`; at the end of an epoch, in which each datum
-    came once, the batches' noise sums to nearly zero, and the error is well below that of sampling with
-    replacement. `λ` is the largest eigenvalue of `P⁻¹H` estimated on a mini-batch, over a few of them.
+    equation whose `Mζ` is the mean of what the batches saw, weighted by `t`; at the end of an epoch, in which each
+    datum came once, their noise sums to nearly zero, and the error is well below that of sampling with replacement. `λ` is the largest eigenvalue of `P⁻¹H` estimated on a mini-batch, over a few of them.
 
     A full product then gives residual and leverage. It is the snapshot `δ̃` as well: if a row has not
     converged, an epoch with gradients `g(δ̃) + (N/n)M_b(δ − δ̃) + A(δ − δ̃)` follows, and each row goes from `δ̃` along its
@@ -74,14 +72,16 @@ class SVRG(Solver):
         # In coordinates v√(A/ā) the prior is isotropic, as the preconditioner wants it.
         shift = float(problem.precision.mean())
         whitening = (problem.precision / shift).sqrt()
-        operator = _Whitened(problem.operator, whitening)
+        operator = _Congruent(problem.operator, lambda v: v / whitening)
         centre, linear = problem.centre * whitening, problem.linear / whitening
         delta = torch.zeros_like(centre) if init is None else init * whitening
         num_data, rows = operator.num_data, len(centre)
         size = min(num_data, self.batch_size or min(128, max(32, num_data // 500)))
         generator = torch.Generator().manual_seed(self.seed)
         preconditioner = self._precondition(operator, shift, rows, generator)
-        curvature, spent = self._curvature(_Preconditioned(operator, preconditioner, shift), size, generator)
+        curvature, spent = self._curvature(
+            _Congruent(operator, lambda v: preconditioner.solve_root(v, shift)), size, generator
+        )
         passes = preconditioner.passes + spent
         if not math.isfinite(curvature):
             raise FloatingPointError(
@@ -105,24 +105,21 @@ class SVRG(Solver):
         delta, seen = descend(gradient, delta, self.epochs)
         product = operator.matmul(centre + delta)
         passes += rows * (seen / num_data + 1)
-        for snapshot in range(self.max_snapshots):
+        snapshots = 1
+        while True:
             zeta = centre + delta
             full = product - linear + shift * delta
             error = (full * preconditioner.solve(full, shift)).sum(1)
             converged = bool((error <= self.tolerance * (zeta * product).sum(1)).all())
-            if converged or snapshot == self.max_snapshots - 1:
+            if converged or snapshots == self.max_snapshots:
                 break
-
-            def reduced(d: Tensor, batch: Tensor, anchor: Tensor = delta, full: Tensor = full) -> Tensor:
-                move = d - anchor
-                return full + num_data / len(batch) * operator.matmul(move, batch) + shift * move
-
-            proposal, seen = descend(reduced, delta, 1.0)
+            proposal, seen = descend(_variance_reduced(operator, shift, delta, full), delta, 1.0)
             move, change = proposal - delta, operator.matmul(centre + proposal) - product
             passes += rows * (seen / num_data + 1)
             steepness = (move * (change + shift * move)).sum(1, keepdim=True)
             length = -(full * move).sum(1, keepdim=True) / steepness.clamp_min(torch.finfo(move.dtype).tiny)
             delta, product = delta + length * move, product + length * change
+            snapshots += 1
         fit, pull = (product - linear) * whitening, shift * delta * whitening
         size_of_terms = (fit.norm(dim=1) + pull.norm(dim=1)).clamp_min(torch.finfo(fit.dtype).tiny)
         residual = (fit + pull).norm(dim=1) / size_of_terms
@@ -137,9 +134,7 @@ class SVRG(Solver):
         num_data = operator.num_data
         subsample = torch.randperm(num_data, generator=generator)[: max(500, num_data // 20)]
         # The rank that serves conjugate gradients: `SVRG` needs no more, as its steps are limited by noise first.
-        return Nystrom.of(
-            operator, subsample, max_rank=self.max_rank, shift=shift, num_rhs=rows, seed=self.seed
-        )
+        return Nystrom.of(operator, subsample, max_rank=self.max_rank, shift=shift, num_rhs=rows, seed=self.seed)
 
     def _curvature(
         self, operator: Operator, size: int, generator: torch.Generator, num_batches: int = 5, iterations: int = 6
@@ -160,8 +155,8 @@ class SVRG(Solver):
         curvature: float,
         description: str | None,
     ) -> tuple[Tensor, int]:
-        """Where the steps lead, and how many data they saw; a run that diverges is restarted with a third of the step."""
-        seen, largest = 0, self.step / curvature
+        """Where the steps lead, and how many data they saw; a diverging run is restarted with a third of the step."""
+        seen, largest = 0, min(1.0, self.step / curvature)
         for _ in range(self.max_restarts + 1):
             delta, scale = start, None
             for t in tqdm(range(steps), desc=description, disable=description is None, leave=False):
@@ -170,7 +165,7 @@ class SVRG(Solver):
                 g = gradient(delta, batch)
                 direction = precondition(g)
                 size = (g * direction).sum(1)
-                scale = size if scale is None else torch.maximum(scale, size / 1e6)
+                scale = size if scale is None else scale
                 if not bool((size <= 1e6 * scale).all()):  # also when it is NaN
                     break
                 delta = delta - min(largest, 2 / (t + 2)) * direction
@@ -178,16 +173,17 @@ class SVRG(Solver):
                 return delta, seen
             largest /= 3
         raise FloatingPointError(
-            f"SVRG diverged {self.max_restarts + 1} times, last with step size {3 * largest:.1e}; the Jacobian products "
-            "of the model may be inaccurate in its precision. Try float64 or a larger `SVRG(batch_size=...)`."
+            f"SVRG diverged {self.max_restarts + 1} times, last with step size {3 * largest:.1e}; the Jacobian "
+            "products of the model may be inaccurate in its precision. Try float64 or a larger `SVRG(batch_size=...)`."
         )
 
 
-class _Whitened(Operator):
-    """`D⁻¹MD⁻¹` for a diagonal `D`."""
+@dataclass(frozen=True)
+class _Congruent(Operator):
+    """`R M R` for a symmetric `R`."""
 
-    def __init__(self, operator: Operator, diagonal: Float[Tensor, " P"]) -> None:
-        self.operator, self.diagonal = operator, diagonal
+    operator: Operator
+    root: Callable[[Tensor], Tensor]
 
     @property
     def num_data(self) -> int:
@@ -206,31 +202,28 @@ class _Whitened(Operator):
         return self.operator.dtype
 
     def matmul(self, v: Tensor, batch: Tensor | None = None) -> Tensor:
-        return self.operator.matmul(v / self.diagonal, batch) / self.diagonal
+        return self.root(self.operator.matmul(self.root(v), batch))
 
     def root_rows(self) -> Iterator[Tensor]:
         for rows in self.operator.root_rows():
-            yield rows / self.diagonal
-
-
-class _Preconditioned(_Whitened):
-    """`P^{-1/2} M P^{-1/2}`."""
-
-    def __init__(self, operator: Operator, preconditioner: Preconditioner, shift: float) -> None:
-        self.operator, self.preconditioner, self.shift = operator, preconditioner, shift
-
-    def matmul(self, v: Tensor, batch: Tensor | None = None) -> Tensor:
-        inner = self.operator.matmul(self.preconditioner.solve_root(v, self.shift), batch)
-        return self.preconditioner.solve_root(inner, self.shift)
-
-    def root_rows(self) -> Iterator[Tensor]:
-        for rows in self.operator.root_rows():
-            yield self.preconditioner.solve_root(rows, self.shift)
+            yield self.root(rows)
 
 
 def _batches(num_data: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
     while True:
         yield from torch.randperm(num_data, generator=generator).split(size)
+
+
+def _variance_reduced(
+    operator: Operator, shift: float, anchor: Tensor, full: Tensor
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """The gradient at `δ` from a mini-batch, given the full one at `anchor`."""
+
+    def gradient(delta: Tensor, batch: Tensor) -> Tensor:
+        move = delta - anchor
+        return full + operator.num_data / len(batch) * operator.matmul(move, batch) + shift * move
+
+    return gradient
 
 
 def _better_start(
