@@ -27,7 +27,8 @@ class SVRG(Solver):
     The preconditioner `P` is a Nyström approximation of `H` from a subsample of the data. Steps are
     `δ ← δ − η_t P⁻¹ g_b(δ)` with `η_t = min(step/λ, 2/(t + 2))`. At `P = H` the second makes `δ_t` the solution of the
     equation whose `Mζ` is the mean of what the batches saw, weighted by `t`; at the end of an epoch, in which each
-    datum came once, their noise sums to nearly zero, and the error is well below that of sampling with replacement. `λ` is the largest eigenvalue of `P⁻¹H` estimated on a mini-batch, over a few of them.
+    datum came once, their noise sums to nearly zero, and the error is well below that of sampling with replacement.
+    `λ` is the largest eigenvalue of `P⁻¹H` estimated on a mini-batch, over a few of them.
 
     A full product then gives residual and leverage. It is the snapshot `δ̃` as well: if a row has not
     converged, an epoch with gradients `g(δ̃) + (N/n)M_b(δ − δ̃) + A(δ − δ̃)` follows, and each row goes from `δ̃` along its
@@ -53,7 +54,7 @@ class SVRG(Solver):
 
     epochs: float = 1.0
     batch_size: int | None = None
-    step: float = 4.0
+    step: float = 2.0
     tolerance: float = 0.03
     max_snapshots: int = 4
     max_rank: int = 128
