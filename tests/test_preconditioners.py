@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_sampling.operators import Operator
-from laplace_sampling.preconditioners import Jacobi, Nystrom, Preconditioner, _pays
+from laplace_sampling.preconditioners import Jacobi, Nystrom, Preconditioner, _nystrom, _pays
 
 P, N = 40, 300
 
@@ -116,6 +116,18 @@ def test_float32_matches_float64() -> None:
 def test_nothing_to_precondition_leaves_the_shift() -> None:
     op = Rows(torch.zeros(5, P, dtype=torch.float64))
     assert_close(matrix(Nystrom.of(op), 0.5), 2 * torch.eye(P, dtype=torch.float64))
+
+
+def test_the_stabilising_shift_is_taken_off() -> None:
+    basis = torch.linalg.qr(torch.randn(P, P, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0]
+    M = dense(operator(falling()))
+    vectors, eigenvalues = _nystrom(basis, basis @ M, 0.1)
+    assert_close((vectors.T * eigenvalues) @ vectors, M)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_the_rule_of_decay_is_relative(scale: float) -> None:
+    assert len(Nystrom.of(operator(falling(), scale), block=4, decay=1e-2).eigenvalues) == 16
 
 
 def test_no_product_is_made_twice_and_all_are_counted() -> None:

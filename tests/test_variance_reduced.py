@@ -56,6 +56,21 @@ def test_snapshots_lead_to_the_solution(spread: float) -> None:
     assert errors[3] < 1e-9
 
 
+def test_a_snapshot_lies_at_the_minimum_along_its_move() -> None:
+    p = problem()
+    first, second = (SVRG(max_snapshots=n, tolerance=1e-20).solve(p).delta for n in (1, 2))
+    gradient = p.operator.matmul(p.centre + second) - p.linear + p.precision * second
+    slope = (gradient * (second - first)).sum(1)
+    before = p.operator.matmul(p.centre + first) - p.linear + p.precision * first
+    assert float(slope.abs().max()) < 1e-8 * float((before * (second - first)).sum(1).abs().min())
+
+
+def test_a_strong_prior_is_part_of_the_variance_reduced_gradient() -> None:
+    p = problem()
+    p = replace(p, precision=100 * p.precision)
+    assert error(p, SVRG(max_snapshots=3, tolerance=1e-20).solve(p).value) < 1e-7
+
+
 def test_residual_and_leverage_are_those_of_the_value() -> None:
     p = problem(spread=1.0)
     for snapshots in (1, 3):
@@ -95,8 +110,9 @@ def test_rows_do_not_know_of_each_other() -> None:
     assert_close(solver.solve(loud).value[0], solver.solve(p).value[0])
 
 
-def test_a_warm_start_helps_and_a_bad_one_is_dropped() -> None:
-    p, short = problem(), SVRG(epochs=0.05, max_snapshots=1)
+@pytest.mark.parametrize("spread", [0.0, 1.0], ids=["isotropic", "layer-wise"])
+def test_a_warm_start_helps_and_a_bad_one_is_dropped(spread: float) -> None:
+    p, short = problem(spread=spread), SVRG(epochs=0.05, max_snapshots=1)
     best = Dense().solve(p).delta
     cold = error(p, short.solve(p).value)
     assert error(p, short.solve(p, init=best).value) < 0.1 * cold
@@ -109,7 +125,7 @@ def test_divergence_restarts_with_a_smaller_step() -> None:
     # A curvature of 300 that was estimated as 1: the sixth step size, 1/243, is below 2/300.
     end, seen = SVRG()._descend(lambda d, _: 300 * d, lambda g: g, batches, start, 100, 1.0, None)
     assert float(end.norm()) < 1e-6
-    assert 2 * 100 < seen < 2 * 600
+    assert 2 * 105 < seen < 2 * 145  # a run is given up as soon as it grows a thousandfold
 
 
 def test_an_outlier_is_paid_with_snapshots() -> None:
