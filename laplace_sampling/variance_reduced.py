@@ -134,7 +134,7 @@ class SVRG(Solver):
     def _precondition(self, operator: Operator, shift: float, rows: int, generator: torch.Generator) -> Nystrom:
         num_data = operator.num_data
         subsample = torch.randperm(num_data, generator=generator)[: max(500, num_data // 20)]
-        # The rank that serves conjugate gradients: `SVRG` needs no more, as its steps are limited by noise first.
+        # The rule of conjugate gradients errs on the large side here, where noise limits the steps as well.
         return Nystrom.of(operator, subsample, max_rank=self.max_rank, shift=shift, num_rhs=rows, seed=self.seed)
 
     def _curvature(
