@@ -36,29 +36,91 @@ __all__ = ["EvidencePath", "PathResult", "Quadrature", "bai_golub_bound", "evide
 
 @dataclass(frozen=True)
 class Quadrature:
-    """`zᵀ f(M) z ≈ Σ_j w_j f(λ_j)` for some vectors `z`: nodes `[m]`, weights `[R, m]`, and those a step earlier."""
+    """`Σ_j w_j f(λ_j)`, several rows of weights `[R, m]` on the same nodes `[m]`: means over the rows are estimates.
+
+    Attributes:
+        nodes: `λ`.
+        weights: `w`.
+        random: the part of the weights that is random given the rest; the same weights for plain quadrature.
+        earlier: the quadrature a Lanczos step earlier, `None` if this one is exact.
+    """
 
     nodes: Float[Tensor, " m"]
     weights: Float[Tensor, "R m"]
+    random: Float[Tensor, "R m"]
     earlier: "Quadrature | None" = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, basis: Basis, vectors: Float[Tensor, "R P"], earlier_size: int | None) -> "Quadrature":
+    def of(cls, basis: Basis, vectors: Float[Tensor, "R P"], sizes: list[int], exact: bool) -> "Quadrature":
+        """`zᵀf(M)z` of each of some vectors in the basis, `sizes` being its sizes after each step."""
         coordinates = basis.project(vectors)
 
         def at(size: int, earlier: "Quadrature | None") -> "Quadrature":
-            nodes, vectors = torch.linalg.eigh(basis.T[:size, :size])
-            return cls(nodes.clamp_min(0).cpu(), ((coordinates[:, :size] @ vectors) ** 2).cpu(), earlier)
+            nodes, eigenvectors = torch.linalg.eigh(basis.T[:size, :size])
+            weights = ((coordinates[:, :size] @ eigenvectors) ** 2).cpu()
+            return cls(nodes.clamp_min(0).cpu(), weights, weights, earlier)
 
-        return at(basis.size, None if earlier_size is None else at(earlier_size, None))
+        return at(sizes[-1], None if exact or len(sizes) < 2 else at(sizes[-2], None))
+
+    @classmethod
+    def of_trace(cls, basis: Basis, probes: Float[Tensor, "R P"], sizes: list[int], exact: bool) -> "Quadrature":
+        """`Tr f(M)`, one estimate from each probe and the Krylov space of the others.
+
+        With `Q` an orthonormal basis of the Krylov space of all other probes and `z̃ = (I − QQᵀ)z` brought to norm
+        `√(P − dim Q)`, the estimate is `Tr QᵀfQ + z̃ᵀf z̃` (Chen and Hallman 2023, "Krylov-aware stochastic trace
+        estimation", with the exchange of probes of Epperly, Tropp and Webber 2024, "XTrace"). Only the second part is
+        random, and it does not see the leading eigenvectors, which `Q` holds. Everything happens inside the basis: no
+        product is made.
+        """
+        coordinates = basis.project(probes)
+
+        def at(steps: int, earlier: "Quadrature | None") -> "Quadrature":
+            size = sizes[steps - 1]
+            T = basis.T[:size, :size]
+            nodes, eigenvectors = torch.linalg.eigh(T)
+            inside = coordinates[:, :size]
+            fixed, random = [], []
+            for i in range(len(inside)):
+                Q = _krylov_space(T, torch.cat([inside[:i], inside[i + 1 :]]), max(steps - 1, 1))
+                rest = inside[i] - (inside[i] @ Q.T) @ Q
+                norm = float(rest @ rest)
+                left = probes.shape[1] - len(Q)
+                scale = left / norm if norm > 1e-12 * float(inside[i] @ inside[i]) else 0.0
+                fixed.append(((Q @ eigenvectors) ** 2).sum(0))
+                random.append(scale * (rest @ eigenvectors) ** 2)
+            part = torch.stack(random).cpu()
+            return cls(nodes.clamp_min(0).cpu(), torch.stack(fixed).cpu() + part, part, earlier)
+
+        return at(len(sizes), None if exact or len(sizes) < 2 else at(len(sizes) - 1, None))
 
     def __call__(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, "R n"]:
         """Values for functions `f(λ)`, `[n, m]`."""
         return self.weights @ f(self.nodes).T
 
+    def variance(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, " n"]:
+        """Of the mean over the rows: that of a quadratic form in `z̃`, known better so than by the scatter of few."""
+        return 2 * (self.random @ (f(self.nodes) ** 2).T).mean(0) / len(self.weights)
+
     def change(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, "R n"]:
         """What the last Lanczos step changed: an estimate of the error, zero if the quadrature is exact."""
         return torch.zeros_like(self(f)) if self.earlier is None else self(f) - self.earlier(f)
+
+
+def _krylov_space(T: Tensor, start: Tensor, blocks: int) -> Tensor:
+    """Orthonormal basis of the span of `start T^k`, `k < blocks`."""
+    Q, block = start[:0], start
+    for _ in range(blocks):
+        for _ in range(2):
+            norm = block.norm(dim=1, keepdim=True)
+            block = block[norm[:, 0] > 0] / norm[norm > 0][:, None]
+            block = block - (block @ Q.T) @ Q
+            block = block[block.norm(dim=1) > 1e-8]
+            if len(block) == 0:
+                return Q
+            q, r = torch.linalg.qr(block.T)
+            block = q.T[r.diagonal().abs() > 1e-8]
+        Q, block = torch.cat([Q, block]), block @ T
+    return Q
 
 
 def bai_golub_bound(trace: Tensor, squares: Tensor, largest: Tensor, rank: int, size: int, alpha: Tensor) -> Tensor:
@@ -120,12 +182,7 @@ class EvidencePath:
         return value, (self._probe_variance(f) + self.traces.change(f).mean(0) ** 2).sqrt()
 
     def _probe_variance(self, f: Callable[[Tensor], Tensor]) -> Tensor:
-        value = self.traces(f).mean(0)
-        if self.exact:
-            return torch.zeros_like(value)
-        # That of zᵀf(M)z on the sphere ‖z‖² = P; better known than from the scatter of a few probes.
-        square = self.traces(lambda t: f(t) ** 2).mean(0)
-        return 2 * (square - value**2 / self.size).clamp_min(0) / len(self.traces.weights)
+        return torch.zeros_like(self.traces(f).mean(0)) if self.exact else self.traces.variance(f)
 
     def effective_dimension(self, alpha: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
         """`γ(α) = Tr M(M + α)⁻¹`, and its standard error."""
@@ -291,18 +348,22 @@ def _run(
     if not joint:
         rhs_basis.extend(rhs)
     basis.extend(torch.cat([rhs, probes]) if joint else probes)
+    sizes, rhs_sizes = [basis.size], [rhs_basis.size]
     while True:
-        sizes = (basis.size, rhs_basis.size)
         room = _has_room(basis, max_basis) and _has_room(rhs_basis, max_basis)
         grown = room and basis.extend(basis.last_product) > 0
-        if room and not joint:
+        if grown:
+            sizes.append(basis.size)
+        if joint:
+            rhs_sizes = sizes
+        elif room:
             for _ in range(2):  # a single vector needs more steps than a block, and its steps cost little
-                grown = rhs_basis.extend(rhs_basis.last_product) > 0 or grown
-        # With nothing left to add the space is invariant, and the quadrature exact.
-        earlier = sizes if grown else (None, None) if room else (basis.size, rhs_basis.size)
-        run = _Run(
-            Quadrature.of(basis, probes, earlier[0]), Quadrature.of(rhs_basis, rhs, earlier[1]), basis, rhs_basis, rhs
-        )
+                if rhs_basis.extend(rhs_basis.last_product):
+                    rhs_sizes.append(rhs_basis.size)
+                    grown = True
+        exact = room and not grown  # nothing left to add: the space is invariant
+        traces = Quadrature.of_trace(basis, probes, sizes, exact)
+        run = _Run(traces, Quadrature.of(rhs_basis, rhs, rhs_sizes, exact), basis, rhs_basis, rhs)
         if not grown or stop(run):
             return run
 
@@ -414,6 +475,13 @@ def _next_precision(
     return math.exp(s + rate / (1 - rate) * (s - x)), rate
 
 
+def _per_probe(path: EvidencePath, alpha: float, error: float, num_probes: int) -> float:
+    """Standard error of `log α` by one probe, to choose how many the next round needs."""
+    # Few Lanczos steps find too little of the variance; Tr (H⁻¹M)² is about a third of γ where spectra decay.
+    gamma = float(path.effective_dimension(torch.tensor([alpha]))[0])
+    return max(error * math.sqrt(num_probes), math.sqrt(0.25 / max(gamma, 1e-3)))
+
+
 def fit_path(
     model: LinearModel,
     prior: GaussianPrior,
@@ -488,9 +556,7 @@ def fit_path(
         before = float(prior.precision)
         alpha, factor, error = path.fixed_point(precision_bounds, learn, follow=not quadratic)
         if math.isfinite(error):
-            # Few Lanczos steps find too little of Tr (H⁻¹M)², which is about a third of γ where spectra decay.
-            least = math.sqrt(0.5 / float(path.effective_dimension(torch.tensor([alpha]))[0]))
-            per_probe = max(error * math.sqrt(num_probes), least) / (1 - (_RATE if moving else 0.0))
+            per_probe = _per_probe(path, alpha, error, num_probes) / (1 - (_RATE if moving else 0.0))
         if not quadratic:
             alpha, rate = _next_precision(path, alpha, before, visited, rate)
         mode = mode_at(alpha)

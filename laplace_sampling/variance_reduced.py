@@ -125,7 +125,10 @@ class SVRG(Solver):
         size_of_terms = (fit.norm(dim=1) + pull.norm(dim=1)).clamp_min(torch.finfo(fit.dtype).tiny)
         residual = (fit + pull).norm(dim=1) / size_of_terms
         delta = delta / whitening
-        return Solution(problem.centre + delta, delta, residual, zeta * product, passes, converged)
+        # ‖g‖² in P⁻¹ estimates the energy of the error, which is at least the square of that of the function.
+        energy = (zeta.double() * product.double()).sum(1)
+        relative = (error.double() / energy.clamp_min(torch.finfo(torch.float64).tiny)).sqrt()
+        return Solution(problem.centre + delta, delta, residual, zeta * product, passes, converged, error=relative)
 
     def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
         """By `SGD`: an objective of one row would not earn its preconditioner back."""
