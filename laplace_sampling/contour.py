@@ -169,7 +169,9 @@ def sample_contour(
     residual = (energy / z.double().square().sum(1) - 1).abs().sqrt()
     converged = finished and bool((residual < residual_tolerance).all())
     passes = float(_POWER_ITERATIONS + H.rows + len(z))
-    return Solution(zeta, torch.zeros_like(zeta), residual.to(zeta.dtype), zeta * product, passes, converged, error=residual)
+    return Solution(
+        zeta, torch.zeros_like(zeta), residual.to(zeta.dtype), zeta * product, passes, converged, error=residual
+    )
 
 
 _POWER_ITERATIONS = 10

@@ -24,14 +24,23 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from laplace_sampling.evidence import EMStep
-from laplace_sampling.krylov import Basis
+from laplace_sampling.krylov import CG, Basis
 from laplace_sampling.likelihoods import Gaussian, Likelihood
-from laplace_sampling.operators import Operator, ScaledFeatures
+from laplace_sampling.operators import GGN, Operator, ScaledFeatures
 from laplace_sampling.priors import GaussianPrior
 from laplace_sampling.sampling import Draws, LinearModel, ModeObjective, linear_model_mode
-from laplace_sampling.solvers import Solver
 
-__all__ = ["EvidencePath", "PathResult", "Quadrature", "bai_golub_bound", "evidence_path", "fit_path"]
+__all__ = [
+    "EvidenceCurves",
+    "EvidencePath",
+    "MarginalLikelihood",
+    "PathResult",
+    "Quadrature",
+    "bai_golub_bound",
+    "evidence_path",
+    "exact_path",
+    "fit_path",
+]
 
 
 @dataclass(frozen=True)
@@ -124,7 +133,7 @@ def _krylov_space(T: Tensor, start: Tensor, blocks: int) -> Tensor:
 
 
 def bai_golub_bound(trace: Tensor, squares: Tensor, largest: Tensor, rank: int, size: int, alpha: Tensor) -> Tensor:
-    r"""Upper bound of `log|M + αI|` from `Tr M`, `Tr M²` and the largest eigenvalue (Bai and Golub 1996; Brack 2023, §3.2).
+    r"""Upper bound of `log|M + αI|` from two traces and the largest eigenvalue (Bai and Golub 1996; Brack 2023, §3.2).
 
     With `K` eigenvalues at most `β = λ_max + α` on the range of `M`, `μ₁ = Tr M + Kα`, `μ₂ = Tr M² + 2α Tr M + Kα²`,
     and `α` on the other `P − K`.
@@ -247,17 +256,17 @@ class EvidencePath:
     def mackay(
         self, alpha: Float[Tensor, " n"], learn_noise: bool = False
     ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-        r"""`log` of the ratio of `α` to MacKay's update of it, zero at a fixed point, and the factor of the noise precision.
+        r"""`log` of the ratio of `α` to MacKay's update of it, zero at a fixed point, and the factor of the noise.
 
         With a noise precision to learn, `M` and `b` scale with it: `α` is then the ratio of the prior precision to the
         factor `κ` by which the noise precision grows, and `κ = N·C / Q`, `Q = b·SSE + α‖θ̄‖²`, is of most evidence.
         """
-        gamma, factor = self.effective_dimension(alpha)[0], self._noise_factor(alpha, learn_noise)
+        gamma = self.effective_dimension(alpha)[0]
+        factor = self.noise_factor(alpha) if learn_noise else torch.ones_like(gamma)
         return (alpha.double() * self.mode_norm(alpha) * factor / gamma.clamp_min(1e-30)).log(), factor
 
-    def _noise_factor(self, alpha: Tensor, learn_noise: bool) -> Tensor:
-        if not learn_noise:
-            return torch.ones_like(alpha, dtype=torch.float64)
+    def noise_factor(self, alpha: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        """`κ = N·C / (b·SSE + α‖θ̄‖²)`, by which the noise precision of a Gaussian likelihood would have to grow."""
         assert self.noise_precision is not None
         constant = 0.5 * self.num_outputs * math.log(2 * math.pi / self.noise_precision)
         q = 2 * (self.data_fit(alpha) - constant) + alpha.double() * self.mode_norm(alpha)
@@ -267,12 +276,12 @@ class EvidencePath:
         """Evidence at the best noise precision, up to a constant."""
         if not learn_noise:
             return self.log_marginal_likelihood(alpha)[0]
-        return 0.5 * self.num_outputs * self._noise_factor(alpha, True).log() - 0.5 * self.log_determinant(alpha)[0]
+        return 0.5 * self.num_outputs * self.noise_factor(alpha).log() - 0.5 * self.log_determinant(alpha)[0]
 
     def fixed_point(
         self, bounds: tuple[float, float], learn_noise: bool = False, follow: bool = False
     ) -> tuple[float, float, float]:
-        """MacKay's fixed point: `α` (before the factor of the noise), that factor, and the standard error of `log α` by the probes.
+        """MacKay's fixed point: `α` (before the factor of the noise), that factor, and the probes' error of `log α`.
 
         Args:
             bounds: within which it is sought; a bound is returned if there is none between.
@@ -294,10 +303,94 @@ class EvidencePath:
         low, high, v0, v1 = grid[chosen].log(), grid[chosen + 1].log(), value[chosen], value[chosen + 1]
         log_alpha = low - v0 * (high - low) / (v1 - v0)
         alpha = log_alpha.exp()[None]
-        gamma, error = self.effective_dimension(alpha)[0], self._probe_variance(lambda t: t / (t + alpha[:, None])).sqrt()
+        gamma, error = (
+            self.effective_dimension(alpha)[0],
+            self._probe_variance(lambda t: t / (t + alpha[:, None])).sqrt(),
+        )
         slope = max(float((v1 - v0) / (high - low)), 0.05)
         final_factor = self.mackay(alpha, learn_noise)[1]
         return float(alpha), float(final_factor), float(error / gamma) / slope
+
+
+@dataclass(frozen=True)
+class EvidenceCurves:
+    """Curves over the prior precision, all `[n]`, in float64 on the CPU; logarithms are natural, sums over the data.
+
+    Attributes:
+        prior_precision: `α`.
+        effective_dimension: `γ(α)`, and its standard error.
+        mode_norm: `‖θ̄(α)‖²` in the scaled coordinates of the prior.
+        log_determinant: `log|I + M/α|`, and its standard error.
+        data_fit: `Σ_i ℓ(y_i, h(θ̄(α), x_i))`.
+        log_marginal_likelihood: `log p(y | α)`, and its standard error.
+        at: the fitted `α`, where the curvature is taken.
+    """
+
+    prior_precision: Float[Tensor, " n"]
+    effective_dimension: Float[Tensor, " n"]
+    effective_dimension_se: Float[Tensor, " n"]
+    mode_norm: Float[Tensor, " n"]
+    log_determinant: Float[Tensor, " n"]
+    log_determinant_se: Float[Tensor, " n"]
+    data_fit: Float[Tensor, " n"]
+    log_marginal_likelihood: Float[Tensor, " n"]
+    log_marginal_likelihood_se: Float[Tensor, " n"]
+    at: float
+
+    @classmethod
+    def of(cls, path: EvidencePath, alpha: Float[Tensor, " n"]) -> "EvidenceCurves":
+        return cls(
+            alpha,
+            *path.effective_dimension(alpha),
+            path.mode_norm(alpha),
+            *path.log_determinant(alpha),
+            path.data_fit(alpha),
+            *path.log_marginal_likelihood(alpha),
+            path.at,
+        )
+
+
+@dataclass(frozen=True)
+class MarginalLikelihood:
+    """`log p(y)` at some hyperparameters; `float()` of it is the value.
+
+    Attributes:
+        value: `−data_fit − complexity`, a sum over the data.
+        standard_error: of it; 0 if exact.
+        lower_bound: with Bai and Golub's bound of the log determinant.
+        data_fit: `Σ_i ℓ(y_i, h(θ̄, x_i))`.
+        complexity: `½ θ̄ᵀAθ̄ + ½ log|I + A⁻¹M|`.
+        balance: for a Gaussian likelihood with one noise precision `(b·SSE + θ̄ᵀAθ̄) / (N·C)`, which is 1 where
+            evidence is largest; else `None`.
+        exact: whether all eigenvalues were at hand.
+    """
+
+    value: float
+    standard_error: float
+    lower_bound: float
+    data_fit: float
+    complexity: float
+    balance: float | None
+    exact: bool
+
+    def __float__(self) -> float:
+        return self.value
+
+    @classmethod
+    def of(cls, path: EvidencePath, alpha: float) -> "MarginalLikelihood":
+        a = torch.tensor([alpha], dtype=torch.float64)
+        value, error = path.log_marginal_likelihood(a)
+        bound = -path.data_fit(a) - 0.5 * a * path.mode_norm(a) - 0.5 * path.log_determinant_bound(a)
+        balance = None if path.noise_precision is None else 1 / float(path.noise_factor(a))
+        return cls(
+            float(value),
+            0.0 if path.exact else float(error),
+            float(bound),
+            float(path.data_fit(a)),
+            float(path.complexity(a)),
+            balance,
+            path.exact,
+        )
 
 
 @dataclass(frozen=True)
@@ -372,6 +465,62 @@ def _has_room(basis: Basis, max_basis: int | None) -> bool:
     return max_basis is None or basis.size + len(basis.last_product) <= max_basis
 
 
+def one_noise(likelihood: Likelihood) -> float | None:
+    """The noise precision of a Gaussian likelihood with one for all outputs; else `None`."""
+    if not isinstance(likelihood, Gaussian):
+        return None
+    precision = torch.as_tensor(likelihood.noise_precision)
+    return float(precision) if precision.dim() == 0 else None
+
+
+@dataclass(frozen=True)
+class _Expansion:
+    """The loss around a mode, `loss − bᵀθ + ½‖θ‖²_M`, in coordinates in which the prior is isotropic.
+
+    `path` has all that is known without a spectrum; `white` takes the coordinates to the scaled ones of the prior.
+    """
+
+    at_mode: GGN
+    operator: GGN
+    rhs: Float[Tensor, "1 P"]
+    white: Float[Tensor, " P"]
+    path: EvidencePath
+
+
+def _expand(model: LinearModel, prior: GaussianPrior, mode: Float[Tensor, "1 P"], hessian_at: str) -> _Expansion:
+    objective = ModeObjective(model, prior)
+    mean = float(prior.spread().double().log().mean().exp())
+    white = (mean / prior.spread()).sqrt()
+    whitened = replace(model, features=ScaledFeatures(model.features, prior.scale * white))
+    outputs = model.outputs(mode * prior.scale)[0]
+    at_mode = whitened.ggn(outputs)
+    gaussian = isinstance(model.likelihood, Gaussian)
+    gradient = (objective.gradient(mode, None) - objective.precision * mode) * white
+    theta = mode / white
+    passes, product = 1.5, torch.zeros_like(mode)
+    if bool(theta.any()):
+        product, passes = at_mode.matmul(theta), passes + 1
+    loss = float(model.likelihood.loss(outputs, model.targets).double().sum())
+    loss -= float((gradient.double() * theta.double()).sum())
+    loss += 0.5 * float((theta.double() * product.double()).sum())
+    nothing = torch.zeros(1, 0, dtype=torch.float64)
+    unknown = Quadrature(nothing[0], nothing, nothing)
+    path = EvidencePath(
+        traces=unknown,
+        fit=unknown,
+        loss=loss,
+        num_outputs=outputs.numel(),
+        size=len(white),
+        noise_precision=one_noise(model.likelihood),
+        at=mean,
+        exact=False,
+        passes=passes,
+    )
+    same = gaussian or hessian_at == "mode"
+    operator = at_mode if same else whitened.ggn(model.network_outputs)
+    return _Expansion(at_mode, operator, product - gradient, white, path)
+
+
 def evidence_path(
     model: LinearModel,
     prior: GaussianPrior,
@@ -400,39 +549,14 @@ def evidence_path(
         bounds: of the prior precision.
         max_basis: vectors in memory at most.
     """
-    objective = ModeObjective(model, prior)
-    mean = float(prior.precision.log().mean().exp())
-    white = (mean / prior.spread()).sqrt()
-    whitened = ScaledFeatures(model.features, prior.scale * white)
-    outputs = model.outputs(mode * prior.scale)[0]
-    at_mode = replace(model, features=whitened).ggn(outputs)
+    expansion = _expand(model, prior, mode, hessian_at)
     quadratic = isinstance(model.likelihood, Gaussian)
-    same = quadratic or hessian_at == "mode"
-    operator = at_mode if same else replace(model, features=whitened).ggn(model.network_outputs)
-    gradient = (objective.gradient(mode, None) - objective.precision * mode) * white
-    theta = mode / white
-    passes, product = 1.5, torch.zeros_like(mode)
-    if bool(theta.any()):
-        product, passes = at_mode.matmul(theta), passes + 1
-    loss = float(model.likelihood.loss(outputs, model.targets).double().sum())
-    expanded = loss - float((gradient.double() * theta.double()).sum())
-    expanded += 0.5 * float((theta.double() * product.double()).sum())
-    probes = draws.prior(len(white)).to(mode)
-    probes = probes * (math.sqrt(len(white)) / probes.norm(dim=1, keepdim=True))
-    scalar_noise = quadratic and torch.as_tensor(model.likelihood.noise_precision).dim() == 0
+    probes = draws.prior(model.features.size).to(mode)
+    probes = probes * (math.sqrt(model.features.size) / probes.norm(dim=1, keepdim=True))
 
     def path_of(run: _Run) -> EvidencePath:
-        return EvidencePath(
-            traces=run.traces,
-            fit=run.fit,
-            loss=expanded,
-            num_outputs=outputs.numel(),
-            size=len(white),
-            noise_precision=float(model.likelihood.noise_precision) if scalar_noise else None,
-            at=mean,
-            exact=False,
-            passes=passes + run.passes,
-        )
+        passes = expansion.path.passes + run.passes
+        return replace(expansion.path, traces=run.traces, fit=run.fit, passes=passes)
 
     def stop(run: _Run) -> bool:
         path = path_of(run)
@@ -442,8 +566,37 @@ def evidence_path(
         alpha = path.fixed_point(bounds, learn_noise, follow=not quadratic)[0]
         return path.last_change(alpha) < accuracy
 
-    run = _run(operator, probes, at_mode, product - gradient, stop, max_basis)
-    return path_of(run), lambda alpha: run.mode(alpha) * white
+    run = _run(expansion.operator, probes, expansion.at_mode, expansion.rhs, stop, max_basis)
+    return path_of(run), lambda alpha: run.mode(alpha) * expansion.white
+
+
+def exact_path(
+    model: LinearModel, prior: GaussianPrior, mode: Float[Tensor, "1 P"], *, hessian_at: str
+) -> EvidencePath:
+    """The same curves from all eigenvalues, by dense algebra: for small problems."""
+    expansion = _expand(model, prior, mode, hessian_at)
+
+    def spectrum(operator: GGN) -> tuple[Tensor, Tensor]:
+        root = torch.cat([block.double() for block in operator.root_rows()])
+        if len(root) < operator.size:
+            values, vectors = torch.linalg.eigh(root @ root.T)
+            scaled = (vectors.T @ root) / values.clamp_min(1e-300).sqrt()[:, None]
+            return values, torch.where((values > 1e-14 * values[-1])[:, None], scaled, 0.0)
+        values, vectors = torch.linalg.eigh(root.T @ root)
+        return values, vectors.T
+
+    values, vectors = spectrum(expansion.at_mode)
+    weights = (expansion.rhs.double() @ vectors.T) ** 2
+    same = expansion.operator is expansion.at_mode
+    trace_values = values if same else spectrum(expansion.operator)[0]
+    nodes, ones = trace_values.clamp_min(0).cpu(), torch.ones(1, len(trace_values), dtype=torch.float64)
+    fit = weights.cpu()
+    return replace(
+        expansion.path,
+        traces=Quadrature(nodes, ones, ones),
+        fit=Quadrature(values.clamp_min(0).cpu(), fit, fit),
+        exact=True,
+    )
 
 
 # Standard errors of log α that successive rounds of `fit_path` aim at: B moves with α, and rounds far from the end
@@ -489,7 +642,6 @@ def fit_path(
     stream: int,
     *,
     hessian_at: str,
-    solver: Solver,
     tolerance: float = 0.03,
     max_rounds: int = 12,
     max_probes: int = 64,
@@ -499,7 +651,7 @@ def fit_path(
     progress: bool = False,
     callback: Callable[[EMStep], object] | None = None,
 ) -> PathResult:
-    r"""Prior precision (of one group) and noise precision (one for all outputs) at MacKay's fixed point, by evidence paths.
+    r"""Prior precision (one group) and noise precision (one for all outputs) at MacKay's fixed point, by evidence paths.
 
     Each round finds the mode at the present `α`, makes one Krylov run there, and goes to the fixed point of its curves.
     With a Gaussian likelihood `B` is constant and the curves are exact; else rounds go on until `α` stays, with more
@@ -511,7 +663,6 @@ def fit_path(
         seed: of the probes.
         stream: likewise.
         hessian_at: `"network"` or `"mode"`.
-        solver: of the mode.
         tolerance: of `log α`.
         max_rounds: at most so many.
         max_probes: at most so many probes.
@@ -525,6 +676,7 @@ def fit_path(
     prior = prior.to(features.device, features.dtype)
     quadratic = isinstance(likelihood, Gaussian)
     learn = isinstance(likelihood, Gaussian) and likelihood.learn
+    path: EvidencePath | None = None
     mode = torch.zeros(1, features.size, device=features.device, dtype=features.dtype)
     targets = [*(level for level in _ROUNDS if level > tolerance), tolerance / 2]
     if quadratic or hessian_at == "network":
@@ -538,7 +690,7 @@ def fit_path(
         mode_residual = 0.0
         if not quadratic:
             label = f"round {len(history) + 1}: mode" if progress else None
-            rough = replace(solver, tolerance=max(targets[level], solver.tolerance))
+            rough = CG(tolerance=max(targets[level], tolerance))
             minimum = linear_model_mode(model, prior, rough, mode, description=label)
             mode, passes, mode_residual = minimum.value, minimum.passes, minimum.residual
         num_probes = min(max_probes, max(1 + level, math.ceil((per_probe / targets[level]) ** 2)))
@@ -561,13 +713,11 @@ def fit_path(
             alpha, rate = _next_precision(path, alpha, before, visited, rate)
         mode = mode_at(alpha)
         noise = []
-        if learn:
-            old = float(likelihood.noise_precision)
-            noise = [old]
-            likelihood = likelihood.with_precision(min(max(old * factor, noise_bounds[0]), noise_bounds[1]))
-            factor = float(likelihood.noise_precision) / old
-        elif quadratic:
+        if isinstance(likelihood, Gaussian):
             noise = torch.as_tensor(likelihood.noise_precision).reshape(-1).tolist()
+            if learn:
+                kept = min(max(noise[0] * factor, noise_bounds[0]), noise_bounds[1])
+                likelihood, factor = likelihood.with_precision(kept), kept / noise[0]
         updated = min(max(alpha * factor, precision_bounds[0]), precision_bounds[1])
         model = model.with_likelihood(likelihood)
         at = torch.tensor([alpha], dtype=torch.float64)
@@ -593,12 +743,13 @@ def fit_path(
         prior = prior.with_precision(torch.tensor([updated], dtype=torch.float64))
         if callback is not None:
             callback(history[-1])
-        # What is left after a move is what the curvature will change by it.
-        if quadratic or (level == len(targets) - 1 and abs(rate) * moved <= tolerance):
+        # What is left after a move is what the curvature will change by it; after a plain step nothing is known.
+        if quadratic or (visited and max(abs(rate), 0.1) * moved <= tolerance):
             converged = level == len(targets) - 1
         if quadratic or moved <= 3 * targets[level]:
             level = min(level + 1, len(targets) - 1)
             bar.update()
         bar.set_postfix(alpha=f"{updated:.3g}", gamma=f"{float(gamma):.3g}")
     bar.close()
+    assert path is not None
     return PathResult(prior, likelihood, (mode * prior.scale)[0], path, converged, history)

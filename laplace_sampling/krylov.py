@@ -121,12 +121,12 @@ class BlockKrylov(Solver):
 
     Each row takes the minimiser of its quadratic in a space that grows by the residuals of the rows that have not
     converged; converged rows cost no product. Where the space would exceed `max_basis` vectors it is restricted to its
-    leading Ritz vectors and the latest directions (as in LOBPCG), so that it goes on at least as conjugate gradients do.
+    leading Ritz vectors and the latest directions (as in LOBPCG): it goes on at least as conjugate gradients do.
     Memory: two vectors of `P` for each of the basis.
 
     Args:
         tolerance: a row has converged when the error of its function on the training data,
-            `‖Φ(ζ − ζ*)‖_B / ‖Φζ‖_B`, is estimated below it.
+            `‖Φ(ζ − ζ*)‖_B / ‖Φζ‖_B`, is below it, by the bound of `function_error`.
         max_iterations: block products at most.
         max_basis: vectors at most; at least 4. Rows are solved in groups of a quarter of it.
     """
@@ -154,15 +154,14 @@ class BlockKrylov(Solver):
     def _solve_group(self, basis: Basis, state: "_State", group: Tensor, shift: float, bar: tqdm) -> None:
         if basis.size:
             self._project(basis, state, group, shift)
-        gains: list[Tensor] = []
-        active = state.update_error(group, shift, gains, delay=1) > self.tolerance
+        active = state.update_error(group, shift) > self.tolerance
         done = 0
         for _ in range(self.max_iterations):
             done = _advance(bar, done, int((~active).sum()))
             if not bool(active.any()) or not self._extend(basis, state.residual[group[active]], state):
                 break
-            gains.append(self._project(basis, state, group, shift))
-            active = state.update_error(group, shift, gains, delay=1) > self.tolerance
+            self._project(basis, state, group, shift)
+            active = state.update_error(group, shift) > self.tolerance
         _advance(bar, done, len(group))
 
     def _extend(self, basis: Basis, residual: Tensor, state: "_State") -> int:
@@ -174,15 +173,13 @@ class BlockKrylov(Solver):
         return basis.extend(residual)
 
     @staticmethod
-    def _project(basis: Basis, state: "_State", group: Tensor, shift: float) -> Tensor:
-        """Minimise in the basis; returns by how much the energy of the error, `‖ζ − ζ*‖²_H`, went down."""
+    def _project(basis: Basis, state: "_State", group: Tensor, shift: float) -> None:
+        """Minimise in the basis."""
         inner = basis.T + shift * torch.eye(basis.size, dtype=torch.float64, device=basis.T.device)
-        coordinates = basis.project(state.residual[group])
-        y = torch.linalg.solve(inner, coordinates.T).T
+        y = torch.linalg.solve(inner, basis.project(state.residual[group]).T).T
         state.move(group, basis.combine(y), basis.combine_products(y), shift)
         norm = y.norm(dim=1, keepdim=True)
         state.latest = (y / norm.clamp_min(torch.finfo(torch.float64).tiny))[norm[:, 0] > 0]
-        return (y * coordinates).sum(1)
 
     def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
         """Newton's method; each step by Lanczos in the same way, no more exactly than the step is worth."""
@@ -210,8 +207,7 @@ class CG(Solver):
         problem, shift, undo = whiten(problem)
         state = _State(problem, None if init is None else init / undo)
         passes, rows = state.passes, torch.arange(len(problem.centre), device=problem.operator.device)
-        gains: list[Tensor] = []
-        active = state.update_error(rows, shift, gains, delay=5) > self.tolerance
+        active = state.update_error(rows, shift) > self.tolerance
         direction, rho = torch.zeros_like(state.residual), torch.ones_like(state.residual[:, :1])
         with tqdm(total=len(rows), desc=description, disable=description is None, leave=False) as bar:
             done = 0
@@ -229,10 +225,7 @@ class CG(Solver):
                 length = new_rho / (p * (product + shift * p)).sum(1, keepdim=True)
                 direction[now], rho[now] = p, new_rho
                 state.move(now, length * p, length * product, shift)
-                gain = torch.zeros(len(rows), dtype=torch.float64, device=r.device)
-                gain[now] = (length * new_rho)[:, 0].double()
-                gains = [*gains[-9:], gain]
-                active[now] = state.update_error(now, shift, [g[now] for g in gains], delay=5) > self.tolerance
+                active[now] = state.update_error(now, shift) > self.tolerance
             _advance(bar, done, len(rows))
         return state.solution(shift, undo, passes, self.tolerance)
 
@@ -274,13 +267,12 @@ class _State:
         self.product[rows] += product
         self.residual[rows] = self.problem.linear[rows] - self.product[rows] - shift * self.delta[rows]
 
-    def update_error(self, rows: Tensor, shift: float, gains: list[Tensor], delay: int) -> Tensor:
+    def update_error(self, rows: Tensor, shift: float) -> Tensor:
         self.error[rows] = function_error(
             self.residual[rows],
             self.problem.centre[rows] + self.delta[rows],
             self.product[rows],
             shift,
-            _remaining(gains, delay),
         )
         return self.error[rows]
 
@@ -293,15 +285,6 @@ class _State:
         )
 
 
-def _remaining(gains: list[Tensor], delay: int) -> Tensor | None:
-    """The energy of the error that is left, from the last decreases of it, which go down geometrically on the whole."""
-    if len(gains) < 2 * delay:
-        return None
-    last, before = torch.stack(gains[-delay:]).sum(0), torch.stack(gains[-2 * delay : -delay]).sum(0)
-    rate = (last / before.clamp_min(torch.finfo(torch.float64).tiny)).clamp(0, 0.9)
-    return 2 * last * rate / (1 - rate)
-
-
 def _advance(bar: tqdm, before: int, now: int) -> int:
     bar.update(now - before)
     return now
@@ -310,5 +293,6 @@ def _advance(bar: tqdm, before: int, now: int) -> int:
 def _check_settings(tolerance: float, max_iterations: int) -> None:
     if not 0 < tolerance < 1 or max_iterations < 1:
         raise ValueError(
-            f"A tolerance must lie between 0 and 1, and max_iterations be at least 1: got {tolerance}, {max_iterations}."
+            "A tolerance must lie between 0 and 1, and max_iterations be at least 1: "
+            f"got {tolerance}, {max_iterations}."
         )

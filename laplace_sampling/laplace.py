@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, is_dataclass, replace
@@ -12,24 +13,43 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_sampling.contour import sample_contour
 from laplace_sampling.data import TrainingData
-from laplace_sampling.evidence import EMStep, effective_dimension, fit_em
-from laplace_sampling.likelihoods import Gaussian, Likelihood, as_likelihood
+from laplace_sampling.diagnostics import Diagnosis, chi_squared_test, data_energy_test
+from laplace_sampling.evidence import EMResult, EMStep, effective_dimension, fit_em
+from laplace_sampling.evidence_path import (
+    EvidenceCurves,
+    EvidencePath,
+    MarginalLikelihood,
+    PathResult,
+    evidence_path,
+    exact_path,
+    fit_path,
+)
+from laplace_sampling.krylov import BlockKrylov
+from laplace_sampling.likelihoods import Categorical, Gaussian, Likelihood, as_likelihood
 from laplace_sampling.linearise import Linearisation, Selection
-from laplace_sampling.operators import DenseFeatures, Features, NetworkFeatures
+from laplace_sampling.operators import DenseFeatures, Features, NetworkFeatures, ScaledFeatures
 from laplace_sampling.predictive import ClassificationPrediction, RegressionPrediction
 from laplace_sampling.priors import GaussianPrior, GPrior, IsotropicPrior, LayerwisePrior, Prior, as_prior
 from laplace_sampling.sampling import Draws, LinearModel, linear_model_mode, sample_posterior
-from laplace_sampling.solvers import SGD, ConvergenceWarning, Dense, Solver
+from laplace_sampling.solvers import SGD, ConvergenceWarning, Dense, Minimum, Solution, Solver
+from laplace_sampling.variance_reduced import SVRG
 
 __all__ = ["LinearisedLaplace", "NotFittedError"]
 
 # "auto" takes the exact method up to this size of its matrix, and of the Jacobian that it holds (in numbers).
 _AUTO_EXACT_SIZE, _AUTO_EXACT_JACOBIAN = 2000, 5e7
 _EXACT_JACOBIAN_BYTES = 8 * 2**30
+# Full-batch Krylov methods need a few passes whatever N is, stochastic ones a number of steps: up to this many data.
+_AUTO_KRYLOV_DATA = 20_000
+# The fewest vectors of a Krylov basis that are worth having.
+_LEAST_BASIS = 64
 
-# Streams of one seed: what each set of draws is for.
+# Streams of one seed: what each set of draws is for. Those of samples count up from the third.
 _EM_STREAM, _PROBE_STREAM, _SAMPLE_STREAM = 0, 1, 2
+_PATH_STREAM = 2**20
+_EVIDENCE_PROBES, _EVIDENCE_ACCURACY = 16, 2e-3
 
 _FORMAT = 1
 
@@ -53,6 +73,18 @@ class _Posterior:
     fingerprint: Tensor
 
 
+@dataclass(frozen=True)
+class _Check:
+    """What `diagnose` needs to know of the last fit."""
+
+    solution: Solution
+    minimum: Minimum
+    data_energies: Float[Tensor, " K"]
+    energies: Float[Tensor, " K"]
+    hyperparameters_converged: bool | None
+    at_bounds: tuple[str, ...]
+
+
 class LinearisedLaplace:
     r"""Linearised Laplace approximation of a trained network, by posterior samples of its tangent model.
 
@@ -74,10 +106,14 @@ class LinearisedLaplace:
             likelihood and homogeneous for the others.
         hessian_at: where `B` is evaluated: `"network"`, at `f(w̄, x)`; `"mode"`, at `h(θ̄, x)`; `"auto"` is the
             mode. (For a Gaussian likelihood `B` is constant.)
-        method: `"sgd"`; `"exact"`, dense algebra, for small problems; `"auto"`, exact where it is cheap.
+        method: `"exact"`, dense algebra, for small problems; `"cg"`, block Krylov on all data, and hyperparameters from
+            an evidence path; `"sgd"`, for many data; `"svrg"`, preconditioned and variance-reduced, likewise; `"ciq"`,
+            samples by the inverse square root, for comparison; `"auto"` chooses between exact, cg and sgd, and
+            `print` tells why.
         num_samples: posterior samples for predictions, `K`.
         seed: of all randomness.
-        solver: settings of the stochastic solver.
+        solver: settings of `"sgd"`.
+        max_memory: bytes that solvers may take for vectors of `P` numbers; half of what is free by default.
 
     Attributes:
         prior_precision_: `α`, `[G]`, one a group of the prior.
@@ -116,10 +152,13 @@ class LinearisedLaplace:
         num_samples: int = 64,
         seed: int = 0,
         solver: SGD | None = None,
+        max_memory: float | None = None,
     ) -> None:
         _check_choice("linear_model", linear_model, ("auto", "affine", "homogeneous"))
         _check_choice("hessian_at", hessian_at, ("auto", "network", "mode"))
-        _check_choice("method", method, ("auto", "sgd", "exact"))
+        _check_choice("method", method, ("auto", "exact", "cg", "sgd", "svrg", "ciq"))
+        if max_memory is not None and not max_memory > 0:
+            raise ValueError(f"`max_memory` must be a positive number of bytes, but is {max_memory}.")
         if not 0 < prior_precision < math.inf:
             raise ValueError(f"`prior_precision` must be positive and finite, but is {prior_precision}.")
         if num_samples < 2:
@@ -137,6 +176,10 @@ class LinearisedLaplace:
         self.num_samples = num_samples
         self.seed = seed
         self.solver = solver or SGD(seed=seed)
+        self.max_memory = max_memory
+        self._choice: tuple[str, str] | None = None
+        self._path: EvidencePath | None = None
+        self._check: _Check | None = None
         self._posterior: _Posterior | None = None
         self._model: LinearModel | None = None
         self._mode_outputs: Tensor | None = None
@@ -164,8 +207,10 @@ class LinearisedLaplace:
         Args:
             loader: of pairs `(x, y)`: a `DataLoader`, a dataset, or a list of batches, without random augmentation.
             max_steps: EM steps at most; a `ConvergenceWarning` tells if they were not enough.
-            tolerance: stop when `log α` (and `log b`) changes by less.
-            num_samples: samples during EM; the relative standard error of `γ` is about `√(2/(Kγ))`.
+            tolerance: of `log α` (and `log b`): stop when it changes by less, or is known so well. Error bars where the
+                prior determines them go with `α^{-1/2}`, so that their relative error is half of it.
+            num_samples: samples during EM (which `"cg"` needs for layer-wise priors only); the relative standard error
+                of `γ` is about `√(2/(Kγ))`.
             precision_bounds: within which `α` is kept.
             progress: show progress bars.
             callback: called with the `EMStep` of each step.
@@ -180,22 +225,39 @@ class LinearisedLaplace:
                 f"got {max_steps}, {num_samples}, {tolerance}."
             )
         model, data, solver = self._prepare(loader)
-        result = fit_em(
-            model,
-            self._build_prior(model),
-            Draws(num_samples, self.seed, _EM_STREAM),
-            solver,
-            hessian_at=self.hessian_at,
-            max_steps=max_steps,
-            tolerance=tolerance,
-            precision_bounds=precision_bounds,
-            progress=progress,
-            callback=callback,
-        )
+        prior = self._build_prior(model)
+        result: EMResult | PathResult
+        if isinstance(solver, BlockKrylov) and _has_path(model.likelihood, prior):
+            result = fit_path(
+                model,
+                prior,
+                self.seed,
+                _PATH_STREAM,
+                hessian_at=self.hessian_at,
+                tolerance=tolerance,
+                max_rounds=max_steps + 2,
+                precision_bounds=precision_bounds,
+                max_basis=solver.max_basis,
+                progress=progress,
+                callback=callback,
+            )
+        else:
+            result = fit_em(
+                model,
+                prior,
+                Draws(num_samples, self.seed, _EM_STREAM),
+                solver,
+                hessian_at=self.hessian_at,
+                max_steps=max_steps,
+                tolerance=tolerance,
+                precision_bounds=precision_bounds,
+                progress=progress,
+                callback=callback,
+            )
         if not result.converged:
             warnings.warn(
-                f"`fit_hyperparameters` stopped after {max_steps} steps, before its tolerance: prior precision went "
-                f"{[f'{s.prior_precision[0]:.3g}' for s in result.history]}. Raise `max_steps`, or `tolerance`.",
+                f"`fit_hyperparameters` stopped after {len(result.history)} steps, before its tolerance: "
+                f"prior precision went {[f'{s.prior_precision[0]:.3g}' for s in result.history]}. Raise `max_steps`, or `tolerance`.",
                 ConvergenceWarning,
                 stacklevel=3,  # this method is behind the wrapper of `inference_mode`
             )
@@ -214,7 +276,17 @@ class LinearisedLaplace:
             )
         model = model.with_likelihood(result.likelihood)
         start = (result.mode / result.prior.scale)[None]
-        self._draw_posterior(model, data, result.prior, solver, start, result.history, progress)
+        self._draw_posterior(
+            model,
+            data,
+            result.prior,
+            solver,
+            start,
+            result.history,
+            progress,
+            path=result.path if isinstance(result, PathResult) else None,
+            fitted=(result.converged, tuple(at_bound)),
+        )
         return self
 
     @torch.inference_mode(False)
@@ -252,27 +324,42 @@ class LinearisedLaplace:
         if not bool(self.likelihood.loss(f, targets).isfinite().all()):
             raise ValueError("The loss of the model on the data is not finite; check targets and noise precision.")
         features: Features = NetworkFeatures(self.network, data, f.shape[1])
-        solver: Solver = self.solver
-        if self._choose_method(features) == "exact":
-            features, solver = DenseFeatures.of(features), Dense()
+        self._choice = method, _ = self._choose_method(features)
+        solver = self._make_solver(method, features)
+        if method == "exact":
+            features = DenseFeatures.of(features)
             f = f.double()
         offset = torch.zeros_like(f)
         if self.linear_model == "affine":
             offset = f - features.outputs(self.network.weights[None].to(features.dtype))[0]
         return LinearModel(features, offset, f, targets, self.likelihood), data, solver
 
-    def _choose_method(self, features: Features) -> str:
+    def _choose_method(self, features: Features) -> tuple[str, str]:
+        """The method, and the reason for it in words."""
         rows = features.num_data * features.num_outputs
         smaller, jacobian = min(rows, features.size), rows * features.size
-        if self.method == "auto":
-            return "exact" if smaller <= _AUTO_EXACT_SIZE and jacobian <= _AUTO_EXACT_JACOBIAN else "sgd"
         needed = 8 * (jacobian + 3 * smaller**2)
         if self.method == "exact" and needed > _EXACT_JACOBIAN_BYTES:
             raise ValueError(
                 f'method="exact" would need about {needed / 2**30:.1f} GiB for {features.num_data} data, '
-                f'{features.num_outputs} outputs and {features.size} weights; use method="sgd".'
+                f'{features.num_outputs} outputs and {features.size} weights; use method="cg" or "sgd".'
             )
-        return self.method
+        if self.method != "auto":
+            return self.method, "as asked for"
+        if smaller <= _AUTO_EXACT_SIZE and jacobian <= _AUTO_EXACT_JACOBIAN:
+            return "exact", f"a matrix of {smaller} rows, and a Jacobian of {jacobian:.2g} numbers, are cheap"
+        if features.num_data > _AUTO_KRYLOV_DATA:
+            return "sgd", f"{features.num_data} data: steps on few of them cost less than passes over all"
+        basis = self._max_basis(features)
+        if basis < _LEAST_BASIS:
+            return "sgd", f"memory holds {basis} vectors of {features.size} weights, too few for a Krylov basis"
+        return "cg", f"{features.num_data} data: a few passes over all are cheap, and memory holds {basis} vectors"
+
+    def _max_basis(self, features: Features) -> int:
+        """Vectors of a Krylov basis that the memory holds, beside the stacks that a solve needs."""
+        budget = self.max_memory if self.max_memory is not None else 0.5 * _free_memory(features.device)
+        vectors = budget / (features.size * torch.empty((), dtype=features.dtype).element_size())
+        return max(4, int((vectors - 8 * self.num_samples) / 3))
 
     def _build_prior(self, model: LinearModel) -> GaussianPrior:
         # At the mode B depends on α; the scale of a g-prior must not, so it is taken where all outputs are zero.
@@ -290,6 +377,9 @@ class LinearisedLaplace:
         mode: Tensor | None,
         history: list[EMStep],
         progress: bool,
+        *,
+        path: EvidencePath | None = None,
+        fitted: tuple[bool | None, tuple[str, ...]] = (None, ()),
     ) -> None:
         """Mode and samples at given hyperparameters; replaces what was fitted before, at the very end."""
         prior = prior.to(model.features.device, model.features.dtype)
@@ -301,11 +391,18 @@ class LinearisedLaplace:
         at = mode_outputs if self.hessian_at == "mode" else model.network_outputs
         draws = Draws(self.num_samples, self.seed, _SAMPLE_STREAM)
         description = f"{self.num_samples} samples" if progress else None
-        solution = sample_posterior(model.ggn(at), prior, draws, solver, description=description)
+        ggn = model.ggn(at)
+        if self._choice is not None and self._choice[0] == "ciq":
+            solution = sample_contour(ggn, prior, draws)
+        else:
+            solution = sample_posterior(ggn, prior, draws, solver, description=description)
         if not (solution.converged and minimum.converged):
+            advice = "Give more passes with `solver=SGD(epochs=..., mode_epochs=...)`."
+            if not isinstance(solver, SGD):
+                advice = "Float64 weights help where the problem is badly conditioned, a larger prior precision too."
             warnings.warn(
                 f"The posterior has not converged: residual {float(solution.residual.max()):.2g} of the samples, "
-                f"{minimum.residual:.2g} of the mode. Give more passes with `solver=SGD(epochs=..., mode_epochs=...)`.",
+                f"{minimum.residual:.2g} of the mode. {advice}",
                 ConvergenceWarning,
                 stacklevel=4,
             )
@@ -322,7 +419,20 @@ class LinearisedLaplace:
             rows=data.batch_size,
             fingerprint=self.network.fingerprint(),
         )
-        self._model, self._mode_outputs, self._drawn = model, mode_outputs, 0
+        self._model, self._mode_outputs, self._drawn, self._path = model, mode_outputs, 0, path
+        scaled = replace(ggn, features=ScaledFeatures(ggn.features, prior.scale))
+        product = scaled.matmul(solution.value) if solution.exact else None
+        data_energies = ((solution.value * product) if product is not None else solution.leverage).double().sum(1)
+        self._check = _Check(
+            solution=replace(
+                solution, value=solution.value[:0], delta=solution.delta[:0], leverage=solution.leverage[:0]
+            ),
+            minimum=minimum,
+            data_energies=data_energies,
+            energies=data_energies + (prior.spread() * solution.value.double() ** 2).sum(1),
+            hyperparameters_converged=fitted[0],
+            at_bounds=fitted[1],
+        )
 
     # Using -----------------------------------------------------------------------------------------------------
 
@@ -378,14 +488,120 @@ class LinearisedLaplace:
         self._drawn += 1
         model = self._model
         at = self._mode_outputs if self.hessian_at == "mode" else model.network_outputs
-        solver = (
-            Dense()
-            if isinstance(model.features, DenseFeatures)
-            else replace(self.solver, epochs=2 * self.solver.epochs)
-        )
         draws = Draws(num_samples, self.seed, _SAMPLE_STREAM + self._drawn)
-        solution = sample_posterior(model.ggn(at), posterior.prior, draws, solver)
+        ggn = model.ggn(at)
+        if self._choice is not None and self._choice[0] == "ciq":
+            solution = sample_contour(ggn, posterior.prior, draws)
+        else:
+            solver = self._make_solver(self._choice[0] if self._choice else self.method, model.features)
+            solver = self._long_solver() if isinstance(solver, SGD) else solver
+            solution = sample_posterior(ggn, posterior.prior, draws, solver)
         return (solution.value * posterior.prior.scale).to(self.network.dtype)
+
+    @torch.inference_mode(False)
+    def log_marginal_likelihood(self) -> MarginalLikelihood:
+        r"""`log p(y)` of the linear model at the fitted hyperparameters, a sum over the data, with its standard error.
+
+        `−Σ_i ℓ(y_i, h(θ̄, x_i)) − ½ θ̄ᵀAθ̄ − ½ log|I + A⁻¹M|`: the log determinant exactly from the exact method, else by
+        stochastic Lanczos quadrature. For a loss that is not quadratic it is Laplace's approximation, and with
+        `hessian_at="mode"` no guide to the prior precision, as the curvature moves with it.
+        """
+        path, alpha = self._evidence("log_marginal_likelihood")
+        return MarginalLikelihood.of(path, alpha)
+
+    @torch.inference_mode(False)
+    def evidence_path(self, decades: float = 3.0, num: int = 121) -> EvidenceCurves:
+        """Effective dimension, norm of the mode and log marginal likelihood as functions of the prior precision.
+
+        The curvature is that at the fitted hyperparameters. Several precisions go up and down together; the axis is
+        their geometric mean over the weights.
+
+        Args:
+            decades: to both sides of the fitted precision.
+            num: points.
+        """
+        if not (0 < decades <= 12 and num >= 2):
+            raise ValueError(f"`evidence_path` needs 0 < decades <= 12 and num of at least 2, got {decades}, {num}.")
+        path, alpha = self._evidence("evidence_path", decades)
+        return EvidenceCurves.of(path, alpha * torch.logspace(-decades, decades, num, dtype=torch.float64))
+
+    def _evidence(self, call: str, decades: float | None = None) -> tuple[EvidencePath, float]:
+        posterior = self._fitted(call)
+        if self._model is None:
+            raise NotFittedError(
+                f"`{call}` needs the training data, which a loaded posterior does not have: call `fit(loader)`."
+            )
+        self._check_fingerprint(posterior.fingerprint, call)
+        model = self._model
+        prior = posterior.prior.to(model.features.device, model.features.dtype)
+        alpha = float(prior.spread().double().log().mean().exp())
+        mode = (posterior.mode.to(model.features.dtype) / prior.scale)[None]
+        if isinstance(model.features, DenseFeatures):
+            return exact_path(model, prior, mode, hessian_at=self.hessian_at), alpha
+        path, _ = evidence_path(
+            model,
+            prior,
+            Draws(_EVIDENCE_PROBES, self.seed, _PATH_STREAM),
+            mode,
+            hessian_at=self.hessian_at,
+            accuracy=_EVIDENCE_ACCURACY,
+            decades=0.0 if decades is None else decades,
+            max_basis=self._max_basis(model.features),
+        )
+        return path, alpha
+
+    def diagnose(self) -> Diagnosis:
+        """Whether solves, samples and hyperparameters of the last fit are right; `print` it for one page in words.
+
+        The energies of the samples are tested against their distributions; see `laplace_sampling.diagnostics`.
+        """
+        posterior, model, check = self._fitted("diagnose"), self._model, self._check
+        if model is None or check is None or self._choice is None:
+            raise NotFittedError("`diagnose` needs the fit itself, which a loaded posterior does not have: call `fit`.")
+        alpha = float(posterior.prior.spread().double().log().mean().exp())
+        reference = None if self._path is None else torch.tensor([alpha], dtype=torch.float64)
+        moments: tuple[float, float, float] | None = None
+        if self._path is not None and reference is not None:
+            gamma, error = self._path.effective_dimension(reference)
+            moments = float(gamma), 2 * float(self._path.squared_dimension(reference)), float(error)
+        f = model.network_outputs
+        linear = model.features.outputs(self.network.weights[None].to(model.features.dtype))[0]
+        energies = check.data_energies.cpu()
+        classes = isinstance(model.likelihood, Categorical)
+        return Diagnosis(
+            num_samples=len(posterior.samples),
+            num_parameters=self.network.num_parameters,
+            num_data=model.features.num_data,
+            num_outputs=model.features.num_outputs,
+            linear_model=self.linear_model,
+            method=self._choice[0],
+            reason=self._choice[1],
+            residuals=check.solution.error.cpu(),
+            tolerance=getattr(self._make_solver(self._choice[0], model.features), "tolerance", 0.1),
+            solver_converged=check.solution.converged,
+            mode_residual=check.minimum.residual,
+            mode_converged=check.minimum.converged,
+            hyperparameters_converged=check.hyperparameters_converged,
+            prior_precision=dict(zip(posterior.prior.names, posterior.prior.precision.tolist(), strict=True)),
+            at_bounds=check.at_bounds,
+            effective_dimension=float(posterior.effective_dimension.sum()),
+            effective_dimension_se=float(posterior.effective_dimension_se.square().sum().sqrt()),
+            gamma_reference=None if moments is None else moments[0],
+            gamma_reference_se=None if moments is None else moments[2],
+            total_test=chi_squared_test(check.energies.cpu(), self.network.num_parameters),
+            data_test=data_energy_test(energies) if moments is None else data_energy_test(energies, *moments),
+            offset=float((linear - f).norm() / f.norm()),
+            num_floored=posterior.prior.num_floored,
+            passes=check.solution.passes + check.minimum.passes + sum(step.passes for step in posterior.history),
+            max_rank=f.shape[0] * (f.shape[1] - 1) if classes else None,
+        )
+
+    def _make_solver(self, method: str, features: Features) -> Solver:
+        if method == "exact":
+            return Dense()
+        if method == "svrg":
+            return SVRG(seed=self.seed)
+        return BlockKrylov(max_basis=self._max_basis(features)) if method in ("cg", "ciq") else self.solver
 
     def _long_solver(self) -> SGD:
         # These samples are kept, and have no warm start.
@@ -425,6 +641,8 @@ class LinearisedLaplace:
         p = self._posterior
         if p is None:
             return head + ", not fitted)"
+        if self._choice is not None:
+            head += f" → {self._choice[0]!r}: {self._choice[1]}"
         alpha = ", ".join(f"{name}: {float(a):.3g}" for name, a in zip(p.prior.names, p.prior.precision, strict=True))
         floored = f", {p.prior.num_floored} weights floored" if p.prior.num_floored else ""
         return (
@@ -476,6 +694,7 @@ class LinearisedLaplace:
             "num_samples": self.num_samples,
             "seed": self.seed,
             "solver": asdict(self.solver),
+            "max_memory": self.max_memory,
         }
         if isinstance(self.likelihood, Gaussian):
             recipe["noise_precision"] = torch.as_tensor(self.likelihood.noise_precision).tolist()
@@ -537,7 +756,7 @@ class LinearisedLaplace:
             fingerprint=state["fingerprint"].cpu(),
         )
         self.linear_model, self.hessian_at = settings["linear_model"], settings["hessian_at"]
-        self._model = self._mode_outputs = None
+        self._model = self._mode_outputs = self._check = self._path = self._choice = None
 
     def save(self, path: str | Path) -> None:
         """Write `state_dict()` to a file."""
@@ -585,6 +804,7 @@ class LinearisedLaplace:
             num_samples=recipe["num_samples"],
             seed=recipe["seed"],
             solver=SGD(**recipe["solver"]),
+            max_memory=recipe.get("max_memory"),
         )
         la.load_state_dict(state)
         return la
@@ -604,6 +824,22 @@ class LinearisedLaplace:
                 f"`{call}`: the weights or buffers of the model are not those of the fit, so its error bars do not "
                 "apply. Load the weights that the model had then, or fit again."
             )
+
+
+def _has_path(likelihood: Likelihood, prior: GaussianPrior) -> bool:
+    """Whether the hyperparameters are those of one curve: a prior precision, and at most one noise precision."""
+    one_noise = not isinstance(likelihood, Gaussian) or torch.as_tensor(likelihood.noise_precision).dim() == 0
+    return len(prior.names) == 1 and one_noise
+
+
+def _free_memory(device: torch.device) -> float:
+    """Bytes."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    try:
+        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, ValueError):  # not every system tells
+        return 4.0 * 2**30
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

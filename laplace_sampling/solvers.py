@@ -100,8 +100,8 @@ class Solution:
         passes: Jacobian products spent, in units of all data, one vector, JVP and VJP.
         converged: whether all residuals are below the solver's tolerance.
         exact: whether `leverage` is the diagonal itself.
-        error: one a row, an estimate (where nothing better is known, a bound) of the error of the function on the
-            training data, `‖Φ(ζ − ζ*)‖_B / ‖Φζ‖_B`; see `function_error`.
+        error: one a row, a bound of the error of the function on the training data, `‖Φ(ζ − ζ*)‖_B / ‖Φζ‖_B`
+            (see `function_error`); of `SVRG` and contour quadrature an estimate.
     """
 
     value: Float[Tensor, "K P"]
@@ -396,23 +396,19 @@ def function_error(
     zeta: Float[Tensor, "K P"],
     product: Float[Tensor, "K P"],
     precision: float,
-    remaining: Float[Tensor, " K"] | None = None,
 ) -> Float[Tensor, " K"]:
     r"""Relative error of the function of each row, `‖Φ(ζ − ζ*)‖_B / ‖Φζ‖_B`, in float64.
 
-    With residual `r = H(ζ* − ζ)`, `‖Φ(ζ − ζ*)‖²_B = rᵀH⁻¹MH⁻¹r ≤ ‖r‖²/(4α)`, as no eigenvalue of `H⁻¹MH⁻¹` is larger;
-    it is also at most the energy of the error, `‖ζ − ζ*‖²_H`, of which solvers may have an estimate.
+    A bound: with residual `r = H(ζ* − ζ)`, `‖Φ(ζ − ζ*)‖²_B = rᵀH⁻¹MH⁻¹r ≤ ‖r‖²/(4α)`, as no eigenvalue of `H⁻¹MH⁻¹` is
+    larger. Estimates from the last steps of a solver would be closer, but fail on plateaus of ill-conditioned problems.
 
     Args:
         residual: `r`.
         zeta: the iterate.
         product: `Mζ`.
         precision: `α`, the least.
-        remaining: estimate of the energy of the error.
     """
     squared = residual.double().square().sum(1) / (4 * precision)
-    if remaining is not None:
-        squared = torch.minimum(squared, remaining)
     energy = (zeta.double() * product.double()).sum(1)
     return torch.where(squared > 0, (squared / energy.clamp_min(_tiny(energy))).sqrt(), 0.0)
 

@@ -1,0 +1,233 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import make_case
+from torch import Tensor
+from torch.testing import assert_close
+
+from laplace_sampling.evidence import fit_em
+from laplace_sampling.evidence_path import EvidencePath, Quadrature, bai_golub_bound, evidence_path, fit_path
+from laplace_sampling.krylov import CG, BlockKrylov
+from laplace_sampling.likelihoods import Gaussian
+from laplace_sampling.operators import GGN, DenseFeatures, ScaledFeatures
+from laplace_sampling.priors import GaussianPrior, as_prior
+from laplace_sampling.sampling import Draws, LinearModel, linear_model_mode
+from laplace_sampling.solvers import Dense, make_dense
+
+torch.set_num_threads(1)
+
+ALPHAS = torch.logspace(-3, 3, 7, dtype=torch.float64)
+
+
+def dense_model(name: str) -> LinearModel:
+    model = make_case(name).linear_model()
+    return replace(model, features=DenseFeatures.of(model.features))
+
+
+def build(recipe: str, model: LinearModel, precision: float) -> GaussianPrior:
+    layers = (["all"], torch.zeros(model.features.size, dtype=torch.long))
+    ggn = model.ggn(model.network_outputs)
+    return as_prior(recipe).build(ggn, layers, precision, Draws(64, 0, 1).noise(model.features.num_outputs))
+
+
+def rows_of(model: LinearModel, prior: GaussianPrior) -> Tensor:
+    """`[N, C, P]` in the scaled coordinates of the prior."""
+    return ScaledFeatures(model.features, prior.scale).rows(torch.arange(model.features.num_data))
+
+
+def complete(model: LinearModel, prior: GaussianPrior, mode: Tensor | None = None, **settings):
+    """The curves with as many probes as weights and every Lanczos step."""
+    mode = torch.zeros(1, model.features.size, dtype=torch.float64) if mode is None else mode
+    settings = {"hessian_at": "network", "accuracy": 1e-12} | settings
+    return evidence_path(model, prior, Draws(model.features.size, 0), mode, **settings)
+
+
+def log_evidence(J: Tensor, y: Tensor, alpha: float, beta: float) -> float:
+    """Log marginal likelihood of the Gaussian linear model, from its dense definition."""
+    covariance = J @ J.T / alpha + torch.eye(len(J), dtype=J.dtype) / beta
+    return float(torch.distributions.MultivariateNormal(torch.zeros_like(y), covariance).log_prob(y))
+
+
+@pytest.mark.parametrize("recipe", ["isotropic", "g-prior"])
+@pytest.mark.parametrize("name", ["regression", "regression_many_data"])
+def test_regression_curves_equal_dense_ones_at_every_precision(name: str, recipe: str) -> None:
+    model = dense_model(name)
+    prior = build(recipe, model, 2.0)
+    path, mode_at = complete(model, prior)
+    J, y = rows_of(model, prior).flatten(0, 1), (model.targets - model.offset).reshape(-1)
+    beta, eye = float(model.likelihood.noise_precision), torch.eye(model.features.size, dtype=torch.float64)
+    M = beta * J.T @ J
+    gamma, logdet = path.effective_dimension(ALPHAS)[0], path.log_determinant(ALPHAS)[0]
+    evidence = path.log_marginal_likelihood(ALPHAS)[0]
+    for i, alpha in enumerate(ALPHAS.tolist()):
+        theta = torch.linalg.solve(M + alpha * eye, beta * J.T @ y)
+        leverage = torch.linalg.solve(M + alpha * eye, M)
+        assert_close(mode_at(alpha)[0], theta, rtol=1e-6, atol=1e-9)
+        fit = -torch.distributions.Normal(J @ theta, beta**-0.5).log_prob(y).sum()
+        dense = {
+            "gamma": (gamma[i], leverage.trace()),
+            "squared": (path.squared_dimension(ALPHAS)[i], (leverage @ leverage).trace()),
+            "norm": (path.mode_norm(ALPHAS)[i], theta @ theta),
+            "log determinant": (logdet[i], torch.linalg.slogdet(eye + M / alpha)[1]),
+            "data fit": (path.data_fit(ALPHAS)[i], fit),
+            "evidence": (evidence[i], torch.tensor(log_evidence(J, y, alpha, beta), dtype=torch.float64)),
+        }
+        for what, (mine, truth) in dense.items():
+            assert float(mine) == pytest.approx(float(truth), rel=1e-6, abs=1e-7), (what, alpha)
+
+
+@pytest.mark.parametrize("hessian_at", ["network", "mode"])
+@pytest.mark.parametrize("name", ["classification", "classification_many_data"])
+@pytest.mark.parametrize("at", [1e-3, 0.1, 10.0, 1e3])
+def test_classification_curves_are_exact_where_the_run_is_made(name: str, hessian_at: str, at: float) -> None:
+    model = dense_model(name)
+    prior = build("isotropic", model, at)
+    minimum = linear_model_mode(model, prior, Dense())
+    mode = minimum.value
+    path, mode_at = complete(model, prior, mode, hessian_at=hessian_at, decades=3.0)
+    assert path.at == pytest.approx(at)
+    outputs = model.outputs(mode)[0]
+    M = make_dense(model.ggn(outputs if hessian_at == "mode" else model.network_outputs))
+    alpha, eye = torch.tensor([at], dtype=torch.float64), torch.eye(model.features.size, dtype=torch.float64)
+    loss = float(model.likelihood.loss(outputs, model.targets).sum())
+    norm = float((mode**2).sum())
+    logdet = float(torch.linalg.slogdet(eye + M / at)[1])
+    assert_close(mode_at(at), mode, rtol=1e-6, atol=1e-7)
+    for mine, truth in (
+        (path.mode_norm(alpha), norm),
+        (path.data_fit(alpha), loss),
+        (path.log_marginal_likelihood(alpha)[0], -loss - 0.5 * at * norm - 0.5 * logdet),
+    ):
+        assert float(mine) == pytest.approx(truth, rel=1e-6, abs=1e-7)
+    gamma, logdets = path.effective_dimension(ALPHAS)[0], path.log_determinant(ALPHAS)[0]
+    for i, a in enumerate(ALPHAS.tolist()):
+        assert float(gamma[i]) == pytest.approx(float(torch.linalg.solve(M + a * eye, M).trace()), rel=1e-6)
+        assert float(logdets[i]) == pytest.approx(float(torch.linalg.slogdet(eye + M / a)[1]), rel=1e-6)
+
+
+def test_a_mode_found_by_cg_gives_the_same_curves() -> None:
+    model = dense_model("classification")
+    prior = build("isotropic", model, 0.5)
+    alpha = torch.tensor([0.5], dtype=torch.float64)
+    values = []
+    for solver in (Dense(), CG(1e-8)):
+        path, _ = complete(model, prior, linear_model_mode(model, prior, solver).value, hessian_at="mode")
+        values.append(torch.stack([*path.log_marginal_likelihood(alpha), path.mode_norm(alpha)]))
+    assert_close(values[0], values[1], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("recipe", ["isotropic", "g-prior"])
+def test_the_fixed_point_of_regression_is_that_of_em(recipe: str) -> None:
+    model = dense_model("regression_many_data").with_likelihood(Gaussian(0.5, learn=True))
+    prior = build(recipe, model, 2.0)
+    em = fit_em(model, prior, Draws(2, 0), Dense(), hessian_at="network", max_steps=5000, tolerance=1e-10)
+    result = fit_path(model, prior, 0, 3, hessian_at="network", tolerance=1e-3)
+    assert em.converged
+    assert result.converged
+    assert float(result.prior.precision) == pytest.approx(float(em.prior.precision), rel=1e-3)
+    noise = float(result.likelihood.noise_precision)
+    assert noise == pytest.approx(float(em.likelihood.noise_precision), rel=1e-3)
+    assert_close(result.mode, em.mode, rtol=1e-3, atol=1e-6)
+    # b·SSE + α‖θ̄‖² = N·C
+    J, y = rows_of(model, result.prior).flatten(0, 1), (model.targets - model.offset).reshape(-1)
+    alpha = float(result.prior.precision)
+    theta = result.mode / result.prior.scale
+    total = noise * float(((y - J @ theta) ** 2).sum()) + alpha * float(theta @ theta)
+    assert total == pytest.approx(len(y), rel=1e-6)
+    best = log_evidence(J, y, alpha, noise)
+    for factor in (0.8, 1.25):
+        assert log_evidence(J, y, alpha * factor, noise) < best
+        assert log_evidence(J, y, alpha, noise * factor) < best
+
+
+# With B at the mode, "classification" has no fixed point: the prior precision goes to its upper bound.
+@pytest.mark.parametrize(
+    ("name", "hessian_at"),
+    [("classification", "network"), ("classification_many_data", "network"), ("classification_many_data", "mode")],
+)
+def test_the_fixed_point_of_classification_is_that_of_em(name: str, hessian_at: str) -> None:
+    model = dense_model(name)
+    prior = build("isotropic", model, 1.0)
+    em = fit_em(model, prior, Draws(2, 0), Dense(), hessian_at=hessian_at, max_steps=5000, tolerance=1e-8)
+    steps = []
+    result = fit_path(model, prior, 0, 3, hessian_at=hessian_at, tolerance=0.01, callback=steps.append)
+    assert em.converged
+    assert result.converged
+    assert steps == result.history
+    ends = math.log(float(result.prior.precision)), math.log(float(em.prior.precision))
+    print(name, hessian_at, ends, len(steps))
+    assert ends[0] == pytest.approx(ends[1], abs=0.03)
+
+
+def random_spectrum(size: int = 300) -> tuple[GGN, Tensor]:
+    g = torch.Generator().manual_seed(4)
+    basis = torch.linalg.qr(torch.randn(size, size, generator=g, dtype=torch.float64))[0]
+    spectrum = 1e4 * torch.arange(1, size + 1, dtype=torch.float64) ** -1.5
+    features = DenseFeatures((spectrum.sqrt()[:, None] * basis)[:, None])
+    return GGN(features, Gaussian(1.0), torch.zeros(size, 1, dtype=torch.float64)), spectrum
+
+
+def test_standard_errors_cover_the_truth() -> None:
+    ggn, spectrum = random_spectrum()
+    size, alpha = len(spectrum), torch.tensor([30.0], dtype=torch.float64)
+    y = torch.randn(size, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    zero = torch.zeros_like(y)
+    model = LinearModel(ggn.features, zero, zero, y, Gaussian(1.0))
+    prior = GaussianPrior(alpha, torch.zeros(size, dtype=torch.long), torch.ones(size, dtype=torch.float64), ("all",))
+    truth = float((spectrum / (spectrum + 30)).sum()), float((1 + spectrum / 30).log().sum())
+    errors, ses = [], []
+    for seed in range(40):
+        path, _ = evidence_path(
+            model,
+            prior,
+            Draws(8, seed),
+            torch.zeros(1, size, dtype=torch.float64),
+            hessian_at="network",
+            accuracy=1e-3,
+            decades=0.0,
+        )
+        pairs = (path.effective_dimension(alpha), path.log_determinant(alpha))
+        errors.append([float(value) - t for (value, _), t in zip(pairs, truth, strict=True)])
+        ses.append([float(se) for _, se in pairs])
+    deviation, se = torch.tensor(errors), torch.tensor(ses)
+    within = (deviation.abs() <= 3 * se).double().mean(0)
+    bias = deviation.mean(0) / (deviation.std(0) / 40**0.5)
+    ratio = deviation.square().mean(0) / se.square().mean(0)
+    print(f"within 3 s.e. {within.tolist()}, bias in s.e. {bias.tolist()}, mean square over reported {ratio.tolist()}")
+    assert float(within.min()) >= 0.95
+    assert float(bias.abs().max()) < 3
+    assert bool((0.2 < ratio).all())
+    assert bool((ratio < 3).all())
+
+
+@pytest.mark.parametrize("alpha", [1e-3, 1.0, 1e3])
+def test_bai_golub_bound_is_above_the_log_determinant(alpha: float) -> None:
+    ggn, spectrum = random_spectrum(60)
+    a = torch.tensor([alpha], dtype=torch.float64)
+    truth = (spectrum + alpha).log().sum()
+    bound = bai_golub_bound(spectrum.sum(), spectrum.square().sum(), spectrum.max(), 60, 60, a)
+    assert float(bound) >= float(truth) - 1e-9
+    # Exact where all eigenvalues of the range are one of two that the formula finds.
+    low = torch.tensor([3.0] * 5 + [10.0] * 2, dtype=torch.float64)
+    known = bai_golub_bound(low.sum(), low.square().sum(), low.max(), 7, 9, a)
+    assert float(known) == pytest.approx(float((low + alpha).log().sum()) + 2 * math.log(alpha))
+
+
+@pytest.mark.parametrize("name", ["regression", "regression_many_data", "classification", "classification_many_data"])
+def test_the_bound_of_a_path_is_above_its_log_determinant(name: str) -> None:
+    path, _ = complete(dense_model(name), build("isotropic", dense_model(name), 1.0))
+    assert bool((path.log_determinant_bound(ALPHAS) >= path.log_determinant(ALPHAS)[0] - 1e-9).all())
+
+
+def test_quadratures_of_all_eigenvalues_have_no_error() -> None:
+    _, spectrum = random_spectrum(20)
+    ones = torch.ones(1, 20, dtype=torch.float64)
+    unit, fit = Quadrature(spectrum, ones, ones), Quadrature(spectrum, 2 * ones, ones)
+    path = EvidencePath(unit, fit, 5.0, 20, 20, None, 1.0, exact=True, passes=0.0)
+    gamma, se = path.effective_dimension(ALPHAS)
+    assert_close(gamma, torch.stack([(spectrum / (spectrum + a)).sum() for a in ALPHAS]))
+    assert float(se.max()) == 0
+    assert float(path.log_marginal_likelihood(ALPHAS)[1].max()) == 0
+    assert path.last_change(1.0) == 0
