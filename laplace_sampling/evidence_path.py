@@ -651,7 +651,7 @@ def fit_path(
     progress: bool = False,
     callback: Callable[[EMStep], object] | None = None,
 ) -> PathResult:
-    r"""Prior precision (one group) and noise precision (one for all outputs) at MacKay's fixed point, by evidence paths.
+    r"""Prior precision (one group) and noise precision (one for all outputs) at MacKay's fixed point, by Krylov runs.
 
     Each round finds the mode at the present `α`, makes one Krylov run there, and goes to the fixed point of its curves.
     With a Gaussian likelihood `B` is constant and the curves are exact; else rounds go on until `α` stays, with more

@@ -257,7 +257,8 @@ class LinearisedLaplace:
         if not result.converged:
             warnings.warn(
                 f"`fit_hyperparameters` stopped after {len(result.history)} steps, before its tolerance: "
-                f"prior precision went {[f'{s.prior_precision[0]:.3g}' for s in result.history]}. Raise `max_steps`, or `tolerance`.",
+                f"prior precision went {[f'{s.prior_precision[0]:.3g}' for s in result.history]}. "
+                "Raise `max_steps`, or `tolerance`.",
                 ConvergenceWarning,
                 stacklevel=3,  # this method is behind the wrapper of `inference_mode`
             )

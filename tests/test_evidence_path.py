@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from laplace_sampling.evidence import fit_em
 from laplace_sampling.evidence_path import EvidencePath, Quadrature, bai_golub_bound, evidence_path, fit_path
-from laplace_sampling.krylov import CG, BlockKrylov
+from laplace_sampling.krylov import CG
 from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.operators import GGN, DenseFeatures, ScaledFeatures
 from laplace_sampling.priors import GaussianPrior, as_prior
@@ -198,13 +198,13 @@ def test_standard_errors_cover_the_truth() -> None:
     print(f"within 3 s.e. {within.tolist()}, bias in s.e. {bias.tolist()}, mean square over reported {ratio.tolist()}")
     assert float(within.min()) >= 0.95
     assert float(bias.abs().max()) < 3
-    assert bool((0.2 < ratio).all())
+    assert bool((ratio > 0.2).all())
     assert bool((ratio < 3).all())
 
 
 @pytest.mark.parametrize("alpha", [1e-3, 1.0, 1e3])
 def test_bai_golub_bound_is_above_the_log_determinant(alpha: float) -> None:
-    ggn, spectrum = random_spectrum(60)
+    _ggn, spectrum = random_spectrum(60)
     a = torch.tensor([alpha], dtype=torch.float64)
     truth = (spectrum + alpha).log().sum()
     bound = bai_golub_bound(spectrum.sum(), spectrum.square().sum(), spectrum.max(), 60, 60, a)

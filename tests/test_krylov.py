@@ -102,7 +102,7 @@ def test_solutions_equal_dense_ones_at_every_scale(kind, scale: float, uniform: 
 @pytest.mark.parametrize("condition", [1e2, 1e4, 1e6])
 def test_reported_errors_are_true(kind, condition: float, uniform: bool, tolerance: float) -> None:
     p = spectral(condition, size=150, uniform=uniform)
-    solution = kind(tolerance=tolerance, max_iterations=1000).solve(p)
+    solution = kind(tolerance=tolerance, max_iterations=5000).solve(p)
     assert solution.converged
     assert float(solution.error.max()) <= tolerance
     assert_close(solution.residual, true_residual(p, solution.delta), rtol=1e-6, atol=0)
@@ -318,10 +318,6 @@ def test_function_error_is_a_bound() -> None:
     bound = function_error(residual, zeta, zeta @ M, shift)
     truth = true_error(p, zeta)
     assert bool((truth <= bound * (1 + 1e-9)).all())
-    energy = ((exact(p) - zeta) * residual).sum(1)
-    tighter = function_error(residual, zeta, zeta @ M, shift, energy)
-    assert bool((truth <= tighter * (1 + 1e-9)).all())
-    assert bool((tighter <= bound).all())
     zero = torch.zeros_like(zeta)
     assert float(function_error(zero, zeta, zeta @ M, shift).max()) == 0
     assert float(function_error(zero, zero, zero, shift).max()) == 0

@@ -19,6 +19,7 @@ from laplace_sampling import (
     LinearisedLaplace,
     NotFittedError,
 )
+from laplace_sampling.operators import DenseFeatures
 from laplace_sampling.solvers import make_dense
 
 QUICK = SGD(epochs=2, min_steps=20, mode_epochs=4, tolerance=1.0)
@@ -590,3 +591,86 @@ def test_inference_mode_around_everything_and_no_gradient() -> None:
         assert_close(la.predict(CLASSES.x).samples, expected.samples)
         assert la.sample(2).isfinite().all()
     assert not expected.samples.requires_grad
+
+
+@pytest.mark.parametrize("name", ["regression_many_data", "classification_many_data"])
+def test_krylov_and_ciq_agree_with_the_exact_method(name: str) -> None:
+    case = make_case(name)
+    settings = {"prior": "isotropic", "prior_precision": 2.0, "num_samples": 200, "hessian_at": "network"}
+    exact, krylov, ciq = (
+        LinearisedLaplace(case.model, case.likelihood, method=method, **settings).fit(case.batches, progress=False)
+        for method in ("exact", "cg", "ciq")
+    )
+    torch.testing.assert_close(krylov.samples_, exact.samples_, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(krylov.sample(3), exact.sample(3), rtol=1e-6, atol=1e-8)
+    # γ ≤ P: the standard error of either estimate is at most √(2γ/K)
+    gamma = float(exact.effective_dimension_.sum())
+    assert float(ciq.effective_dimension_.sum()) == pytest.approx(gamma, abs=5 * (2 * gamma / 200) ** 0.5)
+    a, b = exact.log_marginal_likelihood(), krylov.log_marginal_likelihood()
+    assert float(b) == pytest.approx(float(a), rel=1e-4)  # the mode is as good as its tolerance
+    assert a.exact
+    assert a.standard_error == 0
+    assert a.lower_bound <= a.value
+    assert a.value == pytest.approx(-a.data_fit - a.complexity)
+    curves = [la.evidence_path(decades=3, num=7) for la in (exact, krylov)]
+    torch.testing.assert_close(curves[0].log_marginal_likelihood, curves[1].log_marginal_likelihood, rtol=1e-3, atol=0)
+    torch.testing.assert_close(curves[0].effective_dimension, curves[1].effective_dimension, rtol=1e-5, atol=0)
+
+
+def test_evidence_is_balanced_at_its_optimum() -> None:
+    case = make_case("regression_many_data")
+    la = LinearisedLaplace(case.model, "regression", method="cg").fit_hyperparameters(case.batches, progress=False)
+    evidence = la.log_marginal_likelihood()
+    assert evidence.balance == pytest.approx(1, abs=1e-6)
+    curves = la.evidence_path(decades=1, num=41)
+    assert int(curves.log_marginal_likelihood.argmax()) in (19, 20, 21)
+    assert curves.at == pytest.approx(float(la.prior_precision_))
+
+
+def test_a_fit_is_diagnosed_in_words() -> None:
+    case = make_case("classification_many_data")
+    la = LinearisedLaplace(case.model, "classification", method="cg").fit_hyperparameters(case.batches, progress=False)
+    assert la.diagnose().ok
+    assert "Verdict: nothing is wrong" in str(la.diagnose())
+    assert "'cg': as asked for" in repr(la)
+    with pytest.warns(ConvergenceWarning, match="The posterior has not converged"):
+        la = LinearisedLaplace(
+            case.model,
+            "classification",
+            method="sgd",
+            solver=SGD(epochs=1, min_steps=1, max_doublings=0, tolerance=1e-9),
+        ).fit(case.batches, progress=False)
+    assert not la.diagnose().ok
+
+
+@pytest.mark.parametrize("call", ["log_marginal_likelihood", "evidence_path", "diagnose"])
+def test_what_needs_the_training_data_says_so(call: str, tmp_path) -> None:
+    case = make_case("classification_many_data")
+    with pytest.raises(NotFittedError, match=call):
+        getattr(LinearisedLaplace(case.model, "classification"), call)()
+    LinearisedLaplace(case.model, "classification").fit(case.batches, progress=False).save(tmp_path / "la.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "la.pt", case.model)
+    with pytest.raises(NotFittedError, match=f"`{call}` needs the"):
+        getattr(loaded, call)()
+
+
+def test_a_path_of_evidence_needs_a_range() -> None:
+    case = make_case("classification_many_data")
+    la = LinearisedLaplace(case.model, "classification").fit(case.batches, progress=False)
+    with pytest.raises(ValueError, match="needs 0 < decades <= 12"):
+        la.evidence_path(decades=0)
+
+
+def test_the_method_follows_size_and_memory() -> None:
+    model = nn.Linear(10, 5)
+
+    def chosen(num_data: int, size: int, **settings) -> str:
+        features = DenseFeatures(torch.zeros(1, 5, 1).expand(num_data, 5, size))
+        return LinearisedLaplace(model, "classification", **settings)._choose_method(features)[0]
+
+    assert chosen(100, 55) == "exact"
+    assert chosen(5000, 3000) == "cg"
+    assert chosen(30_000, 3000) == "sgd"
+    assert chosen(5000, 3000, max_memory=4 * 3000 * 500) == "sgd"
+    with pytest.raises(ValueError, match="`max_memory` must be a positive number"):
+        LinearisedLaplace(model, "classification", max_memory=-1)
