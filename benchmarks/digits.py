@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from laplace_sampling.__main__ import cnn, digits, train
 from laplace_sampling.evidence import EMResult, fit_em
+from laplace_sampling.evidence_path import fit_path
+from laplace_sampling.krylov import CG, BlockKrylov
 from laplace_sampling.likelihoods import Categorical
 from laplace_sampling.linearise import Linearisation
 from laplace_sampling.operators import GGN, DenseFeatures
 from laplace_sampling.priors import GaussianPrior, GPrior
 from laplace_sampling.sampling import Draws, LinearModel, sample_posterior
-from laplace_sampling.solvers import SGD, Dense, Solution
+from laplace_sampling.solvers import SGD, Dense, Solution, Solver
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def function_error(p: Problem, prior: GaussianPrior, samples: Tensor, truth: Ten
     return norm(samples - truth) / norm(truth)
 
 
-def solve(p: Problem, prior: GaussianPrior, draws: Draws, solver: SGD, **settings) -> Solution:
+def solve(p: Problem, prior: GaussianPrior, draws: Draws, solver: Solver, **settings) -> Solution:
     return sample_posterior(p.ggn(), prior, draws, solver, **settings)
 
 
@@ -93,6 +95,13 @@ def em(p: Problem, start: float, hessian_at: str, num_samples: int = 32, max_ste
     return fit_em(
         p.model, p.prior(start, hessian_at), Draws(num_samples, 0), SGD(), hessian_at=hessian_at, max_steps=max_steps
     )
+
+
+def path_fit(p: Problem, start: float, hessian_at: str, seed: int = 0) -> tuple[float, float]:
+    """`α` by evidence paths, and the passes that everything for it took, modes included."""
+    result = fit_path(p.model, p.prior(start, hessian_at), seed, 0, hessian_at=hessian_at)
+    assert result.converged
+    return float(result.prior.precision), sum(step.passes for step in result.history)
 
 
 def dense_fixed_point(p: Problem, near: float, hessian_at: str, tolerance: float = 0.01) -> float:
@@ -124,6 +133,14 @@ def main() -> None:
         residual = float(solution.residual.max())
         seconds = time.perf_counter() - start
         print(f"SGD, {epochs:>2} epochs: error {error:.2%}, residual {residual:.2f}, {seconds:.0f} s", flush=True)
+    for solver in (BlockKrylov(), CG()):
+        solution = solve(p, prior, draws, solver)
+        error = function_error(p, prior, solution.value, truth)
+        print(
+            f"{type(solver).__name__}: error {error:.4%} (bound {float(solution.error.max()) ** 2:.4%}), "
+            f"{solution.passes + 0.5 * args.samples:.0f} passes, the right-hand side included",
+            flush=True,
+        )
     for averaging in ("decay", "geometric"):
         error = function_error(
             p, prior, solve(p, prior, draws, SGD(epochs=40, averaging=averaging, max_doublings=0)).value, truth
@@ -146,6 +163,13 @@ def main() -> None:
     for hessian_at in ("network", "mode"):
         results = {start: em(p, start, hessian_at) for start in (100.0, 0.01)}
         truth_alpha = dense_fixed_point(p, float(results[100.0].prior.precision), hessian_at)
+        for start in (1.0, *results):
+            alpha, passes = path_fit(p, start, hessian_at)
+            print(
+                f"evidence path, B at the {hessian_at}, from α = {start}: {alpha:.4g}, off by "
+                f"{abs(alpha / truth_alpha - 1):.1%}, {passes:.0f} passes",
+                flush=True,
+            )
         for start, result in results.items():
             alpha = float(result.prior.precision)
             trace = " ".join(f"{s.new_prior_precision[0]:.3g}" for s in result.history)
