@@ -234,15 +234,11 @@ class CG(Solver):
 
         def direction(operator: Operator, precision: Tensor, gradient: Tensor, tolerance: float):
             zero = torch.zeros_like(gradient)
-            step = CG(tolerance, self.max_iterations, self.preconditioner)._step(
-                Quadratic(operator, precision, zero, gradient)
-            )
+            solver = CG(tolerance, self.max_iterations, self.preconditioner)
+            step = solver.solve(Quadratic(operator, precision, zero, gradient))
             return step.value, step.passes
 
         return newton(objective, init, direction, tolerance=self.tolerance, description=description)
-
-    def _step(self, problem: Quadratic) -> Solution:
-        return self.solve(problem, torch.zeros_like(problem.centre))
 
 
 class _State:

@@ -569,6 +569,14 @@ class LinearisedLaplace:
         linear = model.features.outputs(self.network.weights[None].to(model.features.dtype))[0]
         energies = check.data_energies.cpu()
         classes = isinstance(model.likelihood, Categorical)
+        # What each solver judges itself by: the error of the function, or the gradient.
+        residuals, tolerance = {
+            "cg": (check.solution.error, BlockKrylov().tolerance),
+            "svrg": (check.solution.error, math.sqrt(SVRG().tolerance)),
+            "sgd": (check.solution.residual, self.solver.tolerance),
+            "exact": (check.solution.residual, 1e-6),
+            "ciq": (check.solution.residual, 0.1),
+        }[self._choice[0]]
         return Diagnosis(
             num_samples=len(posterior.samples),
             num_parameters=self.network.num_parameters,
@@ -577,8 +585,8 @@ class LinearisedLaplace:
             linear_model=self.linear_model,
             method=self._choice[0],
             reason=self._choice[1],
-            residuals=check.solution.error.cpu(),
-            tolerance=getattr(self._make_solver(self._choice[0], model.features), "tolerance", 0.1),
+            residuals=residuals.cpu(),
+            tolerance=tolerance,
             solver_converged=check.solution.converged,
             mode_residual=check.minimum.residual,
             mode_converged=check.minimum.converged,

@@ -21,6 +21,7 @@ from laplace_sampling.operators import Operator
 
 __all__ = [
     "SGD",
+    "Congruent",
     "ConvergenceWarning",
     "Dense",
     "Minimum",
@@ -413,11 +414,12 @@ def function_error(
     return torch.where(squared > 0, (squared / energy.clamp_min(_tiny(energy))).sqrt(), 0.0)
 
 
-class _Whitened(Operator):
-    """`diag(w) M diag(w)`."""
+@dataclass(frozen=True)
+class Congruent(Operator):
+    """`R M R` for a symmetric `R`."""
 
-    def __init__(self, operator: Operator, scale: Tensor) -> None:
-        self.operator, self.scale = operator, scale
+    operator: Operator
+    root: Callable[[Tensor], Tensor]
 
     @property
     def num_data(self) -> int:
@@ -436,11 +438,11 @@ class _Whitened(Operator):
         return self.operator.dtype
 
     def matmul(self, v: Tensor, batch: Tensor | None = None) -> Tensor:
-        return self.operator.matmul(v * self.scale, batch) * self.scale
+        return self.root(self.operator.matmul(self.root(v), batch))
 
     def root_rows(self) -> Iterator[Tensor]:
         for rows in self.operator.root_rows():
-            yield rows * self.scale
+            yield self.root(rows)
 
 
 def whiten(problem: Quadratic) -> tuple[Quadratic, float, Float[Tensor, " P"]]:
@@ -452,7 +454,7 @@ def whiten(problem: Quadratic) -> tuple[Quadratic, float, Float[Tensor, " P"]]:
     w = (mean / precision).sqrt()
     linear_batch = problem.linear_batch
     white = Quadratic(
-        _Whitened(problem.operator, w),
+        Congruent(problem.operator, lambda v: v * w),
         torch.full_like(precision, mean),
         problem.centre / w,
         problem.linear * w,

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from laplace_sampling.operators import Operator
 from laplace_sampling.preconditioners import Nystrom
-from laplace_sampling.solvers import SGD, Minimum, Objective, Quadratic, Solution, Solver, largest_eigenvalue
+from laplace_sampling.solvers import SGD, Congruent, Minimum, Objective, Quadratic, Solution, Solver, largest_eigenvalue
 
 __all__ = ["SVRG"]
 
@@ -73,7 +73,7 @@ class SVRG(Solver):
         # In coordinates v√(A/ā) the prior is isotropic, as the preconditioner wants it.
         shift = float(problem.precision.mean())
         whitening = (problem.precision / shift).sqrt()
-        operator = _Congruent(problem.operator, lambda v: v / whitening)
+        operator = Congruent(problem.operator, lambda v: v / whitening)
         centre, linear = problem.centre * whitening, problem.linear / whitening
         delta = torch.zeros_like(centre) if init is None else init * whitening
         num_data, rows = operator.num_data, len(centre)
@@ -81,7 +81,7 @@ class SVRG(Solver):
         generator = torch.Generator().manual_seed(self.seed)
         preconditioner = self._precondition(operator, shift, rows, generator)
         curvature, spent = self._curvature(
-            _Congruent(operator, lambda v: preconditioner.solve_root(v, shift)), size, generator
+            Congruent(operator, lambda v: preconditioner.solve_root(v, shift)), size, generator
         )
         passes = preconditioner.passes + spent
         if not math.isfinite(curvature):
@@ -180,37 +180,6 @@ class SVRG(Solver):
             f"SVRG diverged {self.max_restarts + 1} times, last with step size {3 * largest:.1e}; the Jacobian "
             "products of the model may be inaccurate in its precision. Try float64 or a larger `SVRG(batch_size=...)`."
         )
-
-
-@dataclass(frozen=True)
-class _Congruent(Operator):
-    """`R M R` for a symmetric `R`."""
-
-    operator: Operator
-    root: Callable[[Tensor], Tensor]
-
-    @property
-    def num_data(self) -> int:
-        return self.operator.num_data
-
-    @property
-    def size(self) -> int:
-        return self.operator.size
-
-    @property
-    def device(self) -> torch.device:
-        return self.operator.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.operator.dtype
-
-    def matmul(self, v: Tensor, batch: Tensor | None = None) -> Tensor:
-        return self.root(self.operator.matmul(self.root(v), batch))
-
-    def root_rows(self) -> Iterator[Tensor]:
-        for rows in self.operator.root_rows():
-            yield self.root(rows)
 
 
 def _batches(num_data: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
