@@ -2,9 +2,9 @@
 
 from importlib.metadata import version
 
+from laplace_sampling.curves import EvidenceCurves, MarginalLikelihood
 from laplace_sampling.diagnostics import Diagnosis
 from laplace_sampling.evidence import EMStep
-from laplace_sampling.evidence_path import EvidenceCurves, MarginalLikelihood
 from laplace_sampling.laplace import LinearisedLaplace, NotFittedError
 from laplace_sampling.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from laplace_sampling.predictive import ClassificationPrediction, RegressionPrediction

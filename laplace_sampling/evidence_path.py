@@ -1,396 +1,27 @@
-r"""Evidence, effective dimension and mode as functions of the prior precision, from one Krylov run.
-
-While `B` is fixed, `M` does not depend on `α`. With `T = V M Vᵀ` on a block Krylov basis `V` of a few random probes `z`
-and of the right-hand side `b` of the mode, Gauss quadrature (Golub and Meurant) gives for *every* `α`
-
-    γ(α) = Tr M(M + α)⁻¹,    log|I + M/α|,    ‖θ̄(α)‖² = bᵀ(M + α)⁻²b,
-
-the traces as means over the probes (stochastic Lanczos quadrature), and so the log marginal likelihood
-
-    log p(y | α) = −Σ_i ℓ(y_i, h(θ̄, x_i)) − ½ α‖θ̄‖² − ½ log|I + M/α|.
-
-For a loss that is not quadratic, it is that of its quadratic expansion at the mode where the run was made, with
-`b = Mθ̄ − ∇ℓ`: exact there, and to first order in `log α` around it.
-"""
+r"""Krylov runs behind `EvidencePath`, and hyperparameters from a few of them."""
 
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from laplace_sampling.curves import EvidencePath, FixedPoint, Quadrature
 from laplace_sampling.evidence import EMStep
-from laplace_sampling.krylov import CG, Basis
+from laplace_sampling.krylov import Basis
 from laplace_sampling.likelihoods import Gaussian, Likelihood
-from laplace_sampling.operators import GGN, Operator, ScaledFeatures
+from laplace_sampling.operators import GGN, ScaledFeatures
 from laplace_sampling.priors import GaussianPrior
-from laplace_sampling.sampling import Draws, LinearModel, ModeObjective, linear_model_mode
+from laplace_sampling.sampling import Draws, LinearModel
 
-__all__ = [
-    "EvidenceCurves",
-    "EvidencePath",
-    "MarginalLikelihood",
-    "PathResult",
-    "Quadrature",
-    "bai_golub_bound",
-    "evidence_path",
-    "exact_path",
-    "fit_path",
-]
+__all__ = ["PathResult", "evidence_path", "exact_path", "fit_path"]
 
-
-@dataclass(frozen=True)
-class Quadrature:
-    """`Σ_j w_j f(λ_j)`, several rows of weights `[R, m]` on the same nodes `[m]`: means over the rows are estimates.
-
-    Attributes:
-        nodes: `λ`.
-        weights: `w`.
-        random: the part of the weights that is random given the rest; the same weights for plain quadrature.
-        earlier: the quadrature a Lanczos step earlier, `None` if this one is exact.
-    """
-
-    nodes: Float[Tensor, " m"]
-    weights: Float[Tensor, "R m"]
-    random: Float[Tensor, "R m"]
-    earlier: "Quadrature | None" = field(default=None, repr=False)
-
-    @classmethod
-    def of(cls, basis: Basis, vectors: Float[Tensor, "R P"], sizes: list[int], exact: bool) -> "Quadrature":
-        """`zᵀf(M)z` of each of some vectors in the basis, `sizes` being its sizes after each step."""
-        coordinates = basis.project(vectors)
-
-        def at(size: int, earlier: "Quadrature | None") -> "Quadrature":
-            nodes, eigenvectors = torch.linalg.eigh(basis.T[:size, :size])
-            weights = ((coordinates[:, :size] @ eigenvectors) ** 2).cpu()
-            return cls(nodes.clamp_min(0).cpu(), weights, weights, earlier)
-
-        return at(sizes[-1], None if exact or len(sizes) < 2 else at(sizes[-2], None))
-
-    @classmethod
-    def of_trace(cls, basis: Basis, probes: Float[Tensor, "R P"], sizes: list[int], exact: bool) -> "Quadrature":
-        """`Tr f(M)`, one estimate from each probe and the Krylov space of the others.
-
-        With `Q` an orthonormal basis of the Krylov space of all other probes and `z̃ = (I − QQᵀ)z` brought to norm
-        `√(P − dim Q)`, the estimate is `Tr QᵀfQ + z̃ᵀf z̃` (Chen and Hallman 2023, "Krylov-aware stochastic trace
-        estimation", with the exchange of probes of Epperly, Tropp and Webber 2024, "XTrace"). Only the second part is
-        random, and it does not see the leading eigenvectors, which `Q` holds. Everything happens inside the basis: no
-        product is made.
-        """
-        coordinates = basis.project(probes)
-
-        def at(steps: int, earlier: "Quadrature | None") -> "Quadrature":
-            size = sizes[steps - 1]
-            T = basis.T[:size, :size]
-            nodes, eigenvectors = torch.linalg.eigh(T)
-            inside = coordinates[:, :size]
-            fixed, random = [], []
-            for i in range(len(inside)):
-                Q = _krylov_space(T, torch.cat([inside[:i], inside[i + 1 :]]), max(steps - 1, 1))
-                rest = inside[i] - (inside[i] @ Q.T) @ Q
-                norm = float(rest @ rest)
-                left = probes.shape[1] - len(Q)
-                scale = left / norm if norm > 1e-12 * float(inside[i] @ inside[i]) else 0.0
-                fixed.append(((Q @ eigenvectors) ** 2).sum(0))
-                random.append(scale * (rest @ eigenvectors) ** 2)
-            part = torch.stack(random).cpu()
-            return cls(nodes.clamp_min(0).cpu(), torch.stack(fixed).cpu() + part, part, earlier)
-
-        return at(len(sizes), None if exact or len(sizes) < 2 else at(len(sizes) - 1, None))
-
-    def __call__(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, "R n"]:
-        """Values for functions `f(λ)`, `[n, m]`."""
-        return self.weights @ f(self.nodes).T
-
-    def variance(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, " n"]:
-        """Of the mean over the rows: that of a quadratic form in `z̃`, known better so than by the scatter of few."""
-        return 2 * (self.random @ (f(self.nodes) ** 2).T).mean(0) / len(self.weights)
-
-    def change(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, "R n"]:
-        """What the last Lanczos step changed: an estimate of the error, zero if the quadrature is exact."""
-        return torch.zeros_like(self(f)) if self.earlier is None else self(f) - self.earlier(f)
-
-
-def _krylov_space(T: Tensor, start: Tensor, blocks: int) -> Tensor:
-    """Orthonormal basis of the span of `start T^k`, `k < blocks`."""
-    Q, block = start[:0], start
-    for _ in range(blocks):
-        for _ in range(2):
-            norm = block.norm(dim=1, keepdim=True)
-            block = block[norm[:, 0] > 0] / norm[norm > 0][:, None]
-            block = block - (block @ Q.T) @ Q
-            block = block[block.norm(dim=1) > 1e-8]
-            if len(block) == 0:
-                return Q
-            q, r = torch.linalg.qr(block.T)
-            block = q.T[r.diagonal().abs() > 1e-8]
-        Q, block = torch.cat([Q, block]), block @ T
-    return Q
-
-
-def bai_golub_bound(trace: Tensor, squares: Tensor, largest: Tensor, rank: int, size: int, alpha: Tensor) -> Tensor:
-    r"""Upper bound of `log|M + αI|` from two traces and the largest eigenvalue (Bai and Golub 1996; Brack 2023, §3.2).
-
-    With `K` eigenvalues at most `β = λ_max + α` on the range of `M`, `μ₁ = Tr M + Kα`, `μ₂ = Tr M² + 2α Tr M + Kα²`,
-    and `α` on the other `P − K`.
-
-    Args:
-        trace: `Tr M`.
-        squares: `Tr M²`.
-        largest: at least the largest eigenvalue of `M`.
-        rank: `K`, at least the rank of `M`.
-        size: `P`.
-        alpha: `[n]`.
-    """
-    beta = largest + alpha
-    first = trace + rank * alpha
-    second = squares + 2 * alpha * trace + rank * alpha**2
-    t = (beta * first - second) / (beta * rank - first)
-    # [log β, log t] [[β, t], [β², t²]]⁻¹ [μ₁, μ₂]ᵀ, the inverse written out
-    a = (first * t - second) / (beta * (t - beta))
-    b = (second - beta * first) / (t * (t - beta))
-    return a * beta.log() + b * t.log() + (size - rank) * alpha.log()
-
-
-@dataclass(frozen=True)
-class EvidencePath:
-    r"""Functions of the prior precision `α` (a tensor `[n]`), at the curvature of one Krylov run.
-
-    For several groups of weights, `α` is the geometric mean of their precisions over the weights, which all go up and
-    down together.
-
-    Attributes:
-        traces: quadrature of the probes.
-        fit: quadrature of `b`, one row.
-        loss: the quadratic expansion of the sum of losses at `θ = 0`.
-        num_outputs: `N·C`.
-        size: `P`.
-        noise_precision: of a Gaussian likelihood with one, else `None`.
-        at: `α` at which the run was made.
-        exact: no probes, but all eigenvalues: `traces` has one row of unit weights.
-        passes: products spent, in units of all data and one vector.
-    """
-
-    traces: Quadrature
-    fit: Quadrature
-    loss: float
-    num_outputs: int
-    size: int
-    noise_precision: float | None
-    at: float
-    exact: bool
-    passes: float
-
-    def _trace(self, f: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """`Tr f(M)` and its standard error, with what the last Lanczos step changed added in squares."""
-        value = self.traces(f).mean(0)
-        return value, (self._probe_variance(f) + self.traces.change(f).mean(0) ** 2).sqrt()
-
-    def _probe_variance(self, f: Callable[[Tensor], Tensor]) -> Tensor:
-        return torch.zeros_like(self.traces(f).mean(0)) if self.exact else self.traces.variance(f)
-
-    def effective_dimension(self, alpha: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-        """`γ(α) = Tr M(M + α)⁻¹`, and its standard error."""
-        a = alpha.double()[:, None]
-        return self._trace(lambda t: t / (t + a))
-
-    def squared_dimension(self, alpha: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-        """`Tr (M(M + α)⁻¹)²`: half the variance of `ζᵀMζ` for a posterior sample `ζ`."""
-        a = alpha.double()[:, None]
-        return self._trace(lambda t: (t / (t + a)) ** 2)[0]
-
-    def log_determinant(self, alpha: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-        """`log|I + M/α|`, and its standard error."""
-        a = alpha.double()[:, None]
-        return self._trace(lambda t: torch.log1p(t / a))
-
-    def log_determinant_bound(self, alpha: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-        """Bai and Golub's upper bound of `log|I + M/α|`; its traces are estimates, too."""
-        one = torch.ones(1, 1, dtype=torch.float64)
-        trace, square = (self._trace(lambda t, k=k: t**k * one)[0] for k in (1, 2))
-        rank = min(self.size, self.num_outputs)
-        a = alpha.double()
-        return bai_golub_bound(trace, square, self.traces.nodes.max(), rank, self.size, a) - self.size * a.log()
-
-    def mode_norm(self, alpha: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-        """`‖θ̄(α)‖²`, in scaled coordinates."""
-        a = alpha.double()[:, None]
-        return self.fit(lambda t: (t + a) ** -2)[0]
-
-    def data_fit(self, alpha: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-        """`Σ_i ℓ(y_i, h(θ̄(α), x_i))`, a sum over the data."""
-        a = alpha.double()[:, None]
-        return self.loss + self.fit(lambda t: 0.5 * t * (t + a) ** -2 - 1 / (t + a))[0]
-
-    def complexity(self, alpha: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-        """`½ α‖θ̄‖² + ½ log|I + M/α|`."""
-        return 0.5 * alpha.double() * self.mode_norm(alpha) + 0.5 * self.log_determinant(alpha)[0]
-
-    def log_marginal_likelihood(self, alpha: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-        """`log p(y | α)`, and its standard error (of probes, and of the last Lanczos step)."""
-        a = alpha.double()[:, None]
-        change = 0.5 * self.fit.change(lambda t: 1 / (t + a))[0]
-        error = (0.25 * self.log_determinant(alpha)[1] ** 2 + change**2).sqrt()
-        return -self.data_fit(alpha) - self.complexity(alpha), error
-
-    def last_change(self, alpha: float) -> float:
-        """By how much the last Lanczos step changed `γ` or `‖θ̄‖²`, relative."""
-        a = torch.tensor([[alpha]], dtype=torch.float64)
-        changes = (
-            (self.traces, lambda t: t / (t + a)),
-            (self.fit, lambda t: (t + a) ** -2),
-        )
-        return max(float(q.change(f).mean().abs() / q(f).mean().abs().clamp_min(1e-300)) for q, f in changes)
-
-    def last_change_of_evidence(self, alpha: Float[Tensor, " n"]) -> float:
-        """The same of the log marginal likelihood, the largest over some `α`."""
-        a = alpha.double()[:, None]
-        change = 0.5 * self.traces.change(lambda t: torch.log1p(t / a)).mean(0).abs()
-        change = change + 0.5 * self.fit.change(lambda t: 1 / (t + a))[0].abs()
-        return float((change / self.log_marginal_likelihood(alpha)[0].abs()).max())
-
-    def mackay(
-        self, alpha: Float[Tensor, " n"], learn_noise: bool = False
-    ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-        r"""`log` of the ratio of `α` to MacKay's update of it, zero at a fixed point, and the factor of the noise.
-
-        With a noise precision to learn, `M` and `b` scale with it: `α` is then the ratio of the prior precision to the
-        factor `κ` by which the noise precision grows, and `κ = N·C / Q`, `Q = b·SSE + α‖θ̄‖²`, is of most evidence.
-        """
-        gamma = self.effective_dimension(alpha)[0]
-        factor = self.noise_factor(alpha) if learn_noise else torch.ones_like(gamma)
-        return (alpha.double() * self.mode_norm(alpha) * factor / gamma.clamp_min(1e-30)).log(), factor
-
-    def noise_factor(self, alpha: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-        """`κ = N·C / (b·SSE + α‖θ̄‖²)`, by which the noise precision of a Gaussian likelihood would have to grow."""
-        assert self.noise_precision is not None
-        constant = 0.5 * self.num_outputs * math.log(2 * math.pi / self.noise_precision)
-        q = 2 * (self.data_fit(alpha) - constant) + alpha.double() * self.mode_norm(alpha)
-        return self.num_outputs / q.clamp_min(1e-30)
-
-    def _profile(self, alpha: Tensor, learn_noise: bool) -> Tensor:
-        """Evidence at the best noise precision, up to a constant."""
-        if not learn_noise:
-            return self.log_marginal_likelihood(alpha)[0]
-        return 0.5 * self.num_outputs * self.noise_factor(alpha).log() - 0.5 * self.log_determinant(alpha)[0]
-
-    def fixed_point(
-        self, bounds: tuple[float, float], learn_noise: bool = False, follow: bool = False
-    ) -> tuple[float, float, float]:
-        """MacKay's fixed point: `α` (before the factor of the noise), that factor, and the probes' error of `log α`.
-
-        Args:
-            bounds: within which it is sought; a bound is returned if there is none between.
-            learn_noise: joint with the noise precision.
-            follow: the fixed point that the update leads to from `at`; else the one of most evidence.
-        """
-        grid = torch.logspace(math.log10(bounds[0]), math.log10(bounds[1]), 800, dtype=torch.float64)
-        value, factor = self.mackay(grid, learn_noise)
-        up = ((value[:-1] < 0) & (value[1:] >= 0)).nonzero()[:, 0]
-        if len(up) == 0:
-            end = 0 if value[0] > 0 else -1
-            return float(grid[end]), float(factor[end]), math.inf
-        if follow:
-            here = int(torch.searchsorted(grid, torch.tensor(self.at, dtype=torch.float64)).clamp(0, len(grid) - 1))
-            ahead = up[up >= here - 1] if value[here] < 0 else up[up < here].flip(0)
-            chosen = int(ahead[0]) if len(ahead) else int(up[(up - here).abs().argmin()])
-        else:
-            chosen = int(up[self._profile(grid[up], learn_noise).argmax()])
-        low, high, v0, v1 = grid[chosen].log(), grid[chosen + 1].log(), value[chosen], value[chosen + 1]
-        log_alpha = low - v0 * (high - low) / (v1 - v0)
-        alpha = log_alpha.exp()[None]
-        gamma, error = (
-            self.effective_dimension(alpha)[0],
-            self._probe_variance(lambda t: t / (t + alpha[:, None])).sqrt(),
-        )
-        slope = max(float((v1 - v0) / (high - low)), 0.05)
-        final_factor = self.mackay(alpha, learn_noise)[1]
-        return float(alpha), float(final_factor), float(error / gamma) / slope
-
-
-@dataclass(frozen=True)
-class EvidenceCurves:
-    """Curves over the prior precision, all `[n]`, in float64 on the CPU; logarithms are natural, sums over the data.
-
-    Attributes:
-        prior_precision: `α`.
-        effective_dimension: `γ(α)`, and its standard error.
-        mode_norm: `‖θ̄(α)‖²` in the scaled coordinates of the prior.
-        log_determinant: `log|I + M/α|`, and its standard error.
-        data_fit: `Σ_i ℓ(y_i, h(θ̄(α), x_i))`.
-        log_marginal_likelihood: `log p(y | α)`, and its standard error.
-        at: the fitted `α`, where the curvature is taken.
-    """
-
-    prior_precision: Float[Tensor, " n"]
-    effective_dimension: Float[Tensor, " n"]
-    effective_dimension_se: Float[Tensor, " n"]
-    mode_norm: Float[Tensor, " n"]
-    log_determinant: Float[Tensor, " n"]
-    log_determinant_se: Float[Tensor, " n"]
-    data_fit: Float[Tensor, " n"]
-    log_marginal_likelihood: Float[Tensor, " n"]
-    log_marginal_likelihood_se: Float[Tensor, " n"]
-    at: float
-
-    @classmethod
-    def of(cls, path: EvidencePath, alpha: Float[Tensor, " n"]) -> "EvidenceCurves":
-        return cls(
-            alpha,
-            *path.effective_dimension(alpha),
-            path.mode_norm(alpha),
-            *path.log_determinant(alpha),
-            path.data_fit(alpha),
-            *path.log_marginal_likelihood(alpha),
-            path.at,
-        )
-
-
-@dataclass(frozen=True)
-class MarginalLikelihood:
-    """`log p(y)` at some hyperparameters; `float()` of it is the value.
-
-    Attributes:
-        value: `−data_fit − complexity`, a sum over the data.
-        standard_error: of it; 0 if exact.
-        lower_bound: with Bai and Golub's bound of the log determinant.
-        data_fit: `Σ_i ℓ(y_i, h(θ̄, x_i))`.
-        complexity: `½ θ̄ᵀAθ̄ + ½ log|I + A⁻¹M|`.
-        balance: for a Gaussian likelihood with one noise precision `(b·SSE + θ̄ᵀAθ̄) / (N·C)`, which is 1 where
-            evidence is largest; else `None`.
-        exact: whether all eigenvalues were at hand.
-    """
-
-    value: float
-    standard_error: float
-    lower_bound: float
-    data_fit: float
-    complexity: float
-    balance: float | None
-    exact: bool
-
-    def __float__(self) -> float:
-        return self.value
-
-    @classmethod
-    def of(cls, path: EvidencePath, alpha: float) -> "MarginalLikelihood":
-        a = torch.tensor([alpha], dtype=torch.float64)
-        value, error = path.log_marginal_likelihood(a)
-        bound = -path.data_fit(a) - 0.5 * a * path.mode_norm(a) - 0.5 * path.log_determinant_bound(a)
-        balance = None if path.noise_precision is None else 1 / float(path.noise_factor(a))
-        return cls(
-            float(value),
-            0.0 if path.exact else float(error),
-            float(bound),
-            float(path.data_fit(a)),
-            float(path.complexity(a)),
-            balance,
-            path.exact,
-        )
+# Up to so many outputs `Tr M` is worth its C VJPs a datum, C/2 products.
+_TRACE_OUTPUTS = 64
 
 
 @dataclass(frozen=True)
@@ -405,66 +36,6 @@ class PathResult:
     history: list[EMStep]
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Quadratures of the probes and of the right-hand side, and the bases behind them."""
-
-    traces: Quadrature
-    fit: Quadrature
-    basis: Basis
-    rhs_basis: Basis
-    rhs: Float[Tensor, "1 P"]
-
-    @property
-    def passes(self) -> float:
-        return self.basis.passes + (0.0 if self.basis is self.rhs_basis else self.rhs_basis.passes)
-
-    def mode(self, alpha: float) -> Float[Tensor, "1 P"]:
-        """`(M + α)⁻¹ b`."""
-        T = self.rhs_basis.T
-        inner = T + alpha * torch.eye(len(T), dtype=T.dtype, device=T.device)
-        return self.rhs_basis.combine(torch.linalg.solve(inner, self.rhs_basis.project(self.rhs).T).T)
-
-
-def _run(
-    operator: Operator,
-    probes: Float[Tensor, "R P"],
-    rhs_operator: Operator,
-    rhs: Float[Tensor, "1 P"],
-    stop: Callable[[_Run], bool],
-    max_basis: int | None,
-) -> _Run:
-    """Block Lanczos with reorthogonalisation; `stop` says when it is accurate enough."""
-    basis = Basis(operator)
-    joint = rhs_operator is operator
-    rhs_basis = basis if joint else Basis(rhs_operator)
-    if not joint:
-        rhs_basis.extend(rhs)
-    basis.extend(torch.cat([rhs, probes]) if joint else probes)
-    sizes, rhs_sizes = [basis.size], [rhs_basis.size]
-    while True:
-        room = _has_room(basis, max_basis) and _has_room(rhs_basis, max_basis)
-        grown = room and basis.extend(basis.last_product) > 0
-        if grown:
-            sizes.append(basis.size)
-        if joint:
-            rhs_sizes = sizes
-        elif room:
-            for _ in range(2):  # a single vector needs more steps than a block, and its steps cost little
-                if rhs_basis.extend(rhs_basis.last_product):
-                    rhs_sizes.append(rhs_basis.size)
-                    grown = True
-        exact = room and not grown  # nothing left to add: the space is invariant
-        traces = Quadrature.of_trace(basis, probes, sizes, exact)
-        run = _Run(traces, Quadrature.of(rhs_basis, rhs, rhs_sizes, exact), basis, rhs_basis, rhs)
-        if not grown or stop(run):
-            return run
-
-
-def _has_room(basis: Basis, max_basis: int | None) -> bool:
-    return max_basis is None or basis.size + len(basis.last_product) <= max_basis
-
-
 def one_noise(likelihood: Likelihood) -> float | None:
     """The noise precision of a Gaussian likelihood with one for all outputs; else `None`."""
     if not isinstance(likelihood, Gaussian):
@@ -474,51 +45,227 @@ def one_noise(likelihood: Likelihood) -> float | None:
 
 
 @dataclass(frozen=True)
-class _Expansion:
-    """The loss around a mode, `loss − bᵀθ + ½‖θ‖²_M`, in coordinates in which the prior is isotropic.
+class _Point:
+    """Weights in scaled coordinates `[1, P]`, the outputs of the linear model there, and the sum of losses."""
 
-    `path` has all that is known without a spectrum; `white` takes the coordinates to the scaled ones of the prior.
+    theta: Float[Tensor, "1 P"]
+    outputs: Float[Tensor, "N C"]
+    loss: float
+
+    @classmethod
+    def of(cls, model: LinearModel, prior: GaussianPrior, theta: Float[Tensor, "1 P"]) -> "_Point":
+        if not bool(theta.any()):
+            return cls._at(model, theta, model.offset)
+        return cls._at(model, theta, model.outputs(theta * prior.scale)[0])
+
+    @classmethod
+    def _at(cls, model: LinearModel, theta: Tensor, outputs: Tensor) -> "_Point":
+        return cls(theta, outputs, _loss(model, outputs))
+
+    def objective(self, alpha: float) -> float:
+        return self.loss + 0.5 * alpha * float(self.theta.double().square().sum())
+
+    def toward(self, model: LinearModel, other: "_Point", alpha: float) -> "_Point":
+        """`other`, or the first of its halvings that lowers the objective: outputs are linear, this costs nothing."""
+        step, length = other, 1.0
+        while step.objective(alpha) > self.objective(alpha) * (1 + 1e-12) and length > 1e-6:
+            length /= 2
+            step = self._at(
+                model,
+                torch.lerp(self.theta, other.theta, length),
+                torch.lerp(self.outputs, other.outputs, length),
+            )
+        return step
+
+    def distance(self, model: LinearModel, other: "_Point", alpha: float) -> float:
+        """Length of the step to `other` in the norm of the Hessian, relative to that of `other` in the prior's."""
+        change = (other.outputs - self.outputs).double()
+        curved = model.likelihood.curvature(other.outputs, change)
+        squared = float((change * curved).sum())
+        squared += alpha * float((other.theta - self.theta).double().square().sum())
+        norm = alpha * float(other.theta.double().square().sum())
+        return math.sqrt(squared / norm) if norm > 0 else math.inf
+
+
+@dataclass(frozen=True)
+class _Expansion:
+    """The loss around a point, `loss − bᵀθ + ½‖θ‖²_M`, in coordinates in which the prior is isotropic.
+
+    `gradient` is that of the loss. `path` has all that is known without a spectrum; `white` takes the coordinates to
+    the scaled ones of the prior.
     """
 
     at_mode: GGN
     operator: GGN
-    rhs: Float[Tensor, "1 P"]
+    theta: Float[Tensor, "1 P"]
+    gradient: Float[Tensor, "1 P"]
     white: Float[Tensor, " P"]
     path: EvidencePath
 
+    def complete(self, product: Float[Tensor, "1 P"]) -> tuple[Float[Tensor, "1 P"], EvidencePath]:
+        """`b = Mθ − ∇ℓ` from `Mθ`, and the expansion of the loss at zero."""
+        theta, rest = self.theta.double(), 0.5 * product.double() - self.gradient.double()
+        loss = self.path.loss + float((rest * theta).sum())
+        return product - self.gradient, replace(self.path, loss=loss)
 
-def _expand(model: LinearModel, prior: GaussianPrior, mode: Float[Tensor, "1 P"], hessian_at: str) -> _Expansion:
-    objective = ModeObjective(model, prior)
+
+def _expand(model: LinearModel, prior: GaussianPrior, point: _Point, hessian_at: str) -> _Expansion:
     mean = float(prior.spread().double().log().mean().exp())
     white = (mean / prior.spread()).sqrt()
     whitened = replace(model, features=ScaledFeatures(model.features, prior.scale * white))
-    outputs = model.outputs(mode * prior.scale)[0]
-    at_mode = whitened.ggn(outputs)
-    gaussian = isinstance(model.likelihood, Gaussian)
-    gradient = (objective.gradient(mode, None) - objective.precision * mode) * white
-    theta = mode / white
-    passes, product = 1.5, torch.zeros_like(mode)
-    if bool(theta.any()):
-        product, passes = at_mode.matmul(theta), passes + 1
-    loss = float(model.likelihood.loss(outputs, model.targets).double().sum())
-    loss -= float((gradient.double() * theta.double()).sum())
-    loss += 0.5 * float((theta.double() * product.double()).sum())
+    at_mode = whitened.ggn(point.outputs)
+    gradient = torch.zeros_like(point.theta)
+    for chunk in model.features.chunks():
+        slope = model.likelihood.gradient(point.outputs[chunk][None], model.targets[chunk])
+        gradient += whitened.features.vjp(slope.to(gradient), chunk)
+    same = isinstance(model.likelihood, Gaussian) or hessian_at == "mode"
+    operator = at_mode if same else whitened.ggn(model.network_outputs)
     nothing = torch.zeros(1, 0, dtype=torch.float64)
     unknown = Quadrature(nothing[0], nothing, nothing)
     path = EvidencePath(
         traces=unknown,
         fit=unknown,
-        loss=loss,
-        num_outputs=outputs.numel(),
+        loss=point.loss,
+        num_outputs=point.outputs.numel(),
         size=len(white),
         noise_precision=one_noise(model.likelihood),
         at=mean,
         exact=False,
-        passes=passes,
+        passes=1.0,  # of the outputs and the gradient
     )
-    same = gaussian or hessian_at == "mode"
-    operator = at_mode if same else whitened.ggn(model.network_outputs)
-    return _Expansion(at_mode, operator, product - gradient, white, path)
+    return _Expansion(at_mode, operator, point.theta / white, gradient, white, path)
+
+
+class _Run:
+    """Block Lanczos with reorthogonalisation, of probes for the traces and from `θ` and `∇ℓ` for the mode.
+
+    They share a basis if they share `B`. The mode's part grows by its residual at the present `α`: with `θ` and the
+    gradient in the space, it is as good as conjugate gradients from `θ`, and better by what the probes have found.
+    """
+
+    def __init__(
+        self, expansion: _Expansion, probes: Float[Tensor, "R P"], trace: float | None, max_basis: int | None
+    ) -> None:
+        self.expansion, self.probes, self.max_basis = expansion, probes, max_basis
+        start = torch.cat([expansion.theta[expansion.theta.any(1)], expansion.gradient])
+        self.joint = expansion.operator is expansion.at_mode
+        self.fit_basis = Basis(expansion.at_mode)
+        self.fit_basis.extend(start)
+        self.basis = self.fit_basis if self.joint else Basis(expansion.operator)
+        product = torch.zeros_like(expansion.theta)
+        if bool(expansion.theta.any()):
+            product = self.fit_basis.combine_products(self.fit_basis.project(expansion.theta))
+        self.rhs, self._start = expansion.complete(product)
+        self.trace, self._trace_passes = trace, 0.0
+        self._sizes, self._fit_sizes = [], [self.fit_basis.size]
+        self._exact = self._fit_exact = False  # nothing left to add: the space is invariant
+        self._front = probes
+        self.path = self._start
+
+    def find_trace(self) -> None:
+        """`Tr M`, if it is not known and not too dear."""
+        outputs = self.expansion.operator.features.num_outputs
+        if self.trace is None and outputs <= _TRACE_OUTPUTS:
+            self.trace, self._trace_passes = self.expansion.operator.trace(), outputs / 2
+
+    @property
+    def steps(self) -> int:
+        return len(self._sizes)
+
+    def grow_traces(self) -> bool:
+        """A block step of the probes; whether anything was new."""
+        if self._exact or not self._has_room(len(self._front)):
+            return False
+        if self.basis.extend(self._front):
+            self._front = self.basis.last_product
+            self._sizes.append(self.basis.size)
+            return True
+        # The products so far lie in the space, and with them all further ones.
+        self._exact = True
+        return False
+
+    def grow_fit(self, alpha: float) -> bool:
+        """One vector more for the mode at some `α`; whether it was new."""
+        if self._fit_exact or not self._has_room(1):
+            return False
+        if self.fit_basis.extend(self._residual(alpha)[0]):
+            self._fit_sizes.append(self.fit_basis.size)
+            return True
+        self._fit_exact = True
+        return False
+
+    def _has_room(self, num: int) -> bool:
+        total = self.basis.size + (0 if self.joint else self.fit_basis.size)
+        return self.max_basis is None or total + num <= self.max_basis
+
+    def update(self) -> None:
+        passes = self._trace_passes + self.expansion.path.passes + self.basis.passes
+        fit_sizes = (
+            self._fit_sizes if self._fit_sizes[-1] == self.fit_basis.size else [*self._fit_sizes, self.fit_basis.size]
+        )
+        self.path = replace(
+            self._start,
+            traces=Quadrature.of_trace(self.basis, self.probes, self._sizes, self._exact, self.trace),
+            fit=Quadrature.of(self.fit_basis, self.rhs, fit_sizes, self._fit_exact),
+            passes=passes if self.joint else passes + self.fit_basis.passes,
+        )
+
+    def _solve(self, alpha: float) -> Float[Tensor, "1 m"]:
+        T = self.fit_basis.T
+        inner = T + alpha * torch.eye(len(T), dtype=T.dtype, device=T.device)
+        return torch.linalg.solve(inner, self.fit_basis.project(self.rhs).T).T
+
+    def _residual(self, alpha: float) -> tuple[Float[Tensor, "1 P"], Float[Tensor, "1 P"]]:
+        y = self._solve(alpha)
+        theta = self.fit_basis.combine(y)
+        return self.rhs - self.fit_basis.combine_products(y) - alpha * theta, theta
+
+    def fit_error(self, alpha: float) -> float:
+        """Bound of the error of the mode in the norm of `M + α`, relative to its norm in that of the prior."""
+        residual, theta = self._residual(alpha)
+        return float(residual.norm() / (alpha * theta.norm()).clamp_min(1e-300))
+
+    def mode(self, alpha: float) -> Float[Tensor, "1 P"]:
+        """`(M + α)⁻¹ b`, in the scaled coordinates of the prior."""
+        return self.fit_basis.combine(self._solve(alpha)) * self.expansion.white
+
+
+def _curves(
+    expansion: _Expansion,
+    draws: Draws,
+    target: Callable[[EvidencePath], FixedPoint | Tensor],
+    accuracy: float,
+    *,
+    max_basis: int | None,
+    trace: float | None = None,
+    find_trace: bool = True,
+) -> _Run:
+    """A run that goes on until the curves are accurate: for `log α` at a fixed point, or for the evidence at some `α`.
+
+    `trace` is `Tr M` if known already.
+    """
+    probes = draws.prior(expansion.path.size).to(expansion.theta)
+    probes = probes * (math.sqrt(expansion.path.size) / probes.norm(dim=1, keepdim=True))
+    run = _Run(expansion, probes, trace, max_basis)
+    if find_trace:
+        run.find_trace()
+    for _ in range(2):
+        run.grow_traces()
+    while True:
+        run.update()
+        at, needed = target(run.path), accuracy
+        if isinstance(at, Tensor):
+            traces, fit, alphas = *run.path.last_changes_of_evidence(at), at.tolist()
+        else:
+            traces, fit, alphas = *run.path.last_changes(at.precision), [at.precision]
+            needed *= at.slope
+        grown = not traces < needed and run.grow_traces()
+        for alpha in alphas:
+            wanted = not fit < needed or run.fit_error(alpha) > needed
+            grown = (wanted and run.grow_fit(alpha)) or grown
+        if not grown:
+            run.update()
+            return run
 
 
 def evidence_path(
@@ -549,32 +296,31 @@ def evidence_path(
         bounds: of the prior precision.
         max_basis: vectors in memory at most.
     """
-    expansion = _expand(model, prior, mode, hessian_at)
     quadratic = isinstance(model.likelihood, Gaussian)
-    probes = draws.prior(model.features.size).to(mode)
-    probes = probes * (math.sqrt(model.features.size) / probes.norm(dim=1, keepdim=True))
 
-    def path_of(run: _Run) -> EvidencePath:
-        passes = expansion.path.passes + run.passes
-        return replace(expansion.path, traces=run.traces, fit=run.fit, passes=passes)
+    def ends(path: EvidencePath) -> Tensor:
+        assert decades is not None
+        return path.at * torch.tensor([10.0**-decades, 1.0, 10.0**decades], dtype=torch.float64)
 
-    def stop(run: _Run) -> bool:
-        path = path_of(run)
-        if decades is not None:
-            ends = path.at * torch.tensor([10.0**-decades, 1.0, 10.0**decades], dtype=torch.float64)
-            return path.last_change_of_evidence(ends) < accuracy
-        alpha = path.fixed_point(bounds, learn_noise, follow=not quadratic)[0]
-        return path.last_change(alpha) < accuracy
+    def fixed_point(path: EvidencePath) -> FixedPoint:
+        return path.fixed_point(bounds, learn_noise, follow=not quadratic)
 
-    run = _run(expansion.operator, probes, expansion.at_mode, expansion.rhs, stop, max_basis)
-    return path_of(run), lambda alpha: run.mode(alpha) * expansion.white
+    run = _curves(
+        _expand(model, prior, _Point.of(model, prior, mode), hessian_at),
+        draws,
+        ends if decades is not None else fixed_point,
+        accuracy,
+        max_basis=max_basis,
+    )
+    return run.path, run.mode
 
 
 def exact_path(
     model: LinearModel, prior: GaussianPrior, mode: Float[Tensor, "1 P"], *, hessian_at: str
 ) -> EvidencePath:
     """The same curves from all eigenvalues, by dense algebra: for small problems."""
-    expansion = _expand(model, prior, mode, hessian_at)
+    expansion = _expand(model, prior, _Point.of(model, prior, mode), hessian_at)
+    rhs, path = expansion.complete(expansion.at_mode.matmul(expansion.theta))
 
     def spectrum(operator: GGN) -> tuple[Tensor, Tensor]:
         root = torch.cat([block.double() for block in operator.root_rows()])
@@ -586,13 +332,13 @@ def exact_path(
         return values, vectors.T
 
     values, vectors = spectrum(expansion.at_mode)
-    weights = (expansion.rhs.double() @ vectors.T) ** 2
+    weights = (rhs.double() @ vectors.T) ** 2
     same = expansion.operator is expansion.at_mode
     trace_values = values if same else spectrum(expansion.operator)[0]
     nodes, ones = trace_values.clamp_min(0).cpu(), torch.ones(1, len(trace_values), dtype=torch.float64)
     fit = weights.cpu()
     return replace(
-        expansion.path,
+        path,
         traces=Quadrature(nodes, ones, ones),
         fit=Quadrature(values.clamp_min(0).cpu(), fit, fit),
         exact=True,
@@ -600,39 +346,35 @@ def exact_path(
 
 
 # Standard errors of log α that successive rounds of `fit_path` aim at: B moves with α, and rounds far from the end
-# need not be exact. The last one is half the tolerance.
-_ROUNDS = (0.25, 0.08, 0.03)
-
-
+# need not be exact. The last one is a third of the tolerance.
+_ROUNDS = (0.25, 0.08)
+# Probes of the last round, to begin with: each of them sees the Krylov spaces of all others.
+_PROBES = 12
 # Within this factor of the present α the expansion at the mode is trusted; farther off the plain update is.
 _TRUSTED = 4.0
 # By what a round shrinks the distance to the end where B is at the mode: seen in practice, then measured.
 _RATE = 0.4
+# A step of the mode of this length, relative, leaves an error of at most its square.
+_NEAR = 0.15
 
 
-def _next_precision(
-    path: EvidencePath, fixed_point: float, before: float, visited: list[tuple[float, float]], rate: float
-) -> tuple[float, float]:
-    """The next `α` while `B` moves with it, and the rate at which rounds converge without the secant step.
+class _Secant:
+    """The next `α` while `B` moves with it, from the fixed points of the curves of earlier rounds."""
 
-    `visited` has `(log α, log of the fixed point of its curves)` of earlier rounds, to which this one is added.
-    """
-    if not 1 / _TRUSTED <= fixed_point / before <= _TRUSTED:
-        visited.clear()
-        plain = before / math.exp(float(path.mackay(torch.tensor([before]))[0]))
-        return min(max(plain, before / 1e3), before * 1e3), rate
-    x, s = math.log(before), math.log(fixed_point)
-    visited.append((x, s))
-    if len(visited) > 1 and abs(x - visited[-2][0]) > 0.1:
-        rate = min(max((s - visited[-2][1]) / (x - visited[-2][0]), -0.3), 0.6)
-    return math.exp(s + rate / (1 - rate) * (s - x)), rate
+    def __init__(self, moving: bool) -> None:
+        self.rate = _RATE if moving else 0.0
+        self.visited: list[tuple[float, float]] = []
 
-
-def _per_probe(path: EvidencePath, alpha: float, error: float, num_probes: int) -> float:
-    """Standard error of `log α` by one probe, to choose how many the next round needs."""
-    # Few Lanczos steps find too little of the variance; Tr (H⁻¹M)² is about a third of γ where spectra decay.
-    gamma = float(path.effective_dimension(torch.tensor([alpha]))[0])
-    return max(error * math.sqrt(num_probes), math.sqrt(0.25 / max(gamma, 1e-3)))
+    def next(self, path: EvidencePath, fixed_point: float, before: float) -> float:
+        if not 1 / _TRUSTED <= fixed_point / before <= _TRUSTED:
+            self.visited.clear()
+            plain = before / math.exp(float(path.mackay(torch.tensor([before]))[0]))
+            return min(max(plain, before / 1e3), before * 1e3)
+        x, s = math.log(before), math.log(fixed_point)
+        self.visited.append((x, s))
+        if len(self.visited) > 1 and abs(x - self.visited[-2][0]) > 0.1:
+            self.rate = min(max((s - self.visited[-2][1]) / (x - self.visited[-2][0]), -0.3), 0.6)
+        return math.exp(s + self.rate / (1 - self.rate) * (s - x))
 
 
 def fit_path(
@@ -653,9 +395,10 @@ def fit_path(
 ) -> PathResult:
     r"""Prior precision (one group) and noise precision (one for all outputs) at MacKay's fixed point, by Krylov runs.
 
-    Each round finds the mode at the present `α`, makes one Krylov run there, and goes to the fixed point of its curves.
-    With a Gaussian likelihood `B` is constant and the curves are exact; else rounds go on until `α` stays, with more
-    probes as it settles.
+    With a Gaussian likelihood `B` is constant, and the fixed point of one run's curves is the answer. Else each round
+    expands the loss around the present weights, makes one Krylov run there, and goes to the fixed point of its curves
+    and to the mode at that `α`: a step of Newton's method for the mode, from the weights where all are zero, together
+    with one for `α`. Rounds go on until both stay, with more probes as they settle.
 
     Args:
         model: the linear model on the training data.
@@ -676,52 +419,60 @@ def fit_path(
     prior = prior.to(features.device, features.dtype)
     quadratic = isinstance(likelihood, Gaussian)
     learn = isinstance(likelihood, Gaussian) and likelihood.learn
-    path: EvidencePath | None = None
-    mode = torch.zeros(1, features.size, device=features.device, dtype=features.dtype)
-    targets = [*(level for level in _ROUNDS if level > tolerance), tolerance / 2]
-    if quadratic or hessian_at == "network":
-        targets = [targets[0], targets[-1]]
-    level, per_probe, history, converged = 0, 0.15, [], False
+    targets = [tolerance / 3] if quadratic else [*(level for level in _ROUNDS if level > tolerance), tolerance / 3]
     moving = not quadratic and hessian_at == "mode"
-    rate, visited = _RATE if moving else 0.0, []
+    secant, level, wanted_probes = _Secant(moving), 0, _PROBES
+    history: list[EMStep] = []
+    path: EvidencePath | None = None
+    point = _Point.of(model, prior, torch.zeros(1, features.size, device=features.device, dtype=features.dtype))
+    trace, start_gradient, converged = None, 0.0, False
+    network_loss = _loss(model, model.network_outputs)
     bar = tqdm(total=len(targets), desc="evidence", disable=not progress)
     while len(history) < max_rounds and not converged:
-        started, passes = time.perf_counter(), 0.0
-        mode_residual = 0.0
-        if not quadratic:
-            label = f"round {len(history) + 1}: mode" if progress else None
-            rough = CG(tolerance=max(targets[level], tolerance))
-            minimum = linear_model_mode(model, prior, rough, mode, description=label)
-            mode, passes, mode_residual = minimum.value, minimum.passes, minimum.residual
-        num_probes = min(max_probes, max(1 + level, math.ceil((per_probe / targets[level]) ** 2)))
-        path, mode_at = evidence_path(
-            model,
-            prior,
-            Draws(num_probes, seed, stream),
-            mode,
-            hessian_at=hessian_at,
-            accuracy=targets[level],
-            learn_noise=learn,
-            bounds=precision_bounds,
-            max_basis=max_basis,
+        started = time.perf_counter()
+        before, last = float(prior.precision), level == len(targets) - 1
+        num_probes = min(
+            wanted_probes if last else 2 * (level + 1), max_probes, max_basis // 4 if max_basis else max_probes
         )
-        before = float(prior.precision)
-        alpha, factor, error = path.fixed_point(precision_bounds, learn, follow=not quadratic)
+        expansion = _expand(model, prior, point, hessian_at)
+        residual = float((expansion.gradient + before * expansion.theta).norm())
+        start_gradient = start_gradient or residual
+        run = _curves(
+            expansion,
+            Draws(num_probes, seed, stream),
+            lambda path: path.fixed_point(precision_bounds, learn, follow=not quadratic),
+            targets[level],
+            max_basis=max_basis,
+            trace=trace,
+            find_trace=level > 0 or not moving,
+        )
+        path = run.path
+        if not moving:
+            trace = run.trace
+        point_ = path.fixed_point(precision_bounds, learn, follow=not quadratic)
+        fixed, factor, error = point_.precision, point_.noise_factor, point_.error
         if math.isfinite(error):
-            per_probe = _per_probe(path, alpha, error, num_probes) / (1 - (_RATE if moving else 0.0))
-        if not quadratic:
-            alpha, rate = _next_precision(path, alpha, before, visited, rate)
-        mode = mode_at(alpha)
-        noise = []
+            error /= 1 - secant.rate
+        # Curves around zero weights are good for every α; those around a mode only near its own.
+        alpha = fixed if quadratic or not history else secant.next(path, fixed, before)
+        noise: list[float] = []
         if isinstance(likelihood, Gaussian):
             noise = torch.as_tensor(likelihood.noise_precision).reshape(-1).tolist()
             if learn:
                 kept = min(max(noise[0] * factor, noise_bounds[0]), noise_bounds[1])
                 likelihood, factor = likelihood.with_precision(kept), kept / noise[0]
         updated = min(max(alpha * factor, precision_bounds[0]), precision_bounds[1])
-        model = model.with_likelihood(likelihood)
         at = torch.tensor([alpha], dtype=torch.float64)
         gamma, gamma_se = path.effective_dimension(at)
+        target, step, passes = run.mode(alpha), 0.0, path.passes
+        if quadratic:
+            point = replace(point, theta=target)
+        else:
+            proposal = _Point.of(model, prior, target)
+            following = point.toward(model, proposal, updated)
+            step, point = point.distance(model, following, updated), following
+            passes += 0.5
+        model = model.with_likelihood(likelihood)
         history.append(
             EMStep(
                 step=len(history) + 1,
@@ -732,10 +483,10 @@ def fit_path(
                 effective_dimension_se=gamma_se.tolist(),
                 mode_norm=path.mode_norm(at).tolist(),
                 loss=float(path.data_fit(at)),
-                network_loss=float(model.likelihood.loss(model.network_outputs, model.targets).double().sum()),
-                mode_residual=mode_residual,
+                network_loss=network_loss,
+                mode_residual=residual / max(start_gradient, 1e-300),
                 sample_residual=0.0,
-                passes=passes + path.passes,
+                passes=passes,
                 seconds=time.perf_counter() - started,
             )
         )
@@ -743,13 +494,20 @@ def fit_path(
         prior = prior.with_precision(torch.tensor([updated], dtype=torch.float64))
         if callback is not None:
             callback(history[-1])
-        # What is left after a move is what the curvature will change by it; after a plain step nothing is known.
-        if quadratic or (visited and max(abs(rate), 0.1) * moved <= tolerance):
-            converged = level == len(targets) - 1
+        # The secant has taken most of what the curvature will change by the move.
+        settled = quadratic or (len(history) > 1 and 0.3 * moved <= tolerance / 2 and step <= _NEAR)
+        exact_enough = error <= 1.5 * targets[-1] or num_probes >= max_probes or not math.isfinite(error)
+        converged = last and settled and exact_enough
+        if last and not exact_enough:
+            wanted_probes = min(math.ceil(wanted_probes * (error / targets[-1]) ** 2), 3 * wanted_probes)
         if quadratic or moved <= 3 * targets[level]:
             level = min(level + 1, len(targets) - 1)
             bar.update()
         bar.set_postfix(alpha=f"{updated:.3g}", gamma=f"{float(gamma):.3g}")
     bar.close()
     assert path is not None
-    return PathResult(prior, likelihood, (mode * prior.scale)[0], path, converged, history)
+    return PathResult(prior, likelihood, (point.theta * prior.scale)[0], path, converged, history)
+
+
+def _loss(model: LinearModel, outputs: Float[Tensor, "N C"]) -> float:
+    return float(model.likelihood.loss(outputs, model.targets).double().sum())

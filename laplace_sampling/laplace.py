@@ -14,18 +14,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_sampling.contour import sample_contour
+from laplace_sampling.curves import EvidenceCurves, EvidencePath, MarginalLikelihood
 from laplace_sampling.data import TrainingData
 from laplace_sampling.diagnostics import Diagnosis, chi_squared_test, data_energy_test
 from laplace_sampling.evidence import EMResult, EMStep, effective_dimension, fit_em
-from laplace_sampling.evidence_path import (
-    EvidenceCurves,
-    EvidencePath,
-    MarginalLikelihood,
-    PathResult,
-    evidence_path,
-    exact_path,
-    fit_path,
-)
+from laplace_sampling.evidence_path import PathResult, evidence_path, exact_path, fit_path
 from laplace_sampling.krylov import BlockKrylov
 from laplace_sampling.likelihoods import Categorical, Gaussian, Likelihood, as_likelihood
 from laplace_sampling.linearise import Linearisation, Selection

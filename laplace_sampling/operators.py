@@ -18,6 +18,10 @@ from laplace_sampling.linearise import Linearisation
 __all__ = ["GGN", "DenseFeatures", "Features", "NetworkFeatures", "Operator", "ScaledFeatures", "WhiteNoise"]
 
 
+# Numbers of the Jacobian in memory at once where it is needed row by row.
+_BLOCK = 2**25
+
+
 class Features(ABC):
     """`Φ`, the Jacobian of the outputs on the training data in the weights, `[N, C, P]`, as products.
 
@@ -224,10 +228,18 @@ class GGN(Operator):
         return total
 
     def root_rows(self) -> Iterator[Tensor]:
-        for chunk in self.features.chunks():
+        few = max(1, _BLOCK // (self.features.num_outputs * self.size))
+        for chunk in (part for batch in self.features.chunks() for part in batch.split(few)):
             rows = self.features.rows(chunk)  # [n, C, P]; the root acts on C
             yield self.likelihood.root_transpose(self.outputs[chunk], rows.permute(2, 0, 1)).flatten(1).T
 
     def diagonal(self) -> Float[Tensor, " P"]:
         """`diag(M)`, exactly, by `C` VJPs a datum."""
-        return torch.stack([(rows**2).sum(0) for rows in self.root_rows()]).sum(0)
+        total = torch.zeros(self.size, device=self.device, dtype=self.dtype)
+        for rows in self.root_rows():
+            total += (rows**2).sum(0)
+        return total
+
+    def trace(self) -> float:
+        """`Tr M`, exactly, by `C` VJPs a datum."""
+        return sum(float(rows.double().square().sum()) for rows in self.root_rows())

@@ -11,7 +11,7 @@ LEVELS = {
     "priors": 2, "preconditioners": 2, "solvers": 2, "predictive": 2,
     "sampling": 3,
     "krylov": 3, "variance_reduced": 3, "contour": 4,
-    "evidence": 4,
+    "evidence": 4, "curves": 4,
     "evidence_path": 5, "diagnostics": 5,
     "laplace": 6,
     "__init__": 7,

@@ -1,0 +1,406 @@
+r"""Evidence, effective dimension and mode as functions of the prior precision, from one Krylov run.
+
+While `B` is fixed, `M` does not depend on `α`. With `T = V M Vᵀ` on a block Krylov basis `V` of a few random probes `z`
+and of the right-hand side `b` of the mode, Gauss quadrature (Golub and Meurant) gives for *every* `α`
+
+    γ(α) = Tr M(M + α)⁻¹,    log|I + M/α|,    ‖θ̄(α)‖² = bᵀ(M + α)⁻²b,
+
+the traces as means over the probes (stochastic Lanczos quadrature), and so the log marginal likelihood
+
+    log p(y | α) = −Σ_i ℓ(y_i, h(θ̄, x_i)) − ½ α‖θ̄‖² − ½ log|I + M/α|.
+
+For a loss that is not quadratic, it is that of its quadratic expansion at the mode where the run was made, with
+`b = Mθ̄ − ∇ℓ`: exact there, and to first order in `log α` around it.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.krylov import Basis
+
+__all__ = ["EvidenceCurves", "EvidencePath", "MarginalLikelihood", "Quadrature", "bai_golub_bound"]
+
+# Quadratures converge geometrically: what is left was a fifth of the last step's change, or less, in what was measured.
+_LEFT = 0.3
+
+
+@dataclass(frozen=True)
+class Quadrature:
+    """`Σ_j w_j f(λ_j)`, several rows of weights `[R, m]` on the same nodes `[m]`: means over the rows are estimates.
+
+    Attributes:
+        nodes: `λ`.
+        weights: `w`.
+        random: the part of the weights that is random given the rest; the same weights for plain quadrature.
+        total: `Tr M` where it is known: a control variate for estimates of traces.
+        earlier: the quadrature a Lanczos step earlier, `None` if this one is exact.
+    """
+
+    nodes: Float[Tensor, " m"]
+    weights: Float[Tensor, "R m"]
+    random: Float[Tensor, "R m"]
+    total: float | None = None
+    earlier: "Quadrature | None" = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, basis: Basis, vectors: Float[Tensor, "R P"], sizes: list[int], exact: bool) -> "Quadrature":
+        """`zᵀf(M)z` of each of some vectors in the basis, `sizes` being its sizes after each step."""
+        coordinates = basis.project(vectors)
+
+        def at(size: int, earlier: "Quadrature | None") -> "Quadrature":
+            nodes, eigenvectors = torch.linalg.eigh(basis.T[:size, :size])
+            weights = ((coordinates[:, :size] @ eigenvectors) ** 2).cpu()
+            return cls(nodes.clamp_min(0).cpu(), weights, weights, earlier=earlier)
+
+        return at(sizes[-1], None if exact or len(sizes) < 2 else at(sizes[-2], None))
+
+    @classmethod
+    def of_trace(
+        cls, basis: Basis, probes: Float[Tensor, "R P"], sizes: list[int], exact: bool, total: float | None = None
+    ) -> "Quadrature":
+        """`Tr f(M)`, one estimate from each probe and the Krylov space of the others.
+
+        With `Q` an orthonormal basis of the Krylov space of all other probes and `z̃ = (I − QQᵀ)z` brought to norm
+        `√(P − dim Q)`, the estimate is `Tr QᵀfQ + z̃ᵀf z̃` (Chen and Hallman 2023, "Krylov-aware stochastic trace
+        estimation", with the exchange of probes of Epperly, Tropp and Webber 2024, "XTrace"). Only the second part is
+        random, and it does not see the leading eigenvectors, which `Q` holds. Everything happens inside the basis: no
+        product is made. For the small eigenvalues that are left `f` is nearly proportional to `λ`, so that a known
+        `Tr M` takes most of the rest of the variance away.
+        """
+        coordinates = basis.project(probes)
+
+        def at(steps: int, earlier: "Quadrature | None") -> "Quadrature":
+            size = sizes[steps - 1]
+            T = basis.T[:size, :size]
+            nodes, eigenvectors = torch.linalg.eigh(T)
+            inside = coordinates[:, :size]
+            fixed, random = [], []
+            for i in range(len(inside)):
+                Q = _krylov_space(T, torch.cat([inside[:i], inside[i + 1 :]]), max(steps - 1, 1))
+                rest = inside[i] - (inside[i] @ Q.T) @ Q
+                norm = float(rest @ rest)
+                left = probes.shape[1] - len(Q)
+                scale = left / norm if norm > 1e-12 * float(inside[i] @ inside[i]) else 0.0
+                fixed.append(((Q @ eigenvectors) ** 2).sum(0))
+                random.append(scale * (rest @ eigenvectors) ** 2)
+            part = torch.stack(random).cpu()
+            return cls(nodes.clamp_min(0).cpu(), torch.stack(fixed).cpu() + part, part, total, earlier)
+
+        return at(len(sizes), None if exact or len(sizes) < 2 else at(len(sizes) - 1, None))
+
+    def __call__(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, "R n"]:
+        """Values for functions `f(λ)`, `[n, m]`."""
+        values = f(self.nodes)
+        if self.total is None:
+            return self.weights @ values.T
+        return self.weights @ values.T + (self.total - self.weights @ self.nodes)[:, None] * self._slope(values)
+
+    def variance(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, " n"]:
+        """Of the mean over the rows: that of a quadratic form in `z̃`, known better so than by the scatter of few."""
+        values = f(self.nodes)
+        if self.total is not None:
+            values = values - self._slope(values)[:, None] * self.nodes
+        return 2 * (self.random @ (values**2).T).mean(0) / len(self.weights)
+
+    def _slope(self, values: Float[Tensor, "n m"]) -> Float[Tensor, " n"]:
+        """`c` for which `f(λ) − cλ` varies least: the coefficient of the control variate."""
+        weights = self.random.mean(0)
+        return (values @ (weights * self.nodes)) / (weights @ self.nodes**2).clamp_min(1e-300)
+
+    def change(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, "R n"]:
+        """An estimate of the error: a part of what the last Lanczos step changed; zero if the quadrature is exact."""
+        return torch.zeros_like(self(f)) if self.earlier is None else _LEFT * (self(f) - self.earlier(f))
+
+
+def _krylov_space(T: Tensor, start: Tensor, blocks: int) -> Tensor:
+    """Orthonormal basis of the span of `start T^k`, `k < blocks`."""
+    Q, block = start[:0], start
+    for _ in range(blocks):
+        for _ in range(2):
+            norm = block.norm(dim=1, keepdim=True)
+            block = block[norm[:, 0] > 0] / norm[norm > 0][:, None]
+            block = block - (block @ Q.T) @ Q
+            block = block[block.norm(dim=1) > 1e-8]
+            if len(block) == 0:
+                return Q
+            q, r = torch.linalg.qr(block.T)
+            block = q.T[r.diagonal().abs() > 1e-8]
+        Q, block = torch.cat([Q, block]), block @ T
+    return Q
+
+
+def bai_golub_bound(trace: Tensor, squares: Tensor, largest: Tensor, rank: int, size: int, alpha: Tensor) -> Tensor:
+    r"""Upper bound of `log|M + αI|` from two traces and the largest eigenvalue (Bai and Golub 1996; Brack 2023, §3.2).
+
+    With `K` eigenvalues at most `β = λ_max + α` on the range of `M`, `μ₁ = Tr M + Kα`, `μ₂ = Tr M² + 2α Tr M + Kα²`,
+    and `α` on the other `P − K`.
+
+    Args:
+        trace: `Tr M`.
+        squares: `Tr M²`.
+        largest: at least the largest eigenvalue of `M`.
+        rank: `K`, at least the rank of `M`.
+        size: `P`.
+        alpha: `[n]`.
+    """
+    beta = largest + alpha
+    first = trace + rank * alpha
+    second = squares + 2 * alpha * trace + rank * alpha**2
+    t = (beta * first - second) / (beta * rank - first)
+    # [log β, log t] [[β, t], [β², t²]]⁻¹ [μ₁, μ₂]ᵀ, the inverse written out
+    a = (first * t - second) / (beta * (t - beta))
+    b = (second - beta * first) / (t * (t - beta))
+    return a * beta.log() + b * t.log() + (size - rank) * alpha.log()
+
+
+@dataclass(frozen=True)
+class FixedPoint:
+    """`α` (before the factor of the noise) at which MacKay's update stays.
+
+    `error` is the standard error of `log α` by the probes, infinite at a bound; `slope`, from 0.05 to 1, by how much an
+    error of `log γ` or `log ‖θ̄‖²` is smaller than the one of `log α` that it makes.
+    """
+
+    precision: float
+    noise_factor: float
+    error: float
+    slope: float
+
+
+@dataclass(frozen=True)
+class EvidencePath:
+    r"""Functions of the prior precision `α` (a tensor `[n]`), at the curvature of one Krylov run.
+
+    For several groups of weights, `α` is the geometric mean of their precisions over the weights, which all go up and
+    down together.
+
+    Attributes:
+        traces: quadrature of the probes.
+        fit: quadrature of `b`, one row.
+        loss: the quadratic expansion of the sum of losses at `θ = 0`.
+        num_outputs: `N·C`.
+        size: `P`.
+        noise_precision: of a Gaussian likelihood with one, else `None`.
+        at: `α` at which the run was made.
+        exact: no probes, but all eigenvalues: `traces` has one row of unit weights.
+        passes: products spent, in units of all data and one vector.
+    """
+
+    traces: Quadrature
+    fit: Quadrature
+    loss: float
+    num_outputs: int
+    size: int
+    noise_precision: float | None
+    at: float
+    exact: bool
+    passes: float
+
+    def _trace(self, f: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """`Tr f(M)` and its standard error, with what the last Lanczos step changed added in squares."""
+        value = self.traces(f).mean(0)
+        return value, (self._probe_variance(f) + self.traces.change(f).mean(0) ** 2).sqrt()
+
+    def _probe_variance(self, f: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.zeros_like(self.traces(f).mean(0)) if self.exact else self.traces.variance(f)
+
+    def effective_dimension(self, alpha: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+        """`γ(α) = Tr M(M + α)⁻¹`, and its standard error."""
+        a = alpha.double()[:, None]
+        return self._trace(lambda t: t / (t + a))
+
+    def squared_dimension(self, alpha: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        """`Tr (M(M + α)⁻¹)²`: half the variance of `ζᵀMζ` for a posterior sample `ζ`."""
+        a = alpha.double()[:, None]
+        return self._trace(lambda t: (t / (t + a)) ** 2)[0]
+
+    def log_determinant(self, alpha: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+        """`log|I + M/α|`, and its standard error."""
+        a = alpha.double()[:, None]
+        return self._trace(lambda t: torch.log1p(t / a))
+
+    def log_determinant_bound(self, alpha: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        """Bai and Golub's upper bound of `log|I + M/α|`; its traces are estimates, too."""
+        one = torch.ones(1, 1, dtype=torch.float64)
+        trace, square = (self._trace(lambda t, k=k: t**k * one)[0] for k in (1, 2))
+        rank = min(self.size, self.num_outputs)
+        a = alpha.double()
+        return bai_golub_bound(trace, square, self.traces.nodes.max(), rank, self.size, a) - self.size * a.log()
+
+    def mode_norm(self, alpha: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        """`‖θ̄(α)‖²`, in scaled coordinates."""
+        a = alpha.double()[:, None]
+        return self.fit(lambda t: (t + a) ** -2)[0]
+
+    def data_fit(self, alpha: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        """`Σ_i ℓ(y_i, h(θ̄(α), x_i))`, a sum over the data."""
+        a = alpha.double()[:, None]
+        return self.loss + self.fit(lambda t: 0.5 * t * (t + a) ** -2 - 1 / (t + a))[0]
+
+    def complexity(self, alpha: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        """`½ α‖θ̄‖² + ½ log|I + M/α|`."""
+        return 0.5 * alpha.double() * self.mode_norm(alpha) + 0.5 * self.log_determinant(alpha)[0]
+
+    def log_marginal_likelihood(self, alpha: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+        """`log p(y | α)`, and its standard error (of probes, and of the last Lanczos step)."""
+        a = alpha.double()[:, None]
+        change = 0.5 * self.fit.change(lambda t: 1 / (t + a))[0]
+        error = (0.25 * self.log_determinant(alpha)[1] ** 2 + change**2).sqrt()
+        return -self.data_fit(alpha) - self.complexity(alpha), error
+
+    def last_changes(self, alpha: float) -> tuple[float, float]:
+        """Estimates of what further Lanczos steps would change of `γ` and `‖θ̄‖²`, relative."""
+        a = torch.tensor([[alpha]], dtype=torch.float64)
+        gamma = self.traces.change(lambda t: t / (t + a)).mean() / self.traces(lambda t: t / (t + a)).mean()
+        norm = self.fit.change(lambda t: (t + a) ** -2) / self.fit(lambda t: (t + a) ** -2).clamp_min(1e-300)
+        return float(gamma.abs()), float(norm.abs())
+
+    def last_changes_of_evidence(self, alpha: Float[Tensor, " n"]) -> tuple[float, float]:
+        """The same of the two terms of the log marginal likelihood, relative to it, the largest over some `α`."""
+        a = alpha.double()[:, None]
+        value = self.log_marginal_likelihood(alpha)[0].abs()
+        traces = 0.5 * self.traces.change(lambda t: torch.log1p(t / a)).mean(0).abs() / value
+        fit = 0.5 * self.fit.change(lambda t: 1 / (t + a))[0].abs() / value
+        return float(traces.max()), float(fit.max())
+
+    def mackay(
+        self, alpha: Float[Tensor, " n"], learn_noise: bool = False
+    ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+        r"""`log` of the ratio of `α` to MacKay's update of it, zero at a fixed point, and the factor of the noise.
+
+        With a noise precision to learn, `M` and `b` scale with it: `α` is then the ratio of the prior precision to the
+        factor `κ` by which the noise precision grows, and `κ = N·C / Q`, `Q = b·SSE + α‖θ̄‖²`, is of most evidence.
+        """
+        gamma = self.effective_dimension(alpha)[0]
+        factor = self.noise_factor(alpha) if learn_noise else torch.ones_like(gamma)
+        return (alpha.double() * self.mode_norm(alpha) * factor / gamma.clamp_min(1e-30)).log(), factor
+
+    def noise_factor(self, alpha: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        """`κ = N·C / (b·SSE + α‖θ̄‖²)`, by which the noise precision of a Gaussian likelihood would have to grow."""
+        assert self.noise_precision is not None
+        constant = 0.5 * self.num_outputs * math.log(2 * math.pi / self.noise_precision)
+        q = 2 * (self.data_fit(alpha) - constant) + alpha.double() * self.mode_norm(alpha)
+        return self.num_outputs / q.clamp_min(1e-30)
+
+    def _profile(self, alpha: Tensor, learn_noise: bool) -> Tensor:
+        """Evidence at the best noise precision, up to a constant."""
+        if not learn_noise:
+            return self.log_marginal_likelihood(alpha)[0]
+        return 0.5 * self.num_outputs * self.noise_factor(alpha).log() - 0.5 * self.log_determinant(alpha)[0]
+
+    def fixed_point(self, bounds: tuple[float, float], learn_noise: bool = False, follow: bool = False) -> FixedPoint:
+        """MacKay's fixed point.
+
+        Args:
+            bounds: within which it is sought; a bound is returned if there is none between.
+            learn_noise: joint with the noise precision.
+            follow: the fixed point that the update leads to from `at`; else the one of most evidence.
+        """
+        grid = torch.logspace(math.log10(bounds[0]), math.log10(bounds[1]), 800, dtype=torch.float64)
+        value, factor = self.mackay(grid, learn_noise)
+        up = ((value[:-1] < 0) & (value[1:] >= 0)).nonzero()[:, 0]
+        if len(up) == 0:
+            end = 0 if value[0] > 0 else -1
+            return FixedPoint(float(grid[end]), float(factor[end]), math.inf, 1.0)
+        if follow:
+            here = int(torch.searchsorted(grid, torch.tensor(self.at, dtype=torch.float64)).clamp(0, len(grid) - 1))
+            ahead = up[up >= here - 1] if value[here] < 0 else up[up < here].flip(0)
+            chosen = int(ahead[0]) if len(ahead) else int(up[(up - here).abs().argmin()])
+        else:
+            chosen = int(up[self._profile(grid[up], learn_noise).argmax()])
+        low, high, v0, v1 = grid[chosen].log(), grid[chosen + 1].log(), value[chosen], value[chosen + 1]
+        log_alpha = low - v0 * (high - low) / (v1 - v0)
+        alpha = log_alpha.exp()[None]
+        gamma, error = (
+            self.effective_dimension(alpha)[0],
+            self._probe_variance(lambda t: t / (t + alpha[:, None])).sqrt(),
+        )
+        slope = min(max(float((v1 - v0) / (high - low)), 0.05), 1.0)
+        final_factor = self.mackay(alpha, learn_noise)[1]
+        return FixedPoint(float(alpha), float(final_factor), float(error / gamma) / slope, slope)
+
+
+@dataclass(frozen=True)
+class EvidenceCurves:
+    """Curves over the prior precision, all `[n]`, in float64 on the CPU; logarithms are natural, sums over the data.
+
+    Attributes:
+        prior_precision: `α`.
+        effective_dimension: `γ(α)`, and its standard error.
+        mode_norm: `‖θ̄(α)‖²` in the scaled coordinates of the prior.
+        log_determinant: `log|I + M/α|`, and its standard error.
+        data_fit: `Σ_i ℓ(y_i, h(θ̄(α), x_i))`.
+        log_marginal_likelihood: `log p(y | α)`, and its standard error.
+        at: the fitted `α`, where the curvature is taken.
+    """
+
+    prior_precision: Float[Tensor, " n"]
+    effective_dimension: Float[Tensor, " n"]
+    effective_dimension_se: Float[Tensor, " n"]
+    mode_norm: Float[Tensor, " n"]
+    log_determinant: Float[Tensor, " n"]
+    log_determinant_se: Float[Tensor, " n"]
+    data_fit: Float[Tensor, " n"]
+    log_marginal_likelihood: Float[Tensor, " n"]
+    log_marginal_likelihood_se: Float[Tensor, " n"]
+    at: float
+
+    @classmethod
+    def of(cls, path: EvidencePath, alpha: Float[Tensor, " n"]) -> "EvidenceCurves":
+        return cls(
+            alpha,
+            *path.effective_dimension(alpha),
+            path.mode_norm(alpha),
+            *path.log_determinant(alpha),
+            path.data_fit(alpha),
+            *path.log_marginal_likelihood(alpha),
+            path.at,
+        )
+
+
+@dataclass(frozen=True)
+class MarginalLikelihood:
+    """`log p(y)` at some hyperparameters; `float()` of it is the value.
+
+    Attributes:
+        value: `−data_fit − complexity`, a sum over the data.
+        standard_error: of it; 0 if exact.
+        lower_bound: with Bai and Golub's bound of the log determinant.
+        data_fit: `Σ_i ℓ(y_i, h(θ̄, x_i))`.
+        complexity: `½ θ̄ᵀAθ̄ + ½ log|I + A⁻¹M|`.
+        balance: for a Gaussian likelihood with one noise precision `(b·SSE + θ̄ᵀAθ̄) / (N·C)`, which is 1 where
+            evidence is largest; else `None`.
+        exact: whether all eigenvalues were at hand.
+    """
+
+    value: float
+    standard_error: float
+    lower_bound: float
+    data_fit: float
+    complexity: float
+    balance: float | None
+    exact: bool
+
+    def __float__(self) -> float:
+        return self.value
+
+    @classmethod
+    def of(cls, path: EvidencePath, alpha: float) -> "MarginalLikelihood":
+        a = torch.tensor([alpha], dtype=torch.float64)
+        value, error = path.log_marginal_likelihood(a)
+        bound = -path.data_fit(a) - 0.5 * a * path.mode_norm(a) - 0.5 * path.log_determinant_bound(a)
+        balance = None if path.noise_precision is None else 1 / float(path.noise_factor(a))
+        return cls(
+            float(value),
+            0.0 if path.exact else float(error),
+            float(bound),
+            float(path.data_fit(a)),
+            float(path.complexity(a)),
+            balance,
+            path.exact,
+        )
