@@ -359,10 +359,13 @@ _NEAR = 0.15
 
 
 class _Secant:
-    """The next `α` while `B` moves with it, from the fixed points of the curves of earlier rounds."""
+    """The next `α` while `B` moves with it, from the fixed points of the curves of earlier rounds.
+
+    Where only the mode moves, curves around it are right to first order, and the fixed point needs no correction.
+    """
 
     def __init__(self, moving: bool) -> None:
-        self.rate = _RATE if moving else 0.0
+        self.moving, self.rate = moving, _RATE if moving else 0.0
         self.visited: list[tuple[float, float]] = []
 
     def next(self, path: EvidencePath, fixed_point: float, before: float) -> float:
@@ -372,7 +375,7 @@ class _Secant:
             return min(max(plain, before / 1e3), before * 1e3)
         x, s = math.log(before), math.log(fixed_point)
         self.visited.append((x, s))
-        if len(self.visited) > 1 and abs(x - self.visited[-2][0]) > 0.1:
+        if self.moving and len(self.visited) > 1 and abs(x - self.visited[-2][0]) > 0.1:
             self.rate = min(max((s - self.visited[-2][1]) / (x - self.visited[-2][0]), -0.3), 0.6)
         return math.exp(s + self.rate / (1 - self.rate) * (s - x))
 
