@@ -315,34 +315,43 @@ def evidence_path(
     return run.path, run.mode
 
 
-def exact_path(
-    model: LinearModel, prior: GaussianPrior, mode: Float[Tensor, "1 P"], *, hessian_at: str
-) -> EvidencePath:
-    """The same curves from all eigenvalues, by dense algebra: for small problems."""
-    expansion = _expand(model, prior, _Point.of(model, prior, mode), hessian_at)
-    rhs, path = expansion.complete(expansion.at_mode.matmul(expansion.theta))
+class _ExactRun:
+    """The curves from all eigenvalues, by dense algebra."""
 
-    def spectrum(operator: GGN) -> tuple[Tensor, Tensor]:
+    trace: float | None = None
+
+    def __init__(self, expansion: _Expansion) -> None:
+        self.white, self.product = expansion.white, expansion.at_mode.matmul(expansion.theta)
+        rhs, path = expansion.complete(self.product)
+        self.values, self.vectors = self._spectrum(expansion.at_mode)
+        self.rhs = (rhs.double() @ self.vectors.T)[0]
+        same = expansion.operator is expansion.at_mode
+        nodes = self.values if same else self._spectrum(expansion.operator)[0]
+        ones, fit = torch.ones(1, len(nodes), dtype=torch.float64), self.rhs[None].square().cpu()
+        self.path = replace(
+            path, traces=Quadrature(nodes.cpu(), ones, ones), fit=Quadrature(self.values.cpu(), fit, fit), exact=True
+        )
+
+    @staticmethod
+    def _spectrum(operator: GGN) -> tuple[Float[Tensor, " m"], Float[Tensor, "m P"]]:
+        """Eigenvalues that may not be zero, and eigenvectors as rows."""
         root = torch.cat([block.double() for block in operator.root_rows()])
         if len(root) < operator.size:
             values, vectors = torch.linalg.eigh(root @ root.T)
             scaled = (vectors.T @ root) / values.clamp_min(1e-300).sqrt()[:, None]
-            return values, torch.where((values > 1e-14 * values[-1])[:, None], scaled, 0.0)
+            return values.clamp_min(0), torch.where((values > 1e-14 * values[-1])[:, None], scaled, 0.0)
         values, vectors = torch.linalg.eigh(root.T @ root)
-        return values, vectors.T
+        return values.clamp_min(0), vectors.T
 
-    values, vectors = spectrum(expansion.at_mode)
-    weights = (rhs.double() @ vectors.T) ** 2
-    same = expansion.operator is expansion.at_mode
-    trace_values = values if same else spectrum(expansion.operator)[0]
-    nodes, ones = trace_values.clamp_min(0).cpu(), torch.ones(1, len(trace_values), dtype=torch.float64)
-    fit = weights.cpu()
-    return replace(
-        path,
-        traces=Quadrature(nodes, ones, ones),
-        fit=Quadrature(values.clamp_min(0).cpu(), fit, fit),
-        exact=True,
-    )
+    def mode(self, alpha: float) -> Float[Tensor, "1 P"]:
+        return ((self.rhs / (self.values + alpha)) @ self.vectors)[None].to(self.white) * self.white
+
+
+def exact_path(
+    model: LinearModel, prior: GaussianPrior, mode: Float[Tensor, "1 P"], *, hessian_at: str
+) -> EvidencePath:
+    """The same curves from all eigenvalues, by dense algebra: for small problems."""
+    return _ExactRun(_expand(model, prior, _Point.of(model, prior, mode), hessian_at)).path
 
 
 # Standard errors of log α that successive rounds of `fit_path` aim at: B moves with α, and rounds far from the end
@@ -350,7 +359,7 @@ def exact_path(
 _ROUNDS = (0.25, 0.08)
 # Probes of the last round, to begin with: each of them sees the Krylov spaces of all others.
 _PROBES = 12
-# Within this factor of the present α the expansion at the mode is trusted; farther off the plain update is.
+# Within this factor of the present α the expansion at the mode is trusted.
 _TRUSTED = 4.0
 # By what a round shrinks the distance to the end where B is at the mode: seen in practice, then measured.
 _RATE = 0.4
@@ -366,17 +375,23 @@ class _Secant:
 
     def __init__(self, moving: bool) -> None:
         self.moving, self.rate = moving, _RATE if moving else 0.0
-        self.visited: list[tuple[float, float]] = []
+        self.visited: list[tuple[float, float, int]] = []
+        self.trust = math.log(_TRUSTED)
 
-    def next(self, path: EvidencePath, fixed_point: float, before: float) -> float:
-        if not 1 / _TRUSTED <= fixed_point / before <= _TRUSTED:
-            self.visited.clear()
-            plain = before / math.exp(float(path.mackay(torch.tensor([before]))[0]))
-            return min(max(plain, before / 1e3), before * 1e3)
+    def next(self, fixed_point: float, before: float, num_probes: int) -> float:
         x, s = math.log(before), math.log(fixed_point)
-        self.visited.append((x, s))
-        if self.moving and len(self.visited) > 1 and abs(x - self.visited[-2][0]) > 0.1:
-            self.rate = min(max((s - self.visited[-2][1]) / (x - self.visited[-2][0]), -0.3), 0.6)
+        if abs(s - x) > self.trust:
+            # Farther off than the curves hold: go so far, and twice as far (in log α) if that was not enough.
+            self.visited.clear()
+            limit, self.trust = self.trust, 2 * self.trust
+            return math.exp(x + math.copysign(limit, s - x))
+        self.trust = math.log(_TRUSTED)
+        self.visited.append((x, s, num_probes))
+        if self.moving and len(self.visited) > 1:
+            last = self.visited[-2]
+            # Fixed points by the same probes have most of their errors in common.
+            if abs(x - last[0]) > (0.003 if num_probes == last[2] else 0.1):
+                self.rate = min(max((s - last[1]) / (x - last[0]), -0.9), 0.7)
         return math.exp(s + self.rate / (1 - self.rate) * (s - x))
 
 
@@ -393,6 +408,7 @@ def fit_path(
     precision_bounds: tuple[float, float] = (1e-8, 1e12),
     noise_bounds: tuple[float, float] = (1e-12, 1e12),
     max_basis: int | None = None,
+    exact: bool = False,
     progress: bool = False,
     callback: Callable[[EMStep], object] | None = None,
 ) -> PathResult:
@@ -415,6 +431,7 @@ def fit_path(
         precision_bounds: within which `α` is kept.
         noise_bounds: within which the noise precision is kept.
         max_basis: vectors in memory at most.
+        exact: all eigenvalues by dense algebra instead of Krylov runs.
         progress: show progress bars.
         callback: called with the record of each round.
     """
@@ -422,7 +439,9 @@ def fit_path(
     prior = prior.to(features.device, features.dtype)
     quadratic = isinstance(likelihood, Gaussian)
     learn = isinstance(likelihood, Gaussian) and likelihood.learn
-    targets = [tolerance / 3] if quadratic else [*(level for level in _ROUNDS if level > tolerance), tolerance / 3]
+    targets = (
+        [tolerance / 3] if quadratic or exact else [*(level for level in _ROUNDS if level > tolerance), tolerance / 3]
+    )
     moving = not quadratic and hessian_at == "mode"
     secant, level, wanted_probes = _Secant(moving), 0, _PROBES
     history: list[EMStep] = []
@@ -440,14 +459,18 @@ def fit_path(
         expansion = _expand(model, prior, point, hessian_at)
         residual = float((expansion.gradient + before * expansion.theta).norm())
         start_gradient = start_gradient or residual
-        run = _curves(
-            expansion,
-            Draws(num_probes, seed, stream),
-            lambda path: path.fixed_point(precision_bounds, learn, follow=not quadratic),
-            targets[level],
-            max_basis=max_basis,
-            trace=trace,
-            find_trace=level > 0 or not moving,
+        run = (
+            _ExactRun(expansion)
+            if exact
+            else _curves(
+                expansion,
+                Draws(num_probes, seed, stream),
+                lambda path: path.fixed_point(precision_bounds, learn, follow=not quadratic),
+                targets[level],
+                max_basis=max_basis,
+                trace=trace,
+                find_trace=level > 0 or not moving,
+            )
         )
         path = run.path
         if not moving:
@@ -457,7 +480,7 @@ def fit_path(
         if math.isfinite(error):
             error /= 1 - secant.rate
         # Curves around zero weights are good for every α; those around a mode only near its own.
-        alpha = fixed if quadratic or not history else secant.next(path, fixed, before)
+        alpha = fixed if quadratic or not history else secant.next(fixed, before, num_probes)
         noise: list[float] = []
         if isinstance(likelihood, Gaussian):
             noise = torch.as_tensor(likelihood.noise_precision).reshape(-1).tolist()

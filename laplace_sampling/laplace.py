@@ -220,7 +220,7 @@ class LinearisedLaplace:
         model, data, solver = self._prepare(loader)
         prior = self._build_prior(model)
         result: EMResult | PathResult
-        if isinstance(solver, BlockKrylov) and _has_path(model.likelihood, prior):
+        if isinstance(solver, BlockKrylov | Dense) and _has_path(model.likelihood, prior):
             result = fit_path(
                 model,
                 prior,
@@ -230,7 +230,8 @@ class LinearisedLaplace:
                 tolerance=tolerance,
                 max_rounds=max_steps + 2,
                 precision_bounds=precision_bounds,
-                max_basis=solver.max_basis,
+                max_basis=solver.max_basis if isinstance(solver, BlockKrylov) else None,
+                exact=isinstance(solver, Dense),
                 progress=progress,
                 callback=callback,
             )
