@@ -162,9 +162,7 @@ def fit_em(
         progress: show progress bars.
         callback: called with the record of each step.
     """
-    for name, (low, high) in (("precision_bounds", precision_bounds), ("noise_bounds", noise_bounds)):
-        if not 0 < low < high:
-            raise ValueError(f"`{name}` must be positive and in order, but is {(low, high)}.")
+    check_bounds(precision_bounds, noise_bounds)
     features = model.features
     prior = prior.to(features.device, features.dtype)
     sizes = torch.bincount(prior.groups, minlength=len(prior.names)).cpu()
@@ -235,6 +233,13 @@ def fit_em(
         converged=converged,
         history=history,
     )
+
+
+def check_bounds(precision_bounds: tuple[float, float], noise_bounds: tuple[float, float]) -> None:
+    """Raise if bounds are not positive and in order."""
+    for name, (low, high) in (("precision_bounds", precision_bounds), ("noise_bounds", noise_bounds)):
+        if not 0 < low < high:
+            raise ValueError(f"`{name}` must be positive and in order, but is {(low, high)}.")
 
 
 def _possible(gamma: Tensor, error: Tensor, sizes: Tensor, rows: float) -> Tensor:

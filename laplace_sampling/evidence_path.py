@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from laplace_sampling.curves import EvidencePath, FixedPoint, Quadrature
-from laplace_sampling.evidence import EMStep
+from laplace_sampling.evidence import EMStep, check_bounds
 from laplace_sampling.krylov import Basis
 from laplace_sampling.likelihoods import Gaussian, Likelihood
 from laplace_sampling.operators import GGN, ScaledFeatures
@@ -376,16 +376,19 @@ class _Secant:
     def __init__(self, moving: bool) -> None:
         self.moving, self.rate = moving, _RATE if moving else 0.0
         self.visited: list[tuple[float, float, int]] = []
-        self.trust = math.log(_TRUSTED)
+        self.beyond: list[float] = []
 
     def next(self, fixed_point: float, before: float, num_probes: int) -> float:
         x, s = math.log(before), math.log(fixed_point)
-        if abs(s - x) > self.trust:
+        trust = math.log(_TRUSTED) * 2 ** len(self.beyond)
+        if self.beyond and self.beyond[-1] * (s - x) < 0:
+            trust, self.beyond = math.log(_TRUSTED), []
+        if abs(s - x) > trust:
             # Farther off than the curves hold: go so far, and twice as far (in log α) if that was not enough.
             self.visited.clear()
-            limit, self.trust = self.trust, 2 * self.trust
-            return math.exp(x + math.copysign(limit, s - x))
-        self.trust = math.log(_TRUSTED)
+            self.beyond.append(s - x)
+            return math.exp(x + math.copysign(trust, s - x))
+        self.beyond.clear()
         self.visited.append((x, s, num_probes))
         if self.moving and len(self.visited) > 1:
             last = self.visited[-2]
@@ -435,6 +438,7 @@ def fit_path(
         progress: show progress bars.
         callback: called with the record of each round.
     """
+    check_bounds(precision_bounds, noise_bounds)
     features, likelihood = model.features, model.likelihood
     prior = prior.to(features.device, features.dtype)
     quadratic = isinstance(likelihood, Gaussian)
@@ -479,8 +483,16 @@ def fit_path(
         fixed, factor, error = point_.precision, point_.noise_factor, point_.error
         if math.isfinite(error):
             error /= 1 - secant.rate
-        # Curves around zero weights are good for every α; those around a mode only near its own.
-        alpha = fixed if quadratic or not history else secant.next(fixed, before, num_probes)
+        # Curves around zero weights are good for every α, those around a mode only near its own; and curves of few
+        # probes may miss a fixed point where they are flat.
+        unsure = not (last or math.isfinite(error))
+        if unsure:
+            alpha = before / math.exp(float(path.mackay(torch.tensor([before], dtype=torch.float64))[0]))
+            alpha = min(max(alpha, before / _TRUSTED), before * _TRUSTED)
+        elif quadratic or (not history and math.isfinite(error)):
+            alpha = fixed
+        else:
+            alpha = secant.next(fixed, before, num_probes)
         noise: list[float] = []
         if isinstance(likelihood, Gaussian):
             noise = torch.as_tensor(likelihood.noise_precision).reshape(-1).tolist()
@@ -526,7 +538,7 @@ def fit_path(
         converged = last and settled and exact_enough
         if last and not exact_enough:
             wanted_probes = min(math.ceil(wanted_probes * (error / targets[-1]) ** 2), 3 * wanted_probes)
-        if quadratic or moved <= 3 * targets[level]:
+        if quadratic or unsure or moved <= 3 * targets[level]:
             level = min(level + 1, len(targets) - 1)
             bar.update()
         bar.set_postfix(alpha=f"{updated:.3g}", gamma=f"{float(gamma):.3g}")

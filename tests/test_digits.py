@@ -4,10 +4,21 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.digits import Problem, dense_fixed_point, em, exact, function_error, jump, problem, solve
+from benchmarks.digits import (
+    Problem,
+    dense_fixed_point,
+    em,
+    exact,
+    function_error,
+    jump,
+    path_fit,
+    problem,
+    solve,
+)
 from laplace_sampling import LinearisedLaplace
 from laplace_sampling.__main__ import cnn
 from laplace_sampling.__main__ import digits as digits_data
+from laplace_sampling.krylov import BlockKrylov
 from laplace_sampling.sampling import Draws
 from laplace_sampling.solvers import SGD
 
@@ -51,6 +62,22 @@ def test_em_ends_near_the_dense_fixed_point_from_both_sides(few_digits: Problem,
     print(f"EM from 100 and from 0.01: {ends}, dense {truth}")
     for end in ends:
         assert end == pytest.approx(truth, rel=0.05)
+    for start, seed in ((1.0, 0), (1.0, 1), (100.0, 2), (0.01, 3)):
+        alpha, passes = path_fit(few_digits, start, hessian_at, seed)
+        print(f"evidence path from {start}: {alpha}, {passes} passes")
+        assert alpha == pytest.approx(truth, rel=0.03)
+        assert passes <= 400
+
+
+def test_64_samples_by_block_krylov(digits: Problem) -> None:
+    prior, draws = digits.prior(3.5), Draws(64, 0)
+    solution = solve(digits, prior, draws, BlockKrylov())
+    error = function_error(digits, prior, solution.value, exact(digits, prior, draws))
+    passes = solution.passes + 32
+    print(f"64 samples: error {error:.3%}, {passes} passes")
+    assert error <= 1e-3
+    assert error <= float(solution.error.max()) ** 2
+    assert passes <= 500
 
 
 def test_after_a_jump_of_alpha_the_test_variance_is_right(digits: Problem) -> None:

@@ -186,7 +186,7 @@ def test_standard_errors_cover_the_truth() -> None:
             Draws(8, seed),
             torch.zeros(1, size, dtype=torch.float64),
             hessian_at="network",
-            accuracy=1e-3,
+            accuracy=1e-4,
             decades=0.0,
         )
         pairs = (path.effective_dimension(alpha), path.log_determinant(alpha))
