@@ -18,8 +18,9 @@ from benchmarks.digits import (
 from laplace_sampling import LinearisedLaplace
 from laplace_sampling.__main__ import cnn
 from laplace_sampling.__main__ import digits as digits_data
-from laplace_sampling.krylov import BlockKrylov
-from laplace_sampling.sampling import Draws
+from laplace_sampling.evidence_path import evidence_path
+from laplace_sampling.krylov import CG, BlockKrylov
+from laplace_sampling.sampling import Draws, linear_model_mode
 from laplace_sampling.solvers import SGD
 
 
@@ -67,6 +68,41 @@ def test_em_ends_near_the_dense_fixed_point_from_both_sides(few_digits: Problem,
         print(f"evidence path from {start}: {alpha}, {passes} passes")
         assert alpha == pytest.approx(truth, rel=0.03)
         assert passes <= 400
+
+
+@pytest.mark.parametrize("hessian_at", ["network", "mode"])
+def test_evidence_over_six_decades_is_the_dense_one(few_digits: Problem, hessian_at: str) -> None:
+    prior = few_digits.prior(4.0, hessian_at)
+    model, alphas = few_digits.model, torch.logspace(-3, 3, 13, dtype=torch.float64) * 4
+    mode = linear_model_mode(model, prior, CG(1e-4)).value
+    # Dense algebra that shares nothing with the curves: the expansion at the mode is linear regression.
+    features = model.features.rows(torch.arange(200)).double() * prior.scale.double()
+    roots = []
+    outputs = model.outputs(mode * prior.scale)[0].double()
+    for at in (outputs, outputs if hessian_at == "mode" else model.network_outputs.double()):
+        p = at.softmax(-1)
+        weight, vectors = torch.linalg.eigh(torch.diag_embed(p) - p[:, :, None] * p[:, None])
+        half = weight.clamp_min(0).sqrt()[:, :, None] * vectors.mT
+        roots.append((half @ features).flatten(0, 1))
+    gram, spectrum = roots[0].T @ roots[0], torch.linalg.eigvalsh(roots[1] @ roots[1].T).clamp_min(0)
+    slope = outputs.softmax(-1) - torch.nn.functional.one_hot(model.targets, 10)
+    gradient, theta = torch.einsum("nc,ncp->p", slope, features), mode[0].double()
+    b = gram @ theta - gradient
+    values, vectors = torch.linalg.eigh(gram)
+    loss = torch.nn.functional.cross_entropy(outputs, model.targets, reduction="sum")
+    truth = []
+    for alpha in alphas.tolist():
+        move = vectors @ ((vectors.T @ b) / (values + alpha)) - theta
+        fit = loss + gradient @ move + 0.5 * move @ gram @ move
+        truth.append(-fit - 0.5 * alpha * (theta + move).square().sum() - 0.5 * (spectrum / alpha).log1p().sum())
+    for seed in range(3):
+        path, _ = evidence_path(model, prior, Draws(16, seed), mode, hessian_at=hessian_at, accuracy=2e-3, decades=3.0)
+        value, se = path.log_marginal_likelihood(alphas)
+        error = value - torch.stack(truth)
+        relative, sigmas = (error / torch.stack(truth)).abs().max(), (error.abs() / se).max()
+        print(f"largest error {relative:.3%}, {sigmas:.2f} s.e., {path.passes} passes")
+        assert relative <= 0.01
+        assert (error.abs() <= 3 * se + 1e-4 * torch.stack(truth).abs()).all()
 
 
 def test_64_samples_by_block_krylov(digits: Problem) -> None:
