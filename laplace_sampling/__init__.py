@@ -9,7 +9,8 @@ from laplace_sampling.laplace import LinearisedLaplace, NotFittedError
 from laplace_sampling.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from laplace_sampling.predictive import ClassificationPrediction, RegressionPrediction
 from laplace_sampling.priors import GPrior, IsotropicPrior, LayerwisePrior, Prior
-from laplace_sampling.solvers import SGD, ConvergenceWarning
+from laplace_sampling.solvers import ConvergenceWarning
+from laplace_sampling.stochastic import SGD
 
 __all__ = [
     "SGD",

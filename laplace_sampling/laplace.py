@@ -1,11 +1,10 @@
 """`LinearisedLaplace`: error bars for a trained network."""
 
-import json
 import math
 import os
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from laplace_sampling.contour import sample_contour
 from laplace_sampling.data import TrainingData
+from laplace_sampling.dense import Dense
 from laplace_sampling.diagnostics import Diagnosis, chi_squared_test, data_energy_test
 from laplace_sampling.evidence import EMResult, EMStep, effective_dimension, fit_em
 from laplace_sampling.evidence_path import (
@@ -31,9 +31,11 @@ from laplace_sampling.likelihoods import Categorical, Gaussian, Likelihood, as_l
 from laplace_sampling.linearise import Linearisation, Selection
 from laplace_sampling.operators import DenseFeatures, Features, NetworkFeatures, ScaledFeatures
 from laplace_sampling.predictive import ClassificationPrediction, RegressionPrediction
-from laplace_sampling.priors import GaussianPrior, GPrior, IsotropicPrior, LayerwisePrior, Prior, as_prior
+from laplace_sampling.priors import GaussianPrior, Prior, as_prior
 from laplace_sampling.sampling import Draws, LinearModel, linear_model_mode, sample_posterior
-from laplace_sampling.solvers import SGD, ConvergenceWarning, Dense, Minimum, Solution, Solver
+from laplace_sampling.saving import Posterior, encode, likelihood_of, prior_of, recipe_of_prior, restore, settings_of
+from laplace_sampling.solvers import ConvergenceWarning, Minimum, Solution, Solver
+from laplace_sampling.stochastic import SGD
 from laplace_sampling.variance_reduced import SVRG
 
 __all__ = ["LinearisedLaplace", "NotFittedError"]
@@ -51,26 +53,9 @@ _EM_STREAM, _PROBE_STREAM, _SAMPLE_STREAM = 0, 1, 2
 _PATH_STREAM = 2**20
 _EVIDENCE_PROBES, _EVIDENCE_ACCURACY = 16, 2e-3
 
-_FORMAT = 1
-
 
 class NotFittedError(ValueError, AttributeError):
     """A method that needs a fitted posterior was called before `fit_hyperparameters`, `fit` or `load`."""
-
-
-@dataclass(frozen=True)
-class _Posterior:
-    """All that prediction needs."""
-
-    prior: GaussianPrior
-    likelihood: Likelihood
-    samples: Float[Tensor, "K P"]
-    mode: Float[Tensor, " P"]
-    effective_dimension: Float[Tensor, " G"]
-    effective_dimension_se: Float[Tensor, " G"]
-    history: list[EMStep]
-    rows: int
-    fingerprint: Tensor
 
 
 @dataclass(frozen=True)
@@ -180,7 +165,7 @@ class LinearisedLaplace:
         self._choice: tuple[str, str] | None = None
         self._path: EvidencePath | None = None
         self._check: _Check | None = None
-        self._posterior: _Posterior | None = None
+        self._posterior: Posterior | None = None
         self._model: LinearModel | None = None
         self._mode_outputs: Tensor | None = None
         self._drawn = 0
@@ -409,7 +394,7 @@ class LinearisedLaplace:
             )
         gamma, gamma_se = effective_dimension(solution, prior)
         dtype = self.network.dtype
-        self._posterior = _Posterior(
+        self._posterior = Posterior(
             prior=prior,
             likelihood=model.likelihood,
             samples=(solution.value * prior.scale).to(dtype),
@@ -663,41 +648,18 @@ class LinearisedLaplace:
 
     def state_dict(self) -> dict[str, Tensor]:
         """All that predictions need, as tensors only: loads with `torch.load(..., weights_only=True)`."""
-        p = self._fitted("state_dict")
         settings = {
-            "format": _FORMAT,
-            "likelihood": p.likelihood.name,
-            "likelihood_class": type(p.likelihood).__name__,
-            "learn_noise": bool(getattr(p.likelihood, "learn", False)),
             "linear_model": self.linear_model,
             "hessian_at": self.hessian_at,
             "parameters": self.network.names,
-            "groups": p.prior.names,
-            "num_floored": p.prior.num_floored,
-            "rows": p.rows,
             "recipe": self._recipe(),
-            "history": [asdict(step) for step in p.history],
         }
-        state = {
-            "settings": torch.frombuffer(bytearray(json.dumps(settings).encode()), dtype=torch.uint8),
-            "fingerprint": p.fingerprint,
-            "samples": p.samples,
-            "mode": p.mode,
-            "prior_precision": p.prior.precision,
-            "prior_groups": p.prior.groups,
-            "prior_scale": p.prior.scale,
-            "effective_dimension": p.effective_dimension,
-            "effective_dimension_se": p.effective_dimension_se,
-        }
-        if isinstance(p.likelihood, Gaussian):
-            state["noise_precision"] = torch.as_tensor(p.likelihood.noise_precision)
-        return {name: tensor.detach().clone() for name, tensor in state.items()}
+        return encode(self._fitted("state_dict"), settings)
 
     def _recipe(self) -> dict[str, Any]:
         """What the constructor was given, so that a loaded object fits again as the saved one would."""
-        prior = {"class": type(self.prior).__name__, **(asdict(self.prior) if is_dataclass(self.prior) else {})}
         recipe = {
-            "prior": prior,
+            "prior": recipe_of_prior(self.prior),
             "prior_precision": self.prior_precision,
             "method": self.method,
             "num_samples": self.num_samples,
@@ -716,54 +678,11 @@ class LinearisedLaplace:
             ValueError: if the state is not of this model's weights, of another likelihood or another choice of
                 parameters, or incomplete; what was fitted before is kept.
         """
-        settings = _settings(state)
-        if settings["parameters"] != self.network.names:
-            raise ValueError(
-                f"The state is of {len(settings['parameters'])} random parameters, {_few(settings['parameters'])}, but "
-                f"this LinearisedLaplace has {len(self.network.names)}, {_few(self.network.names)}. "
-                "Give the same `parameters=`."
-            )
-        if settings["likelihood"] != self.likelihood.name:
-            raise ValueError(
-                f"The state is of likelihood {settings['likelihood']!r}, but this LinearisedLaplace has "
-                f"{self.likelihood.name!r}."
-            )
-        P, G = self.network.num_parameters, len(settings["groups"])
-        shapes = {
-            "mode": (P,),
-            "prior_precision": (G,),
-            "prior_groups": (P,),
-            "prior_scale": (P,),
-            "fingerprint": (32,),
-        }
-        shapes |= {"effective_dimension": (G,), "effective_dimension_se": (G,)}
-        wrong = [name for name, shape in shapes.items() if name not in state or state[name].shape != shape]
-        if wrong or "samples" not in state or state["samples"].shape[1:] != (P,):
-            raise ValueError(
-                f"The state is incomplete or damaged: entries {wrong or ['samples']} are not as they were."
-            )
-        self._check_fingerprint(state["fingerprint"], "load_state_dict")
-        device = self.network.device
-        likelihood = self.likelihood
-        if isinstance(likelihood, Gaussian):
-            likelihood = Gaussian(state["noise_precision"], learn=settings["learn_noise"])
-        self._posterior = _Posterior(
-            prior=GaussianPrior(
-                precision=state["prior_precision"].cpu(),
-                groups=state["prior_groups"].to(device),
-                scale=state["prior_scale"].to(device),
-                names=tuple(settings["groups"]),
-                num_floored=settings["num_floored"],
-            ),
-            likelihood=likelihood,
-            samples=state["samples"].to(device),
-            mode=state["mode"].to(device),
-            effective_dimension=state["effective_dimension"].to(device),
-            effective_dimension_se=state["effective_dimension_se"].to(device),
-            history=[EMStep(**step) for step in settings["history"]],
-            rows=settings["rows"],
-            fingerprint=state["fingerprint"].cpu(),
-        )
+        network = self.network
+        posterior = restore(state, network.names, self.likelihood, network.num_parameters, network.device)
+        self._check_fingerprint(posterior.fingerprint, "load_state_dict")
+        settings = settings_of(state)
+        self._posterior = posterior
         self.linear_model, self.hessian_at = settings["linear_model"], settings["hessian_at"]
         self._model = self._mode_outputs = self._check = self._path = self._choice = None
 
@@ -788,25 +707,12 @@ class LinearisedLaplace:
             prior: likewise.
         """
         state = torch.load(path, map_location="cpu", weights_only=True)
-        settings = _settings(state)
+        settings = settings_of(state)
         recipe = settings["recipe"]
-        if likelihood is None:
-            likelihood = as_likelihood(settings["likelihood"])
-            if "noise_precision" in recipe:
-                likelihood = Gaussian(
-                    torch.tensor(recipe["noise_precision"], dtype=torch.float64), learn=settings["learn_noise"]
-                )
-        if prior is None:
-            fields = dict(recipe["prior"])
-            own = {c.__name__: c for c in (GPrior, IsotropicPrior, LayerwisePrior)}
-            name = fields.pop("class")
-            if name not in own:
-                raise ValueError(f"`load`: the prior was a {name}, which is not of this library; give it as `prior=`.")
-            prior = own[name](**fields)
         la = cls(
             model,
-            likelihood,
-            prior=prior,
+            likelihood_of(settings) if likelihood is None else likelihood,
+            prior=prior_of(recipe["prior"]) if prior is None else prior,
             prior_precision=recipe["prior_precision"],
             parameters=settings["parameters"],
             method=recipe["method"],
@@ -820,7 +726,7 @@ class LinearisedLaplace:
 
     # Checks ----------------------------------------------------------------------------------------------------
 
-    def _fitted(self, what: str) -> _Posterior:
+    def _fitted(self, what: str) -> Posterior:
         if self._posterior is None:
             raise NotFittedError(
                 f"`{what}` needs a fitted posterior: call `fit_hyperparameters(loader)`, `fit(loader)` or `load` first."
@@ -854,16 +760,3 @@ def _free_memory(device: torch.device) -> float:
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"`{name}={value!r}` is not known; use one of {list(choices)}.")
-
-
-def _settings(state: dict[str, Tensor]) -> dict[str, Any]:
-    if not isinstance(state, dict) or "settings" not in state:
-        raise ValueError("This is not a state of a LinearisedLaplace: it has no entry 'settings'.")
-    settings = json.loads(bytes(state["settings"].cpu().tolist()))
-    if settings["format"] != _FORMAT:
-        raise ValueError(f"The state has format {settings['format']}, but this version reads format {_FORMAT}.")
-    return settings
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")

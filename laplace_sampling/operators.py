@@ -151,20 +151,25 @@ class Operator(ABC):
     """A symmetric positive semi-definite matrix `Σᵢ Mᵢ` of size `P`, a sum over data: what solvers see."""
 
     @property
-    @abstractmethod
-    def num_data(self) -> int: ...
+    def like(self) -> "Features | Operator":
+        """What has the same data, size, device and dtype: to be given, or else these four."""
+        raise NotImplementedError(f"{type(self).__name__} has no `like`.")
 
     @property
-    @abstractmethod
-    def size(self) -> int: ...
+    def num_data(self) -> int:
+        return self.like.num_data
 
     @property
-    @abstractmethod
-    def device(self) -> torch.device: ...
+    def size(self) -> int:
+        return self.like.size
 
     @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype: ...
+    def device(self) -> torch.device:
+        return self.like.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.like.dtype
 
     @abstractmethod
     def matmul(self, v: Float[Tensor, "K P"], batch: Tensor | None = None) -> Float[Tensor, "K P"]:
@@ -191,20 +196,8 @@ class GGN(Operator):
     outputs: Float[Tensor, "N C"]
 
     @property
-    def num_data(self) -> int:
-        return self.features.num_data
-
-    @property
-    def size(self) -> int:
-        return self.features.size
-
-    @property
-    def device(self) -> torch.device:
-        return self.features.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.features.dtype
+    def like(self) -> Features:
+        return self.features
 
     def matmul(self, v: Tensor, batch: Tensor | None = None) -> Tensor:
         total = torch.zeros_like(v)

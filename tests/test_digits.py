@@ -9,7 +9,7 @@ from laplace_sampling import LinearisedLaplace
 from laplace_sampling.__main__ import cnn
 from laplace_sampling.__main__ import digits as digits_data
 from laplace_sampling.sampling import Draws
-from laplace_sampling.solvers import SGD
+from laplace_sampling.stochastic import SGD
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from cases import make_case
 from torch import Tensor
 from torch.testing import assert_close
 
+from laplace_sampling.dense import Dense
 from laplace_sampling.evidence import fit_em
 from laplace_sampling.evidence_path import EvidencePath, Quadrature, bai_golub_bound, evidence_path, fit_path
 from laplace_sampling.krylov import CG
@@ -14,7 +15,7 @@ from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.operators import GGN, DenseFeatures, ScaledFeatures
 from laplace_sampling.priors import GaussianPrior, as_prior
 from laplace_sampling.sampling import Draws, LinearModel, linear_model_mode
-from laplace_sampling.solvers import Dense, make_dense
+from laplace_sampling.solvers import make_dense
 
 torch.set_num_threads(1)
 
