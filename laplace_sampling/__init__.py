@@ -7,6 +7,7 @@ from laplace_sampling.evidence import EMStep
 from laplace_sampling.evidence_path import EvidenceCurves, MarginalLikelihood
 from laplace_sampling.laplace import LinearisedLaplace, NotFittedError
 from laplace_sampling.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from laplace_sampling.plotting import plot_evidence
 from laplace_sampling.predictive import ClassificationPrediction, RegressionPrediction
 from laplace_sampling.priors import GPrior, IsotropicPrior, LayerwisePrior, Prior
 from laplace_sampling.solvers import ConvergenceWarning
@@ -31,6 +32,7 @@ __all__ = [
     "NotFittedError",
     "Prior",
     "RegressionPrediction",
+    "plot_evidence",
 ]
 
 __version__ = version("laplace_sampling")

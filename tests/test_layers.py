@@ -13,8 +13,9 @@ LEVELS = {
     "contour": 4, "evidence": 4, "variance_reduced": 4,
     "diagnostics": 5, "evidence_path": 5, "saving": 5,
     "laplace": 6,
-    "__init__": 7,
-    "__main__": 8,
+    "plotting": 7,
+    "__init__": 8,
+    "__main__": 9,
 }  # fmt: skip
 PACKAGE = Path(laplace_sampling.__file__).parent
 
