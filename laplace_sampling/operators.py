@@ -3,8 +3,9 @@
 A mini-batch is a tensor of data indices; `None` means all data. Sums are over the data of the batch, unscaled.
 """
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +54,12 @@ class Features(ABC):
         """The indices of a batch, by default of all data, in pieces that fit the network."""
         indices = torch.arange(self.num_data) if batch is None else batch
         yield from indices.split(self.batch_size)
+
+    def in_chunks(self, most: int) -> "Features":
+        """The same features, at most so many data at a time."""
+        other = copy.copy(self)
+        other.batch_size = max(1, min(self.batch_size, most))
+        return other
 
     def outputs(self, v: Float[Tensor, "K P"]) -> Float[Tensor, "K N C"]:
         """`φ_i v_k` for all data."""
@@ -183,8 +190,14 @@ class Operator(ABC):
 class WhiteNoise(ABC):
     """Standard normal noise that belongs to data: the same numbers for a datum in whatever batch it comes."""
 
+    num_samples: int
+
     @abstractmethod
     def __call__(self, batch: Tensor) -> Float[Tensor, "K n C"]: ...
+
+    @abstractmethod
+    def parts(self, rows: int) -> "Sequence[WhiteNoise]":
+        """The same noise, at most so many samples at a time."""
 
 
 @dataclass(frozen=True)

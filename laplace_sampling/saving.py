@@ -33,6 +33,7 @@ class Posterior:
         history: a record of each step of the fit.
         rows: data that went through the network together.
         fingerprint: of the network's weights and buffers.
+        converged: whether all tolerances were reached.
     """
 
     prior: GaussianPrior
@@ -44,6 +45,7 @@ class Posterior:
     history: list[EMStep]
     rows: int
     fingerprint: Tensor
+    converged: bool = True
 
 
 def encode(posterior: Posterior, settings: dict[str, Any]) -> dict[str, Tensor]:
@@ -62,6 +64,7 @@ def encode(posterior: Posterior, settings: dict[str, Any]) -> dict[str, Tensor]:
         "groups": p.prior.names,
         "num_floored": p.prior.num_floored,
         "rows": p.rows,
+        "converged": p.converged,
         "history": [asdict(step) for step in p.history],
         **settings,
     }
@@ -148,6 +151,7 @@ def restore(
         history=[EMStep(**step) for step in settings["history"]],
         rows=settings["rows"],
         fingerprint=state["fingerprint"].cpu(),
+        converged=settings["converged"],
     )
 
 

@@ -11,7 +11,7 @@ LEVELS = {
     "priors": 2, "preconditioners": 2, "solvers": 2, "predictive": 2,
     "sampling": 3, "dense": 3, "krylov": 3, "stochastic": 3,
     "contour": 4, "evidence": 4, "variance_reduced": 4,
-    "diagnostics": 5, "evidence_path": 5, "saving": 5,
+    "diagnostics": 5, "evidence_path": 5, "methods": 5, "posterior": 5, "saving": 5,
     "laplace": 6,
     "plotting": 7,
     "__init__": 8,
