@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_sampling.data import TrainingData
-from laplace_sampling.diagnostics import Diagnosis, advice, chi_squared_test, data_energy_test
+from laplace_sampling.diagnostics import Diagnosis, TestResult, advice, chi_squared_test, data_energy_test
 from laplace_sampling.evidence import EMResult, EMStep, fit_em
 from laplace_sampling.evidence_path import (
     EvidenceCurves,
@@ -601,7 +601,7 @@ class LinearisedLaplace:
             gamma_reference=None if moments is None else moments[0],
             gamma_reference_se=None if moments is None else moments[2],
             total_test=chi_squared_test(check.sampled.energies.cpu(), self.network.num_parameters),
-            data_test=data_energy_test(energies) if moments is None else data_energy_test(energies, *moments),
+            data_test=_data_test(energies, moments),
             offset=float((linear - f).norm() / f.norm()),
             num_floored=posterior.prior.num_floored,
             passes=check.sampled.passes + check.minimum.passes + sum(step.passes for step in posterior.history),
@@ -763,6 +763,12 @@ def _has_path(likelihood: Likelihood, prior: GaussianPrior) -> bool:
     """Whether the hyperparameters are those of one curve: a prior precision, and at most one noise precision."""
     one_noise = not isinstance(likelihood, Gaussian) or torch.as_tensor(likelihood.noise_precision).dim() == 0
     return len(prior.names) == 1 and one_noise
+
+
+def _data_test(energies: Tensor, moments: tuple[float, float, float] | None) -> TestResult | None:
+    if moments is not None:
+        return data_energy_test(energies, *moments)
+    return data_energy_test(energies) if len(energies) > 2 else None  # the shape of two numbers is nothing
 
 
 def _is_accurate(result: PathResult, tolerance: float, bounds: tuple[float, float]) -> bool:
