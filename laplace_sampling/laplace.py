@@ -225,7 +225,7 @@ class LinearisedLaplace:
             path = fit_path(
                 model, prior, self.seed, _PATH_STREAM, max_rounds=rounds, max_basis=solver.max_basis, **settings
             )
-            if not _is_accurate(path, 2 * tolerance, precision_bounds):
+            if not _is_accurate(path, 2 * tolerance, precision_bounds, solver.max_basis):
                 # The basis was full before the curves were accurate: EM goes on from what they gave.
                 model, prior, path = model.with_likelihood(path.likelihood), path.prior, None
         result: EMResult | PathResult
@@ -771,8 +771,12 @@ def _data_test(energies: Tensor, moments: tuple[float, float, float] | None) -> 
     return data_energy_test(energies) if len(energies) > 2 else None  # the shape of two numbers is nothing
 
 
-def _is_accurate(result: PathResult, tolerance: float, bounds: tuple[float, float]) -> bool:
+def _is_accurate(result: PathResult, tolerance: float, bounds: tuple[float, float], max_basis: int | None) -> bool:
     """Whether the last Krylov run reached its accuracy, or ended when its basis was full."""
+    if (
+        result.path.traces.earlier is None
+    ):  # a single step: the space is all there is, or there was no room for a second
+        return max_basis is None or 2 * len(result.path.traces.nodes) <= max_basis
     learn = isinstance(result.likelihood, Gaussian) and result.likelihood.learn
     alpha = result.path.fixed_point(bounds, learn, follow=not isinstance(result.likelihood, Gaussian))[0]
     return result.path.last_change(alpha) <= tolerance

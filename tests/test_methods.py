@@ -232,7 +232,9 @@ FAILING = {
 def test_a_failing_solve_is_told_once_and_everywhere(method: str, call: str, monkeypatch) -> None:
     model, data = problem("classification")
     monkeypatch.setattr(Plan, "solver", lambda *_: FAILING[method]())
-    la = LinearisedLaplace(model, "classification", method=method, prior="isotropic", prior_precision=0.01)
+    la = LinearisedLaplace(
+        model, "classification", method=method, prior="isotropic", prior_precision=0.01, num_samples=8
+    )
     with pytest.warns(ConvergenceWarning, match="The posterior has not converged: residual") as record:
         getattr(la, call)(data, progress=False)
     assert len(record) == 1
@@ -254,13 +256,13 @@ def test_a_failing_solve_is_told_once_and_everywhere(method: str, call: str, mon
 
 
 def test_a_full_basis_makes_the_evidence_inaccurate_and_says_so(monkeypatch) -> None:
-    model, data = problem(inputs=300, num_data=200)
+    model, data = problem(inputs=100, num_data=60)
     la = LinearisedLaplace(model, "regression", method="cg", prior="isotropic", prior_precision=1e-3, num_samples=2)
     la.fit(data, progress=False)
     assert la.converged_
     la.log_marginal_likelihood()
     monkeypatch.setattr(Plan, "max_basis", 12)
-    with pytest.warns(ConvergenceWarning, match=r"is inaccurate: its last iteration changed it by .* max_memory"):
+    with pytest.warns(ConvergenceWarning, match=r"is inaccurate: its last iteration changed it by .*max_memory"):
         la.log_marginal_likelihood()
 
 
