@@ -773,9 +773,7 @@ def _data_test(energies: Tensor, moments: tuple[float, float, float] | None) -> 
 
 def _is_accurate(result: PathResult, tolerance: float, bounds: tuple[float, float], max_basis: int | None) -> bool:
     """Whether the last Krylov run reached its accuracy, or ended when its basis was full."""
-    if (
-        result.path.traces.earlier is None
-    ):  # a single step: the space is all there is, or there was no room for a second
+    if result.path.traces.earlier is None:  # a single step: all that there is, or no room for two
         return max_basis is None or 2 * len(result.path.traces.nodes) <= max_basis
     learn = isinstance(result.likelihood, Gaussian) and result.likelihood.learn
     alpha = result.path.fixed_point(bounds, learn, follow=not isinstance(result.likelihood, Gaussian))[0]

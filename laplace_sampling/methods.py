@@ -93,6 +93,8 @@ class Plan:
     @property
     def rank(self) -> int:
         """Of the preconditioner, at most; 0 for none."""
+        if self.method == "svrg":  # made anew in each solve, beside its rows
+            return max(1, min(SVRG().max_rank, int((self.vectors - self.num_samples) / (2 * _NYSTROM_STACKS))))
         if self.method != "cg" or not self.short:
             return 0
         room = self.vectors - self.num_samples - _STACKS["cg"]
@@ -131,7 +133,7 @@ class Plan:
         if self.method == "sgd":
             return replace(sgd, tolerance=sgd.tolerance * min(1.0, tolerance / _TOLERANCE))
         if self.method == "svrg":
-            return SVRG(tolerance=error, seed=seed)
+            return SVRG(tolerance=error, max_rank=self.rank, seed=seed)
         return CG(error) if self.short else BlockKrylov(error, max_basis=self.max_basis)
 
     def precondition(
