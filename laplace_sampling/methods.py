@@ -111,7 +111,8 @@ class Plan:
         """Samples of EM that memory holds, at most so many."""
         if self.method == "exact":
             return num_samples
-        room = self.vectors - self.rank - _STACKS[self.method]
+        making = _NYSTROM_STACKS if self.method == "svrg" else 1
+        room = self.vectors - making * self.rank - _STACKS[self.method]
         return max(1, min(num_samples, int(room / _EM_STACKS)))
 
     def solver(self, tolerance: float, sgd: SGD, seed: int) -> Solver:
