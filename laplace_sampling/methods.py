@@ -43,7 +43,7 @@ _PASSES, _FACTORISATIONS = 400, 50
 # The fewest vectors of a Krylov basis that are worth having, and vectors held for each (its product, and room to move).
 _LEAST_BASIS, _BASIS_STACKS = 64, 3
 # Vectors of P numbers alive for each row of a solve, products of the network included; measured in float32.
-_STACKS = {"exact": 0, "cg": 16, "sgd": 16, "svrg": 18, "ciq": 80}
+_STACKS = {"exact": 0, "cg": 16, "sgd": 16, "svrg": 22, "ciq": 80}
 # The same for each row of EM that is not being solved, and for each vector of a Nyström preconditioner in the making.
 _EM_STACKS, _NYSTROM_STACKS = 12, 18
 _LARGEST_RANK = 256
