@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_sampling.__main__ import cnn, digits, train
+from laplace_sampling.dense import Dense
 from laplace_sampling.evidence import EMResult, fit_em
 from laplace_sampling.evidence_path import fit_path
 from laplace_sampling.krylov import CG, BlockKrylov
@@ -22,7 +23,8 @@ from laplace_sampling.linearise import Linearisation
 from laplace_sampling.operators import GGN, DenseFeatures
 from laplace_sampling.priors import GaussianPrior, GPrior
 from laplace_sampling.sampling import Draws, LinearModel, sample_posterior
-from laplace_sampling.solvers import SGD, Dense, Solution, Solver
+from laplace_sampling.solvers import Solution, Solver
+from laplace_sampling.stochastic import SGD
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,11 @@ from laplace_sampling.diagnostics import Diagnosis
 from laplace_sampling.evidence import EMStep
 from laplace_sampling.laplace import LinearisedLaplace, NotFittedError
 from laplace_sampling.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from laplace_sampling.plotting import plot_evidence
 from laplace_sampling.predictive import ClassificationPrediction, RegressionPrediction
 from laplace_sampling.priors import GPrior, IsotropicPrior, LayerwisePrior, Prior
-from laplace_sampling.solvers import SGD, ConvergenceWarning
+from laplace_sampling.solvers import ConvergenceWarning
+from laplace_sampling.stochastic import SGD
 
 __all__ = [
     "SGD",
@@ -30,6 +32,7 @@ __all__ = [
     "NotFittedError",
     "Prior",
     "RegressionPrediction",
+    "plot_evidence",
 ]
 
 __version__ = version("laplace_sampling")

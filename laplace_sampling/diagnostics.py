@@ -326,6 +326,15 @@ class Problem:
     serious: bool = True
 
 
+def advice(method: str) -> str:
+    """What to do about a solve that did not converge."""
+    if method == "sgd":
+        return "Give more passes with `solver=SGD(epochs=..., mode_epochs=...)`."
+    if method == "svrg":
+        return 'Raise `tolerance`, or use `method="cg"`, which goes on for longer.'
+    return "Float64 weights help where the problem is badly conditioned, a larger prior precision too."
+
+
 @dataclass(frozen=True)
 class Diagnosis:
     r"""All that is known about how good a set of posterior samples is; `print` it for a page in plain words.
@@ -419,8 +428,7 @@ class Diagnosis:
                     else "The samples have not converged, says the solver, though their residuals are small.",
                     "Directions that the data determine weakly keep part of the prior's variance, and error bars "
                     "there are too large.",
-                    'Give the solver more passes, as in `solver=SGD(epochs=...)`, or use `method="exact"` where it '
-                    "fits; a larger α makes the problem easier.",
+                    f'{advice(self.method)} Or use `method="exact"` where it fits.',
                 )
             )
         if not self.mode_converged:
@@ -428,7 +436,7 @@ class Diagnosis:
                 Problem(
                     f"The mode of the linear model has not converged: its residual is {_number(self.mode_residual)}.",
                     "α and the noise are tuned to the mode, and the curvature of the loss may be taken there.",
-                    "Give the mode more passes, as in `solver=SGD(mode_epochs=...)`.",
+                    advice(self.method),
                 )
             )
         return found

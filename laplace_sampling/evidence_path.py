@@ -26,13 +26,17 @@ _TRACE_OUTPUTS = 64
 
 @dataclass(frozen=True)
 class PathResult:
-    """What `fit_path` ends with: hyperparameters, mode `[P]` (unscaled), the curves, and a record of each round."""
+    """What `fit_path` ends with: hyperparameters, mode `[P]` (unscaled), the curves, and a record of each round.
+
+    `full` tells that the memory held too small a basis for the accuracy.
+    """
 
     prior: GaussianPrior
     likelihood: Likelihood
     mode: Float[Tensor, " P"]
     path: EvidencePath
     converged: bool
+    full: bool
     history: list[EMStep]
 
 
@@ -160,6 +164,7 @@ class _Run:
         self._sizes, self._fit_sizes = [], [self.fit_basis.size]
         self._exact = self._fit_exact = False  # nothing left to add: the space is invariant
         self._front = probes
+        self.full = False
         self.path = self._start
 
     def find_trace(self) -> None:
@@ -174,7 +179,7 @@ class _Run:
 
     def grow_traces(self) -> bool:
         """A block step of the probes; whether anything was new."""
-        if self._exact or not self._has_room(len(self._front)):
+        if self._exact or not self._make_room(len(self._front)):
             return False
         if self.basis.extend(self._front):
             self._front = self.basis.last_product
@@ -186,7 +191,7 @@ class _Run:
 
     def grow_fit(self, alpha: float) -> bool:
         """One vector more for the mode at some `α`; whether it was new."""
-        if self._fit_exact or not self._has_room(1):
+        if self._fit_exact or not self._make_room(1):
             return False
         if self.fit_basis.extend(self._residual(alpha)[0]):
             self._fit_sizes.append(self.fit_basis.size)
@@ -194,9 +199,11 @@ class _Run:
         self._fit_exact = True
         return False
 
-    def _has_room(self, num: int) -> bool:
+    def _make_room(self, num: int) -> bool:
         total = self.basis.size + (0 if self.joint else self.fit_basis.size)
-        return self.max_basis is None or total + num <= self.max_basis
+        if self.max_basis is not None and total + num > self.max_basis:
+            self.full = True
+        return not self.full
 
     def update(self) -> None:
         passes = self._trace_passes + self.expansion.path.passes + self.basis.passes
@@ -319,6 +326,7 @@ class _ExactRun:
     """The curves from all eigenvalues, by dense algebra."""
 
     trace: float | None = None
+    full = False
 
     def __init__(self, expansion: _Expansion) -> None:
         self.white, self.product = expansion.white, expansion.at_mode.matmul(expansion.theta)
@@ -407,7 +415,7 @@ def fit_path(
     hessian_at: str,
     tolerance: float = 0.03,
     max_rounds: int = 12,
-    max_probes: int = 64,
+    max_probes: int = 256,
     precision_bounds: tuple[float, float] = (1e-8, 1e12),
     noise_bounds: tuple[float, float] = (1e-12, 1e12),
     max_basis: int | None = None,
@@ -451,15 +459,14 @@ def fit_path(
     history: list[EMStep] = []
     path: EvidencePath | None = None
     point = _Point.of(model, prior, torch.zeros(1, features.size, device=features.device, dtype=features.dtype))
-    trace, start_gradient, converged = None, 0.0, False
+    trace, start_gradient, converged, full = None, 0.0, False, False
     network_loss = _loss(model, model.network_outputs)
     bar = tqdm(total=len(targets), desc="evidence", disable=not progress)
     while len(history) < max_rounds and not converged:
         started = time.perf_counter()
         before, last = float(prior.precision), level == len(targets) - 1
-        num_probes = min(
-            wanted_probes if last else 2 * (level + 1), max_probes, max_basis // 4 if max_basis else max_probes
-        )
+        wished = min(wanted_probes if last else 2 * (level + 1), max_probes)
+        num_probes = wished if max_basis is None else min(wished, max_basis // 4)
         expansion = _expand(model, prior, point, hessian_at)
         residual = float((expansion.gradient + before * expansion.theta).norm())
         start_gradient = start_gradient or residual
@@ -534,8 +541,11 @@ def fit_path(
             callback(history[-1])
         # The secant has taken most of what the curvature will change by the move.
         settled = quadratic or (len(history) > 1 and 0.3 * moved <= tolerance / 2 and step <= _NEAR)
-        exact_enough = error <= 1.5 * targets[-1] or num_probes >= max_probes or not math.isfinite(error)
-        converged = last and settled and exact_enough
+        exact_enough = error <= 1.5 * targets[-1] or not math.isfinite(error)
+        full = last and (run.full or (num_probes < wished and not exact_enough))
+        converged = last and settled and exact_enough and not full
+        if full:
+            break
         if last and not exact_enough:
             wanted_probes = min(math.ceil(wanted_probes * (error / targets[-1]) ** 2), 3 * wanted_probes)
         if quadratic or unsure or moved <= 3 * targets[level]:
@@ -544,7 +554,7 @@ def fit_path(
         bar.set_postfix(alpha=f"{updated:.3g}", gamma=f"{float(gamma):.3g}")
     bar.close()
     assert path is not None
-    return PathResult(prior, likelihood, (point.theta * prior.scale)[0], path, converged, history)
+    return PathResult(prior, likelihood, (point.theta * prior.scale)[0], path, converged, full, history)
 
 
 def _loss(model: LinearModel, outputs: Float[Tensor, "N C"]) -> float:

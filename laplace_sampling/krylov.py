@@ -193,7 +193,8 @@ class CG(Solver):
     Args:
         tolerance: as for `BlockKrylov`.
         max_iterations: products a row at most (for `minimise`: a Newton step).
-        preconditioner: an approximation of `(M + α)⁻¹` for every `α`, of the operator in scaled coordinates.
+        preconditioner: an approximation of `(M + α)⁻¹` for every `α`, in the coordinates of the problem. `M` may
+            have changed by a factor since it was made, as with the noise: a product finds it.
     """
 
     tolerance: float = 0.03
@@ -204,9 +205,16 @@ class CG(Solver):
         _check_settings(self.tolerance, self.max_iterations)
 
     def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
+        preconditioner, passes = self.preconditioner, 0.0
+        if preconditioner is not None:
+            before = preconditioner.passes
+            preconditioner = preconditioner.adapted(problem.operator)
+            passes = preconditioner.passes - before
         problem, shift, undo = whiten(problem)
+        if preconditioner is not None and not bool((undo == 1).all()):
+            preconditioner = preconditioner.congruent(undo)
         state = _State(problem, None if init is None else init / undo)
-        passes, rows = state.passes, torch.arange(len(problem.centre), device=problem.operator.device)
+        passes, rows = passes + state.passes, torch.arange(len(problem.centre), device=problem.operator.device)
         active = state.update_error(rows, shift) > self.tolerance
         direction, rho = torch.zeros_like(state.residual), torch.ones_like(state.residual[:, :1])
         with tqdm(total=len(rows), desc=description, disable=description is None, leave=False) as bar:
@@ -217,7 +225,7 @@ class CG(Solver):
                 if len(now) == 0:
                     break
                 r = state.residual[now]
-                s = r if self.preconditioner is None else self.preconditioner.solve(r, shift)
+                s = r if preconditioner is None else preconditioner.solve(r, shift)
                 new_rho = (r * s).sum(1, keepdim=True)
                 p = s + (new_rho / rho[now]) * direction[now]
                 product = problem.operator.matmul(p)

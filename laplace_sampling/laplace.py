@@ -1,11 +1,9 @@
 """`LinearisedLaplace`: error bars for a trained network."""
 
-import json
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,38 +11,33 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_sampling.contour import sample_contour
 from laplace_sampling.curves import EvidenceCurves, EvidencePath, MarginalLikelihood
 from laplace_sampling.data import TrainingData
-from laplace_sampling.diagnostics import Diagnosis, chi_squared_test, data_energy_test
-from laplace_sampling.evidence import EMResult, EMStep, effective_dimension, fit_em
+from laplace_sampling.dense import Dense
+from laplace_sampling.diagnostics import Diagnosis, TestResult, advice, chi_squared_test, data_energy_test
+from laplace_sampling.evidence import EMResult, EMStep, fit_em
 from laplace_sampling.evidence_path import PathResult, evidence_path, exact_path, fit_path
 from laplace_sampling.krylov import BlockKrylov
 from laplace_sampling.likelihoods import Categorical, Gaussian, Likelihood, as_likelihood
 from laplace_sampling.linearise import Linearisation, Selection
-from laplace_sampling.operators import DenseFeatures, Features, NetworkFeatures, ScaledFeatures
+from laplace_sampling.methods import METHODS, Plan, make_plan
+from laplace_sampling.operators import GGN, DenseFeatures, Features, NetworkFeatures, ScaledFeatures
+from laplace_sampling.posterior import Sampled, draw
 from laplace_sampling.predictive import ClassificationPrediction, RegressionPrediction
-from laplace_sampling.priors import GaussianPrior, GPrior, IsotropicPrior, LayerwisePrior, Prior, as_prior
-from laplace_sampling.sampling import Draws, LinearModel, linear_model_mode, sample_posterior
-from laplace_sampling.solvers import SGD, ConvergenceWarning, Dense, Minimum, Solution, Solver
-from laplace_sampling.variance_reduced import SVRG
+from laplace_sampling.priors import GaussianPrior, Prior, as_prior
+from laplace_sampling.sampling import Draws, LinearModel, linear_model_mode
+from laplace_sampling.saving import Posterior, encode, likelihood_of, prior_of, recipe_of_prior, restore, settings_of
+from laplace_sampling.solvers import ConvergenceWarning, Minimum, Solver
+from laplace_sampling.stochastic import SGD
 
 __all__ = ["LinearisedLaplace", "NotFittedError"]
-
-# "auto" takes the exact method up to this size of its matrix, and of the Jacobian that it holds (in numbers).
-_AUTO_EXACT_SIZE, _AUTO_EXACT_JACOBIAN = 2000, 5e7
-_EXACT_JACOBIAN_BYTES = 8 * 2**30
-# Full-batch Krylov methods need a few passes whatever N is, stochastic ones a number of steps: up to this many data.
-_AUTO_KRYLOV_DATA = 20_000
-# The fewest vectors of a Krylov basis that are worth having.
-_LEAST_BASIS = 64
 
 # Streams of one seed: what each set of draws is for. Those of samples count up from the third.
 _EM_STREAM, _PROBE_STREAM, _SAMPLE_STREAM = 0, 1, 2
 _PATH_STREAM = 2**20
 _EVIDENCE_PROBES, _EVIDENCE_ACCURACY = 16, 2e-3
 
-_FORMAT = 1
+_TOLERANCE = 0.015
 
 
 class NotFittedError(ValueError, AttributeError):
@@ -52,28 +45,13 @@ class NotFittedError(ValueError, AttributeError):
 
 
 @dataclass(frozen=True)
-class _Posterior:
-    """All that prediction needs."""
-
-    prior: GaussianPrior
-    likelihood: Likelihood
-    samples: Float[Tensor, "K P"]
-    mode: Float[Tensor, " P"]
-    effective_dimension: Float[Tensor, " G"]
-    effective_dimension_se: Float[Tensor, " G"]
-    history: list[EMStep]
-    rows: int
-    fingerprint: Tensor
-
-
-@dataclass(frozen=True)
 class _Check:
     """What `diagnose` needs to know of the last fit."""
 
-    solution: Solution
+    sampled: Sampled
     minimum: Minimum
-    data_energies: Float[Tensor, " K"]
-    energies: Float[Tensor, " K"]
+    residuals: Float[Tensor, " K"]
+    tolerance: float
     hyperparameters_converged: bool | None
     at_bounds: tuple[str, ...]
 
@@ -106,12 +84,14 @@ class LinearisedLaplace:
         num_samples: posterior samples for predictions, `K`.
         seed: of all randomness.
         solver: settings of `"sgd"`.
-        max_memory: bytes that solvers may take for vectors of `P` numbers; half of what is free by default.
+        max_memory: bytes that solvers may take for vectors of `P` numbers, `samples_` among them; half of what is free
+            by default. Activations of the network come on top. Where it is short, samples are solved for in groups.
 
     Attributes:
         prior_precision_: `α`, `[G]`, one a group of the prior.
         noise_precision_: `1/σ²`, a scalar or `[C]`; `None` unless the likelihood is Gaussian.
         effective_dimension_: `γ`, `[G]`: how many directions of weight space the data determine.
+        converged_: whether samples and mode, and hyperparameters if they were fitted, reached their tolerances.
         samples_: zero-mean posterior samples `ζ`, `[K, P]`.
         mode_: mode `θ̄` of the linear model, `[P]`.
         history_: one `EMStep` a step of `fit_hyperparameters`.
@@ -149,7 +129,7 @@ class LinearisedLaplace:
     ) -> None:
         _check_choice("linear_model", linear_model, ("auto", "affine", "homogeneous"))
         _check_choice("hessian_at", hessian_at, ("auto", "network", "mode"))
-        _check_choice("method", method, ("auto", "exact", "cg", "sgd", "svrg", "ciq"))
+        _check_choice("method", method, METHODS)
         if max_memory is not None and not max_memory > 0:
             raise ValueError(f"`max_memory` must be a positive number of bytes, but is {max_memory}.")
         if not 0 < prior_precision < math.inf:
@@ -170,10 +150,11 @@ class LinearisedLaplace:
         self.seed = seed
         self.solver = solver or SGD(seed=seed)
         self.max_memory = max_memory
-        self._choice: tuple[str, str] | None = None
+        self._plan: Plan | None = None
+        self._solver: Solver | None = None
         self._path: EvidencePath | None = None
         self._check: _Check | None = None
-        self._posterior: _Posterior | None = None
+        self._posterior: Posterior | None = None
         self._model: LinearModel | None = None
         self._mode_outputs: Tensor | None = None
         self._drawn = 0
@@ -186,9 +167,10 @@ class LinearisedLaplace:
         loader: Iterable[Any],
         *,
         max_steps: int = 10,
-        tolerance: float = 0.03,
+        tolerance: float = _TOLERANCE,
         num_samples: int = 16,
         precision_bounds: tuple[float, float] = (1e-8, 1e12),
+        noise_bounds: tuple[float, float] = (1e-12, 1e12),
         progress: bool = True,
         callback: Callable[[EMStep], object] | None = None,
     ) -> "LinearisedLaplace":
@@ -200,11 +182,14 @@ class LinearisedLaplace:
         Args:
             loader: of pairs `(x, y)`: a `DataLoader`, a dataset, or a list of batches, without random augmentation.
             max_steps: EM steps at most; a `ConvergenceWarning` tells if they were not enough.
-            tolerance: of `log α` (and `log b`): stop when it changes by less, or is known so well. Error bars where the
-                prior determines them go with `α^{-1/2}`, so that their relative error is half of it.
+            tolerance: relative error of predicted standard deviations, `τ`. Where the prior decides, they go with
+                `α^{-1/2}`, so `log α` is found to `2τ` (and `log b` likewise): it stops when it changes by less, or is
+                known so well. Samples are solved for to the same `τ`, as `Plan.solver` in `laplace_sampling.methods`
+                derives. The noise of `K` samples, `1/√(2K)`, comes on top.
             num_samples: samples during EM (which `"cg"` needs for layer-wise priors only); the relative standard error
                 of `γ` is about `√(2/(Kγ))`.
             precision_bounds: within which `α` is kept.
+            noise_bounds: within which the noise precision is kept.
             progress: show progress bars.
             callback: called with the `EMStep` of each step.
 
@@ -217,44 +202,47 @@ class LinearisedLaplace:
                 f"`fit_hyperparameters` needs max_steps and num_samples of at least 1 and a positive tolerance, "
                 f"got {max_steps}, {num_samples}, {tolerance}."
             )
-        model, data, solver = self._prepare(loader)
-        prior = self._build_prior(model)
-        result: EMResult | PathResult
+        model, data, plan = self._prepare(loader)
+        prior = self._build_prior(model, plan)
+        solver = self._make_solver(plan, model, prior, tolerance, None)
+        settings = {
+            "hessian_at": self.hessian_at,
+            "tolerance": 2 * tolerance,
+            "precision_bounds": precision_bounds,
+            "noise_bounds": noise_bounds,
+            "progress": progress,
+            "callback": callback,
+        }
+        path: PathResult | None = None
         if isinstance(solver, BlockKrylov | Dense) and _has_path(model.likelihood, prior):
-            result = fit_path(
+            path = fit_path(
                 model,
                 prior,
                 self.seed,
                 _PATH_STREAM,
-                hessian_at=self.hessian_at,
-                tolerance=tolerance,
                 max_rounds=max_steps + 2,
-                precision_bounds=precision_bounds,
                 max_basis=solver.max_basis if isinstance(solver, BlockKrylov) else None,
                 exact=isinstance(solver, Dense),
-                progress=progress,
-                callback=callback,
+                **settings,
             )
+            if path.full:
+                # The basis was full before the curves were accurate: EM goes on from what they gave.
+                model, prior, path = model.with_likelihood(path.likelihood), path.prior, None
+        result: EMResult | PathResult
+        if path is not None:
+            result = path
         else:
-            result = fit_em(
-                model,
-                prior,
-                Draws(num_samples, self.seed, _EM_STREAM),
-                solver,
-                hessian_at=self.hessian_at,
-                max_steps=max_steps,
-                tolerance=tolerance,
-                precision_bounds=precision_bounds,
-                progress=progress,
-                callback=callback,
-            )
+            held = plan.em_samples(num_samples)
+            if held < num_samples:
+                plan = replace(plan, reason=f"{plan.reason}, and {held} samples in EM")
+            draws = Draws(held, self.seed, _EM_STREAM)
+            result = fit_em(model, prior, draws, plan.for_em(solver, held), max_steps=max_steps, **settings)
+        problems = []
         if not result.converged:
-            warnings.warn(
+            problems.append(
                 f"`fit_hyperparameters` stopped after {len(result.history)} steps, before its tolerance: "
                 f"prior precision went {[f'{s.prior_precision[0]:.3g}' for s in result.history]}. "
-                "Raise `max_steps`, or `tolerance`.",
-                ConvergenceWarning,
-                stacklevel=3,  # this method is behind the wrapper of `inference_mode`
+                "Raise `max_steps`, or `tolerance`."
             )
         at_bound = [
             name
@@ -262,41 +250,54 @@ class LinearisedLaplace:
             if alpha in precision_bounds
         ]
         if at_bound:
-            warnings.warn(
+            problems.append(
                 f"`fit_hyperparameters` ended at one of precision_bounds={precision_bounds} for the groups {at_bound}: "
                 "at the upper one the data show no effect of these weights, at the lower one the prior fades out. "
-                "Check the data, or give other bounds.",
-                ConvergenceWarning,
-                stacklevel=3,
+                "Check the data, or give other bounds."
             )
-        model = model.with_likelihood(result.likelihood)
+        if _noise_ended_at(result.likelihood, noise_bounds):
+            at_bound.append("noise")
+            problems.append(
+                f"`fit_hyperparameters` ended at one of noise_bounds={noise_bounds} for the noise precision: at the "
+                "upper one the linear model fits the targets exactly, at the lower one not at all. Check the units of "
+                "the targets, give other bounds, or fix the noise (`Gaussian(b, learn=False)`)."
+            )
         start = (result.mode / result.prior.scale)[None]
         self._draw_posterior(
-            model,
+            model.with_likelihood(result.likelihood),
             data,
             result.prior,
+            plan,
             solver,
             start,
             result.history,
             progress,
-            path=result.path if isinstance(result, PathResult) else None,
+            path=None if path is None else path.path,
             fitted=(result.converged, tuple(at_bound)),
+            problems=problems,
         )
         return self
 
     @torch.inference_mode(False)
-    def fit(self, loader: Iterable[Any], *, progress: bool = True) -> "LinearisedLaplace":
+    def fit(
+        self, loader: Iterable[Any], *, tolerance: float = _TOLERANCE, progress: bool = True
+    ) -> "LinearisedLaplace":
         """The posterior at the prior and noise precision given to the constructor.
 
         Args:
             loader: as for `fit_hyperparameters`.
+            tolerance: likewise.
             progress: show progress bars.
         """
-        model, data, solver = self._prepare(loader)
-        self._draw_posterior(model, data, self._build_prior(model), solver, None, [], progress)
+        if not tolerance > 0:
+            raise ValueError(f"`fit` needs a positive tolerance, got {tolerance}.")
+        model, data, plan = self._prepare(loader)
+        prior = self._build_prior(model, plan)
+        solver = self._make_solver(plan, model, prior, tolerance, self.prior_precision)
+        self._draw_posterior(model, data, prior, plan, solver, None, [], progress, problems=[])
         return self
 
-    def _prepare(self, loader: Iterable[Any]) -> tuple[LinearModel, TrainingData, Solver]:
+    def _prepare(self, loader: Iterable[Any]) -> tuple[LinearModel, TrainingData, Plan]:
         with torch.random.fork_rng(devices=[]):  # a shuffled loader draws from the global generator
             data = TrainingData(loader)
         if not bool(self.network.weights.isfinite().all()):
@@ -319,115 +320,104 @@ class LinearisedLaplace:
         if not bool(self.likelihood.loss(f, targets).isfinite().all()):
             raise ValueError("The loss of the model on the data is not finite; check targets and noise precision.")
         features: Features = NetworkFeatures(self.network, data, f.shape[1])
-        self._choice = method, _ = self._choose_method(features)
-        solver = self._make_solver(method, features)
-        if method == "exact":
+        plan = make_plan(self.method, features, self.num_samples, self.max_memory)
+        if plan.method == "exact":
             features = DenseFeatures.of(features)
             f = f.double()
         offset = torch.zeros_like(f)
         if self.linear_model == "affine":
             offset = f - features.outputs(self.network.weights[None].to(features.dtype))[0]
-        return LinearModel(features, offset, f, targets, self.likelihood), data, solver
+        return LinearModel(features, offset, f, targets, self.likelihood), data, plan
 
-    def _choose_method(self, features: Features) -> tuple[str, str]:
-        """The method, and the reason for it in words."""
-        rows = features.num_data * features.num_outputs
-        smaller, jacobian = min(rows, features.size), rows * features.size
-        needed = 8 * (jacobian + 3 * smaller**2)
-        if self.method == "exact" and needed > _EXACT_JACOBIAN_BYTES:
-            raise ValueError(
-                f'method="exact" would need about {needed / 2**30:.1f} GiB for {features.num_data} data, '
-                f'{features.num_outputs} outputs and {features.size} weights; use method="cg" or "sgd".'
-            )
-        if self.method != "auto":
-            return self.method, "as asked for"
-        if smaller <= _AUTO_EXACT_SIZE and jacobian <= _AUTO_EXACT_JACOBIAN:
-            return "exact", f"a matrix of {smaller} rows, and a Jacobian of {jacobian:.2g} numbers, are cheap"
-        if features.num_data > _AUTO_KRYLOV_DATA:
-            return "sgd", f"{features.num_data} data: steps on few of them cost less than passes over all"
-        basis = self._max_basis(features)
-        if basis < _LEAST_BASIS:
-            return "sgd", f"memory holds {basis} vectors of {features.size} weights, too few for a Krylov basis"
-        return "cg", f"{features.num_data} data: a few passes over all are cheap, and memory holds {basis} vectors"
-
-    def _max_basis(self, features: Features) -> int:
-        """Vectors of a Krylov basis that the memory holds, beside the stacks that a solve needs."""
-        budget = self.max_memory if self.max_memory is not None else 0.5 * _free_memory(features.device)
-        vectors = budget / (features.size * torch.empty((), dtype=features.dtype).element_size())
-        return max(4, int((vectors - 8 * self.num_samples) / 3))
-
-    def _build_prior(self, model: LinearModel) -> GaussianPrior:
+    def _build_prior(self, model: LinearModel, plan: Plan) -> GaussianPrior:
         # At the mode B depends on α; the scale of a g-prior must not, so it is taken where all outputs are zero.
         at = model.network_outputs if self.hessian_at == "network" else torch.zeros_like(model.network_outputs)
         probes = Draws(getattr(self.prior, "num_probes", 1), self.seed, _PROBE_STREAM)
         noise = probes.noise(model.features.num_outputs)
-        return self.prior.build(model.ggn(at), self.network.layers(), self.prior_precision, noise)
+        ggn = model.ggn(at)
+        if plan.method != "exact":  # a diagonal takes rows of the Jacobian: no more of them than memory holds
+            ggn = replace(ggn, features=model.features.in_chunks(int(plan.vectors / (4 * model.features.num_outputs))))
+        return self.prior.build(ggn, self.network.layers(), self.prior_precision, noise)
+
+    def _make_solver(
+        self, plan: Plan, model: LinearModel, prior: GaussianPrior, tolerance: float, shift: float | None
+    ) -> Solver:
+        def operator() -> GGN:
+            at = model.network_outputs if self.hessian_at == "network" else torch.zeros_like(model.network_outputs)
+            ggn = model.ggn(at)
+            scale = prior.scale.to(ggn.device, ggn.dtype)
+            return replace(ggn, features=ScaledFeatures(ggn.features, scale))
+
+        solver = plan.solver(tolerance, self.solver, self.seed)
+        return plan.precondition(solver, operator, shift, self.num_samples, self.seed)
 
     def _draw_posterior(
         self,
         model: LinearModel,
         data: TrainingData,
         prior: GaussianPrior,
+        plan: Plan,
         solver: Solver,
         mode: Tensor | None,
         history: list[EMStep],
         progress: bool,
         *,
+        problems: list[str],
         path: EvidencePath | None = None,
         fitted: tuple[bool | None, tuple[str, ...]] = (None, ()),
     ) -> None:
         """Mode and samples at given hyperparameters; replaces what was fitted before, at the very end."""
         prior = prior.to(model.features.device, model.features.dtype)
-        if isinstance(solver, SGD):
-            solver = self._long_solver()
+        if isinstance(solver, SGD):  # these samples are kept, and have no warm start
+            solver = replace(solver, epochs=2 * solver.epochs)
         minimum = linear_model_mode(model, prior, solver, mode, description="mode" if progress else None)
         theta = (minimum.value * prior.scale)[0]
         mode_outputs = model.outputs(theta[None])[0]
         at = mode_outputs if self.hessian_at == "mode" else model.network_outputs
-        draws = Draws(self.num_samples, self.seed, _SAMPLE_STREAM)
-        description = f"{self.num_samples} samples" if progress else None
-        ggn = model.ggn(at)
-        if self._choice is not None and self._choice[0] == "ciq":
-            solution = sample_contour(ggn, prior, draws)
-        else:
-            solution = sample_posterior(ggn, prior, draws, solver, description=description)
-        if not (solution.converged and minimum.converged):
-            advice = "Give more passes with `solver=SGD(epochs=..., mode_epochs=...)`."
-            if not isinstance(solver, SGD):
-                advice = "Float64 weights help where the problem is badly conditioned, a larger prior precision too."
-            warnings.warn(
-                f"The posterior has not converged: residual {float(solution.residual.max()):.2g} of the samples, "
-                f"{minimum.residual:.2g} of the mode. {advice}",
-                ConvergenceWarning,
-                stacklevel=4,
+        sampled = draw(
+            model.ggn(at),
+            prior,
+            Draws(self.num_samples, self.seed, _SAMPLE_STREAM),
+            None if plan.method == "ciq" else solver,
+            rows=plan.rows(self.num_samples),
+            dtype=self.network.dtype,
+            description=f"{self.num_samples} samples" if progress else None,
+        )
+        residuals, tolerance = plan.judge(sampled, solver)
+        if not (sampled.converged and minimum.converged):
+            problems.append(
+                f"The posterior has not converged: residual {float(residuals.max()):.2g} of the samples (tolerance "
+                f"{tolerance:.2g}), {minimum.residual:.2g} of the mode. {advice(plan.method)}"
             )
-        gamma, gamma_se = effective_dimension(solution, prior)
-        dtype = self.network.dtype
-        self._posterior = _Posterior(
+        gamma, gamma_se = sampled.effective_dimension()
+        self._posterior = Posterior(
             prior=prior,
             likelihood=model.likelihood,
-            samples=(solution.value * prior.scale).to(dtype),
-            mode=theta.to(dtype),
+            samples=sampled.samples,
+            mode=theta.to(self.network.dtype),
             effective_dimension=gamma,
             effective_dimension_se=gamma_se,
             history=history,
             rows=data.batch_size,
             fingerprint=self.network.fingerprint(),
+            converged=sampled.converged and minimum.converged and fitted[0] is not False,
         )
         self._model, self._mode_outputs, self._drawn, self._path = model, mode_outputs, 0, path
-        scaled = replace(ggn, features=ScaledFeatures(ggn.features, prior.scale))
-        product = scaled.matmul(solution.value) if solution.exact else None
-        data_energies = ((solution.value * product) if product is not None else solution.leverage).double().sum(1)
+        self._plan, self._solver = plan, solver
         self._check = _Check(
-            solution=replace(
-                solution, value=solution.value[:0], delta=solution.delta[:0], leverage=solution.leverage[:0]
-            ),
-            minimum=minimum,
-            data_energies=data_energies,
-            energies=data_energies + (prior.spread() * solution.value.double() ** 2).sum(1),
+            sampled=replace(sampled, samples=sampled.samples[:0].clone()),
+            minimum=replace(minimum, value=minimum.value[:0].clone()),
+            residuals=residuals,
+            tolerance=tolerance,
             hyperparameters_converged=fitted[0],
             at_bounds=fitted[1],
         )
+        if problems:
+            warnings.warn(
+                " ".join(problems),
+                ConvergenceWarning,
+                stacklevel=4,  # the public method is behind the wrapper of `inference_mode`
+            )
 
     # Using -----------------------------------------------------------------------------------------------------
 
@@ -484,14 +474,26 @@ class LinearisedLaplace:
         model = self._model
         at = self._mode_outputs if self.hessian_at == "mode" else model.network_outputs
         draws = Draws(num_samples, self.seed, _SAMPLE_STREAM + self._drawn)
-        ggn = model.ggn(at)
-        if self._choice is not None and self._choice[0] == "ciq":
-            solution = sample_contour(ggn, posterior.prior, draws)
-        else:
-            solver = self._make_solver(self._choice[0] if self._choice else self.method, model.features)
-            solver = self._long_solver() if isinstance(solver, SGD) else solver
-            solution = sample_posterior(ggn, posterior.prior, draws, solver)
-        return (solution.value * posterior.prior.scale).to(self.network.dtype)
+        plan, solver = self._plan, self._solver
+        assert plan is not None
+        assert solver is not None
+        sampled = draw(
+            model.ggn(at),
+            posterior.prior,
+            draws,
+            None if plan.method == "ciq" else solver,
+            rows=plan.rows(self.num_samples),
+            dtype=self.network.dtype,
+        )
+        if not sampled.converged:
+            residuals, tolerance = plan.judge(sampled, solver)
+            warnings.warn(
+                f"The samples have not converged: residual {float(residuals.max()):.2g}, tolerance {tolerance:.2g}. "
+                f"{advice(plan.method)}",
+                ConvergenceWarning,
+                stacklevel=3,
+            )
+        return sampled.samples
 
     @torch.inference_mode(False)
     def log_marginal_likelihood(self) -> MarginalLikelihood:
@@ -531,18 +533,32 @@ class LinearisedLaplace:
         prior = posterior.prior.to(model.features.device, model.features.dtype)
         alpha = float(prior.spread().double().log().mean().exp())
         mode = (posterior.mode.to(model.features.dtype) / prior.scale)[None]
+        problems = []
+        if self._check is not None and not self._check.minimum.converged:
+            problems.append(f"the mode, whose residual is {self._check.minimum.residual:.2g}, has not converged")
         if isinstance(model.features, DenseFeatures):
-            return exact_path(model, prior, mode, hessian_at=self.hessian_at), alpha
+            path = exact_path(model, prior, mode, hessian_at=self.hessian_at)
+            _warn_of_evidence(call, problems)
+            return path, alpha
+        assert self._plan is not None
+        max_basis = self._plan.max_basis
         path, _ = evidence_path(
             model,
             prior,
-            Draws(_EVIDENCE_PROBES, self.seed, _PATH_STREAM),
+            Draws(max(1, min(_EVIDENCE_PROBES, max_basis // 4)), self.seed, _PATH_STREAM),
             mode,
             hessian_at=self.hessian_at,
             accuracy=_EVIDENCE_ACCURACY,
             decades=0.0 if decades is None else decades,
-            max_basis=self._max_basis(model.features),
+            max_basis=max_basis,
         )
+        ends = alpha * torch.logspace(-(decades or 0.0), decades or 0.0, 3, dtype=torch.float64)
+        change = path.last_change_of_evidence(ends)
+        if not change < _EVIDENCE_ACCURACY:
+            problems.append(
+                f"its last iteration changed it by {100 * change:.2g} % when memory was full; give more `max_memory`"
+            )
+        _warn_of_evidence(call, problems)
         return path, alpha
 
     def diagnose(self) -> Diagnosis:
@@ -551,7 +567,8 @@ class LinearisedLaplace:
         The energies of the samples are tested against their distributions; see `laplace_sampling.diagnostics`.
         """
         posterior, model, check = self._fitted("diagnose"), self._model, self._check
-        if model is None or check is None or self._choice is None:
+        plan = self._plan
+        if model is None or check is None or plan is None:
             raise NotFittedError("`diagnose` needs the fit itself, which a loaded posterior does not have: call `fit`.")
         alpha = float(posterior.prior.spread().double().log().mean().exp())
         reference = None if self._path is None else torch.tensor([alpha], dtype=torch.float64)
@@ -561,27 +578,19 @@ class LinearisedLaplace:
             moments = float(gamma), 2 * float(self._path.squared_dimension(reference)), float(error)
         f = model.network_outputs
         linear = model.features.outputs(self.network.weights[None].to(model.features.dtype))[0]
-        energies = check.data_energies.cpu()
+        energies = check.sampled.data_energies.cpu()
         classes = isinstance(model.likelihood, Categorical)
-        # What each solver judges itself by: the error of the function, or the gradient.
-        residuals, tolerance = {
-            "cg": (check.solution.error, BlockKrylov().tolerance),
-            "svrg": (check.solution.error, math.sqrt(SVRG().tolerance)),
-            "sgd": (check.solution.residual, self.solver.tolerance),
-            "exact": (check.solution.residual, 1e-6),
-            "ciq": (check.solution.residual, 0.1),
-        }[self._choice[0]]
         return Diagnosis(
             num_samples=len(posterior.samples),
             num_parameters=self.network.num_parameters,
             num_data=model.features.num_data,
             num_outputs=model.features.num_outputs,
             linear_model=self.linear_model,
-            method=self._choice[0],
-            reason=self._choice[1],
-            residuals=residuals.cpu(),
-            tolerance=tolerance,
-            solver_converged=check.solution.converged,
+            method=plan.method,
+            reason=plan.reason,
+            residuals=check.residuals.cpu(),
+            tolerance=check.tolerance,
+            solver_converged=check.sampled.converged,
             mode_residual=check.minimum.residual,
             mode_converged=check.minimum.converged,
             hyperparameters_converged=check.hyperparameters_converged,
@@ -591,24 +600,13 @@ class LinearisedLaplace:
             effective_dimension_se=float(posterior.effective_dimension_se.square().sum().sqrt()),
             gamma_reference=None if moments is None else moments[0],
             gamma_reference_se=None if moments is None else moments[2],
-            total_test=chi_squared_test(check.energies.cpu(), self.network.num_parameters),
-            data_test=data_energy_test(energies) if moments is None else data_energy_test(energies, *moments),
+            total_test=chi_squared_test(check.sampled.energies.cpu(), self.network.num_parameters),
+            data_test=_data_test(energies, moments),
             offset=float((linear - f).norm() / f.norm()),
             num_floored=posterior.prior.num_floored,
-            passes=check.solution.passes + check.minimum.passes + sum(step.passes for step in posterior.history),
+            passes=check.sampled.passes + check.minimum.passes + sum(step.passes for step in posterior.history),
             max_rank=f.shape[0] * (f.shape[1] - 1) if classes else None,
         )
-
-    def _make_solver(self, method: str, features: Features) -> Solver:
-        if method == "exact":
-            return Dense()
-        if method == "svrg":
-            return SVRG(seed=self.seed)
-        return BlockKrylov(max_basis=self._max_basis(features)) if method in ("cg", "ciq") else self.solver
-
-    def _long_solver(self) -> SGD:
-        # These samples are kept, and have no warm start.
-        return replace(self.solver, epochs=2 * self.solver.epochs)
 
     @property
     def prior_precision_(self) -> Float[Tensor, " G"]:
@@ -622,6 +620,10 @@ class LinearisedLaplace:
     @property
     def effective_dimension_(self) -> Float[Tensor, " G"]:
         return self._fitted("effective_dimension_").effective_dimension
+
+    @property
+    def converged_(self) -> bool:
+        return self._fitted("converged_").converged
 
     @property
     def samples_(self) -> Float[Tensor, "K P"]:
@@ -644,8 +646,8 @@ class LinearisedLaplace:
         p = self._posterior
         if p is None:
             return head + ", not fitted)"
-        if self._choice is not None:
-            head += f" → {self._choice[0]!r}: {self._choice[1]}"
+        if self._plan is not None:
+            head += f" → {self._plan.method!r}: {self._plan.reason}"
         alpha = ", ".join(f"{name}: {float(a):.3g}" for name, a in zip(p.prior.names, p.prior.precision, strict=True))
         floored = f", {p.prior.num_floored} weights floored" if p.prior.num_floored else ""
         return (
@@ -653,45 +655,29 @@ class LinearisedLaplace:
             + f", prior_precision_={{{alpha}}}, effective_dimension_={float(p.effective_dimension.sum()):.1f}{floored})"
         )
 
+    def __str__(self) -> str:
+        """As `repr`, and the time of products if it was measured, which is not the same in two runs."""
+        cost = None if self._plan is None else self._plan.cost
+        if cost is None or self._posterior is None:
+            return repr(self)
+        return f"{repr(self)[:-1]}, a pass of products takes about {cost.seconds:.1g} s)"
+
     # Keeping ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
         """All that predictions need, as tensors only: loads with `torch.load(..., weights_only=True)`."""
-        p = self._fitted("state_dict")
         settings = {
-            "format": _FORMAT,
-            "likelihood": p.likelihood.name,
-            "likelihood_class": type(p.likelihood).__name__,
-            "learn_noise": bool(getattr(p.likelihood, "learn", False)),
             "linear_model": self.linear_model,
             "hessian_at": self.hessian_at,
             "parameters": self.network.names,
-            "groups": p.prior.names,
-            "num_floored": p.prior.num_floored,
-            "rows": p.rows,
             "recipe": self._recipe(),
-            "history": [asdict(step) for step in p.history],
         }
-        state = {
-            "settings": torch.frombuffer(bytearray(json.dumps(settings).encode()), dtype=torch.uint8),
-            "fingerprint": p.fingerprint,
-            "samples": p.samples,
-            "mode": p.mode,
-            "prior_precision": p.prior.precision,
-            "prior_groups": p.prior.groups,
-            "prior_scale": p.prior.scale,
-            "effective_dimension": p.effective_dimension,
-            "effective_dimension_se": p.effective_dimension_se,
-        }
-        if isinstance(p.likelihood, Gaussian):
-            state["noise_precision"] = torch.as_tensor(p.likelihood.noise_precision)
-        return {name: tensor.detach().clone() for name, tensor in state.items()}
+        return encode(self._fitted("state_dict"), settings)
 
     def _recipe(self) -> dict[str, Any]:
         """What the constructor was given, so that a loaded object fits again as the saved one would."""
-        prior = {"class": type(self.prior).__name__, **(asdict(self.prior) if is_dataclass(self.prior) else {})}
         recipe = {
-            "prior": prior,
+            "prior": recipe_of_prior(self.prior),
             "prior_precision": self.prior_precision,
             "method": self.method,
             "num_samples": self.num_samples,
@@ -710,56 +696,13 @@ class LinearisedLaplace:
             ValueError: if the state is not of this model's weights, of another likelihood or another choice of
                 parameters, or incomplete; what was fitted before is kept.
         """
-        settings = _settings(state)
-        if settings["parameters"] != self.network.names:
-            raise ValueError(
-                f"The state is of {len(settings['parameters'])} random parameters, {_few(settings['parameters'])}, but "
-                f"this LinearisedLaplace has {len(self.network.names)}, {_few(self.network.names)}. "
-                "Give the same `parameters=`."
-            )
-        if settings["likelihood"] != self.likelihood.name:
-            raise ValueError(
-                f"The state is of likelihood {settings['likelihood']!r}, but this LinearisedLaplace has "
-                f"{self.likelihood.name!r}."
-            )
-        P, G = self.network.num_parameters, len(settings["groups"])
-        shapes = {
-            "mode": (P,),
-            "prior_precision": (G,),
-            "prior_groups": (P,),
-            "prior_scale": (P,),
-            "fingerprint": (32,),
-        }
-        shapes |= {"effective_dimension": (G,), "effective_dimension_se": (G,)}
-        wrong = [name for name, shape in shapes.items() if name not in state or state[name].shape != shape]
-        if wrong or "samples" not in state or state["samples"].shape[1:] != (P,):
-            raise ValueError(
-                f"The state is incomplete or damaged: entries {wrong or ['samples']} are not as they were."
-            )
-        self._check_fingerprint(state["fingerprint"], "load_state_dict")
-        device = self.network.device
-        likelihood = self.likelihood
-        if isinstance(likelihood, Gaussian):
-            likelihood = Gaussian(state["noise_precision"], learn=settings["learn_noise"])
-        self._posterior = _Posterior(
-            prior=GaussianPrior(
-                precision=state["prior_precision"].cpu(),
-                groups=state["prior_groups"].to(device),
-                scale=state["prior_scale"].to(device),
-                names=tuple(settings["groups"]),
-                num_floored=settings["num_floored"],
-            ),
-            likelihood=likelihood,
-            samples=state["samples"].to(device),
-            mode=state["mode"].to(device),
-            effective_dimension=state["effective_dimension"].to(device),
-            effective_dimension_se=state["effective_dimension_se"].to(device),
-            history=[EMStep(**step) for step in settings["history"]],
-            rows=settings["rows"],
-            fingerprint=state["fingerprint"].cpu(),
-        )
+        network = self.network
+        posterior = restore(state, network.names, self.likelihood, network.num_parameters, network.device)
+        self._check_fingerprint(posterior.fingerprint, "load_state_dict")
+        settings = settings_of(state)
+        self._posterior = posterior
         self.linear_model, self.hessian_at = settings["linear_model"], settings["hessian_at"]
-        self._model = self._mode_outputs = self._check = self._path = self._choice = None
+        self._model = self._mode_outputs = self._check = self._path = self._plan = self._solver = None
 
     def save(self, path: str | Path) -> None:
         """Write `state_dict()` to a file."""
@@ -782,25 +725,12 @@ class LinearisedLaplace:
             prior: likewise.
         """
         state = torch.load(path, map_location="cpu", weights_only=True)
-        settings = _settings(state)
+        settings = settings_of(state)
         recipe = settings["recipe"]
-        if likelihood is None:
-            likelihood = as_likelihood(settings["likelihood"])
-            if "noise_precision" in recipe:
-                likelihood = Gaussian(
-                    torch.tensor(recipe["noise_precision"], dtype=torch.float64), learn=settings["learn_noise"]
-                )
-        if prior is None:
-            fields = dict(recipe["prior"])
-            own = {c.__name__: c for c in (GPrior, IsotropicPrior, LayerwisePrior)}
-            name = fields.pop("class")
-            if name not in own:
-                raise ValueError(f"`load`: the prior was a {name}, which is not of this library; give it as `prior=`.")
-            prior = own[name](**fields)
         la = cls(
             model,
-            likelihood,
-            prior=prior,
+            likelihood_of(settings) if likelihood is None else likelihood,
+            prior=prior_of(recipe["prior"]) if prior is None else prior,
             prior_precision=recipe["prior_precision"],
             parameters=settings["parameters"],
             method=recipe["method"],
@@ -814,7 +744,7 @@ class LinearisedLaplace:
 
     # Checks ----------------------------------------------------------------------------------------------------
 
-    def _fitted(self, what: str) -> _Posterior:
+    def _fitted(self, what: str) -> Posterior:
         if self._posterior is None:
             raise NotFittedError(
                 f"`{what}` needs a fitted posterior: call `fit_hyperparameters(loader)`, `fit(loader)` or `load` first."
@@ -835,29 +765,23 @@ def _has_path(likelihood: Likelihood, prior: GaussianPrior) -> bool:
     return len(prior.names) == 1 and one_noise
 
 
-def _free_memory(device: torch.device) -> float:
-    """Bytes."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    try:
-        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (AttributeError, ValueError):  # not every system tells
-        return 4.0 * 2**30
+def _data_test(energies: Tensor, moments: tuple[float, float, float] | None) -> TestResult | None:
+    if moments is not None:
+        return data_energy_test(energies, *moments)
+    return data_energy_test(energies) if len(energies) > 2 else None  # the shape of two numbers is nothing
+
+
+def _noise_ended_at(likelihood: Likelihood, bounds: tuple[float, float]) -> bool:
+    if not (isinstance(likelihood, Gaussian) and likelihood.learn):
+        return False
+    return any(b in bounds for b in torch.as_tensor(likelihood.noise_precision).reshape(-1).tolist())
+
+
+def _warn_of_evidence(call: str, problems: list[str]) -> None:
+    if problems:
+        warnings.warn(f"`{call}` is inaccurate: {'; '.join(problems)}.", ConvergenceWarning, stacklevel=5)
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"`{name}={value!r}` is not known; use one of {list(choices)}.")
-
-
-def _settings(state: dict[str, Tensor]) -> dict[str, Any]:
-    if not isinstance(state, dict) or "settings" not in state:
-        raise ValueError("This is not a state of a LinearisedLaplace: it has no entry 'settings'.")
-    settings = json.loads(bytes(state["settings"].cpu().tolist()))
-    if settings["format"] != _FORMAT:
-        raise ValueError(f"The state has format {settings['format']}, but this version reads format {_FORMAT}.")
-    return settings
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")

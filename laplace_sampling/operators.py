@@ -3,8 +3,9 @@
 A mini-batch is a tensor of data indices; `None` means all data. Sums are over the data of the batch, unscaled.
 """
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +58,12 @@ class Features(ABC):
         """The indices of a batch, by default of all data, in pieces that fit the network."""
         indices = torch.arange(self.num_data) if batch is None else batch
         yield from indices.split(self.batch_size)
+
+    def in_chunks(self, most: int) -> "Features":
+        """The same features, at most so many data at a time."""
+        other = copy.copy(self)
+        other.batch_size = max(1, min(self.batch_size, most))
+        return other
 
     def outputs(self, v: Float[Tensor, "K P"]) -> Float[Tensor, "K N C"]:
         """`φ_i v_k` for all data."""
@@ -155,20 +162,25 @@ class Operator(ABC):
     """A symmetric positive semi-definite matrix `Σᵢ Mᵢ` of size `P`, a sum over data: what solvers see."""
 
     @property
-    @abstractmethod
-    def num_data(self) -> int: ...
+    def like(self) -> "Features | Operator":
+        """What has the same data, size, device and dtype: to be given, or else these four."""
+        raise NotImplementedError(f"{type(self).__name__} has no `like`.")
 
     @property
-    @abstractmethod
-    def size(self) -> int: ...
+    def num_data(self) -> int:
+        return self.like.num_data
 
     @property
-    @abstractmethod
-    def device(self) -> torch.device: ...
+    def size(self) -> int:
+        return self.like.size
 
     @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype: ...
+    def device(self) -> torch.device:
+        return self.like.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.like.dtype
 
     @abstractmethod
     def matmul(self, v: Float[Tensor, "K P"], batch: Tensor | None = None) -> Float[Tensor, "K P"]:
@@ -182,8 +194,14 @@ class Operator(ABC):
 class WhiteNoise(ABC):
     """Standard normal noise that belongs to data: the same numbers for a datum in whatever batch it comes."""
 
+    num_samples: int
+
     @abstractmethod
     def __call__(self, batch: Tensor) -> Float[Tensor, "K n C"]: ...
+
+    @abstractmethod
+    def parts(self, rows: int) -> "Sequence[WhiteNoise]":
+        """The same noise, at most so many samples at a time."""
 
 
 @dataclass(frozen=True)
@@ -195,20 +213,8 @@ class GGN(Operator):
     outputs: Float[Tensor, "N C"]
 
     @property
-    def num_data(self) -> int:
-        return self.features.num_data
-
-    @property
-    def size(self) -> int:
-        return self.features.size
-
-    @property
-    def device(self) -> torch.device:
-        return self.features.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.features.dtype
+    def like(self) -> Features:
+        return self.features
 
     def matmul(self, v: Tensor, batch: Tensor | None = None) -> Tensor:
         total = torch.zeros_like(v)

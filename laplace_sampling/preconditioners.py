@@ -28,6 +28,14 @@ class Preconditioner(ABC):
     def solve_root(self, v: Float[Tensor, "K P"], shift: float) -> Float[Tensor, "K P"]:
         """`P^{-1/2} v_k`, the symmetric root."""
 
+    @abstractmethod
+    def congruent(self, w: Float[Tensor, " P"]) -> "Preconditioner":
+        """That of `WMW`, `W = diag(w)`: no product is made."""
+
+    def adapted(self, operator: Operator) -> "Preconditioner":
+        """That of a matrix which is about a multiple of `M`, where one product finds the factor."""
+        return self
+
 
 class Jacobi(Preconditioner):
     """`P = diag(M) + shift·I`."""
@@ -40,6 +48,9 @@ class Jacobi(Preconditioner):
 
     def solve_root(self, v: Tensor, shift: float) -> Tensor:
         return v / (self.diagonal + shift).sqrt()
+
+    def congruent(self, w: Tensor) -> "Jacobi":
+        return Jacobi(self.diagonal * w**2, self.passes)
 
 
 class Nystrom(Preconditioner):
@@ -112,6 +123,16 @@ class Nystrom(Preconditioner):
 
     def solve_root(self, v: Tensor, shift: float) -> Tensor:
         return self._apply(v, (self.eigenvalues + shift) ** -0.5)
+
+    def congruent(self, w: Tensor) -> "Nystrom":
+        half = self.eigenvalues.sqrt()[:, None] * self.vectors * w
+        _, singular, vectors = torch.linalg.svd(half, full_matrices=False)
+        return Nystrom(vectors, singular**2, self.passes)
+
+    def adapted(self, operator: Operator) -> "Nystrom":
+        leading = self.vectors[:1]
+        ratio = float((leading * operator.matmul(leading)).sum() / self.eigenvalues[0].clamp_min(1e-30))
+        return Nystrom(self.vectors, self.eigenvalues * ratio, self.passes + 1)
 
     def _apply(self, v: Tensor, inside: Tensor) -> Tensor:
         """`U diag(inside) Uᵀ v`, and outside the span of `U` the last entry of `inside` times `v`."""

@@ -124,7 +124,7 @@ class GPrior(Prior):
         return outputs <= self.num_probes and ggn.num_data * outputs * ggn.size <= self.exact_limit
 
     def build(self, ggn: GGN, layers: tuple[list[str], Tensor], precision: float, noise: WhiteNoise) -> GaussianPrior:
-        diagonal = ggn.diagonal() if self._is_exact(ggn) else (ggn.root_matmul(noise) ** 2).mean(0)
+        diagonal = ggn.diagonal() if self._is_exact(ggn) else _stochastic_diagonal(ggn, noise)
         if not bool(diagonal.max() > 0):
             raise ValueError(
                 "The g-prior needs curvature, but diag(M) is zero for all weights: the outputs do not depend on them, "
@@ -138,6 +138,14 @@ class GPrior(Prior):
         mean = torch.where(mean > 0, mean, diagonal.mean())[groups]
         low = diagonal < self.floor * mean
         return _ungrouped(torch.maximum(diagonal, self.floor * mean).rsqrt(), precision, int(low.sum()))
+
+
+def _stochastic_diagonal(ggn: GGN, noise: WhiteNoise, rows: int = 8) -> Float[Tensor, " P"]:
+    """`(1/k) Σ_j (ΦᵀB^{1/2}z_j)²`, few probes in memory at a time."""
+    total = torch.zeros(ggn.size, device=ggn.device, dtype=ggn.dtype)
+    for part in noise.parts(rows):
+        total += (ggn.root_matmul(part) ** 2).sum(0)
+    return total / noise.num_samples
 
 
 def as_prior(prior: str | Prior) -> Prior:

@@ -37,17 +37,25 @@ def _normal(shape: tuple[int, ...], *key: int) -> Tensor:
 class SeededNoise(WhiteNoise):
     """Standard normal `z`, `[K, N, C]`, made as needed: that of sample `k` and datum `i` depends on the seed alone."""
 
-    def __init__(self, num_samples: int, num_outputs: int, seed: int, stream: int) -> None:
-        self.num_samples, self.num_outputs = num_samples, num_outputs
+    def __init__(self, num_samples: int, num_outputs: int, seed: int, stream: int, first: int = 0) -> None:
+        self.num_samples, self.num_outputs, self.first = num_samples, num_outputs, first
         self.seed, self.stream = seed, stream
         self._last: tuple[int, Tensor] | None = None
 
     def _block(self, number: int) -> Tensor:
         if self._last is None or self._last[0] != number:
             shape = (_BLOCK, self.num_outputs)
-            rows = [_normal(shape, self.seed, self.stream, k, number) for k in range(self.num_samples)]
+            samples = range(self.first, self.first + self.num_samples)
+            rows = [_normal(shape, self.seed, self.stream, k, number) for k in samples]
             self._last = (number, torch.stack(rows))
         return self._last[1]
+
+    def parts(self, rows: int) -> list["SeededNoise"]:
+        starts = range(0, self.num_samples, rows)
+        return [
+            SeededNoise(min(rows, self.num_samples - k), self.num_outputs, self.seed, self.stream, self.first + k)
+            for k in starts
+        ]
 
     def __call__(self, batch: Tensor) -> Float[Tensor, "K n C"]:
         blocks = batch // _BLOCK
@@ -63,19 +71,27 @@ class Draws:
     """The frozen randomness of `K` samples: white noise for the prior and for the data, of one seed.
 
     Sample `k` does not depend on how many there are, nor on the batch size. Streams of one seed are independent.
+    These are the samples from the number `first` on.
     """
 
     num_samples: int
     seed: int
     stream: int = 0
+    first: int = 0
+
+    def groups(self, rows: int) -> "list[Draws]":
+        """The same draws, at most so many at a time."""
+        starts = range(0, self.num_samples, rows)
+        return [replace(self, num_samples=min(rows, self.num_samples - k), first=self.first + k) for k in starts]
 
     def prior(self, size: int) -> Float[Tensor, "K P"]:
         """Standard normal weights."""
-        return torch.stack([_normal((size,), self.seed, 2 * self.stream, k) for k in range(self.num_samples)])
+        samples = range(self.first, self.first + self.num_samples)
+        return torch.stack([_normal((size,), self.seed, 2 * self.stream, k) for k in samples])
 
     def noise(self, num_outputs: int) -> SeededNoise:
         """Standard normal noise of the data."""
-        return SeededNoise(self.num_samples, num_outputs, self.seed, 2 * self.stream + 1)
+        return SeededNoise(self.num_samples, num_outputs, self.seed, 2 * self.stream + 1, self.first)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from tqdm.auto import tqdm
 
 from laplace_sampling.operators import Operator
 from laplace_sampling.preconditioners import Nystrom
-from laplace_sampling.solvers import SGD, Congruent, Minimum, Objective, Quadratic, Solution, Solver, largest_eigenvalue
+from laplace_sampling.solvers import Congruent, Minimum, Objective, Quadratic, Solution, Solver, largest_eigenvalue
+from laplace_sampling.stochastic import SGD
 
 __all__ = ["SVRG"]
 

@@ -1,14 +1,17 @@
 """Cost, counted in products and in bytes, not in seconds."""
 
+import warnings
 import weakref
+from functools import partial
 
+import pytest
 import torch
 from cases import make_case
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from laplace_sampling import LinearisedLaplace
+from laplace_sampling import SGD, LinearisedLaplace
 from laplace_sampling.linearise import Linearisation
 
 
@@ -115,6 +118,38 @@ def test_peak_memory_of_products_does_not_grow_with_the_data() -> None:
         peaks[num] = _peak(lambda g=ggn, v=v: g.matmul(v))
         del la
     assert peaks[16] < 1.05 * peaks[4]
+
+
+@pytest.mark.parametrize("hyperparameters", [False, True])
+@pytest.mark.parametrize("prior", ["g-prior", "isotropic"])
+@pytest.mark.parametrize("method", ["cg", "sgd", "svrg"])
+def test_a_fit_keeps_to_its_memory(method: str, prior: str, hyperparameters: bool) -> None:
+    """The budget, and on top of it what one product takes and a few copies of the weights and of the data."""
+    g = torch.Generator().manual_seed(0)
+    model, x, y = nn.Linear(3000, 3), torch.randn(4, 3000, generator=g) / 55, torch.arange(4) % 3
+    size = sum(p.numel() for p in model.parameters())
+    network = Linearisation(model)
+    solver = SGD(epochs=1, min_steps=5, mode_epochs=1, max_doublings=0, tolerance=1.0)
+    for vectors in (40, 100, 300):
+        la = LinearisedLaplace(
+            model,
+            "classification",
+            prior=prior,
+            prior_precision=0.1,
+            method=method,
+            num_samples=16,
+            max_memory=4 * size * vectors,
+            solver=solver,
+        )
+        fit = partial(la.fit_hyperparameters, max_steps=2) if hyperparameters else la.fit
+        with warnings.catch_warnings(), PeakMemory() as memory:
+            warnings.simplefilter("ignore")
+            fit([(x, y)], progress=False)
+        product = _peak(lambda: network.vjp(x, torch.ones(1, 4, 3)) + network.jvp(x, torch.ones(1, size)).sum())
+        beside = product + 6 * 4 * size + 4 * x.numel() * 4
+        print(method, prior, "peak", memory.peak / (4 * size), "vectors of", vectors, "and", beside / (4 * size))
+        assert memory.peak <= la.max_memory + beside
+        assert la.samples_.shape == (16, size)
 
 
 def test_memory_meter_sees_what_it_should() -> None:

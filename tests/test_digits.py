@@ -21,7 +21,7 @@ from laplace_sampling.__main__ import digits as digits_data
 from laplace_sampling.evidence_path import evidence_path
 from laplace_sampling.krylov import CG, BlockKrylov
 from laplace_sampling.sampling import Draws, linear_model_mode
-from laplace_sampling.solvers import SGD
+from laplace_sampling.stochastic import SGD
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from cases import Case, make_case
 from torch import nn
 from torch.testing import assert_close
 
+from laplace_sampling.dense import Dense
 from laplace_sampling.evidence import (
     EMStep,
     effective_dimension,
@@ -19,7 +20,8 @@ from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.operators import DenseFeatures, ScaledFeatures
 from laplace_sampling.priors import GPrior, IsotropicPrior, LayerwisePrior
 from laplace_sampling.sampling import Draws, LinearModel, linear_model_mode, sample_posterior
-from laplace_sampling.solvers import SGD, Dense, make_dense
+from laplace_sampling.solvers import make_dense
+from laplace_sampling.stochastic import SGD
 
 
 def toy(num_data: int = 100, noise: float = 0.1, width: int = 50) -> LinearModel:

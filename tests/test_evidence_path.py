@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_sampling.curves import EvidencePath, Quadrature, bai_golub_bound
+from laplace_sampling.dense import Dense
 from laplace_sampling.evidence import fit_em
 from laplace_sampling.evidence_path import evidence_path, fit_path
 from laplace_sampling.krylov import CG
@@ -15,7 +16,7 @@ from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.operators import GGN, DenseFeatures, ScaledFeatures
 from laplace_sampling.priors import GaussianPrior, as_prior
 from laplace_sampling.sampling import Draws, LinearModel, linear_model_mode
-from laplace_sampling.solvers import Dense, make_dense
+from laplace_sampling.solvers import make_dense
 
 torch.set_num_threads(1)
 

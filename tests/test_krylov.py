@@ -8,13 +8,14 @@ from cases import make_case
 from torch import Tensor
 from torch.testing import assert_close
 
+from laplace_sampling.dense import Dense
 from laplace_sampling.krylov import CG, Basis, BlockKrylov
 from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.operators import GGN, DenseFeatures, Operator
 from laplace_sampling.preconditioners import Jacobi, Nystrom
 from laplace_sampling.priors import GaussianPrior
 from laplace_sampling.sampling import ModeObjective
-from laplace_sampling.solvers import Dense, Quadratic, function_error, make_dense, newton, whiten
+from laplace_sampling.solvers import Quadratic, function_error, make_dense, newton, whiten
 
 torch.set_num_threads(1)
 
@@ -32,10 +33,7 @@ class Counted(Operator):
     def __init__(self, operator: Operator) -> None:
         self.operator, self.count = operator, 0
 
-    num_data = property(lambda self: self.operator.num_data)
-    size = property(lambda self: self.operator.size)
-    device = property(lambda self: self.operator.device)
-    dtype = property(lambda self: self.operator.dtype)
+    like = property(lambda self: self.operator)
 
     def matmul(self, v: Tensor, batch: Tensor | None = None) -> Tensor:
         self.count += len(v)

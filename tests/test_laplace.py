@@ -19,6 +19,7 @@ from laplace_sampling import (
     LinearisedLaplace,
     NotFittedError,
 )
+from laplace_sampling.methods import make_plan
 from laplace_sampling.operators import DenseFeatures
 from laplace_sampling.solvers import make_dense
 
@@ -670,11 +671,11 @@ def test_the_method_follows_size_and_memory() -> None:
 
     def chosen(num_data: int, size: int, **settings) -> str:
         features = DenseFeatures(torch.zeros(1, 5, 1).expand(num_data, 5, size))
-        return LinearisedLaplace(model, "classification", **settings)._choose_method(features)[0]
+        return make_plan("auto", features, 64, settings.get("max_memory")).method
 
     assert chosen(100, 55) == "exact"
     assert chosen(5000, 3000) == "cg"
     assert chosen(30_000, 3000) == "sgd"
-    assert chosen(5000, 3000, max_memory=4 * 3000 * 500) == "sgd"
+    assert chosen(5000, 3000, max_memory=4 * 3000 * 500) == "cg"
     with pytest.raises(ValueError, match="`max_memory` must be a positive number"):
         LinearisedLaplace(model, "classification", max_memory=-1)

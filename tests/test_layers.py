@@ -9,13 +9,13 @@ LEVELS = {
     "linearise": 0, "likelihoods": 0, "data": 0,
     "operators": 1,
     "priors": 2, "preconditioners": 2, "solvers": 2, "predictive": 2,
-    "sampling": 3,
-    "krylov": 3, "variance_reduced": 3, "contour": 4,
-    "evidence": 4, "curves": 4,
-    "evidence_path": 5, "diagnostics": 5,
+    "sampling": 3, "dense": 3, "krylov": 3, "stochastic": 3,
+    "contour": 4, "curves": 4, "evidence": 4, "variance_reduced": 4,
+    "diagnostics": 5, "evidence_path": 5, "methods": 5, "posterior": 5, "saving": 5,
     "laplace": 6,
-    "__init__": 7,
-    "__main__": 8,
+    "plotting": 7,
+    "__init__": 8,
+    "__main__": 9,
 }  # fmt: skip
 PACKAGE = Path(laplace_sampling.__file__).parent
 

@@ -6,11 +6,13 @@ import torch
 from cases import Case, make_case
 from torch.testing import assert_close
 
+from laplace_sampling.dense import Dense
 from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.operators import GGN, DenseFeatures
 from laplace_sampling.priors import GPrior, IsotropicPrior, LayerwisePrior
 from laplace_sampling.sampling import Draws, LinearModel, linear_model_mode, sample_posterior
-from laplace_sampling.solvers import SGD, Dense, make_dense
+from laplace_sampling.solvers import make_dense
+from laplace_sampling.stochastic import SGD
 
 PRIORS = {"isotropic": IsotropicPrior(), "g-prior": GPrior(), "layerwise": LayerwisePrior()}
 

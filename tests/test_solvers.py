@@ -6,9 +6,11 @@ from cases import make_case
 from torch import Tensor
 from torch.testing import assert_close
 
+from laplace_sampling.dense import Dense
 from laplace_sampling.likelihoods import Categorical, Gaussian
 from laplace_sampling.operators import GGN, DenseFeatures
-from laplace_sampling.solvers import SGD, Dense, Quadratic, make_dense
+from laplace_sampling.solvers import Quadratic, make_dense
+from laplace_sampling.stochastic import SGD
 
 
 def problem(num_data: int = 300, outputs: int = 2, size: int = 8, rows: int = 3, scale: float = 1.0) -> Quadratic:

@@ -6,12 +6,14 @@ from cases import make_case
 from torch import Tensor
 from torch.testing import assert_close
 
+from laplace_sampling.dense import Dense
 from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.operators import GGN, DenseFeatures
 from laplace_sampling.preconditioners import Nystrom
 from laplace_sampling.priors import IsotropicPrior
 from laplace_sampling.sampling import Draws, linear_model_mode
-from laplace_sampling.solvers import SGD, Dense, Quadratic, make_dense
+from laplace_sampling.solvers import Quadratic, make_dense
+from laplace_sampling.stochastic import SGD
 from laplace_sampling.variance_reduced import SVRG
 
 

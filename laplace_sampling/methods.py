@@ -1,0 +1,280 @@
+"""Which method a problem takes, and its solvers, within the memory that they may take.
+
+**Memory** is counted in vectors of `P` numbers: what a solve holds for each of its rows, a basis or a preconditioner,
+and the samples themselves. Activations of the network, of products with the rows of a group, come on top.
+
+**Cost** is counted in floating-point operations, for a choice by the clock would not be the same in two runs.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from laplace_sampling.dense import Dense
+from laplace_sampling.krylov import CG, BlockKrylov
+from laplace_sampling.operators import Features, Operator
+from laplace_sampling.preconditioners import Nystrom
+from laplace_sampling.solvers import InGroups, Solver
+from laplace_sampling.stochastic import SGD
+from laplace_sampling.variance_reduced import SVRG
+
+__all__ = ["METHODS", "Cost", "Plan", "make_plan", "measure"]
+
+METHODS = ("auto", "exact", "cg", "sgd", "svrg", "ciq")
+
+# "auto" takes the exact method up to this size of its matrix, and of the Jacobian that it holds (in numbers).
+_EXACT_SIZE, _EXACT_JACOBIAN = 2000, 5e7
+_EXACT_BYTES = 8 * 2**30
+# Full-batch Krylov methods need a few passes whatever N is, stochastic ones a number of steps: up to this many data.
+_KRYLOV_DATA = 20_000
+# Counts of operations overrule sizes if they differ by this factor, and by more than so many (a minute or so).
+_CHEAPER, _WORTH = 3.0, 1e12
+# Typical of `fit_hyperparameters`: passes of one vector with "cg", factorisations with "exact".
+_PASSES, _FACTORISATIONS = 400, 50
+
+# The fewest vectors of a Krylov basis that are worth having, and vectors held for each (its product, and room to move).
+_LEAST_BASIS, _BASIS_STACKS = 64, 3
+# Vectors of P numbers alive for each row of a solve, products of the network included; measured in float32.
+_STACKS = {"exact": 0, "cg": 16, "sgd": 16, "svrg": 22, "ciq": 80}
+# The same for each row of EM that is not being solved, and for each vector of a Nyström preconditioner in the making.
+_EM_STACKS, _NYSTROM_STACKS = 12, 18
+_LARGEST_RANK = 256
+
+# The error of predicted standard deviations for which solvers' own defaults are made.
+_TOLERANCE = 0.015
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of products, measured on a mini-batch: operations a datum of a JVP and a VJP, and seconds a pass of both."""
+
+    jvp: float
+    vjp: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A method, why it was taken, and what it may hold in memory.
+
+    Attributes:
+        method: `"exact"`, `"cg"`, `"sgd"`, `"svrg"` or `"ciq"`.
+        reason: in words.
+        vectors: of `P` numbers that memory holds.
+        num_samples: `K`.
+        cost: of products, if it was measured.
+    """
+
+    method: str
+    reason: str
+    vectors: float
+    num_samples: int
+    cost: Cost | None = None
+
+    @property
+    def max_basis(self) -> int:
+        """Vectors of a Krylov basis that memory holds beside the stacks of a solve of all samples; 4 at least."""
+        beside = (_STACKS["cg"] + 1) * self.num_samples
+        return max(4, int((self.vectors - beside) / _BASIS_STACKS))
+
+    @property
+    def short(self) -> bool:
+        """Whether a Krylov basis worth having does not fit."""
+        return self.max_basis < _LEAST_BASIS
+
+    @property
+    def rank(self) -> int:
+        """Of the preconditioner, at most; 0 for none."""
+        if self.method == "svrg":  # made anew in each solve, beside its rows
+            return max(1, min(SVRG().max_rank, int((self.vectors - self.num_samples) / (2 * _NYSTROM_STACKS))))
+        if self.method != "cg" or not self.short:
+            return 0
+        room = self.vectors - self.num_samples - _STACKS["cg"]
+        rank = min(_LARGEST_RANK, int(self.vectors / _NYSTROM_STACKS), int(room / 2))
+        return rank if rank >= 4 else 0
+
+    def rows(self, held: float = 0) -> int:
+        """Samples to solve for together, beside `held` vectors."""
+        stacks = _STACKS[self.method]
+        basis = _BASIS_STACKS * self.max_basis if self.method == "cg" and not self.short else self.rank
+        return max(1, int((self.vectors - held - basis) / stacks)) if stacks else 2**31
+
+    def em_samples(self, num_samples: int) -> int:
+        """Samples of EM that memory holds, at most so many."""
+        if self.method == "exact":
+            return num_samples
+        making = _NYSTROM_STACKS if self.method == "svrg" else 1
+        room = self.vectors - making * self.rank - _STACKS[self.method]
+        return max(1, min(num_samples, int(room / _EM_STACKS)))
+
+    def solver(self, tolerance: float, sgd: SGD, seed: int) -> Solver:
+        r"""The solver of the method for a relative error `τ` of predicted standard deviations, a mean over the data.
+
+        A sample `ζ` is independent of the simulated data `d = u − Mθ⁰` that it is conditioned on (`Cov(ζ, d) =
+        H⁻¹(M − AA⁻¹M) = 0`), and all that a solver does from `δ = 0` is a function of `d`. So its error `e = ζ̂ − ζ` is
+        independent of `ζ`: variances add, and an error of the function of relative size `ε = ‖Φe‖_B / ‖Φζ‖_B` makes
+        standard deviations too large by the factor `√(1 + ε²)`, that is by `ε²/2`. Of `K` samples the sum of the
+        products `⟨Φζ, Φe⟩`, of mean zero, moves it by about `ε/√K`, too.
+
+        `ε² = 2τ` is enough for the first, and is the tolerance of `SVRG`, which is of `ε²`. Krylov solvers, for which
+        accuracy is cheap, take `ε = 2τ`. For `τ = 0.015` both are the solvers' defaults. `SGD` judges itself by its
+        gradient; its tolerance shrinks in proportion.
+        """
+        error = min(2 * tolerance, 0.5)
+        if self.method == "exact":
+            return Dense()
+        if self.method == "sgd":
+            return replace(sgd, tolerance=sgd.tolerance * min(1.0, tolerance / _TOLERANCE))
+        if self.method == "svrg":
+            return SVRG(tolerance=error, max_rank=self.rank, seed=seed)
+        return CG(error) if self.short else BlockKrylov(error, max_basis=self.max_basis)
+
+    def precondition(
+        self, solver: Solver, operator: Callable[[], Operator], shift: float | None, num_rhs: int, seed: int
+    ) -> Solver:
+        """The solver with a Nyström preconditioner for every `α`, where memory is short; else as it is."""
+        if self.rank == 0 or not isinstance(solver, CG):
+            return solver
+        preconditioner = Nystrom.of(
+            operator(), block=min(16, self.rank), max_rank=self.rank, shift=shift, num_rhs=num_rhs, seed=seed
+        )
+        return replace(solver, preconditioner=preconditioner)
+
+    def for_em(self, solver: Solver, num_samples: int) -> Solver:
+        """The solver, in groups of rows where memory does not hold all of them."""
+        if isinstance(solver, Dense | BlockKrylov):
+            return solver
+        rows = self.rows(_EM_STACKS * num_samples)
+        return solver if rows >= num_samples else InGroups(solver, rows)
+
+    def judge(self, solution: Any, solver: Solver) -> tuple[Tensor, float]:
+        """What the solver judges its rows by, the error of the function or the gradient, and its tolerance."""
+        if self.method == "ciq":
+            return solution.residual, 0.1
+        if isinstance(solver, SVRG):
+            return solution.error, math.sqrt(solver.tolerance)
+        if isinstance(solver, BlockKrylov | CG):
+            return solution.error, solver.tolerance
+        return solution.residual, solver.tolerance if isinstance(solver, SGD) else 1e-6
+
+
+def make_plan(
+    method: str,
+    features: Features,
+    num_samples: int,
+    max_memory: float | None,
+    cost: Callable[[Features], Cost] | None = None,
+) -> Plan:
+    """The plan for a problem.
+
+    Args:
+        method: one of `METHODS`.
+        features: `Φ`.
+        num_samples: `K`.
+        max_memory: in bytes; half of what is free by default.
+        cost: measures products; `measure` by default, asked for `"auto"` only.
+
+    Raises:
+        ValueError: if memory does not hold what the method cannot do without.
+    """
+    bytes_ = max_memory if max_memory is not None else 0.5 * free_memory(features.device)
+    vector = features.size * torch.empty((), dtype=features.dtype).element_size()
+    rows = features.num_data * features.num_outputs
+    exact_bytes = 8 * (rows * features.size + 3 * min(rows, features.size) ** 2)
+    allowed = min(_EXACT_BYTES, bytes_) if max_memory is not None else _EXACT_BYTES
+    if method == "exact" and exact_bytes > allowed:
+        raise ValueError(
+            f'method="exact" would need about {exact_bytes / 2**30:.1f} GiB for {features.num_data} data, '
+            f'{features.num_outputs} outputs and {features.size} weights; use method="cg" or "sgd".'
+        )
+    plan = Plan(method, "as asked for", bytes_ / vector, num_samples)
+    if method == "auto":
+        measured = (cost or measure)(features)
+        chosen, reason = _choose(features, measured, plan, exact_bytes <= min(allowed, bytes_))
+        plan = replace(plan, method=chosen, reason=reason, cost=measured)
+    needed = num_samples + _STACKS[plan.method]
+    if plan.method != "exact" and plan.vectors < needed:
+        raise ValueError(
+            f"{'max_memory' if max_memory is not None else 'Half of the free memory'} of {bytes_:.3g} bytes holds "
+            f"{plan.vectors:.0f} vectors of {features.size} weights, but {num_samples} samples and the solve of a "
+            f'single one by method="{plan.method}" take {needed}, or {needed * vector:.3g} bytes. '
+            "Give more memory, or lower `num_samples`."
+        )
+    if plan.method == "cg" and plan.short:
+        plan = replace(plan, reason=f"{plan.reason}; memory holds no Krylov basis: preconditioned conjugate gradients")
+    return plan
+
+
+def _choose(features: Features, cost: Cost, plan: Plan, fits: bool) -> tuple[str, str]:
+    """By size; where counts of operations differ much, by these."""
+    num_data, rows, size = features.num_data, features.num_data * features.num_outputs, features.size
+    smaller, larger, jacobian = min(rows, size), max(rows, size), rows * size
+    factorisation = 2 * smaller**2 * larger + smaller**3 / 3
+    exact = rows * cost.vjp + _FACTORISATIONS * factorisation
+    krylov = _PASSES * num_data * (cost.jvp + cost.vjp)
+    counts = f"about {exact:.1g} operations, against {krylov:.1g} of a few hundred passes"
+    small = smaller <= _EXACT_SIZE and jacobian <= _EXACT_JACOBIAN
+    if fits and exact * _CHEAPER < krylov - _WORTH and not small:
+        return "exact", f"products of this network are expensive: {counts}"
+    if fits and small and not krylov * _CHEAPER < exact - _WORTH:
+        return "exact", f"a matrix of {smaller} rows, and a Jacobian of {jacobian:.2g} numbers, are cheap"
+    if num_data > _KRYLOV_DATA:
+        return "sgd", f"{num_data} data: steps on few of them cost less than passes over all"
+    reason = f"{num_data} data: a few passes over all are cheap"
+    if small and fits:
+        reason += f", dense algebra would take {counts}"
+    return "cg", reason if plan.short else f"{reason}, and memory holds {plan.max_basis} vectors"
+
+
+class _Operations(TorchDispatchMode):
+    """Counts floating-point operations of matrix products, convolutions and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        counter = flop_registry.get(func._overloadpacket)
+        if counter is not None:
+            self.count += counter(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def measure(features: Features, most: int = 64) -> Cost:
+    """Of one JVP and one VJP on a mini-batch; run twice, for the first run of a network is slow."""
+    batch = next(iter(features.chunks()))[:most]
+    v = torch.ones(1, features.size, dtype=features.dtype, device=features.device)
+    with _Operations() as forward:
+        u = features.jvp(v, batch)
+    with _Operations() as backward:
+        features.vjp(u, batch)
+    _synchronise(features.device)
+    started = time.perf_counter()
+    features.vjp(features.jvp(v, batch), batch)
+    _synchronise(features.device)
+    share = len(batch) / features.num_data
+    return Cost(forward.count / len(batch), backward.count / len(batch), (time.perf_counter() - started) / share)
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    try:
+        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, ValueError):  # not every system tells
+        return 4.0 * 2**30

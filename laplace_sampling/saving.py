@@ -1,0 +1,182 @@
+"""A fitted posterior as tensors only, and back: what `save` writes and `load` reads.
+
+A state is a dictionary of tensors, for `torch.load(..., weights_only=True)`; what is no tensor is JSON, as bytes.
+"""
+
+import json
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.evidence import EMStep
+from laplace_sampling.likelihoods import Gaussian, Likelihood, as_likelihood
+from laplace_sampling.priors import GaussianPrior, GPrior, IsotropicPrior, LayerwisePrior, Prior
+
+__all__ = ["Posterior", "encode", "likelihood_of", "prior_of", "recipe_of_prior", "restore", "settings_of"]
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """All that prediction needs.
+
+    Attributes:
+        prior: `A`.
+        likelihood: with the fitted noise precision.
+        samples: `ζ`, zero-mean.
+        mode: `θ̄`.
+        effective_dimension: `γ` of each group, with its standard error.
+        history: a record of each step of the fit.
+        rows: data that went through the network together.
+        fingerprint: of the network's weights and buffers.
+        converged: whether all tolerances were reached.
+    """
+
+    prior: GaussianPrior
+    likelihood: Likelihood
+    samples: Float[Tensor, "K P"]
+    mode: Float[Tensor, " P"]
+    effective_dimension: Float[Tensor, " G"]
+    effective_dimension_se: Float[Tensor, " G"]
+    history: list[EMStep]
+    rows: int
+    fingerprint: Tensor
+    converged: bool = True
+
+
+def encode(posterior: Posterior, settings: dict[str, Any]) -> dict[str, Tensor]:
+    """The state of a posterior.
+
+    Args:
+        posterior: what is kept.
+        settings: what else a loaded object must know; `settings_of` gives it back.
+    """
+    p = posterior
+    settings = {
+        "format": _FORMAT,
+        "likelihood": p.likelihood.name,
+        "likelihood_class": type(p.likelihood).__name__,
+        "learn_noise": bool(getattr(p.likelihood, "learn", False)),
+        "groups": p.prior.names,
+        "num_floored": p.prior.num_floored,
+        "rows": p.rows,
+        "converged": p.converged,
+        "history": [asdict(step) for step in p.history],
+        **settings,
+    }
+    state = {
+        "settings": torch.frombuffer(bytearray(json.dumps(settings).encode()), dtype=torch.uint8),
+        "fingerprint": p.fingerprint,
+        "samples": p.samples,
+        "mode": p.mode,
+        "prior_precision": p.prior.precision,
+        "prior_groups": p.prior.groups,
+        "prior_scale": p.prior.scale,
+        "effective_dimension": p.effective_dimension,
+        "effective_dimension_se": p.effective_dimension_se,
+    }
+    if isinstance(p.likelihood, Gaussian):
+        state["noise_precision"] = torch.as_tensor(p.likelihood.noise_precision)
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+def settings_of(state: dict[str, Tensor]) -> dict[str, Any]:
+    """What is no tensor in a state.
+
+    Raises:
+        ValueError: if it is no state, or of another format.
+    """
+    if not isinstance(state, dict) or "settings" not in state:
+        raise ValueError("This is not a state of a LinearisedLaplace: it has no entry 'settings'.")
+    settings = json.loads(bytes(state["settings"].cpu().tolist()))
+    if settings["format"] != _FORMAT:
+        raise ValueError(f"The state has format {settings['format']}, but this version reads format {_FORMAT}.")
+    return settings
+
+
+def restore(
+    state: dict[str, Tensor], names: list[str], likelihood: Likelihood, size: int, device: torch.device
+) -> Posterior:
+    """The posterior of a state.
+
+    Args:
+        state: from `encode`.
+        names: of the random parameters that it has to be of.
+        likelihood: that it has to be of.
+        size: `P`.
+        device: for its tensors.
+
+    Raises:
+        ValueError: if the state is of other parameters or another likelihood, or incomplete.
+    """
+    settings = settings_of(state)
+    if settings["parameters"] != names:
+        raise ValueError(
+            f"The state is of {len(settings['parameters'])} random parameters, {_few(settings['parameters'])}, but "
+            f"this LinearisedLaplace has {len(names)}, {_few(names)}. Give the same `parameters=`."
+        )
+    if settings["likelihood"] != likelihood.name:
+        raise ValueError(
+            f"The state is of likelihood {settings['likelihood']!r}, but this LinearisedLaplace has "
+            f"{likelihood.name!r}."
+        )
+    num_groups = len(settings["groups"])
+    shapes = {
+        "fingerprint": (32,),
+        **{name: (size,) for name in ("mode", "prior_groups", "prior_scale")},
+        **{name: (num_groups,) for name in ("prior_precision", "effective_dimension", "effective_dimension_se")},
+    }
+    wrong = [name for name, shape in shapes.items() if name not in state or state[name].shape != shape]
+    if wrong or "samples" not in state or state["samples"].shape[1:] != (size,):
+        raise ValueError(f"The state is incomplete or damaged: entries {wrong or ['samples']} are not as they were.")
+    if isinstance(likelihood, Gaussian):
+        likelihood = Gaussian(state["noise_precision"], learn=settings["learn_noise"])
+    return Posterior(
+        prior=GaussianPrior(
+            precision=state["prior_precision"].cpu(),
+            groups=state["prior_groups"].to(device),
+            scale=state["prior_scale"].to(device),
+            names=tuple(settings["groups"]),
+            num_floored=settings["num_floored"],
+        ),
+        likelihood=likelihood,
+        samples=state["samples"].to(device),
+        mode=state["mode"].to(device),
+        effective_dimension=state["effective_dimension"].to(device),
+        effective_dimension_se=state["effective_dimension_se"].to(device),
+        history=[EMStep(**step) for step in settings["history"]],
+        rows=settings["rows"],
+        fingerprint=state["fingerprint"].cpu(),
+        converged=settings["converged"],
+    )
+
+
+def recipe_of_prior(prior: Prior) -> dict[str, Any]:
+    """The class and the fields of a prior."""
+    return {"class": type(prior).__name__, **(asdict(prior) if is_dataclass(prior) else {})}
+
+
+def prior_of(recipe: dict[str, Any]) -> Prior:
+    """The prior of `recipe_of_prior`, if it is one of the library's own."""
+    fields = dict(recipe)
+    own = {c.__name__: c for c in (GPrior, IsotropicPrior, LayerwisePrior)}
+    name = fields.pop("class")
+    if name not in own:
+        raise ValueError(f"`load`: the prior was a {name}, which is not of this library; give it as `prior=`.")
+    return own[name](**fields)
+
+
+def likelihood_of(settings: dict[str, Any]) -> Likelihood:
+    """The likelihood that the constructor was given."""
+    precision = settings["recipe"].get("noise_precision")
+    if precision is None:
+        return as_likelihood(settings["likelihood"])
+    return Gaussian(torch.tensor(precision, dtype=torch.float64), learn=settings["learn_noise"])
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
