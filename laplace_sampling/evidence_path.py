@@ -458,7 +458,8 @@ def fit_path(
     secant, level, wanted_probes = _Secant(moving), 0, _PROBES
     history: list[EMStep] = []
     path: EvidencePath | None = None
-    point = _Point.of(model, prior, torch.zeros(1, features.size, device=features.device, dtype=features.dtype))
+    mode = torch.zeros(1, features.size, device=features.device, dtype=features.dtype)
+    point = _Point.of(model, prior, mode)
     trace, start_gradient, converged, full = None, 0.0, False, False
     network_loss = _loss(model, model.network_outputs)
     bar = tqdm(total=len(targets), desc="evidence", disable=not progress)
@@ -486,37 +487,39 @@ def fit_path(
         path = run.path
         if not moving:
             trace = run.trace
-        point_ = path.fixed_point(precision_bounds, learn, follow=not quadratic)
-        fixed, factor, error = point_.precision, point_.noise_factor, point_.error
-        if math.isfinite(error):
-            error /= 1 - secant.rate
+        end = path.fixed_point(precision_bounds, learn, follow=not quadratic)
+        error = end.error / (1 - secant.rate)
+        # A bound is believed if more probes find no fixed point before it either.
+        accurate = path.exact or error <= 1.5 * targets[-1] or (math.isinf(error) and num_probes > _PROBES)
         # Curves around zero weights are good for every α, those around a mode only near its own; and curves of few
         # probes may miss a fixed point where they are flat.
-        unsure = not (last or math.isfinite(error))
+        unsure = math.isinf(error) and not last
         if unsure:
             alpha = before / math.exp(float(path.mackay(torch.tensor([before], dtype=torch.float64))[0]))
             alpha = min(max(alpha, before / _TRUSTED), before * _TRUSTED)
         elif quadratic or (not history and math.isfinite(error)):
-            alpha = fixed
+            alpha = end.precision
         else:
-            alpha = secant.next(fixed, before, num_probes)
+            alpha = secant.next(end.precision, before, num_probes)
         noise: list[float] = []
+        factor = 1.0
         if isinstance(likelihood, Gaussian):
             noise = torch.as_tensor(likelihood.noise_precision).reshape(-1).tolist()
-            if learn:
-                kept = min(max(noise[0] * factor, noise_bounds[0]), noise_bounds[1])
+            if learn and accurate:
+                kept = min(max(noise[0] * end.noise_factor, noise_bounds[0]), noise_bounds[1])
                 likelihood, factor = likelihood.with_precision(kept), kept / noise[0]
-        updated = min(max(alpha * factor, precision_bounds[0]), precision_bounds[1])
         at = torch.tensor([alpha], dtype=torch.float64)
         gamma, gamma_se = path.effective_dimension(at)
-        target, step, passes = run.mode(alpha), 0.0, path.passes
+        mode, step, passes = run.mode(alpha), 0.0, path.passes
+        updated = min(max(alpha * factor, precision_bounds[0]), precision_bounds[1])
         if quadratic:
-            point = replace(point, theta=target)
+            # The curves hold everywhere: a run that is not accurate yet is made again where it was.
+            updated = updated if accurate else before
         else:
-            proposal = _Point.of(model, prior, target)
+            proposal = _Point.of(model, prior, mode)
             following = point.toward(model, proposal, updated)
             step, point = point.distance(model, following, updated), following
-            passes += 0.5
+            mode, passes = point.theta, passes + 0.5
         model = model.with_likelihood(likelihood)
         history.append(
             EMStep(
@@ -541,20 +544,19 @@ def fit_path(
             callback(history[-1])
         # The secant has taken most of what the curvature will change by the move.
         settled = quadratic or (len(history) > 1 and 0.3 * moved <= tolerance / 2 and step <= _NEAR)
-        exact_enough = error <= 1.5 * targets[-1] or not math.isfinite(error)
-        full = last and (run.full or (num_probes < wished and not exact_enough))
-        converged = last and settled and exact_enough and not full
+        full = last and (run.full or (num_probes < wished and not accurate))
+        converged = last and settled and accurate and not full
         if full:
             break
-        if last and not exact_enough:
-            wanted_probes = min(math.ceil(wanted_probes * (error / targets[-1]) ** 2), 3 * wanted_probes)
+        if last and not accurate:
+            wanted_probes = math.ceil(wanted_probes * min((error / targets[-1]) ** 2, 3))
         if quadratic or unsure or moved <= 3 * targets[level]:
             level = min(level + 1, len(targets) - 1)
             bar.update()
         bar.set_postfix(alpha=f"{updated:.3g}", gamma=f"{float(gamma):.3g}")
     bar.close()
     assert path is not None
-    return PathResult(prior, likelihood, (point.theta * prior.scale)[0], path, converged, full, history)
+    return PathResult(prior, likelihood, (mode * prior.scale)[0], path, converged, full, history)
 
 
 def _loss(model: LinearModel, outputs: Float[Tensor, "N C"]) -> float:

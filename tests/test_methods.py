@@ -81,7 +81,7 @@ def test_a_tighter_tolerance_is_closer_to_dense_algebra() -> None:
     print("errors of log α", alphas, "of samples", errors)
     assert errors[0] > errors[1] > errors[2]
     assert alphas[2] < alphas[0]
-    assert alphas[2] <= alphas[1]
+    assert alphas[2] <= alphas[1] + 1e-9
 
 
 def test_errors_of_a_solve_are_independent_of_the_sample() -> None:
@@ -267,7 +267,7 @@ def test_a_full_basis_makes_the_evidence_inaccurate_and_says_so(monkeypatch) -> 
 
 def test_convergence_survives_a_reload(tmp_path) -> None:
     case = make_case("regression")
-    la = LinearisedLaplace(case.model, "regression")
+    la = LinearisedLaplace(case.model, "regression", prior="layerwise")
     with pytest.warns(ConvergenceWarning, match="stopped after 1 steps"):
         la.fit_hyperparameters(case.batches, max_steps=1, progress=False)
     la.save(tmp_path / "la.pt")
