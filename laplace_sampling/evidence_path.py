@@ -227,6 +227,9 @@ class _Run:
         theta = self.fit_basis.combine(y)
         return self.rhs - self.fit_basis.combine_products(y) - alpha * theta, theta
 
+    def residual_norm(self, alpha: float) -> float:
+        return float(self._residual(alpha)[0].norm())
+
     def fit_error(self, alpha: float) -> float:
         """Bound of the error of the mode in the norm of `M + α`, relative to its norm in that of the prior."""
         residual, theta = self._residual(alpha)
@@ -260,15 +263,22 @@ def _curves(
         run.grow_traces()
     while True:
         run.update()
-        at, needed = target(run.path), accuracy
+        at = target(run.path)
         if isinstance(at, Tensor):
-            traces, fit, alphas = *run.path.last_changes_of_evidence(at), at.tolist()
+            traces, fit = run.path.last_changes_of_evidence(at)
+            # ½ rᵀ(M + α)⁻¹r is what the mode's part of the evidence lacks.
+            sizes = run.path.log_marginal_likelihood(at)[0].abs().tolist()
+            missing = [
+                (a, 0.5 * run.residual_norm(a) ** 2 / a / size) for a, size in zip(at.tolist(), sizes, strict=True)
+            ]
+            needed = accuracy
         else:
-            traces, fit, alphas = *run.path.last_changes(at.precision), [at.precision]
-            needed *= at.slope
+            traces, fit = run.path.last_changes(at.precision)
+            missing = [(at.precision, run.fit_error(at.precision))]
+            needed = accuracy * at.slope
         grown = not traces < needed and run.grow_traces()
-        for alpha in alphas:
-            wanted = not fit < needed or run.fit_error(alpha) > needed
+        for alpha, error in missing:
+            wanted = not fit < needed or error > needed
             grown = (wanted and run.grow_fit(alpha)) or grown
         if not grown:
             run.update()
