@@ -101,16 +101,22 @@ class Quadrature:
         return self.weights @ values.T + (self.total - self.weights @ self.nodes)[:, None] * self._slope(values)
 
     def variance(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, " n"]:
-        """Of the mean over the rows: that of a quadratic form in `z̃`, known better so than by the scatter of few."""
+        """Of the mean over the rows: that of a quadratic form in `z̃`, known better so than by the scatter of few.
+
+        `z̃` is uniform on a sphere, so that a constant in `f` adds nothing.
+        """
         values = f(self.nodes)
         if self.total is not None:
             values = values - self._slope(values)[:, None] * self.nodes
-        return 2 * (self.random @ (values**2).T).mean(0) / len(self.weights)
+        weights = self.random.mean(0)
+        mean = values @ weights / weights.sum().clamp_min(1e-300)
+        return 2 * ((values - mean[:, None]) ** 2 @ weights) / len(self.weights)
 
     def _slope(self, values: Float[Tensor, "n m"]) -> Float[Tensor, " n"]:
         """`c` for which `f(λ) − cλ` varies least: the coefficient of the control variate."""
         weights = self.random.mean(0)
-        return (values @ (weights * self.nodes)) / (weights @ self.nodes**2).clamp_min(1e-300)
+        centred = self.nodes - (weights @ self.nodes) / weights.sum().clamp_min(1e-300)
+        return (values @ (weights * centred)) / (weights @ centred**2).clamp_min(1e-300)
 
     def change(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, "R n"]:
         """An estimate of the error: a part of what the last Lanczos step changed; zero if the quadrature is exact."""
