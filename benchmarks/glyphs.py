@@ -159,17 +159,18 @@ def train(make: Callable[[], nn.Module], data: Data, epochs: int = 5, batch_size
 def main(arguments: list[str] | None = None) -> None:
     from benchmarks import large
     from benchmarks.stored import StoredFeatures
+    from laplace_sampling.operators import DenseFeatures
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("comparison", choices=("solvers", "samples"))
     parser.add_argument("--num-train", type=int, help="data to train on; by default 60,000")
-    parser.add_argument("--num-data", type=int, help="data of the posterior, of those; by default all, 500 for samples")
+    parser.add_argument("--num-data", type=int, help="data of the posterior, of those; by default all, 200 for samples")
     parser.add_argument(
         "--alpha", type=float, help="prior precision; by default 1 of the g-prior, 0.1 of the isotropic"
     )
     parser.add_argument("--rows", type=int, default=4, help="rows that the solvers solve, or contour quadrature draws")
     parser.add_argument("--samples", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=5, help="of training")
     parser.add_argument("--sgd-epochs", type=int, nargs="*", default=[10, 40])
     options = parser.parse_args(arguments)
@@ -177,13 +178,13 @@ def main(arguments: list[str] | None = None) -> None:
     data = glyphs(options.num_train or 60_000)
     few = options.comparison == "samples"
     model = train(small_cnn if few else lenet, data, options.epochs)
-    num = options.num_data or (500 if few else len(data.y))
+    num = options.num_data or (200 if few else len(data.y))
     data = Data(data.x[:num], data.y[:num], data.x_test, data.y_test)
     if few:
         assert isinstance(model, nn.Sequential)
-        features = StoredFeatures(model, data.x)
-        alpha = options.alpha or 0.1
-        large.samples(features, features.outputs_of_network, options.samples, alpha, options.rows, options.seeds)
+        stored = StoredFeatures(model, data.x)
+        features, alpha = DenseFeatures.of(stored, torch.float32), options.alpha or 0.1
+        large.samples(features, stored.outputs_of_network, options.samples, alpha, options.rows, options.seeds)
     else:
         large.solvers(model, data, options.alpha or 1.0, options.rows, tuple(options.sgd_epochs))
 

@@ -178,11 +178,11 @@ def samples(features: Features, f: Tensor, num_samples: int, precision: float, c
         bound = float(solution.error.max()) ** 2
         print(
             f"BlockKrylov, seed {seed}: p = {total.p_value:.2f} of the total energy, {fit.p_value:.2f} of that of the "
-            f"data; squared error at most {bound:.2%}, {ours:.2f} passes a row",
+            f"data; squared error at most {bound:.3%}, {ours:.2f} passes a row",
             flush=True,
         )
     draws = Draws(contour_rows, 0)
-    exact = sample_contour(ggn, prior, draws, num_quadrature=20, tolerance=1e-8, max_iterations=4000).value
+    exact = sample_contour(ggn, prior, draws, num_quadrature=20, tolerance=1e-7, max_iterations=2000).value
     for tolerance in (1e-4, 1e-6):
         solution = sample_contour(ggn, prior, draws, num_quadrature=10, tolerance=tolerance)
         gap, _ = energies(ggn, prior, solution.value - exact)

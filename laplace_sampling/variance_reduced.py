@@ -67,7 +67,7 @@ class SVRG(Solver):
     epochs: float = 1.0
     batch_size: int | None = None
     step: float = 2.0
-    tolerance: float = 0.03
+    tolerance: float = 0.01
     max_snapshots: int = 40
     max_rank: int = 512
     seed: int = 0
