@@ -1,14 +1,18 @@
 """Distorted letters and digits in the fonts that come with matplotlib: 62 classes, as many images as wanted.
 
 Nothing is downloaded. `glyphs` makes the images, `lenet` and `small_cnn` are networks without normalisation layers, of
-about 30,000 and 15,000 weights, and `train` trains one. Case is told by height on a common baseline, and some classes
+about 30,000 and 15,000 weights, and `train` trains one.
+`python -m benchmarks.glyphs solvers` and `python -m benchmarks.glyphs samples` print the comparisons of
+`benchmarks/large.py`. Case is told by height on a common baseline, and some classes
 are alike (0, O and o; 1, I and l), so that no network is certain everywhere.
 """
 
+import argparse
 import math
 import string
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -34,6 +38,7 @@ FONTS = tuple(
 _CHUNK = 5000
 
 
+@lru_cache(maxsize=1)
 def masters(side: int = 60) -> Tensor:
     """Each character in each font, once, at a high resolution: ink in [0, 1], `[fonts, characters, side, side]`.
 
@@ -149,3 +154,40 @@ def train(make: Callable[[], nn.Module], data: Data, epochs: int = 5, batch_size
     score, seconds = accuracy(model, data.x_test, data.y_test), time.perf_counter() - start
     print(f"{num_weights} weights, {epochs} epochs: test accuracy {score:.1%}, {seconds:.0f} s", flush=True)
     return model
+
+
+def main(arguments: list[str] | None = None) -> None:
+    from benchmarks import large
+    from benchmarks.stored import StoredFeatures
+    from laplace_sampling.operators import DenseFeatures
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("comparison", choices=("solvers", "samples"))
+    parser.add_argument("--num-train", type=int, help="data to train on; by default 60,000")
+    parser.add_argument("--num-data", type=int, help="data of the posterior, of those; by default all, 200 for samples")
+    parser.add_argument(
+        "--alpha", type=float, help="prior precision; by default 1 of the g-prior, 0.1 of the isotropic"
+    )
+    parser.add_argument("--rows", type=int, default=4, help="rows that the solvers solve, or contour quadrature draws")
+    parser.add_argument("--samples", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--epochs", type=int, default=5, help="of training")
+    parser.add_argument("--sgd-epochs", type=int, nargs="*", default=[10, 40])
+    options = parser.parse_args(arguments)
+    torch.set_flush_denormal(True)  # the curvature at certain data is so small that products would slow down
+    data = glyphs(options.num_train or 60_000)
+    few = options.comparison == "samples"
+    model = train(small_cnn if few else lenet, data, options.epochs)
+    num = options.num_data or (200 if few else len(data.y))
+    data = Data(data.x[:num], data.y[:num], data.x_test, data.y_test)
+    if few:
+        assert isinstance(model, nn.Sequential)
+        stored = StoredFeatures(model, data.x)
+        features, alpha = DenseFeatures.of(stored, torch.float32), options.alpha or 0.1
+        large.samples(features, stored.outputs_of_network, options.samples, alpha, options.rows, options.seeds)
+    else:
+        large.solvers(model, data, options.alpha or 1.0, options.rows, tuple(options.sgd_epochs))
+
+
+if __name__ == "__main__":
+    main()

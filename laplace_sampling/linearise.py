@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.func import functional_call, jvp, vmap
+from torch.func import functional_call, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 __all__ = ["Linearisation", "Selection"]
@@ -138,6 +138,18 @@ class Linearisation:
                         result[rows, offset : offset + shape.numel()] = grad.reshape(len(part), -1)
                     offset += shape.numel()
         return result
+
+    def vjp_each(self, x: Tensor, u: Float[Tensor, "N C"]) -> Float[Tensor, "N P"]:
+        """`φ(x_n)ᵀ u_n` of each datum by itself: as many products as one cotangent of `vjp`."""
+        weights = self._selected()
+
+        def single(w: dict[str, Tensor], x_n: Tensor, u_n: Tensor) -> dict[str, Tensor]:
+            return vjp(lambda w: self._apply(w, x_n[None]).reshape(-1), w)[1](u_n)[0]
+
+        self.products["vjp"] += len(x)
+        with torch.no_grad(), _evaluation_mode(self.module), _differentiable_kernels():
+            gradients = vmap(single, in_dims=(None, 0, 0), chunk_size=4 * self.chunk_size)(weights, x, u.to(self.dtype))
+            return torch.cat([g.reshape(len(x), -1) for g in gradients.values()], dim=1)
 
     def jacobian(self, x: Tensor) -> Float[Tensor, "N C P"]:
         """`φ(x)` in full, `[N, C, P]`: for the exact method and for exact diagonals of small problems only."""

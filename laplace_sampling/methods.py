@@ -46,6 +46,8 @@ _LEAST_BASIS, _BASIS_STACKS = 64, 3
 _STACKS = {"exact": 0, "cg": 16, "sgd": 16, "svrg": 22, "ciq": 80}
 # The same for each row of EM that is not being solved, and for each vector of a Nyström preconditioner in the making.
 _EM_STACKS, _NYSTROM_STACKS = 12, 18
+# Of the preconditioner of svrg, for each of its rank: four rows of data, their factor, and what a product needs.
+_SVRG_STACKS = 8
 _LARGEST_RANK = 256
 
 # The error of predicted standard deviations for which solvers' own defaults are made.
@@ -94,7 +96,8 @@ class Plan:
     def rank(self) -> int:
         """Of the preconditioner, at most; 0 for none."""
         if self.method == "svrg":  # made anew in each solve, beside its rows
-            return max(1, min(SVRG().max_rank, int((self.vectors - self.num_samples) / (2 * _NYSTROM_STACKS))))
+            room = self.vectors - self.num_samples - _STACKS["svrg"]
+            return max(1, min(SVRG().max_rank, int(room / _SVRG_STACKS)))
         if self.method != "cg" or not self.short:
             return 0
         room = self.vectors - self.num_samples - _STACKS["cg"]
@@ -111,7 +114,7 @@ class Plan:
         """Samples of EM that memory holds, at most so many."""
         if self.method == "exact":
             return num_samples
-        making = _NYSTROM_STACKS if self.method == "svrg" else 1
+        making = _SVRG_STACKS if self.method == "svrg" else 1
         room = self.vectors - making * self.rank - _STACKS[self.method]
         return max(1, min(num_samples, int(room / _EM_STACKS)))
 
@@ -124,9 +127,9 @@ class Plan:
         standard deviations too large by the factor `√(1 + ε²)`, that is by `ε²/2`. Of `K` samples the sum of the
         products `⟨Φζ, Φe⟩`, of mean zero, moves it by about `ε/√K`, too.
 
-        `ε² = 2τ` is enough for the first, and is the tolerance of `SVRG`, which is of `ε²`. Krylov solvers, for which
-        accuracy is cheap, take `ε = 2τ`. For `τ = 0.015` both are the solvers' defaults. `SGD` judges itself by its
-        gradient; its tolerance shrinks in proportion.
+        `ε² = 2τ` is enough for the first. `SVRG`, whose tolerance is of `ε²` and judged by an estimate, takes a third of
+        it. Krylov solvers, for which accuracy is cheap, take `ε = 2τ`. For `τ = 0.015` both are the solvers' defaults.
+        `SGD` judges itself by its gradient; its tolerance shrinks in proportion.
         """
         error = min(2 * tolerance, 0.5)
         if self.method == "exact":
@@ -134,7 +137,7 @@ class Plan:
         if self.method == "sgd":
             return replace(sgd, tolerance=sgd.tolerance * min(1.0, tolerance / _TOLERANCE))
         if self.method == "svrg":
-            return SVRG(tolerance=error, max_rank=self.rank, seed=seed)
+            return SVRG(tolerance=error / 3, max_rank=self.rank, seed=seed)
         return CG(error) if self.short else BlockKrylov(error, max_basis=self.max_basis)
 
     def precondition(
@@ -227,6 +230,9 @@ def _choose(features: Features, cost: Cost, plan: Plan, fits: bool) -> tuple[str
     if fits and small and not krylov * _CHEAPER < exact - _WORTH:
         return "exact", f"a matrix of {smaller} rows, and a Jacobian of {jacobian:.2g} numbers, are cheap"
     if num_data > _KRYLOV_DATA:
+        held = replace(plan, method="svrg").rank
+        if held >= _LEAST_BASIS:
+            return "svrg", f"{num_data} data: a few passes in mini-batches, preconditioned by {held} vectors"
         return "sgd", f"{num_data} data: steps on few of them cost less than passes over all"
     reason = f"{num_data} data: a few passes over all are cheap"
     if small and fits:

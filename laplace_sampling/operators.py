@@ -51,6 +51,10 @@ class Features(ABC):
         """`Σ_i φ_iᵀ u_ki` over the data of a batch."""
 
     @abstractmethod
+    def vjp_each(self, u: Float[Tensor, "n C"], batch: Tensor) -> Float[Tensor, "n P"]:
+        """`φ_iᵀ u_i` of each datum of a batch by itself."""
+
+    @abstractmethod
     def rows(self, batch: Tensor) -> Float[Tensor, "n C P"]:
         """`φ_i` in full: for the exact method only."""
 
@@ -95,6 +99,9 @@ class NetworkFeatures(Features):
     def vjp(self, u: Tensor, batch: Tensor) -> Tensor:
         return self.network.vjp(self._inputs(batch), u)
 
+    def vjp_each(self, u: Tensor, batch: Tensor) -> Tensor:
+        return self.network.vjp_each(self._inputs(batch), u)
+
     def rows(self, batch: Tensor) -> Tensor:
         return self.network.jacobian(self._inputs(batch))
 
@@ -131,6 +138,9 @@ class DenseFeatures(Features):
     def vjp(self, u: Tensor, batch: Tensor) -> Tensor:
         return u.flatten(1) @ self.rows(batch).flatten(0, 1)
 
+    def vjp_each(self, u: Tensor, batch: Tensor) -> Tensor:
+        return (u[:, None] @ self.rows(batch))[:, 0]
+
 
 class ScaledFeatures(Features):
     """`Φ diag(s)`: the features in coordinates where the prior is isotropic within its groups."""
@@ -153,6 +163,9 @@ class ScaledFeatures(Features):
 
     def vjp(self, u: Tensor, batch: Tensor) -> Tensor:
         return self.features.vjp(u, batch) * self.scale
+
+    def vjp_each(self, u: Tensor, batch: Tensor) -> Tensor:
+        return self.features.vjp_each(u, batch) * self.scale
 
     def rows(self, batch: Tensor) -> Tensor:
         return self.features.rows(batch) * self.scale
@@ -183,8 +196,18 @@ class Operator(ABC):
         return self.like.dtype
 
     @abstractmethod
-    def matmul(self, v: Float[Tensor, "K P"], batch: Tensor | None = None) -> Float[Tensor, "K P"]:
-        """`Σ_{i∈batch} Mᵢ v_k`."""
+    def matmul(
+        self, v: Float[Tensor, "K P"], batch: Tensor | None = None, weights: Float[Tensor, " n"] | None = None
+    ) -> Float[Tensor, "K P"]:
+        """`Σ_{i∈batch} w_i Mᵢ v_k`, by default with weights of one."""
+
+    def sizes(self) -> Float[Tensor, " N"]:
+        """How much each datum contributes to `M`, up to a common factor, roughly: what to draw data by. No product."""
+        return torch.ones(self.num_data, dtype=torch.float64)
+
+    def random_rows(self, batch: Tensor, generator: torch.Generator) -> Float[Tensor, "n P"]:
+        """A random row `g_i` of each datum of a batch, with `E[g_i g_iᵀ] = Mᵢ`: half a product a datum."""
+        raise NotImplementedError(f"{type(self).__name__} has no `random_rows`, which `SVRG` needs.")
 
     @abstractmethod
     def root_rows(self) -> Iterator[Float[Tensor, "m P"]]:
@@ -216,12 +239,23 @@ class GGN(Operator):
     def like(self) -> Features:
         return self.features
 
-    def matmul(self, v: Tensor, batch: Tensor | None = None) -> Tensor:
+    def matmul(self, v: Tensor, batch: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         total = torch.zeros_like(v)
+        start = 0
         for chunk in self.features.chunks(batch):
-            f = self.outputs[chunk]
-            total += self.features.vjp(self.likelihood.curvature(f, self.features.jvp(v, chunk)), chunk)
+            cotangent = self.likelihood.curvature(self.outputs[chunk], self.features.jvp(v, chunk))
+            if weights is not None:
+                cotangent = cotangent * weights[start : start + len(chunk)].to(cotangent)[:, None]
+                start += len(chunk)
+            total += self.features.vjp(cotangent, chunk)
         return total
+
+    def sizes(self) -> Tensor:
+        """`Tr Bᵢ` by random signs: features differ less between data than the curvature of the loss does."""
+        signs = torch.randint(2, (32, 1, self.outputs.shape[1]), generator=torch.Generator().manual_seed(0)) * 2 - 1
+        chunks = self.outputs.split(1000)
+        traces = [self.likelihood.root_transpose(f, signs.to(f).expand(-1, *f.shape)).square() for f in chunks]
+        return torch.cat([t.sum(-1).mean(0) for t in traces]).double().cpu()
 
     def root_matmul(self, noise: WhiteNoise, batch: Tensor | None = None) -> Float[Tensor, "K P"]:
         """`Σᵢ φᵢᵀ Lᵢ z_i` for white `z`: a draw of `N(0, M)`, one VJP a datum and sample."""
@@ -232,6 +266,11 @@ class GGN(Operator):
             total = part if total is None else total + part
         assert total is not None
         return total
+
+    def random_rows(self, batch: Tensor, generator: torch.Generator) -> Tensor:
+        f = self.outputs[batch]
+        white = torch.randn(f.shape, generator=generator).to(f)
+        return self.features.vjp_each(self.likelihood.root(f, white), batch)
 
     def root_rows(self) -> Iterator[Tensor]:
         few = max(1, _BLOCK // (self.features.num_outputs * self.size))

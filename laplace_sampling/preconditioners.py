@@ -11,6 +11,8 @@ from laplace_sampling.operators import Operator
 
 __all__ = ["Jacobi", "Nystrom", "Preconditioner"]
 
+_ROWS_TOGETHER = 256
+
 
 class Preconditioner(ABC):
     """A symmetric positive definite `P ≈ M + shift·I`, for every `shift > 0`.
@@ -117,6 +119,40 @@ class Nystrom(Preconditioner):
             if rank >= max_rank or not _pays(eigenvalues, share, shift, num_rhs, decay):
                 break
         return cls(vectors.to(operator.dtype), eigenvalues.to(operator.dtype), rank * share)
+
+    @classmethod
+    def of_rows(
+        cls, operator: Operator, data: Tensor, weights: Tensor, *, max_rank: int, generator: torch.Generator
+    ) -> "Nystrom":
+        r"""The leading eigenvectors of `Σ_j w_j g_j g_jᵀ`, with one random row `g_j` of each of some data.
+
+        It estimates `M` if the weights are those of the data drawn. A row is half a product of one datum, so that this
+        costs `n/2N` passes whatever the rank, and much less than the sketch of `of`.
+
+        Args:
+            operator: `M`.
+            data: indices, `[n]`; a datum may come twice.
+            weights: `[n]`.
+            max_rank: the small eigenvalues of a sample are mostly its noise: few times fewer than `n`.
+            generator: of the rows.
+        """
+        rows = torch.cat([operator.random_rows(batch, generator) for batch in data.split(_ROWS_TOGETHER)])
+        rows = rows * weights.sqrt().to(rows)[:, None]
+        wide = len(rows) <= operator.size
+        gram = (rows @ rows.T if wide else rows.T @ rows).double()
+        if not bool(gram.isfinite().all()):
+            raise FloatingPointError(
+                "The rows of the curvature are not finite: the Jacobian products of the model contain NaN or infinity."
+            )
+        eigenvalues, vectors = (t.flip(-1) for t in torch.linalg.eigh(gram))
+        # The Gram matrix has the squares of the singular values, and their rounding errors.
+        large = eigenvalues > 10 * torch.finfo(operator.dtype).eps * eigenvalues[0]
+        rank = max(1, min(max_rank, int(large.sum())))
+        eigenvalues, vectors = eigenvalues[:rank].clamp_min(0), vectors[:, :rank].T
+        if wide:
+            root = eigenvalues.sqrt()[:, None]
+            vectors = (vectors / torch.where(root > 0, root, 1.0)).to(rows) @ rows
+        return cls(vectors.to(rows), eigenvalues.to(operator.dtype), len(data) / (2 * operator.num_data))
 
     def solve(self, v: Tensor, shift: float) -> Tensor:
         return self._apply(v, 1 / (self.eigenvalues + shift))

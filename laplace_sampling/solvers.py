@@ -146,14 +146,24 @@ def make_dense(operator: Operator) -> Float[Tensor, "P P"]:
     return operator.matmul(eye).double()
 
 
-def largest_eigenvalue(operator: Operator, batch: Tensor | None, iterations: int, generator: torch.Generator) -> float:
-    """The largest eigenvalue of `(N/n) Σ_{i∈batch} Mᵢ` by power iteration, a lower bound that converges fast enough."""
-    weight = operator.num_data / (operator.num_data if batch is None else len(batch))
+def largest_eigenvalue(
+    operator: Operator,
+    batch: Tensor | None,
+    iterations: int,
+    generator: torch.Generator,
+    weights: Float[Tensor, " n"] | None = None,
+) -> float:
+    """The largest eigenvalue of `Σ_{i∈batch} w_i Mᵢ` by power iteration, a lower bound that converges fast enough.
+
+    By default weights are `N/n`.
+    """
+    weight = operator.num_data / len(batch) if batch is not None and weights is None else 1.0
+    extra = () if weights is None else (weights,)
     v = torch.randn(1, operator.size, generator=generator).to(operator.device, operator.dtype)
     norm = v.norm()
     for _ in range(iterations):
         v = v / norm.clamp_min(tiny(v))
-        v = weight * operator.matmul(v, batch)
+        v = weight * operator.matmul(v, batch, *extra)
         norm = v.norm()
     return float(norm)
 
@@ -235,8 +245,16 @@ class Congruent(Operator):
     def like(self) -> Operator:
         return self.operator
 
-    def matmul(self, v: Tensor, batch: Tensor | None = None) -> Tensor:
-        return self.root(self.operator.matmul(self.root(v), batch))
+    def matmul(self, v: Tensor, batch: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        # Operators that are used without weights need not know of them.
+        extra = () if weights is None else (weights,)
+        return self.root(self.operator.matmul(self.root(v), batch, *extra))
+
+    def sizes(self) -> Tensor:
+        return self.operator.sizes()
+
+    def random_rows(self, batch: Tensor, generator: torch.Generator) -> Tensor:
+        return self.root(self.operator.random_rows(batch, generator))
 
     def root_rows(self) -> Iterator[Tensor]:
         for rows in self.operator.root_rows():

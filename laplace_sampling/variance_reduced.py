@@ -6,7 +6,7 @@ mini-batch, `M_b ζ − M_b ζ̃ = M_b(ζ − ζ̃)`, is one product.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -20,45 +20,57 @@ from laplace_sampling.stochastic import SGD
 
 __all__ = ["SVRG"]
 
+# A stage of at least so many steps, in units of `λ`, goes further than its products do as conjugate gradients.
+_STEPS_WORTH = 4.0
+# How many directions a new one is made conjugate to.
+_DIRECTIONS = 4
+
+# Indices of data, and their weights.
+_Batch = tuple[Tensor, Tensor]
+
 
 @dataclass(frozen=True)
 class SVRG(Solver):
-    r"""Preconditioned SGD for one epoch, then preconditioned SVRG while a row needs it; `K` rows in parallel.
+    r"""Preconditioned SGD for one epoch, then SVRG or conjugate gradients while a row needs it; `K` rows in parallel.
 
-    The preconditioner `P` is a Nyström approximation of `H` from a subsample of the data. Steps are
-    `δ ← δ − η_t P⁻¹ g_b(δ)` with `η_t = min(step/λ, 2/(t + 2))`. At `P = H` the second makes `δ_t` the solution of the
-    equation whose `Mζ` is the mean of what the batches saw, weighted by `t`; at the end of an epoch, in which each
-    datum came once, their noise sums to nearly zero, and the error is well below that of sampling with replacement.
-    `λ` is the largest eigenvalue of `P⁻¹H` estimated on a mini-batch, over a few of them.
+    Data are drawn by how much each contributes to `M` (`Operator.sizes`), and weighted by the inverse: most data of a
+    good classifier have next to no curvature, and a few have nearly all of it.
 
-    A full product then gives residual and leverage. It is the snapshot `δ̃` as well: if a row has not
-    converged, an epoch with gradients `g(δ̃) + (N/n)M_b(δ − δ̃) + A(δ − δ̃)` follows, and each row goes from `δ̃` along its
-    move to the minimum of its objective, which the two full products tell. So no row gets worse.
+    The preconditioner `P` has the leading eigenvectors of an estimate of `M` from one random row of some data
+    (`Nystrom.of_rows`). Steps are `δ ← δ − η_t P⁻¹ g_b(δ)` with `η_t = min(step/λ, 2/(t + 2))`; `λ` is the largest
+    eigenvalue of `P⁻¹H` estimated on a mini-batch, over a few of them. At `P = H` the second makes `δ_t` solve
+    the equation whose `Mζ` is the mean of what the batches saw, weighted by `t`; at the end of a stage, in which each
+    datum came as often as it should, their noise sums to nearly zero.
+
+    A full product then gives residual and leverage. It is the snapshot `δ̃` as well: if a row has not converged, a
+    stage with gradients `g(δ̃) + M_b(δ − δ̃) + A(δ − δ̃)` follows. Where it leads is a direction only: each row goes to
+    the minimum of its objective in the span of the latest directions, which full products tell, as in flexible
+    conjugate gradients (Notay 2000). So no row gets worse. Where a stage has too few steps for `λ`, the direction is
+    `P⁻¹g(δ̃)` instead, at one product rather than two: those are preconditioned conjugate gradients.
 
     A row counts as converged if `gᵀP⁻¹g ≤ tolerance · ζᵀMζ`, with `g` its full gradient: at `P = H` the left side is
     the squared error in the norm of `H`, so the ratio bounds the error in function space,
-    `‖Φ(ζ − ζ*)‖²_B / ‖Φζ‖²_B`. It is usually about three times that error. It can be below it where the rank of `P` is
-    small and the problem badly conditioned.
+    `‖Φ(ζ − ζ*)‖²_B / ‖Φζ‖²_B`. It can be below it where the rank of `P` is small and the problem badly conditioned.
 
     The linear term enters in full at every step, also where the problem has a `linear_batch` (`L`): that estimate has
     more variance and saves nothing here.
 
     Args:
-        epochs: passes over the data before the first snapshot.
-        batch_size: data a step; by default a 500th of the data, but 32 to 128.
+        epochs: products of a stage, in passes over the data.
+        batch_size: data a step; by default a 120th of the data, but 16 to 500.
         step: the largest step, in units of `1/λ`.
         tolerance: of the estimated squared error in function space, relative.
         max_snapshots: full products at most.
-        max_rank: of the preconditioner.
-        seed: of the subsample, the sketch and the order of mini-batches.
+        max_rank: of the preconditioner; it holds so many vectors, and four times as many while it is built.
+        seed: of the rows of the preconditioner and of the mini-batches.
     """
 
     epochs: float = 1.0
     batch_size: int | None = None
     step: float = 2.0
-    tolerance: float = 0.03
-    max_snapshots: int = 4
-    max_rank: int = 128
+    tolerance: float = 0.01
+    max_snapshots: int = 40
+    max_rank: int = 512
     seed: int = 0
     max_restarts: int = field(default=5, repr=False)
 
@@ -78,11 +90,13 @@ class SVRG(Solver):
         centre, linear = problem.centre * whitening, problem.linear / whitening
         delta = torch.zeros_like(centre) if init is None else init * whitening
         num_data, rows = operator.num_data, len(centre)
-        size = min(num_data, self.batch_size or min(128, max(32, num_data // 500)))
-        generator = torch.Generator().manual_seed(self.seed)
-        preconditioner = self._precondition(operator, shift, rows, generator)
+        size = min(num_data, self.batch_size or min(500, max(16, num_data // 120)))
+        steps = max(1, math.ceil(self.epochs * num_data / size))
+        sampler = _Sampler(operator.sizes(), torch.Generator().manual_seed(self.seed))
+        drawn = sampler.batches(1, min(4 * self.max_rank, num_data))[0]
+        preconditioner = Nystrom.of_rows(operator, *drawn, max_rank=self.max_rank, generator=sampler.generator)
         curvature, spent = self._curvature(
-            Congruent(operator, lambda v: preconditioner.solve_root(v, shift)), size, generator
+            Congruent(operator, lambda v: preconditioner.solve_root(v, shift)), size, sampler
         )
         passes = preconditioner.passes + spent
         if not math.isfinite(curvature):
@@ -90,24 +104,28 @@ class SVRG(Solver):
                 f"The largest curvature of the problem was estimated as {curvature}: the Jacobian products of the "
                 "model contain NaN or infinity."
             )
-        batches = _batches(num_data, size, generator)
 
-        def descend(gradient: Callable[[Tensor, Tensor], Tensor], start: Tensor, epochs: float) -> tuple[Tensor, float]:
-            steps = max(1, math.ceil(epochs * num_data / size))
+        def descend(gradient: Callable[[Tensor, _Batch], Tensor], start: Tensor) -> tuple[Tensor, int]:
             return self._descend(
-                gradient, lambda g: preconditioner.solve(g, shift), batches, start, steps, curvature, description
+                gradient,
+                lambda g: preconditioner.solve(g, shift),
+                lambda: sampler.batches(steps, size),
+                start,
+                curvature,
+                description,
             )
 
-        def gradient(delta: Tensor, batch: Tensor) -> Tensor:
-            return num_data / len(batch) * operator.matmul(centre + delta, batch) + shift * delta - linear
+        def gradient(delta: Tensor, batch: _Batch) -> Tensor:
+            return operator.matmul(centre + delta, *batch) + shift * delta - linear
 
         if init is not None:
-            delta, seen = _better_start(gradient, delta, [next(batches) for _ in range(3)])
+            delta, seen = _better_start(gradient, delta, sampler.batches(3, size))
             passes += rows * seen / num_data
-        delta, seen = descend(gradient, delta, self.epochs)
+        delta, seen = descend(gradient, delta)
         product = operator.matmul(centre + delta)
         passes += rows * (seen / num_data + 1)
         snapshots = 1
+        directions: list[tuple[Tensor, Tensor]] = []
         while True:
             zeta = centre + delta
             full = product - linear + shift * delta
@@ -115,12 +133,19 @@ class SVRG(Solver):
             converged = bool((error <= self.tolerance * (zeta * product).sum(1)).all())
             if converged or snapshots == self.max_snapshots:
                 break
-            proposal, seen = descend(_variance_reduced(operator, shift, delta, full), delta, 1.0)
-            move, change = proposal - delta, operator.matmul(centre + proposal) - product
+            if steps >= _STEPS_WORTH * curvature:
+                proposal, seen = descend(_variance_reduced(operator, shift, delta, full), delta)
+                move, change = proposal - delta, operator.matmul(centre + proposal) - product
+            else:
+                move, seen = -preconditioner.solve(full, shift), 0
+                change = operator.matmul(move)
             passes += rows * (seen / num_data + 1)
-            steepness = (move * (change + shift * move)).sum(1, keepdim=True)
-            length = -(full * move).sum(1, keepdim=True) / steepness.clamp_min(torch.finfo(move.dtype).tiny)
-            delta, product = delta + length * move, product + length * change
+            for earlier, its_change in directions:
+                share = _ratio(move, change, earlier, its_change, shift)
+                move, change = move - share * earlier, change - share * its_change
+            directions = [*directions[1 - _DIRECTIONS :], (move, change)]
+            length = _ratio(full, None, move, change, shift)
+            delta, product = delta - length * move, product - length * change
             snapshots += 1
         fit, pull = (product - linear) * whitening, shift * delta * whitening
         size_of_terms = (fit.norm(dim=1) + pull.norm(dim=1)).clamp_min(torch.finfo(fit.dtype).tiny)
@@ -135,38 +160,31 @@ class SVRG(Solver):
         """By `SGD`: an objective of one row would not earn its preconditioner back."""
         return SGD(seed=self.seed).minimise(objective, init, description=description)
 
-    def _precondition(self, operator: Operator, shift: float, rows: int, generator: torch.Generator) -> Nystrom:
-        num_data = operator.num_data
-        subsample = torch.randperm(num_data, generator=generator)[: max(500, num_data // 20)]
-        # The rule of conjugate gradients errs on the large side here, where noise limits the steps as well.
-        return Nystrom.of(operator, subsample, max_rank=self.max_rank, shift=shift, num_rhs=rows, seed=self.seed)
-
     def _curvature(
-        self, operator: Operator, size: int, generator: torch.Generator, num_batches: int = 5, iterations: int = 6
+        self, operator: Operator, size: int, sampler: "_Sampler", num_batches: int = 4, iterations: int = 6
     ) -> tuple[float, float]:
         """The largest eigenvalue among some mini-batch estimates of `P⁻¹H`, and the passes that it took."""
-        batches = torch.randperm(operator.num_data, generator=generator).split(size)
-        batches = [b for b in batches if len(b) == size][:num_batches]
-        largest = max(largest_eigenvalue(operator, b, iterations, generator) for b in batches)
-        return largest + 1, len(batches) * iterations * size / operator.num_data  # shift·P⁻¹ is 1 at most
+        largest = max(
+            largest_eigenvalue(operator, batch, iterations, sampler.generator, weights)
+            for batch, weights in sampler.batches(num_batches, size)
+        )
+        return largest + 1, num_batches * iterations * size / operator.num_data  # shift·P⁻¹ is 1 at most
 
     def _descend(
         self,
-        gradient: Callable[[Tensor, Tensor], Tensor],
+        gradient: Callable[[Tensor, _Batch], Tensor],
         precondition: Callable[[Tensor], Tensor],
-        batches: Iterator[Tensor],
+        draw: Callable[[], list[_Batch]],
         start: Tensor,
-        steps: int,
         curvature: float,
         description: str | None,
     ) -> tuple[Tensor, int]:
         """Where the steps lead, and how many data they saw; a diverging run is restarted with a third of the step."""
         seen, largest = 0, min(1.0, self.step / curvature)
         for _ in range(self.max_restarts + 1):
-            delta, scale = start, None
-            for t in tqdm(range(steps), desc=description, disable=description is None, leave=False):
-                batch = next(batches)
-                seen += len(batch)
+            delta, scale, batches = start, None, draw()
+            for t, batch in enumerate(tqdm(batches, desc=description, disable=description is None, leave=False)):
+                seen += len(batch[0])
                 g = gradient(delta, batch)
                 direction = precondition(g)
                 size = (g * direction).sum(1)
@@ -183,27 +201,54 @@ class SVRG(Solver):
         )
 
 
-def _batches(num_data: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
-    while True:
-        yield from torch.randperm(num_data, generator=generator).split(size)
+class _Sampler:
+    """Mini-batches of data drawn with probabilities by their sizes, and weights that make sums over them unbiased.
+
+    No probability is below a tenth of a uniform one, roughly: a size is an estimate. Over a set of mini-batches the
+    draw is systematic: each datum comes as often as it should, up to one time. With equal sizes it comes once an epoch.
+    """
+
+    def __init__(self, sizes: Tensor, generator: torch.Generator) -> None:
+        floored = sizes.clamp_min(0) + 0.1 * sizes.mean()
+        equal = not bool(floored.sum() > 0) or not bool(floored.isfinite().all())
+        floored = torch.ones_like(sizes) if equal else floored
+        self.probabilities, self.generator = floored / floored.sum(), generator
+
+    def batches(self, number: int, size: int) -> list[_Batch]:
+        total, num_data = number * size, len(self.probabilities)
+        order = torch.randperm(num_data, generator=self.generator)
+        offset = torch.rand(1, generator=self.generator, dtype=torch.float64)
+        points = (torch.arange(total, dtype=torch.float64) + offset) / total
+        drawn = order[torch.searchsorted(self.probabilities[order].cumsum(0), points).clamp_max(num_data - 1)]
+        weights = 1 / (size * self.probabilities)
+        # Every `number`-th point to a mini-batch: a datum that comes twice comes in two of them.
+        parts = [drawn[i::number] for i in torch.randperm(number, generator=self.generator).tolist()]
+        return [(part, weights[part]) for part in parts]
+
+
+def _ratio(left: Tensor, left_change: Tensor | None, move: Tensor, change: Tensor, shift: float) -> Tensor:
+    """`⟨x, d⟩_H / ‖d‖²_H` of each row, or `⟨x, d⟩ / ‖d‖²_H` without `Mx`, for a direction `d` and `Md`."""
+    inner = left if left_change is None else left_change + shift * left
+    steepness = (move * (change + shift * move)).sum(1, keepdim=True)
+    return (inner * move).sum(1, keepdim=True) / steepness.clamp_min(torch.finfo(move.dtype).tiny)
 
 
 def _variance_reduced(
     operator: Operator, shift: float, anchor: Tensor, full: Tensor
-) -> Callable[[Tensor, Tensor], Tensor]:
+) -> Callable[[Tensor, _Batch], Tensor]:
     """The gradient at `δ` from a mini-batch, given the full one at `anchor`."""
 
-    def gradient(delta: Tensor, batch: Tensor) -> Tensor:
+    def gradient(delta: Tensor, batch: _Batch) -> Tensor:
         move = delta - anchor
-        return full + operator.num_data / len(batch) * operator.matmul(move, batch) + shift * move
+        return full + operator.matmul(move, *batch) + shift * move
 
     return gradient
 
 
 def _better_start(
-    gradient: Callable[[Tensor, Tensor], Tensor], delta: Tensor, probes: list[Tensor]
+    gradient: Callable[[Tensor, _Batch], Tensor], delta: Tensor, probes: list[_Batch]
 ) -> tuple[Tensor, int]:
     """Each row of a warm start, or zero where its gradient is smaller there, and how many data that took."""
     zero = torch.zeros_like(delta)
     cold, warm = (torch.stack([gradient(v, b) for b in probes]).norm(dim=2).mean(0)[:, None] for v in (zero, delta))
-    return torch.where(warm <= cold, delta, zero), 2 * sum(len(b) for b in probes)
+    return torch.where(warm <= cold, delta, zero), 2 * sum(len(batch) for batch, _ in probes)

@@ -7,14 +7,14 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_sampling.dense import Dense
-from laplace_sampling.likelihoods import Gaussian
+from laplace_sampling.likelihoods import Categorical, Gaussian
 from laplace_sampling.operators import GGN, DenseFeatures
 from laplace_sampling.preconditioners import Nystrom
 from laplace_sampling.priors import IsotropicPrior
 from laplace_sampling.sampling import Draws, linear_model_mode
 from laplace_sampling.solvers import Quadratic, make_dense
 from laplace_sampling.stochastic import SGD
-from laplace_sampling.variance_reduced import SVRG
+from laplace_sampling.variance_reduced import SVRG, _Sampler
 
 
 def problem(num_data: int = 2000, size: int = 30, rows: int = 3, scale: float = 1.0, spread: float = 0.0) -> Quadratic:
@@ -122,10 +122,10 @@ def test_a_warm_start_helps_and_a_bad_one_is_dropped(spread: float) -> None:
 
 
 def test_divergence_restarts_with_a_smaller_step() -> None:
-    batches = iter(torch.arange(2).expand(10_000, 2))
+    batches = [(torch.arange(2), torch.ones(2))] * 100
     start = torch.ones(1, 4, dtype=torch.float64)
     # A curvature of 300 that was estimated as 1: the sixth step size, 1/243, is below 2/300.
-    end, seen = SVRG()._descend(lambda d, _: 300 * d, lambda g: g, batches, start, 100, 1.0, None)
+    end, seen = SVRG()._descend(lambda d, _: 300 * d, lambda g: g, lambda: batches, start, 1.0, None)
     assert float(end.norm()) < 1e-6
     assert 2 * 105 < seen < 2 * 145  # a run is given up as soon as it grows a thousandfold
 
@@ -172,13 +172,13 @@ def test_passes_count_the_products_that_were_made(warm: bool) -> None:
     p = Quadratic(ggn, torch.ones(ggn.size).double(), zeros, zeros + 1)
     solver = SVRG(batch_size=6, max_rank=3, max_snapshots=2, tolerance=1e-20)
     solution = solver.solve(p, init=zeros if warm else None)
-    assert network.products["jvp"] == network.products["vjp"]
-    assert solution.passes == pytest.approx(network.products["jvp"] / 25)
-    # A sketch of 3, 4 batches of 6 × 6 power iterations, and of 4 rows 2 epochs of 5 steps, the last of one datum, and
-    # 2 full products; 6 probes of 6 data, if warm, shift the epochs by 3 steps.
-    power, sketch = 4 * 6 * 6, 3 * 25
-    epochs = [25, 25] if not warm else [36 + 25, 25]
-    assert network.products["jvp"] == power + sketch + 4 * (sum(epochs) + 2 * 25)
+    jvps, vjps = network.products["jvp"], network.products["vjp"]
+    assert solution.passes == pytest.approx((jvps + vjps) / 2 / 25)
+    # A row of each of 12 data, 4 batches of 6 × 6 power iterations, and of 4 rows a stage of 5 steps, as it stops at
+    # the rank of 3 with too few steps for another one, and 2 full products; 2 × 3 probes of 6 data, if warm.
+    power, stage = 4 * 6 * 6, 5 * 6
+    assert jvps == power + 4 * (stage + 2 * 25 + (36 if warm else 0))
+    assert vjps == jvps + 12
 
 
 def test_the_linear_term_enters_in_full() -> None:
@@ -187,15 +187,73 @@ def test_the_linear_term_enters_in_full() -> None:
     assert_close(solver.solve(high).value, solver.solve(p).value)
 
 
-def test_the_preconditioner_is_a_sketch_of_a_subsample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_preconditioner_is_made_of_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    of = Nystrom.of.__func__
-    monkeypatch.setattr(Nystrom, "of", classmethod(lambda *a, **k: calls.append((a, k)) or of(*a, **k)))
-    SVRG(max_snapshots=1).solve(problem())
-    ((_, _, batch), settings) = calls[0]
-    assert len(batch.unique()) == 500
-    assert settings["num_rhs"] == 3
-    assert settings["shift"] == 1
+    of_rows = Nystrom.of_rows.__func__
+    monkeypatch.setattr(
+        Nystrom, "of_rows", classmethod(lambda *a, **k: calls.append((a, of_rows(*a, **k))) or calls[-1][1])
+    )
+    p = problem()
+    SVRG(max_snapshots=1).solve(p)
+    (((_, _, data, weights), preconditioner),) = calls
+    assert len(data) == 2000
+    assert preconditioner.passes == 0.5
+    assert float(weights.sum()) == pytest.approx(2000)
+    M, identity = make_dense(p.operator), torch.eye(30, dtype=torch.float64)
+    quotients = torch.linalg.eigvalsh(preconditioner.solve_root(preconditioner.solve_root(M + identity, 1.0).T, 1.0))
+    assert float(quotients.min()) > 0.6
+    assert float(quotients.max()) < 1.6
+
+
+def unequal(num_data: int = 3000, size: int = 40) -> Quadratic:
+    """A classifier that is certain of nine data in ten."""
+    g = torch.Generator().manual_seed(0)
+    features = torch.randn(num_data, 3, size, generator=g, dtype=torch.float64)
+    outputs = torch.randn(num_data, 3, generator=g, dtype=torch.float64)
+    outputs[num_data // 10 :, 0] += 9
+    ggn = GGN(DenseFeatures(features), Categorical(), outputs)
+    centre = torch.randn(2, size, generator=g, dtype=torch.float64)
+    noise = torch.randn(2, num_data, 3, generator=g, dtype=torch.float64)
+    linear = ggn.features.vjp(Categorical().root(outputs, noise), torch.arange(num_data))
+    return Quadratic(ggn, torch.ones(size, dtype=torch.float64), centre, linear)
+
+
+def test_data_are_drawn_by_their_curvature() -> None:
+    p = unequal()
+    sizes = p.operator.sizes()
+    traces = torch.stack([p.operator.likelihood.curvature(p.operator.outputs, e.expand(3000, 3))[:, i]
+                          for i, e in enumerate(torch.eye(3, dtype=torch.float64))]).sum(0)  # fmt: skip
+    assert_close(sizes.sum(), traces.sum(), rtol=0.05, atol=0.0)
+    by_curvature = error(p, SVRG(max_snapshots=1).solve(p).value)
+
+    class Equal(GGN):
+        def sizes(self) -> Tensor:
+            return torch.ones(self.num_data, dtype=torch.float64)
+
+    blind = replace(p, operator=Equal(p.operator.features, p.operator.likelihood, p.operator.outputs))
+    assert by_curvature < 0.5 * error(p, SVRG(max_snapshots=1).solve(blind).value)
+
+
+def test_batches_are_unbiased_and_come_once_an_epoch_if_data_are_equal() -> None:
+    g = torch.Generator().manual_seed(0)
+    assert torch.equal(
+        torch.cat([b for b, _ in _Sampler(torch.ones(60), g).batches(6, 10)]).sort().values, torch.arange(60)
+    )
+    sampler = _Sampler(torch.rand(50, generator=g, dtype=torch.float64) ** 4, g)
+    total = torch.zeros(50, dtype=torch.float64)
+    for _ in range(3000):
+        for batch, weights in sampler.batches(2, 10):
+            total.index_add_(0, batch, weights)
+    assert_close(total / 6000, torch.ones(50, dtype=torch.float64), rtol=0.4, atol=0.0)
+
+
+def test_too_short_a_stage_gives_way_to_conjugate_gradients() -> None:
+    p = problem()
+    stages = SVRG(max_snapshots=4, tolerance=1e-20)
+    short = replace(stages, epochs=0.02)
+    passes = [float(replace(short, max_snapshots=n).solve(p).passes) for n in (1, 4)]
+    assert passes[1] - passes[0] == pytest.approx(3 * 3)
+    assert error(p, short.solve(p).value) < 1e-3 * error(p, replace(short, max_snapshots=1).solve(p).value)
 
 
 def test_minimise_is_that_of_sgd() -> None:
