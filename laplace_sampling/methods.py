@@ -127,9 +127,9 @@ class Plan:
         standard deviations too large by the factor `√(1 + ε²)`, that is by `ε²/2`. Of `K` samples the sum of the
         products `⟨Φζ, Φe⟩`, of mean zero, moves it by about `ε/√K`, too.
 
-        `ε² = 2τ` is enough for the first. `SVRG`, whose tolerance is of `ε²` and judged by an estimate, takes a third of
-        it. Krylov solvers, for which accuracy is cheap, take `ε = 2τ`. For `τ = 0.015` both are the solvers' defaults.
-        `SGD` judges itself by its gradient; its tolerance shrinks in proportion.
+        `ε² = 2τ` is enough for the first. `SVRG`, whose tolerance is of `ε²` and judged by an estimate, takes a third
+        of it. Krylov solvers, for which accuracy is cheap, take `ε = 2τ`. For `τ = 0.015` both are the solvers'
+        defaults. `SGD` judges itself by its gradient; its tolerance shrinks in proportion.
         """
         error = min(2 * tolerance, 0.5)
         if self.method == "exact":
