@@ -13,6 +13,7 @@ LEVELS = {
     "krylov": 3, "variance_reduced": 3, "contour": 4,
     "evidence": 4,
     "evidence_path": 5, "diagnostics": 5,
+    "gram": 2, "exact": 4, "exact_fit": 5, "exact_classification": 5,
     "laplace": 6,
     "__init__": 7,
     "__main__": 8,
