@@ -91,13 +91,21 @@ class Linearisation:
             for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
         }
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """The network's own output `f(w̄, x)`, bit for bit what `module.eval()(x)` gives, without gradient."""
-        with torch.no_grad(), _evaluation_mode(self.module):
+    def __call__(self, x: Tensor, *, graph: bool = False) -> Tensor:
+        """The network's own output `f(w̄, x)`, bit for bit what `module.eval()(x)` gives.
+
+        Without gradient; with `graph`, autograd differentiates it in `x`.
+        """
+        with torch.set_grad_enabled(graph), _evaluation_mode(self.module):
+            if graph:  # not in the weights
+                return self._apply(self._all(), x)
             return _check_output(self.module(x), x)
 
-    def jvp(self, x: Tensor, v: Float[Tensor, "K P"]) -> Float[Tensor, "K N C"]:
-        """`φ(x) v_k` for each of `K` vectors by forward mode; the outputs of a datum are flattened to `C`."""
+    def jvp(self, x: Tensor, v: Float[Tensor, "K P"], *, graph: bool = False) -> Float[Tensor, "K N C"]:
+        """`φ(x) v_k` for each of `K` vectors by forward mode; the outputs of a datum are flattened to `C`.
+
+        Without gradient; with `graph`, autograd differentiates it in `x` and `v`.
+        """
         self._check_width(v, "jvp")
         self.products["jvp"] += len(v) * len(x)
         weights = self._selected()
@@ -106,7 +114,9 @@ class Linearisation:
             out = jvp(lambda w: self._apply(w, x), (weights,), (tangent,))[1]
             return out.reshape(len(x), -1)
 
-        with torch.no_grad(), _evaluation_mode(self.module), _differentiable_kernels():
+        weights = self._all() if graph else weights
+
+        with torch.set_grad_enabled(graph), _evaluation_mode(self.module), _differentiable_kernels():
             tangents = self.unflatten(v.to(self.dtype))
             if len(v) == 1:
                 return directional({name: t[0] for name, t in tangents.items()})[None]
@@ -139,8 +149,11 @@ class Linearisation:
                     offset += shape.numel()
         return result
 
-    def jacobian(self, x: Tensor) -> Float[Tensor, "N C P"]:
-        """`φ(x)` in full, `[N, C, P]`: for the exact method and for exact diagonals of small problems only."""
+    def jacobian(self, x: Tensor, *, graph: bool = False) -> Float[Tensor, "N C P"]:
+        """`φ(x)` in full, `[N, C, P]`: for the exact method and for exact diagonals of small problems only.
+
+        Without gradient; with `graph`, autograd differentiates it in `x`.
+        """
         weights = self._selected()
 
         def single(w: dict[str, Tensor], x_n: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ LEVELS = {
     "evidence": 4,
     "evidence_path": 5, "diagnostics": 5,
     "gram": 2, "exact": 4, "exact_fit": 5, "exact_classification": 5,
+    "linear_operators": 0, "dual": 4,
     "laplace": 6,
     "__init__": 7,
     "__main__": 8,
