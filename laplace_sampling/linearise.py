@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.func import functional_call, jvp, vmap
+from torch.func import functional_call, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 __all__ = ["Linearisation", "Selection"]
@@ -63,6 +63,10 @@ class Linearisation:
         parameters = dict(self.module.named_parameters())
         return {name: parameters[name].detach() for name in self.names}
 
+    def _fixed(self) -> dict[str, Tensor]:
+        """The weights that are not random, so that no gradient reaches those of the module."""
+        return {name: p.detach() for name, p in self.module.named_parameters() if name not in self.shapes}
+
     @property
     def device(self) -> torch.device:
         return next(iter(self._selected().values())).device
@@ -97,8 +101,8 @@ class Linearisation:
         Without gradient; with `graph`, autograd differentiates it in `x`.
         """
         with torch.set_grad_enabled(graph), _evaluation_mode(self.module):
-            if graph:  # not in the weights
-                return self._apply(self._all(), x)
+            if graph:
+                return self._apply({**self._fixed(), **self._selected()}, x)
             return _check_output(self.module(x), x)
 
     def jvp(self, x: Tensor, v: Float[Tensor, "K P"], *, graph: bool = False) -> Float[Tensor, "K N C"]:
@@ -108,13 +112,11 @@ class Linearisation:
         """
         self._check_width(v, "jvp")
         self.products["jvp"] += len(v) * len(x)
-        weights = self._selected()
+        weights, fixed = self._selected(), self._fixed() if graph else {}
 
         def directional(tangent: dict[str, Tensor]) -> Tensor:
-            out = jvp(lambda w: self._apply(w, x), (weights,), (tangent,))[1]
+            out = jvp(lambda w: self._apply({**fixed, **w}, x), (weights,), (tangent,))[1]
             return out.reshape(len(x), -1)
-
-        weights = self._all() if graph else weights
 
         with torch.set_grad_enabled(graph), _evaluation_mode(self.module), _differentiable_kernels():
             tangents = self.unflatten(v.to(self.dtype))
@@ -122,9 +124,14 @@ class Linearisation:
                 return directional({name: t[0] for name, t in tangents.items()})[None]
             return vmap(directional, chunk_size=self.chunk_size)(tangents)
 
-    def vjp(self, x: Tensor, u: Float[Tensor, "K N C"]) -> Float[Tensor, "K P"]:
-        """`Σ_n φ(x_n)ᵀ u_kn` for each of `K` cotangents: one forward pass, `K` pullbacks."""
+    def vjp(self, x: Tensor, u: Float[Tensor, "K N C"], *, graph: bool = False) -> Float[Tensor, "K P"]:
+        """`Σ_n φ(x_n)ᵀ u_kn` for each of `K` cotangents: one forward pass, `K` pullbacks.
+
+        Without gradient; with `graph`, autograd differentiates it in `x` and `u`.
+        """
         self.products["vjp"] += len(u) * len(x)
+        if graph:
+            return self._vjp_with_graph(x, u)
         weights = {name: w.requires_grad_() for name, w in self._selected().items()}
         result = torch.zeros(len(u), self.num_parameters, dtype=u.dtype, device=u.device)
         with torch.enable_grad(), _evaluation_mode(self.module), _differentiable_kernels():
@@ -149,18 +156,26 @@ class Linearisation:
                     offset += shape.numel()
         return result
 
+    def _vjp_with_graph(self, x: Tensor, u: Tensor) -> Tensor:
+        fixed = self._fixed()
+        with torch.enable_grad(), _evaluation_mode(self.module), _differentiable_kernels():
+            outputs, pull, *_ = vjp(lambda w: self._apply({**fixed, **w}, x), self._selected())
+            cotangents = u.to(outputs.dtype).reshape(len(u), *outputs.shape)
+            (rows,) = vmap(pull, chunk_size=self.chunk_size)(cotangents)
+            return torch.cat([row.reshape(len(u), -1) for row in rows.values()], dim=1).to(u.dtype)
+
     def jacobian(self, x: Tensor, *, graph: bool = False) -> Float[Tensor, "N C P"]:
         """`φ(x)` in full, `[N, C, P]`: for the exact method and for exact diagonals of small problems only.
 
         Without gradient; with `graph`, autograd differentiates it in `x`.
         """
-        weights = self._selected()
+        weights, fixed = self._selected(), self._fixed() if graph else {}
 
         def single(w: dict[str, Tensor], x_n: Tensor) -> Tensor:
-            return self._apply(w, x_n[None]).reshape(-1)
+            return self._apply({**fixed, **w}, x_n[None]).reshape(-1)
 
         self.products["vjp"] += len(x) * self(x)[:1].numel()
-        with torch.no_grad(), _evaluation_mode(self.module), _differentiable_kernels():
+        with torch.set_grad_enabled(graph), _evaluation_mode(self.module), _differentiable_kernels():
             rows = vmap(torch.func.jacrev(single), in_dims=(None, 0))(weights, x)
             return torch.cat([row.flatten(2) if row.dim() > 2 else row[..., None] for row in rows.values()], dim=-1)
 
