@@ -359,8 +359,10 @@ class ExactRegression:
         learn_noise = self.model.likelihood.learn if learn_noise is None else learn_noise
         count = 1
         if learn_precision and learn_noise:
-            alpha, b, count = self._fit_both(precision_bounds)
+            alpha, b, count = self._fit_both(precision_bounds, noise_bounds)
             outside = [not low < x < high for x, (low, high) in ((alpha, precision_bounds), (b, noise_bounds))]
+            if outside[0] and outside[1] and b >= noise_bounds[1]:
+                outside[0] = False  # without noise α has a scale of its own
             alpha, b = _clip(alpha, precision_bounds), _clip(b, noise_bounds)
             if outside[0] or outside[1]:
                 # The rest is learnt along the bound.
@@ -384,7 +386,9 @@ class ExactRegression:
             converged=flat and not at_bounds,
         )
 
-    def _fit_both(self, bounds: tuple[float, float]) -> tuple[float, float, int]:
+    def _fit_both(
+        self, precision_bounds: tuple[float, float], noise_bounds: tuple[float, float]
+    ) -> tuple[float, float, int]:
         values, squares = self.eigenvalues, self.rotated**2
 
         def weights(u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -404,8 +408,10 @@ class ExactRegression:
         ends = (math.log(largest) - 40, math.log(largest) + 20)
         u, count = _maximise(value, slope, ends, values.device)
         b = float(weights(torch.tensor(u, dtype=torch.float64, device=values.device))[2])
-        if u in ends:  # the evidence rises to no signal, or to no noise
-            return bounds[int(u == ends[1])], b, count
+        if u == ends[1]:  # the evidence rises to no signal
+            return precision_bounds[1], b, count
+        if u == ends[0]:  # to no noise
+            return _clip(math.exp(u) * b, precision_bounds), noise_bounds[1], count
         return math.exp(u) * b, b, count
 
     def _fit_one(

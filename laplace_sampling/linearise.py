@@ -7,14 +7,17 @@ which the exact method calls on small problems).
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 __all__ = ["Linearisation", "Selection"]
 
@@ -118,7 +121,7 @@ class Linearisation:
             out = jvp(lambda w: self._apply({**fixed, **w}, x), (weights,), (tangent,))[1]
             return out.reshape(len(x), -1)
 
-        with torch.set_grad_enabled(graph), _evaluation_mode(self.module), _differentiable_kernels():
+        with _differentiable(graph), _evaluation_mode(self.module), _differentiable_kernels():
             tangents = self.unflatten(v.to(self.dtype))
             if len(v) == 1:
                 return directional({name: t[0] for name, t in tangents.items()})[None]
@@ -158,7 +161,7 @@ class Linearisation:
 
     def _vjp_with_graph(self, x: Tensor, u: Tensor) -> Tensor:
         fixed = self._fixed()
-        with torch.enable_grad(), _evaluation_mode(self.module), _differentiable_kernels():
+        with _differentiable(True), _evaluation_mode(self.module), _differentiable_kernels():
             outputs, pull, *_ = vjp(lambda w: self._apply({**fixed, **w}, x), self._selected())
             cotangents = u.to(outputs.dtype).reshape(len(u), *outputs.shape)
             (rows,) = vmap(pull, chunk_size=self.chunk_size)(cotangents)
@@ -175,7 +178,7 @@ class Linearisation:
             return self._apply({**fixed, **w}, x_n[None]).reshape(-1)
 
         self.products["vjp"] += len(x) * self(x)[:1].numel()
-        with torch.set_grad_enabled(graph), _evaluation_mode(self.module), _differentiable_kernels():
+        with _differentiable(graph), _evaluation_mode(self.module), _differentiable_kernels():
             rows = vmap(torch.func.jacrev(single), in_dims=(None, 0))(weights, x)
             return torch.cat([row.flatten(2) if row.dim() > 2 else row[..., None] for row in rows.values()], dim=-1)
 
@@ -265,3 +268,51 @@ def _differentiable_kernels() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fastpath)
+
+
+class _ComposedNorms(TorchFunctionMode):
+    """Layer and group normalisation from elementary operations.
+
+    The second derivatives of torch's own take the mean and variance of an input for constants (torch 2.15): a Jacobian
+    product through them has wrong derivatives in the input, silently.
+    """
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.layer_norm:
+            return _layer_norm(*args, **(kwargs or {}))
+        if func is F.group_norm:
+            return _group_norm(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    axes = tuple(range(-len(normalized_shape), 0))
+    centred = input - input.mean(axes, keepdim=True)
+    scaled = centred * (centred.square().mean(axes, keepdim=True) + eps).rsqrt()
+    scaled = scaled if weight is None else scaled * weight
+    return scaled if bias is None else scaled + bias
+
+
+def _group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    grouped = input.reshape(len(input), num_groups, -1)
+    scaled = _layer_norm(grouped, grouped.shape[-1:], eps=eps).reshape(input.shape)
+    channels = (1, -1, *[1] * (input.dim() - 2))
+    scaled = scaled if weight is None else scaled * weight.reshape(channels)
+    return scaled if bias is None else scaled + bias.reshape(channels)
+
+
+@contextmanager
+def _differentiable(graph: bool) -> Iterator[None]:
+    """Whether Jacobian products have derivatives."""
+    with torch.set_grad_enabled(graph), _ComposedNorms() if graph else nullcontext():
+        yield
