@@ -27,9 +27,9 @@ with warnings.catch_warnings():
 
 
 @pytest.fixture(autouse=True)
-def _sparse() -> Iterator[None]:
-    """New torch warns where linear_operator does not choose."""
-    with torch.sparse.check_sparse_tensor_invariants(False):
+def _settings() -> Iterator[None]:
+    """New torch warns where linear_operator does not choose; BoTorch switches conjugate gradients off at its import."""
+    with torch.sparse.check_sparse_tensor_invariants(False), settings.fast_computations(True, True, True):
         yield
 
 
