@@ -7,14 +7,17 @@ which the exact method calls on small problems).
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 __all__ = ["Linearisation", "Selection"]
 
@@ -63,6 +66,10 @@ class Linearisation:
         parameters = dict(self.module.named_parameters())
         return {name: parameters[name].detach() for name in self.names}
 
+    def _fixed(self) -> dict[str, Tensor]:
+        """The weights that are not random, so that no gradient reaches those of the module."""
+        return {name: p.detach() for name, p in self.module.named_parameters() if name not in self.shapes}
+
     @property
     def device(self) -> torch.device:
         return next(iter(self._selected().values())).device
@@ -91,30 +98,43 @@ class Linearisation:
             for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
         }
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """The network's own output `f(w̄, x)`, bit for bit what `module.eval()(x)` gives, without gradient."""
-        with torch.no_grad(), _evaluation_mode(self.module):
+    def __call__(self, x: Tensor, *, graph: bool = False) -> Tensor:
+        """The network's own output `f(w̄, x)`, bit for bit what `module.eval()(x)` gives.
+
+        Without gradient; with `graph`, autograd differentiates it in `x`.
+        """
+        with torch.set_grad_enabled(graph), _evaluation_mode(self.module):
+            if graph:
+                return self._apply({**self._fixed(), **self._selected()}, x)
             return _check_output(self.module(x), x)
 
-    def jvp(self, x: Tensor, v: Float[Tensor, "K P"]) -> Float[Tensor, "K N C"]:
-        """`φ(x) v_k` for each of `K` vectors by forward mode; the outputs of a datum are flattened to `C`."""
+    def jvp(self, x: Tensor, v: Float[Tensor, "K P"], *, graph: bool = False) -> Float[Tensor, "K N C"]:
+        """`φ(x) v_k` for each of `K` vectors by forward mode; the outputs of a datum are flattened to `C`.
+
+        Without gradient; with `graph`, autograd differentiates it in `x` and `v`.
+        """
         self._check_width(v, "jvp")
         self.products["jvp"] += len(v) * len(x)
-        weights = self._selected()
+        weights, fixed = self._selected(), self._fixed() if graph else {}
 
         def directional(tangent: dict[str, Tensor]) -> Tensor:
-            out = jvp(lambda w: self._apply(w, x), (weights,), (tangent,))[1]
+            out = jvp(lambda w: self._apply({**fixed, **w}, x), (weights,), (tangent,))[1]
             return out.reshape(len(x), -1)
 
-        with torch.no_grad(), _evaluation_mode(self.module), _differentiable_kernels():
+        with _differentiable(graph), _evaluation_mode(self.module), _differentiable_kernels():
             tangents = self.unflatten(v.to(self.dtype))
             if len(v) == 1:
                 return directional({name: t[0] for name, t in tangents.items()})[None]
             return vmap(directional, chunk_size=self.chunk_size)(tangents)
 
-    def vjp(self, x: Tensor, u: Float[Tensor, "K N C"]) -> Float[Tensor, "K P"]:
-        """`Σ_n φ(x_n)ᵀ u_kn` for each of `K` cotangents: one forward pass, `K` pullbacks."""
+    def vjp(self, x: Tensor, u: Float[Tensor, "K N C"], *, graph: bool = False) -> Float[Tensor, "K P"]:
+        """`Σ_n φ(x_n)ᵀ u_kn` for each of `K` cotangents: one forward pass, `K` pullbacks.
+
+        Without gradient; with `graph`, autograd differentiates it in `x` and `u`.
+        """
         self.products["vjp"] += len(u) * len(x)
+        if graph:
+            return self._vjp_with_graph(x, u)
         weights = {name: w.requires_grad_() for name, w in self._selected().items()}
         result = torch.zeros(len(u), self.num_parameters, dtype=u.dtype, device=u.device)
         with torch.enable_grad(), _evaluation_mode(self.module), _differentiable_kernels():
@@ -151,15 +171,26 @@ class Linearisation:
             gradients = vmap(single, in_dims=(None, 0, 0), chunk_size=4 * self.chunk_size)(weights, x, u.to(self.dtype))
             return torch.cat([g.reshape(len(x), -1) for g in gradients.values()], dim=1)
 
-    def jacobian(self, x: Tensor) -> Float[Tensor, "N C P"]:
-        """`φ(x)` in full, `[N, C, P]`: for the exact method and for exact diagonals of small problems only."""
-        weights = self._selected()
+    def _vjp_with_graph(self, x: Tensor, u: Tensor) -> Tensor:
+        fixed = self._fixed()
+        with _differentiable(True), _evaluation_mode(self.module), _differentiable_kernels():
+            outputs, pull, *_ = vjp(lambda w: self._apply({**fixed, **w}, x), self._selected())
+            cotangents = u.to(outputs.dtype).reshape(len(u), *outputs.shape)
+            (rows,) = vmap(pull, chunk_size=self.chunk_size)(cotangents)
+            return torch.cat([row.reshape(len(u), -1) for row in rows.values()], dim=1).to(u.dtype)
+
+    def jacobian(self, x: Tensor, *, graph: bool = False) -> Float[Tensor, "N C P"]:
+        """`φ(x)` in full, `[N, C, P]`: for the exact method and for exact diagonals of small problems only.
+
+        Without gradient; with `graph`, autograd differentiates it in `x`.
+        """
+        weights, fixed = self._selected(), self._fixed() if graph else {}
 
         def single(w: dict[str, Tensor], x_n: Tensor) -> Tensor:
-            return self._apply(w, x_n[None]).reshape(-1)
+            return self._apply({**fixed, **w}, x_n[None]).reshape(-1)
 
         self.products["vjp"] += len(x) * self(x)[:1].numel()
-        with torch.no_grad(), _evaluation_mode(self.module), _differentiable_kernels():
+        with _differentiable(graph), _evaluation_mode(self.module), _differentiable_kernels():
             rows = vmap(torch.func.jacrev(single), in_dims=(None, 0))(weights, x)
             return torch.cat([row.flatten(2) if row.dim() > 2 else row[..., None] for row in rows.values()], dim=-1)
 
@@ -249,3 +280,51 @@ def _differentiable_kernels() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fastpath)
+
+
+class _ComposedNorms(TorchFunctionMode):
+    """Layer and group normalisation from elementary operations.
+
+    The second derivatives of torch's own take the mean and variance of an input for constants (torch 2.15): a Jacobian
+    product through them has wrong derivatives in the input, silently.
+    """
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.layer_norm:
+            return _layer_norm(*args, **(kwargs or {}))
+        if func is F.group_norm:
+            return _group_norm(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    axes = tuple(range(-len(normalized_shape), 0))
+    centred = input - input.mean(axes, keepdim=True)
+    scaled = centred * (centred.square().mean(axes, keepdim=True) + eps).rsqrt()
+    scaled = scaled if weight is None else scaled * weight
+    return scaled if bias is None else scaled + bias
+
+
+def _group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    grouped = input.reshape(len(input), num_groups, -1)
+    scaled = _layer_norm(grouped, grouped.shape[-1:], eps=eps).reshape(input.shape)
+    channels = (1, -1, *[1] * (input.dim() - 2))
+    scaled = scaled if weight is None else scaled * weight.reshape(channels)
+    return scaled if bias is None else scaled + bias.reshape(channels)
+
+
+@contextmanager
+def _differentiable(graph: bool) -> Iterator[None]:
+    """Whether Jacobian products have derivatives."""
+    with torch.set_grad_enabled(graph), _ComposedNorms() if graph else nullcontext():
+        yield

@@ -3,11 +3,12 @@ import copy
 import pytest
 import reference
 import torch
-from cases import Case, make_case
+from cases import CASES, Case, make_case
 from snapshot import assert_unchanged, snapshot
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.linearise import Linearisation
 
 
@@ -212,3 +213,34 @@ class Wrong(nn.Module):
 def test_outputs_that_are_not_a_batch_tensor_are_refused(kind, error, message) -> None:
     with pytest.raises(error, match=message):
         Linearisation(Wrong(kind))(torch.zeros(5, 2))
+
+
+def group_norm() -> Case:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.Conv1d(2, 4, 2), nn.GroupNorm(2, 4), nn.Tanh(), nn.GroupNorm(1, 4, affine=False), nn.Flatten()
+        ).double()
+        return Case(net, Gaussian(1.0), torch.randn(3, 2, 4).double(), torch.zeros(3, 12).double())
+
+
+@pytest.mark.parametrize("name", [*CASES, "group_norm"])
+def test_products_are_differentiable_where_asked_for(name: str) -> None:
+    """By `graph=True`: the same numbers, and derivatives in inputs and vectors, none in the weights."""
+    case = group_norm() if name == "group_norm" else make_case(name)
+    net = Linearisation(case.model, lambda name, p: name != "0.weight" and p.requires_grad)
+    x = case.x[:2].clone().requires_grad_()
+    generator = torch.Generator().manual_seed(0)
+    C = net(case.x[:2]).reshape(2, -1).shape[1]
+    v = torch.randn(2, net.num_parameters, generator=generator, dtype=torch.float64, requires_grad=True)
+    u = torch.randn(2, 2, C, generator=generator, dtype=torch.float64, requires_grad=True)
+    calls = {
+        "call": (lambda x: net(x, graph=True), lambda x: net(x), (x,)),
+        "jvp": (lambda x, v: net.jvp(x, v, graph=True), net.jvp, (x, v)),
+        "vjp": (lambda x, u: net.vjp(x, u, graph=True), net.vjp, (x, u)),
+        "jacobian": (lambda x: net.jacobian(x, graph=True), net.jacobian, (x,)),
+    }
+    for with_graph, plain, inputs in calls.values():
+        assert_close(with_graph(*inputs).detach(), plain(*(t.detach() for t in inputs)))
+        assert torch.autograd.gradcheck(with_graph, inputs, eps=1e-6, atol=1e-5, fast_mode=True)
+    assert all(p.grad is None for p in case.model.parameters())

@@ -1,0 +1,219 @@
+r"""Hyperparameters of an exact regression, also with a noise precision for each output.
+
+One decomposition cannot serve several noise precisions. With `G = K/α + D`, `D = diag(R_i/b_c)`, `P = G⁻¹`,
+`a = P(y − o)`, and a derivative `G_j` for each logarithm `j` of `α` and the `b_c` (Rasmussen & Williams 2006, eq. 5.9,
+and its derivative)
+
+    ∂ log p/∂j = ½(aᵀG_j a − Tr P G_j)
+    ∂² log p/∂j∂k = ½(aᵀG_jk a − Tr P G_jk) + ½ Tr(P G_j P G_k) − aᵀG_j P G_k a
+
+Every `G_j` is diagonal but that of `α`, which is `D − G`, so that `P` is all that is needed: Newton's method takes one
+Cholesky factor a step.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.exact import (
+    MAX_MEMORY,
+    NOISE_BOUNDS,
+    PRECISION_BOUNDS,
+    ExactRegression,
+    Optimum,
+    check_gram_size,
+    inverse_,
+    noise_scale,
+    overall_precision,
+    unit_variance,
+)
+from laplace_sampling.gram import BLOCK_BYTES, gram
+from laplace_sampling.likelihoods import Gaussian
+from laplace_sampling.priors import GaussianPrior
+from laplace_sampling.sampling import LinearModel
+
+__all__ = ["ExactFit", "NoiseComponents", "fit_exact_regression"]
+
+
+@dataclass(frozen=True)
+class ExactFit:
+    """A regression at the hyperparameters of largest evidence.
+
+    Attributes:
+        posterior: the decomposition, whose `noise_scale` has the ratios of the noise precisions.
+        optimum: the overall precisions: arguments for the methods of `posterior`.
+        prior: with the precisions that were found.
+        likelihood: likewise.
+    """
+
+    posterior: ExactRegression
+    optimum: Optimum
+    prior: GaussianPrior
+    likelihood: Gaussian
+
+
+def fit_exact_regression(
+    model: LinearModel,
+    prior: GaussianPrior,
+    *,
+    noise_variances: Tensor | None = None,
+    learn_precision: bool = True,
+    precision_bounds: tuple[float, float] = PRECISION_BOUNDS,
+    noise_bounds: tuple[float, float] = NOISE_BOUNDS,
+    products: str = "auto",
+    block_bytes: float = BLOCK_BYTES,
+    max_memory: float = MAX_MEMORY,
+) -> ExactFit:
+    r"""`α` and the noise precision, or one for each output, of largest evidence, by dense algebra in float64.
+
+    The likelihood says whether noise is learnt (`Gaussian(learn=...)`) and whether it is one number or one an output.
+    For given noise variances that are exact, use `Gaussian(1.0, learn=False)`.
+
+    Args:
+        model: the linear model on the training data.
+        prior: starting point; its scale, and the ratios of its precisions, stay.
+        noise_variances: of each datum, `[N]` or `[N, C]`, see `ExactRegression.of`.
+        learn_precision: whether `α` is learnt.
+        precision_bounds: within which `α` is kept.
+        noise_bounds: within which the noise precision is kept.
+        products: how the Gram matrix is built, see `gram`.
+        block_bytes: memory for rows of the Jacobian.
+        max_memory: bytes that four Gram matrices may take.
+
+    Raises:
+        TypeError: if the likelihood is not Gaussian.
+        ValueError: if the Gram matrix is too large, not finite, or `noise_variances` do not fit.
+    """
+    R = noise_scale(model, noise_variances)
+    check_gram_size(model.features, max_memory)
+    assert isinstance(model.likelihood, Gaussian)
+    K = gram(model.features, unit_variance(prior), products=products, block_bytes=block_bytes)
+    separate = model.likelihood.learn and torch.as_tensor(model.likelihood.noise_precision).dim() == 1
+    posterior = ExactRegression.decompose(K.clone() if separate else K, model, prior, R, block_bytes)
+    options = {
+        "learn_precision": learn_precision,
+        "precision_bounds": precision_bounds,
+        "noise_bounds": noise_bounds,
+    }
+    optimum = posterior.fit(**options)
+    if separate:
+        components = NoiseComponents(K, posterior.residual, R)
+        del posterior
+        start = torch.tensor([optimum.precision, *[optimum.noise_precision] * R.shape[1]]).log().double()
+        logs, converged, at_bounds = components.newton(start, learn_precision, precision_bounds, noise_bounds)
+        mean = logs[1:].mean()
+        ratio = (mean - logs[1:]).exp().to(R)
+        posterior = ExactRegression.decompose(K, model, prior, R * ratio, block_bytes)
+        found = posterior.fit(**options)
+        optimum = replace(
+            found,
+            at_bounds=at_bounds,
+            converged=converged and found.converged and not at_bounds,
+            num_maxima=optimum.num_maxima,
+        )
+    # R has the ratios of noise variances per output and given ones: what is left of the given ones is divided out.
+    given = R * (torch.as_tensor(model.likelihood.precision(R)) / _overall(model.likelihood))
+    per_output = (optimum.noise_precision * given / posterior.noise_scale)[0]
+    one = torch.as_tensor(model.likelihood.noise_precision).dim() == 0
+    return ExactFit(
+        posterior,
+        optimum,
+        prior.with_precision(prior.precision * (optimum.precision / overall_precision(prior))),
+        model.likelihood.with_precision(optimum.noise_precision if one else per_output.cpu()),
+    )
+
+
+def _overall(likelihood: Gaussian) -> float:
+    return float(torch.as_tensor(likelihood.noise_precision).log().mean().exp())
+
+
+@dataclass(frozen=True)
+class NoiseComponents:
+    """Evidence as a function of `log α` and `log b_c`, with derivatives.
+
+    Attributes:
+        gram: `K`, `[N·C, N·C]`.
+        residual: `y − o`, `[N, C]`.
+        noise_scale: `R`, `[N, C]`.
+    """
+
+    gram: Float[Tensor, "NC NC"]
+    residual: Float[Tensor, "N C"]
+    noise_scale: Float[Tensor, "N C"]
+
+    def evaluate(self, logs: Float[Tensor, " 1+C"]) -> tuple[float, Float[Tensor, " 1+C"], Float[Tensor, "1+C 1+C"]]:
+        """`log p(y)`, its gradient and its second derivatives, on the CPU."""
+        (N, C), r = self.residual.shape, self.residual.flatten()
+        D = (self.noise_scale / logs[1:].exp().to(self.gram)).flatten()
+        G = self.gram / float(logs[0].exp())
+        G.diagonal().add_(D)
+        logdet, P = inverse_(G), G
+        a = P @ r
+        value = -0.5 * (logdet + r @ a + N * C * math.log(2 * math.pi))
+
+        def by_output(x: Tensor) -> Tensor:
+            return x.reshape(N, C, *x.shape[1:]).sum(0)
+
+        # Traces Tr P D_c, quadratic forms aᵀD_c a, Tr P D_c P D_e, aᵀD_c P D_e a, in logarithms of 1/b_c.
+        trace, form = by_output(P.diagonal() * D), by_output(a * a * D)
+        masked = torch.eye(C).to(P).repeat(N, 1) * D[:, None]  # [N·C, C]
+        solved = P @ (masked * a[:, None])
+        forms = (masked * a[:, None]).T @ solved
+        traces = masked.T @ P.square_() @ masked
+        full = a - solved.sum(1)  # P (K/α) a
+        gradient = torch.cat([(-(N * C - trace.sum()) + (r @ a - form.sum()))[None], form - trace]).neg() / 2
+        # In log α the sign of every derivative of K/α is that of −1, in log b likewise: two of them cancel.
+        hessian = torch.empty(1 + C, 1 + C).to(P)
+        signal = r @ a - form.sum()
+        hessian[0, 0] = (
+            0.5 * (signal - (N * C - trace.sum())) + 0.5 * (N * C - 2 * trace.sum() + traces.sum()) - (r - D * a) @ full
+        )
+        cross = 0.5 * (trace - traces.sum(0)) - masked.T @ (a * full)
+        hessian[0, 1:] = hessian[1:, 0] = cross
+        hessian[1:, 1:] = 0.5 * traces - forms + torch.diag(0.5 * (form - trace))
+        return float(value), gradient.cpu(), hessian.cpu()
+
+    def newton(
+        self,
+        start: Float[Tensor, " 1+C"],
+        learn_precision: bool,
+        precision_bounds: tuple[float, float],
+        noise_bounds: tuple[float, float],
+        max_steps: int = 50,
+    ) -> tuple[Float[Tensor, " 1+C"], bool, tuple[str, ...]]:
+        """A local maximum near `start`: logarithms, whether the gradient vanishes, and what ended at a bound."""
+        C = self.residual.shape[1]
+        low = torch.tensor([precision_bounds[0], *[noise_bounds[0]] * C], dtype=torch.float64).log()
+        high = torch.tensor([precision_bounds[1], *[noise_bounds[1]] * C], dtype=torch.float64).log()
+        logs = torch.minimum(torch.maximum(start, low), high)
+        value, gradient, hessian = self.evaluate(logs)
+        size = self.residual.numel()
+        for _ in range(max_steps):
+            free = ~(((logs <= low) & (gradient < 0)) | ((logs >= high) & (gradient > 0)))
+            free[0] &= learn_precision
+            if bool((gradient[free].abs() <= 1e-10 * size).all()):
+                break
+            curvature, basis = torch.linalg.eigh(-hessian[free][:, free])
+            floor = 1e-3 * curvature.abs().max()
+            # Uphill also where the evidence is not concave, by at most two e-folds.
+            step = torch.zeros_like(logs)
+            step[free] = basis @ ((basis.T @ gradient[free]) / curvature.abs().clamp_min(floor * 1e-6))
+            step *= min(1.0, 2.0 / float(step.abs().max()))
+            length, accepted = 1.0, False
+            while length > 1e-10 and not accepted:
+                proposal = torch.minimum(torch.maximum(logs + length * step, low), high)
+                found = self.evaluate(proposal)
+                if accepted := found[0] >= value - 1e-12 * abs(value):
+                    logs, (value, gradient, hessian) = proposal, found
+                else:
+                    length /= 2
+            if not accepted:
+                break
+        free = (logs > low) & (logs < high)
+        names = ["precision", *["noise_precision"] * C]
+        learnt = torch.tensor([learn_precision, *[True] * C])
+        at = tuple(dict.fromkeys(n for n, f, on in zip(names, free, learnt, strict=True) if on and not f))
+        return logs, bool((gradient[free & learnt].abs() <= 1e-7 * size).all()), at

@@ -1,0 +1,1 @@
+"""Adapters to other libraries, each with an extra of its own."""

@@ -1,0 +1,288 @@
+"""The tangent kernel in linear_operator and GPyTorch."""
+
+import math
+import unittest
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import reference
+import torch
+from cases import Case, make_case
+from test_exact import noisy
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from laplace_sampling.exact import ExactRegression
+from laplace_sampling.linear_operators import gpytorch, settings
+from laplace_sampling.linearise import Linearisation
+from laplace_sampling.tangent_kernel import NetworkMean, TangentGP, TangentKernel, TangentKernelOperator
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from linear_operator.test.linear_operator_test_case import (
+        LinearOperatorTestCase,
+        RectangularLinearOperatorTestCase,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _settings() -> Iterator[None]:
+    """New torch warns where linear_operator does not choose; BoTorch switches conjugate gradients off at its import."""
+    with torch.sparse.check_sparse_tensor_invariants(False), settings.fast_computations(True, True, True):
+        yield
+
+
+def network(outputs: int, inputs: int = 3, width: int = 40, dtype: torch.dtype = torch.float32) -> Linearisation:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, outputs))
+    return Linearisation(net.to(dtype))
+
+
+def dense(network: Linearisation, variance: Tensor, x: Tensor, other: Tensor) -> Tensor:
+    """`φ(X) diag(v) φ(X')ᵀ` with gradients in all three, by reverse mode on the module itself."""
+    names = network.names
+
+    def rows(x: Tensor) -> Tensor:
+        x = x.to(network.dtype)
+        weights = {name: p.detach() for name, p in network.module.named_parameters()}
+
+        def f(*values: Tensor) -> Tensor:
+            return torch.func.functional_call(network.module, dict(zip(names, values, strict=True)), (x,)).reshape(-1)
+
+        parts = torch.autograd.functional.jacobian(f, tuple(weights[n] for n in names), create_graph=True)
+        return torch.cat([part.reshape(len(part), -1) for part in parts], dim=1).to(variance.dtype)
+
+    return (rows(x) * variance) @ rows(other).mT
+
+
+class _Contract:
+    seed = 0
+    should_test_sample = True
+    outputs = 1
+
+    def create_linear_op(self) -> TangentKernelOperator:
+        net = network(self.outputs)
+        with torch.random.fork_rng():
+            torch.manual_seed(2)
+            x = 3 * torch.randn(6 // self.outputs, 3)
+        return TangentKernelOperator(torch.linspace(0.5, 1.5, net.num_parameters), x=x, network=net)
+
+    def evaluate_linear_op(self, linear_op: TangentKernelOperator) -> Tensor:
+        variance, x = linear_op.representation()[:2]
+        return dense(linear_op._kwargs["network"], variance, x, x)
+
+
+@pytest.mark.filterwarnings("ignore")
+class TestOperator(_Contract, LinearOperatorTestCase, unittest.TestCase): ...
+
+
+@pytest.mark.filterwarnings("ignore")
+class TestOperatorOfSeveralOutputs(_Contract, LinearOperatorTestCase, unittest.TestCase):
+    outputs = 2
+
+
+@pytest.mark.filterwarnings("ignore")
+class TestRectangularOperator(RectangularLinearOperatorTestCase, unittest.TestCase):
+    seed = 0
+
+    def create_linear_op(self) -> TangentKernelOperator:
+        net = network(2)
+        with torch.random.fork_rng():
+            torch.manual_seed(2)
+            x, other = torch.randn(4, 3), torch.randn(2, 3)
+        return TangentKernelOperator(torch.ones(net.num_parameters), x=x, other=other, network=net)
+
+    def evaluate_linear_op(self, linear_op: TangentKernelOperator) -> Tensor:
+        variance, other, x = linear_op.representation()
+        return dense(linear_op._kwargs["network"], variance, x, other)
+
+
+def test_the_operator_is_the_dense_matrix(case: Case) -> None:
+    net = Linearisation(case.model)
+    J = reference.jacobian(case.model, case.x).flatten(0, 1)
+    v = torch.rand(net.num_parameters, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
+    K = (J * v) @ J.T
+    operator = TangentKernelOperator(v, x=case.x, network=net)
+    assert operator.shape == K.shape
+    b = torch.randn(2, len(K), 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for rhs in (b, b[0], b[0, :, 0]):
+        assert_close(operator @ rhs, K @ rhs)
+    assert_close(operator.to_dense(), K)
+    assert_close(operator.diagonal(), K.diagonal())
+    assert_close(operator[1, 2], K[1, 2])
+    C = len(K) // len(case.x)
+    other = TangentKernelOperator(v, x=case.x[:2], other=case.x, network=net)
+    assert_close(other.to_dense(), K[: 2 * C])
+    assert_close(other.mT @ b[0, : 2 * C], K[:, : 2 * C] @ b[0, : 2 * C])
+
+
+def test_no_gradient_reaches_the_network() -> None:
+    case = make_case("classification")
+    net = Linearisation(case.model, ["2.*"])  # the first layer is not random, but has gradients
+    x = case.x.clone().requires_grad_()
+    variance = torch.ones(net.num_parameters, dtype=torch.float64, requires_grad=True)
+    operator = TangentKernelOperator(variance, x=x, network=net)
+    operator.to_dense().sum().backward()
+    (operator @ torch.ones(len(x) * 4, 1, dtype=torch.float64)).sum().backward()
+    (NetworkMean(net)(x).sum() + NetworkMean(net, "affine")(x).sum()).backward()
+    assert x.grad is not None
+    assert variance.grad is not None
+    assert all(p.grad is None for p in case.model.parameters())
+
+
+def fixed_noise(b: float) -> gpytorch.likelihoods.GaussianLikelihood:
+    likelihood = gpytorch.likelihoods.GaussianLikelihood(
+        noise_constraint=gpytorch.constraints.GreaterThan(1e-8)
+    ).double()
+    likelihood.noise = 1 / b
+    return likelihood
+
+
+@pytest.mark.parametrize("mean", ["network", "affine", "homogeneous"])
+def test_the_gaussian_process_is_the_exact_posterior(mean: str) -> None:
+    case, model, prior = noisy(30)
+    net = Linearisation(case.model)
+    if mean == "affine":
+        model = case.linear_model("affine")
+    elif mean == "network":
+        model = case.linear_model("homogeneous")
+        model = type(model)(
+            model.features, model.network_outputs, model.network_outputs, model.targets, model.likelihood
+        )
+    exact = ExactRegression.of(model, prior)
+    alpha, b = 0.6, 7.0
+    likelihood = fixed_noise(b)
+    gp = TangentGP(case.x, case.y[:, 0], likelihood, case.model, mean=mean, prior_precision=alpha)
+    mll = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp)
+    gp.train()
+    value = mll(gp(case.x), case.y[:, 0]) * 30
+    assert_close(value.detach(), exact.log_evidence(alpha, b), rtol=1e-6, atol=1e-6)
+    value.backward()
+    # α is trained through its logarithm.
+    assert_close(
+        gp.covar_module.raw_prior_precision.grad[0], exact.log_evidence_gradient(alpha, b)[0], rtol=1e-6, atol=1e-6
+    )
+    gp.eval()
+    x = case.x[:4] + 0.3
+    with torch.no_grad(), settings.fast_computations(solves=False):
+        posterior = gp(x)
+    theta = exact.mode(alpha, b)
+    J = reference.jacobian(case.model, x).flatten(0, 1)
+    H = reference.ggn(reference.jacobian(case.model, case.x), torch.full((30, 1, 1), b).double())
+    H = H + alpha * torch.eye(len(H), dtype=torch.float64)
+    offset = {"network": net(x), "affine": net(x) - net.jvp(x, net.weights[None])[0], "homogeneous": 0 * net(x)}[mean]
+    assert_close(posterior.mean, (offset[:, 0] + J @ theta), rtol=1e-6, atol=1e-6)
+    assert_close(posterior.covariance_matrix, J @ torch.linalg.solve(H, J.T), rtol=1e-6, atol=1e-6)
+
+
+def test_hyperparameters_are_trained_by_the_marginal_likelihood() -> None:
+    case, model, prior = noisy(60)
+    best = ExactRegression.of(model, prior).fit()
+    likelihood = fixed_noise(1.0)
+    gp = TangentGP(case.x, case.y[:, 0], likelihood, case.model, mean="homogeneous")
+    mll = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp)
+    network_calls = gp.covar_module.network.products
+    gp.train()
+    optimiser = torch.optim.LBFGS(gp.parameters(), lr=0.5, max_iter=60, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimiser.zero_grad()
+        loss = -mll(gp(case.x), case.y[:, 0])
+        loss.backward()
+        return loss
+
+    optimiser.step(closure)
+    assert float(gp.covar_module.prior_precision.detach()) == pytest.approx(best.precision, rel=1e-2)
+    assert float(likelihood.noise.detach()) == pytest.approx(1 / best.noise_precision, rel=1e-2)
+    assert network_calls["vjp"] == 60  # the matrix at α = 1 was made once
+
+
+def test_a_batch_of_prior_variances_is_a_batch_of_matrices() -> None:
+    case = make_case("classification")
+    net = Linearisation(case.model)
+    J = reference.jacobian(case.model, case.x).flatten(0, 1)
+    v = torch.rand(3, 2, net.num_parameters, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    K = (J * v[..., None, :]) @ J.T
+    operator = TangentKernelOperator(v, x=case.x, network=net)
+    assert_close(operator.to_dense(), K)
+    assert_close(operator.diagonal(), K.diagonal(dim1=-2, dim2=-1))
+    b = torch.randn(len(J), 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert_close(operator @ b, K @ b)
+    assert_close(operator[1].to_dense(), K[1])
+    assert_close(operator[1, 0, 3, 4], K[1, 0, 3, 4])
+
+
+def test_kernels_are_combined() -> None:
+    case, _, _ = noisy(20)
+    kernel = TangentKernel(case.model, prior_precision=2.0) + gpytorch.kernels.RBFKernel().double()
+    K = kernel(case.x).to_dense()
+    J = reference.jacobian(case.model, case.x).flatten(0, 1)
+    rbf = torch.exp(-0.5 * torch.cdist(case.x, case.x) ** 2 / math.log(2) ** 2)
+    assert_close(K, J @ J.T / 2 + rbf)
+    gp = TangentGP(case.x, case.y[:, 0], fixed_noise(4.0), case.model, kernel=kernel)
+    gp.eval()
+    x = case.x[:3].clone().requires_grad_()
+    gp(x).variance.sum().backward()
+    assert x.grad is not None
+    assert bool(x.grad.isfinite().all())
+    gp.train()
+    mll = gpytorch.mlls.ExactMarginalLogLikelihood(gp.likelihood, gp)
+    mll(gp(case.x), case.y[:, 0]).backward()
+    assert all(p.grad is not None for p in gp.parameters())
+
+
+def test_several_outputs_are_a_multitask_process() -> None:
+    case, model, prior = noisy(25, outputs=2)
+    likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=2, rank=0, has_task_noise=False).double()
+    likelihood.noise = 0.2
+    gp = TangentGP(case.x, case.y, likelihood, case.model, mean="homogeneous", prior_precision=0.7)
+    gp.train()
+    mll = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp)
+    value = mll(gp(case.x), case.y)
+    exact = ExactRegression.of(model, prior)
+    assert_close(value.detach() * 50, exact.log_evidence(0.7, 5.0), rtol=1e-6, atol=1e-6)
+    gp.eval()
+    with torch.no_grad():
+        assert_close(gp(case.x[:5]).mean, exact.mode_outputs(0.7, 5.0)[:5], rtol=1e-5, atol=1e-5)
+
+
+def test_batches_shapes_and_large_matrices() -> None:
+    net = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 1)).double()
+    x = torch.randn(2, 5, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    scale = torch.linspace(0.5, 2, Linearisation(net).num_parameters, dtype=torch.float64)
+    kernel = TangentKernel(net, scale=scale, input_shape=(1, 3, 3), prior_precision=3.0)
+    J = [reference.jacobian(net, rows.reshape(-1, 1, 3, 3)).flatten(0, 1) * scale for rows in x]
+    assert_close(kernel(x).to_dense(), torch.stack([j @ j.T / 3 for j in J]))
+    assert_close(kernel(x, x[:1]).to_dense()[1], J[1] @ J[0].T / 3)
+    assert_close(kernel(x).diagonal(), torch.stack([(j**2).sum(1) / 3 for j in J]))
+    assert_close(kernel(x[0]).diagonal(), (J[0] ** 2).sum(1) / 3)
+    large = TangentKernel(net, scale=scale, input_shape=(1, 3, 3), prior_precision=3.0, dense_size=2)
+    assert_close(large(x[0]) @ torch.ones(5, 1, dtype=torch.float64), (J[0] @ J[0].T / 3).sum(1, keepdim=True))
+    assert_close(large(x[0], x[1]).to_dense(), J[0] @ J[1].T / 3)
+    with pytest.raises(NotImplementedError, match="no batches of input dimensions"):
+        kernel.forward(x, x, last_dim_is_batch=True)
+
+
+def test_state_and_prior_of_the_precision() -> None:
+    net = network(1, dtype=torch.float64)
+    prior = gpytorch.priors.GammaPrior(2.0, 1.0)
+    kernel = TangentKernel(net, precision_prior=prior, prior_precision=0.5)
+    assert float(kernel.prior_precision.detach()) == pytest.approx(0.5)
+    kernel.prior_precision = 9.0
+    again = TangentKernel(net, precision_prior=gpytorch.priors.GammaPrior(2.0, 1.0))
+    again.load_state_dict(kernel.state_dict())
+    assert float(again.prior_precision.detach()) == pytest.approx(9.0)
+    assert [name for name, _ in kernel.named_parameters()] == ["raw_prior_precision"]
+    assert len(list(kernel.named_priors())) == 1
+
+
+def test_refusals() -> None:
+    net = network(1)
+    with pytest.raises(ValueError, match=r"`scale` must have one entry a weight, \[201\], but has shape \[3\]"):
+        TangentKernel(net, scale=torch.ones(3))
+    with pytest.raises(ValueError, match=r"`prior_precision` must be positive and finite, but is 0"):
+        TangentKernel(net, prior_precision=0.0)
+    with pytest.raises(ValueError, match=r"`NetworkMean\(kind='zero'\)` is not known"):
+        NetworkMean(net, "zero")
