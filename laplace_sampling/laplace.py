@@ -35,7 +35,8 @@ __all__ = ["LinearisedLaplace", "NotFittedError"]
 # Streams of one seed: what each set of draws is for. Those of samples count up from the third.
 _EM_STREAM, _PROBE_STREAM, _SAMPLE_STREAM = 0, 1, 2
 _PATH_STREAM = 2**20
-_EVIDENCE_PROBES, _EVIDENCE_ACCURACY = 16, 2e-3
+# Probes for the evidence at one precision, and for a path: far below the fitted one determinants are known less well.
+_EVIDENCE_PROBES, _PATH_PROBES, _EVIDENCE_ACCURACY = 16, 48, 2e-3
 
 _TOLERANCE = 0.015
 
@@ -542,10 +543,11 @@ class LinearisedLaplace:
             return path, alpha
         assert self._plan is not None
         max_basis = self._plan.max_basis
+        wished = _EVIDENCE_PROBES if decades is None else _PATH_PROBES
         path, _ = evidence_path(
             model,
             prior,
-            Draws(max(1, min(_EVIDENCE_PROBES, max_basis // 4)), self.seed, _PATH_STREAM),
+            Draws(max(1, min(wished, max_basis // 4)), self.seed, _PATH_STREAM),
             mode,
             hessian_at=self.hessian_at,
             accuracy=_EVIDENCE_ACCURACY,
