@@ -79,9 +79,9 @@ class LinearisedLaplace:
         hessian_at: where `B` is evaluated: `"network"`, at `f(w̄, x)`; `"mode"`, at `h(θ̄, x)`; `"auto"` is the
             mode. (For a Gaussian likelihood `B` is constant.)
         method: `"exact"`, dense algebra, for small problems; `"cg"`, block Krylov on all data, and hyperparameters from
-            an evidence path; `"svrg"`, preconditioned mini-batches, for many data; `"sgd"`, the same where memory holds
-            no preconditioner; `"ciq"`, samples by the inverse square root, for comparison; `"auto"` chooses between
-            all but the last, and `print` tells why.
+            an evidence path; `"svrg"`, preconditioned mini-batches, for many data; `"sgd"`, the same where a
+            preconditioner does not fit or pay; `"ciq"`, samples by the inverse square root, for comparison; `"auto"`
+            chooses between all but the last, and `print` tells why.
         num_samples: posterior samples for predictions, `K`.
         seed: of all randomness.
         solver: settings of `"sgd"`.
