@@ -35,7 +35,8 @@ __all__ = ["LinearisedLaplace", "NotFittedError"]
 # Streams of one seed: what each set of draws is for. Those of samples count up from the third.
 _EM_STREAM, _PROBE_STREAM, _SAMPLE_STREAM = 0, 1, 2
 _PATH_STREAM = 2**20
-_EVIDENCE_PROBES, _EVIDENCE_ACCURACY = 16, 2e-3
+# Probes for the evidence at one precision, and for a path: far below the fitted one determinants are known less well.
+_EVIDENCE_PROBES, _PATH_PROBES, _EVIDENCE_ACCURACY = 16, 48, 2e-3
 
 _TOLERANCE = 0.015
 
@@ -78,9 +79,9 @@ class LinearisedLaplace:
         hessian_at: where `B` is evaluated: `"network"`, at `f(w̄, x)`; `"mode"`, at `h(θ̄, x)`; `"auto"` is the
             mode. (For a Gaussian likelihood `B` is constant.)
         method: `"exact"`, dense algebra, for small problems; `"cg"`, block Krylov on all data, and hyperparameters from
-            an evidence path; `"svrg"`, preconditioned mini-batches, for many data; `"sgd"`, the same where memory holds
-            no preconditioner; `"ciq"`, samples by the inverse square root, for comparison; `"auto"` chooses between
-            all but the last, and `print` tells why.
+            an evidence path; `"svrg"`, preconditioned mini-batches, for many data; `"sgd"`, the same where a
+            preconditioner does not fit or pay; `"ciq"`, samples by the inverse square root, for comparison; `"auto"`
+            chooses between all but the last, and `print` tells why.
         num_samples: posterior samples for predictions, `K`.
         seed: of all randomness.
         solver: settings of `"sgd"`.
@@ -542,10 +543,11 @@ class LinearisedLaplace:
             return path, alpha
         assert self._plan is not None
         max_basis = self._plan.max_basis
+        wished = _EVIDENCE_PROBES if decades is None else _PATH_PROBES
         path, _ = evidence_path(
             model,
             prior,
-            Draws(max(1, min(_EVIDENCE_PROBES, max_basis // 4)), self.seed, _PATH_STREAM),
+            Draws(max(1, min(wished, max_basis // 4)), self.seed, _PATH_STREAM),
             mode,
             hessian_at=self.hessian_at,
             accuracy=_EVIDENCE_ACCURACY,

@@ -15,7 +15,7 @@ from laplace_sampling.linearise import Linearisation
 from laplace_sampling.operators import GGN
 from laplace_sampling.priors import IsotropicPrior
 from laplace_sampling.sampling import Draws, sample_posterior
-from laplace_sampling.solvers import SGD
+from laplace_sampling.stochastic import SGD
 from laplace_sampling.variance_reduced import SVRG
 
 

@@ -675,7 +675,7 @@ def test_the_method_follows_size_and_memory() -> None:
 
     assert chosen(100, 55) == "exact"
     assert chosen(5000, 3000) == "cg"
-    assert chosen(30_000, 3000) == "sgd"
+    assert chosen(30_000, 3000) == "svrg"
     assert chosen(5000, 3000, max_memory=4 * 3000 * 500) == "cg"
     with pytest.raises(ValueError, match="`max_memory` must be a positive number"):
         LinearisedLaplace(model, "classification", max_memory=-1)

@@ -182,8 +182,9 @@ def test_operations_are_counted_and_the_same_each_time() -> None:
         (500, 3000, 1e6, "cg"),
         (500, 3000, 1e10, "exact"),  # a Jacobian costs less than many passes of an expensive network
         (1900, 1900, 1.0, "cg"),  # factorisations cost more than passes of a cheap one, and it pays
-        (30_000, 3000, 1e3, "svrg"),
-        (30_000, 10**6, 1e3, "sgd"),  # memory holds no preconditioner
+        (30_000, 3000, 1e6, "svrg"),
+        (30_000, 3000, 1e3, "sgd"),  # a preconditioner would cost more than the passes that it saves
+        (30_000, 10**6, 1e6, "sgd"),  # memory holds no preconditioner
     ],
 )
 def test_auto_goes_by_size_unless_operations_differ_much(num_data, size, operations, method) -> None:
