@@ -15,7 +15,7 @@ For a loss that is not quadratic, it is that of its quadratic expansion at the m
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float
@@ -368,6 +368,10 @@ class EvidenceCurves:
             path.at,
         )
 
+    def shifted(self, loss: float) -> "EvidenceCurves":
+        """The same with a constant added to the losses."""
+        return replace(self, data_fit=self.data_fit + loss, log_marginal_likelihood=self.log_marginal_likelihood - loss)
+
 
 @dataclass(frozen=True)
 class MarginalLikelihood:
@@ -409,4 +413,10 @@ class MarginalLikelihood:
             float(path.complexity(a)),
             balance,
             path.exact,
+        )
+
+    def shifted(self, loss: float) -> "MarginalLikelihood":
+        """The same with a constant added to the losses."""
+        return replace(
+            self, value=self.value - loss, lower_bound=self.lower_bound - loss, data_fit=self.data_fit + loss
         )

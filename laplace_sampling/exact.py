@@ -88,6 +88,11 @@ class LeaveOneOut:
     covariance: Float[Tensor, "N C C"]
     log_prob: Float[Tensor, " N"]
 
+    def scaled(self, unit: Float[Tensor, "N C"]) -> "LeaveOneOut":
+        """Of targets times `unit`."""
+        covariance = self.covariance * unit[:, :, None] * unit[:, None]
+        return LeaveOneOut(self.mean * unit, covariance, self.log_prob - unit.log().sum(1))
+
 
 @dataclass(frozen=True)
 class ExactPrediction:
