@@ -93,6 +93,16 @@ class Quadrature:
 
         return at(len(sizes), None if exact or len(sizes) < 2 else at(len(sizes) - 1, None))
 
+    def rescaled(self, nodes: float, weights: float) -> "Quadrature":
+        """With nodes and weights times two factors."""
+        return Quadrature(
+            self.nodes * nodes,
+            self.weights * weights,
+            self.random * weights,
+            None if self.total is None else self.total * nodes,
+            None if self.earlier is None else self.earlier.rescaled(nodes, weights),
+        )
+
     def __call__(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, "R n"]:
         """Values for functions `f(λ)`, `[n, m]`."""
         values = f(self.nodes)
@@ -206,6 +216,23 @@ class EvidencePath:
     at: float
     exact: bool
     passes: float
+
+    def rescaled(self, factor: float) -> "EvidencePath":
+        """The same for a noise precision that is larger by a factor, with which `M` and `b` grow."""
+        assert self.noise_precision is not None
+
+        def constant(noise_precision: float) -> float:
+            return 0.5 * self.num_outputs * math.log(2 * math.pi / noise_precision)
+
+        noise_precision = self.noise_precision * factor
+        return replace(
+            self,
+            traces=self.traces.rescaled(factor, 1.0),
+            fit=self.fit.rescaled(factor, factor**2),
+            loss=factor * (self.loss - constant(self.noise_precision)) + constant(noise_precision),
+            noise_precision=noise_precision,
+            at=self.at * factor,
+        )
 
     def _trace(self, f: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """`Tr f(M)` and its standard error, with what the last Lanczos step changed added in squares."""
@@ -321,6 +348,12 @@ class EvidencePath:
             chosen = int(up[self._profile(grid[up], learn_noise).argmax()])
         low, high, v0, v1 = grid[chosen].log(), grid[chosen + 1].log(), value[chosen], value[chosen + 1]
         log_alpha = low - v0 * (high - low) / (v1 - v0)
+        if self.exact:  # to rounding, by bisection
+            below, above = float(low), float(high)
+            while below < (middle := 0.5 * (below + above)) < above:
+                log_alpha = torch.tensor(middle, dtype=torch.float64)
+                rising = bool(self.mackay(log_alpha.exp()[None], learn_noise)[0] < 0)
+                below, above = (middle, above) if rising else (below, middle)
         alpha = log_alpha.exp()[None]
         gamma, error = (
             self.effective_dimension(alpha)[0],

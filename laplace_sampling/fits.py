@@ -12,7 +12,7 @@ from laplace_sampling.curves import EvidencePath
 from laplace_sampling.diagnostics import Diagnosis, TestResult, advice, chi_squared_test, data_energy_test
 from laplace_sampling.dual import DualCG
 from laplace_sampling.evidence import EMStep
-from laplace_sampling.exact import LeaveOneOut
+from laplace_sampling.leave_one_out import LeaveOneOut
 from laplace_sampling.likelihoods import Categorical, Gaussian, Likelihood
 from laplace_sampling.methods import Plan
 from laplace_sampling.operators import Features
@@ -144,7 +144,7 @@ class Fit(ABC):
         """Curves of the evidence, so far to both sides of `α` (`None`: there only), and what is inaccurate."""
 
     def covariance_at(self, features: Features) -> FunctionCovariance | None:
-        """Of the function at other inputs, without samples, where the method knows it."""
+        """Of the function at other inputs, where it takes the training data."""
         return None
 
     def leave_one_out(self) -> LeaveOneOut:

@@ -8,12 +8,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.curves import EvidencePath, Quadrature
+from laplace_sampling.curves import EvidencePath
 from laplace_sampling.evidence import EMStep, check_bounds
-from laplace_sampling.evidence_path import one_noise
-from laplace_sampling.exact import ExactPrediction, ExactRegression, LeaveOneOut, overall_precision
-from laplace_sampling.exact_fit import fit_exact_regression
+from laplace_sampling.exact import ExactPrediction, ExactRegression, overall_precisions
+from laplace_sampling.exact_fit import exact_curves, fit_exact_regression
 from laplace_sampling.fits import Fit, Task, Tuned, Tuning, problems_at_bounds
+from laplace_sampling.leave_one_out import LeaveOneOut
 from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.operators import Features
 from laplace_sampling.posterior import Sampled
@@ -77,7 +77,7 @@ def tune_gram(task: Task, tuning: Tuning) -> "GramFit":
 def fit_gram(task: Task) -> "GramFit":
     """The posterior at the prior and noise precision that are given."""
     exact = ExactRegression.of(task.model, task.prior, max_memory=_UNLIMITED)
-    return _finish(task, Tuned(), exact, _precisions(task))
+    return _finish(task, Tuned(), exact, overall_precisions(task.model, task.prior))
 
 
 def restore_gram(task: Task, tensors: dict[str, Tensor]) -> "GramFit":
@@ -87,12 +87,6 @@ def restore_gram(task: Task, tensors: dict[str, Tensor]) -> "GramFit":
     residual = (task.model.targets.reshape(noise_scale.shape) - task.model.offset).double() / noise_scale.sqrt()
     exact = ExactRegression(task.model, task.prior, values, vectors, vectors.T @ residual.flatten(), noise_scale)
     return _assembled(task, Tuned(), exact, tuple(tensors["precisions"].tolist()))
-
-
-def _precisions(task: Task) -> tuple[float, float]:
-    assert isinstance(task.model.likelihood, Gaussian)
-    noise = torch.as_tensor(task.model.likelihood.noise_precision)
-    return overall_precision(task.prior), float(noise.log().mean().exp())
 
 
 def _assembled(task: Task, tuned: Tuned, exact: ExactRegression, precisions: tuple[float, float]) -> "GramFit":
@@ -142,24 +136,7 @@ class GramFit(Fit):
         return sampled.residual, 1e-6
 
     def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
-        r"""The curves: eigenvalues of `M` in coordinates where `A = α` are `bλ`, and those of its `b` are `b√λ c`."""
-        (alpha, b), exact = self.precisions, self.exact
-        nodes = (b * exact.eigenvalues).cpu()
-        weights = (b**2 * exact.eigenvalues * exact.rotated**2).cpu()[None]
-        ones = torch.ones_like(weights)
-        loss = float(self.model.likelihood.loss(self.model.offset.double(), self.model.targets).sum())
-        path = EvidencePath(
-            traces=Quadrature(nodes, ones, ones),
-            fit=Quadrature(nodes, weights, weights),
-            loss=loss,
-            num_outputs=exact.size,
-            size=self.model.features.size,
-            noise_precision=one_noise(self.model.likelihood),
-            at=alpha,
-            exact=True,
-            passes=0.0,
-        )
-        return path, []
+        return exact_curves(self.exact, *self.precisions), []
 
     def covariance_at(self, features: Features) -> FunctionCovariance:
         return _GramCovariance(self, features)

@@ -3,7 +3,6 @@
 import math
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +14,25 @@ from laplace_sampling.curves import EvidenceCurves, EvidencePath, MarginalLikeli
 from laplace_sampling.diagnostics import Diagnosis, advice
 from laplace_sampling.dual import DualCG
 from laplace_sampling.evidence import EMStep
-from laplace_sampling.exact import LeaveOneOut
-from laplace_sampling.fits import SAMPLE_STREAM, Fit, Task, Tuned, Tuning
-from laplace_sampling.gram import features_at
-from laplace_sampling.gram_fit import fit_gram, restore_gram, tune_gram
+from laplace_sampling.fits import SAMPLE_STREAM, Fit, Tuned, Tuning
+from laplace_sampling.gram_fit import fit_gram, tune_gram
+from laplace_sampling.leave_one_out import LeaveOneOut
 from laplace_sampling.likelihoods import Gaussian, Likelihood, as_likelihood
 from laplace_sampling.linearise import Linearisation, Selection
-from laplace_sampling.measurements import ObservedFeatures, as_measurement, noise_weights
-from laplace_sampling.methods import METHODS, Plan, make_plan
-from laplace_sampling.operators import Features
-from laplace_sampling.predictive import ClassificationPrediction, Guarded, RegressionPrediction
-from laplace_sampling.priors import GaussianPrior, Prior, as_prior
-from laplace_sampling.sampling import Draws, LinearModel
-from laplace_sampling.saving import (
-    Posterior,
-    encode,
-    likelihood_of,
-    prior_of,
-    recipe_of_prior,
-    recipe_of_solver,
-    restore,
-    settings_of,
-    solver_of,
-)
+from laplace_sampling.methods import METHODS
+from laplace_sampling.predict import check_inputs, predict
+from laplace_sampling.predictive import ClassificationPrediction, RegressionPrediction
+from laplace_sampling.priors import Prior, as_prior
+from laplace_sampling.sampling import Draws
+from laplace_sampling.saving import Posterior, arguments_of, check_observed, encode, recipe_of, restore, settings_of
 from laplace_sampling.solver_fit import fit_by_solver, make_solver, tune_by_solver
 from laplace_sampling.solvers import ConvergenceWarning
 from laplace_sampling.stochastic import SGD
-from laplace_sampling.tangent_model import Observation, TangentModel, tangent_model
+from laplace_sampling.tangent_model import Observation, TangentModel
+from laplace_sampling.tasks import exact_tensors, prepare, restore_fit
 
 __all__ = ["LinearisedLaplace", "NotFittedError"]
 
-_PROBE_STREAM = 1
 _TOLERANCE = 0.015
 
 
@@ -207,11 +194,11 @@ class LinearisedLaplace:
                 f"`fit_hyperparameters` needs max_steps and num_samples of at least 1 and a positive tolerance, "
                 f"got {max_steps}, {num_samples}, {tolerance}."
             )
-        tangent, task = self._prepare(loader, noise_variances, progress)
+        tangent, task = prepare(self, loader, noise_variances, progress)
         tuning = Tuning(
             max_steps, tolerance, num_samples, precision_bounds, noise_bounds, _shifted(callback, tangent.log_scale)
         )
-        if _by_gram(task):
+        if task.plan.in_observation_space:
             fit: Fit = tune_gram(task, tuning)
         else:
             solver = make_solver(task, tolerance, None)
@@ -238,67 +225,13 @@ class LinearisedLaplace:
         """
         if not tolerance > 0:
             raise ValueError(f"`fit` needs a positive tolerance, got {tolerance}.")
-        tangent, task = self._prepare(loader, noise_variances, progress)
-        if _by_gram(task):
+        tangent, task = prepare(self, loader, noise_variances, progress)
+        if task.plan.in_observation_space:
             fit: Fit = fit_gram(task)
         else:
             fit = fit_by_solver(task, Tuned(), make_solver(task, tolerance, self.prior_precision))
         self._adopt(fit, tangent)
         return self
-
-    def _prepare(
-        self, loader: Iterable[Any], noise_variances: Tensor | None, progress: bool
-    ) -> tuple[TangentModel, Task]:
-        tangent = tangent_model(
-            self.network,
-            self.likelihood,
-            loader,
-            kind=self.linear_model,
-            observation=self.observe,
-            noise_variances=noise_variances,
-        )
-        plan = self._plan(tangent)
-        model = tangent.in_float64() if plan.method == "exact" else tangent.model
-        if plan.holds_jacobian:
-            model = tangent.dense()
-        prior = self._build_prior(model, plan)
-        if plan.method == "exact" and not plan.holds_jacobian and len(prior.names) > 1:
-            # The decomposition is for one precision: several are tuned with the Jacobian.
-            plan = self._plan(tangent, gram=False)
-            model = tangent.dense() if plan.holds_jacobian else tangent.model
-        return tangent, self._task(tangent, model, prior, plan, progress)
-
-    def _task(
-        self, tangent: TangentModel, model: LinearModel, prior: GaussianPrior, plan: Plan, progress: bool
-    ) -> Task:
-        return Task(
-            model=model,
-            prior=prior.to(self.network.device, torch.float64) if plan.method == "exact" else prior,
-            plan=plan,
-            hessian_at=self.hessian_at,
-            num_samples=self.num_samples,
-            seed=self.seed,
-            dtype=self.network.dtype,
-            given=self.solver,
-            progress=progress,
-        )
-
-    def _plan(self, tangent: TangentModel, gram: bool = True) -> Plan:
-        gaussian = isinstance(self.likelihood, Gaussian)
-        features = tangent.model.features
-        return make_plan(
-            self.method, features, self.num_samples, self.max_memory, gram=gram and gaussian, dual=gaussian
-        )
-
-    def _build_prior(self, model: LinearModel, plan: Plan) -> GaussianPrior:
-        # At the mode B depends on α; the scale of a g-prior must not, so it is taken where all outputs are zero.
-        at = model.network_outputs if self.hessian_at == "network" else torch.zeros_like(model.network_outputs)
-        probes = Draws(getattr(self.prior, "num_probes", 1), self.seed, _PROBE_STREAM)
-        noise = probes.noise(model.features.num_outputs)
-        ggn = model.ggn(at)
-        if not plan.holds_jacobian:  # a diagonal takes rows of the Jacobian: no more of them than memory holds
-            ggn = replace(ggn, features=model.features.in_chunks(int(plan.vectors / (4 * model.features.num_outputs))))
-        return self.prior.build(ggn, self.network.layers(), self.prior_precision, noise)
 
     def _adopt(self, fit: Fit, tangent: TangentModel) -> None:
         """Replace what was fitted before, at the very end."""
@@ -317,7 +250,7 @@ class LinearisedLaplace:
             rows=tangent.data.batch_size,
             fingerprint=self.network.fingerprint(),
             converged=fit.converged,
-            exact=_exact_tensors(fit, tangent),
+            exact=exact_tensors(fit, tangent),
         )
         self._fit, self._tangent, self._drawn = fit.light(), tangent, 0
         if fit.problems:
@@ -354,34 +287,22 @@ class LinearisedLaplace:
             ValueError: for NaN in `x`, or if the weights of the model have changed since the fit.
         """
         posterior = self._fitted("predict")
-        samples = self._check_inputs(x, num_samples, posterior)
+        check_inputs(x, num_samples, len(posterior.samples))
         self._check_fingerprint(posterior.fingerprint, "predict")
-        gaussian = isinstance(posterior.likelihood, Gaussian)
-        if (observed and self.observe is None) or (noise_variances is not None and not gaussian):
+        if (observed and self.observe is None) or (noise_variances is not None and self.noise_precision_ is None):
             raise ValueError(
                 "`predict(observed=True)` needs `observe=T` in the constructor, and `noise_variances` a regression."
             )
-        x = x.to(self.network.device)
-        outputs = self.network(x)
-        deviations = torch.cat([self.network.jvp(part, samples) for part in x.split(posterior.rows)], dim=1)
-        features: Features = features_at(self.network, x, posterior.rows)
-        if observed and self.observe is not None:
-            measurement = as_measurement(self.observe, deviations.shape[-1], outputs.dtype)
-            features = ObservedFeatures(features, measurement)
-            outputs, deviations = measurement.apply(outputs.flatten(1)), measurement.apply(deviations)
-        deviations = deviations.reshape(len(samples), *outputs.shape)
-        function = None if self._fit is None else self._fit.covariance_at(features)
-        if function is not None:
-            function = Guarded(function, lambda: self._check_fingerprint(posterior.fingerprint, "predict"))
-        if not gaussian:
-            return ClassificationPrediction(outputs, deviations, posterior.likelihood, function=function)
-        scale = None
-        if noise_variances is not None:
-            shape = (len(outputs), outputs[0].numel())
-            scale = (noise_weights(noise_variances, shape) ** -2).to(outputs).reshape(outputs.shape)
-        has_noise = self.observe is None or observed
-        return RegressionPrediction(
-            outputs, deviations, posterior.likelihood, function=function, noise_scale=scale, has_noise=has_noise
+        return predict(
+            self.network,
+            posterior,
+            self._fit,
+            x.to(self.network.device),
+            samples=posterior.samples[:num_samples],
+            noise_variances=noise_variances,
+            observation=self.observe,
+            observed=observed,
+            check=lambda: self._check_fingerprint(posterior.fingerprint, "predict"),
         )
 
     @torch.inference_mode(False)
@@ -539,25 +460,9 @@ class LinearisedLaplace:
             "linear_model": self.linear_model,
             "hessian_at": self.hessian_at,
             "parameters": self.network.names,
-            "recipe": self._recipe(),
+            "recipe": recipe_of(self),
         }
         return encode(self._fitted("state_dict"), settings)
-
-    def _recipe(self) -> dict[str, Any]:
-        """What the constructor was given, so that a loaded object fits again as the saved one would."""
-        recipe = {
-            "prior": recipe_of_prior(self.prior),
-            "prior_precision": self.prior_precision,
-            "method": self.method,
-            "num_samples": self.num_samples,
-            "seed": self.seed,
-            "solver": recipe_of_solver(self.solver),
-            "max_memory": self.max_memory,
-            "observed": self.observe is not None,
-        }
-        if isinstance(self.likelihood, Gaussian):
-            recipe["noise_precision"] = torch.as_tensor(self.likelihood.noise_precision).tolist()
-        return recipe
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take over a posterior from `state_dict`.
@@ -570,26 +475,15 @@ class LinearisedLaplace:
         posterior = restore(state, network.names, self.likelihood, network.num_parameters, network.device)
         self._check_fingerprint(posterior.fingerprint, "load_state_dict")
         settings = settings_of(state)
-        self._posterior = posterior
+        check_observed(settings, self.observe is not None)
+        before = self.linear_model, self.hessian_at
         self.linear_model, self.hessian_at = settings["linear_model"], settings["hessian_at"]
-        self._fit = self._tangent = None
-        if posterior.exact:
-            self._fit, self._tangent = self._restored(posterior)
-
-    def _restored(self, posterior: Posterior) -> tuple[Fit, TangentModel]:
-        """The fit of an exact posterior, which was saved with its training data."""
-        kept, rows = posterior.exact, posterior.rows
-        batches = list(zip(kept["inputs"].split(rows), kept["targets"].split(rows), strict=True))
-        tangent = tangent_model(
-            self.network,
-            posterior.likelihood,
-            batches,
-            kind=self.linear_model,
-            observation=self.observe,
-            noise_variances=kept.get("noise_variances"),
-        )
-        plan = Plan("exact", "as saved", math.inf, self.num_samples, space="observations")
-        return restore_gram(self._task(tangent, tangent.in_float64(), posterior.prior, plan, False), kept), tangent
+        try:
+            self._fit, self._tangent = restore_fit(self, posterior)
+        except Exception:
+            self.linear_model, self.hessian_at = before
+            raise
+        self._posterior = posterior
 
     def save(self, path: str | Path) -> None:
         """Write `state_dict()` to a file."""
@@ -615,48 +509,12 @@ class LinearisedLaplace:
         """
         state = torch.load(path, map_location="cpu", weights_only=True)
         settings = settings_of(state)
-        recipe = settings["recipe"]
-        if recipe.get("observed", False) != (observe is not None):
-            raise ValueError(
-                f"`load`: the posterior was {'not ' if observe is not None else ''}fitted to measurements "
-                f"`y = T f(x) + noise`; {'leave out `observe`' if observe is not None else 'give T as `observe=T`'}."
-            )
-        la = cls(
-            model,
-            likelihood_of(settings) if likelihood is None else likelihood,
-            prior=prior_of(recipe["prior"]) if prior is None else prior,
-            prior_precision=recipe["prior_precision"],
-            parameters=settings["parameters"],
-            method=recipe["method"],
-            num_samples=recipe["num_samples"],
-            seed=recipe["seed"],
-            solver=solver_of(recipe["solver"]),
-            max_memory=recipe.get("max_memory"),
-            observe=observe,
-        )
+        arguments = arguments_of(settings, likelihood, prior)
+        la = cls(model, **arguments, observe=observe)
         la.load_state_dict(state)
         return la
 
     # Checks ----------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _check_inputs(x: Tensor, num_samples: int | None, posterior: Posterior) -> Float[Tensor, "K P"]:
-        """Raise if inputs cannot be predicted; the samples to use."""
-        if not isinstance(x, Tensor):
-            raise TypeError(f"`predict(x)` needs a tensor, but got {type(x).__name__}.")
-        if x.dim() == 0 or len(x) == 0:
-            raise ValueError(
-                f"`predict(x)` needs a batch of inputs [N, ...] with N of at least 1, got {list(x.shape)}."
-            )
-        if x.is_floating_point() and not bool(x.isfinite().all()):
-            raise ValueError("`predict(x)`: x contains NaN or infinity.")
-        samples = posterior.samples
-        if num_samples is not None and not 1 <= num_samples <= len(samples):
-            raise ValueError(
-                f"`predict(num_samples={num_samples})`: there are {len(samples)} samples; construct "
-                f"`LinearisedLaplace(..., num_samples={num_samples})` and fit for more."
-            )
-        return samples if num_samples is None else samples[:num_samples]
 
     def _fitted(self, what: str) -> Posterior:
         if self._posterior is None:
@@ -671,19 +529,6 @@ class LinearisedLaplace:
                 f"`{call}`: the weights or buffers of the model are not those of the fit, so its error bars do not "
                 "apply. Load the weights that the model had then, or fit again."
             )
-
-
-def _by_gram(task: Task) -> bool:
-    return task.plan.method == "exact" and not task.plan.holds_jacobian
-
-
-def _exact_tensors(fit: Fit, tangent: TangentModel) -> dict[str, Tensor]:
-    """What exact predictions of a loaded posterior need: the decomposition, and the data that it is of."""
-    kept = fit.tensors()
-    if not kept:
-        return {}
-    kept |= {"inputs": tangent.data.inputs(torch.arange(tangent.data.num_data)), "targets": tangent.data.targets}
-    return kept if tangent.weights is None else {**kept, "noise_variances": tangent.weights**-2}
 
 
 def _shifted(callback: Callable[[EMStep], object] | None, shift: float) -> Callable[[EMStep], object] | None:

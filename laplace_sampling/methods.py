@@ -84,6 +84,17 @@ class Plan:
     space: str = "weights"
     dual_rank: int = 0
 
+    def holds_gram(self, features: Features) -> bool:
+        """Whether memory holds the exact method in observation space."""
+        vector = features.size * torch.empty((), dtype=features.dtype).element_size()
+        bytes_ = _exact_bytes("observations", features.num_data * features.num_outputs, features.size)
+        return bytes_ <= min(_EXACT_BYTES, self.vectors * vector)
+
+    @property
+    def in_observation_space(self) -> bool:
+        """Whether the exact method works on the Gram matrix."""
+        return self.method == "exact" and self.space == "observations"
+
     @property
     def holds_jacobian(self) -> bool:
         """Whether the exact method is to be given dense features."""

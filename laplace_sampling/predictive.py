@@ -198,10 +198,14 @@ class ClassificationPrediction(_Prediction):
                 'The Laplace bridge of a single logit has mean sigmoid(f) whatever the variance; use "mc" or "probit".'
             )
         num = self.outputs.shape[-1]
-        # Condition on Σ_c f_c = 0, from samples: cov(f, Σf) and var(Σf) need no C × C matrix.
-        total = self.deviations.sum(-1, keepdim=True)
-        cross = (self.deviations * total).mean(0)
-        spread = (total**2).mean(0).clamp_min(torch.finfo(total.dtype).tiny)
+        # Condition on Σ_c f_c = 0: from samples, cov(f, Σf) and var(Σf) need no C × C matrix.
+        if self.function is not None:
+            cross = self._blocks.sum(-1)
+            spread = cross.sum(-1, keepdim=True)
+        else:
+            total = self.deviations.sum(-1, keepdim=True)
+            cross, spread = (self.deviations * total).mean(0), (total**2).mean(0)
+        spread = spread.clamp_min(torch.finfo(cross.dtype).tiny)
         mean = self.outputs - cross * self.outputs.sum(-1, keepdim=True) / spread
         variance = (self.variance - cross**2 / spread).clamp_min(1e-12 * self.variance + 1e-30)
         log_terms = mean + (-mean).logsumexp(-1, keepdim=True) - 2 * math.log(num)

@@ -19,14 +19,12 @@ from laplace_sampling.stochastic import SGD
 
 __all__ = [
     "Posterior",
+    "arguments_of",
+    "check_observed",
     "encode",
-    "likelihood_of",
-    "prior_of",
-    "recipe_of_prior",
-    "recipe_of_solver",
+    "recipe_of",
     "restore",
     "settings_of",
-    "solver_of",
 ]
 
 _FORMAT = 1
@@ -48,7 +46,8 @@ class Posterior:
         rows: data that went through the network together.
         fingerprint: of the network's weights and buffers.
         converged: whether all tolerances were reached.
-        exact: of an exact posterior in observation space, its decomposition and training data.
+        exact: of an exact posterior, what its covariances take: in observation space the decomposition and the training
+            data, in weight space a factor of `H`.
     """
 
     prior: GaussianPrior
@@ -198,6 +197,51 @@ def solver_of(recipe: dict[str, Any]) -> SGD | DualCG:
     """The solver of `recipe_of_solver`."""
     fields = dict(recipe)
     return DualCG(**fields) if fields.pop("class", "SGD") == "DualCG" else SGD(**fields)
+
+
+def recipe_of(settings: Any) -> dict[str, Any]:
+    """What a `LinearisedLaplace` was constructed with, so that a loaded one fits again as the saved one would."""
+    recipe = {
+        "prior": recipe_of_prior(settings.prior),
+        "prior_precision": settings.prior_precision,
+        "method": settings.method,
+        "num_samples": settings.num_samples,
+        "seed": settings.seed,
+        "solver": recipe_of_solver(settings.solver),
+        "max_memory": settings.max_memory,
+        "observed": settings.observe is not None,
+    }
+    if isinstance(settings.likelihood, Gaussian):
+        recipe["noise_precision"] = torch.as_tensor(settings.likelihood.noise_precision).tolist()
+    return recipe
+
+
+def arguments_of(settings: dict[str, Any], likelihood: Any, prior: Any) -> dict[str, Any]:
+    """Arguments for the constructor from the settings of a state.
+
+    Args:
+        settings: from `settings_of`.
+        likelihood: in place of the one that was saved, if it is given.
+        prior: likewise.
+    """
+    recipe = settings["recipe"]
+    return {
+        "likelihood": likelihood_of(settings) if likelihood is None else likelihood,
+        "prior": prior_of(recipe["prior"]) if prior is None else prior,
+        "parameters": settings["parameters"],
+        "solver": solver_of(recipe["solver"]),
+        "max_memory": recipe.get("max_memory"),
+        **{name: recipe[name] for name in ("prior_precision", "method", "num_samples", "seed")},
+    }
+
+
+def check_observed(settings: dict[str, Any], observed: bool) -> None:
+    """Raise if a state is of measurements and `T` is not given, or the other way."""
+    if settings["recipe"].get("observed", False) != observed:
+        raise ValueError(
+            f"The posterior was {'not ' if observed else ''}fitted to measurements `y = T f(x) + noise`: "
+            f"{'leave out `observe`' if observed else 'give T as `observe=T`'}."
+        )
 
 
 def likelihood_of(settings: dict[str, Any]) -> Likelihood:

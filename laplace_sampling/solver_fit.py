@@ -1,17 +1,23 @@
 """Fits by a solver, in weight space or by conjugate gradients in observation space: everything but the Gram matrix."""
 
+import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from laplace_sampling.curves import EvidencePath
 from laplace_sampling.dense import Dense
+from laplace_sampling.dense_covariance import DenseCovariance
 from laplace_sampling.dual import DualCG
 from laplace_sampling.evidence import EMResult, fit_em
 from laplace_sampling.evidence_path import PathResult, evidence_path, exact_path, fit_path
+from laplace_sampling.exact import ExactRegression, overall_precisions
+from laplace_sampling.exact_fit import exact_curves
 from laplace_sampling.fits import PATH_STREAM, Fit, Task, Tuned, Tuning, noise_at_bound, problems_at_bounds
 from laplace_sampling.krylov import BlockKrylov
+from laplace_sampling.leave_one_out import LeaveOneOut, leave_one_out
 from laplace_sampling.likelihoods import Gaussian, Likelihood
 from laplace_sampling.operators import GGN, DenseFeatures, ScaledFeatures
 from laplace_sampling.posterior import Sampled, draw
@@ -145,6 +151,23 @@ class SolverFit(Fit):
     def judge(self, sampled: Sampled) -> tuple[Tensor, float]:
         return self.plan.judge(sampled, self.solver)
 
+    @cached_property
+    def _factor(self) -> dict[str, Tensor]:
+        scaled = replace(self.ggn, features=ScaledFeatures(self.model.features, self.prior.scale))
+        return DenseCovariance.tensors(scaled, self.prior)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self._factor if self.plan.holds_jacobian else {}
+
+    def leave_one_out(self) -> LeaveOneOut:
+        if not self.plan.holds_jacobian:
+            return super().leave_one_out()
+        model = self.model
+        covariance = DenseCovariance.of(model.features, self.prior, self._factor).blocks()
+        return leave_one_out(
+            model.likelihood, model.targets, self.mode_outputs.double(), self.ggn.outputs.double(), covariance
+        )
+
     def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
         problems = []
         if not self.minimum.converged:
@@ -153,6 +176,9 @@ class SolverFit(Fit):
         mode = (self.mode.to(model.features.dtype) / prior.scale)[None]
         if isinstance(model.features, DenseFeatures):
             return exact_path(model, prior, mode, hessian_at=self.task.hessian_at), problems
+        if isinstance(self.solver, DualCG) and self.plan.holds_gram(model.features):
+            exact = ExactRegression.of(model, prior.to(model.features.device, torch.float64), max_memory=math.inf)
+            return exact_curves(exact, *overall_precisions(model, prior)), problems
         max_basis = self.plan.max_basis
         wished = _EVIDENCE_PROBES if decades is None else _PATH_PROBES
         path, _ = evidence_path(
