@@ -525,9 +525,10 @@ def test_a_dual_solve_that_does_not_converge_names_its_residual(call: str) -> No
         la.sample(2)
 
 
-@pytest.mark.parametrize("method", ["exact", "dual"])
-def test_fits_in_observation_space_are_diagnosed(method: str) -> None:
-    case = trained(60)
+@pytest.mark.parametrize("num_data", [24, 60])
+@pytest.mark.parametrize("method", ["exact", "dual", "cg"])
+def test_fits_with_learnt_noise_are_diagnosed(method: str, num_data: int) -> None:
+    case = trained(num_data)
     la = LinearisedLaplace(case.model, "regression", method=method, prior="isotropic", noise_precision=20.0)
     la.fit_hyperparameters(case.batches, progress=False, max_steps=100)
     diagnosis = la.diagnose()
@@ -535,6 +536,7 @@ def test_fits_in_observation_space_are_diagnosed(method: str) -> None:
     assert not [p.what for p in diagnosis.problems if p.serious]
     assert "Verdict: nothing is wrong" in str(diagnosis)
     if method == "exact":
+        assert la._fit.plan.in_observation_space == (num_data == 24)
         assert diagnosis.gamma_reference == pytest.approx(float(la.effective_dimension_))
         assert diagnosis.data_test.independent
 
