@@ -10,12 +10,13 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from laplace_sampling.curves import EvidencePath, FixedPoint, Quadrature
+from laplace_sampling.curves import EvidencePath, FixedPoint
 from laplace_sampling.evidence import EMStep, check_bounds
 from laplace_sampling.krylov import Basis
 from laplace_sampling.likelihoods import Gaussian, Likelihood
 from laplace_sampling.operators import GGN, ScaledFeatures
 from laplace_sampling.priors import GaussianPrior
+from laplace_sampling.quadrature import Quadrature, TraceEstimator
 from laplace_sampling.sampling import Draws, LinearModel
 
 __all__ = ["PathResult", "evidence_path", "exact_path", "fit_path"]
@@ -161,9 +162,10 @@ class _Run:
             product = self.fit_basis.combine_products(self.fit_basis.project(expansion.theta))
         self.rhs, self._start = expansion.complete(product)
         self.trace, self._trace_passes = trace, 0.0
-        self._sizes, self._fit_sizes = [], [self.fit_basis.size]
+        self._estimator: TraceEstimator | None = None
+        self._traces = expansion.path.traces
+        self._fit = Quadrature.of(self.fit_basis, self.rhs, self.fit_basis.size)
         self._exact = self._fit_exact = False  # nothing left to add: the space is invariant
-        self._front = probes
         self.full = False
         self.path = self._start
 
@@ -173,28 +175,20 @@ class _Run:
         if self.trace is None and outputs <= _TRACE_OUTPUTS:
             self.trace, self._trace_passes = self.expansion.operator.trace(), outputs / 2
 
-    @property
-    def steps(self) -> int:
-        return len(self._sizes)
-
     def grow_traces(self) -> bool:
         """A block step of the probes; whether anything was new."""
-        if self._exact or not self._make_room(len(self._front)):
+        self._estimator = self._estimator or TraceEstimator(self.basis, self.probes, self.trace)
+        if self._exact or not self._make_room(self._estimator.width):
             return False
-        if self.basis.extend(self._front):
-            self._front = self.basis.last_product
-            self._sizes.append(self.basis.size)
-            return True
-        # The products so far lie in the space, and with them all further ones.
-        self._exact = True
-        return False
+        quadrature = self._estimator.step()
+        self._exact, self._traces = quadrature is None, quadrature or self._traces
+        return not self._exact
 
     def grow_fit(self, alpha: float) -> bool:
         """One vector more for the mode at some `α`; whether it was new."""
         if self._fit_exact or not self._make_room(1):
             return False
         if self.fit_basis.extend(self._residual(alpha)[0]):
-            self._fit_sizes.append(self.fit_basis.size)
             return True
         self._fit_exact = True
         return False
@@ -207,13 +201,14 @@ class _Run:
 
     def update(self) -> None:
         passes = self._trace_passes + self.expansion.path.passes + self.basis.passes
-        fit_sizes = (
-            self._fit_sizes if self._fit_sizes[-1] == self.fit_basis.size else [*self._fit_sizes, self.fit_basis.size]
-        )
+        if len(self._fit.nodes) < self.fit_basis.size:
+            before = replace(self._fit, before=None)
+            fit = Quadrature.of(self.fit_basis, self.rhs, self.fit_basis.size)
+            self._fit = replace(fit, truncated=before, before=before)
         self.path = replace(
             self._start,
-            traces=Quadrature.of_trace(self.basis, self.probes, self._sizes, self._exact, self.trace),
-            fit=Quadrature.of(self.fit_basis, self.rhs, fit_sizes, self._fit_exact),
+            traces=self._traces.finished() if self._exact else self._traces,
+            fit=self._fit.finished() if self._fit_exact else self._fit,
             passes=passes if self.joint else passes + self.fit_basis.passes,
         )
 
@@ -265,7 +260,7 @@ def _curves(
         run.update()
         at = target(run.path)
         if isinstance(at, Tensor):
-            traces, fit = run.path.last_changes_of_evidence(at)
+            traces, fit = run.path.remaining_of_evidence(at)
             # ½ rᵀ(M + α)⁻¹r is what the mode's part of the evidence lacks.
             sizes = run.path.log_marginal_likelihood(at)[0].abs().tolist()
             missing = [
@@ -273,7 +268,7 @@ def _curves(
             ]
             needed = accuracy
         else:
-            traces, fit = run.path.last_changes(at.precision)
+            traces, fit = run.path.remaining(at.precision)
             missing = [(at.precision, run.fit_error(at.precision))]
             needed = accuracy * at.slope
         grown = not traces < needed and run.grow_traces()

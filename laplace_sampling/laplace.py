@@ -555,7 +555,7 @@ class LinearisedLaplace:
             max_basis=max_basis,
         )
         ends = alpha * torch.logspace(-(decades or 0.0), decades or 0.0, 3, dtype=torch.float64)
-        change = max(path.last_changes_of_evidence(ends))
+        change = max(path.remaining_of_evidence(ends))
         if not change < _EVIDENCE_ACCURACY:
             problems.append(
                 f"its last iteration changed it by {100 * change:.2g} % when memory was full; give more `max_memory`"
