@@ -175,6 +175,10 @@ class _Run:
         if self.trace is None and outputs <= _TRACE_OUTPUTS:
             self.trace, self._trace_passes = self.expansion.operator.trace(), outputs / 2
 
+    @property
+    def steps(self) -> int:
+        return 0 if self._estimator is None else self._estimator.steps
+
     def grow_traces(self) -> bool:
         """A block step of the probes; whether anything was new."""
         self._estimator = self._estimator or TraceEstimator(self.basis, self.probes, self.trace)
@@ -256,6 +260,7 @@ def _curves(
         run.find_trace()
     for _ in range(2):
         run.grow_traces()
+    error = math.inf
     while True:
         run.update()
         at = target(run.path)
@@ -266,14 +271,18 @@ def _curves(
             missing = [
                 (a, 0.5 * run.residual_norm(a) ** 2 / a / size) for a, size in zip(at.tolist(), sizes, strict=True)
             ]
-            needed = accuracy
+            needed, deeper = accuracy, False
         else:
             traces, fit = run.path.remaining(at.precision)
             missing = [(at.precision, run.fit_error(at.precision))]
             needed = accuracy * at.slope
-        grown = not traces < needed and run.grow_traces()
-        for alpha, error in missing:
-            wanted = not fit < needed or error > needed
+            # A step more takes more eigenvectors out of the variance: as long as that pays better than more probes. The
+            # first three steps take the same.
+            error, before = at.error, error
+            deeper = accuracy < error and (run.steps < 5 or error < before * math.sqrt(1 - 1 / run.steps))
+        grown = (deeper or not traces < needed) and run.grow_traces()
+        for alpha, lacking in missing:
+            wanted = not fit < needed or lacking > needed
             grown = (wanted and run.grow_fit(alpha)) or grown
         if not grown:
             run.update()
@@ -374,8 +383,11 @@ _ROUNDS = (0.25, 0.08)
 _PROBES = 12
 # Within this factor of the present α the expansion at the mode is trusted.
 _TRUSTED = 4.0
-# By what a round shrinks the distance to the end where B is at the mode: seen in practice, then measured.
-_RATE = 0.4
+# By what a round shrinks the distance to the end where B is at the mode: mean and spread of what was seen in practice,
+# between which and what is measured `_Secant` weighs.
+_RATE, _RATE_SPREAD = 0.37, 0.1
+# Fixed points by the same probes have most of their errors in common.
+_OWN = 0.3
 # A step of the mode of this length, relative, leaves an error of at most its square.
 _NEAR = 0.15
 
@@ -387,11 +399,12 @@ class _Secant:
     """
 
     def __init__(self, moving: bool) -> None:
-        self.moving, self.rate = moving, _RATE if moving else 0.0
-        self.visited: list[tuple[float, float, int]] = []
+        self.rate, self.spread = (_RATE, _RATE_SPREAD) if moving else (0.0, 0.0)
+        self.visited: list[tuple[float, float, float, int]] = []
         self.beyond: list[float] = []
 
-    def next(self, fixed_point: float, before: float, num_probes: int) -> float:
+    def next(self, fixed_point: float, before: float, error: float, num_probes: int) -> float:
+        """`α` to go to, from the fixed point of curves made at `before`, whose standard error (of `log α`) is given."""
         x, s = math.log(before), math.log(fixed_point)
         trust = math.log(_TRUSTED) * 2 ** len(self.beyond)
         if self.beyond and self.beyond[-1] * (s - x) < 0:
@@ -402,13 +415,23 @@ class _Secant:
             self.beyond.append(s - x)
             return math.exp(x + math.copysign(trust, s - x))
         self.beyond.clear()
-        self.visited.append((x, s, num_probes))
-        if self.moving and len(self.visited) > 1:
-            last = self.visited[-2]
-            # Fixed points by the same probes have most of their errors in common.
-            if abs(x - last[0]) > (0.003 if num_probes == last[2] else 0.1):
-                self.rate = min(max((s - last[1]) / (x - last[0]), -0.9), 0.7)
+        self.visited.append((x, s, error, num_probes))
+        if self.spread > 0 and len(self.visited) > 1:
+            self._measure(*self.visited[-2:])
         return math.exp(s + self.rate / (1 - self.rate) * (s - x))
+
+    def _measure(self, last: tuple[float, float, float, int], this: tuple[float, float, float, int]) -> None:
+        noise = math.hypot(last[2], this[2]) * (_OWN if last[3] == this[3] else 1.0)
+        moved = this[0] - last[0]
+        weight = (self.spread * moved) ** 2
+        if weight > 0 and math.isfinite(noise):
+            weight /= weight + noise**2
+            self.rate += weight * ((this[1] - last[1]) / moved - self.rate)
+            self.rate = min(max(self.rate, -0.9), 0.7)
+
+    def error(self, fixed_point: float, before: float, error: float) -> float:
+        """Standard error of `log α` after `next`."""
+        return math.hypot(error, self.spread * math.log(fixed_point / before) / (1 - self.rate)) / (1 - self.rate)
 
 
 def fit_path(
@@ -466,6 +489,7 @@ def fit_path(
     mode = torch.zeros(1, features.size, device=features.device, dtype=features.dtype)
     point = _Point.of(model, prior, mode)
     trace, start_gradient, converged, full = None, 0.0, False, False
+    step = 0.0 if quadratic else 1.0
     network_loss = _loss(model, model.network_outputs)
     bar = tqdm(total=len(targets), desc="evidence", disable=not progress)
     while len(history) < max_rounds and not converged:
@@ -483,7 +507,7 @@ def fit_path(
                 expansion,
                 Draws(num_probes, seed, stream),
                 lambda path: path.fixed_point(precision_bounds, learn, follow=not quadratic),
-                targets[level],
+                targets[level] * (1 - secant.rate),
                 max_basis=max_basis,
                 trace=trace,
                 find_trace=level > 0 or not moving,
@@ -493,7 +517,8 @@ def fit_path(
         if not moving:
             trace = run.trace
         end = path.fixed_point(precision_bounds, learn, follow=not quadratic)
-        error = end.error / (1 - secant.rate)
+        of_probes = end.error / (1 - secant.rate)
+        error = secant.error(end.precision, before, end.error)
         # A bound is believed if more probes find no fixed point before it either.
         accurate = path.exact or error <= 1.5 * targets[-1] or (math.isinf(error) and num_probes > _PROBES)
         # Curves around zero weights are good for every α, those around a mode only near its own; and curves of few
@@ -505,7 +530,7 @@ def fit_path(
         elif quadratic or (not history and math.isfinite(error)):
             alpha = end.precision
         else:
-            alpha = secant.next(end.precision, before, num_probes)
+            alpha = secant.next(end.precision, before, math.hypot(end.error, step**2), num_probes)
         noise: list[float] = []
         factor = 1.0
         if isinstance(likelihood, Gaussian):
@@ -515,7 +540,7 @@ def fit_path(
                 likelihood, factor = likelihood.with_precision(kept), kept / noise[0]
         at = torch.tensor([alpha], dtype=torch.float64)
         gamma, gamma_se = path.effective_dimension(at)
-        mode, step, passes = run.mode(alpha), 0.0, path.passes
+        mode, passes = run.mode(alpha), path.passes
         updated = min(max(alpha * factor, precision_bounds[0]), precision_bounds[1])
         if quadratic:
             # The curves hold everywhere: a run that is not accurate yet is made again where it was.
@@ -554,7 +579,7 @@ def fit_path(
         if full:
             break
         if last and not accurate:
-            wanted_probes = math.ceil(wanted_probes * min((error / targets[-1]) ** 2, 3))
+            wanted_probes = math.ceil(wanted_probes * min(max(of_probes / targets[-1], 1) ** 2, 3))
         if quadratic or unsure or moved <= 3 * targets[level]:
             level = min(level + 1, len(targets) - 1)
             bar.update()

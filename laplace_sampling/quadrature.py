@@ -145,6 +145,10 @@ class TraceEstimator:
         self._quadrature: Quadrature | None = None
 
     @property
+    def steps(self) -> int:
+        return len(self._sizes)
+
+    @property
     def width(self) -> int:
         """By how much a step may extend the basis."""
         return len(self._blocks[-1]) if self._blocks else len(self.probes)
