@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from laplace_sampling.__main__ import cnn, digits, train
 from laplace_sampling.dense import Dense
 from laplace_sampling.evidence import EMResult, fit_em
-from laplace_sampling.evidence_path import fit_path
 from laplace_sampling.krylov import CG, BlockKrylov
 from laplace_sampling.likelihoods import Categorical
 from laplace_sampling.linearise import Linearisation
 from laplace_sampling.operators import GGN, DenseFeatures
+from laplace_sampling.path_fit import fit_path
 from laplace_sampling.priors import GaussianPrior, GPrior
 from laplace_sampling.sampling import Draws, LinearModel, sample_posterior
 from laplace_sampling.solvers import Solution, Solver

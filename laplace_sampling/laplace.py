@@ -16,12 +16,13 @@ from laplace_sampling.data import TrainingData
 from laplace_sampling.dense import Dense
 from laplace_sampling.diagnostics import Diagnosis, TestResult, advice, chi_squared_test, data_energy_test
 from laplace_sampling.evidence import EMResult, EMStep, fit_em
-from laplace_sampling.evidence_path import PathResult, evidence_path, exact_path, fit_path
+from laplace_sampling.evidence_path import evidence_path, exact_path
 from laplace_sampling.krylov import BlockKrylov
 from laplace_sampling.likelihoods import Categorical, Gaussian, Likelihood, as_likelihood
 from laplace_sampling.linearise import Linearisation, Selection
 from laplace_sampling.methods import METHODS, Plan, make_plan
 from laplace_sampling.operators import GGN, DenseFeatures, Features, NetworkFeatures, ScaledFeatures
+from laplace_sampling.path_fit import PathResult, fit_path
 from laplace_sampling.posterior import Sampled, draw
 from laplace_sampling.predictive import ClassificationPrediction, RegressionPrediction
 from laplace_sampling.priors import GaussianPrior, Prior, as_prior

@@ -10,10 +10,11 @@ from torch.testing import assert_close
 from laplace_sampling.curves import EvidencePath, bai_golub_bound
 from laplace_sampling.dense import Dense
 from laplace_sampling.evidence import fit_em
-from laplace_sampling.evidence_path import evidence_path, fit_path
+from laplace_sampling.evidence_path import evidence_path
 from laplace_sampling.krylov import CG
 from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.operators import GGN, DenseFeatures, ScaledFeatures
+from laplace_sampling.path_fit import fit_path
 from laplace_sampling.priors import GaussianPrior, as_prior
 from laplace_sampling.quadrature import Quadrature
 from laplace_sampling.sampling import Draws, LinearModel, linear_model_mode
