@@ -15,7 +15,7 @@ For a loss that is not quadratic, it is that of its quadratic expansion at the m
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -92,6 +92,23 @@ class EvidencePath:
     at: float
     exact: bool
     passes: float
+
+    def rescaled(self, factor: float) -> "EvidencePath":
+        """The same for a noise precision that is larger by a factor, with which `M` and `b` grow."""
+        assert self.noise_precision is not None
+
+        def constant(noise_precision: float) -> float:
+            return 0.5 * self.num_outputs * math.log(2 * math.pi / noise_precision)
+
+        noise_precision = self.noise_precision * factor
+        return replace(
+            self,
+            traces=self.traces.rescaled(factor, 1.0),
+            fit=self.fit.rescaled(factor, factor**2),
+            loss=factor * (self.loss - constant(self.noise_precision)) + constant(noise_precision),
+            noise_precision=noise_precision,
+            at=self.at * factor,
+        )
 
     def _trace(self, f: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """`Tr f(M)` and its standard error, with what further Lanczos steps would change added in squares."""
@@ -207,6 +224,12 @@ class EvidencePath:
             chosen = int(up[self._profile(grid[up], learn_noise).argmax()])
         low, high, v0, v1 = grid[chosen].log(), grid[chosen + 1].log(), value[chosen], value[chosen + 1]
         log_alpha = low - v0 * (high - low) / (v1 - v0)
+        if self.exact:  # to rounding, by bisection
+            below, above = float(low), float(high)
+            while below < (middle := 0.5 * (below + above)) < above:
+                log_alpha = torch.tensor(middle, dtype=torch.float64)
+                rising = bool(self.mackay(log_alpha.exp()[None], learn_noise)[0] < 0)
+                below, above = (middle, above) if rising else (below, middle)
         alpha = log_alpha.exp()[None]
         gamma, error = (
             self.effective_dimension(alpha)[0],
@@ -254,6 +277,10 @@ class EvidenceCurves:
             path.at,
         )
 
+    def shifted(self, loss: float) -> "EvidenceCurves":
+        """The same with a constant added to the losses."""
+        return replace(self, data_fit=self.data_fit + loss, log_marginal_likelihood=self.log_marginal_likelihood - loss)
+
 
 @dataclass(frozen=True)
 class MarginalLikelihood:
@@ -295,4 +322,10 @@ class MarginalLikelihood:
             float(path.complexity(a)),
             balance,
             path.exact,
+        )
+
+    def shifted(self, loss: float) -> "MarginalLikelihood":
+        """The same with a constant added to the losses."""
+        return replace(
+            self, value=self.value - loss, lower_bound=self.lower_bound - loss, data_fit=self.data_fit + loss
         )

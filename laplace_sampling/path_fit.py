@@ -157,6 +157,8 @@ class _Rounds:
         self.point = Point.of(self.model, self.prior, self.mode)
         self.step = 0.0 if self.quadratic else 1.0
         self.path: EvidencePath | None = None
+        # By how much the noise precision grew after the last run.
+        self.factor = 1.0
         self._trace: float | None = None
         self._first_gradient = 0.0
         self._network_loss = total_loss(self.model, self.model.network_outputs)
@@ -174,8 +176,8 @@ class _Rounds:
         )
         unsure = unseen and not self.schedule.last
         alpha = self._next(path, end, before, unsure)
-        noise, factor = self._update_noise(end, accurate)
-        updated = min(max(alpha * factor, self.precision_bounds[0]), self.precision_bounds[1])
+        noise, self.factor = self._update_noise(end, accurate)
+        updated = min(max(alpha * self.factor, self.precision_bounds[0]), self.precision_bounds[1])
         passes = path.passes
         self.mode = run.mode(alpha)
         if self.quadratic:
@@ -346,6 +348,5 @@ def fit_path(
             bar.set_postfix(alpha=f"{last.new_prior_precision[0]:.3g}", gamma=f"{last.effective_dimension[0]:.3g}")
     assert rounds.path is not None
     mode = (rounds.mode * rounds.prior.scale)[0]
-    return PathResult(
-        rounds.prior, rounds.model.likelihood, mode, rounds.path, rounds.converged, rounds.full, rounds.history
-    )
+    path = rounds.path if rounds.factor == 1 else rounds.path.rescaled(rounds.factor)
+    return PathResult(rounds.prior, rounds.model.likelihood, mode, path, rounds.converged, rounds.full, rounds.history)

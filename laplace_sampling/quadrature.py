@@ -42,6 +42,17 @@ class Quadrature:
         weights = ((basis.project(vectors)[:, :size] @ eigenvectors) ** 2).cpu()
         return cls(nodes.clamp_min(0).cpu(), weights, weights)
 
+    def rescaled(self, nodes: float, weights: float) -> "Quadrature":
+        """With nodes and weights times two factors."""
+        return Quadrature(
+            self.nodes * nodes,
+            self.weights * weights,
+            self.random * weights,
+            None if self.total is None else self.total * nodes,
+            None if self.truncated is None else self.truncated.rescaled(nodes, weights),
+            None if self.before is None else self.before.rescaled(nodes, weights),
+        )
+
     def finished(self) -> "Quadrature":
         """The same, known to be exact."""
         return replace(self, truncated=None)

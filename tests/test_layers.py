@@ -6,18 +6,20 @@ from pathlib import Path
 import laplace_sampling
 
 LEVELS = {
-    "linearise": 0, "likelihoods": 0, "data": 0,
-    "operators": 1,
-    "priors": 2, "preconditioners": 2, "solvers": 2, "predictive": 2,
-    "sampling": 3, "dense": 3, "krylov": 3, "stochastic": 3, "quadrature": 3.5,
-    "contour": 4, "curves": 4, "evidence": 4, "variance_reduced": 4,
-    "diagnostics": 5, "evidence_path": 5, "methods": 5, "posterior": 5, "saving": 5, "path_fit": 5.5,
-    "gram": 2, "exact": 4, "exact_fit": 5, "exact_classification": 5,
-    "linear_operators": 0, "dual": 4, "tangent_kernel": 1, "measurements": 4, "integrations": 6,
-    "laplace": 6,
-    "plotting": 7,
-    "__init__": 8,
-    "__main__": 9,
+    "data": 0, "diagnostics": 0, "likelihoods": 0, "linear_operators": 0, "linearise": 0,
+    "leave_one_out": 1, "operators": 1, "predictive": 1, "tangent_kernel": 1,
+    "cost": 2, "gram": 2, "preconditioners": 2, "priors": 2, "solvers": 2, "whitened_gram": 2,
+    "dense": 3, "krylov": 3, "sampling": 3, "stochastic": 3,
+    "contour": 4, "dense_covariance": 4, "dual": 4, "evidence": 4, "exact": 4, "measurements": 4, "quadrature": 4,
+    "variance_reduced": 4,
+    "curves": 5, "exact_classification": 5, "methods": 5, "posterior": 5, "saving": 5, "tangent_model": 5,
+    "evidence_path": 6, "exact_fit": 6, "fits": 6,
+    "gram_fit": 7, "path_fit": 7, "predict": 7,
+    "integrations": 8, "solver_fit": 8, "tasks": 8,
+    "laplace": 9,
+    "plotting": 10,
+    "__init__": 11,
+    "__main__": 12,
 }  # fmt: skip
 PACKAGE = Path(laplace_sampling.__file__).parent
 
