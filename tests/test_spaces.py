@@ -237,7 +237,28 @@ def test_float32_networks_in_observation_space() -> None:
         assert la.samples_.dtype == pred.stddev.dtype == pred.log_prob(case.y.float()).dtype == torch.float32
         assert_close(pred.samples.double(), expected.samples, rtol=1e-2, atol=1e-2)
         if method == "exact":
-            assert_close(pred.stddev.double(), expected.stddev, rtol=1e-3, atol=1e-4)
+            # The Jacobian is that of the network in float64.
+            assert_close(pred.stddev.double(), expected.stddev, rtol=1e-6, atol=1e-6)
+        assert model[0].weight.dtype == torch.float32
+
+
+class OwnDtype(nn.Linear):
+    """Computes in float32, whatever it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.float(), self.weight.float(), self.bias.float())
+
+
+def test_a_network_that_computes_in_float32_only_is_taken_as_it_is() -> None:
+    x = torch.linspace(-1, 1, 5)[:, None].repeat(1, 8)
+    la = LinearisedLaplace(OwnDtype(8, 1), "regression", method="exact", prior="isotropic").fit([(x, x[:, :1])])
+    assert "in the space of the observations" in repr(la)
+    plain = nn.Linear(8, 1).double()
+    plain.load_state_dict({name: value.double() for name, value in la.network.module.state_dict().items()})
+    other = LinearisedLaplace(plain, "regression", method="exact", prior="isotropic").fit(
+        [(x.double(), x[:, :1].double())]
+    )
+    assert_close(la.predict(x).stddev.double(), other.predict(x.double()).stddev, rtol=1e-3, atol=1e-4)
 
 
 # Choice -----------------------------------------------------------------------------------------------------------
