@@ -168,9 +168,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--alpha", type=float, help="prior precision; by default 1 of the g-prior, 0.1 of the isotropic"
     )
-    parser.add_argument("--rows", type=int, default=4, help="rows that the solvers solve, or contour quadrature draws")
+    parser.add_argument("--rows", type=int, help="that the solvers solve (4), or contour quadrature draws (2)")
     parser.add_argument("--samples", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=3, help="of the samples that are tested")
     parser.add_argument("--epochs", type=int, default=5, help="of training")
     parser.add_argument("--sgd-epochs", type=int, nargs="*", default=[10, 40])
     options = parser.parse_args(arguments)
@@ -184,9 +184,9 @@ def main(arguments: list[str] | None = None) -> None:
         assert isinstance(model, nn.Sequential)
         stored = StoredFeatures(model, data.x)
         features, alpha = DenseFeatures.of(stored, torch.float32), options.alpha or 0.1
-        large.samples(features, stored.outputs_of_network, options.samples, alpha, options.rows, options.seeds)
+        large.samples(features, stored.outputs_of_network, options.samples, alpha, options.rows or 2, options.seeds)
     else:
-        large.solvers(model, data, options.alpha or 1.0, options.rows, tuple(options.sgd_epochs))
+        large.solvers(model, data, options.alpha or 1.0, options.rows or 4, tuple(options.sgd_epochs))
 
 
 if __name__ == "__main__":

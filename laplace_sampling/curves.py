@@ -15,139 +15,15 @@ For a loss that is not quadratic, it is that of its quadratic expansion at the m
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.krylov import Basis
+from laplace_sampling.quadrature import Quadrature
 
-__all__ = ["EvidenceCurves", "EvidencePath", "MarginalLikelihood", "Quadrature", "bai_golub_bound"]
-
-# Quadratures converge geometrically: what is left was a fifth of the last step's change, or less, in what was measured.
-_LEFT = 0.3
-
-
-@dataclass(frozen=True)
-class Quadrature:
-    """`Σ_j w_j f(λ_j)`, several rows of weights `[R, m]` on the same nodes `[m]`: means over the rows are estimates.
-
-    Attributes:
-        nodes: `λ`.
-        weights: `w`.
-        random: the part of the weights that is random given the rest; the same weights for plain quadrature.
-        total: `Tr M` where it is known: a control variate for estimates of traces.
-        earlier: the quadrature a Lanczos step earlier, `None` if this one is exact.
-    """
-
-    nodes: Float[Tensor, " m"]
-    weights: Float[Tensor, "R m"]
-    random: Float[Tensor, "R m"]
-    total: float | None = None
-    earlier: "Quadrature | None" = field(default=None, repr=False)
-
-    @classmethod
-    def of(cls, basis: Basis, vectors: Float[Tensor, "R P"], sizes: list[int], exact: bool) -> "Quadrature":
-        """`zᵀf(M)z` of each of some vectors in the basis, `sizes` being its sizes after each step."""
-        coordinates = basis.project(vectors)
-
-        def at(size: int, earlier: "Quadrature | None") -> "Quadrature":
-            nodes, eigenvectors = torch.linalg.eigh(basis.T[:size, :size])
-            weights = ((coordinates[:, :size] @ eigenvectors) ** 2).cpu()
-            return cls(nodes.clamp_min(0).cpu(), weights, weights, earlier=earlier)
-
-        return at(sizes[-1], None if exact or len(sizes) < 2 else at(sizes[-2], None))
-
-    @classmethod
-    def of_trace(
-        cls, basis: Basis, probes: Float[Tensor, "R P"], sizes: list[int], exact: bool, total: float | None = None
-    ) -> "Quadrature":
-        """`Tr f(M)`, one estimate from each probe and the Krylov space of the others.
-
-        With `Q` an orthonormal basis of the Krylov space of all other probes and `z̃ = (I − QQᵀ)z` brought to norm
-        `√(P − dim Q)`, the estimate is `Tr QᵀfQ + z̃ᵀf z̃` (Chen and Hallman 2023, "Krylov-aware stochastic trace
-        estimation", with the exchange of probes of Epperly, Tropp and Webber 2024, "XTrace"). Only the second part is
-        random, and it does not see the leading eigenvectors, which `Q` holds. Everything happens inside the basis: no
-        product is made. For the small eigenvalues that are left `f` is nearly proportional to `λ`, so that a known
-        `Tr M` takes most of the rest of the variance away.
-        """
-        coordinates = basis.project(probes)
-
-        def at(steps: int, earlier: "Quadrature | None") -> "Quadrature":
-            size = sizes[steps - 1]
-            T = basis.T[:size, :size]
-            nodes, eigenvectors = torch.linalg.eigh(T)
-            inside = coordinates[:, :size]
-            fixed, random = [], []
-            for i in range(len(inside)):
-                Q = _krylov_space(T, torch.cat([inside[:i], inside[i + 1 :]]), max(steps - 1, 1))
-                rest = inside[i] - (inside[i] @ Q.T) @ Q
-                norm = float(rest @ rest)
-                left = probes.shape[1] - len(Q)
-                scale = left / norm if norm > 1e-12 * float(inside[i] @ inside[i]) else 0.0
-                fixed.append(((Q @ eigenvectors) ** 2).sum(0))
-                random.append(scale * (rest @ eigenvectors) ** 2)
-            part = torch.stack(random).cpu()
-            return cls(nodes.clamp_min(0).cpu(), torch.stack(fixed).cpu() + part, part, total, earlier)
-
-        return at(len(sizes), None if exact or len(sizes) < 2 else at(len(sizes) - 1, None))
-
-    def rescaled(self, nodes: float, weights: float) -> "Quadrature":
-        """With nodes and weights times two factors."""
-        return Quadrature(
-            self.nodes * nodes,
-            self.weights * weights,
-            self.random * weights,
-            None if self.total is None else self.total * nodes,
-            None if self.earlier is None else self.earlier.rescaled(nodes, weights),
-        )
-
-    def __call__(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, "R n"]:
-        """Values for functions `f(λ)`, `[n, m]`."""
-        values = f(self.nodes)
-        if self.total is None:
-            return self.weights @ values.T
-        return self.weights @ values.T + (self.total - self.weights @ self.nodes)[:, None] * self._slope(values)
-
-    def variance(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, " n"]:
-        """Of the mean over the rows: that of a quadratic form in `z̃`, known better so than by the scatter of few.
-
-        `z̃` is uniform on a sphere, so that a constant in `f` adds nothing.
-        """
-        values = f(self.nodes)
-        if self.total is not None:
-            values = values - self._slope(values)[:, None] * self.nodes
-        weights = self.random.mean(0)
-        mean = values @ weights / weights.sum().clamp_min(1e-300)
-        return 2 * ((values - mean[:, None]) ** 2 @ weights) / len(self.weights)
-
-    def _slope(self, values: Float[Tensor, "n m"]) -> Float[Tensor, " n"]:
-        """`c` for which `f(λ) − cλ` varies least: the coefficient of the control variate."""
-        weights = self.random.mean(0)
-        centred = self.nodes - (weights @ self.nodes) / weights.sum().clamp_min(1e-300)
-        return (values @ (weights * centred)) / (weights @ centred**2).clamp_min(1e-300)
-
-    def change(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, "R n"]:
-        """An estimate of the error: a part of what the last Lanczos step changed; zero if the quadrature is exact."""
-        return torch.zeros_like(self(f)) if self.earlier is None else _LEFT * (self(f) - self.earlier(f))
-
-
-def _krylov_space(T: Tensor, start: Tensor, blocks: int) -> Tensor:
-    """Orthonormal basis of the span of `start T^k`, `k < blocks`."""
-    Q, block = start[:0], start
-    for _ in range(blocks):
-        for _ in range(2):
-            norm = block.norm(dim=1, keepdim=True)
-            block = block[norm[:, 0] > 0] / norm[norm > 0][:, None]
-            block = block - (block @ Q.T) @ Q
-            block = block[block.norm(dim=1) > 1e-8]
-            if len(block) == 0:
-                return Q
-            q, r = torch.linalg.qr(block.T)
-            block = q.T[r.diagonal().abs() > 1e-8]
-        Q, block = torch.cat([Q, block]), block @ T
-    return Q
+__all__ = ["EvidenceCurves", "EvidencePath", "MarginalLikelihood", "bai_golub_bound"]
 
 
 def bai_golub_bound(trace: Tensor, squares: Tensor, largest: Tensor, rank: int, size: int, alpha: Tensor) -> Tensor:
@@ -235,9 +111,9 @@ class EvidencePath:
         )
 
     def _trace(self, f: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """`Tr f(M)` and its standard error, with what the last Lanczos step changed added in squares."""
+        """`Tr f(M)` and its standard error, with what further Lanczos steps would change added in squares."""
         value = self.traces(f).mean(0)
-        return value, (self._probe_variance(f) + self.traces.change(f).mean(0) ** 2).sqrt()
+        return value, (self._probe_variance(f) + self.traces.remaining(f) ** 2).sqrt()
 
     def _probe_variance(self, f: Callable[[Tensor], Tensor]) -> Tensor:
         return torch.zeros_like(self.traces(f).mean(0)) if self.exact else self.traces.variance(f)
@@ -280,25 +156,25 @@ class EvidencePath:
         return 0.5 * alpha.double() * self.mode_norm(alpha) + 0.5 * self.log_determinant(alpha)[0]
 
     def log_marginal_likelihood(self, alpha: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-        """`log p(y | α)`, and its standard error (of probes, and of the last Lanczos step)."""
+        """`log p(y | α)`, and its standard error (of probes, and what further Lanczos steps would change)."""
         a = alpha.double()[:, None]
-        change = 0.5 * self.fit.change(lambda t: 1 / (t + a))[0]
+        change = 0.5 * self.fit.remaining(lambda t: 1 / (t + a))
         error = (0.25 * self.log_determinant(alpha)[1] ** 2 + change**2).sqrt()
         return -self.data_fit(alpha) - self.complexity(alpha), error
 
-    def last_changes(self, alpha: float) -> tuple[float, float]:
-        """Estimates of what further Lanczos steps would change of `γ` and `‖θ̄‖²`, relative."""
+    def remaining(self, alpha: float) -> tuple[float, float]:
+        """What further Lanczos steps would change of `γ` and `‖θ̄‖²`, relative."""
         a = torch.tensor([[alpha]], dtype=torch.float64)
-        gamma = self.traces.change(lambda t: t / (t + a)).mean() / self.traces(lambda t: t / (t + a)).mean()
-        norm = self.fit.change(lambda t: (t + a) ** -2) / self.fit(lambda t: (t + a) ** -2).clamp_min(1e-300)
+        gamma = self.traces.remaining(lambda t: t / (t + a)) / self.traces(lambda t: t / (t + a)).mean()
+        norm = self.fit.remaining(lambda t: (t + a) ** -2) / self.fit(lambda t: (t + a) ** -2).clamp_min(1e-300)
         return float(gamma.abs()), float(norm.abs())
 
-    def last_changes_of_evidence(self, alpha: Float[Tensor, " n"]) -> tuple[float, float]:
+    def remaining_of_evidence(self, alpha: Float[Tensor, " n"]) -> tuple[float, float]:
         """The same of the two terms of the log marginal likelihood, relative to it, the largest over some `α`."""
         a = alpha.double()[:, None]
         value = self.log_marginal_likelihood(alpha)[0].abs()
-        traces = 0.5 * self.traces.change(lambda t: torch.log1p(t / a)).mean(0).abs() / value
-        fit = 0.5 * self.fit.change(lambda t: 1 / (t + a))[0].abs() / value
+        traces = 0.5 * self.traces.remaining(lambda t: torch.log1p(t / a)).abs() / value
+        fit = 0.5 * self.fit.remaining(lambda t: 1 / (t + a)).abs() / value
         return float(traces.max()), float(fit.max())
 
     def mackay(

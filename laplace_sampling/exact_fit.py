@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.curves import EvidencePath, Quadrature
+from laplace_sampling.curves import EvidencePath
 from laplace_sampling.exact import (
     MAX_MEMORY,
     NOISE_BOUNDS,
@@ -34,6 +34,7 @@ from laplace_sampling.exact import (
 from laplace_sampling.gram import BLOCK_BYTES, gram
 from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.priors import GaussianPrior
+from laplace_sampling.quadrature import Quadrature
 from laplace_sampling.sampling import LinearModel
 
 __all__ = ["ExactFit", "NoiseComponents", "exact_curves", "fit_exact_regression"]

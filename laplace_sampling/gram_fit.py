@@ -139,7 +139,7 @@ class GramFit(Fit):
         return exact_curves(self.exact, *self.precisions), []
 
     def covariance_at(self, features: Features) -> FunctionCovariance:
-        return _GramCovariance(self, features)
+        return _GramCovariance(self, features.double())
 
     def leave_one_out(self) -> LeaveOneOut:
         return self.exact.leave_one_out(*self.precisions)

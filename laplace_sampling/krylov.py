@@ -49,11 +49,6 @@ class Basis:
     def size(self) -> int:
         return len(self.T)
 
-    @property
-    def last_product(self) -> Float[Tensor, "b P"]:
-        """`M` times the last block: what a Lanczos step extends the basis by."""
-        return self._products[-1]
-
     def project(self, rows: Float[Tensor, "K P"]) -> Float[Tensor, "K m"]:
         """Coordinates of the orthogonal projection."""
         return torch.cat([rows @ block.T for block in self._vectors], dim=1).double()

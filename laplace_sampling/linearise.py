@@ -5,6 +5,7 @@ Everything above this module sees a network only through :class:`Linearisation`:
 which the exact method calls on small problems).
 """
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -193,6 +194,12 @@ class Linearisation:
         with _differentiable(graph), _evaluation_mode(self.module), _differentiable_kernels():
             rows = vmap(torch.func.jacrev(single), in_dims=(None, 0))(weights, x)
             return torch.cat([row.flatten(2) if row.dim() > 2 else row[..., None] for row in rows.values()], dim=-1)
+
+    def double(self) -> "Linearisation":
+        """The same on a copy of the module in float64; products are counted together."""
+        other = copy.copy(self)
+        other.module = copy.deepcopy(self.module).double()
+        return other
 
     def fingerprint(self) -> Tensor:
         """SHA-256 of all weights and buffers, `[32]` bytes: tells whether a network is the one that was fitted."""

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.linear_operators import LinearOperator
-from laplace_sampling.operators import Features
+from laplace_sampling.operators import DerivedFeatures, Features
 from laplace_sampling.sampling import LinearModel
 
 __all__ = [
@@ -96,6 +96,7 @@ class _Callables(Measurement):
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor], Tensor]
     shape: tuple[int, int]
+    dtype: torch.dtype
 
     def apply(self, f: Tensor) -> Tensor:
         return self._rows(self.forward, f)
@@ -103,10 +104,11 @@ class _Callables(Measurement):
     def adjoint(self, u: Tensor) -> Tensor:
         return self._rows(self.backward, u)
 
-    @staticmethod
-    def _rows(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-        stack = rows.reshape(-1, rows.shape[-1])
-        return torch.stack([function(row).reshape(-1) for row in stack]).reshape(*rows.shape[:-1], -1)
+    def _rows(self, function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+        # The functions are of the dtype of the network, products may be in float64.
+        stack = rows.reshape(-1, rows.shape[-1]).to(self.dtype)
+        values = torch.stack([function(row).reshape(-1) for row in stack])
+        return values.reshape(*rows.shape[:-1], -1).to(rows.dtype)
 
 
 def as_measurement(
@@ -152,24 +154,16 @@ def as_measurement(
             f"`observe=(forward, adjoint)`: they are not adjoint, ⟨Tf, u⟩ = {left:.6g} but ⟨f, Tᵀu⟩ = {right:.6g} for "
             "random f and u; or the first is not linear."
         )
-    return _Callables(T[0], T[1], (len(forward), num_outputs))
+    return _Callables(T[0], T[1], (len(forward), num_outputs), dtype)
 
 
-class ObservedFeatures(Features):
+class ObservedFeatures(DerivedFeatures):
     """`TΦ`: the features of measurements of each datum, `[N, m, P]`."""
 
     def __init__(self, features: Features, measurement: Measurement) -> None:
         self.features, self.measurement = features, measurement
         self.num_data, self.num_outputs = features.num_data, measurement.shape[0]
         self.size, self.batch_size = features.size, features.batch_size
-
-    @property
-    def device(self) -> torch.device:
-        return self.features.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.features.dtype
 
     def jvp(self, v: Tensor, batch: Tensor) -> Tensor:
         return self.measurement.apply(self.features.jvp(v, batch))
@@ -186,21 +180,13 @@ class ObservedFeatures(Features):
         return torch.stack([self.vjp(eye[:, None], datum) for datum in batch.split(1)])
 
 
-class JointFeatures(Features):
+class JointFeatures(DerivedFeatures):
     """All data as one, of `N·C` outputs: for measurements of all of them together."""
 
     def __init__(self, features: Features) -> None:
         self.features = features
         self.num_data, self.num_outputs = 1, features.num_data * features.num_outputs
         self.size, self.batch_size = features.size, 1
-
-    @property
-    def device(self) -> torch.device:
-        return self.features.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.features.dtype
 
     def jvp(self, v: Tensor, batch: Tensor) -> Tensor:
         return self.features.outputs(v).flatten(1)[:, None].expand(-1, len(batch), -1)
@@ -259,7 +245,7 @@ def observe(
     )
 
 
-class WeightedFeatures(Features):
+class WeightedFeatures(DerivedFeatures):
     """`R^{-1/2}Φ`, every row `φ_ic` by a weight of its own.
 
     Args:
@@ -271,14 +257,6 @@ class WeightedFeatures(Features):
         self.features, self.weights = features, weights.to(features.device, features.dtype)
         self.num_data, self.num_outputs = features.num_data, features.num_outputs
         self.size, self.batch_size = features.size, features.batch_size
-
-    @property
-    def device(self) -> torch.device:
-        return self.features.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.features.dtype
 
     def jvp(self, v: Tensor, batch: Tensor) -> Tensor:
         return self.weights[batch] * self.features.jvp(v, batch)

@@ -16,7 +16,16 @@ from laplace_sampling.data import TrainingData
 from laplace_sampling.likelihoods import Likelihood
 from laplace_sampling.linearise import Linearisation
 
-__all__ = ["GGN", "DenseFeatures", "Features", "NetworkFeatures", "Operator", "ScaledFeatures", "WhiteNoise"]
+__all__ = [
+    "GGN",
+    "DenseFeatures",
+    "DerivedFeatures",
+    "Features",
+    "NetworkFeatures",
+    "Operator",
+    "ScaledFeatures",
+    "WhiteNoise",
+]
 
 
 # Numbers of the Jacobian in memory at once where it is needed row by row.
@@ -69,9 +78,32 @@ class Features(ABC):
         other.batch_size = max(1, min(self.batch_size, most))
         return other
 
+    def double(self) -> "Features":
+        """The same features computed in float64, where they can be."""
+        return self
+
     def outputs(self, v: Float[Tensor, "K P"]) -> Float[Tensor, "K N C"]:
         """`φ_i v_k` for all data."""
         return torch.cat([self.jvp(v, batch) for batch in self.chunks()], dim=1)
+
+
+class DerivedFeatures(Features):
+    """Features that are made from others, on the same device and of the same dtype."""
+
+    features: Features
+
+    @property
+    def device(self) -> torch.device:
+        return self.features.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.features.dtype
+
+    def double(self) -> Features:
+        other = copy.copy(self)
+        other.features = self.features.double()
+        return other
 
 
 class NetworkFeatures(Features):
@@ -90,8 +122,20 @@ class NetworkFeatures(Features):
     def dtype(self) -> torch.dtype:
         return self.network.dtype
 
+    def double(self) -> Features:
+        if self.dtype == torch.float64:
+            return self
+        other = copy.copy(self)
+        try:
+            other.network = self.network.double()
+            computed = other.network(other._inputs(torch.tensor([0]))).dtype
+        except Exception:  # a network may hold anything: one that cannot be copied or computes in its own dtype
+            return self
+        return other if computed == torch.float64 else self
+
     def _inputs(self, batch: Tensor) -> Tensor:
-        return self.data.inputs(batch).to(self.device)
+        x = self.data.inputs(batch).to(self.device)
+        return x.double() if self.dtype == torch.float64 and x.is_floating_point() else x
 
     def jvp(self, v: Tensor, batch: Tensor) -> Tensor:
         return self.network.jvp(self._inputs(batch), v)
@@ -142,21 +186,13 @@ class DenseFeatures(Features):
         return (u[:, None] @ self.rows(batch))[:, 0]
 
 
-class ScaledFeatures(Features):
+class ScaledFeatures(DerivedFeatures):
     """`Φ diag(s)`: the features in coordinates where the prior is isotropic within its groups."""
 
     def __init__(self, features: Features, scale: Float[Tensor, " P"]) -> None:
         self.features, self.scale = features, scale.to(features.device, features.dtype)
         self.num_data, self.num_outputs = features.num_data, features.num_outputs
         self.size, self.batch_size = features.size, features.batch_size
-
-    @property
-    def device(self) -> torch.device:
-        return self.features.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.features.dtype
 
     def jvp(self, v: Tensor, batch: Tensor) -> Tensor:
         return self.features.jvp(v * self.scale, batch)

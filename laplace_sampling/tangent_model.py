@@ -45,10 +45,15 @@ class TangentModel:
         return 0.0 if self.weights is None else -float(self.weights.log().sum())
 
     def in_float64(self) -> LinearModel:
-        """The model with outputs and offset in float64; the features stay those of the network."""
-        return _with_offset(
-            replace(self.model, network_outputs=self.model.network_outputs.double()), self.network, self.kind
+        """The model in float64, with the Jacobian of the network in float64 where the network allows.
+
+        In float32 a Jacobian computed twice may differ by much more than rounding: a unit of almost no input is on in
+        one pass and off in another. Covariances in observation space are differences that take them for the same.
+        """
+        precise = replace(
+            self.model, features=self.model.features.double(), network_outputs=self.model.network_outputs.double()
         )
+        return _with_offset(precise, self.network, self.kind)
 
     def dense(self) -> LinearModel:
         """The model with its Jacobian in memory, in float64."""

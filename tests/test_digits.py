@@ -70,8 +70,6 @@ def test_em_ends_near_the_dense_fixed_point_from_both_sides(few_digits: Problem,
         assert passes <= 400
 
 
-# Three decades below, log determinants converge more slowly than the error estimate allows for: up to 1.2 % off.
-@pytest.mark.xfail(reason="error bars are too small at the lowest precisions")
 @pytest.mark.parametrize("hessian_at", ["network", "mode"])
 def test_evidence_over_six_decades_is_the_dense_one(few_digits: Problem, hessian_at: str) -> None:
     prior = few_digits.prior(4.0, hessian_at)
@@ -97,14 +95,14 @@ def test_evidence_over_six_decades_is_the_dense_one(few_digits: Problem, hessian
         move = vectors @ ((vectors.T @ b) / (values + alpha)) - theta
         fit = loss + gradient @ move + 0.5 * move @ gram @ move
         truth.append(-fit - 0.5 * alpha * (theta + move).square().sum() - 0.5 * (spectrum / alpha).log1p().sum())
-    for seed in range(2):
-        path, _ = evidence_path(model, prior, Draws(48, seed), mode, hessian_at=hessian_at, accuracy=2e-3, decades=3.0)
+    for seed in range(3):
+        path, _ = evidence_path(model, prior, Draws(24, seed), mode, hessian_at=hessian_at, accuracy=3e-3, decades=3.0)
         value, se = path.log_marginal_likelihood(alphas)
         error = value - torch.stack(truth)
-        relative, sigmas = (error / torch.stack(truth)).abs().max(), (error.abs() / se).max()
+        relative, sigmas = (error / torch.stack(truth)).abs().max(), (error.abs() / (se + 1e-6 * value.abs())).max()
         print(f"largest error {relative:.3%}, {sigmas:.2f} s.e., {path.passes} passes")
         assert relative <= 0.01
-        assert (error.abs() <= 3 * se + 1e-4 * torch.stack(truth).abs()).all()
+        assert (error.abs() <= 3 * se + 1e-6 * torch.stack(truth).abs()).all()
 
 
 def test_64_samples_by_block_krylov(digits: Problem) -> None:

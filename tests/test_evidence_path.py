@@ -7,14 +7,16 @@ from cases import make_case
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling.curves import EvidencePath, Quadrature, bai_golub_bound
+from laplace_sampling.curves import EvidencePath, bai_golub_bound
 from laplace_sampling.dense import Dense
 from laplace_sampling.evidence import fit_em
-from laplace_sampling.evidence_path import evidence_path, fit_path
+from laplace_sampling.evidence_path import evidence_path
 from laplace_sampling.krylov import CG
 from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.operators import GGN, DenseFeatures, ScaledFeatures
+from laplace_sampling.path_fit import fit_path
 from laplace_sampling.priors import GaussianPrior, as_prior
+from laplace_sampling.quadrature import Quadrature
 from laplace_sampling.sampling import Draws, LinearModel, linear_model_mode
 from laplace_sampling.solvers import make_dense
 
@@ -232,4 +234,4 @@ def test_quadratures_of_all_eigenvalues_have_no_error() -> None:
     assert_close(gamma, torch.stack([(spectrum / (spectrum + a)).sum() for a in ALPHAS]))
     assert float(se.max()) == 0
     assert float(path.log_marginal_likelihood(ALPHAS)[1].max()) == 0
-    assert path.last_changes(1.0) == (0, 0)
+    assert path.remaining(1.0) == (0, 0)

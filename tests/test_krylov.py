@@ -134,7 +134,8 @@ def test_restricting_a_basis_keeps_its_products() -> None:
     p = spectral(1e2)
     basis = Basis(p.operator)
     assert basis.extend(p.linear) == 4
-    assert basis.extend(torch.cat([p.linear[:2] @ torch.eye(80).double(), basis.last_product])) == 4
+    new_product = basis.combine_products(torch.eye(4, dtype=torch.float64))
+    assert basis.extend(torch.cat([p.linear[:2] @ torch.eye(80).double(), new_product])) == 4
     assert basis.extend(p.linear.flip(0)) == 0  # nothing new
     assert basis.passes == p.operator.count == 8
     rotation = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0][
