@@ -22,7 +22,11 @@ from scipy.ndimage import rotate
 from scipy.stats import norm
 from torch import Tensor, nn
 
-from laplace_sampling import DualCG, Gaussian, LinearisedLaplace
+from laplace_sampling import Gaussian, LinearisedLaplace
+from laplace_sampling.dual import sample_matheron
+from laplace_sampling.sampling import Draws
+from laplace_sampling.tangent_model import tangent_model
+from laplace_sampling.whitened_gram import WhitenedGram, randomised_svd
 
 SIDE = 28
 
@@ -84,19 +88,19 @@ def train(T: Tensor, y: Tensor, z: Tensor, steps: int, smoothness: float) -> nn.
     return net.eval()
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--letter", default="R")
     parser.add_argument("--angles", type=int, default=20)
     parser.add_argument("--noise", type=float, default=0.05, help="relative to the root mean square of the sinogram")
-    parser.add_argument("--steps", type=int, default=1500, help="of training")
-    parser.add_argument("--smoothness", type=float, default=0.3, help="factor of the total variation in training")
+    parser.add_argument("--steps", type=int, default=3000, help="of training")
+    parser.add_argument("--smoothness", type=float, default=3.0, help="factor of the total variation in training")
     parser.add_argument("--rank", type=int, default=400, help="of the preconditioner")
     parser.add_argument("--prior", default="g-prior")
     parser.add_argument("--learn-noise", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--picture", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.manual_seed(options.seed)
 
     truth, T = letter(options.letter, options.seed).flatten(), radon(options.angles)
@@ -119,35 +123,47 @@ def main() -> None:
     disc = truth > 0
     for level in (0.5, 0.9):
         inside = error.abs() <= norm.ppf(0.5 + level / 2) * deviation
-        print(f"{level:.0%} intervals hold {inside.float().mean():.0%} of the pixels, {inside[disc].float().mean():.0%} of the disc")
+        print(
+            f"{level:.0%} intervals hold {inside.float().mean():.0%} of the pixels, "
+            f"{inside[disc].float().mean():.0%} of the disc"
+        )
     ranks = torch.stack([error.abs(), deviation]).argsort(1).argsort(1).double()
     print(f"rank correlation of error and standard deviation {float(torch.corrcoef(ranks)[0, 1]):.2f}")
 
-    for rank in (options.rank, 0):
-        solver = DualCG(tolerance=1e-3, rank=rank)
-        dual = LinearisedLaplace(
-            net, likelihood, prior=options.prior, prior_precision=float(la.prior_precision_), observe=T,
-            method="dual", solver=solver,
-        )  # fmt: skip
-        dual.fit([(z, y)])
-        print(dual)
-        gap = (dual.predict(z).stddev[0] / deviation - 1).square().mean().sqrt()
-        print(f"rank {rank}: samples' standard deviations {float(gap):.1%} from the exact ones")
-
+    count_iterations(la, options, T, z, y)
     if options.picture:
         draw(options.picture, truth, image, deviation, error)
 
 
+def count_iterations(la: LinearisedLaplace, options: argparse.Namespace, T: Tensor, z: Tensor, y: Tensor) -> None:
+    """What conjugate gradients in observation space take for eight samples, with a preconditioner and without."""
+    model = tangent_model(la.network, la.likelihood, [(z, y)], kind="affine", observation=T).model
+    ggn, draws = model.ggn(model.network_outputs), Draws(8, 0)
+    prior = la.prior.build(ggn, la.network.layers(), float(la.prior_precision_), draws.noise(len(T)))
+    S = WhitenedGram(1 / prior.diagonal(), ggn)
+    for rank in (options.rank, 0):
+        preconditioner = randomised_svd(S, rank) if rank else None
+        samples = sample_matheron(ggn, prior, draws, tolerance=1e-3, preconditioner=preconditioner)
+        built = preconditioner.products if preconditioner else 0
+        print(f"rank {rank}: {samples.iterations} iterations to 1e-3, {built} products to build the preconditioner")
+
+
 def draw(path: Path, truth: Tensor, image: Tensor, deviation: Tensor, error: Tensor) -> None:
-    panels = (("truth", truth), ("reconstruction", image), ("absolute error", error.abs()), ("standard deviation", deviation))
-    top = float(error.abs().max())
+    panels = {
+        "truth": truth,
+        "reconstruction": image,
+        "absolute error": error.abs(),
+        "standard deviation": deviation,
+    }
+    grey, colour = {"vmin": 0, "vmax": 1, "cmap": "gray"}, {"vmin": 0, "vmax": float(error.abs().max())}
     _, axes = plt.subplots(1, 4, figsize=(12, 3.2), dpi=100, layout="constrained")
-    for axis, (title, values) in zip(axes, panels, strict=True):
-        limits = {"vmin": 0, "vmax": 1, "cmap": "gray"} if title in ("truth", "reconstruction") else {"vmin": 0, "vmax": top}
-        plt.colorbar(axis.imshow(values.reshape(SIDE, SIDE), **limits), ax=axis, shrink=0.8)
+    for axis, (title, values) in zip(axes, panels.items(), strict=True):
+        limits = grey if title in ("truth", "reconstruction") else colour
+        plt.colorbar(axis.imshow(values.reshape(SIDE, SIDE).numpy(), **limits), ax=axis, shrink=0.8)
         axis.set_title(title)
         axis.axis("off")
     plt.savefig(path)
+    plt.close()
 
 
 if __name__ == "__main__":
