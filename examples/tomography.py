@@ -89,7 +89,7 @@ def train(T: Tensor, y: Tensor, z: Tensor, steps: int, smoothness: float) -> nn.
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--letter", default="R")
     parser.add_argument("--angles", type=int, default=20)
     parser.add_argument("--noise", type=float, default=0.05, help="relative to the root mean square of the sinogram")
@@ -128,7 +128,7 @@ def main(arguments: list[str] | None = None) -> None:
             f"{inside[disc].float().mean():.0%} of the disc"
         )
     ranks = torch.stack([error.abs(), deviation]).argsort(1).argsort(1).double()
-    print(f"rank correlation of error and standard deviation {float(torch.corrcoef(ranks)[0, 1]):.2f}")
+    print(f"correlation of the ranks of error and standard deviation {float(torch.corrcoef(ranks)[0, 1]):.2f}")
 
     count_iterations(la, options, T, z, y)
     if options.picture:
