@@ -27,9 +27,12 @@ def test_the_radon_transform_sums_columns_and_rows(example) -> None:
     assert_close(sums[1].sort().values, image.sum(1).sort().values, rtol=1e-4, atol=1e-3)
 
 
-def test_the_example_runs_and_its_preconditioner_pays(example, capsys: pytest.CaptureFixture[str], tmp_path) -> None:
+def test_the_example_runs_and_its_preconditioner_pays(
+    example, capsys: pytest.CaptureFixture[str], monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setattr(example, "SIDE", 12)
     picture = tmp_path / "picture.png"
-    arguments = ["--angles", "8", "--steps", "60", "--rank", "150", "--smoothness", "0.3", "--picture", str(picture)]
+    arguments = ["--angles", "10", "--steps", "60", "--rank", "80", "--smoothness", "0.3", "--picture", str(picture)]
     example.main(arguments)
     lines = capsys.readouterr().out.splitlines()
     assert picture.stat().st_size > 1000
