@@ -14,6 +14,7 @@ Cholesky factor a step.
 import math
 from dataclasses import dataclass, replace
 
+import scipy.optimize
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -61,6 +62,7 @@ def fit_exact_regression(
     *,
     noise_variances: Tensor | None = None,
     learn_precision: bool = True,
+    noise_at: str = "mode",
     precision_bounds: tuple[float, float] = PRECISION_BOUNDS,
     noise_bounds: tuple[float, float] = NOISE_BOUNDS,
     products: str = "auto",
@@ -77,6 +79,10 @@ def fit_exact_regression(
         prior: starting point; its scale, and the ratios of its precisions, stay.
         noise_variances: of each datum, `[N]` or `[N, C]`, see `ExactRegression.of`.
         learn_precision: whether `α` is learnt.
+        noise_at: `"mode"`: the noise of largest evidence, which explains what the linear model at its mode leaves;
+            `"network"`: `b = (N·C − γ)/Σ(y − f)²/R`, which explains what the network leaves, with `α` of largest
+            evidence at that `b`: for predictions whose mean is the network's output. The two differ where the network
+            is not at a minimum, or one for another weight decay. (Ratios between outputs are those of the evidence.)
         precision_bounds: within which `α` is kept.
         noise_bounds: within which the noise precision is kept.
         products: how the Gram matrix is built, see `gram`.
@@ -87,6 +93,8 @@ def fit_exact_regression(
         TypeError: if the likelihood is not Gaussian.
         ValueError: if the Gram matrix is too large, not finite, or `noise_variances` do not fit.
     """
+    if noise_at not in ("mode", "network"):
+        raise ValueError(f'`noise_at={noise_at!r}` is not known; use "mode" or "network".')
     R = noise_scale(model, noise_variances)
     check_gram_size(model.features, max_memory)
     assert isinstance(model.likelihood, Gaussian)
@@ -114,6 +122,8 @@ def fit_exact_regression(
             converged=converged and found.converged and not at_bounds,
             num_maxima=optimum.num_maxima,
         )
+    if noise_at == "network" and model.likelihood.learn:
+        optimum = _with_noise_of_network(posterior, optimum, learn_precision, precision_bounds, noise_bounds)
     # R has the ratios of noise variances per output and given ones: what is left of the given ones is divided out.
     given = R * (torch.as_tensor(model.likelihood.precision(R)) / _overall(model.likelihood))
     per_output = (optimum.noise_precision * given / posterior.noise_scale)[0]
@@ -123,6 +133,45 @@ def fit_exact_regression(
         optimum,
         prior.with_precision(prior.precision * (optimum.precision / overall_precision(prior))),
         model.likelihood.with_precision(optimum.noise_precision if one else per_output.cpu()),
+    )
+
+
+def _with_noise_of_network(
+    posterior: ExactRegression,
+    optimum: Optimum,
+    learn_precision: bool,
+    precision_bounds: tuple[float, float],
+    noise_bounds: tuple[float, float],
+) -> Optimum:
+    """The root of `b Σ(y − f)²/R = N·C − γ`, both sides of which change sign once where `γ` rises with `b`."""
+    model = posterior.model
+    shape = posterior.noise_scale.shape
+    residual = (model.targets.reshape(shape) - model.network_outputs.reshape(shape)).double()
+    squares = float((residual**2 / posterior.noise_scale).sum())
+
+    def at(log_noise: float) -> Optimum:
+        fixed = Gaussian(math.exp(log_noise), learn=False)
+        given = replace(posterior, model=model.with_likelihood(fixed))
+        return given.fit(learn_precision=learn_precision, precision_bounds=precision_bounds)
+
+    def excess(log_noise: float) -> float:
+        found = at(log_noise)
+        gamma = float(posterior.effective_dimension(found.precision, found.noise_precision))
+        return found.noise_precision * squares - (posterior.size - gamma)
+
+    low, high = math.log(noise_bounds[0]), math.log(noise_bounds[1])
+    at_bounds: tuple[str, ...] = ()
+    if excess(high) <= 0 or excess(low) >= 0:
+        root = high if excess(high) <= 0 else low
+        at_bounds = ("noise_precision",)
+    else:
+        root = float(scipy.optimize.brentq(excess, low, high, xtol=1e-10))
+    found = at(root)
+    return replace(
+        found,
+        num_maxima=optimum.num_maxima,
+        at_bounds=found.at_bounds + at_bounds,
+        converged=found.converged and not at_bounds,
     )
 
 
