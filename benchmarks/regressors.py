@@ -236,13 +236,14 @@ def laplace_torch(task: Task) -> Outcome:
     class Full(FullLaplace):
         @cached_property
         def _eigenvalues(self) -> Tensor:
-            return torch.linalg.eigvalsh(self.H).clamp_min(0)
+            zeros = torch.zeros(max(0, self.n_params - len(task.y)), dtype=torch.float64)
+            return torch.cat([torch.linalg.eigvalsh(J @ J.T if len(zeros) else J.T @ J).clamp_min(0), zeros])
 
         @property
         def log_det_posterior_precision(self) -> Tensor:
             return (self._H_factor * self._eigenvalues + self.prior_precision).log().sum()
 
-    network = copy.deepcopy(task.map)
+    network, J = copy.deepcopy(task.map), task.tangent[1].matrix[:, 0]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         la = Full(network, "regression", backend=BackPackGGN)

@@ -159,13 +159,14 @@ def _with_noise_of_network(
         gamma = float(posterior.effective_dimension(found.precision, found.noise_precision))
         return found.noise_precision * squares - (posterior.size - gamma)
 
-    low, high = math.log(noise_bounds[0]), math.log(noise_bounds[1])
-    at_bounds: tuple[str, ...] = ()
-    if excess(high) <= 0 or excess(low) >= 0:
-        root = high if excess(high) <= 0 else low
-        at_bounds = ("noise_precision",)
-    else:
-        root = float(scipy.optimize.brentq(excess, low, high, xtol=1e-10))
+    first, last = math.log(noise_bounds[0]), math.log(noise_bounds[1])
+    # Not negative at N·C/Σ: from there downwards until it is.
+    low = high = min(max(math.log(posterior.size / squares) if squares > 0 else last, first), last)
+    while low > first and excess(low) > 0:
+        low, high = max(low - 1, first), low
+    inside = low < high and excess(low) <= 0
+    root = float(scipy.optimize.brentq(excess, low, high, xtol=1e-8)) if inside else low
+    at_bounds = () if inside else ("noise_precision",)
     found = at(root)
     return replace(
         found,
