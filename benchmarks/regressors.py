@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import scipy.optimize
@@ -75,16 +75,16 @@ def train(network: nn.Module, x: Tensor, y: Tensor, weight_decay: float) -> nn.M
     parameters = list(network.parameters())
 
     def objective(w: np.ndarray) -> tuple[float, np.ndarray]:
-        vector_to_parameters(torch.from_numpy(w.copy()), parameters)
+        vector_to_parameters(torch.tensor(w), parameters)
         loss = 0.5 * (network(x)[:, 0] - y).square().sum()
         gradients = torch.autograd.grad(loss, parameters)
         flat = torch.cat([g.flatten() for g in gradients]).numpy()
-        return float(loss) + 0.5 * weight_decay * float(w @ w), flat + weight_decay * w
+        return float(loss.detach()) + 0.5 * weight_decay * float(w @ w), flat + weight_decay * w
 
     start = parameters_to_vector(parameters).detach().numpy()
     options = {"maxiter": NETWORK_STEPS, "maxfun": 2 * NETWORK_STEPS, "maxcor": 40, "ftol": 1e-5}
     found = scipy.optimize.minimize(objective, start, jac=True, method="L-BFGS-B", options=options)
-    vector_to_parameters(torch.from_numpy(found.x), parameters)
+    vector_to_parameters(torch.tensor(found.x), parameters)
     return network.eval()
 
 
@@ -328,7 +328,8 @@ class Process(gpytorch.models.ExactGP):
 
     def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
         z = self.features(x)
-        return gpytorch.distributions.MultivariateNormal(self.mean_module(z), self.covar_module(z))
+        mean = cast(Tensor, self.mean_module(z))
+        return gpytorch.distributions.MultivariateNormal(mean, self.covar_module(z))
 
 
 class Marginal(torch.autograd.Function):
@@ -350,7 +351,8 @@ class Marginal(torch.autograd.Function):
 
 def fit_process(model: Process, x_test: Tensor, steps: int) -> Outcome:
     """L-BFGS on the marginal likelihood; Cholesky factors throughout."""
-    likelihood, x, y = model.likelihood, model.train_inputs, model.train_targets
+    likelihood: Any = model.likelihood
+    x, y = cast(tuple[Tensor], model.train_inputs), cast(Tensor, model.train_targets)
     model.train()
     optimiser = torch.optim.LBFGS(
         model.parameters(), max_iter=steps, max_eval=steps * 5 // 4, line_search_fn="strong_wolfe"
@@ -369,7 +371,7 @@ def fit_process(model: Process, x_test: Tensor, steps: int) -> Outcome:
         model.eval()
         with torch.no_grad():
             found = likelihood(model(x_test))
-    return gaussian(found.mean, found.stddev, noise=float(likelihood.noise) ** 0.5)
+    return gaussian(found.mean, found.stddev, noise=float(likelihood.noise.detach()) ** 0.5)
 
 
 def gaussian_process(task: Task) -> Outcome:

@@ -50,8 +50,8 @@ def load(folder: Path, split: int) -> Split:
 def evaluate(split: Split, methods: Sequence[str], depth: int, seed: int) -> Iterator[dict[str, Any]]:
     """Test scores of each method, in the units of the targets."""
     inputs, targets = StandardScaler().fit(split.x), StandardScaler().fit(split.y[:, None])
-    x, x_test = (torch.from_numpy(inputs.transform(v)) for v in (split.x, split.x_test))
-    y, y_test = (torch.from_numpy(targets.transform(v[:, None])[:, 0]) for v in (split.y, split.y_test))
+    x, x_test = (torch.from_numpy(np.asarray(inputs.transform(v))) for v in (split.x, split.x_test))
+    y, y_test = (torch.from_numpy(np.asarray(targets.transform(v[:, None])))[:, 0] for v in (split.y, split.y_test))
     unit = float(np.std(split.y))
     resolution = float(np.diff(np.unique(split.y)).min()) / unit
     # The noise of rounding alone.
@@ -142,7 +142,7 @@ def tables(results: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--uci", type=Path, metavar="DIR", help="the folder of data sets; without it only `--table`")
     parser.add_argument("--sets", nargs="+", default=SETS)
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=tuple(METHODS), choices=tuple(METHODS), metavar="METHOD")
     parser.add_argument("--out", type=Path, default=Path("results.jsonl"))
     parser.add_argument("--table", action="store_true", help="print the tables of what is in `--out`")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.uci is None and not args.table:
         parser.error("give --uci DIR, --table, or both")
     if args.uci is not None:

@@ -13,6 +13,7 @@ Cholesky factor a step.
 
 import math
 from dataclasses import dataclass, replace
+from typing import cast
 
 import scipy.optimize
 import torch
@@ -165,7 +166,7 @@ def _with_noise_of_network(
     while low > first and excess(low) > 0:
         low, high = max(low - 1, first), low
     inside = low < high and excess(low) <= 0
-    root = float(scipy.optimize.brentq(excess, low, high, xtol=1e-8)) if inside else low
+    root = cast(float, scipy.optimize.brentq(excess, low, high, xtol=1e-8)) if inside else low
     at_bounds = () if inside else ("noise_precision",)
     found = at(root)
     return replace(

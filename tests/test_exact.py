@@ -181,6 +181,40 @@ def test_one_or_none_is_learnt(precision: bool, noise: bool) -> None:
         assert fixed == found
 
 
+def test_noise_at_the_network() -> None:
+    """`b Σ(y − f)² = N·C − γ`, and `α` of largest evidence there; the same as of the mode where the network is one."""
+    _, model, prior = noisy(60)
+    at_mode = fit_exact_regression(model, prior)
+    alpha, b = at_mode.optimum.precision, at_mode.optimum.noise_precision
+    model = LinearModel(
+        model.features, model.offset, at_mode.posterior.mode_outputs(alpha, b), model.targets, model.likelihood
+    )
+    same = fit_exact_regression(model, prior, noise_at="network").optimum
+    assert same.precision == pytest.approx(alpha, rel=1e-6)
+    assert same.noise_precision == pytest.approx(b, rel=1e-6)
+    off = model.network_outputs + 0.4 * torch.sin(torch.arange(60).double())[:, None]
+    model = LinearModel(model.features, model.offset, off, model.targets, model.likelihood)
+    found = fit_exact_regression(model, prior, noise_at="network")
+    alpha, b = found.optimum.precision, found.optimum.noise_precision
+    assert b < 0.8 * same.noise_precision
+    assert found.optimum.converged
+    assert abs(found.optimum.gradient[0]) < 1e-8
+    assert float(found.likelihood.noise_precision) == b
+    gamma = float(found.posterior.effective_dimension(alpha, b))
+    assert b * float((model.targets - off).square().sum()) == pytest.approx(60 - gamma, rel=1e-6)
+    # What is given is kept.
+    fixed = model.with_likelihood(Gaussian(3.0, learn=False))
+    assert fit_exact_regression(fixed, prior, noise_at="network").optimum.noise_precision == pytest.approx(3.0)
+    kept = fit_exact_regression(model, prior, noise_at="network", learn_precision=False).optimum
+    assert kept.precision == pytest.approx(overall_precision(prior))
+    bounded = fit_exact_regression(model, prior, noise_at="network", noise_bounds=(1e-6, 0.5 * b)).optimum
+    assert bounded.noise_precision == pytest.approx(0.5 * b)
+    assert bounded.at_bounds == ("noise_precision",)
+    assert not bounded.converged
+    with pytest.raises(ValueError, match="noise_at='data'"):
+        fit_exact_regression(model, prior, noise_at="data")
+
+
 def test_em_ends_at_the_same_hyperparameters() -> None:
     _, model, prior = noisy(60)
     dense = LinearModel(
