@@ -47,15 +47,20 @@ def load(folder: Path, split: int) -> Split:
     return Split(data[train][:, columns], data[train, target], data[test][:, columns], data[test, target])
 
 
+def standardise(split: Split, depth: int, seed: int) -> Task:
+    inputs, unit = StandardScaler().fit(split.x), float(np.std(split.y))
+    x, x_test = (torch.from_numpy(np.asarray(inputs.transform(v))) for v in (split.x, split.x_test))
+    y = torch.from_numpy((split.y - split.y.mean()) / unit)
+    # The noise of rounding alone.
+    resolution = float(np.diff(np.unique(split.y)).min()) / unit
+    return Task(x, y, x_test, depth, seed, max(resolution / math.sqrt(12), 1e-3))
+
+
 def evaluate(split: Split, methods: Sequence[str], depth: int, seed: int) -> Iterator[dict[str, Any]]:
     """Test scores of each method, in the units of the targets."""
-    inputs, targets = StandardScaler().fit(split.x), StandardScaler().fit(split.y[:, None])
-    x, x_test = (torch.from_numpy(np.asarray(inputs.transform(v))) for v in (split.x, split.x_test))
-    y, y_test = (torch.from_numpy(np.asarray(targets.transform(v[:, None])))[:, 0] for v in (split.y, split.y_test))
+    task = standardise(split, depth, seed)
     unit = float(np.std(split.y))
-    resolution = float(np.diff(np.unique(split.y)).min()) / unit
-    # The noise of rounding alone.
-    task = Task(x, y, x_test, depth, seed, max(resolution / math.sqrt(12), 1e-3))
+    y_test = torch.from_numpy((split.y_test - split.y.mean()) / unit)
     for method in methods:
         start = time.perf_counter()
         outcome = METHODS[method](task)
