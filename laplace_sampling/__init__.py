@@ -4,8 +4,10 @@ from importlib.metadata import version
 
 from laplace_sampling.curves import EvidenceCurves, MarginalLikelihood
 from laplace_sampling.diagnostics import Diagnosis
+from laplace_sampling.dual import DualCG
 from laplace_sampling.evidence import EMStep
 from laplace_sampling.laplace import LinearisedLaplace, NotFittedError
+from laplace_sampling.leave_one_out import LeaveOneOut
 from laplace_sampling.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from laplace_sampling.plotting import plot_evidence
 from laplace_sampling.predictive import ClassificationPrediction, RegressionPrediction
@@ -20,12 +22,14 @@ __all__ = [
     "ClassificationPrediction",
     "ConvergenceWarning",
     "Diagnosis",
+    "DualCG",
     "EMStep",
     "EvidenceCurves",
     "GPrior",
     "Gaussian",
     "IsotropicPrior",
     "LayerwisePrior",
+    "LeaveOneOut",
     "Likelihood",
     "LinearisedLaplace",
     "MarginalLikelihood",

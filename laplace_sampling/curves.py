@@ -15,7 +15,7 @@ For a loss that is not quadratic, it is that of its quadratic expansion at the m
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float
@@ -92,6 +92,16 @@ class Quadrature:
             return cls(nodes.clamp_min(0).cpu(), torch.stack(fixed).cpu() + part, part, total, earlier)
 
         return at(len(sizes), None if exact or len(sizes) < 2 else at(len(sizes) - 1, None))
+
+    def rescaled(self, nodes: float, weights: float) -> "Quadrature":
+        """With nodes and weights times two factors."""
+        return Quadrature(
+            self.nodes * nodes,
+            self.weights * weights,
+            self.random * weights,
+            None if self.total is None else self.total * nodes,
+            None if self.earlier is None else self.earlier.rescaled(nodes, weights),
+        )
 
     def __call__(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, "R n"]:
         """Values for functions `f(λ)`, `[n, m]`."""
@@ -207,6 +217,23 @@ class EvidencePath:
     exact: bool
     passes: float
 
+    def rescaled(self, factor: float) -> "EvidencePath":
+        """The same for a noise precision that is larger by a factor, with which `M` and `b` grow."""
+        assert self.noise_precision is not None
+
+        def constant(noise_precision: float) -> float:
+            return 0.5 * self.num_outputs * math.log(2 * math.pi / noise_precision)
+
+        noise_precision = self.noise_precision * factor
+        return replace(
+            self,
+            traces=self.traces.rescaled(factor, 1.0),
+            fit=self.fit.rescaled(factor, factor**2),
+            loss=factor * (self.loss - constant(self.noise_precision)) + constant(noise_precision),
+            noise_precision=noise_precision,
+            at=self.at * factor,
+        )
+
     def _trace(self, f: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """`Tr f(M)` and its standard error, with what the last Lanczos step changed added in squares."""
         value = self.traces(f).mean(0)
@@ -321,6 +348,12 @@ class EvidencePath:
             chosen = int(up[self._profile(grid[up], learn_noise).argmax()])
         low, high, v0, v1 = grid[chosen].log(), grid[chosen + 1].log(), value[chosen], value[chosen + 1]
         log_alpha = low - v0 * (high - low) / (v1 - v0)
+        if self.exact:  # to rounding, by bisection
+            below, above = float(low), float(high)
+            while below < (middle := 0.5 * (below + above)) < above:
+                log_alpha = torch.tensor(middle, dtype=torch.float64)
+                rising = bool(self.mackay(log_alpha.exp()[None], learn_noise)[0] < 0)
+                below, above = (middle, above) if rising else (below, middle)
         alpha = log_alpha.exp()[None]
         gamma, error = (
             self.effective_dimension(alpha)[0],
@@ -368,6 +401,10 @@ class EvidenceCurves:
             path.at,
         )
 
+    def shifted(self, loss: float) -> "EvidenceCurves":
+        """The same with a constant added to the losses."""
+        return replace(self, data_fit=self.data_fit + loss, log_marginal_likelihood=self.log_marginal_likelihood - loss)
+
 
 @dataclass(frozen=True)
 class MarginalLikelihood:
@@ -409,4 +446,10 @@ class MarginalLikelihood:
             float(path.complexity(a)),
             balance,
             path.exact,
+        )
+
+    def shifted(self, loss: float) -> "MarginalLikelihood":
+        """The same with a constant added to the losses."""
+        return replace(
+            self, value=self.value - loss, lower_bound=self.lower_bound - loss, data_fit=self.data_fit + loss
         )

@@ -8,7 +8,7 @@ from torch import Tensor
 from laplace_sampling.operators import Operator
 from laplace_sampling.solvers import Minimum, Objective, Quadratic, Solution, Solver, newton, relative_residual
 
-__all__ = ["Dense"]
+__all__ = ["Dense", "Factor"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Dense(Solver):
     max_steps: int = 100
 
     def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
-        factor = _Factor(problem.operator, problem.precision)
+        factor = Factor.of(problem.operator, problem.precision)
         centre, linear = problem.centre.double(), problem.linear.double()
         delta = factor.solve(linear - factor.matmul(centre))
         zeta = centre + delta
@@ -31,33 +31,51 @@ class Dense(Solver):
         """Newton's method, steps halved until the objective goes down."""
 
         def direction(operator: Operator, precision: Tensor, gradient: Tensor, _: float) -> tuple[Tensor, float]:
-            return _Factor(operator, precision).solve(gradient), 0.0
+            return Factor.of(operator, precision).solve(gradient), 0.0
 
         return newton(objective, init.double(), direction, tolerance=self.tolerance, max_steps=self.max_steps)
 
 
-class _Factor:
-    """`M` and `H⁻¹` by dense algebra, whichever of `P` and the number of rows is smaller."""
+@dataclass(frozen=True)
+class Factor:
+    """`H⁻¹` by dense algebra in float64, by the smaller of two matrices.
 
-    def __init__(self, operator: Operator, precision: Tensor) -> None:
-        self.precision = precision.double()
+    Attributes:
+        precision: the diagonal of `A`.
+        factor: of `H`, if `root` is `None`; else of `I + R A⁻¹ Rᵀ`.
+        root: `R` with `RᵀR = M`.
+        matrix: `M`, if it was formed.
+    """
+
+    precision: Tensor
+    factor: Tensor
+    root: Tensor | None = None
+    matrix: Tensor | None = None
+
+    @classmethod
+    def of(cls, operator: Operator, precision: Tensor) -> "Factor":
+        precision = precision.double()
         blocks = [block.double() for block in operator.root_rows()]
-        self.primal = operator.size <= sum(len(block) for block in blocks)
-        if self.primal:
-            self.matrix = blocks[0].T @ blocks[0]
+        if operator.size <= sum(len(block) for block in blocks):
+            matrix = blocks[0].T @ blocks[0]
             for block in blocks[1:]:
-                self.matrix.addmm_(block.T, block)
-            self.factor = torch.linalg.cholesky(self.matrix + torch.diag(self.precision))
-        else:
-            self.root = torch.cat(blocks)
-            inner = (self.root / self.precision) @ self.root.T
-            self.factor = torch.linalg.cholesky(inner + torch.eye(len(inner), dtype=inner.dtype, device=inner.device))
+                matrix.addmm_(block.T, block)
+            return cls(precision, torch.linalg.cholesky(matrix + torch.diag(precision)), matrix=matrix)
+        root = torch.cat(blocks)
+        inner = (root / precision) @ root.T
+        factor = torch.linalg.cholesky(inner + torch.eye(len(inner), dtype=inner.dtype, device=inner.device))
+        return cls(precision, factor, root)
 
     def matmul(self, v: Tensor) -> Tensor:
-        return v @ self.matrix if self.primal else (v @ self.root.T) @ self.root
+        """`Mv`."""
+        if self.root is not None:
+            return (v @ self.root.T) @ self.root
+        assert self.matrix is not None
+        return v @ self.matrix
 
     def solve(self, rhs: Tensor) -> Tensor:
-        if self.primal:
+        """`H⁻¹v`."""
+        if self.root is None:
             return torch.cholesky_solve(rhs.T, self.factor).T
         scaled = rhs / self.precision
         correction = torch.cholesky_solve(self.root @ scaled.T, self.factor)
@@ -65,7 +83,7 @@ class _Factor:
 
     def leverage(self) -> Tensor:
         """The diagonal of `H⁻¹M`."""
-        if self.primal:
+        if self.root is None:
             return 1 - self.precision * torch.cholesky_inverse(self.factor).diagonal()
         half = torch.linalg.solve_triangular(self.factor, self.root, upper=False)
         return (half**2).sum(0) / self.precision

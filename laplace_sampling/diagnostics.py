@@ -332,6 +332,8 @@ def advice(method: str) -> str:
         return "Give more passes with `solver=SGD(epochs=..., mode_epochs=...)`."
     if method == "svrg":
         return 'Raise `tolerance`, or use `method="cg"`, which goes on for longer.'
+    if method == "dual":
+        return "Give `solver=DualCG(rank=..., max_iterations=...)` more of either; float64 weights help, too."
     return "Float64 weights help where the problem is badly conditioned, a larger prior precision too."
 
 

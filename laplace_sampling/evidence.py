@@ -7,7 +7,7 @@ One step: samples and mode at the current `(α, b)`; the effective dimension `γ
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float
@@ -63,6 +63,10 @@ class EMStep:
     sample_residual: float
     passes: float
     seconds: float
+
+    def shifted(self, loss: float) -> "EMStep":
+        """The same with a constant added to the losses."""
+        return replace(self, loss=self.loss + loss, network_loss=self.network_loss + loss)
 
 
 @dataclass(frozen=True)

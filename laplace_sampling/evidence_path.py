@@ -468,6 +468,7 @@ def fit_path(
     secant, level, wanted_probes = _Secant(moving), 0, _PROBES
     history: list[EMStep] = []
     path: EvidencePath | None = None
+    factor = 1.0
     mode = torch.zeros(1, features.size, device=features.device, dtype=features.dtype)
     point = _Point.of(model, prior, mode)
     trace, start_gradient, converged, full = None, 0.0, False, False
@@ -566,6 +567,8 @@ def fit_path(
         bar.set_postfix(alpha=f"{updated:.3g}", gamma=f"{float(gamma):.3g}")
     bar.close()
     assert path is not None
+    if factor != 1:
+        path = path.rescaled(factor)
     return PathResult(prior, likelihood, (mode * prior.scale)[0], path, converged, full, history)
 
 

@@ -22,7 +22,8 @@ from jaxtyping import Float
 from scipy.linalg.lapack import dpotrf, dpotri  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
-from laplace_sampling.gram import BLOCK_BYTES, cross_gram, gram, gram_blocks
+from laplace_sampling.gram import BLOCK_BYTES, cross_gram, gram, gram_blocks, row_blocks
+from laplace_sampling.leave_one_out import LeaveOneOut
 from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.operators import Features
 from laplace_sampling.priors import GaussianPrior
@@ -31,12 +32,12 @@ from laplace_sampling.sampling import Draws, LinearModel
 __all__ = [
     "ExactPrediction",
     "ExactRegression",
-    "LeaveOneOut",
     "Optimum",
     "check_gram_size",
     "inverse_",
     "noise_scale",
     "overall_precision",
+    "overall_precisions",
     "symmetric_eigen",
     "transposed",
     "unit_variance",
@@ -72,21 +73,6 @@ class Optimum:
     num_maxima: int
     at_bounds: tuple[str, ...]
     converged: bool
-
-
-@dataclass(frozen=True)
-class LeaveOneOut:
-    """Predictions of each datum from the others, of the linear model, noise included; the features stay as they are.
-
-    Attributes:
-        mean: `[N, C]`.
-        covariance: `[N, C, C]`.
-        log_prob: log density of each datum, joint over its outputs, `[N]`.
-    """
-
-    mean: Float[Tensor, "N C"]
-    covariance: Float[Tensor, "N C C"]
-    log_prob: Float[Tensor, " N"]
 
 
 @dataclass(frozen=True)
@@ -128,11 +114,19 @@ class ExactPrediction:
         Q = self.rotated.unflatten(0, (-1, self.features.num_outputs))
         return (self._blocks - (Q / (v * precision)) @ Q.mT) / precision
 
+    @cached_property
+    def _diagonal(self) -> Float[Tensor, "M C"]:
+        """Of `k(x, x)`, by rows of the Jacobian: many outputs need no block of theirs."""
+        if "_blocks" in vars(self):
+            return self._blocks.diagonal(dim1=1, dim2=2)
+        parts = [rows**2 @ self.variance for _, rows in row_blocks(self.features, self.block_bytes)]
+        return torch.cat(parts).reshape(-1, self.features.num_outputs)
+
     def stddev(self, precision: float, noise_precision: float) -> Float[Tensor, "M C"]:
         """Standard deviation of each output of each input."""
         v = self.eigenvalues / precision + 1 / noise_precision
         reduction = (self.rotated**2 @ (1 / (v * precision))).reshape(-1, self.features.num_outputs)
-        return ((self._blocks.diagonal(dim1=1, dim2=2) - reduction) / precision).clamp_min(0).sqrt()
+        return ((self._diagonal - reduction) / precision).clamp_min(0).sqrt()
 
     def joint_covariance(self, precision: float, noise_precision: float) -> Float[Tensor, "MC MC"]:
         """Covariance over all inputs and outputs, the outputs of an input adjacent."""
@@ -322,8 +316,7 @@ class ExactRegression:
         covariance = (covariance + covariance.mT) / 2
         residual = (covariance @ self.coefficients(precision, noise_precision)[..., None])[..., 0]
         mean = self.model.targets.reshape(N, C).double() - residual
-        normal = torch.distributions.MultivariateNormal(mean, covariance)
-        return LeaveOneOut(mean, covariance, normal.log_prob(mean + residual))
+        return LeaveOneOut.gaussian(mean, covariance, mean + residual)
 
     def at(self, features: Features, *, products: str = "auto") -> ExactPrediction:
         """The posterior at other inputs, of as many outputs or of others (`features_at` makes features of inputs)."""
@@ -444,7 +437,15 @@ class ExactRegression:
 
 def overall_precision(prior: GaussianPrior) -> float:
     """`α`, the geometric mean over the weights of a prior's precisions."""
+    if len(prior.precision) == 1:  # without rounding
+        return float(prior.precision)
     return float(prior.spread().double().log().mean().exp())
+
+
+def overall_precisions(model: LinearModel, prior: GaussianPrior) -> tuple[float, float]:
+    """`α` and `b` of a prior and of the Gaussian likelihood of a model, geometric means where there are several."""
+    assert isinstance(model.likelihood, Gaussian)
+    return overall_precision(prior), _overall_noise(model.likelihood)
 
 
 def unit_variance(prior: GaussianPrior) -> Float[Tensor, " P"]:
@@ -537,7 +538,8 @@ def inverse_(G: Float[Tensor, "n n"]) -> Tensor:
 
 
 def _overall_noise(likelihood: Gaussian) -> float:
-    return float(torch.as_tensor(likelihood.noise_precision).log().mean().exp())
+    noise = torch.as_tensor(likelihood.noise_precision)
+    return float(noise) if noise.dim() == 0 else float(noise.log().mean().exp())
 
 
 def _clip(x: float, bounds: tuple[float, float]) -> float:

@@ -21,7 +21,6 @@ from laplace_sampling.exact import (
     MAX_MEMORY,
     PRECISION_BOUNDS,
     ExactPrediction,
-    LeaveOneOut,
     check_gram_size,
     inverse_,
     overall_precision,
@@ -30,6 +29,7 @@ from laplace_sampling.exact import (
     unit_variance,
 )
 from laplace_sampling.gram import BLOCK_BYTES, cross_gram, gram
+from laplace_sampling.leave_one_out import LeaveOneOut, leave_one_out
 from laplace_sampling.likelihoods import Likelihood
 from laplace_sampling.operators import Features
 from laplace_sampling.priors import GaussianPrior
@@ -175,18 +175,7 @@ class ExactPosterior:
             prior = owner.gram.reshape(N, C, N, C)[batch, :, batch]
             blocks.append((prior - (Q / (self.eigenvalues + self.precision)) @ Q.mT) / self.precision)
         covariance = torch.cat(blocks)
-        eye = torch.eye(C).to(covariance)
-        B = likelihood.curvature(outputs, eye[:, None].expand(C, N, C)).permute(1, 0, 2)
-        without = covariance @ torch.linalg.inv(eye - B @ covariance)
-        without = (without + without.mT) / 2
-        slope = likelihood.gradient(self.mode.outputs, owner.model.targets)
-        mean = self.mode.outputs + (without @ slope[..., None])[..., 0]
-        values, vectors = torch.linalg.eigh(without)
-        white = torch.randn(num_samples, N, C, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        root = vectors * values.clamp_min(0).sqrt()[:, None]
-        samples = mean + torch.einsum("ncd,knd->knc", root, white.to(root))
-        log_prob = (-likelihood.loss(samples, owner.model.targets)).logsumexp(0) - math.log(num_samples)
-        return LeaveOneOut(mean, without, log_prob)
+        return leave_one_out(likelihood, owner.model.targets, self.mode.outputs, outputs, covariance, num_samples, seed)
 
 
 @dataclass(frozen=True)

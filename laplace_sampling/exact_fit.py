@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.curves import EvidencePath, Quadrature
 from laplace_sampling.exact import (
     MAX_MEMORY,
     NOISE_BOUNDS,
@@ -37,7 +38,11 @@ from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.priors import GaussianPrior
 from laplace_sampling.sampling import LinearModel
 
-__all__ = ["ExactFit", "NoiseComponents", "fit_exact_regression"]
+__all__ = ["ExactFit", "NoiseComponents", "exact_curves", "fit_exact_regression"]
+
+
+# Starts of Newton's method at most.
+_ATTEMPTS = 4
 
 
 @dataclass(frozen=True)
@@ -109,31 +114,69 @@ def fit_exact_regression(
     }
     optimum = posterior.fit(**options)
     if separate:
-        components = NoiseComponents(K, posterior.residual, R)
-        del posterior
-        start = torch.tensor([optimum.precision, *[optimum.noise_precision] * R.shape[1]]).log().double()
-        logs, converged, at_bounds = components.newton(start, learn_precision, precision_bounds, noise_bounds)
-        mean = logs[1:].mean()
-        ratio = (mean - logs[1:]).exp().to(R)
-        posterior = ExactRegression.decompose(K, model, prior, R * ratio, block_bytes)
-        found = posterior.fit(**options)
-        optimum = replace(
-            found,
-            at_bounds=at_bounds,
-            converged=converged and found.converged and not at_bounds,
-            num_maxima=optimum.num_maxima,
-        )
-    if noise_at == "network" and model.likelihood.learn:
+        components, maxima = NoiseComponents(K, posterior.residual, R), optimum.num_maxima
+        start = torch.tensor([optimum.precision, *[optimum.noise_precision] * R.shape[1]], dtype=torch.float64).log()
+        for _ in range(_ATTEMPTS):
+            del posterior  # its memory is needed
+            logs, converged, at_bounds = components.newton(start, learn_precision, precision_bounds, noise_bounds)
+            ratio = (logs[1:].mean() - logs[1:]).exp().to(R)
+            value = components.evaluate(logs)[0]
+            posterior = ExactRegression.decompose(K.clone(), model, prior, R * ratio, block_bytes)
+            found = posterior.fit(**options)
+            optimum = replace(
+                found,
+                at_bounds=at_bounds,
+                converged=converged and found.converged and not at_bounds,
+                num_maxima=maxima,
+            )
+            if found.log_evidence <= value + 1e-8 * abs(value):
+                break
+            # Along these ratios there is a larger maximum than the one that Newton's method went to.
+            noise = math.log(found.noise_precision) - ratio.log().cpu()
+            start = torch.cat([torch.tensor([found.precision], dtype=torch.float64).log(), noise])
+    likelihood = model.likelihood
+    if noise_at == "network" and likelihood.learn:
         optimum = _with_noise_of_network(posterior, optimum, learn_precision, precision_bounds, noise_bounds)
-    # R has the ratios of noise variances per output and given ones: what is left of the given ones is divided out.
-    given = R * (torch.as_tensor(model.likelihood.precision(R)) / _overall(model.likelihood))
-    per_output = (optimum.noise_precision * given / posterior.noise_scale)[0]
-    one = torch.as_tensor(model.likelihood.noise_precision).dim() == 0
+    if likelihood.learn:
+        # R has the ratios of noise variances per output and given ones: what is left of the given ones is divided out.
+        given = R * (torch.as_tensor(likelihood.precision(R)) / _overall(likelihood))
+        per_output = (optimum.noise_precision * given / posterior.noise_scale)[0]
+        one = torch.as_tensor(likelihood.noise_precision).dim() == 0
+        likelihood = likelihood.with_precision(optimum.noise_precision if one else per_output.cpu())
     return ExactFit(
         posterior,
         optimum,
         prior.with_precision(prior.precision * (optimum.precision / overall_precision(prior))),
-        model.likelihood.with_precision(optimum.noise_precision if one else per_output.cpu()),
+        likelihood,
+    )
+
+
+def exact_curves(exact: ExactRegression, precision: float, noise_precision: float) -> EvidencePath:
+    r"""Evidence, `γ` and norm of the mode for every `α`, at a noise precision.
+
+    In coordinates where `A = α`, `M` has the eigenvalues `bλ`, and `Φᵀ(b/R)(y − o)` is `b√λ c` along its eigenvectors.
+
+    Args:
+        exact: the decomposition; its model has the likelihood at these precisions.
+        precision: `α`.
+        noise_precision: `b`.
+    """
+    model = exact.model
+    nodes = (noise_precision * exact.eigenvalues).cpu()
+    weights = (noise_precision**2 * exact.eigenvalues * exact.rotated**2).cpu()[None]
+    ones = torch.ones_like(weights)
+    assert isinstance(model.likelihood, Gaussian)
+    noise = torch.as_tensor(model.likelihood.noise_precision)
+    return EvidencePath(
+        traces=Quadrature(nodes, ones, ones),
+        fit=Quadrature(nodes, weights, weights),
+        loss=float(model.likelihood.loss(model.offset.double(), model.targets).sum()),
+        num_outputs=exact.size,
+        size=model.features.size,
+        noise_precision=float(noise) if noise.dim() == 0 else None,
+        at=precision,
+        exact=True,
+        passes=0.0,
     )
 
 

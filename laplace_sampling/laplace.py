@@ -3,7 +3,6 @@
 import math
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,49 +11,33 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_sampling.curves import EvidenceCurves, EvidencePath, MarginalLikelihood
-from laplace_sampling.data import TrainingData
-from laplace_sampling.dense import Dense
-from laplace_sampling.diagnostics import Diagnosis, TestResult, advice, chi_squared_test, data_energy_test
-from laplace_sampling.evidence import EMResult, EMStep, fit_em
-from laplace_sampling.evidence_path import PathResult, evidence_path, exact_path, fit_path
-from laplace_sampling.krylov import BlockKrylov
-from laplace_sampling.likelihoods import Categorical, Gaussian, Likelihood, as_likelihood
+from laplace_sampling.diagnostics import Diagnosis, advice
+from laplace_sampling.dual import DualCG
+from laplace_sampling.evidence import EMStep
+from laplace_sampling.fits import SAMPLE_STREAM, Fit, Tuned, Tuning
+from laplace_sampling.gram_fit import fit_gram, tune_gram
+from laplace_sampling.leave_one_out import LeaveOneOut
+from laplace_sampling.likelihoods import Gaussian, Likelihood, as_likelihood
 from laplace_sampling.linearise import Linearisation, Selection
-from laplace_sampling.methods import METHODS, Plan, make_plan
-from laplace_sampling.operators import GGN, DenseFeatures, Features, NetworkFeatures, ScaledFeatures
-from laplace_sampling.posterior import Sampled, draw
+from laplace_sampling.methods import METHODS
+from laplace_sampling.predict import check_inputs, predict
 from laplace_sampling.predictive import ClassificationPrediction, RegressionPrediction
-from laplace_sampling.priors import GaussianPrior, Prior, as_prior
-from laplace_sampling.sampling import Draws, LinearModel, linear_model_mode
-from laplace_sampling.saving import Posterior, encode, likelihood_of, prior_of, recipe_of_prior, restore, settings_of
-from laplace_sampling.solvers import ConvergenceWarning, Minimum, Solver
+from laplace_sampling.priors import Prior, as_prior
+from laplace_sampling.sampling import Draws
+from laplace_sampling.saving import Posterior, arguments_of, check_observed, encode, recipe_of, restore, settings_of
+from laplace_sampling.solver_fit import fit_by_solver, make_solver, tune_by_solver
+from laplace_sampling.solvers import ConvergenceWarning
 from laplace_sampling.stochastic import SGD
+from laplace_sampling.tangent_model import Observation, TangentModel
+from laplace_sampling.tasks import exact_tensors, prepare, restore_fit
 
 __all__ = ["LinearisedLaplace", "NotFittedError"]
-
-# Streams of one seed: what each set of draws is for. Those of samples count up from the third.
-_EM_STREAM, _PROBE_STREAM, _SAMPLE_STREAM = 0, 1, 2
-_PATH_STREAM = 2**20
-# Probes for the evidence at one precision, and for a path: far below the fitted one determinants are known less well.
-_EVIDENCE_PROBES, _PATH_PROBES, _EVIDENCE_ACCURACY = 16, 48, 2e-3
 
 _TOLERANCE = 0.015
 
 
 class NotFittedError(ValueError, AttributeError):
     """A method that needs a fitted posterior was called before `fit_hyperparameters`, `fit` or `load`."""
-
-
-@dataclass(frozen=True)
-class _Check:
-    """What `diagnose` needs to know of the last fit."""
-
-    sampled: Sampled
-    minimum: Minimum
-    residuals: Float[Tensor, " K"]
-    tolerance: float
-    hyperparameters_converged: bool | None
-    at_bounds: tuple[str, ...]
 
 
 class LinearisedLaplace:
@@ -125,8 +108,9 @@ class LinearisedLaplace:
         method: str = "auto",
         num_samples: int = 64,
         seed: int = 0,
-        solver: SGD | None = None,
+        solver: SGD | DualCG | None = None,
         max_memory: float | None = None,
+        observe: Observation | None = None,
     ) -> None:
         _check_choice("linear_model", linear_model, ("auto", "affine", "homogeneous"))
         _check_choice("hessian_at", hessian_at, ("auto", "network", "mode"))
@@ -150,14 +134,17 @@ class LinearisedLaplace:
         self.num_samples = num_samples
         self.seed = seed
         self.solver = solver or SGD(seed=seed)
+        if not gaussian and (method == "dual" or observe is not None):
+            what = 'method="dual"' if method == "dual" else "observe=T, `y = T f(x) + noise`,"
+            raise ValueError(
+                f"{what} is for regression with a Gaussian likelihood, but the likelihood is {self.likelihood.name!r}; "
+                'use method="exact", "cg" or "sgd", without `observe`.'
+            )
         self.max_memory = max_memory
-        self._plan: Plan | None = None
-        self._solver: Solver | None = None
-        self._path: EvidencePath | None = None
-        self._check: _Check | None = None
+        self.observe = observe
         self._posterior: Posterior | None = None
-        self._model: LinearModel | None = None
-        self._mode_outputs: Tensor | None = None
+        self._fit: Fit | None = None
+        self._tangent: TangentModel | None = None
         self._drawn = 0
 
     # Fitting ---------------------------------------------------------------------------------------------------
@@ -172,6 +159,7 @@ class LinearisedLaplace:
         num_samples: int = 16,
         precision_bounds: tuple[float, float] = (1e-8, 1e12),
         noise_bounds: tuple[float, float] = (1e-12, 1e12),
+        noise_variances: Tensor | None = None,
         progress: bool = True,
         callback: Callable[[EMStep], object] | None = None,
     ) -> "LinearisedLaplace":
@@ -191,6 +179,9 @@ class LinearisedLaplace:
                 of `γ` is about `√(2/(Kγ))`.
             precision_bounds: within which `α` is kept.
             noise_bounds: within which the noise precision is kept.
+            noise_variances: `R` of heteroscedastic noise, `[N]` or one for each output, `[N, ...]`, in the units of the
+                targets squared and in the order of the dataset, whatever order the loader has. The noise variance of a
+                datum is `R/b`, with `b` learnt; for variances that are known, use `Gaussian(1.0, learn=False)`.
             progress: show progress bars.
             callback: called with the `EMStep` of each step.
 
@@ -203,219 +194,68 @@ class LinearisedLaplace:
                 f"`fit_hyperparameters` needs max_steps and num_samples of at least 1 and a positive tolerance, "
                 f"got {max_steps}, {num_samples}, {tolerance}."
             )
-        model, data, plan = self._prepare(loader)
-        prior = self._build_prior(model, plan)
-        solver = self._make_solver(plan, model, prior, tolerance, None)
-        settings = {
-            "hessian_at": self.hessian_at,
-            "tolerance": 2 * tolerance,
-            "precision_bounds": precision_bounds,
-            "noise_bounds": noise_bounds,
-            "progress": progress,
-            "callback": callback,
-        }
-        path: PathResult | None = None
-        if isinstance(solver, BlockKrylov | Dense) and _has_path(model.likelihood, prior):
-            path = fit_path(
-                model,
-                prior,
-                self.seed,
-                _PATH_STREAM,
-                max_rounds=max_steps + 2,
-                max_basis=solver.max_basis if isinstance(solver, BlockKrylov) else None,
-                exact=isinstance(solver, Dense),
-                **settings,
-            )
-            if path.full:
-                # The basis was full before the curves were accurate: EM goes on from what they gave.
-                model, prior, path = model.with_likelihood(path.likelihood), path.prior, None
-        result: EMResult | PathResult
-        if path is not None:
-            result = path
-        else:
-            held = plan.em_samples(num_samples)
-            if held < num_samples:
-                plan = replace(plan, reason=f"{plan.reason}, and {held} samples in EM")
-            draws = Draws(held, self.seed, _EM_STREAM)
-            result = fit_em(model, prior, draws, plan.for_em(solver, held), max_steps=max_steps, **settings)
-        problems = []
-        if not result.converged:
-            problems.append(
-                f"`fit_hyperparameters` stopped after {len(result.history)} steps, before its tolerance: "
-                f"prior precision went {[f'{s.prior_precision[0]:.3g}' for s in result.history]}. "
-                "Raise `max_steps`, or `tolerance`."
-            )
-        at_bound = [
-            name
-            for name, alpha in zip(result.prior.names, result.prior.precision.tolist(), strict=True)
-            if alpha in precision_bounds
-        ]
-        if at_bound:
-            problems.append(
-                f"`fit_hyperparameters` ended at one of precision_bounds={precision_bounds} for the groups {at_bound}: "
-                "at the upper one the data show no effect of these weights, at the lower one the prior fades out. "
-                "Check the data, or give other bounds."
-            )
-        if _noise_ended_at(result.likelihood, noise_bounds):
-            at_bound.append("noise")
-            problems.append(
-                f"`fit_hyperparameters` ended at one of noise_bounds={noise_bounds} for the noise precision: at the "
-                "upper one the linear model fits the targets exactly, at the lower one not at all. Check the units of "
-                "the targets, give other bounds, or fix the noise (`Gaussian(b, learn=False)`)."
-            )
-        start = (result.mode / result.prior.scale)[None]
-        self._draw_posterior(
-            model.with_likelihood(result.likelihood),
-            data,
-            result.prior,
-            plan,
-            solver,
-            start,
-            result.history,
-            progress,
-            path=None if path is None else path.path,
-            fitted=(result.converged, tuple(at_bound)),
-            problems=problems,
+        tangent, task = prepare(self, loader, noise_variances, progress)
+        tuning = Tuning(
+            max_steps, tolerance, num_samples, precision_bounds, noise_bounds, _shifted(callback, tangent.log_scale)
         )
+        if task.plan.in_observation_space:
+            fit: Fit = tune_gram(task, tuning)
+        else:
+            solver = make_solver(task, tolerance, None)
+            fit = fit_by_solver(*tune_by_solver(task, tuning, solver), solver)
+        self._adopt(fit, tangent)
         return self
 
     @torch.inference_mode(False)
     def fit(
-        self, loader: Iterable[Any], *, tolerance: float = _TOLERANCE, progress: bool = True
+        self,
+        loader: Iterable[Any],
+        *,
+        tolerance: float = _TOLERANCE,
+        noise_variances: Tensor | None = None,
+        progress: bool = True,
     ) -> "LinearisedLaplace":
         """The posterior at the prior and noise precision given to the constructor.
 
         Args:
             loader: as for `fit_hyperparameters`.
             tolerance: likewise.
+            noise_variances: likewise.
             progress: show progress bars.
         """
         if not tolerance > 0:
             raise ValueError(f"`fit` needs a positive tolerance, got {tolerance}.")
-        model, data, plan = self._prepare(loader)
-        prior = self._build_prior(model, plan)
-        solver = self._make_solver(plan, model, prior, tolerance, self.prior_precision)
-        self._draw_posterior(model, data, prior, plan, solver, None, [], progress, problems=[])
+        tangent, task = prepare(self, loader, noise_variances, progress)
+        if task.plan.in_observation_space:
+            fit: Fit = fit_gram(task)
+        else:
+            fit = fit_by_solver(task, Tuned(), make_solver(task, tolerance, self.prior_precision))
+        self._adopt(fit, tangent)
         return self
 
-    def _prepare(self, loader: Iterable[Any]) -> tuple[LinearModel, TrainingData, Plan]:
-        with torch.random.fork_rng(devices=[]):  # a shuffled loader draws from the global generator
-            data = TrainingData(loader)
-        if not bool(self.network.weights.isfinite().all()):
-            raise ValueError("The weights of the model contain NaN or infinity; train or load it again.")
-        outputs = []
-        for number, batch in enumerate(torch.arange(data.num_data).split(data.batch_size)):
-            x = data.inputs(batch).to(self.network.device)
-            outputs.append(self.network(x))
-            if not bool(outputs[-1].isfinite().all()):
-                raise ValueError(f"The model gives NaN or infinity on batch {number} (counted from 0) of the data.")
-            if number == 0 and not torch.equal(self.network(x), outputs[0]):
-                raise ValueError(
-                    "The model gives different outputs for the same input in evaluation mode. Remove what is random "
-                    "in its forward (for example `F.dropout(..., training=True)`)."
-                )
-        structured = torch.cat(outputs)
-        targets = data.targets.to(self.network.device)
-        self.likelihood.check_targets(structured.shape, targets)
-        f = structured.reshape(data.num_data, -1)
-        if not bool(self.likelihood.loss(f, targets).isfinite().all()):
-            raise ValueError("The loss of the model on the data is not finite; check targets and noise precision.")
-        features: Features = NetworkFeatures(self.network, data, f.shape[1])
-        plan = make_plan(self.method, features, self.num_samples, self.max_memory)
-        if plan.method == "exact":
-            features = DenseFeatures.of(features)
-            f = f.double()
-        offset = torch.zeros_like(f)
-        if self.linear_model == "affine":
-            offset = f - features.outputs(self.network.weights[None].to(features.dtype))[0]
-        return LinearModel(features, offset, f, targets, self.likelihood), data, plan
-
-    def _build_prior(self, model: LinearModel, plan: Plan) -> GaussianPrior:
-        # At the mode B depends on α; the scale of a g-prior must not, so it is taken where all outputs are zero.
-        at = model.network_outputs if self.hessian_at == "network" else torch.zeros_like(model.network_outputs)
-        probes = Draws(getattr(self.prior, "num_probes", 1), self.seed, _PROBE_STREAM)
-        noise = probes.noise(model.features.num_outputs)
-        ggn = model.ggn(at)
-        if plan.method != "exact":  # a diagonal takes rows of the Jacobian: no more of them than memory holds
-            ggn = replace(ggn, features=model.features.in_chunks(int(plan.vectors / (4 * model.features.num_outputs))))
-        return self.prior.build(ggn, self.network.layers(), self.prior_precision, noise)
-
-    def _make_solver(
-        self, plan: Plan, model: LinearModel, prior: GaussianPrior, tolerance: float, shift: float | None
-    ) -> Solver:
-        def operator() -> GGN:
-            at = model.network_outputs if self.hessian_at == "network" else torch.zeros_like(model.network_outputs)
-            ggn = model.ggn(at)
-            scale = prior.scale.to(ggn.device, ggn.dtype)
-            return replace(ggn, features=ScaledFeatures(ggn.features, scale))
-
-        solver = plan.solver(tolerance, self.solver, self.seed)
-        return plan.precondition(solver, operator, shift, self.num_samples, self.seed)
-
-    def _draw_posterior(
-        self,
-        model: LinearModel,
-        data: TrainingData,
-        prior: GaussianPrior,
-        plan: Plan,
-        solver: Solver,
-        mode: Tensor | None,
-        history: list[EMStep],
-        progress: bool,
-        *,
-        problems: list[str],
-        path: EvidencePath | None = None,
-        fitted: tuple[bool | None, tuple[str, ...]] = (None, ()),
-    ) -> None:
-        """Mode and samples at given hyperparameters; replaces what was fitted before, at the very end."""
-        prior = prior.to(model.features.device, model.features.dtype)
-        if isinstance(solver, SGD):  # these samples are kept, and have no warm start
-            solver = replace(solver, epochs=2 * solver.epochs)
-        minimum = linear_model_mode(model, prior, solver, mode, description="mode" if progress else None)
-        theta = (minimum.value * prior.scale)[0]
-        mode_outputs = model.outputs(theta[None])[0]
-        at = mode_outputs if self.hessian_at == "mode" else model.network_outputs
-        sampled = draw(
-            model.ggn(at),
-            prior,
-            Draws(self.num_samples, self.seed, _SAMPLE_STREAM),
-            None if plan.method == "ciq" else solver,
-            rows=plan.rows(self.num_samples),
-            dtype=self.network.dtype,
-            description=f"{self.num_samples} samples" if progress else None,
-        )
-        residuals, tolerance = plan.judge(sampled, solver)
-        if not (sampled.converged and minimum.converged):
-            problems.append(
-                f"The posterior has not converged: residual {float(residuals.max()):.2g} of the samples (tolerance "
-                f"{tolerance:.2g}), {minimum.residual:.2g} of the mode. {advice(plan.method)}"
-            )
-        gamma, gamma_se = sampled.effective_dimension()
+    def _adopt(self, fit: Fit, tangent: TangentModel) -> None:
+        """Replace what was fitted before, at the very end."""
+        assert fit.sampled is not None
+        gamma, gamma_se = fit.sampled.effective_dimension()
+        shift = tangent.log_scale
+        history = [step.shifted(shift) for step in fit.tuned.history]
         self._posterior = Posterior(
-            prior=prior,
-            likelihood=model.likelihood,
-            samples=sampled.samples,
-            mode=theta.to(self.network.dtype),
+            prior=fit.prior,
+            likelihood=fit.model.likelihood,
+            samples=fit.sampled.samples,
+            mode=fit.mode.to(self.network.dtype),
             effective_dimension=gamma,
             effective_dimension_se=gamma_se,
             history=history,
-            rows=data.batch_size,
+            rows=tangent.data.batch_size,
             fingerprint=self.network.fingerprint(),
-            converged=sampled.converged and minimum.converged and fitted[0] is not False,
+            converged=fit.converged,
+            exact=exact_tensors(fit, tangent),
         )
-        self._model, self._mode_outputs, self._drawn, self._path = model, mode_outputs, 0, path
-        self._plan, self._solver = plan, solver
-        self._check = _Check(
-            sampled=replace(sampled, samples=sampled.samples[:0].clone()),
-            minimum=replace(minimum, value=minimum.value[:0].clone()),
-            residuals=residuals,
-            tolerance=tolerance,
-            hyperparameters_converged=fitted[0],
-            at_bounds=fitted[1],
-        )
-        if problems:
+        self._fit, self._tangent, self._drawn = fit.light(), tangent, 0
+        if fit.problems:
             warnings.warn(
-                " ".join(problems),
+                " ".join(fit.problems),
                 ConvergenceWarning,
                 stacklevel=4,  # the public method is behind the wrapper of `inference_mode`
             )
@@ -423,41 +263,47 @@ class LinearisedLaplace:
     # Using -----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode(False)
-    def predict(self, x: Tensor, *, num_samples: int | None = None) -> RegressionPrediction | ClassificationPrediction:
+    def predict(
+        self,
+        x: Tensor,
+        *,
+        num_samples: int | None = None,
+        noise_variances: Tensor | None = None,
+        observed: bool = False,
+    ) -> RegressionPrediction | ClassificationPrediction:
         r"""Predictions with error bars: `f(w̄, x)` and `φ(x) ζ_k`, by `K` JVPs a datum and no VJP.
+
+        After an exact fit in observation space, variances and covariances are `φ(x) H⁻¹ φ(x)ᵀ` itself, computed when
+        they are asked for, by `C` VJPs a datum; samples are there as well.
 
         Args:
             x: inputs as the model takes them, `[N, ...]`.
             num_samples: use only the first so many of `samples_`.
+            noise_variances: `R` at these inputs, `[N]` or `[N, ...]`, if the noise is not the same everywhere.
+            observed: predict the measurements `T f(x)` rather than the outputs, after a fit with `observe=T`.
 
         Raises:
             NotFittedError: before a fit.
             ValueError: for NaN in `x`, or if the weights of the model have changed since the fit.
         """
         posterior = self._fitted("predict")
-        if not isinstance(x, Tensor):
-            raise TypeError(f"`predict(x)` needs a tensor, but got {type(x).__name__}.")
-        if x.dim() == 0 or len(x) == 0:
-            raise ValueError(
-                f"`predict(x)` needs a batch of inputs [N, ...] with N of at least 1, got {list(x.shape)}."
-            )
-        if x.is_floating_point() and not bool(x.isfinite().all()):
-            raise ValueError("`predict(x)`: x contains NaN or infinity.")
-        samples = posterior.samples
-        if num_samples is not None:
-            if not 1 <= num_samples <= len(samples):
-                raise ValueError(
-                    f"`predict(num_samples={num_samples})`: there are {len(samples)} samples; construct "
-                    f"`LinearisedLaplace(..., num_samples={num_samples})` and fit for more."
-                )
-            samples = samples[:num_samples]
+        check_inputs(x, num_samples, len(posterior.samples))
         self._check_fingerprint(posterior.fingerprint, "predict")
-        x = x.to(self.network.device)
-        outputs = self.network(x)
-        deviations = torch.cat([self.network.jvp(part, samples) for part in x.split(posterior.rows)], dim=1)
-        deviations = deviations.reshape(len(samples), *outputs.shape)
-        kind = RegressionPrediction if isinstance(posterior.likelihood, Gaussian) else ClassificationPrediction
-        return kind(outputs, deviations, posterior.likelihood)
+        if (observed and self.observe is None) or (noise_variances is not None and self.noise_precision_ is None):
+            raise ValueError(
+                "`predict(observed=True)` needs `observe=T` in the constructor, and `noise_variances` a regression."
+            )
+        return predict(
+            self.network,
+            posterior,
+            self._fit,
+            x.to(self.network.device),
+            samples=posterior.samples[:num_samples],
+            noise_variances=noise_variances,
+            observation=self.observe,
+            observed=observed,
+            check=lambda: self._check_fingerprint(posterior.fingerprint, "predict"),
+        )
 
     @torch.inference_mode(False)
     def sample(self, num_samples: int) -> Float[Tensor, "K P"]:
@@ -465,32 +311,19 @@ class LinearisedLaplace:
         posterior = self._fitted("sample")
         if num_samples < 1:
             raise ValueError(f"`sample(num_samples)` needs at least 1, got {num_samples}.")
-        if self._model is None or self._mode_outputs is None:
+        if self._fit is None:
             raise NotFittedError(
                 "`sample` needs the training data, which a loaded posterior does not have: call `fit(loader)`, or use "
                 "the samples that were saved, `samples_`."
             )
         self._check_fingerprint(posterior.fingerprint, "sample")
         self._drawn += 1
-        model = self._model
-        at = self._mode_outputs if self.hessian_at == "mode" else model.network_outputs
-        draws = Draws(num_samples, self.seed, _SAMPLE_STREAM + self._drawn)
-        plan, solver = self._plan, self._solver
-        assert plan is not None
-        assert solver is not None
-        sampled = draw(
-            model.ggn(at),
-            posterior.prior,
-            draws,
-            None if plan.method == "ciq" else solver,
-            rows=plan.rows(self.num_samples),
-            dtype=self.network.dtype,
-        )
+        sampled = self._fit.draw(Draws(num_samples, self.seed, SAMPLE_STREAM + self._drawn))
         if not sampled.converged:
-            residuals, tolerance = plan.judge(sampled, solver)
+            residuals, tolerance = self._fit.judge(sampled)
             warnings.warn(
                 f"The samples have not converged: residual {float(residuals.max()):.2g}, tolerance {tolerance:.2g}. "
-                f"{advice(plan.method)}",
+                f"{advice(self._fit.plan.method)}",
                 ConvergenceWarning,
                 stacklevel=3,
             )
@@ -504,8 +337,8 @@ class LinearisedLaplace:
         stochastic Lanczos quadrature. For a loss that is not quadratic it is Laplace's approximation, and with
         `hessian_at="mode"` no guide to the prior precision, as the curvature moves with it.
         """
-        path, alpha = self._evidence("log_marginal_likelihood")
-        return MarginalLikelihood.of(path, alpha)
+        path, alpha, shift = self._evidence("log_marginal_likelihood")
+        return MarginalLikelihood.of(path, alpha).shifted(shift)
 
     @torch.inference_mode(False)
     def evidence_path(self, decades: float = 3.0, num: int = 121) -> EvidenceCurves:
@@ -520,95 +353,50 @@ class LinearisedLaplace:
         """
         if not (0 < decades <= 12 and num >= 2):
             raise ValueError(f"`evidence_path` needs 0 < decades <= 12 and num of at least 2, got {decades}, {num}.")
-        path, alpha = self._evidence("evidence_path", decades)
-        return EvidenceCurves.of(path, alpha * torch.logspace(-decades, decades, num, dtype=torch.float64))
+        path, alpha, shift = self._evidence("evidence_path", decades)
+        grid = alpha * torch.logspace(-decades, decades, num, dtype=torch.float64)
+        return EvidenceCurves.of(path, grid).shifted(shift)
 
-    def _evidence(self, call: str, decades: float | None = None) -> tuple[EvidencePath, float]:
+    def _evidence(self, call: str, decades: float | None = None) -> tuple[EvidencePath, float, float]:
+        fit, tangent = self._with_data(call)
+        path, problems = fit.evidence(decades)
+        if problems:
+            warnings.warn(f"`{call}` is inaccurate: {'; '.join(problems)}.", ConvergenceWarning, stacklevel=4)
+        return path, fit.alpha, tangent.log_scale
+
+    @torch.inference_mode(False)
+    def leave_one_out(self) -> LeaveOneOut:
+        r"""Each training datum predicted from all others, noise included, at the fitted hyperparameters.
+
+        `log_prob`, `[N]`, is `log p(y_i | y_{−i})`, joint over the outputs of a datum; `mean` and `covariance` are
+        those of the *linear model*, in the units of the targets. From the decomposition of an exact fit, without
+        fitting again (Rasmussen & Williams 2006, eq. 5.10–5.12); weights and features stay those of all data.
+
+        Raises:
+            ValueError: if the fit is not by the exact method.
+        """
+        fit, tangent = self._with_data("leave_one_out")
+        found = fit.leave_one_out()
+        return found if tangent.weights is None else found.scaled(1 / tangent.weights)
+
+    def _with_data(self, call: str) -> tuple[Fit, TangentModel]:
         posterior = self._fitted(call)
-        if self._model is None:
+        if self._fit is None or self._tangent is None:
             raise NotFittedError(
                 f"`{call}` needs the training data, which a loaded posterior does not have: call `fit(loader)`."
             )
         self._check_fingerprint(posterior.fingerprint, call)
-        model = self._model
-        prior = posterior.prior.to(model.features.device, model.features.dtype)
-        alpha = float(prior.spread().double().log().mean().exp())
-        mode = (posterior.mode.to(model.features.dtype) / prior.scale)[None]
-        problems = []
-        if self._check is not None and not self._check.minimum.converged:
-            problems.append(f"the mode, whose residual is {self._check.minimum.residual:.2g}, has not converged")
-        if isinstance(model.features, DenseFeatures):
-            path = exact_path(model, prior, mode, hessian_at=self.hessian_at)
-            _warn_of_evidence(call, problems)
-            return path, alpha
-        assert self._plan is not None
-        max_basis = self._plan.max_basis
-        wished = _EVIDENCE_PROBES if decades is None else _PATH_PROBES
-        path, _ = evidence_path(
-            model,
-            prior,
-            Draws(max(1, min(wished, max_basis // 4)), self.seed, _PATH_STREAM),
-            mode,
-            hessian_at=self.hessian_at,
-            accuracy=_EVIDENCE_ACCURACY,
-            decades=0.0 if decades is None else decades,
-            max_basis=max_basis,
-        )
-        ends = alpha * torch.logspace(-(decades or 0.0), decades or 0.0, 3, dtype=torch.float64)
-        change = max(path.last_changes_of_evidence(ends))
-        if not change < _EVIDENCE_ACCURACY:
-            problems.append(
-                f"its last iteration changed it by {100 * change:.2g} % when memory was full; give more `max_memory`"
-            )
-        _warn_of_evidence(call, problems)
-        return path, alpha
+        return self._fit, self._tangent
 
     def diagnose(self) -> Diagnosis:
         """Whether solves, samples and hyperparameters of the last fit are right; `print` it for one page in words.
 
         The energies of the samples are tested against their distributions; see `laplace_sampling.diagnostics`.
         """
-        posterior, model, check = self._fitted("diagnose"), self._model, self._check
-        plan = self._plan
-        if model is None or check is None or plan is None:
+        self._fitted("diagnose")
+        if self._fit is None or self._fit.sampled is None:
             raise NotFittedError("`diagnose` needs the fit itself, which a loaded posterior does not have: call `fit`.")
-        alpha = float(posterior.prior.spread().double().log().mean().exp())
-        reference = None if self._path is None else torch.tensor([alpha], dtype=torch.float64)
-        moments: tuple[float, float, float] | None = None
-        if self._path is not None and reference is not None:
-            gamma, error = self._path.effective_dimension(reference)
-            moments = float(gamma), 2 * float(self._path.squared_dimension(reference)), float(error)
-        f = model.network_outputs
-        linear = model.features.outputs(self.network.weights[None].to(model.features.dtype))[0]
-        energies = check.sampled.data_energies.cpu()
-        classes = isinstance(model.likelihood, Categorical)
-        return Diagnosis(
-            num_samples=len(posterior.samples),
-            num_parameters=self.network.num_parameters,
-            num_data=model.features.num_data,
-            num_outputs=model.features.num_outputs,
-            linear_model=self.linear_model,
-            method=plan.method,
-            reason=plan.reason,
-            residuals=check.residuals.cpu(),
-            tolerance=check.tolerance,
-            solver_converged=check.sampled.converged,
-            mode_residual=check.minimum.residual,
-            mode_converged=check.minimum.converged,
-            hyperparameters_converged=check.hyperparameters_converged,
-            prior_precision=dict(zip(posterior.prior.names, posterior.prior.precision.tolist(), strict=True)),
-            at_bounds=check.at_bounds,
-            effective_dimension=float(posterior.effective_dimension.sum()),
-            effective_dimension_se=float(posterior.effective_dimension_se.square().sum().sqrt()),
-            gamma_reference=None if moments is None else moments[0],
-            gamma_reference_se=None if moments is None else moments[2],
-            total_test=chi_squared_test(check.sampled.energies.cpu(), self.network.num_parameters),
-            data_test=_data_test(energies, moments),
-            offset=float((linear - f).norm() / f.norm()),
-            num_floored=posterior.prior.num_floored,
-            passes=check.sampled.passes + check.minimum.passes + sum(step.passes for step in posterior.history),
-            max_rank=f.shape[0] * (f.shape[1] - 1) if classes else None,
-        )
+        return self._fit.diagnosis(self.network.weights, self.linear_model)
 
     @property
     def prior_precision_(self) -> Float[Tensor, " G"]:
@@ -648,8 +436,8 @@ class LinearisedLaplace:
         p = self._posterior
         if p is None:
             return head + ", not fitted)"
-        if self._plan is not None:
-            head += f" → {self._plan.method!r}: {self._plan.reason}"
+        if self._fit is not None:
+            head += f" → {self._fit.plan.method!r}: {self._fit.plan.reason}"
         alpha = ", ".join(f"{name}: {float(a):.3g}" for name, a in zip(p.prior.names, p.prior.precision, strict=True))
         floored = f", {p.prior.num_floored} weights floored" if p.prior.num_floored else ""
         return (
@@ -659,7 +447,7 @@ class LinearisedLaplace:
 
     def __str__(self) -> str:
         """As `repr`, and the time of products if it was measured, which is not the same in two runs."""
-        cost = None if self._plan is None else self._plan.cost
+        cost = None if self._fit is None else self._fit.plan.cost
         if cost is None or self._posterior is None:
             return repr(self)
         return f"{repr(self)[:-1]}, a pass of products takes about {cost.seconds:.1g} s)"
@@ -672,24 +460,9 @@ class LinearisedLaplace:
             "linear_model": self.linear_model,
             "hessian_at": self.hessian_at,
             "parameters": self.network.names,
-            "recipe": self._recipe(),
+            "recipe": recipe_of(self),
         }
         return encode(self._fitted("state_dict"), settings)
-
-    def _recipe(self) -> dict[str, Any]:
-        """What the constructor was given, so that a loaded object fits again as the saved one would."""
-        recipe = {
-            "prior": recipe_of_prior(self.prior),
-            "prior_precision": self.prior_precision,
-            "method": self.method,
-            "num_samples": self.num_samples,
-            "seed": self.seed,
-            "solver": asdict(self.solver),
-            "max_memory": self.max_memory,
-        }
-        if isinstance(self.likelihood, Gaussian):
-            recipe["noise_precision"] = torch.as_tensor(self.likelihood.noise_precision).tolist()
-        return recipe
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take over a posterior from `state_dict`.
@@ -702,9 +475,15 @@ class LinearisedLaplace:
         posterior = restore(state, network.names, self.likelihood, network.num_parameters, network.device)
         self._check_fingerprint(posterior.fingerprint, "load_state_dict")
         settings = settings_of(state)
-        self._posterior = posterior
+        check_observed(settings, self.observe is not None)
+        before = self.linear_model, self.hessian_at
         self.linear_model, self.hessian_at = settings["linear_model"], settings["hessian_at"]
-        self._model = self._mode_outputs = self._check = self._path = self._plan = self._solver = None
+        try:
+            self._fit, self._tangent = restore_fit(self, posterior)
+        except Exception:
+            self.linear_model, self.hessian_at = before
+            raise
+        self._posterior = posterior
 
     def save(self, path: str | Path) -> None:
         """Write `state_dict()` to a file."""
@@ -717,6 +496,7 @@ class LinearisedLaplace:
         model: nn.Module,
         likelihood: str | Likelihood | None = None,
         prior: str | Prior | None = None,
+        observe: Observation | None = None,
     ) -> "LinearisedLaplace":
         """Read what `save` wrote, for the same trained network; settings are those of the saved object.
 
@@ -725,22 +505,12 @@ class LinearisedLaplace:
             model: the network, with the weights that it had at the fit.
             likelihood: needed only if it was not one of the library's own.
             prior: likewise.
+            observe: `T`, needed if the saved posterior was fitted to measurements.
         """
         state = torch.load(path, map_location="cpu", weights_only=True)
         settings = settings_of(state)
-        recipe = settings["recipe"]
-        la = cls(
-            model,
-            likelihood_of(settings) if likelihood is None else likelihood,
-            prior=prior_of(recipe["prior"]) if prior is None else prior,
-            prior_precision=recipe["prior_precision"],
-            parameters=settings["parameters"],
-            method=recipe["method"],
-            num_samples=recipe["num_samples"],
-            seed=recipe["seed"],
-            solver=SGD(**recipe["solver"]),
-            max_memory=recipe.get("max_memory"),
-        )
+        arguments = arguments_of(settings, likelihood, prior)
+        la = cls(model, **arguments, observe=observe)
         la.load_state_dict(state)
         return la
 
@@ -761,27 +531,11 @@ class LinearisedLaplace:
             )
 
 
-def _has_path(likelihood: Likelihood, prior: GaussianPrior) -> bool:
-    """Whether the hyperparameters are those of one curve: a prior precision, and at most one noise precision."""
-    one_noise = not isinstance(likelihood, Gaussian) or torch.as_tensor(likelihood.noise_precision).dim() == 0
-    return len(prior.names) == 1 and one_noise
-
-
-def _data_test(energies: Tensor, moments: tuple[float, float, float] | None) -> TestResult | None:
-    if moments is not None:
-        return data_energy_test(energies, *moments)
-    return data_energy_test(energies) if len(energies) > 2 else None  # the shape of two numbers is nothing
-
-
-def _noise_ended_at(likelihood: Likelihood, bounds: tuple[float, float]) -> bool:
-    if not (isinstance(likelihood, Gaussian) and likelihood.learn):
-        return False
-    return any(b in bounds for b in torch.as_tensor(likelihood.noise_precision).reshape(-1).tolist())
-
-
-def _warn_of_evidence(call: str, problems: list[str]) -> None:
-    if problems:
-        warnings.warn(f"`{call}` is inaccurate: {'; '.join(problems)}.", ConvergenceWarning, stacklevel=5)
+def _shifted(callback: Callable[[EMStep], object] | None, shift: float) -> Callable[[EMStep], object] | None:
+    """With losses of the targets in place of those of the model."""
+    if callback is None or shift == 0:
+        return callback
+    return lambda step: callback(step.shifted(shift))
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -4,31 +4,33 @@
 and the samples themselves. Activations of the network, of products with the rows of a group, come on top.
 
 **Cost** is counted in floating-point operations, for a choice by the clock would not be the same in two runs.
+
+**The exact method has two spaces**: that of the weights, with the Jacobian and a matrix `[P, P]`, or that of the
+observations, with the Gram matrix `[N·C, N·C]` and no Jacobian, for `N·C < P`.
 """
 
 import math
-import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
+from laplace_sampling.cost import Cost, free_memory, measure
 from laplace_sampling.dense import Dense
+from laplace_sampling.dual import DualCG, WhitenedGram
+from laplace_sampling.gram import BLOCK_BYTES
 from laplace_sampling.krylov import CG, BlockKrylov
-from laplace_sampling.operators import Features, Operator
+from laplace_sampling.operators import GGN, Features
 from laplace_sampling.preconditioners import Nystrom
 from laplace_sampling.solvers import InGroups, Solver
 from laplace_sampling.stochastic import SGD
 from laplace_sampling.variance_reduced import SVRG
 
-__all__ = ["METHODS", "Cost", "Plan", "make_plan", "measure"]
+__all__ = ["METHODS", "Plan", "make_plan"]
 
-METHODS = ("auto", "exact", "cg", "sgd", "svrg", "ciq")
+METHODS = ("auto", "exact", "dual", "cg", "sgd", "svrg", "ciq")
 
 # "auto" takes the exact method up to this size of its matrix, and of the Jacobian that it holds (in numbers).
 _EXACT_SIZE, _EXACT_JACOBIAN = 2000, 5e7
@@ -39,30 +41,25 @@ _KRYLOV_DATA = 20_000
 _CHEAPER, _WORTH = 3.0, 1e12
 # Typical of `fit_hyperparameters`: passes of one vector with "cg", factorisations with "exact".
 _PASSES, _FACTORISATIONS = 400, 50
+# In observation space: one eigendecomposition, in units of `(N·C)³`, and Gram matrices that are in memory.
+_EIGEN, _GRAMS = 9, 4
 # Passes a sample that the preconditioner of svrg saves against sgd.
 _SAVED = 5
 
 # The fewest vectors of a Krylov basis that are worth having, and vectors held for each (its product, and room to move).
 _LEAST_BASIS, _BASIS_STACKS = 64, 3
 # Vectors of P numbers alive for each row of a solve, products of the network included; measured in float32.
-_STACKS = {"exact": 0, "cg": 16, "sgd": 16, "svrg": 22, "ciq": 80}
+_STACKS = {"exact": 0, "dual": 24, "cg": 16, "sgd": 16, "svrg": 22, "ciq": 80}
 # The same for each row of EM that is not being solved, and for each vector of a Nyström preconditioner in the making.
 _EM_STACKS, _NYSTROM_STACKS = 12, 18
 # Of the preconditioner of svrg, for each of its rank: four rows of data, their factor, and what a product needs.
 _SVRG_STACKS = 8
 _LARGEST_RANK = 256
+# Rank of the preconditioner of "dual", whose vectors have `N·C` numbers, and the share of memory that it takes.
+_DUAL_RANK, _DUAL_SHARE = 400, 0.25
 
 # The error of predicted standard deviations for which solvers' own defaults are made.
 _TOLERANCE = 0.015
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Of products, measured on a mini-batch: operations a datum of a JVP and a VJP, and seconds a pass of both."""
-
-    jvp: float
-    vjp: float
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -70,11 +67,13 @@ class Plan:
     """A method, why it was taken, and what it may hold in memory.
 
     Attributes:
-        method: `"exact"`, `"cg"`, `"sgd"`, `"svrg"` or `"ciq"`.
+        method: `"exact"`, `"dual"`, `"cg"`, `"sgd"`, `"svrg"` or `"ciq"`.
         reason: in words.
         vectors: of `P` numbers that memory holds.
         num_samples: `K`.
         cost: of products, if it was measured.
+        space: where the exact method works, `"weights"` or `"observations"`.
+        dual_rank: of the preconditioner of `"dual"`.
     """
 
     method: str
@@ -82,6 +81,24 @@ class Plan:
     vectors: float
     num_samples: int
     cost: Cost | None = None
+    space: str = "weights"
+    dual_rank: int = 0
+
+    def holds_gram(self, features: Features) -> bool:
+        """Whether memory holds the exact method in observation space."""
+        vector = features.size * torch.empty((), dtype=features.dtype).element_size()
+        bytes_ = _exact_bytes("observations", features.num_data * features.num_outputs, features.size)
+        return bytes_ <= min(_EXACT_BYTES, self.vectors * vector)
+
+    @property
+    def in_observation_space(self) -> bool:
+        """Whether the exact method works on the Gram matrix."""
+        return self.method == "exact" and self.space == "observations"
+
+    @property
+    def holds_jacobian(self) -> bool:
+        """Whether the exact method is to be given dense features."""
+        return self.method == "exact" and self.space == "weights"
 
     @property
     def max_basis(self) -> int:
@@ -120,7 +137,7 @@ class Plan:
         room = self.vectors - making * self.rank - _STACKS[self.method]
         return max(1, min(num_samples, int(room / _EM_STACKS)))
 
-    def solver(self, tolerance: float, sgd: SGD, seed: int) -> Solver:
+    def solver(self, tolerance: float, given: SGD | DualCG, seed: int) -> Solver:
         r"""The solver of the method for a relative error `τ` of predicted standard deviations, a mean over the data.
 
         A sample `ζ` is independent of the simulated data `d = u − Mθ⁰` that it is conditioned on (`Cov(ζ, d) =
@@ -130,22 +147,29 @@ class Plan:
         products `⟨Φζ, Φe⟩`, of mean zero, moves it by about `ε/√K`, too.
 
         `ε² = 2τ` is enough for the first. `SVRG`, whose tolerance is of `ε²` and judged by an estimate, takes a third
-        of it. Krylov solvers, for which accuracy is cheap, take `ε = 2τ`. For `τ = 0.015` both are the solvers'
-        defaults. `SGD` judges itself by its gradient; its tolerance shrinks in proportion.
+        of it. Krylov solvers, for which accuracy is cheap, take `ε = 2τ`, and so does `DualCG`. For `τ = 0.015` these
+        are the defaults of the first two. `SGD` judges itself by its gradient; its tolerance shrinks in proportion.
         """
         error = min(2 * tolerance, 0.5)
         if self.method == "exact":
             return Dense()
         if self.method == "sgd":
-            return replace(sgd, tolerance=sgd.tolerance * min(1.0, tolerance / _TOLERANCE))
+            assert isinstance(given, SGD)
+            return replace(given, tolerance=given.tolerance * min(1.0, tolerance / _TOLERANCE))
+        if self.method == "dual":
+            settings = given if isinstance(given, DualCG) else DualCG(rank=self.dual_rank, seed=seed)
+            return replace(settings, tolerance=error)
         if self.method == "svrg":
             return SVRG(tolerance=error / 3, max_rank=self.rank, seed=seed)
         return CG(error) if self.short else BlockKrylov(error, max_basis=self.max_basis)
 
     def precondition(
-        self, solver: Solver, operator: Callable[[], Operator], shift: float | None, num_rhs: int, seed: int
+        self, solver: Solver, operator: Callable[[], GGN], shift: float | None, num_rhs: int, seed: int
     ) -> Solver:
-        """The solver with a Nyström preconditioner for every `α`, where memory is short; else as it is."""
+        """The solver with one preconditioner for every `α`: of `"dual"`, and Nyström's where memory is short."""
+        if isinstance(solver, DualCG):
+            ggn = operator()
+            return solver.hold(WhitenedGram(torch.full((ggn.size,), 1 / (shift or 1.0), device=ggn.device), ggn))
         if self.rank == 0 or not isinstance(solver, CG):
             return solver
         preconditioner = Nystrom.of(
@@ -166,7 +190,7 @@ class Plan:
             return solution.residual, 0.1
         if isinstance(solver, SVRG):
             return solution.error, math.sqrt(solver.tolerance)
-        if isinstance(solver, BlockKrylov | CG):
+        if isinstance(solver, BlockKrylov | CG | DualCG):
             return solution.error, solver.tolerance
         return solution.residual, solver.tolerance if isinstance(solver, SGD) else 1e-6
 
@@ -177,6 +201,9 @@ def make_plan(
     num_samples: int,
     max_memory: float | None,
     cost: Callable[[Features], Cost] | None = None,
+    *,
+    gram: bool = False,
+    dual: bool = False,
 ) -> Plan:
     """The plan for a problem.
 
@@ -186,6 +213,8 @@ def make_plan(
         num_samples: `K`.
         max_memory: in bytes; half of what is free by default.
         cost: measures products; `measure` by default, asked for `"auto"` only.
+        gram: whether the exact method may work in observation space.
+        dual: whether `"auto"` may take `"dual"`.
 
     Raises:
         ValueError: if memory does not hold what the method cannot do without.
@@ -193,18 +222,26 @@ def make_plan(
     bytes_ = max_memory if max_memory is not None else 0.5 * free_memory(features.device)
     vector = features.size * torch.empty((), dtype=features.dtype).element_size()
     rows = features.num_data * features.num_outputs
-    exact_bytes = 8 * (rows * features.size + 3 * min(rows, features.size) ** 2)
+    space = "observations" if gram and rows < features.size else "weights"
+    exact_bytes = _exact_bytes(space, rows, features.size)
     allowed = min(_EXACT_BYTES, bytes_) if max_memory is not None else _EXACT_BYTES
     if method == "exact" and exact_bytes > allowed:
+        others = '"dual" (conjugate gradients in observation space), "cg"' if dual else '"cg"'
         raise ValueError(
             f'method="exact" would need about {exact_bytes / 2**30:.1f} GiB for {features.num_data} data, '
-            f'{features.num_outputs} outputs and {features.size} weights; use method="cg" or "sgd".'
+            f"{features.num_outputs} outputs and {features.size} weights, more than the {allowed / 2**30:.1f} GiB that "
+            f'it may take; use method={others} or "sgd".'
         )
-    plan = Plan(method, "as asked for", bytes_ / vector, num_samples)
+    rank = max(1, min(_DUAL_RANK, rows, int(_DUAL_SHARE * bytes_ / (8 * rows))))
+    plan = Plan(method, "as asked for", bytes_ / vector, num_samples, dual_rank=rank)
     if method == "auto":
         measured = (cost or measure)(features)
-        chosen, reason = _choose(features, measured, plan, exact_bytes <= min(allowed, bytes_))
+        fits = exact_bytes <= min(allowed, bytes_)
+        chosen, reason = _choose(features, measured, plan, space, fits, dual)
         plan = replace(plan, method=chosen, reason=reason, cost=measured)
+    if plan.method == "exact":
+        where = f"P = {features.size} weights, N·C = {rows} observations"
+        plan = replace(plan, space=space, reason=f"{plan.reason}, in the space of the {space} ({where})")
     needed = num_samples + _STACKS[plan.method]
     if plan.method != "exact" and plan.vectors < needed:
         raise ValueError(
@@ -218,73 +255,44 @@ def make_plan(
     return plan
 
 
-def _choose(features: Features, cost: Cost, plan: Plan, fits: bool) -> tuple[str, str]:
+def _exact_bytes(space: str, rows: int, size: int) -> float:
+    if space == "observations":
+        return 8.0 * _GRAMS * rows**2 + min(BLOCK_BYTES, 8 * rows * size)
+    return 8.0 * (rows * size + 3 * min(rows, size) ** 2)
+
+
+def _exact_operations(space: str, rows: int, size: int, cost: Cost) -> float:
+    if space == "observations":
+        blocks = max(1.0, 16 * rows * size / BLOCK_BYTES)
+        return rows * cost.vjp * (1 + blocks) / 2 + 2 * rows**2 * size + _EIGEN * rows**3
+    smaller, larger = min(rows, size), max(rows, size)
+    return rows * cost.vjp + _FACTORISATIONS * (2 * smaller**2 * larger + smaller**3 / 3)
+
+
+def _choose(features: Features, cost: Cost, plan: Plan, space: str, fits: bool, dual: bool) -> tuple[str, str]:
     """By size; where counts of operations differ much, by these."""
     num_data, rows, size = features.num_data, features.num_data * features.num_outputs, features.size
-    smaller, larger, jacobian = min(rows, size), max(rows, size), rows * size
-    factorisation = 2 * smaller**2 * larger + smaller**3 / 3
-    exact = rows * cost.vjp + _FACTORISATIONS * factorisation
+    smaller, jacobian = min(rows, size), rows * size
+    exact = _exact_operations(space, rows, size, cost)
     krylov = _PASSES * num_data * (cost.jvp + cost.vjp)
     counts = f"about {exact:.1g} operations, against {krylov:.1g} of a few hundred passes"
-    small = smaller <= _EXACT_SIZE and jacobian <= _EXACT_JACOBIAN
+    held = space == "weights"  # the Jacobian
+    small = smaller <= _EXACT_SIZE and (jacobian <= _EXACT_JACOBIAN or not held)
     if fits and exact * _CHEAPER < krylov - _WORTH and not small:
         return "exact", f"products of this network are expensive: {counts}"
     if fits and small and not krylov * _CHEAPER < exact - _WORTH:
-        return "exact", f"a matrix of {smaller} rows, and a Jacobian of {jacobian:.2g} numbers, are cheap"
+        also = f", and a Jacobian of {jacobian:.2g} numbers," if held else ""
+        return "exact", f"a matrix of {smaller} rows{also} {'are' if held else 'is'} cheap"
     if num_data > _KRYLOV_DATA:
-        held = replace(plan, method="svrg").rank
+        rank = replace(plan, method="svrg").rank
         # It saves some passes of all samples, and factorises a matrix of four rows of data for each of its rank.
-        saved, factorised = _SAVED * plan.num_samples * num_data * (cost.jvp + cost.vjp), 10 * (4 * held) ** 3
-        if held >= _LEAST_BASIS and saved > _CHEAPER * factorised:
-            return "svrg", f"{num_data} data: a few passes in mini-batches, preconditioned by {held} vectors"
+        saved, factorised = _SAVED * plan.num_samples * num_data * (cost.jvp + cost.vjp), 10 * (4 * rank) ** 3
+        if rank >= _LEAST_BASIS and saved > _CHEAPER * factorised:
+            return "svrg", f"{num_data} data: a few passes in mini-batches, preconditioned by {rank} vectors"
         return "sgd", f"{num_data} data: steps on few of them cost less than passes over all"
+    if dual and plan.short and rows < size and plan.vectors >= plan.num_samples + _STACKS["dual"]:
+        return "dual", f"memory holds no Krylov basis of weights, but vectors of N·C = {rows} observations"
     reason = f"{num_data} data: a few passes over all are cheap"
     if small and fits:
         reason += f", dense algebra would take {counts}"
     return "cg", reason if plan.short else f"{reason}, and memory holds {plan.max_basis} vectors"
-
-
-class _Operations(TorchDispatchMode):
-    """Counts floating-point operations of matrix products, convolutions and attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        counter = flop_registry.get(func._overloadpacket)
-        if counter is not None:
-            self.count += counter(*args, **(kwargs or {}), out_val=out)
-        return out
-
-
-def measure(features: Features, most: int = 64) -> Cost:
-    """Of one JVP and one VJP on a mini-batch; run twice, for the first run of a network is slow."""
-    batch = next(iter(features.chunks()))[:most]
-    v = torch.ones(1, features.size, dtype=features.dtype, device=features.device)
-    with _Operations() as forward:
-        u = features.jvp(v, batch)
-    with _Operations() as backward:
-        features.vjp(u, batch)
-    _synchronise(features.device)
-    started = time.perf_counter()
-    features.vjp(features.jvp(v, batch), batch)
-    _synchronise(features.device)
-    share = len(batch) / features.num_data
-    return Cost(forward.count / len(batch), backward.count / len(batch), (time.perf_counter() - started) / share)
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def free_memory(device: torch.device) -> float:
-    """Bytes."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    try:
-        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (AttributeError, ValueError):  # not every system tells
-        return 4.0 * 2**30

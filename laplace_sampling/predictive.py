@@ -1,26 +1,76 @@
 """What `predict` returns: the network's output with joint samples of the function around it."""
 
 import math
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.distributions import LowRankMultivariateNormal
+from torch.distributions import LowRankMultivariateNormal, MultivariateNormal
 
 from laplace_sampling.likelihoods import Categorical, Gaussian, Likelihood
 
-__all__ = ["ClassificationPrediction", "RegressionPrediction"]
+__all__ = ["ClassificationPrediction", "FunctionCovariance", "Guarded", "RegressionPrediction"]
+
+
+class FunctionCovariance(ABC):
+    """Covariance of the function at the inputs of a prediction without samples, as the exact method knows it."""
+
+    @abstractmethod
+    def variance(self) -> Float[Tensor, "N C"]:
+        """Of each output."""
+
+    @abstractmethod
+    def blocks(self) -> Float[Tensor, "N C C"]:
+        """Between the (flattened) outputs of each input."""
+
+    @abstractmethod
+    def joint(self) -> Float[Tensor, "NC NC"]:
+        """Over all inputs and outputs, the outputs of an input adjacent."""
+
+
+@dataclass(frozen=True)
+class Guarded(FunctionCovariance):
+    """A covariance that is computed when it is asked for, after a check that it still can be.
+
+    Args:
+        function: the covariance.
+        check: raises if not.
+    """
+
+    function: FunctionCovariance
+    check: Callable[[], None]
+
+    def _checked(self, name: str) -> Tensor:
+        with torch.inference_mode(False):
+            self.check()
+            return getattr(self.function, name)()
+
+    def variance(self) -> Tensor:
+        return self._checked("variance")
+
+    def blocks(self) -> Tensor:
+        return self._checked("blocks")
+
+    def joint(self) -> Tensor:
+        return self._checked("joint")
 
 
 @dataclass(frozen=True)
 class _Prediction:
-    """Shared by both predictions: outputs keep the shape that the network gives them, `[N, ...]`."""
+    """Shared by both predictions: outputs keep the shape that the network gives them, `[N, ...]`.
+
+    Covariances are those of `function` where it is given (after a fit by the exact method), without the noise of the
+    samples; else those of the samples.
+    """
 
     outputs: Tensor
     deviations: Tensor
     likelihood: Likelihood
+    function: FunctionCovariance | None = field(default=None, kw_only=True)
 
     @cached_property
     def samples(self) -> Float[Tensor, "K N *C"]:
@@ -29,7 +79,9 @@ class _Prediction:
 
     @cached_property
     def variance(self) -> Float[Tensor, "N *C"]:
-        """Variance of the function, `(1/K) Σ_k (φ(x) ζ_k)²`, without observation noise."""
+        """Variance of the function, `φ(x) H⁻¹ φ(x)ᵀ` or `(1/K) Σ_k (φ(x) ζ_k)²`, without observation noise."""
+        if self.function is not None:
+            return self.function.variance().to(self.outputs).reshape(self.outputs.shape)
         return (self.deviations**2).mean(0)
 
     @property
@@ -43,13 +95,22 @@ class _Prediction:
 
     def covariance(self) -> Float[Tensor, "N C C"]:
         """Covariance of the function between the (flattened) outputs of each input, without observation noise."""
+        if self.function is not None:
+            return self._blocks
         flat = self._flat
         return torch.einsum("knc,knd->ncd", flat, flat) / len(flat)
 
     def joint_covariance(self) -> Float[Tensor, "NC NC"]:
         """Covariance of the function over all inputs and outputs, `[N·C, N·C]`, the outputs of an input adjacent."""
+        if self.function is not None:
+            return self.function.joint().to(self.outputs)
         flat = self.deviations.flatten(1)
         return flat.T @ flat / len(flat)
+
+    @cached_property
+    def _blocks(self) -> Float[Tensor, "N C C"]:
+        assert self.function is not None
+        return self.function.blocks().to(self.outputs)
 
     def _check_targets(self, y: Tensor) -> None:
         self.likelihood.check_targets(self.outputs.shape, y)
@@ -57,7 +118,13 @@ class _Prediction:
 
 @dataclass(frozen=True)
 class RegressionPrediction(_Prediction):
-    """Predictions of a regression; everything in the units of the targets."""
+    """Predictions of a regression; everything in the units of the targets.
+
+    `noise_scale` is `R` of heteroscedastic noise at these inputs, in the shape of the outputs.
+    """
+
+    noise_scale: Tensor | None = field(default=None, kw_only=True)
+    has_noise: bool = field(default=True, kw_only=True)
 
     @property
     def mean(self) -> Float[Tensor, "N *C"]:
@@ -66,19 +133,25 @@ class RegressionPrediction(_Prediction):
 
     @property
     def noise_variance(self) -> Tensor:
-        """`1/b`, the variance of the observation noise: a scalar, or one an output, in the shape of an output."""
+        """`R/b`, the variance of the observation noise: a scalar, one an output, or one for each input and output."""
         assert isinstance(self.likelihood, Gaussian)
+        if not self.has_noise:
+            raise ValueError(
+                "The noise is that of the measurements `y = T f(x) + noise`, not of the outputs: `predict(x, "
+                "observed=True)` predicts measurements."
+            )
         variance = 1 / self.likelihood.precision(self.outputs)
-        return variance.reshape(self.outputs.shape[1:]) if variance.numel() > 1 else variance
+        variance = variance.reshape(self.outputs.shape[1:]) if variance.numel() > 1 else variance
+        return variance if self.noise_scale is None else variance * self.noise_scale
 
-    def distribution(self) -> LowRankMultivariateNormal:
+    def distribution(self) -> LowRankMultivariateNormal | MultivariateNormal:
         """Of new observations, noise included: for each input a Gaussian over its (flattened) outputs."""
-        flat = self._flat
-        return LowRankMultivariateNormal(
-            self.outputs.reshape(flat.shape[1:]),
-            flat.permute(1, 2, 0) / math.sqrt(len(flat)),
-            self.noise_variance.flatten().expand(flat.shape[1:]),
-        )
+        shape = self._flat.shape[1:]
+        mean, noise = self.outputs.reshape(shape), self.noise_variance
+        noise = noise.reshape(shape) if self.noise_scale is not None else noise.flatten().expand(shape)
+        if self.function is not None:
+            return MultivariateNormal(mean, self._blocks + torch.diag_embed(noise))
+        return LowRankMultivariateNormal(mean, self._flat.permute(1, 2, 0) / math.sqrt(len(self.deviations)), noise)
 
     def log_prob(self, y: Tensor) -> Float[Tensor, " N"]:
         """Log density of each observation, noise included, joint over its outputs. `y` has the shape of `mean`."""
@@ -125,10 +198,14 @@ class ClassificationPrediction(_Prediction):
                 'The Laplace bridge of a single logit has mean sigmoid(f) whatever the variance; use "mc" or "probit".'
             )
         num = self.outputs.shape[-1]
-        # Condition on Σ_c f_c = 0, from samples: cov(f, Σf) and var(Σf) need no C × C matrix.
-        total = self.deviations.sum(-1, keepdim=True)
-        cross = (self.deviations * total).mean(0)
-        spread = (total**2).mean(0).clamp_min(torch.finfo(total.dtype).tiny)
+        # Condition on Σ_c f_c = 0: from samples, cov(f, Σf) and var(Σf) need no C × C matrix.
+        if self.function is not None:
+            cross = self._blocks.sum(-1)
+            spread = cross.sum(-1, keepdim=True)
+        else:
+            total = self.deviations.sum(-1, keepdim=True)
+            cross, spread = (self.deviations * total).mean(0), (total**2).mean(0)
+        spread = spread.clamp_min(torch.finfo(cross.dtype).tiny)
         mean = self.outputs - cross * self.outputs.sum(-1, keepdim=True) / spread
         variance = (self.variance - cross**2 / spread).clamp_min(1e-12 * self.variance + 1e-30)
         log_terms = mean + (-mean).logsumexp(-1, keepdim=True) - 2 * math.log(num)

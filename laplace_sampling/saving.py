@@ -4,20 +4,32 @@ A state is a dictionary of tensors, for `torch.load(..., weights_only=True)`; wh
 """
 
 import json
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.dual import DualCG
 from laplace_sampling.evidence import EMStep
 from laplace_sampling.likelihoods import Gaussian, Likelihood, as_likelihood
 from laplace_sampling.priors import GaussianPrior, GPrior, IsotropicPrior, LayerwisePrior, Prior
+from laplace_sampling.stochastic import SGD
 
-__all__ = ["Posterior", "encode", "likelihood_of", "prior_of", "recipe_of_prior", "restore", "settings_of"]
+__all__ = [
+    "Posterior",
+    "arguments_of",
+    "check_observed",
+    "encode",
+    "recipe_of",
+    "restore",
+    "settings_of",
+]
 
 _FORMAT = 1
+# Before the names of the tensors of an exact posterior.
+_EXACT = "exact."
 
 
 @dataclass(frozen=True)
@@ -34,6 +46,8 @@ class Posterior:
         rows: data that went through the network together.
         fingerprint: of the network's weights and buffers.
         converged: whether all tolerances were reached.
+        exact: of an exact posterior, what its covariances take: in observation space the decomposition and the training
+            data, in weight space a factor of `H`.
     """
 
     prior: GaussianPrior
@@ -46,6 +60,7 @@ class Posterior:
     rows: int
     fingerprint: Tensor
     converged: bool = True
+    exact: dict[str, Tensor] = field(default_factory=dict)
 
 
 def encode(posterior: Posterior, settings: dict[str, Any]) -> dict[str, Tensor]:
@@ -81,6 +96,7 @@ def encode(posterior: Posterior, settings: dict[str, Any]) -> dict[str, Tensor]:
     }
     if isinstance(p.likelihood, Gaussian):
         state["noise_precision"] = torch.as_tensor(p.likelihood.noise_precision)
+    state |= {f"{_EXACT}{name}": tensor for name, tensor in p.exact.items()}
     return {name: tensor.detach().clone() for name, tensor in state.items()}
 
 
@@ -152,6 +168,7 @@ def restore(
         rows=settings["rows"],
         fingerprint=state["fingerprint"].cpu(),
         converged=settings["converged"],
+        exact={name.removeprefix(_EXACT): t.to(device) for name, t in state.items() if name.startswith(_EXACT)},
     )
 
 
@@ -168,6 +185,63 @@ def prior_of(recipe: dict[str, Any]) -> Prior:
     if name not in own:
         raise ValueError(f"`load`: the prior was a {name}, which is not of this library; give it as `prior=`.")
     return own[name](**fields)
+
+
+def recipe_of_solver(solver: SGD | DualCG) -> dict[str, Any]:
+    """The class and the fields of a solver that are settings."""
+    settings = {name: value for name, value in vars(solver).items() if name != "held"}
+    return {"class": type(solver).__name__, **settings}
+
+
+def solver_of(recipe: dict[str, Any]) -> SGD | DualCG:
+    """The solver of `recipe_of_solver`."""
+    fields = dict(recipe)
+    return DualCG(**fields) if fields.pop("class", "SGD") == "DualCG" else SGD(**fields)
+
+
+def recipe_of(settings: Any) -> dict[str, Any]:
+    """What a `LinearisedLaplace` was constructed with, so that a loaded one fits again as the saved one would."""
+    recipe = {
+        "prior": recipe_of_prior(settings.prior),
+        "prior_precision": settings.prior_precision,
+        "method": settings.method,
+        "num_samples": settings.num_samples,
+        "seed": settings.seed,
+        "solver": recipe_of_solver(settings.solver),
+        "max_memory": settings.max_memory,
+        "observed": settings.observe is not None,
+    }
+    if isinstance(settings.likelihood, Gaussian):
+        recipe["noise_precision"] = torch.as_tensor(settings.likelihood.noise_precision).tolist()
+    return recipe
+
+
+def arguments_of(settings: dict[str, Any], likelihood: Any, prior: Any) -> dict[str, Any]:
+    """Arguments for the constructor from the settings of a state.
+
+    Args:
+        settings: from `settings_of`.
+        likelihood: in place of the one that was saved, if it is given.
+        prior: likewise.
+    """
+    recipe = settings["recipe"]
+    return {
+        "likelihood": likelihood_of(settings) if likelihood is None else likelihood,
+        "prior": prior_of(recipe["prior"]) if prior is None else prior,
+        "parameters": settings["parameters"],
+        "solver": solver_of(recipe["solver"]),
+        "max_memory": recipe.get("max_memory"),
+        **{name: recipe[name] for name in ("prior_precision", "method", "num_samples", "seed")},
+    }
+
+
+def check_observed(settings: dict[str, Any], observed: bool) -> None:
+    """Raise if a state is of measurements and `T` is not given, or the other way."""
+    if settings["recipe"].get("observed", False) != observed:
+        raise ValueError(
+            f"The posterior was {'not ' if observed else ''}fitted to measurements `y = T f(x) + noise`: "
+            f"{'leave out `observe`' if observed else 'give T as `observe=T`'}."
+        )
 
 
 def likelihood_of(settings: dict[str, Any]) -> Likelihood:

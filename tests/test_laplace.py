@@ -37,8 +37,8 @@ def fitted(case: Case, **settings) -> LinearisedLaplace:
 def posterior_covariance(la: LinearisedLaplace) -> Tensor:
     """`H⁻¹` of what was fitted, dense."""
     prior = la._posterior.prior
-    model = la._model
-    ggn = model.ggn(la._mode_outputs if la.hessian_at == "mode" else model.network_outputs)
+    model = la._fit.model
+    ggn = model.ggn(la._fit.mode_outputs if la.hessian_at == "mode" else model.network_outputs)
     return torch.linalg.inv(make_dense(ggn) + torch.diag(prior.diagonal().double()))
 
 
@@ -92,8 +92,8 @@ def test_auto_chooses_by_likelihood_and_size() -> None:
     classification = LinearisedLaplace(make_case("classification").model, "classification")
     assert (classification.linear_model, classification.hessian_at) == ("homogeneous", "mode")
     case = make_case("classification")
-    assert "DenseFeatures" in type(fitted(case)._model.features).__name__
-    assert "NetworkFeatures" in type(fitted(case, method="sgd", solver=QUICK)._model.features).__name__
+    assert "DenseFeatures" in type(fitted(case)._fit.model.features).__name__
+    assert "NetworkFeatures" in type(fitted(case, method="sgd", solver=QUICK)._fit.model.features).__name__
 
 
 def test_samples_are_joint_over_inputs() -> None:

@@ -13,11 +13,13 @@ LEVELS = {
     "contour": 4, "curves": 4, "evidence": 4, "variance_reduced": 4,
     "diagnostics": 5, "evidence_path": 5, "methods": 5, "posterior": 5, "saving": 5,
     "gram": 2, "exact": 4, "exact_fit": 5, "exact_classification": 5,
-    "linear_operators": 0, "dual": 4, "tangent_kernel": 1, "measurements": 4, "integrations": 6,
-    "laplace": 6,
-    "plotting": 7,
-    "__init__": 8,
-    "__main__": 9,
+    "linear_operators": 0, "whitened_gram": 2, "dual": 4, "tangent_kernel": 1, "measurements": 4, "integrations": 6,
+    "cost": 2, "leave_one_out": 1, "dense_covariance": 4, "tangent_model": 5,
+    "fits": 6, "gram_fit": 7, "solver_fit": 7, "predict": 7, "tasks": 8,
+    "laplace": 9,
+    "plotting": 10,
+    "__init__": 11,
+    "__main__": 12,
 }  # fmt: skip
 PACKAGE = Path(laplace_sampling.__file__).parent
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_sampling import SGD, ConvergenceWarning, Gaussian, LinearisedLaplace
+from laplace_sampling.cost import Cost, measure
 from laplace_sampling.dense import Dense
 from laplace_sampling.krylov import CG, BlockKrylov
-from laplace_sampling.methods import Cost, Plan, make_plan, measure
+from laplace_sampling.methods import Plan, make_plan
 from laplace_sampling.operators import DenseFeatures
 from laplace_sampling.posterior import draw
 from laplace_sampling.preconditioners import Nystrom
@@ -41,8 +42,8 @@ def problem(likelihood: str = "regression", inputs: int = 60, num_data: int = 80
 
 def test_solvers_take_what_the_tolerance_asks() -> None:
     plan = Plan("cg", "", vectors=1e6, num_samples=4)
-    default = partial(Plan.solver, tolerance=0.015, sgd=SGD(), seed=0)
-    tight = partial(Plan.solver, tolerance=0.0015, sgd=SGD(), seed=0)
+    default = partial(Plan.solver, tolerance=0.015, given=SGD(), seed=0)
+    tight = partial(Plan.solver, tolerance=0.0015, given=SGD(), seed=0)
     assert default(plan).tolerance == BlockKrylov().tolerance
     assert tight(plan).tolerance == pytest.approx(0.003)
     short = replace(plan, vectors=100)
@@ -89,7 +90,7 @@ def test_errors_of_a_solve_are_independent_of_the_sample() -> None:
     model, data = problem(num_data=40)
     la = LinearisedLaplace(model, "regression", method="cg", prior="isotropic", prior_precision=0.1, num_samples=2)
     la.fit(data, progress=False)
-    linear = la._model
+    linear = la._fit.model
     ggn, prior, draws = linear.ggn(linear.network_outputs), la._posterior.prior, Draws(3000, 0)
     root = torch.cat(list(ggn.root_rows())).double()
     rows = partial(draw, ggn, prior, draws, rows=3000, dtype=torch.float64)
@@ -126,9 +127,9 @@ def test_little_memory_gives_the_same_samples_with_one_preconditioner(prior: str
     little.sample(3)
     assert made == [1]
     assert "preconditioned conjugate gradients" in repr(little)
-    assert isinstance(little._solver, CG)
-    assert little._solver.preconditioner is not None
-    assert 1 <= little._plan.rows(8) < 8
+    assert isinstance(little._fit.solver, CG)
+    assert little._fit.solver.preconditioner is not None
+    assert 1 <= little._fit.plan.rows(8) < 8
     little.fit(data, tolerance=1e-5, progress=False)
     assert little.converged_
     assert_close(little.samples_, plenty.samples_, rtol=1e-3, atol=1e-4)
@@ -167,7 +168,7 @@ def test_a_full_basis_falls_back_to_em(monkeypatch) -> None:
 def test_operations_are_counted_and_the_same_each_time() -> None:
     model, data = problem("classification")
     plan = LinearisedLaplace(model, "classification", method="cg", num_samples=2).fit(data, progress=False)
-    first, second = (measure(plan._model.features) for _ in range(2))
+    first, second = (measure(plan._fit.model.features) for _ in range(2))
     product = 2 * 60 * 2  # multiplications and additions of x W: two products at least, the network and its derivative
     assert 2 * product <= first.jvp <= 3 * product
     assert 2 * product <= first.vjp <= 3 * product
@@ -249,7 +250,7 @@ def test_a_failing_solve_is_told_once_and_everywhere(method: str, call: str, mon
         la.sample(2)
     assert len(record) == 1
     assert record[0].filename == __file__
-    la._check = replace(la._check, minimum=replace(la._check.minimum, converged=False))
+    la._fit = replace(la._fit, minimum=replace(la._fit.minimum, converged=False))
     with pytest.warns(ConvergenceWarning, match=r"`log_marginal_likelihood` is inaccurate: the mode") as record:
         la.log_marginal_likelihood()
     assert len(record) == 1

@@ -1,0 +1,133 @@
+"""From the settings of a `LinearisedLaplace` and training data to what is to be fitted, and from a saved fit back."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from laplace_sampling.dual import DualCG
+from laplace_sampling.fits import Fit, Task
+from laplace_sampling.gram_fit import restore_gram
+from laplace_sampling.likelihoods import Gaussian, Likelihood
+from laplace_sampling.linearise import Linearisation
+from laplace_sampling.methods import Plan, make_plan
+from laplace_sampling.priors import GaussianPrior, Prior
+from laplace_sampling.sampling import Draws, LinearModel
+from laplace_sampling.saving import Posterior
+from laplace_sampling.stochastic import SGD
+from laplace_sampling.tangent_model import Observation, TangentModel, tangent_model
+
+__all__ = ["Settings", "exact_tensors", "prepare", "restore_fit"]
+
+_PROBE_STREAM = 1
+
+
+class Settings(Protocol):
+    """What a `LinearisedLaplace` was constructed with."""
+
+    network: Linearisation
+    likelihood: Likelihood
+    prior: Prior
+    prior_precision: float
+    linear_model: str
+    hessian_at: str
+    method: str
+    num_samples: int
+    seed: int
+    solver: SGD | DualCG
+    max_memory: float | None
+    observe: Observation | None
+
+
+def prepare(
+    settings: Settings, loader: Iterable[Any], noise_variances: Tensor | None, progress: bool
+) -> tuple[TangentModel, Task]:
+    """The linear model on the data of a loader, and how its posterior is to be found."""
+    tangent = _tangent(settings, settings.likelihood, loader, noise_variances)
+    plan = _plan(settings, tangent)
+    model = _model(tangent, plan)
+    prior = _build_prior(settings, model, plan)
+    if plan.method == "exact" and not plan.holds_jacobian and len(prior.names) > 1:
+        # The decomposition is for one precision: several are tuned with the Jacobian.
+        plan = _plan(settings, tangent, gram=False)
+        model = _model(tangent, plan)
+    return tangent, _task(settings, model, prior, plan, progress)
+
+
+def _tangent(
+    settings: Settings, likelihood: Likelihood, loader: Iterable[Any], noise_variances: Tensor | None
+) -> TangentModel:
+    return tangent_model(
+        settings.network,
+        likelihood,
+        loader,
+        kind=settings.linear_model,
+        observation=settings.observe,
+        noise_variances=noise_variances,
+    )
+
+
+def _plan(settings: Settings, tangent: TangentModel, gram: bool = True) -> Plan:
+    gaussian = isinstance(settings.likelihood, Gaussian)
+    return make_plan(
+        settings.method,
+        tangent.model.features,
+        settings.num_samples,
+        settings.max_memory,
+        gram=gram and gaussian,
+        dual=gaussian,
+    )
+
+
+def _model(tangent: TangentModel, plan: Plan) -> LinearModel:
+    if plan.method != "exact":
+        return tangent.model
+    return tangent.dense() if plan.holds_jacobian else tangent.in_float64()
+
+
+def _build_prior(settings: Settings, model: LinearModel, plan: Plan) -> GaussianPrior:
+    # At the mode B depends on α; the scale of a g-prior must not, so it is taken where all outputs are zero.
+    f = model.network_outputs
+    ggn = model.ggn(f if settings.hessian_at == "network" else torch.zeros_like(f))
+    if not plan.holds_jacobian:  # a diagonal takes rows of the Jacobian: no more of them than memory holds
+        ggn = replace(ggn, features=model.features.in_chunks(int(plan.vectors / (4 * model.features.num_outputs))))
+    probes = Draws(getattr(settings.prior, "num_probes", 1), settings.seed, _PROBE_STREAM)
+    noise = probes.noise(model.features.num_outputs)
+    return settings.prior.build(ggn, settings.network.layers(), settings.prior_precision, noise)
+
+
+def _task(settings: Settings, model: LinearModel, prior: GaussianPrior, plan: Plan, progress: bool) -> Task:
+    return Task(
+        model=model,
+        prior=prior.to(settings.network.device, torch.float64) if plan.method == "exact" else prior,
+        plan=plan,
+        hessian_at=settings.hessian_at,
+        num_samples=settings.num_samples,
+        seed=settings.seed,
+        dtype=settings.network.dtype,
+        given=settings.solver,
+        progress=progress,
+    )
+
+
+def exact_tensors(fit: Fit, tangent: TangentModel) -> dict[str, Tensor]:
+    """What exact predictions of a loaded posterior need: the decomposition, and the data that it is of."""
+    kept = fit.tensors()
+    if fit.plan.holds_jacobian or not kept:
+        return kept
+    kept |= {"inputs": tangent.data.inputs(torch.arange(tangent.data.num_data)), "targets": tangent.data.targets}
+    return kept if tangent.weights is None else {**kept, "noise_variances": tangent.weights**-2}
+
+
+def restore_fit(settings: Settings, posterior: Posterior) -> tuple[Fit, TangentModel] | tuple[None, None]:
+    """The fit of a loaded posterior, if it was saved with its training data."""
+    kept, rows = posterior.exact, posterior.rows
+    if "inputs" not in kept:
+        return None, None
+    batches = list(zip(kept["inputs"].split(rows), kept["targets"].split(rows), strict=True))
+    tangent = _tangent(settings, posterior.likelihood, batches, kept.get("noise_variances"))
+    plan = Plan("exact", "as saved", math.inf, settings.num_samples, space="observations")
+    return restore_gram(_task(settings, tangent.in_float64(), posterior.prior, plan, False), kept), tangent
