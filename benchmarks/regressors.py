@@ -30,7 +30,7 @@ from laplace_sampling.operators import DenseFeatures
 from laplace_sampling.priors import as_prior
 from laplace_sampling.sampling import Draws, LinearModel
 
-__all__ = ["METHODS", "Outcome", "Task", "fit_tangent", "gaussian"]
+__all__ = ["METHODS", "Outcome", "Task", "fit_tangent", "gaussian", "train"]
 
 WIDTH, MEMBERS = 50, 5
 # Weight decays that validation goes down, until its error rises: of the objective `½Σ(y − f)² + ½λ‖w‖²`.
@@ -70,22 +70,21 @@ def mlp(inputs: int, depth: int, seed: int, dropout: float = 0.0) -> nn.Sequenti
         return nn.Sequential(*layers, nn.Linear(WIDTH, 1)).double()
 
 
-def train(network: nn.Module, x: Tensor, y: Tensor, weight_decay: float) -> nn.Module:
-    """The minimum of `½Σ(y − f)² + ½λ‖w‖²` near a start, by L-BFGS on all data."""
+def train(x: np.ndarray, y: np.ndarray, depth: int, seed: int, weight_decay: float, steps: int) -> np.ndarray:
+    """Weights: the minimum of `½Σ(y − f)² + ½λ‖w‖²` near a random start, by L-BFGS on all data."""
+    network, inputs, targets = mlp(x.shape[1], depth, seed), torch.from_numpy(x), torch.from_numpy(y)
     parameters = list(network.parameters())
 
     def objective(w: np.ndarray) -> tuple[float, np.ndarray]:
         vector_to_parameters(torch.tensor(w), parameters)
-        loss = 0.5 * (network(x)[:, 0] - y).square().sum()
+        loss = 0.5 * (network(inputs)[:, 0] - targets).square().sum()
         gradients = torch.autograd.grad(loss, parameters)
         flat = torch.cat([g.flatten() for g in gradients]).numpy()
         return float(loss.detach()) + 0.5 * weight_decay * float(w @ w), flat + weight_decay * w
 
     start = parameters_to_vector(parameters).detach().numpy()
-    options = {"maxiter": NETWORK_STEPS, "maxfun": 2 * NETWORK_STEPS, "maxcor": 40, "ftol": 1e-5}
-    found = scipy.optimize.minimize(objective, start, jac=True, method="L-BFGS-B", options=options)
-    vector_to_parameters(torch.tensor(found.x), parameters)
-    return network.eval()
+    options = {"maxiter": steps, "maxfun": 2 * steps, "maxcor": 40, "ftol": 1e-5}
+    return scipy.optimize.minimize(objective, start, jac=True, method="L-BFGS-B", options=options).x
 
 
 def best_noise(means: Tensor, y: Tensor) -> tuple[float, float]:
@@ -108,6 +107,7 @@ class Task:
         seed: of all randomness.
         noise_floor: no less noise than this is believed. Where targets are rounded and inputs come twice, as wines of
             an integer quality do, the evidence of Gaussian processes is unbounded without.
+        train: `train`, or the same with a memory.
     """
 
     x: Tensor
@@ -116,6 +116,7 @@ class Task:
     depth: int
     seed: int
     noise_floor: float
+    train: Callable[..., np.ndarray] = train
 
     @cached_property
     def held_out(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -127,13 +128,21 @@ class Task:
         """A network before training."""
         return mlp(self.x.shape[1], self.depth, 1000 * self.seed + member, dropout)
 
+    def trained(self, x: Tensor, y: Tensor, weight_decay: float, member: int = 0) -> nn.Module:
+        """A network after training."""
+        seed = 1000 * self.seed + member
+        weights = self.train(x.numpy(), y.numpy(), self.depth, seed, weight_decay, NETWORK_STEPS)
+        network = self.network(member)
+        vector_to_parameters(torch.tensor(weights), network.parameters())
+        return network.eval()
+
     @cached_property
     def _validated(self) -> tuple[float, nn.Module]:
         """The weight decay of least validation error, and its network."""
         x, y, x_new, y_new = self.held_out
         best, least = None, math.inf
         for decay in WEIGHT_DECAYS:
-            network = train(self.network(), x, y, decay)
+            network = self.trained(x, y, decay)
             error = float((predict(network, x_new) - y_new).square().mean())
             if best is not None and error > least:
                 break
@@ -154,13 +163,13 @@ class Task:
     def held_out_means(self) -> Tensor:
         """Predictions of the held-out data by networks trained on the others, `[K, M]`; the first is that of MAP."""
         x, y, x_new, _ = self.held_out
-        others = [predict(train(self.network(k), x, y, self.weight_decay), x_new) for k in range(1, MEMBERS)]
+        others = [predict(self.trained(x, y, self.weight_decay, k), x_new) for k in range(1, MEMBERS)]
         return torch.stack([predict(self.held_out_map, x_new), *others])
 
     @cached_property
     def map(self) -> nn.Module:
         """The network that is trained on all training data."""
-        return train(self.network(), self.x, self.y, self.weight_decay)
+        return self.trained(self.x, self.y, self.weight_decay)
 
     @cached_property
     def tangent(self) -> tuple[Linearisation, DenseFeatures, DenseFeatures]:
@@ -308,7 +317,7 @@ def mc_dropout(task: Task) -> Outcome:
 def ensemble(task: Task) -> Outcome:
     """Networks from different starts, the first that of MAP; noise by validation."""
     noise, _ = best_noise(task.held_out_means, task.held_out[3])
-    others = [train(task.network(k), task.x, task.y, task.weight_decay) for k in range(1, MEMBERS)]
+    others = [task.trained(task.x, task.y, task.weight_decay, k) for k in range(1, MEMBERS)]
     means = torch.stack([predict(network, task.x_test) for network in [task.map, *others]])
     return gaussian(means, noise, noise=noise)
 

@@ -9,17 +9,18 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from joblib import Memory
 from sklearn.preprocessing import StandardScaler
 from tqdm import tqdm
 
-from benchmarks.regressors import METHODS, WITHOUT_NETWORK, Task
+from benchmarks.regressors import METHODS, WITHOUT_NETWORK, Task, train
 
 SETS = ("concrete", "energy", "wine-quality-red", "yacht")
 LEVEL = 0.9
@@ -47,18 +48,24 @@ def load(folder: Path, split: int) -> Split:
     return Split(data[train][:, columns], data[train, target], data[test][:, columns], data[test, target])
 
 
-def standardise(split: Split, depth: int, seed: int) -> Task:
+def standardise(split: Split, depth: int, seed: int, networks: Path | None = None) -> Task:
+    """In units of the training data; `networks` is a folder for trained networks."""
     inputs, unit = StandardScaler().fit(split.x), float(np.std(split.y))
     x, x_test = (torch.from_numpy(np.asarray(inputs.transform(v))) for v in (split.x, split.x_test))
     y = torch.from_numpy((split.y - split.y.mean()) / unit)
     # The noise of rounding alone.
     resolution = float(np.diff(np.unique(split.y)).min()) / unit
-    return Task(x, y, x_test, depth, seed, max(resolution / math.sqrt(12), 1e-3))
+    floor = max(resolution / math.sqrt(12), 1e-3)
+    return Task(
+        x, y, x_test, depth, seed, floor, cast(Callable[..., np.ndarray], Memory(networks, verbose=0).cache(train))
+    )
 
 
-def evaluate(split: Split, methods: Sequence[str], depth: int, seed: int) -> Iterator[dict[str, Any]]:
+def evaluate(
+    split: Split, methods: Sequence[str], depth: int, seed: int, networks: Path | None = None
+) -> Iterator[dict[str, Any]]:
     """Test scores of each method, in the units of the targets."""
-    task = standardise(split, depth, seed)
+    task = standardise(split, depth, seed, networks)
     unit = float(np.std(split.y))
     y_test = torch.from_numpy((split.y_test - split.y.mean()) / unit)
     for method in methods:
@@ -82,7 +89,13 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def run(
-    folder: Path, out: Path, sets: Sequence[str], splits: Sequence[int], depths: Sequence[int], methods: Sequence[str]
+    folder: Path,
+    out: Path,
+    sets: Sequence[str],
+    splits: Sequence[int],
+    depths: Sequence[int],
+    methods: Sequence[str],
+    networks: Path | None = None,
 ) -> None:
     """Append the lines that are not there yet. A method without a network has depth 0, and is run once."""
     done = {(r["set"], r["split"], r["depth"], r["method"]) for r in read(out)}
@@ -99,7 +112,7 @@ def run(
     with tqdm(total=sum(len(wanted) for *_, wanted in left)) as bar:
         for name, split, depth, wanted in left:
             bar.set_description(f"{name}, split {split}, {depth} hidden")
-            results = evaluate(load(folder / name, split), wanted, max(depth, 1), split) if wanted else ()
+            results = evaluate(load(folder / name, split), wanted, max(depth, 1), split, networks) if wanted else ()
             for result in results:
                 with out.open("a") as file:
                     file.write(json.dumps({"set": name, "split": split, "depth": depth, **result}) + "\n")
@@ -155,12 +168,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--depths", nargs="+", type=int, default=(1, 2), help="hidden layers of the networks")
     parser.add_argument("--methods", nargs="+", default=tuple(METHODS), choices=tuple(METHODS), metavar="METHOD")
     parser.add_argument("--out", type=Path, default=Path("results.jsonl"))
+    parser.add_argument("--networks", type=Path, metavar="DIR", help="where trained networks are kept for later runs")
     parser.add_argument("--table", action="store_true", help="print the tables of what is in `--out`")
     args = parser.parse_args(arguments)
     if args.uci is None and not args.table:
         parser.error("give --uci DIR, --table, or both")
     if args.uci is not None:
-        run(args.uci, args.out, args.sets, args.splits, args.depths, args.methods)
+        run(args.uci, args.out, args.sets, args.splits, args.depths, args.methods, args.networks)
     if args.table:
         print(tables(read(args.out)))
 

@@ -1,7 +1,7 @@
 """EM with two samples in observation space, against the exact optimum of the evidence.
 
-`python -m benchmarks.uci_em --uci DIR`: the networks of `benchmarks.uci` on one data set, `α` and noise from where a user
-starts, `α = b = 1`; and `α` alone with the noise of the optimum.
+`python -m benchmarks.uci_em --uci DIR`: the networks of `benchmarks.uci` on one data set, `α` and noise from where a
+user starts, `α = b = 1`; and `α` alone with the noise of the optimum.
 """
 
 import argparse
