@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +129,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 def table(results: Sequence[dict[str, Any]], quantity: str, depth: int, digits: int) -> str:
     """A table of a quantity in markdown, a row a method: mean ± standard error over splits, and the mean over sets."""
     sets = [name for name in SETS if any(r["set"] == name for r in results)]
+    most = max(Counter((r["set"], r["depth"], r["method"]) for r in results).values(), default=0)
     lines = [f"| method | {' | '.join(sets)} | mean |", "|---" * (len(sets) + 2) + "|"]
     for method in METHODS:
         at = 0 if method in WITHOUT_NETWORK else depth
@@ -141,6 +143,8 @@ def table(results: Sequence[dict[str, Any]], quantity: str, depth: int, digits: 
             mean, error = mean_and_error(values)
             means.append(mean)
             cells.append(f"{mean:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}"))
+            if len(values) < most:
+                cells[-1] += f" ({len(values)} splits)"
         if means:
             total = f"{np.mean(means):.{digits}f}" if len(means) == len(sets) else ""
             lines.append(f"| {method} | {' | '.join(cells)} | {total} |")

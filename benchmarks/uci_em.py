@@ -27,7 +27,7 @@ def run_em(task: Task, prior: str, seed: int, *, learn_noise: bool) -> tuple[EMR
     fit = fit_tangent(task, prior, "affine", "mode")
     b = 1.0 if learn_noise else fit.optimum.noise_precision
     model = fit.posterior.model.with_likelihood(Gaussian(b, learn=learn_noise))
-    solver = DualCG(tolerance=1e-3, rank=100)
+    solver = DualCG(tolerance=1e-5, rank=400)
     start = fit.prior.with_precision(torch.ones(1))
     result = fit_em(model, start, Draws(NUM_SAMPLES, seed), solver, hessian_at="mode", max_steps=MAX_STEPS)
     steps = result.history
@@ -47,11 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--splits", nargs="+", type=int, default=range(3))
     parser.add_argument("--depths", nargs="+", type=int, default=(1, 2))
     parser.add_argument("--priors", nargs="+", default=("isotropic", "g-prior"))
+    parser.add_argument("--networks", type=Path, metavar="DIR")
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args(arguments)
     for depth in args.depths:
         for split in args.splits:
-            task = standardise(load(args.uci / args.set, split), depth, split)
+            task = standardise(load(args.uci / args.set, split), depth, split, args.networks)
             for prior in args.priors:
                 for learn_noise in (True, False):
                     for seed in range(args.seeds):
