@@ -61,15 +61,22 @@ class LinearisedLaplace:
             likelihood and homogeneous for the others.
         hessian_at: where `B` is evaluated: `"network"`, at `f(w̄, x)`; `"mode"`, at `h(θ̄, x)`; `"auto"` is the
             mode. (For a Gaussian likelihood `B` is constant.)
-        method: `"exact"`, dense algebra, for small problems; `"cg"`, block Krylov on all data, and hyperparameters from
-            an evidence path; `"svrg"`, preconditioned mini-batches, for many data; `"sgd"`, the same where a
-            preconditioner does not fit or pay; `"ciq"`, samples by the inverse square root, for comparison; `"auto"`
-            chooses between all but the last, and `print` tells why.
+        method: `"exact"`, dense algebra, for small problems: in observation space for regressions with `N·C < P`, else
+            in weight space; `"dual"`, conjugate gradients in observation space, for regressions; `"cg"`, block Krylov
+            on all data, and hyperparameters from an evidence path; `"svrg"`, preconditioned mini-batches, for many
+            data; `"sgd"`, the same where a preconditioner does not fit or pay; `"ciq"`, samples by the inverse square
+            root, for comparison; `"auto"` chooses between all but the last, and `print` tells why.
         num_samples: posterior samples for predictions, `K`.
         seed: of all randomness.
-        solver: settings of `"sgd"`.
+        solver: settings of `"sgd"` (`SGD`) or of `"dual"` (`DualCG`).
         max_memory: bytes that solvers may take for vectors of `P` numbers, `samples_` among them; half of what is free
             by default. Activations of the network come on top. Where it is short, samples are solved for in groups.
+        observe: `T` of measurements `y = T f(x) + noise`, of the (flattened) outputs of each datum: a matrix `[m, C]`,
+            a `LinearOperator`, or a pair of functions, of a vector of outputs and of one of measurements, the adjoint
+            of each other. Targets are then `[N, m]`.
+
+    Raises:
+        ValueError: for settings that are not known or do not go together.
 
     Attributes:
         prior_precision_: `α`, `[G]`, one a group of the prior.

@@ -25,6 +25,7 @@ from laplace_sampling.priors import GaussianPrior
 from laplace_sampling.sampling import Draws, linear_model_mode
 from laplace_sampling.solvers import Minimum, Solver
 from laplace_sampling.stochastic import SGD
+from laplace_sampling.whitened_gram import LowRank
 
 __all__ = ["SolverFit", "fit_by_solver", "tune_by_solver"]
 
@@ -54,6 +55,8 @@ def make_solver(task: Task, tolerance: float, shift: float | None) -> Solver:
 
 def tune_by_solver(task: Task, tuning: Tuning, solver: Solver) -> tuple[Task, Tuned]:
     """Hyperparameters from evidence paths, or by EM on samples; the task with them, and how they were found."""
+    if isinstance(solver, DualCG) and solver.held is not None and _has_path(task.model.likelihood, task.prior):
+        task = _from_low_rank(task, tuning, solver.held)
     model, prior, plan = task.model, task.prior, task.plan
     settings = {
         "hessian_at": task.hessian_at,
@@ -106,6 +109,34 @@ def tune_by_solver(task: Task, tuning: Tuning, solver: Solver) -> tuple[Task, Tu
         mode=result.mode,
     )
     return replace(task, model=model.with_likelihood(result.likelihood), prior=result.prior, plan=plan), tuned
+
+
+def _from_low_rank(task: Task, tuning: Tuning, held: LowRank) -> Task:
+    """The task with the `α` and `b` of largest evidence of the kernel's leading part, for EM to start from.
+
+    What the preconditioner leaves out counts as noise, in as many directions as there are.
+    """
+    model = task.model
+    assert isinstance(model.likelihood, Gaussian)
+    residual = (model.targets.reshape(model.offset.shape) - model.offset).double().flatten()
+    inside = held.vectors.mT @ residual
+    left = len(residual) - len(inside)
+    rest = (residual.square().sum() - inside.square().sum()).clamp_min(0)
+    values = held.eigenvalues / float(torch.as_tensor(model.likelihood.noise_precision))
+    spectrum = ExactRegression(
+        model,
+        task.prior,
+        torch.cat([values.new_zeros(left), values]),
+        held.vectors,
+        torch.cat([(rest / max(left, 1)).sqrt().expand(left), inside]),
+        torch.ones_like(model.offset, dtype=torch.float64),
+    )
+    optimum = spectrum.fit(precision_bounds=tuning.precision_bounds, noise_bounds=tuning.noise_bounds)
+    prior = task.prior.with_precision(torch.tensor([optimum.precision], dtype=torch.float64))
+    likelihood = model.likelihood
+    if likelihood.learn:
+        likelihood = likelihood.with_precision(optimum.noise_precision)
+    return replace(task, model=model.with_likelihood(likelihood), prior=prior)
 
 
 def fit_by_solver(task: Task, tuned: Tuned, solver: Solver) -> "SolverFit":
