@@ -208,9 +208,9 @@ def fit_tangent(task: Task, prior: str, linear_model: str, noise_at: str) -> Exa
     offset = torch.zeros_like(f)
     if linear_model == "affine":
         offset = f - features.outputs(network.weights[None])[0]
-    model = LinearModel(features, offset, f, task.y.reshape(f.shape), Gaussian())
+    model = LinearModel(features, offset, f, task.y.reshape(f.shape), Gaussian(noise_at=noise_at))
     start = as_prior(prior).build(model.ggn(f), network.layers(), 1.0, Draws(64, 0).noise(1))
-    return fit_exact_regression(model, start, noise_at=noise_at, noise_bounds=(1e-12, task.noise_floor**-2))
+    return fit_exact_regression(model, start, noise_bounds=(1e-12, task.noise_floor**-2))
 
 
 def ours(prior: str, linear_model: str, *, noise_at: str = "network", mean: str = "network") -> Method:

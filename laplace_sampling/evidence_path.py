@@ -91,6 +91,15 @@ class _Point:
         return math.sqrt(squared / norm) if norm > 0 else math.inf
 
 
+def network_errors(model: LinearModel) -> float | None:
+    """`b Σ(y − f)²` of the network, if one noise precision is learnt from it."""
+    likelihood, f = model.likelihood, model.network_outputs
+    b = one_noise(likelihood)
+    if b is None or not (isinstance(likelihood, Gaussian) and likelihood.learn and likelihood.noise_at == "network"):
+        return None
+    return b * float((f - model.targets.reshape(f.shape)).double().square().sum())
+
+
 @dataclass(frozen=True)
 class _Expansion:
     """The loss around a point, `loss − bᵀθ + ½‖θ‖²_M`, in coordinates in which the prior is isotropic.
@@ -136,6 +145,7 @@ def _expand(model: LinearModel, prior: GaussianPrior, point: _Point, hessian_at:
         at=mean,
         exact=False,
         passes=1.0,  # of the outputs and the gradient
+        network_errors=network_errors(model),
     )
     return _Expansion(at_mode, operator, point.theta / white, gradient, white, path)
 

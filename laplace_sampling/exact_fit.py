@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import cast
 
+import numpy as np
 import scipy.optimize
 import torch
 from jaxtyping import Float
@@ -68,7 +69,6 @@ def fit_exact_regression(
     *,
     noise_variances: Tensor | None = None,
     learn_precision: bool = True,
-    noise_at: str = "mode",
     precision_bounds: tuple[float, float] = PRECISION_BOUNDS,
     noise_bounds: tuple[float, float] = NOISE_BOUNDS,
     products: str = "auto",
@@ -77,7 +77,8 @@ def fit_exact_regression(
 ) -> ExactFit:
     r"""`α` and the noise precision, or one for each output, of largest evidence, by dense algebra in float64.
 
-    The likelihood says whether noise is learnt (`Gaussian(learn=...)`) and whether it is one number or one an output.
+    The likelihood says whether noise is learnt (`Gaussian(learn=...)`), whether it is one number or one an output, and
+    with `noise_at="network"` that it is `b = (N − γ)/Σ(y − f)²/R` instead, with `α` of largest evidence at that `b`.
     For given noise variances that are exact, use `Gaussian(1.0, learn=False)`.
 
     Args:
@@ -85,10 +86,6 @@ def fit_exact_regression(
         prior: starting point; its scale, and the ratios of its precisions, stay.
         noise_variances: of each datum, `[N]` or `[N, C]`, see `ExactRegression.of`.
         learn_precision: whether `α` is learnt.
-        noise_at: `"mode"`: the noise of largest evidence, which explains what the linear model at its mode leaves;
-            `"network"`: `b = (N·C − γ)/Σ(y − f)²/R`, which explains what the network leaves, with `α` of largest
-            evidence at that `b`: for predictions whose mean is the network's output. The two differ where the network
-            is not at a minimum, or one for another weight decay. (Ratios between outputs are those of the evidence.)
         precision_bounds: within which `α` is kept.
         noise_bounds: within which the noise precision is kept.
         products: how the Gram matrix is built, see `gram`.
@@ -99,8 +96,6 @@ def fit_exact_regression(
         TypeError: if the likelihood is not Gaussian.
         ValueError: if the Gram matrix is too large, not finite, or `noise_variances` do not fit.
     """
-    if noise_at not in ("mode", "network"):
-        raise ValueError(f'`noise_at={noise_at!r}` is not known; use "mode" or "network".')
     R = noise_scale(model, noise_variances)
     check_gram_size(model.features, max_memory)
     assert isinstance(model.likelihood, Gaussian)
@@ -134,8 +129,15 @@ def fit_exact_regression(
             # Along these ratios there is a larger maximum than the one that Newton's method went to.
             noise = math.log(found.noise_precision) - ratio.log().cpu()
             start = torch.cat([torch.tensor([found.precision], dtype=torch.float64).log(), noise])
+        if model.likelihood.noise_at == "network":
+            f = model.network_outputs.reshape(R.shape)
+            squares = ((model.targets.reshape(R.shape) - f).double() ** 2 / R).sum(0)
+            del posterior
+            logs = components.noise_of_network(squares, logs, learn_precision)
+            ratio = (logs[1:].mean() - logs[1:]).exp().to(R)
+            posterior = ExactRegression.decompose(K, model, prior, R * ratio, block_bytes)
     likelihood = model.likelihood
-    if noise_at == "network" and likelihood.learn:
+    if likelihood.noise_at == "network" and likelihood.learn:
         optimum = _with_noise_of_network(posterior, optimum, learn_precision, precision_bounds, noise_bounds)
     if likelihood.learn:
         # R has the ratios of noise variances per output and given ones: what is left of the given ones is divided out.
@@ -238,19 +240,37 @@ class NoiseComponents:
     residual: Float[Tensor, "N C"]
     noise_scale: Float[Tensor, "N C"]
 
-    def evaluate(self, logs: Float[Tensor, " 1+C"]) -> tuple[float, Float[Tensor, " 1+C"], Float[Tensor, "1+C 1+C"]]:
-        """`log p(y)`, its gradient and its second derivatives, on the CPU."""
-        (N, C), r = self.residual.shape, self.residual.flatten()
+    def _solve(self, logs: Float[Tensor, " 1+C"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`log|G|`, `P`, `a` and the diagonal of `D`."""
         D = (self.noise_scale / logs[1:].exp().to(self.gram)).flatten()
         G = self.gram / float(logs[0].exp())
         G.diagonal().add_(D)
-        logdet, P = inverse_(G), G
-        a = P @ r
+        logdet = inverse_(G)
+        return logdet, G, G @ self.residual.flatten(), D
+
+    def _by_output(self, x: Tensor) -> Tensor:
+        return x.reshape(*self.residual.shape, *x.shape[1:]).sum(0)
+
+    def noise_of_network(
+        self, squares: Float[Tensor, " C"], start: Float[Tensor, " 1+C"], learn_precision: bool
+    ) -> Float[Tensor, " 1+C"]:
+        """`b_c Σ(y − f)²/R = N − γ_c` for each output, and `α` of largest evidence there, near a start."""
+
+        def balance(x: np.ndarray) -> np.ndarray:
+            logs = torch.from_numpy(x)
+            _, P, a, D = self._solve(logs)
+            left = self._by_output(P.diagonal() * D)  # N − γ_c
+            signal = self.residual.flatten() @ a - (a * a * D).sum()  # θ̄ᵀAθ̄
+            alpha = (signal / (len(a) - left.sum())).log()[None] if learn_precision else (logs[:1] - start[:1]).to(a)
+            return torch.cat([alpha, logs[1:].to(a) + (squares / left).log()]).cpu().numpy()
+
+        return torch.tensor(scipy.optimize.root(balance, start.numpy(), tol=1e-9).x)
+
+    def evaluate(self, logs: Float[Tensor, " 1+C"]) -> tuple[float, Float[Tensor, " 1+C"], Float[Tensor, "1+C 1+C"]]:
+        """`log p(y)`, its gradient and its second derivatives, on the CPU."""
+        (N, C), r, by_output = self.residual.shape, self.residual.flatten(), self._by_output
+        logdet, P, a, D = self._solve(logs)
         value = -0.5 * (logdet + r @ a + N * C * math.log(2 * math.pi))
-
-        def by_output(x: Tensor) -> Tensor:
-            return x.reshape(N, C, *x.shape[1:]).sum(0)
-
         # Traces Tr P D_c, quadratic forms aᵀD_c a, Tr P D_c P D_e, aᵀD_c P D_e a, in logarithms of 1/b_c.
         trace, form = by_output(P.diagonal() * D), by_output(a * a * D)
         masked = torch.eye(C).to(P).repeat(N, 1) * D[:, None]  # [N·C, C]
