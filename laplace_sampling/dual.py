@@ -306,18 +306,25 @@ class DualCG(Solver):
         iterations, small = 0, float(precision.min())
         dual_residual = torch.zeros(len(centre), dtype=torch.float64, device=centre.device)
         coefficients = torch.zeros(len(centre), len(S), dtype=torch.float64, device=centre.device)
-        refinements = 0
-        while True:
+
+        def judged(delta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
             zeta = centre + delta
             product = backward(operator, forward(operator, zeta))
             fit, pull = product - problem.linear.double(), precision * delta
-            error = function_error(fit + pull, zeta, product, small)
-            converged = bool((error <= self.tolerance).all())
-            if converged or refinements == self.max_refinements:
-                break
-            step, solve = self._inverse(operator, S, -(fit + pull), precision, preconditioner, 0.1 * self.tolerance)
-            delta, coefficients = delta + step, coefficients + solve.value
+            return zeta, product, fit, pull, function_error(fit + pull, zeta, product, small)
+
+        zeta, product, fit, pull, error = judged(delta)
+        refinements, inner = 0, 0.1 * self.tolerance
+        while not bool((error <= self.tolerance).all()) and refinements < self.max_refinements:
+            step, solve = self._inverse(operator, S, -(fit + pull), precision, preconditioner, inner)
             iterations, refinements, dual_residual = iterations + solve.iterations, refinements + 1, solve.residual
+            found = judged(delta + step)
+            if float(found[-1].max()) > 0.5 * float(error.max()):
+                inner *= 1e-2  # the difference of the two terms lost what was gained
+            if float(found[-1].max()) < float(error.max()):
+                delta, coefficients = delta + step, coefficients + solve.value
+                zeta, product, fit, pull, error = found
+        converged = bool((error <= self.tolerance).all())
         dtype = problem.centre.dtype
         return DualSolution(
             zeta.to(dtype),

@@ -203,6 +203,19 @@ def test_em_in_the_dual_comes_close_to_the_optimum() -> None:
     assert fixed.noise_precision_ == 10.0
 
 
+def test_a_poor_preconditioner_of_the_dual_costs_no_accuracy() -> None:
+    case = trained()
+    settings = {"method": "dual", "prior": "isotropic", "num_samples": 4}
+    poor, whole = (
+        LinearisedLaplace(case.model, "regression", solver=DualCG(rank=rank), **settings).fit_hyperparameters(
+            case.batches, progress=False, max_steps=5
+        )
+        for rank in (4, 24)
+    )
+    assert poor.converged_
+    assert_close(poor.prior_precision_, whole.prior_precision_, rtol=0.06, atol=0)  # EM stops at 0.03 in log α
+
+
 def test_print_tells_the_space_and_why() -> None:
     case = trained()
     text = repr(fit(case, "exact", **FIXED))
