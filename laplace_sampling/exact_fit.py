@@ -110,7 +110,8 @@ def fit_exact_regression(
     optimum = posterior.fit(**options)
     if separate:
         components, maxima = NoiseComponents(K, posterior.residual, R), optimum.num_maxima
-        start = torch.tensor([optimum.precision, *[optimum.noise_precision] * R.shape[1]], dtype=torch.float64).log()
+        first = [optimum.precision, *[optimum.noise_precision] * R.shape[1]]
+        logs = start = torch.tensor(first, dtype=torch.float64).log()
         for _ in range(_ATTEMPTS):
             del posterior  # its memory is needed
             logs, converged, at_bounds = components.newton(start, learn_precision, precision_bounds, noise_bounds)
