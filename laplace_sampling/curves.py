@@ -81,6 +81,7 @@ class EvidencePath:
         at: `α` at which the run was made.
         exact: no probes, but all eigenvalues: `traces` has one row of unit weights.
         passes: products spent, in units of all data and one vector.
+        network_errors: `b Σ(y − f)²` of the network, if the noise is learnt from it (`Gaussian.noise_at`).
     """
 
     traces: Quadrature
@@ -92,6 +93,7 @@ class EvidencePath:
     at: float
     exact: bool
     passes: float
+    network_errors: float | None = None
 
     def rescaled(self, factor: float) -> "EvidencePath":
         """The same for a noise precision that is larger by a factor, with which `M` and `b` grow."""
@@ -108,6 +110,7 @@ class EvidencePath:
             loss=factor * (self.loss - constant(self.noise_precision)) + constant(noise_precision),
             noise_precision=noise_precision,
             at=self.at * factor,
+            network_errors=None if self.network_errors is None else self.network_errors * factor,
         )
 
     def _trace(self, f: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -183,24 +186,34 @@ class EvidencePath:
         r"""`log` of the ratio of `α` to MacKay's update of it, zero at a fixed point, and the factor of the noise.
 
         With a noise precision to learn, `M` and `b` scale with it: `α` is then the ratio of the prior precision to the
-        factor `κ` by which the noise precision grows, and `κ = N·C / Q`, `Q = b·SSE + α‖θ̄‖²`, is of most evidence.
+        factor `κ` by which the noise precision grows, and `κ = N·C / Q`, `Q = b·SSE + α‖θ̄‖²`, is of most evidence;
+        or `κ = (N·C − γ) / b Σ(y − f)²`, if it is learnt from the network.
         """
         gamma = self.effective_dimension(alpha)[0]
         factor = self.noise_factor(alpha) if learn_noise else torch.ones_like(gamma)
         return (alpha.double() * self.mode_norm(alpha) * factor / gamma.clamp_min(1e-30)).log(), factor
 
     def noise_factor(self, alpha: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-        """`κ = N·C / (b·SSE + α‖θ̄‖²)`, by which the noise precision of a Gaussian likelihood would have to grow."""
+        """`κ` of `mackay`, by which the noise precision of a Gaussian likelihood would have to grow."""
+        if self.network_errors is None:
+            return 1 / self.balance(alpha)
+        left = self.num_outputs - self.effective_dimension(alpha)[0]
+        return left.clamp_min(1e-3 * self.num_outputs) / max(self.network_errors, 1e-30)
+
+    def balance(self, alpha: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        """`(b·SSE + α‖θ̄‖²) / (N·C)` of a Gaussian likelihood, one at the noise of most evidence."""
         assert self.noise_precision is not None
         constant = 0.5 * self.num_outputs * math.log(2 * math.pi / self.noise_precision)
         q = 2 * (self.data_fit(alpha) - constant) + alpha.double() * self.mode_norm(alpha)
-        return self.num_outputs / q.clamp_min(1e-30)
+        return q.clamp_min(1e-30) / self.num_outputs
 
     def _profile(self, alpha: Tensor, learn_noise: bool) -> Tensor:
-        """Evidence at the best noise precision, up to a constant."""
+        """Evidence at the noise precision that is learnt, up to a constant."""
         if not learn_noise:
             return self.log_marginal_likelihood(alpha)[0]
-        return 0.5 * self.num_outputs * self.noise_factor(alpha).log() - 0.5 * self.log_determinant(alpha)[0]
+        factor = self.noise_factor(alpha)
+        fit = factor.log() - factor * self.balance(alpha)
+        return 0.5 * self.num_outputs * fit - 0.5 * self.log_determinant(alpha)[0]
 
     def fixed_point(self, bounds: tuple[float, float], learn_noise: bool = False, follow: bool = False) -> FixedPoint:
         """MacKay's fixed point.
@@ -313,7 +326,7 @@ class MarginalLikelihood:
         a = torch.tensor([alpha], dtype=torch.float64)
         value, error = path.log_marginal_likelihood(a)
         bound = -path.data_fit(a) - 0.5 * a * path.mode_norm(a) - 0.5 * path.log_determinant_bound(a)
-        balance = None if path.noise_precision is None else 1 / float(path.noise_factor(a))
+        balance = None if path.noise_precision is None else float(path.balance(a))
         return cls(
             float(value),
             0.0 if path.exact else float(error),

@@ -123,7 +123,8 @@ def noise_update(
     likelihood = model.likelihood
     assert isinstance(likelihood, Gaussian)
     precision = torch.as_tensor(likelihood.noise_precision)
-    errors = (mode_outputs - model.targets.reshape(mode_outputs.shape)).double()
+    outputs = mode_outputs if likelihood.noise_at == "mode" else model.network_outputs
+    errors = (outputs - model.targets.reshape(outputs.shape)).double()
     if precision.dim() == 0:
         free = (errors.numel() - gamma.sum()).clamp_min(0.01 * errors.numel())
         total = (errors**2).sum()

@@ -73,6 +73,15 @@ class Point:
         return math.sqrt(squared / norm) if norm > 0 else math.inf
 
 
+def network_errors(model: LinearModel) -> float | None:
+    """`b Σ(y − f)²` of the network, if one noise precision is learnt from it."""
+    likelihood, f = model.likelihood, model.network_outputs
+    b = one_noise(likelihood)
+    if b is None or not (isinstance(likelihood, Gaussian) and likelihood.learn and likelihood.noise_at == "network"):
+        return None
+    return b * float((f - model.targets.reshape(f.shape)).double().square().sum())
+
+
 @dataclass(frozen=True)
 class Expansion:
     """The loss around a point, `loss − bᵀθ + ½‖θ‖²_M`, in coordinates in which the prior is isotropic.
@@ -118,6 +127,7 @@ def expand(model: LinearModel, prior: GaussianPrior, point: Point, hessian_at: s
         at=mean,
         exact=False,
         passes=1.0,  # of the outputs and the gradient
+        network_errors=network_errors(model),
     )
     return Expansion(at_mode, operator, point.theta / white, gradient, white, path)
 

@@ -554,7 +554,7 @@ def _maximise(
 ) -> tuple[float, int]:
     """The largest maximum of a function of a logarithm between two ends, and how many local ones were seen."""
     grid = torch.linspace(*ends, max(3, math.ceil(10 * (ends[1] - ends[0]))), dtype=torch.float64, device=device)
-    slopes = torch.stack([slope(u) for u in grid]).cpu().numpy()
+    slopes = torch.cat([slope(part) for part in grid.split(64)]).cpu().numpy()
 
     def at(u: float) -> Tensor:
         return torch.tensor(u, dtype=torch.float64, device=device)

@@ -13,7 +13,10 @@ Cholesky factor a step.
 
 import math
 from dataclasses import dataclass, replace
+from typing import cast
 
+import numpy as np
+import scipy.optimize
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -75,7 +78,8 @@ def fit_exact_regression(
 ) -> ExactFit:
     r"""`α` and the noise precision, or one for each output, of largest evidence, by dense algebra in float64.
 
-    The likelihood says whether noise is learnt (`Gaussian(learn=...)`) and whether it is one number or one an output.
+    The likelihood says whether noise is learnt (`Gaussian(learn=...)`), whether it is one number or one an output, and
+    with `noise_at="network"` that it is `b = (N − γ)/Σ(y − f)²/R` instead, with `α` of largest evidence at that `b`.
     For given noise variances that are exact, use `Gaussian(1.0, learn=False)`.
 
     Args:
@@ -107,7 +111,8 @@ def fit_exact_regression(
     optimum = posterior.fit(**options)
     if separate:
         components, maxima = NoiseComponents(K, posterior.residual, R), optimum.num_maxima
-        start = torch.tensor([optimum.precision, *[optimum.noise_precision] * R.shape[1]], dtype=torch.float64).log()
+        first = [optimum.precision, *[optimum.noise_precision] * R.shape[1]]
+        logs = start = torch.tensor(first, dtype=torch.float64).log()
         for _ in range(_ATTEMPTS):
             del posterior  # its memory is needed
             logs, converged, at_bounds = components.newton(start, learn_precision, precision_bounds, noise_bounds)
@@ -126,7 +131,16 @@ def fit_exact_regression(
             # Along these ratios there is a larger maximum than the one that Newton's method went to.
             noise = math.log(found.noise_precision) - ratio.log().cpu()
             start = torch.cat([torch.tensor([found.precision], dtype=torch.float64).log(), noise])
+        if model.likelihood.noise_at == "network":
+            f = model.network_outputs.reshape(R.shape)
+            squares = ((model.targets.reshape(R.shape) - f).double() ** 2 / R).sum(0)
+            del posterior
+            logs = components.noise_of_network(squares, logs, learn_precision)
+            ratio = (logs[1:].mean() - logs[1:]).exp().to(R)
+            posterior = ExactRegression.decompose(K, model, prior, R * ratio, block_bytes)
     likelihood = model.likelihood
+    if likelihood.noise_at == "network" and likelihood.learn:
+        optimum = _with_noise_of_network(posterior, optimum, learn_precision, precision_bounds, noise_bounds)
     if likelihood.learn:
         # R has the ratios of noise variances per output and given ones: what is left of the given ones is divided out.
         given = R * (torch.as_tensor(likelihood.precision(R)) / _overall(likelihood))
@@ -170,6 +184,46 @@ def exact_curves(exact: ExactRegression, precision: float, noise_precision: floa
     )
 
 
+def _with_noise_of_network(
+    posterior: ExactRegression,
+    optimum: Optimum,
+    learn_precision: bool,
+    precision_bounds: tuple[float, float],
+    noise_bounds: tuple[float, float],
+) -> Optimum:
+    """The root of `b Σ(y − f)²/R = N·C − γ`, both sides of which change sign once where `γ` rises with `b`."""
+    model = posterior.model
+    shape = posterior.noise_scale.shape
+    residual = (model.targets.reshape(shape) - model.network_outputs.reshape(shape)).double()
+    squares = float((residual**2 / posterior.noise_scale).sum())
+
+    def at(log_noise: float) -> Optimum:
+        fixed = Gaussian(math.exp(log_noise), learn=False)
+        given = replace(posterior, model=model.with_likelihood(fixed))
+        return given.fit(learn_precision=learn_precision, precision_bounds=precision_bounds)
+
+    def excess(log_noise: float) -> float:
+        found = at(log_noise)
+        gamma = float(posterior.effective_dimension(found.precision, found.noise_precision))
+        return found.noise_precision * squares - (posterior.size - gamma)
+
+    first, last = math.log(noise_bounds[0]), math.log(noise_bounds[1])
+    # Not negative at N·C/Σ: from there downwards until it is.
+    low = high = min(max(math.log(posterior.size / squares) if squares > 0 else last, first), last)
+    while low > first and excess(low) > 0:
+        low, high = max(low - 1, first), low
+    inside = low < high and excess(low) <= 0
+    root = cast(float, scipy.optimize.brentq(excess, low, high, xtol=1e-8)) if inside else low
+    at_bounds = () if inside else ("noise_precision",)
+    found = at(root)
+    return replace(
+        found,
+        num_maxima=optimum.num_maxima,
+        at_bounds=found.at_bounds + at_bounds,
+        converged=found.converged and not at_bounds,
+    )
+
+
 def _overall(likelihood: Gaussian) -> float:
     return float(torch.as_tensor(likelihood.noise_precision).log().mean().exp())
 
@@ -188,19 +242,37 @@ class NoiseComponents:
     residual: Float[Tensor, "N C"]
     noise_scale: Float[Tensor, "N C"]
 
-    def evaluate(self, logs: Float[Tensor, " 1+C"]) -> tuple[float, Float[Tensor, " 1+C"], Float[Tensor, "1+C 1+C"]]:
-        """`log p(y)`, its gradient and its second derivatives, on the CPU."""
-        (N, C), r = self.residual.shape, self.residual.flatten()
+    def _solve(self, logs: Float[Tensor, " 1+C"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`log|G|`, `P`, `a` and the diagonal of `D`."""
         D = (self.noise_scale / logs[1:].exp().to(self.gram)).flatten()
         G = self.gram / float(logs[0].exp())
         G.diagonal().add_(D)
-        logdet, P = inverse_(G), G
-        a = P @ r
+        logdet = inverse_(G)
+        return logdet, G, G @ self.residual.flatten(), D
+
+    def _by_output(self, x: Tensor) -> Tensor:
+        return x.reshape(*self.residual.shape, *x.shape[1:]).sum(0)
+
+    def noise_of_network(
+        self, squares: Float[Tensor, " C"], start: Float[Tensor, " 1+C"], learn_precision: bool
+    ) -> Float[Tensor, " 1+C"]:
+        """`b_c Σ(y − f)²/R = N − γ_c` for each output, and `α` of largest evidence there, near a start."""
+
+        def balance(x: np.ndarray) -> np.ndarray:
+            logs = torch.from_numpy(x)
+            _, P, a, D = self._solve(logs)
+            left = self._by_output(P.diagonal() * D)  # N − γ_c
+            signal = self.residual.flatten() @ a - (a * a * D).sum()  # θ̄ᵀAθ̄
+            alpha = (signal / (len(a) - left.sum())).log()[None] if learn_precision else (logs[:1] - start[:1]).to(a)
+            return torch.cat([alpha, logs[1:].to(a) + (squares / left).log()]).cpu().numpy()
+
+        return torch.tensor(scipy.optimize.root(balance, start.numpy(), tol=1e-9).x)
+
+    def evaluate(self, logs: Float[Tensor, " 1+C"]) -> tuple[float, Float[Tensor, " 1+C"], Float[Tensor, "1+C 1+C"]]:
+        """`log p(y)`, its gradient and its second derivatives, on the CPU."""
+        (N, C), r, by_output = self.residual.shape, self.residual.flatten(), self._by_output
+        logdet, P, a, D = self._solve(logs)
         value = -0.5 * (logdet + r @ a + N * C * math.log(2 * math.pi))
-
-        def by_output(x: Tensor) -> Tensor:
-            return x.reshape(N, C, *x.shape[1:]).sum(0)
-
         # Traces Tr P D_c, quadratic forms aᵀD_c a, Tr P D_c P D_e, aᵀD_c P D_e a, in logarithms of 1/b_c.
         trace, form = by_output(P.diagonal() * D), by_output(a * a * D)
         masked = torch.eye(C).to(P).repeat(N, 1) * D[:, None]  # [N·C, C]

@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,10 @@ class LinearisedLaplace:
             likelihood and homogeneous for the others.
         hessian_at: where `B` is evaluated: `"network"`, at `f(w̄, x)`; `"mode"`, at `h(θ̄, x)`; `"auto"` is the
             mode. (For a Gaussian likelihood `B` is constant.)
+        noise_at: what the noise of a regression, where it is learnt, has to explain: `"network"`, what the network
+            leaves of the targets, `b = (N·C − γ)/Σ(y − f)²`; `"mode"`, what the linear model leaves at its mode, which
+            is the noise of largest evidence. `"auto"` is the network, whose output is the mean of predictions: where
+            it is not at the minimum of its loss, the linear model fits the data better, and says too little noise.
         method: `"exact"`, dense algebra, for small problems: in observation space for regressions with `N·C < P`, else
             in weight space; `"dual"`, conjugate gradients in observation space, for regressions; `"cg"`, block Krylov
             on all data, and hyperparameters from an evidence path; `"svrg"`, preconditioned mini-batches, for many
@@ -112,6 +117,7 @@ class LinearisedLaplace:
         parameters: Selection = None,
         linear_model: str = "auto",
         hessian_at: str = "auto",
+        noise_at: str = "auto",
         method: str = "auto",
         num_samples: int = 64,
         seed: int = 0,
@@ -121,6 +127,7 @@ class LinearisedLaplace:
     ) -> None:
         _check_choice("linear_model", linear_model, ("auto", "affine", "homogeneous"))
         _check_choice("hessian_at", hessian_at, ("auto", "network", "mode"))
+        _check_choice("noise_at", noise_at, ("auto", "network", "mode"))
         _check_choice("method", method, METHODS)
         if max_memory is not None and not max_memory > 0:
             raise ValueError(f"`max_memory` must be a positive number of bytes, but is {max_memory}.")
@@ -135,6 +142,9 @@ class LinearisedLaplace:
         self.prior = as_prior(prior)
         self.prior_precision = float(prior_precision)
         gaussian = isinstance(self.likelihood, Gaussian)
+        self.noise_at = noise_at if noise_at != "auto" else "network"
+        if isinstance(self.likelihood, Gaussian):
+            self.likelihood = replace(self.likelihood, noise_at=self.noise_at)
         self.linear_model = linear_model if linear_model != "auto" else "affine" if gaussian else "homogeneous"
         self.hessian_at = hessian_at if hessian_at != "auto" else "mode"
         self.method = method

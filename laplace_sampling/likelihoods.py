@@ -58,10 +58,14 @@ class Gaussian(Likelihood):
     Args:
         noise_precision: `b = 1/σ²`, a number, or a tensor `[C]` of one precision an output (of the flattened output).
         learn: whether `fit_hyperparameters` updates it (from this starting value).
+        noise_at: what the noise that is learnt explains: `"mode"`, what the linear model leaves of the targets at its
+            mode, as evidence has it; `"network"`, what the network leaves, `b = (N·C − γ)/Σ(y − f)²`. A
+            `LinearisedLaplace` sets it by its own argument.
     """
 
     noise_precision: Tensor | float = 1.0
     learn: bool = True
+    noise_at: str = "mode"
     name: str = field(default="regression", init=False)
 
     def __post_init__(self) -> None:
@@ -70,6 +74,8 @@ class Gaussian(Likelihood):
             raise ValueError(
                 f"`Gaussian(noise_precision=...)` needs a positive number or a tensor [C] of them, got {precision}."
             )
+        if self.noise_at not in ("mode", "network"):
+            raise ValueError(f'`Gaussian(noise_at={self.noise_at!r})` is not known; use "mode" or "network".')
         # One entry is a scalar, also in a vector.
         object.__setattr__(self, "noise_precision", precision.squeeze() if precision.numel() == 1 else precision)
 

@@ -150,7 +150,7 @@ def restore(
     if wrong or "samples" not in state or state["samples"].shape[1:] != (size,):
         raise ValueError(f"The state is incomplete or damaged: entries {wrong or ['samples']} are not as they were.")
     if isinstance(likelihood, Gaussian):
-        likelihood = Gaussian(state["noise_precision"], learn=settings["learn_noise"])
+        likelihood = Gaussian(state["noise_precision"], settings["learn_noise"], likelihood.noise_at)
     return Posterior(
         prior=GaussianPrior(
             precision=state["prior_precision"].cpu(),
@@ -204,6 +204,7 @@ def recipe_of(settings: Any) -> dict[str, Any]:
     recipe = {
         "prior": recipe_of_prior(settings.prior),
         "prior_precision": settings.prior_precision,
+        "noise_at": settings.noise_at,
         "method": settings.method,
         "num_samples": settings.num_samples,
         "seed": settings.seed,
@@ -231,6 +232,7 @@ def arguments_of(settings: dict[str, Any], likelihood: Any, prior: Any) -> dict[
         "parameters": settings["parameters"],
         "solver": solver_of(recipe["solver"]),
         "max_memory": recipe.get("max_memory"),
+        "noise_at": recipe.get("noise_at", "auto"),
         **{name: recipe[name] for name in ("prior_precision", "method", "num_samples", "seed")},
     }
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace_sampling.data import TrainingData
 from laplace_sampling.dense import Dense
 from laplace_sampling.evidence import fit_em
+from laplace_sampling.evidence_path import fit_path
 from laplace_sampling.exact import ExactRegression, inverse_, overall_precision, symmetric_eigen, unit_variance
 from laplace_sampling.exact_fit import NoiseComponents, fit_exact_regression
 from laplace_sampling.gram import features_at, gram
@@ -179,6 +180,64 @@ def test_one_or_none_is_learnt(precision: bool, noise: bool) -> None:
     fixed = ExactRegression.of(model.with_likelihood(Gaussian(1.0, learn=False)), prior).fit(learn_precision=precision)
     if not noise:
         assert fixed == found
+
+
+def test_noise_at_the_network() -> None:
+    """`b Σ(y − f)² = N·C − γ`, and `α` of largest evidence there; the same as of the mode where the network is one."""
+    _, model, prior = noisy(60)
+    at_mode = fit_exact_regression(model, prior)
+    alpha, b = at_mode.optimum.precision, at_mode.optimum.noise_precision
+    learnt = Gaussian(1.0, noise_at="network")
+    f = at_mode.posterior.mode_outputs(alpha, b)
+    same = fit_exact_regression(LinearModel(model.features, model.offset, f, model.targets, learnt), prior).optimum
+    assert same.precision == pytest.approx(alpha, rel=1e-6)
+    assert same.noise_precision == pytest.approx(b, rel=1e-6)
+    f = f + 0.4 * torch.sin(torch.arange(60).double())[:, None]
+    model = LinearModel(model.features, model.offset, f, model.targets, learnt)
+    found = fit_exact_regression(model, prior)
+    alpha, b = found.optimum.precision, found.optimum.noise_precision
+    assert b < 0.8 * same.noise_precision
+    assert found.optimum.converged
+    assert abs(found.optimum.gradient[0]) < 1e-8
+    assert float(found.likelihood.noise_precision) == b
+    gamma = float(found.posterior.effective_dimension(alpha, b))
+    assert b * float((model.targets - f).square().sum()) == pytest.approx(60 - gamma, rel=1e-6)
+    # EM and evidence paths end there too.
+    dense = LinearModel(DenseFeatures.of(model.features), model.offset, f, model.targets, learnt)
+    em = fit_em(dense, prior, Draws(1, 0), Dense(), hessian_at="mode", max_steps=300, tolerance=1e-10)
+    path = fit_path(dense, prior, 0, 0, hessian_at="mode", exact=True)
+    for result in (em, path):
+        assert float(result.prior.precision) == pytest.approx(alpha, rel=1e-6)
+        assert float(result.likelihood.noise_precision) == pytest.approx(b, rel=1e-6)
+    # What is given is kept, and so are bounds.
+    fixed = model.with_likelihood(Gaussian(3.0, learn=False, noise_at="network"))
+    assert fit_exact_regression(fixed, prior).optimum.noise_precision == pytest.approx(3.0)
+    kept = fit_exact_regression(model, prior, learn_precision=False).optimum
+    assert kept.precision == pytest.approx(overall_precision(prior))
+    bounded = fit_exact_regression(model, prior, noise_bounds=(1e-6, 0.5 * b)).optimum
+    assert bounded.noise_precision == pytest.approx(0.5 * b)
+    assert bounded.at_bounds == ("noise_precision",)
+    assert not bounded.converged
+    with pytest.raises(ValueError, match="noise_at='data'"):
+        Gaussian(noise_at="data")
+
+
+def test_noise_of_each_output_at_the_network() -> None:
+    _, model, prior = noisy(50, outputs=3)
+    generator = torch.Generator().manual_seed(4)
+    scales = torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)
+    targets = model.targets + scales * torch.randn(50, 3, generator=generator, dtype=torch.float64)
+    given = torch.rand(50, generator=generator, dtype=torch.float64) + 0.5
+    learnt = Gaussian(torch.ones(3), noise_at="network")
+    model = LinearModel(DenseFeatures.of(model.features), model.offset, 0.5 * targets, targets, learnt)
+    found = fit_exact_regression(model, prior, noise_variances=given)
+    assert found.optimum.converged
+    b, exact = torch.as_tensor(found.likelihood.noise_precision), found.posterior
+    alpha, overall = found.optimum.precision, found.optimum.noise_precision
+    blocks = exact.at(model.features).covariance(alpha, overall)
+    gamma = (b * blocks.diagonal(dim1=1, dim2=2) / given[:, None]).sum(0)
+    assert_close(b * ((0.5 * targets) ** 2 / given[:, None]).sum(0), 50 - gamma, rtol=1e-6, atol=0)
+    assert abs(found.optimum.gradient[0]) < 1e-7
 
 
 def test_em_ends_at_the_same_hyperparameters() -> None:

@@ -1,5 +1,6 @@
 import copy
 import warnings
+from pathlib import Path
 
 import pytest
 import reference
@@ -624,8 +625,8 @@ def test_krylov_and_ciq_agree_with_the_exact_method(name: str) -> None:
 
 def test_evidence_is_balanced_at_its_optimum() -> None:
     case = make_case("regression_many_data")
-    la = LinearisedLaplace(case.model, "regression", method="cg").fit_hyperparameters(case.batches, progress=False)
-    evidence = la.log_marginal_likelihood()
+    la = LinearisedLaplace(case.model, "regression", noise_at="mode", method="cg")
+    evidence = la.fit_hyperparameters(case.batches, progress=False).log_marginal_likelihood()
     assert evidence.balance == pytest.approx(1, abs=1e-6)
     curves = la.evidence_path(decades=1, num=41)
     assert int(curves.log_marginal_likelihood.argmax()) in (19, 20, 21)
@@ -679,3 +680,30 @@ def test_the_method_follows_size_and_memory() -> None:
     assert chosen(5000, 3000, max_memory=4 * 3000 * 500) == "cg"
     with pytest.raises(ValueError, match="`max_memory` must be a positive number"):
         LinearisedLaplace(model, "classification", max_memory=-1)
+
+
+@pytest.mark.parametrize("method", ["exact", "cg", "dual"])
+def test_noise_explains_what_the_network_leaves(method: str, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(80, 6, generator=generator, dtype=torch.float64)
+    y = x.sum(1, keepdim=True) + 0.5 * torch.randn(80, 1, generator=generator, dtype=torch.float64)
+    model = nn.Linear(6, 1).double()  # off the minimum of its loss
+    with torch.no_grad():
+        model.weight.fill_(0.8)
+        model.bias.zero_()
+    settings = {"prior": "isotropic", "method": method}
+    la = LinearisedLaplace(model, "regression", **settings)
+    la.fit_hyperparameters([(x, y)], max_steps=30, num_samples=64, progress=False)
+    left = (la.noise_precision_ * (y - model(x).detach()).square().sum()).item()
+    # γ of EM's samples has a noise of its own.
+    assert left == pytest.approx(80 - float(la.effective_dimension_.sum()), abs=1e-6 if method == "exact" else 2.0)
+    other = LinearisedLaplace(model, "regression", noise_at="mode", **settings)
+    other.fit_hyperparameters([(x, y)], max_steps=30, num_samples=64, progress=False)
+    assert float(other.noise_precision_) > 1.2 * float(la.noise_precision_)
+    other.save(tmp_path / "state.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "state.pt", model)
+    assert loaded.noise_at == "mode"
+    assert isinstance(loaded.likelihood, Gaussian)
+    assert loaded.likelihood.noise_at == "mode"
+    with pytest.raises(ValueError, match="noise_at"):
+        LinearisedLaplace(model, "regression", noise_at="data")
