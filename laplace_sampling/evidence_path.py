@@ -170,13 +170,18 @@ class Run:
     def steps(self) -> int:
         return 0 if self._estimator is None else self._estimator.steps
 
+    @property
+    def nearly_exhausted(self) -> bool:
+        """Whether a step has found less than a block: few products more make the traces exact."""
+        return self._estimator is not None and self._estimator.width < len(self.probes)
+
     def grow_traces(self) -> bool:
         """A block step of the probes; whether anything was new."""
         self._estimator = self._estimator or TraceEstimator(self.basis, self.probes, self.trace)
         if self._exact or not self._make_room(self._estimator.width):
             return False
-        quadrature = self._estimator.step()
-        self._exact, self._traces = quadrature is None, quadrature or self._traces
+        self._exact = not self._estimator.step()
+        self._traces = self._estimator.quadrature or self._traces
         return not self._exact
 
     def grow_fit(self, alpha: float) -> bool:
@@ -202,8 +207,8 @@ class Run:
             self._fit = replace(fit, truncated=before, before=before)
         self.path = replace(
             self._start,
-            traces=self._traces.finished() if self._exact else self._traces,
-            fit=self._fit.finished() if self._fit_exact else self._fit,
+            traces=self._traces,
+            fit=replace(self._fit, truncated=None) if self._fit_exact else self._fit,
             passes=passes if self.joint else passes + self.fit_basis.passes,
         )
 
@@ -271,7 +276,7 @@ def run_curves(
             # first three steps take the same.
             error, before = at.error, error
             deeper = accuracy < error and (run.steps < 5 or error < before * math.sqrt(1 - 1 / run.steps))
-        grown = (deeper or not traces < needed) and run.grow_traces()
+        grown = (deeper or run.nearly_exhausted or not traces < needed) and run.grow_traces()
         for alpha, lacking in missing:
             wanted = not fit < needed or lacking > needed
             grown = (wanted and run.grow_fit(alpha)) or grown

@@ -24,16 +24,19 @@ BLOCK_BYTES = 2**28
 _JVP_WEIGHT = 4.0
 
 
-def features_at(network: Linearisation, x: Tensor, batch_size: int | None = None) -> NetworkFeatures:
+def features_at(
+    network: Linearisation, x: Tensor, batch_size: int | None = None, num_outputs: int | None = None
+) -> NetworkFeatures:
     """The features `φ(x)` of a network at inputs without targets, `[N, ...]`.
 
     Args:
         network: the linearised network.
         x: inputs as the network takes them.
         batch_size: inputs that go through the network together, by default all.
+        num_outputs: `C`, where it is known; else the network is asked.
     """
     pieces = x.split(batch_size or len(x))
-    num_outputs = network(x[:1]).numel()
+    num_outputs = num_outputs or network(x[:1]).numel()
     return NetworkFeatures(network, TrainingData([(piece, torch.zeros(len(piece))) for piece in pieces]), num_outputs)
 
 

@@ -62,7 +62,7 @@ def predict(
     """
     outputs = network(x)
     deviations = torch.cat([network.jvp(part, samples) for part in x.split(posterior.rows)], dim=1)
-    features: Features = features_at(network, x, posterior.rows)
+    features: Features = features_at(network, x, posterior.rows, outputs[0].numel())
     if observed and observation is not None:
         measurement = as_measurement(observation, features.num_outputs, outputs.dtype)
         features = ObservedFeatures(features, measurement)

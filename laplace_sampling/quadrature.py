@@ -53,10 +53,6 @@ class Quadrature:
             None if self.before is None else self.before.rescaled(nodes, weights),
         )
 
-    def finished(self) -> "Quadrature":
-        """The same, known to be exact."""
-        return replace(self, truncated=None)
-
     def __call__(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, "R n"]:
         """Values for functions `f(λ)`, `[n, m]`."""
         values = f(self.nodes)
@@ -149,11 +145,12 @@ class TraceEstimator:
 
     def __init__(self, basis: Basis, probes: Float[Tensor, "R P"], total: float | None = None) -> None:
         self.basis, self.probes, self.total = basis, probes, total
+        self.quadrature: Quadrature | None = None
         self._sizes: list[int] = []
         # The Krylov space of all probes by blocks, in coordinates of the basis.
         self._blocks: list[Tensor] = []
         self._others: list[_OthersSpace] = []
-        self._quadrature: Quadrature | None = None
+        self._depth = 0  # of the spaces `Q`
 
     @property
     def steps(self) -> int:
@@ -164,29 +161,30 @@ class TraceEstimator:
         """By how much a step may extend the basis."""
         return len(self._blocks[-1]) if self._blocks else len(self.probes)
 
-    def step(self) -> Quadrature | None:
-        """The quadrature after a block step; `None` if nothing was left to add, so that the last one is exact."""
+    def step(self) -> bool:
+        """A block step, after which `quadrature` is the one with it; `False` if nothing was left to add.
+
+        The space of the probes is invariant then: it holds all eigenvectors with eigenvalues but zero, unless one has as
+        many of them as there are probes.
+        """
         # Products of the last block, not only of what was new in it when other vectors are in the basis, too: the
         # Krylov spaces of the other probes must not depend on a probe.
         front = self.basis.combine_products(self._last_block()) if self._blocks else self.probes
         self.basis.extend(front)
         block = _orthonormal(self.basis.project(front), self._space(len(self._blocks), self.basis.size))
         if len(block) == 0:
-            return None
+            self._deepen(len(self._blocks), self._sizes[-1])
+            self.quadrature = self._exact() or self._within(-1)
+            return False
         self._blocks.append(block)
         self._sizes.append(self.basis.size)
-        self._extend_others()
+        self._deepen(max(len(self._sizes) - 2, 1), self._sizes[-2] if len(self._sizes) > 1 else self._sizes[-1])
         value = self._within(-1)
         if len(self._sizes) > 1:
-            before = self._quadrature and replace(self._quadrature, before=None)
+            before = self.quadrature and replace(self.quadrature, before=None)
             value = replace(value, truncated=self._within(-2), before=before)
-        self._quadrature = value
-        return value
-
-    @property
-    def _depth(self) -> int:
-        """Of the spaces `Q`."""
-        return max(len(self._sizes) - 2, 1)
+        self.quadrature = value
+        return True
 
     def _last_block(self) -> Tensor:
         return _pad(self._blocks[-1], self.basis.size)
@@ -195,16 +193,30 @@ class TraceEstimator:
         empty = torch.zeros(0, size, dtype=self.basis.T.dtype, device=self.basis.T.device)
         return torch.cat([empty, *(_pad(block, size) for block in self._blocks[:depth])])
 
-    def _extend_others(self) -> None:
+    def _deepen(self, depth: int, size: int) -> None:
+        """Bring the spaces `Q` to a depth; they lie in the first `size` coordinates."""
         if not self._others:
             inside = self.basis.project(self.probes)
             rest = [torch.cat([inside[:i], inside[i + 1 :]]) for i in range(len(inside))]
             self._others = [_OthersSpace(others, self._blocks[0]) for others in rest]
-        elif len(self._sizes) > 3:
-            size = self._sizes[-2]
-            block = _pad(self._blocks[self._depth - 1], size)
+            self._depth = 1
+        while self._depth < depth:
+            block = _pad(self._blocks[self._depth], size)
             for others in self._others:
                 others.extend(self.basis.T[:size, :size], block)
+            self._depth += 1
+
+    def _exact(self) -> Quadrature | None:
+        """All eigenvalues, if the probes have seen them all."""
+        nodes = torch.linalg.eigvalsh(self.basis.T).clamp_min(0).cpu()
+        width, largest = len(self.probes), float(nodes[-1])
+        # As many equal ones as probes: there may be more.
+        if len(nodes) >= width:
+            upper, lower = nodes[width - 1 :], nodes[: len(nodes) - width + 1]
+            if bool(((upper - lower <= 1e-6 * upper) & (upper > 1e-10 * largest)).any()):
+                return None
+        ones = torch.ones(1, len(nodes), dtype=nodes.dtype)
+        return Quadrature(nodes, ones, torch.zeros_like(ones))
 
     def _within(self, step: int) -> Quadrature:
         size = self._sizes[step]

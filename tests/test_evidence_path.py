@@ -11,12 +11,12 @@ from laplace_sampling.curves import EvidencePath, bai_golub_bound
 from laplace_sampling.dense import Dense
 from laplace_sampling.evidence import fit_em
 from laplace_sampling.evidence_path import evidence_path
-from laplace_sampling.krylov import CG
+from laplace_sampling.krylov import CG, Basis
 from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.operators import GGN, DenseFeatures, ScaledFeatures
 from laplace_sampling.path_fit import fit_path
 from laplace_sampling.priors import GaussianPrior, as_prior
-from laplace_sampling.quadrature import Quadrature
+from laplace_sampling.quadrature import Quadrature, TraceEstimator
 from laplace_sampling.sampling import Draws, LinearModel, linear_model_mode
 from laplace_sampling.solvers import make_dense
 
@@ -235,3 +235,62 @@ def test_quadratures_of_all_eigenvalues_have_no_error() -> None:
     assert float(se.max()) == 0
     assert float(path.log_marginal_likelihood(ALPHAS)[1].max()) == 0
     assert path.remaining(1.0) == (0, 0)
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_traces_are_exact_when_the_space_is_exhausted(others: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(20, 60, generator=generator, dtype=torch.float64) * torch.logspace(0, -2, 20).double()[:, None]
+    operator = GGN(DenseFeatures(rows[:, None]), Gaussian(1.0), torch.zeros(20, 1, dtype=torch.float64))
+    spectrum = torch.linalg.eigvalsh(rows @ rows.T)
+    basis, probes = Basis(operator), Draws(5, 0).prior(60).double()
+    if others:
+        basis.extend(torch.randn(others, 60, generator=generator, dtype=torch.float64))
+    estimator = TraceEstimator(basis, probes * math.sqrt(60) / probes.norm(dim=1, keepdim=True))
+    while estimator.step():
+        if others:  # vectors that belong to another purpose come between
+            basis.extend(torch.randn(1, 60, generator=generator, dtype=torch.float64))
+    assert estimator.quadrature is not None
+    for alpha in (1e-4, 1.0, 1e4):
+
+        def f(t: torch.Tensor, alpha: float = alpha) -> torch.Tensor:
+            return torch.log1p(t / alpha)[None]
+
+        assert_close(estimator.quadrature(f).mean(), f(spectrum).sum(), rtol=1e-6, atol=1e-9)
+        assert float(estimator.quadrature.variance(f)) == float(estimator.quadrature.remaining(f)) == 0
+
+
+def test_many_equal_eigenvalues_are_not_taken_for_all() -> None:
+    operator = GGN(DenseFeatures(torch.eye(40).double()[:, None]), Gaussian(1.0), torch.zeros(40, 1).double())
+    estimator = TraceEstimator(Basis(operator), Draws(4, 0).prior(40).double())
+    while estimator.step():
+        pass
+    assert estimator.quadrature is not None
+    assert float(estimator.quadrature(lambda t: t[None]).mean()) == pytest.approx(40)
+
+
+def test_estimates_of_traces_have_no_bias_with_other_vectors_in_the_basis() -> None:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(80, 120, generator=generator, dtype=torch.float64) * torch.logspace(0, -3, 80).double()[:, None]
+    operator = GGN(DenseFeatures(rows[:, None]), Gaussian(1.0), torch.zeros(80, 1, dtype=torch.float64))
+    spectrum = torch.linalg.eigvalsh(rows @ rows.T)
+
+    def f(t: torch.Tensor) -> torch.Tensor:
+        return torch.log1p(t / 0.1)[None]
+
+    errors, variances = [], []
+    for seed in range(30):
+        basis, probes = Basis(operator), Draws(6, seed).prior(120).double()
+        basis.extend(torch.randn(2, 120, generator=generator, dtype=torch.float64))
+        estimator = TraceEstimator(basis, probes * math.sqrt(120) / probes.norm(dim=1, keepdim=True))
+        for _ in range(6):
+            estimator.step()
+            basis.extend(basis.combine_products(torch.randn(1, basis.size, generator=generator, dtype=torch.float64)))
+        assert estimator.quadrature is not None
+        errors.append(float(estimator.quadrature(f).mean() - f(spectrum).sum()))
+        variances.append(float(estimator.quadrature.variance(f) + estimator.quadrature.remaining(f) ** 2))
+    error, variance = torch.tensor(errors), torch.tensor(variances).mean()
+    sigmas, ratio = error.mean() / (variance / 30).sqrt(), (error**2).mean() / variance
+    print(f"bias {sigmas:.2f} s.e., mean square over reported {ratio:.2f}")
+    assert abs(sigmas) <= 3
+    assert ratio <= 1.5
