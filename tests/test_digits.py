@@ -58,12 +58,13 @@ def test_low_variance_objective_needs_an_eighth_of_the_batch(digits: Problem) ->
 
 @pytest.mark.parametrize("hessian_at", ["network", "mode"])
 def test_em_ends_near_the_dense_fixed_point_from_both_sides(few_digits: Problem, hessian_at: str) -> None:
-    ends = [float(em(few_digits, start, hessian_at).prior.precision) for start in (100.0, 0.01)]
+    # From one side each: the paths below come from both.
+    ends = [float(em(few_digits, 100.0 if hessian_at == "network" else 0.01, hessian_at).prior.precision)]
     truth = dense_fixed_point(few_digits, ends[0], hessian_at)
-    print(f"EM from 100 and from 0.01: {ends}, dense {truth}")
+    print(f"EM: {ends}, dense {truth}")
     for end in ends:
         assert end == pytest.approx(truth, rel=0.05)
-    for start, seed in ((1.0, 0), (1.0, 1), (100.0, 2), (0.01, 3)):
+    for start, seed in ((1.0, 1), (100.0, 2), (0.01, 3)):
         alpha, passes = path_fit(few_digits, start, hessian_at, seed)
         print(f"evidence path from {start}: {alpha}, {passes} passes")
         assert alpha == pytest.approx(truth, rel=0.03)
@@ -95,7 +96,7 @@ def test_evidence_over_six_decades_is_the_dense_one(few_digits: Problem, hessian
         move = vectors @ ((vectors.T @ b) / (values + alpha)) - theta
         fit = loss + gradient @ move + 0.5 * move @ gram @ move
         truth.append(-fit - 0.5 * alpha * (theta + move).square().sum() - 0.5 * (spectrum / alpha).log1p().sum())
-    for seed in range(3):
+    for seed in range(2):
         path, _ = evidence_path(model, prior, Draws(24, seed), mode, hessian_at=hessian_at, accuracy=3e-3, decades=3.0)
         value, se = path.log_marginal_likelihood(alphas)
         error = value - torch.stack(truth)
@@ -116,8 +117,8 @@ def test_64_samples_by_block_krylov(digits: Problem) -> None:
     assert passes <= 500
 
 
-def test_after_a_jump_of_alpha_the_test_variance_is_right(digits: Problem) -> None:
-    ratios = jump(digits, Draws(4, 0))
+def test_after_a_jump_of_alpha_the_test_variance_is_right(few_digits: Problem) -> None:
+    ratios = jump(few_digits, Draws(4, 0))
     print(f"test variance over the exact one: {ratios}")
     assert ratios["delta"] == pytest.approx(1, abs=0.1)
     assert ratios["raw"] < 0.9  # data determine much of these weights; see test_sampling for where they do not
@@ -129,14 +130,14 @@ def test_test_features_are_those_of_the_network(few_digits: Problem) -> None:
 
 
 def test_samples_do_not_depend_on_the_batch_size_of_the_loader() -> None:
-    data, samples = digits_data(1400), {}
+    data, samples = digits_data(300), {}
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = cnn().double().eval()
     solver = SGD(epochs=1, min_steps=10, mode_epochs=1, tolerance=1.0)
-    for size in (10, 64, 1400):
+    for size in (10, 64, 300):
         loader = DataLoader(TensorDataset(data.x.double(), data.y), batch_size=size, shuffle=True)
         la = LinearisedLaplace(model, "classification", method="sgd", num_samples=2, solver=solver)
         samples[size] = la.fit(loader, progress=False).samples_
     for size in (10, 64):
-        torch.testing.assert_close(samples[size], samples[1400], rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(samples[size], samples[300], rtol=1e-8, atol=1e-10)
