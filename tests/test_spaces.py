@@ -104,6 +104,7 @@ def test_hyperparameters_are_of_largest_evidence_to_rounding(learn: bool, kind: 
     case = trained()
     likelihood = Gaussian(20.0, learn=learn)
     settings = {"prior": "isotropic", "linear_model": kind, "hessian_at": hessian_at, "num_samples": 4}
+    settings["noise_at"] = "mode"
     la = LinearisedLaplace(case.model, likelihood, method="exact", **settings)
     seen: list = []
     la.fit_hyperparameters(case.batches, progress=False, callback=seen.append)
@@ -159,7 +160,8 @@ def test_exact_hyperparameters_agree_between_the_spaces(in_weight_space) -> None
 
 def test_noise_of_each_output_is_learnt_in_observation_space() -> None:
     case = make_case("regression_per_output")
-    la = LinearisedLaplace(case.model, Gaussian(torch.ones(3)), method="exact", prior="isotropic", num_samples=4)
+    settings = {"method": "exact", "prior": "isotropic", "noise_at": "mode", "num_samples": 4}
+    la = LinearisedLaplace(case.model, Gaussian(torch.ones(3)), **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # the network is not trained
         la.fit_hyperparameters(case.batches, progress=False)
@@ -181,7 +183,7 @@ def test_noise_of_each_output_is_learnt_in_observation_space() -> None:
 
 def test_em_in_the_dual_comes_close_to_the_optimum() -> None:
     case = trained()
-    settings = {"prior": "isotropic", "num_samples": 4, "noise_precision": 10.0}
+    settings = {"prior": "isotropic", "num_samples": 4, "noise_precision": 10.0, "noise_at": "mode"}
     exact = LinearisedLaplace(case.model, "regression", method="exact", **settings)
     exact.fit_hyperparameters(case.batches, progress=False)
     dual = LinearisedLaplace(case.model, "regression", method="dual", **settings)
@@ -332,7 +334,7 @@ def test_a_shuffled_loader_keeps_the_order_of_noise_variances(method: str) -> No
 def test_known_and_learnt_noise_variances() -> None:
     case = trained()
     R = torch.linspace(0.02, 0.08, len(case.y)).double()
-    settings = {"method": "exact", "prior": "isotropic", "num_samples": 4}
+    settings = {"method": "exact", "prior": "isotropic", "noise_at": "mode", "num_samples": 4}
     known = LinearisedLaplace(case.model, Gaussian(1.0, learn=False), **settings)
     known.fit_hyperparameters(case.batches, noise_variances=R, progress=False)
     assert known.noise_precision_ == 1.0
