@@ -616,7 +616,8 @@ class Diagnosis:
         """Rows of the table: quantity, value, what it should be, unit."""
         test, gamma = self.data_test, _number(self.effective_dimension)
         reference = self.gamma_reference
-        residual = "relative gradient"
+        gradient, error = "relative gradient", "relative error of the function"
+        residual = error if self.method in ("cg", "dual", "svrg") else gradient
         rows = [
             ("residual of the samples, median", _number(float(self.residuals.median())), "", residual),
             (
@@ -625,7 +626,7 @@ class Diagnosis:
                 f"< {_number(self.tolerance)}",
                 residual,
             ),
-            ("residual of the mode", _number(self.mode_residual), "", residual),
+            ("residual of the mode", _number(self.mode_residual), "", gradient),
             ("hyperparameters", _HYPERPARAMETERS[self.hyperparameters_converged], "", ""),
         ]
         for number, (name, value) in enumerate(self.prior_precision.items()):

@@ -208,7 +208,7 @@ class Run:
         self.path = replace(
             self._start,
             traces=self._traces,
-            fit=replace(self._fit, truncated=None) if self._fit_exact else self._fit,
+            fit=replace(self._fit, truncated=None) if self._fit_exact or (self.joint and self._exact) else self._fit,
             passes=passes if self.joint else passes + self.fit_basis.passes,
         )
 

@@ -76,7 +76,9 @@ class Quadrature:
         """`c` for which `f(λ) − cλ` varies least: the coefficient of the control variate."""
         weights = self.random.mean(0)
         centred = self.nodes - (weights @ self.nodes) / weights.sum().clamp_min(1e-300)
-        return (values @ (weights * centred)) / (weights @ centred**2).clamp_min(1e-300)
+        mean = (values @ weights / weights.sum().clamp_min(1e-300))[:, None]
+        floor = (16 * torch.finfo(torch.float64).eps * self.nodes.max()) ** 2 * weights.sum()
+        return ((values - mean) @ (weights * centred)) / (weights @ centred**2).clamp_min(max(float(floor), 1e-300))
 
     def remaining(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, " n"]:
         """What further Lanczos steps would change of the mean over the rows, if they go on as the last two did."""
@@ -164,7 +166,7 @@ class TraceEstimator:
     def step(self) -> bool:
         """A block step, after which `quadrature` is the one with it; `False` if nothing was left to add.
 
-        The space of the probes is invariant then: it holds all eigenvectors with eigenvalues but zero, unless one has as
+        The space of the probes is invariant then: it holds all eigenvectors of eigenvalues but zero, unless one has as
         many of them as there are probes.
         """
         # Products of the last block, not only of what was new in it when other vectors are in the basis, too: the

@@ -74,7 +74,7 @@ def tune_by_solver(task: Task, tuning: Tuning, solver: Solver) -> tuple[Task, Tu
             prior,
             task.seed,
             PATH_STREAM,
-            max_rounds=tuning.max_steps + 2,
+            max_rounds=tuning.max_steps,
             max_basis=solver.max_basis if isinstance(solver, BlockKrylov) else None,
             exact=isinstance(solver, Dense),
             **settings,
@@ -106,7 +106,7 @@ def tune_by_solver(task: Task, tuning: Tuning, solver: Solver) -> tuple[Task, Tu
         converged=result.converged,
         at_bounds=(*groups, *(["noise"] if noise else [])),
         problems=problems + problems_at_bounds(groups, noise, tuning),
-        path=None if path is None else path.path,
+        path=path.path if path is not None and path.converged else None,
         mode=result.mode,
     )
     return replace(task, model=model.with_likelihood(result.likelihood), prior=result.prior, plan=plan), tuned

@@ -329,7 +329,7 @@ def newton(
         norm = float((objective.precision * theta.double() ** 2).sum())
         relative = math.sqrt(max(decrease, 0) / max(norm, torch.finfo(torch.float64).tiny))
         # Half a unit of rounding of the objective is as far down as its values tell.
-        finished = (length == 1.0 and relative <= tolerance) or decrease <= 1e-18 * max(1.0, abs(value))
+        finished = relative <= tolerance or decrease <= 1e-18 * max(1.0, abs(value))
         if finished or not moved:
             break
         needed = min(0.2, relative)

@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace_sampling.data import TrainingData
 from laplace_sampling.dense import Dense
 from laplace_sampling.evidence import fit_em
-from laplace_sampling.evidence_path import fit_path
 from laplace_sampling.exact import ExactRegression, inverse_, overall_precision, symmetric_eigen, unit_variance
 from laplace_sampling.exact_fit import NoiseComponents, fit_exact_regression
 from laplace_sampling.gram import features_at, gram
 from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.linearise import Linearisation
 from laplace_sampling.operators import DenseFeatures, NetworkFeatures
+from laplace_sampling.path_fit import fit_path
 from laplace_sampling.priors import GaussianPrior, GPrior, IsotropicPrior, LayerwisePrior
 from laplace_sampling.sampling import Draws, LinearModel, sample_posterior
 
