@@ -105,7 +105,7 @@ def test_mixtures_of_equal_weights() -> None:
 
 
 def test_laplace_torch_gives_the_same_error_bars_at_the_same_hyperparameters(folder: Path) -> None:
-    laplace = pytest.importorskip("laplace")
+    laplace = pytest.importorskip("laplace", reason="laplace-torch is a baseline of the benchmark, not a dependency")
     split = uci.load(folder / "concrete", 0)
     x, y, x_test = (torch.from_numpy(v) for v in (split.x, (split.y - 100) / 10, split.x_test))
     task = regressors.Task(x, y, x_test, 1, 0, 1e-3)
