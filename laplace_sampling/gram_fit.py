@@ -139,7 +139,7 @@ class GramFit(Fit):
         return exact_curves(self.exact, *self.precisions), []
 
     def covariance_at(self, features: Features) -> FunctionCovariance:
-        return _GramCovariance(self, features.double())
+        return _GramCovariance(self, features.in_float64())
 
     def leave_one_out(self) -> LeaveOneOut:
         return self.exact.leave_one_out(*self.precisions)

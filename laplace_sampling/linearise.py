@@ -195,7 +195,7 @@ class Linearisation:
             rows = vmap(torch.func.jacrev(single), in_dims=(None, 0))(weights, x)
             return torch.cat([row.flatten(2) if row.dim() > 2 else row[..., None] for row in rows.values()], dim=-1)
 
-    def double(self) -> "Linearisation":
+    def in_float64(self) -> "Linearisation":
         """The same on a copy of the module in float64; products are counted together."""
         other = copy.copy(self)
         other.module = copy.deepcopy(self.module).double()

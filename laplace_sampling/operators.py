@@ -78,7 +78,7 @@ class Features(ABC):
         other.batch_size = max(1, min(self.batch_size, most))
         return other
 
-    def double(self) -> "Features":
+    def in_float64(self) -> "Features":
         """The same features computed in float64, where they can be."""
         return self
 
@@ -100,9 +100,9 @@ class DerivedFeatures(Features):
     def dtype(self) -> torch.dtype:
         return self.features.dtype
 
-    def double(self) -> Features:
+    def in_float64(self) -> Features:
         other = copy.copy(self)
-        other.features = self.features.double()
+        other.features = self.features.in_float64()
         return other
 
 
@@ -122,12 +122,12 @@ class NetworkFeatures(Features):
     def dtype(self) -> torch.dtype:
         return self.network.dtype
 
-    def double(self) -> Features:
+    def in_float64(self) -> Features:
         if self.dtype == torch.float64:
             return self
         other = copy.copy(self)
         try:
-            other.network = self.network.double()
+            other.network = self.network.in_float64()
             computed = other.network(other._inputs(torch.tensor([0]))).dtype
         except Exception:  # a network may hold anything: one that cannot be copied or computes in its own dtype
             return self

@@ -51,7 +51,7 @@ class TangentModel:
         one pass and off in another. Covariances in observation space are differences that take them for the same.
         """
         precise = replace(
-            self.model, features=self.model.features.double(), network_outputs=self.model.network_outputs.double()
+            self.model, features=self.model.features.in_float64(), network_outputs=self.model.network_outputs.double()
         )
         return _with_offset(precise, self.network, self.kind)
 
