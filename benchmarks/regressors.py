@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace_sampling.exact_fit import ExactFit, fit_exact_regression
 from laplace_sampling.gram import features_at
 from laplace_sampling.likelihoods import Gaussian
-from laplace_sampling.linear_operators import gpytorch
+from laplace_sampling.linear_operators import gpytorch, settings, to_dense, to_linear_operator
 from laplace_sampling.linearise import Linearisation
 from laplace_sampling.operators import DenseFeatures
 from laplace_sampling.priors import as_prior
@@ -346,7 +346,9 @@ class Marginal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, K: Tensor, r: Tensor) -> Tensor:
-        factor = torch.linalg.cholesky(K)
+        with warnings.catch_warnings(), settings.cholesky_max_tries(8):
+            warnings.simplefilter("ignore")  # where it adds to the diagonal
+            factor = to_dense(to_linear_operator(K).cholesky())
         inverse = torch.cholesky_inverse(factor)
         a = inverse @ r
         ctx.save_for_backward(inverse, a)
