@@ -244,8 +244,9 @@ def laplace_torch(task: Task) -> Outcome:
     Log determinants come from the eigenvalues of its Hessian, the same numbers as from its own factorisation of the
     posterior precision in each step, which would take hours.
     """
-    from laplace import FullLaplace
-    from laplace.curvature import BackPackGGN
+    # of the extra `benchmarks`
+    from laplace import FullLaplace  # pyright: ignore[reportMissingImports]
+    from laplace.curvature import BackPackGGN  # pyright: ignore[reportMissingImports]
 
     class Full(FullLaplace):
         @cached_property
