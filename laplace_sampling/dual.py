@@ -19,14 +19,13 @@ from torch import Tensor
 from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.operators import GGN, Operator
 from laplace_sampling.priors import GaussianPrior
-from laplace_sampling.sampling import Draws, LinearModel, ModeObjective
+from laplace_sampling.sampling import Draws, LinearModel, ModeObjective, Sampler
 from laplace_sampling.solvers import (
     ConvergenceWarning,
     Minimum,
     Objective,
     Quadratic,
     Solution,
-    Solver,
     function_error,
     newton,
     relative_residual,
@@ -46,6 +45,8 @@ __all__ = ["DualCG", "DualMode", "DualSolution", "dual_mode", "sample_matheron"]
 
 # A preconditioner is kept for another matrix if that maps its leading eigenvector to within this of a multiple of it.
 _KEPT = 0.3
+# Outputs up to which the exact trace, `C` VJPs a datum, is worth its products.
+_TRACE_OUTPUTS = 64
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ def _matheron(
     max_iterations: int,
     precondition: Callable[[WhitenedGram], LowRank | None],
     init: Float[Tensor, "K NC"] | None,
+    delta: Float[Tensor, "K P"] | None = None,
 ) -> DualSolution:
     S = WhitenedGram(1 / prior.diagonal().double(), ggn)
     preconditioner = precondition(S)
@@ -108,6 +110,12 @@ def _matheron(
     centre = draws.prior(ggn.size).to(ggn.device).double() / spread.sqrt()
     white = draws.noise(ggn.features.num_outputs)(torch.arange(ggn.num_data)).to(ggn.device).double()
     rhs = white.flatten(1) - forward(ggn, centre * scale)
+    if delta is not None and preconditioner is None:
+        # At the solution `x = z − LᵀΦζ`. Elsewhere `S` enlarges its error, at times beyond that of zero.
+        near = white.flatten(1) - forward(ggn, (centre + delta) * scale)
+        better = (rhs - near - S._matmul(near.mT).mT).norm(dim=1) < rhs.norm(dim=1)
+        init = near * better[:, None]
+    before = S.rows
     solve = solve_shifted(
         S, rhs, tolerance=tolerance, max_iterations=max_iterations, preconditioner=preconditioner, init=init
     )
@@ -116,18 +124,22 @@ def _matheron(
     product = backward(ggn, forward(ggn, zeta * scale)) * scale
     fit, pull = product - backward(ggn, white.flatten(1)) * scale, spread * delta
     error = function_error(fit + pull, zeta, product, float(spread.min()))
+    traces = None
+    if preconditioner is not None and preconditioner.trace is not None and len(prior.names) == 1:
+        traces = preconditioner.traces(rhs, solve.value)
     dtype = ggn.dtype
     return DualSolution(
         zeta.to(dtype),
         delta.to(dtype),
         relative_residual(fit, pull).to(dtype),
         (zeta * product).to(dtype),
-        float(solve.products + 2.5 * len(zeta)),
+        float(solve.products + before + 2.5 * len(zeta)),
         solve.converged,
         error=error,
         coefficients=solve.value,
         iterations=solve.iterations,
         dual_residual=solve.residual,
+        traces=traces,
     )
 
 
@@ -228,7 +240,7 @@ def dual_mode(
 
 
 @dataclass(frozen=True)
-class DualCG(Solver):
+class DualCG(Sampler):
     r"""A `Solver` in observation space, for `fit_em` and all else that takes one.
 
     `H⁻¹w = A⁻¹w − A⁻¹ΦᵀL (I + S)⁻¹ LᵀΦA⁻¹w` (Woodbury). The two terms cancel where the data determine much, so that the
@@ -262,7 +274,18 @@ class DualCG(Solver):
 
     def hold(self, S: WhitenedGram) -> "DualCG":
         """The same solver with the preconditioner of a matrix, kept for all its multiples."""
-        return replace(self, held=replace(self, held=None).precondition(S))
+        held = replace(self, held=None).precondition(S)
+        ggn = S.ggn
+        likelihood = ggn.likelihood
+        one_noise = isinstance(likelihood, Gaussian) and torch.as_tensor(likelihood.noise_precision).dim() == 0
+        if (
+            held is not None
+            and one_noise
+            and self.preconditioner == "svd"
+            and ggn.features.num_outputs <= _TRACE_OUTPUTS
+        ):
+            held = replace(held, trace=float((S.variance * ggn.diagonal()).sum()))
+        return replace(self, held=held)
 
     def precondition(self, S: WhitenedGram) -> LowRank | None:
         """The preconditioner of `I + S`."""
@@ -276,11 +299,13 @@ class DualCG(Solver):
             else pivoted_cholesky(S, self.rank)
         )
 
-    def sample(self, ggn: GGN, prior: GaussianPrior, draws: Draws) -> DualSolution:
+    def sample(
+        self, ggn: GGN, prior: GaussianPrior, draws: Draws, init: Float[Tensor, "K P"] | None = None
+    ) -> DualSolution:
         """`sample_matheron` to the tolerance of the error of the function; without a warning."""
         tolerance = 0.1 * self.tolerance
         precondition: Callable[[WhitenedGram], LowRank | None] = self.precondition
-        solution = _matheron(ggn, prior, draws, tolerance, self.max_iterations, precondition, None)
+        solution = _matheron(ggn, prior, draws, tolerance, self.max_iterations, precondition, None, init)
         for _ in range(self.max_refinements):
             if bool((solution.error <= self.tolerance).all()) or not solution.converged:
                 break

@@ -88,9 +88,11 @@ def effective_dimension(solution: Solution, prior: GaussianPrior) -> tuple[Float
     r"""`γ_g = Tr_g(H⁻¹M)` and its standard error, in prediction space: `(1/K) Σ_k ζ_kᵀ(Mζ_k)`, split by group.
 
     Summed over groups it is `(1/K) Σ_k Σ_i ‖φ_iζ_k‖²_B` (thesis eq. 6.9): unbiased, never negative, of variance
-    `2 Tr((H⁻¹M)²)/K`. A solver that knows the diagonal of `H⁻¹M` gives it exactly, with standard error 0.
+    `2 Tr((H⁻¹M)²)/K`. A solver may give estimates of less variance for the sum (`Solution.traces`); one that knows the
+    diagonal of `H⁻¹M` gives it exactly, with standard error 0.
     """
-    rows = prior.grouped(solution.leverage)
+    traces = solution.traces
+    rows = prior.grouped(solution.leverage) if traces is None or len(prior.names) > 1 else traces[:, None]
     if solution.exact:
         return rows[0], torch.zeros_like(rows[0])
     return rows.mean(0), _standard_error(rows)

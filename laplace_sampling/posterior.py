@@ -8,7 +8,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.contour import sample_contour
-from laplace_sampling.dual import DualCG
 from laplace_sampling.operators import GGN, ScaledFeatures
 from laplace_sampling.priors import GaussianPrior
 from laplace_sampling.sampling import Draws, sample_posterior
@@ -63,7 +62,7 @@ def draw(
         ggn: `M`, unscaled.
         prior: `A`.
         draws: the frozen noise.
-        solver: for `sample_posterior`, or `sample_matheron`; `None` for `sample_contour`.
+        solver: for `sample_posterior`; `None` for `sample_contour`.
         rows: samples in memory together. A sample does not depend on it, but for the rounding and the tolerance of
             the solver.
         dtype: of the samples.
@@ -74,8 +73,6 @@ def draw(
     for group in draws.groups(rows):
         if solver is None:
             solution = sample_contour(ggn, prior, group)
-        elif isinstance(solver, DualCG):
-            solution = solver.sample(ggn, prior, group)
         else:
             solution = sample_posterior(ggn, prior, group, solver, description=description)
         if samples is None:

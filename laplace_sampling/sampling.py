@@ -9,6 +9,7 @@ which have the same minimiser `ζ = H⁻¹(u + Aθ⁰) ~ N(0, H⁻¹)`; only `B 
 singular. In `L'` the noise enters in full at every step, and a mini-batch adds none of its own.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +22,7 @@ from laplace_sampling.operators import GGN, Features, ScaledFeatures, WhiteNoise
 from laplace_sampling.priors import GaussianPrior
 from laplace_sampling.solvers import Minimum, Objective, Quadratic, Solution, Solver
 
-__all__ = ["Draws", "LinearModel", "ModeObjective", "SeededNoise", "linear_model_mode", "sample_posterior"]
+__all__ = ["Draws", "LinearModel", "ModeObjective", "Sampler", "SeededNoise", "linear_model_mode", "sample_posterior"]
 
 # Data whose noise is generated together. Part of what a seed means: do not change it lightly.
 _BLOCK = 256
@@ -172,6 +173,16 @@ def linear_model_mode(
     return solver.minimise(ModeObjective(model, prior), init, description=description)
 
 
+class Sampler(Solver):
+    """A solver that takes the noise `z` of the data itself, of which a `Quadratic` has only `ΦᵀL z`."""
+
+    @abstractmethod
+    def sample(
+        self, ggn: GGN, prior: GaussianPrior, draws: Draws, init: Float[Tensor, "K P"] | None = None
+    ) -> Solution:
+        """What `sample_posterior` gives."""
+
+
 def sample_posterior(
     ggn: GGN,
     prior: GaussianPrior,
@@ -188,13 +199,15 @@ def sample_posterior(
         ggn: `M`, unscaled.
         prior: `A`.
         draws: the frozen noise; the same draws give the same samples whatever the solver.
-        solver: what minimises the objective.
+        solver: what minimises the objective. A `Sampler` samples its own way.
         init: warm start `δ = ζ − θ⁰`, in scaled coordinates; zero by default, which is the prior sample.
         objective: `"L'"`, noise in full at every step, or `"L"`, noise subsampled with the data, for comparison.
         description: label of a progress bar; none by default.
     """
     if objective not in ("L", "L'"):
         raise ValueError(f'`objective` must be "L\'" or "L", but is {objective!r}.')
+    if isinstance(solver, Sampler):
+        return solver.sample(ggn, prior, draws, init)
     scaled = replace(ggn, features=ScaledFeatures(ggn.features, prior.scale))
     spread = prior.spread()
     centre = draws.prior(ggn.size).to(ggn.device, ggn.dtype) / spread.sqrt()

@@ -103,11 +103,13 @@ class LowRank:
         vectors: `U`, orthonormal, `[N·C, r]`.
         eigenvalues: `λ`, `[r]`.
         products: with `S` that it took.
+        trace: `Tr S`, where `λ = diag(UᵀSU)` exactly; what `traces` needs.
     """
 
     vectors: Float[Tensor, "NC r"]
     eigenvalues: Float[Tensor, " r"]
     products: int
+    trace: float | None = None
 
     def solve(self, v: Float[Tensor, "NC K"]) -> Float[Tensor, "NC K"]:
         """`P⁻¹v`."""
@@ -116,7 +118,30 @@ class LowRank:
 
     def rescaled(self, factor: float) -> "LowRank":
         """That of `factor · S`."""
-        return replace(self, eigenvalues=self.eigenvalues * factor, products=0)
+        trace = None if self.trace is None else self.trace * factor
+        return replace(self, eigenvalues=self.eigenvalues * factor, products=0, trace=trace)
+
+    def traces(self, rhs: Float[Tensor, "K NC"], solved: Float[Tensor, "K NC"]) -> Float[Tensor, " K"]:
+        r"""Unbiased estimates of `Tr S(I + S)⁻¹` from `r ~ N(0, I + S)` and `x = (I + S)⁻¹r`, one a row.
+
+        `Tr (I + S)⁻¹` is the mean of `xᵀx`. Control variates take most of its variance: along `U` the squared norm of
+        `(I + Λ)⁻¹Uᵀr`, of mean `Σ 1/(1 + λ)`; off it, where eigenvalues are small, `a xᵀr + b rᵀr` with
+        `a + b(1 + s) ≈ 1/(1 + s)` there, whose means follow from `Tr S`.
+        """
+        if self.trace is None:
+            raise ValueError("`traces` needs `trace`, `Tr S`.")
+        along_r, along_x = rhs @ self.vectors, solved @ self.vectors
+        off_r, off_x = rhs - along_r @ self.vectors.mT, solved - along_x @ self.vectors.mT
+        inverse = 1 / (1 + self.eigenvalues)
+        leading = (along_x**2 - (inverse * along_r) ** 2 + inverse).sum(1)
+        size = len(self.vectors) - len(self.eigenvalues)
+        # The chord at the Chebyshev points of [0, λ_min] is the linear function closest to 1/(1 + s).
+        s = float(self.eigenvalues.min()) * torch.tensor([0.5 - 0.125**0.5, 0.5 + 0.125**0.5], dtype=torch.float64)
+        b = -float(1 / (1 + s).prod())
+        a = float(1 / (1 + s[0])) - b * float(1 + s[0])
+        rest = self.trace - float(self.eigenvalues.sum())
+        off = (off_x**2).sum(1) - a * ((off_x * off_r).sum(1) - size) - b * ((off_r**2).sum(1) - size - rest)
+        return len(self.vectors) - leading - off
 
 
 def randomised_svd(S: WhitenedGram, rank: int, *, oversampling: int = 10, seed: int = 0) -> LowRank:

@@ -30,7 +30,7 @@ from laplace_sampling.linear_operators import settings
 from laplace_sampling.operators import GGN, DenseFeatures, ScaledFeatures
 from laplace_sampling.priors import GaussianPrior, IsotropicPrior
 from laplace_sampling.sampling import Draws, LinearModel, linear_model_mode, sample_posterior
-from laplace_sampling.solvers import ConvergenceWarning, Minimum, Quadratic, Solution
+from laplace_sampling.solvers import ConvergenceWarning, Minimum, Objective, Quadratic, Solution, Solver
 
 
 def setting(name: str, prior: str = "g-prior") -> tuple[Case, LinearModel, GGN, GaussianPrior]:
@@ -228,19 +228,38 @@ def test_options_of_the_mode() -> None:
     assert not dual_mode(classes, built, max_steps=1).converged
 
 
+class WithoutNoise(Solver):
+    """`DualCG` as a solver of any `Quadratic`."""
+
+    def __init__(self, solver: DualCG) -> None:
+        self.solver = solver
+
+    def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
+        return self.solver.solve(problem, init)
+
+    def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
+        return self.solver.minimise(objective, init)
+
+
 @pytest.mark.parametrize("options", [{}, {"rank": 8}, {"rank": 8, "preconditioner": "cholesky", "seed": 1}])
 @pytest.mark.parametrize("name", ["regression", "classification", "multi_label"])
 def test_the_solver_agrees_with_dense_algebra(name: str, options: dict) -> None:
     _, model, ggn, built = setting(name)
     solver = DualCG(tolerance=1e-7, **options)
     draws = Draws(3, 0)
-    found, expected = (sample_posterior(ggn, built, draws, s) for s in (solver, Dense()))
-    assert found.converged
-    assert isinstance(found, DualSolution)
-    assert_close(found.value, expected.value, rtol=1e-5, atol=1e-5)
-    assert_close(found.delta, expected.delta, rtol=1e-5, atol=1e-5)
-    again = sample_posterior(ggn, built, draws, solver, init=found.delta)
-    assert again.passes < found.passes
+    expected = sample_posterior(ggn, built, draws, Dense())
+    for route in (solver, WithoutNoise(solver)):
+        found = sample_posterior(ggn, built, draws, route)
+        assert found.converged
+        assert isinstance(found, DualSolution)
+        assert_close(found.value, expected.value, rtol=1e-5, atol=1e-5)
+        assert_close(found.delta, expected.delta, rtol=1e-5, atol=1e-5)
+        again = sample_posterior(ggn, built, draws, route, init=found.delta)
+        assert_close(again.value, expected.value, rtol=1e-5, atol=1e-5)
+        # with a preconditioner a start gains nothing where the noise is known
+        assert again.passes < found.passes or (route is solver and solver.rank > 0)
+    farther = sample_posterior(ggn, built, draws, solver, init=1e3 * torch.ones_like(expected.delta))
+    assert_close(farther.value, expected.value, rtol=1e-5, atol=1e-5)
     modes = [linear_model_mode(model, built, s).value for s in (solver, Dense())]
     assert_close(modes[0], modes[1], rtol=1e-5, atol=1e-5)
 
@@ -290,3 +309,45 @@ def test_settings_of_linear_operator_are_put_back_and_nothing_is_warned() -> Non
     assert torch.equal(torch.get_rng_state(), state)
     after = settings.cg_tolerance.value(), settings.max_cg_iterations.value(), settings.terminate_cg_by_size.on()
     assert after == before
+
+
+@pytest.mark.parametrize("alpha", [0.4, 40.0])
+def test_effective_dimension_of_few_samples_with_a_preconditioner(alpha: float) -> None:
+    """The mean of many pairs within five standard errors, and a hundredth of the variance of `leverage` alone."""
+    ggn, prior = decaying()
+    # a preconditioner made at another α, whose vectors are far from eigenvectors of a part of `S`
+    held = DualCG(rank=30, tolerance=1e-6).hold(WhitenedGram(1 / prior.diagonal(), ggn))
+    assert held.held is not None
+    assert held.held.trace == pytest.approx(float(dense(WhitenedGram(1 / prior.diagonal(), ggn)).trace()), rel=1e-10)
+    prior = prior.with_precision(torch.tensor([alpha]))
+    S = dense(WhitenedGram(1 / prior.diagonal(), ggn))
+    exact = float(torch.linalg.solve(torch.eye(120).double() + S, S).trace())
+    solution = sample_posterior(ggn, prior, Draws(1000, 0), held)
+    assert solution.traces is not None
+    traces, plain = solution.traces, solution.leverage.sum(1)
+    error = float(traces.std() / 1000**0.5)
+    print(f"γ = {exact:.3f}; {float(traces.mean()):.3f} ± {error:.3f}, variances {traces.var():.2g}, {plain.var():.2g}")
+    assert abs(float(traces.mean()) - exact) < 5 * error
+    assert traces.var() < 0.01 * plain.var()
+    gamma, gamma_se = effective_dimension(solution, prior)
+    assert float(gamma) == pytest.approx(float(traces.mean()))
+    assert float(gamma_se) == pytest.approx(error)
+
+
+def test_effective_dimensions_of_groups_do_without_the_preconditioner() -> None:
+    """As do those of a preconditioner that is not of Ritz vectors, and of noise that differs between outputs."""
+    _, _, ggn, layers = setting("regression", "layerwise")
+    held = DualCG(rank=8).hold(WhitenedGram(1 / layers.diagonal(), ggn))
+    solution = sample_posterior(ggn, layers, Draws(2, 0), held)
+    assert solution.traces is None
+    assert len(effective_dimension(solution, layers)[0]) == len(layers.names) > 1
+    S = WhitenedGram(1 / layers.diagonal(), ggn)
+    pivoted = DualCG(rank=8, preconditioner="cholesky").hold(S).held
+    assert pivoted is not None
+    assert pivoted.trace is None
+    with pytest.raises(ValueError, match="`traces` needs `trace`"):
+        pivoted.traces(torch.ones(1, len(S)), torch.ones(1, len(S)))
+    _, _, ggn, layers = setting("regression_per_output", "layerwise")
+    held = DualCG(rank=8).hold(WhitenedGram(1 / layers.diagonal(), ggn))
+    assert held.held is not None
+    assert held.held.trace is None
