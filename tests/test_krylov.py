@@ -320,3 +320,12 @@ def test_function_error_is_a_bound() -> None:
     zero = torch.zeros_like(zeta)
     assert float(function_error(zero, zeta, zeta @ M, shift).max()) == 0
     assert float(function_error(zero, zero, zero, shift).max()) == 0
+
+
+def test_function_error_is_exact_where_an_eigenvalue_equals_the_prior_precision() -> None:
+    shift, values = 0.3, torch.tensor([0.3, 2.0, 5.0], dtype=torch.float64)
+    truth = torch.tensor([[1.0, -2.0, 0.5]], dtype=torch.float64)
+    zeta = truth + torch.tensor([[0.7, 0.0, 0.0]], dtype=torch.float64)  # wrong along that eigenvector only
+    residual = (values + shift) * (truth - zeta)
+    error = (values * (zeta - truth) ** 2).sum(1).sqrt() / (values * zeta**2).sum(1).sqrt()
+    assert_close(function_error(residual, zeta, values * zeta, shift), error)

@@ -101,6 +101,19 @@ def test_the_tolerance_bounds_the_error_in_function_space() -> None:
     assert not replace(solver, tolerance=0.6 * float(true.max())).solve(p).converged
 
 
+def test_the_error_is_a_root_mean_square() -> None:
+    # Eigenvalues of P⁻¹H lie between 0.6 and 1.6, as `test_the_preconditioner_is_made_of_single_rows` checks.
+    p = problem()
+    H = make_dense(p.operator) + torch.diag(p.precision)
+    solution = SVRG(max_snapshots=1).solve(p)
+    gradient = (solution.value - torch.linalg.solve(H, (p.linear + p.precision * p.centre).T).T) @ H
+    energy = (solution.value * p.operator.matmul(solution.value)).sum(1)
+    true = ((gradient @ torch.linalg.inv(H)) * gradient).sum(1) / energy
+    ratio = solution.error**2 / true
+    assert float(true.max()) < 0.3  # so that a square is not its root
+    assert 0.6 < float(ratio.min()) <= float(ratio.max()) < 1.67
+
+
 def test_an_unfinished_solve_says_so() -> None:
     solution = SVRG(max_snapshots=2, tolerance=1e-12).solve(problem())
     assert not solution.converged
