@@ -82,6 +82,8 @@ class EvidencePath:
         exact: no probes, but all eigenvalues: `traces` has one row of unit weights.
         passes: products spent, in units of all data and one vector.
         network_errors: `b Σ(y − f)²` of the network, if the noise is learnt from it (`Gaussian.noise_at`).
+        full: whether the run ended because memory held no more, and not because it was accurate. What more steps would
+            change of the traces is then bounded, for it cannot be foretold from few.
     """
 
     traces: Quadrature
@@ -94,6 +96,7 @@ class EvidencePath:
     exact: bool
     passes: float
     network_errors: float | None = None
+    full: bool = False
 
     def rescaled(self, factor: float) -> "EvidencePath":
         """The same for a noise precision that is larger by a factor, with which `M` and `b` grow."""
@@ -116,7 +119,11 @@ class EvidencePath:
     def _trace(self, f: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """`Tr f(M)` and its standard error, with what further Lanczos steps would change added in squares."""
         value = self.traces(f).mean(0)
-        return value, (self._probe_variance(f) + self.traces.remaining(f) ** 2).sqrt()
+        return value, (self._probe_variance(f) + self._missing(f) ** 2).sqrt()
+
+    def _missing(self, f: Callable[[Tensor], Tensor]) -> Tensor:
+        """What further Lanczos steps would change of a trace: foretold, or bounded where there is no room for them."""
+        return self.traces.bound(f) if self.full else self.traces.remaining(f)
 
     def _probe_variance(self, f: Callable[[Tensor], Tensor]) -> Tensor:
         return torch.zeros_like(self.traces(f).mean(0)) if self.exact else self.traces.variance(f)
@@ -168,7 +175,7 @@ class EvidencePath:
     def remaining(self, alpha: float) -> tuple[float, float]:
         """What further Lanczos steps would change of `γ` and `‖θ̄‖²`, relative."""
         a = torch.tensor([[alpha]], dtype=torch.float64)
-        gamma = self.traces.remaining(lambda t: t / (t + a)) / self.traces(lambda t: t / (t + a)).mean()
+        gamma = self._missing(lambda t: t / (t + a)) / self.traces(lambda t: t / (t + a)).mean()
         norm = self.fit.remaining(lambda t: (t + a) ** -2) / self.fit(lambda t: (t + a) ** -2).clamp_min(1e-300)
         return float(gamma.abs()), float(norm.abs())
 
@@ -176,7 +183,7 @@ class EvidencePath:
         """The same of the two terms of the log marginal likelihood, relative to it, the largest over some `α`."""
         a = alpha.double()[:, None]
         value = self.log_marginal_likelihood(alpha)[0].abs()
-        traces = 0.5 * self.traces.remaining(lambda t: torch.log1p(t / a)).abs() / value
+        traces = 0.5 * self._missing(lambda t: torch.log1p(t / a)).abs() / value
         fit = 0.5 * self.fit.remaining(lambda t: 1 / (t + a)).abs() / value
         return float(traces.max()), float(fit.max())
 

@@ -210,6 +210,7 @@ class Run:
             traces=self._traces,
             fit=replace(self._fit, truncated=None) if self._fit_exact or (self.joint and self._exact) else self._fit,
             passes=passes if self.joint else passes + self.fit_basis.passes,
+            full=self.full,
         )
 
     def _solve(self, alpha: float) -> Float[Tensor, "1 m"]:

@@ -1,5 +1,6 @@
 r"""Gauss quadrature of `zᵀf(M)z` and `Tr f(M)` for any `f`, from one Krylov basis; no products of its own."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -26,6 +27,9 @@ class Quadrature:
         total: `Tr M` where it is known: a control variate for estimates of traces.
         truncated: the same a Lanczos step earlier, `None` if this one is exact.
         before: the last one of the same run.
+        below: weights and nodes of a matrix that is at most `M`, and sees as much of it as products tell; this one's is
+            the compression of `M`. For an operator monotone and concave `f`, as `λ/(λ + α)` and `log(1 + λ/α)`, the
+            value lies between the two.
     """
 
     nodes: Float[Tensor, " m"]
@@ -34,6 +38,7 @@ class Quadrature:
     total: float | None = None
     truncated: "Quadrature | None" = field(default=None, repr=False)
     before: "Quadrature | None" = field(default=None, repr=False)
+    below: "Quadrature | None" = field(default=None, repr=False)
 
     @classmethod
     def of(cls, basis: Basis, vectors: Float[Tensor, "R P"], size: int) -> "Quadrature":
@@ -51,6 +56,7 @@ class Quadrature:
             None if self.total is None else self.total * nodes,
             None if self.truncated is None else self.truncated.rescaled(nodes, weights),
             None if self.before is None else self.before.rescaled(nodes, weights),
+            None if self.below is None else self.below.rescaled(nodes, weights),
         )
 
     def __call__(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, "R n"]:
@@ -87,6 +93,16 @@ class Quadrature:
             return last
         rate = (last / self.before._last_change(f)).abs().nan_to_num().clamp(*_RATES)
         return last * rate / (1 - rate)
+
+    def bound(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, " n"]:
+        """What all further Lanczos steps may change of the mean over the rows, at most, for an `f` as `below` says.
+
+        Infinite without a step. The control variate has no part in it: forms of `M` itself are exact.
+        """
+        if self.below is None:
+            return torch.full_like(self(f).mean(0), math.inf)
+        above, below = (part.weights @ f(part.nodes).T for part in (self, self.below))
+        return (above - below).mean(0).clamp_min(0)
 
     def _last_change(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, " n"]:
         value = self(f).mean(0)
@@ -176,15 +192,15 @@ class TraceEstimator:
         block = _orthonormal(self.basis.project(front), self._space(len(self._blocks), self.basis.size))
         if len(block) == 0:
             self._deepen(len(self._blocks), self._sizes[-1])
-            self.quadrature = self._exact() or self._within(-1)
+            self.quadrature = self._exact() or self._within(-1, len(self._blocks))
             return False
         self._blocks.append(block)
         self._sizes.append(self.basis.size)
         self._deepen(max(len(self._sizes) - 2, 1), self._sizes[-2] if len(self._sizes) > 1 else self._sizes[-1])
-        value = self._within(-1)
+        value = self._within(-1, len(self._blocks) - 1)
         if len(self._sizes) > 1:
             before = self.quadrature and replace(self.quadrature, before=None)
-            value = replace(value, truncated=self._within(-2), before=before)
+            value = replace(value, truncated=self._within(-2, None), before=before)
         self.quadrature = value
         return True
 
@@ -218,11 +234,20 @@ class TraceEstimator:
             if bool(((upper - lower <= 1e-6 * upper) & (upper > 1e-10 * largest)).any()):
                 return None
         ones = torch.ones(1, len(nodes), dtype=nodes.dtype)
-        return Quadrature(nodes, ones, torch.zeros_like(ones))
+        value = Quadrature(nodes, ones, torch.zeros_like(ones))
+        return replace(value, below=value)
 
-    def _within(self, step: int) -> Quadrature:
+    def _within(self, step: int, multiplied: int | None) -> Quadrature:
+        """By a step; `multiplied` blocks have their products in the basis, and give the lower bound."""
         size = self._sizes[step]
-        nodes, eigenvectors = torch.linalg.eigh(self.basis.T[:size, :size])
+        T = self.basis.T[:size, :size]
+        value = self._weighted(T, size)
+        if multiplied is None:
+            return value
+        return replace(value, below=self._weighted(_nystrom(T, self._space(multiplied, size)), size))
+
+    def _weighted(self, T: Float[Tensor, "m m"], size: int) -> Quadrature:
+        nodes, eigenvectors = torch.linalg.eigh(T)
         space = self._space(self._depth, size)
         whole = ((space @ eigenvectors) ** 2).sum(0)
         fixed, random = [], []
@@ -236,6 +261,18 @@ class TraceEstimator:
             random.append(scale * (part @ beyond) ** 2)
         weights = torch.stack(random).cpu()
         return Quadrature(nodes.clamp_min(0).cpu(), torch.stack(fixed).cpu() + weights, weights, self.total)
+
+
+def _nystrom(T: Float[Tensor, "m m"], rows: Float[Tensor, "k m"]) -> Float[Tensor, "m m"]:
+    """`TQᵀ(QTQᵀ)⁻¹QT`, which is at most `T`, and at most `M` where the span of `Q` is one that `M` keeps in the basis.
+
+    For one vector it is that of the Gauss-Radau rule with a node at zero.
+    """
+    product = rows @ T
+    values, vectors = torch.linalg.eigh(product @ rows.T)
+    seen = values > 1e-13 * values.max() if len(values) else values > 0
+    half = (vectors[:, seen].T @ product) / values[seen].sqrt()[:, None]
+    return half.T @ half
 
 
 def _orthonormal(block: Tensor, space: Tensor) -> Tensor:

@@ -227,7 +227,8 @@ class SolverFit(Fit):
         change = max(path.remaining_of_evidence(ends))
         if not change < _EVIDENCE_ACCURACY:
             problems.append(
-                f"its last iteration changed it by {100 * change:.2g} % when memory was full; give more `max_memory`"
+                f"memory was full before it was accurate: more iterations may change it by {100 * change:.2g} %; "
+                "give more `max_memory`"
             )
         return path, problems
 
