@@ -114,7 +114,7 @@ class Plan:
     @property
     def rank(self) -> int:
         """Of the preconditioner, at most; 0 for none."""
-        if self.method == "svrg":  # made anew in each solve, beside its rows
+        if self.method == "svrg":  # made in a solve, beside its rows
             room = self.vectors - self.num_samples - _STACKS["svrg"]
             return max(1, min(SVRG().max_rank, int(room / _SVRG_STACKS)))
         if self.method != "cg" or not self.short:
@@ -166,7 +166,9 @@ class Plan:
     def precondition(
         self, solver: Solver, operator: Callable[[], GGN], shift: float | None, num_rhs: int, seed: int
     ) -> Solver:
-        """The solver with one preconditioner for every `α`: of `"dual"`, and Nyström's where memory is short."""
+        """The solver with one preconditioner for every `α`: of `"dual"`, `"svrg"`, and `"cg"` where memory is short."""
+        if isinstance(solver, SVRG):
+            return solver.hold()
         if isinstance(solver, DualCG):
             ggn = operator()
             return solver.hold(WhitenedGram(torch.full((ggn.size,), 1 / (shift or 1.0), device=ggn.device), ggn))

@@ -7,9 +7,10 @@ mini-batch, `M_b ζ − M_b ζ̃ = M_b(ζ − ζ̃)`, is one product.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -25,6 +26,9 @@ _STEPS_WORTH = 4.0
 # How many directions a new one is made conjugate to.
 _DIRECTIONS = 4
 
+# Rows by which a held preconditioner tells whether `M` is what it was, and how far they may have moved, relative.
+_SIGNATURE, _MOVED = 32, 0.1
+
 # Indices of data, and their weights.
 _Batch = tuple[Tensor, Tensor]
 
@@ -37,10 +41,10 @@ class SVRG(Solver):
     good classifier have next to no curvature, and a few have nearly all of it.
 
     The preconditioner `P` has the leading eigenvectors of an estimate of `M` from one random row of some data
-    (`Nystrom.of_rows`). Steps are `δ ← δ − η_t P⁻¹ g_b(δ)` with `η_t = min(step/λ, 2/(t + 2))`; `λ` is the largest
-    eigenvalue of `P⁻¹H` estimated on a mini-batch, over a few of them. At `P = H` the second makes `δ_t` solve
-    the equation whose `Mζ` is the mean of what the batches saw, weighted by `t`; at the end of a stage, in which each
-    datum came as often as it should, their noise sums to nearly zero.
+    (`Nystrom.of_rows`); `hold` keeps it between solves. Steps are `δ ← δ − η_t P⁻¹ g_b(δ)` with
+    `η_t = min(step/λ, 2/(t + 2))`; `λ` is the largest eigenvalue of `P⁻¹H` estimated on a mini-batch, over a few of
+    them. At `P = H` the second makes `δ_t` solve the equation whose `Mζ` is the mean of what the batches saw, weighted
+    by `t`; at the end of a stage, in which each datum came as often as it should, their noise sums to nearly zero.
 
     A full product then gives residual and leverage. It is the snapshot `δ̃` as well: if a row has not converged, a
     stage with gradients `g(δ̃) + M_b(δ − δ̃) + A(δ − δ̃)` follows. Where it leads is a direction only: each row goes to
@@ -73,6 +77,7 @@ class SVRG(Solver):
     max_rank: int = 512
     seed: int = 0
     max_restarts: int = field(default=5, repr=False)
+    held: "HeldNystrom | None" = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         positive = (self.epochs, self.step, self.tolerance, self.max_snapshots, self.max_rank, self.batch_size or 1)
@@ -81,6 +86,10 @@ class SVRG(Solver):
                 "epochs, batch_size, step, tolerance, max_snapshots and max_rank must be positive, "
                 f"but the solver is {self}."
             )
+
+    def hold(self) -> "SVRG":
+        """The same solver, with one preconditioner for all its solves: see `HeldNystrom`."""
+        return replace(self, held=HeldNystrom())
 
     def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
         # In coordinates v√(A/ā) the prior is isotropic, as the preconditioner wants it.
@@ -92,13 +101,24 @@ class SVRG(Solver):
         num_data, rows = operator.num_data, len(centre)
         size = min(num_data, self.batch_size or min(500, max(16, num_data // 120)))
         steps = max(1, math.ceil(self.epochs * num_data / size))
-        sampler = _Sampler(operator.sizes(), torch.Generator().manual_seed(self.seed))
+        sizes = operator.sizes()
+        sampler = _Sampler(sizes, torch.Generator().manual_seed(self.seed))
         drawn = sampler.batches(1, min(4 * self.max_rank, num_data))[0]
-        preconditioner = Nystrom.of_rows(operator, *drawn, max_rank=self.max_rank, generator=sampler.generator)
+
+        def build(generator: torch.Generator) -> Nystrom:
+            return Nystrom.of_rows(operator, *drawn, max_rank=self.max_rank, generator=generator)
+
+        if self.held is None:
+            preconditioner = build(sampler.generator)
+            made = preconditioner.passes
+        else:
+            # From other numbers, so that mini-batches do not depend on whether it is made.
+            other = torch.Generator().manual_seed(self.seed)
+            preconditioner, made = self.held.of(problem.operator, whitening, sizes, drawn[0], lambda: build(other))
         curvature, spent = self._curvature(
             Congruent(operator, lambda v: preconditioner.solve_root(v, shift)), size, sampler
         )
-        passes = preconditioner.passes + spent
+        passes = made + spent
         if not math.isfinite(curvature):
             raise FloatingPointError(
                 f"The largest curvature of the problem was estimated as {curvature}: the Jacobian products of the "
@@ -199,6 +219,62 @@ class SVRG(Solver):
             f"SVRG diverged {self.max_restarts + 1} times, last with step size {3 * largest:.1e}; the Jacobian "
             "products of the model may be inaccurate in its precision. Try float64 or a larger `SVRG(batch_size=...)`."
         )
+
+
+class HeldNystrom:
+    """The preconditioner of one `M`, for every `α`, and for multiples of `M`, as other noise precisions give.
+
+    It is made in the first solve, and again in one where `M` has moved, as it does with a mode at which `B` is taken:
+    some random rows, the same ones each time, tell that, and the factor.
+    """
+
+    def __init__(self) -> None:
+        self.preconditioner: Nystrom | None = None
+
+    def of(
+        self,
+        operator: Operator,
+        whitening: Float[Tensor, " P"],
+        sizes: Float[Tensor, " N"],
+        data: Tensor,
+        build: Callable[[], Nystrom],
+    ) -> tuple[Nystrom, float]:
+        """That of `operator` in coordinates `v · whitening`, and the passes it took.
+
+        Args:
+            operator: `M`.
+            whitening: see above.
+            sizes: of the data.
+            data: indices, of which the first ones are looked at if there is nothing held.
+            build: makes it.
+        """
+        if self.preconditioner is None:
+            self._data = data[:_SIGNATURE].clone()
+        rows = operator.random_rows(self._data, torch.Generator().manual_seed(0)).double()
+        signature, passes = rows @ rows.T, len(rows) / (2 * operator.num_data)
+        if self.preconditioner is not None:
+            factor, moved = _multiple(signature, self._signature)
+            if max(moved, _multiple(sizes, self._sizes)[1]) <= _MOVED:
+                return self._rescaled(factor, whitening), passes
+        self.preconditioner = build()
+        self._signature, self._sizes, self._whitening = signature, sizes, whitening
+        return self.preconditioner, self.preconditioner.passes + passes
+
+    def _rescaled(self, factor: float, whitening: Tensor) -> Nystrom:
+        assert self.preconditioner is not None
+        held = self.preconditioner
+        change = self._whitening / whitening
+        if not bool((change == 1).all()):
+            held = held.congruent(change)
+        return Nystrom(held.vectors, held.eigenvalues * factor, held.passes)
+
+
+def _multiple(new: Tensor, old: Tensor) -> tuple[float, float]:
+    """`c` for which `new ≈ c old`, and the relative distance; infinite if there is no such `c > 0`."""
+    factor = float((new * old).sum() / (old * old).sum())
+    if not 0 < factor < math.inf:
+        return 1.0, math.inf
+    return factor, float((new - factor * old).norm() / (factor * old.norm()))
 
 
 class _Sampler:
