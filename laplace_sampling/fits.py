@@ -27,6 +27,8 @@ __all__ = ["PATH_STREAM", "SAMPLE_STREAM", "Fit", "Task", "Tuned", "Tuning", "no
 
 # Streams of one seed: what each set of draws is for. Those of samples count up from the third.
 SAMPLE_STREAM, PATH_STREAM = 2, 2**20
+# Of rows that have not converged, how many a message names.
+_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -176,13 +178,26 @@ class Fit(ABC):
     def problems(self) -> list[str]:
         """All that is wrong with the fit, in words."""
         found = list(self.tuned.problems)
-        if self.sampled is not None and not (self.sampled.converged and self.minimum.converged):
-            residuals, tolerance = self.judge(self.sampled)
-            found.append(
-                f"The posterior has not converged: residual {float(residuals.max()):.2g} of the samples (tolerance "
-                f"{tolerance:.2g}), {self.minimum.residual:.2g} of the mode. {advice(self.plan.method)}"
-            )
+        if not self.minimum.converged:
+            found.append(f"The mode of the linear model has not converged: residual {self.minimum.residual:.2g}.")
+        if self.sampled is not None and not self.sampled.converged:
+            found.append(self.unconverged(self.sampled))
+        if len(found) > len(self.tuned.problems):
+            found.append(advice(self.plan.method))
         return found
+
+    def unconverged(self, sampled: Sampled) -> str:
+        """What is wrong with samples that have not converged: which ones, and how far they are off."""
+        residuals, tolerance = self.judge(sampled)
+        rows = (~(residuals <= tolerance)).nonzero()[:, 0].tolist()  # also those that are NaN
+        if not rows:
+            return f"The samples have not converged, says the solver, though no residual is above {tolerance:.2g}."
+        named = ", ".join(map(str, rows[:_NAMED])) + (", …" if len(rows) > _NAMED else "")
+        which = "all" if len(rows) == len(residuals) > 1 else f"{len(rows)} ({named})"
+        return (
+            f"The samples have not converged: residual {float(residuals.max()):.2g} at most, above the tolerance "
+            f"{tolerance:.2g} for {which} of {len(residuals)}."
+        )
 
     def diagnosis(self, weights: Float[Tensor, " P"], linear_model: str) -> Diagnosis:
         """See `LinearisedLaplace.diagnose`.

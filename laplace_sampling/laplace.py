@@ -337,10 +337,8 @@ class LinearisedLaplace:
         self._drawn += 1
         sampled = self._fit.draw(Draws(num_samples, self.seed, SAMPLE_STREAM + self._drawn))
         if not sampled.converged:
-            residuals, tolerance = self._fit.judge(sampled)
             warnings.warn(
-                f"The samples have not converged: residual {float(residuals.max()):.2g}, tolerance {tolerance:.2g}. "
-                f"{advice(self._fit.plan.method)}",
+                f"{self._fit.unconverged(sampled)} {advice(self._fit.plan.method)}",
                 ConvergenceWarning,
                 stacklevel=3,
             )

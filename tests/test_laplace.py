@@ -268,7 +268,7 @@ def test_unfinished_em_and_unfinished_samples_warn() -> None:
             loader(case), max_steps=1, progress=False
         )
     solver = SGD(epochs=1, min_steps=1, tolerance=1e-9, max_doublings=0)
-    with pytest.warns(ConvergenceWarning, match=r"has not converged: residual .* of the samples.*solver=SGD"):
+    with pytest.warns(ConvergenceWarning, match=r"samples have not converged: residual .* for all of .*solver=SGD"):
         fitted(case, method="sgd", solver=solver)
 
 
@@ -639,7 +639,7 @@ def test_a_fit_is_diagnosed_in_words() -> None:
     assert la.diagnose().ok
     assert "Verdict: nothing is wrong" in str(la.diagnose())
     assert "'cg': as asked for" in repr(la)
-    with pytest.warns(ConvergenceWarning, match="The posterior has not converged"):
+    with pytest.warns(ConvergenceWarning, match="The samples have not converged"):
         la = LinearisedLaplace(
             case.model,
             "classification",

@@ -16,7 +16,7 @@ from laplace_sampling.dense import Dense
 from laplace_sampling.krylov import CG, BlockKrylov
 from laplace_sampling.methods import Plan, make_plan
 from laplace_sampling.operators import DenseFeatures
-from laplace_sampling.posterior import draw
+from laplace_sampling.posterior import Sampled, draw
 from laplace_sampling.preconditioners import Nystrom
 from laplace_sampling.sampling import Draws
 from laplace_sampling.variance_reduced import SVRG
@@ -237,7 +237,7 @@ def test_a_failing_solve_is_told_once_and_everywhere(method: str, call: str, mon
     monkeypatch.setattr(Plan, "solver", lambda *_: FAILING[method]())
     settings = {"prior": "isotropic", "prior_precision": 0.01, "num_samples": 8}  # few, or a block would span it all
     la = LinearisedLaplace(model, "classification", method=method, **settings)
-    with pytest.warns(ConvergenceWarning, match="The posterior has not converged: residual") as record:
+    with pytest.warns(ConvergenceWarning, match="The samples have not converged: residual") as record:
         getattr(la, call)(data, progress=False)
     assert len(record) == 1
     assert record[0].filename == __file__
@@ -255,6 +255,38 @@ def test_a_failing_solve_is_told_once_and_everywhere(method: str, call: str, mon
         la.log_marginal_likelihood()
     assert len(record) == 1
     assert record[0].filename == __file__
+
+
+def test_a_warning_names_only_what_has_not_converged() -> None:
+    model, data = problem()
+    la = LinearisedLaplace(model, "regression", method="cg", prior="isotropic", num_samples=12)
+    fit = la.fit(data, progress=False)._fit
+    tolerance = fit.judge(fit.sampled)[1]
+    assert fit.problems == []
+
+    def errors(wrong: list[int]) -> Sampled:
+        bad = torch.full((12,), 0.1 * tolerance, dtype=torch.float64)
+        bad[wrong] = 0.5
+        return replace(fit.sampled, error=bad, converged=False)
+
+    (said, do) = replace(fit, sampled=errors([0, 7])).problems
+    assert said == (
+        f"The samples have not converged: residual 0.5 at most, above the tolerance {tolerance:.2g} for 2 (0, 7) of 12."
+    )
+    assert "larger prior precision" in do
+    assert "for 9 (0, 1, 2, 3, 4, 5, 6, 7, …) of 12" in fit.unconverged(errors([*range(9)]))
+    assert "for all of 12" in fit.unconverged(errors([*range(12)]))
+    assert "says the solver, though no residual is above" in fit.unconverged(errors([]))
+    mode = replace(fit.minimum, converged=False, residual=0.25)
+    (said, do) = replace(fit, minimum=mode).problems
+    assert said == "The mode of the linear model has not converged: residual 0.25."
+    words = replace(fit, minimum=mode, sampled=errors([3]), tuned=replace(fit.tuned, problems=["α moves."])).problems
+    assert [word.split()[:3] for word in words[:3]] == [
+        ["α", "moves."],
+        ["The", "mode", "of"],
+        ["The", "samples", "have"],
+    ]
+    assert replace(fit, tuned=replace(fit.tuned, problems=["α moves."])).problems == ["α moves."]
 
 
 def test_a_full_basis_makes_the_evidence_inaccurate_and_says_so(monkeypatch) -> None:
