@@ -51,7 +51,7 @@ def test_exact_samples_have_the_posterior_covariance(name: str, prior: str) -> N
 def test_sgd_samples_have_the_posterior_covariance_at_convergence(objective: str) -> None:
     _, ggn, built = setting(make_case("classification_many_data"), "g-prior")
     solver = SGD(min_steps=3000, batch_size=25)
-    solution = sample_posterior(ggn, built, Draws(1000, seed=0), solver, objective=objective)
+    solution = sample_posterior(ggn, built, Draws(400, seed=0), solver, objective=objective)
     assert_white(solution.value * built.scale, make_dense(ggn) + torch.diag(built.diagonal()))
 
 
