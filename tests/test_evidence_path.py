@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from laplace_sampling.curves import EvidencePath, bai_golub_bound
 from laplace_sampling.dense import Dense
 from laplace_sampling.evidence import fit_em
-from laplace_sampling.evidence_path import Point, evidence_path
+from laplace_sampling.evidence_path import Point, Run, evidence_path, expand
 from laplace_sampling.krylov import CG, Basis
 from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.operators import GGN, DenseFeatures, ScaledFeatures
@@ -403,6 +403,40 @@ def test_curves_of_another_noise_precision_are_those_of_a_run_there() -> None:
         for one, other in zip(getattr(rescaled, curve)(ALPHAS), getattr(direct, curve)(ALPHAS), strict=True):
             assert_close(one, other, rtol=1e-6, atol=1e-6)
     assert_close(rescaled.mode_norm(ALPHAS), direct.mode_norm(ALPHAS), rtol=1e-6, atol=1e-9)
+
+
+def test_the_bound_of_the_error_of_a_mode_holds_and_says_what_is_missing() -> None:
+    model = dense_model("classification")
+    prior = build("isotropic", model, 0.01)
+    expansion = expand(model, prior, Point.of(model, prior, torch.zeros(1, model.features.size).double()), "network")
+    run = Run(expansion, Draws(1, 0).prior(model.features.size).double(), None, None)
+    M = make_dense(expansion.at_mode)
+    for alpha in (0.01, 1.0):
+        H = M + alpha * torch.eye(len(M), dtype=M.dtype)
+        theta = run.mode(alpha) / expansion.white
+        gap = theta - torch.linalg.solve(H, run.rhs[0])[None]
+        error = float(((gap @ H) * gap).sum().sqrt() / (alpha**0.5 * theta.norm()))
+        assert 0 < error <= run.fit_error(alpha)
+        # What the evidence lacks is half the squared error in the norm of H, at most this.
+        assert 0.5 * float(((gap @ H) * gap).sum()) <= 0.5 * run.residual_norm(alpha) ** 2 / alpha
+
+
+def test_a_followed_fixed_point_is_the_one_that_the_update_leads_to() -> None:
+    one = torch.ones(1, 2, dtype=torch.float64)
+    # γ = Σ n λ/(λ + α) with two clusters; ‖θ̄‖² = Σ w (λ + α)⁻²: three fixed points, the middle one unstable.
+    nodes = torch.tensor([1e-3, 1e3], dtype=torch.float64)
+    traces, fit = Quadrature(nodes, 50 * one, one), Quadrature(nodes, torch.tensor([[1.0, 1e6]]).double(), one)
+    path = EvidencePath(traces, fit, 1e6, 100, 100, None, 1.0, exact=True, passes=0.0)
+    grid = torch.logspace(-6, 6, 4000, dtype=torch.float64)
+    sign = path.mackay(grid)[0].sign()
+    up = grid[:-1][(sign[:-1] < 0) & (sign[1:] > 0)].tolist()
+    down = grid[:-1][(sign[:-1] > 0) & (sign[1:] < 0)].tolist()
+    assert len(up) == 2
+    assert len(down) == 1
+    for factor, end in ((0.5, up[0]), (2.0, up[1])):
+        start = replace(path, at=down[0] * factor)
+        found = start.fixed_point((1e-6, 1e6), follow=True).precision
+        assert found == pytest.approx(end, rel=0.02)
 
 
 def test_the_secant_goes_to_the_end_of_a_line() -> None:

@@ -329,3 +329,11 @@ def test_function_error_is_exact_where_an_eigenvalue_equals_the_prior_precision(
     residual = (values + shift) * (truth - zeta)
     error = (values * (zeta - truth) ** 2).sum(1).sqrt() / (values * zeta**2).sum(1).sqrt()
     assert_close(function_error(residual, zeta, values * zeta, shift), error)
+
+
+def test_a_preconditioner_of_all_of_the_curvature_needs_one_step_with_unequal_priors_too() -> None:
+    p = spectral(1e4, uniform=False)
+    preconditioner = Nystrom.of(p.operator, block=80, max_rank=80)
+    solution = CG(1e-6, preconditioner=preconditioner).solve(p)
+    assert solution.converged
+    assert solution.passes <= 1 + 4 * 3  # the factor of M; for each row the residual at the start and two steps
