@@ -118,8 +118,8 @@ def test_64_samples_by_block_krylov(digits: Problem) -> None:
     assert passes <= 500
 
 
-def test_after_a_jump_of_alpha_the_test_variance_is_right(few_digits: Problem) -> None:
-    ratios = jump(few_digits, Draws(4, 0))
+def test_after_a_jump_of_alpha_the_test_variance_is_right() -> None:
+    ratios = jump(problem(200), Draws(4, 0))
     print(f"test variance over the exact one: {ratios}")
     assert ratios["delta"] == pytest.approx(1, abs=0.1)
     assert ratios["raw"] < 0.9  # data determine much of these weights; see test_sampling for where they do not
