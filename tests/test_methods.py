@@ -322,7 +322,7 @@ def test_svrg_makes_one_preconditioner_for_em_and_all_samples(monkeypatch) -> No
     model, data = problem(inputs=10, num_data=40)
     la = LinearisedLaplace(model, "regression", method="svrg", prior="layerwise", num_samples=2)
     la.fit_hyperparameters(
-        data, num_samples=4, tolerance=0.15, max_steps=30, progress=False
+        data, num_samples=4, tolerance=0.05, max_steps=30, progress=False
     )  # the noise is learnt, too
     steps = len(la.history_)
     assert len(solves) == steps + 1
