@@ -33,6 +33,7 @@ __all__ = [
     "ExactPrediction",
     "ExactRegression",
     "Optimum",
+    "check_finite",
     "check_gram_size",
     "inverse_",
     "noise_scale",
@@ -450,6 +451,8 @@ def overall_precisions(model: LinearModel, prior: GaussianPrior) -> tuple[float,
 
 def unit_variance(prior: GaussianPrior) -> Float[Tensor, " P"]:
     """The diagonal of `A₁⁻¹`, where `A = α A₁` with the overall precision `α`."""
+    if len(prior.precision) == 1:  # without rounding, so that it is the same for every `α`
+        return prior.scale.double() ** 2
     return prior.scale.double() ** 2 * overall_precision(prior) / prior.spread().double()
 
 
@@ -484,15 +487,24 @@ def transposed(features: Features, u: Float[Tensor, "K N C"]) -> Float[Tensor, "
     return total
 
 
-def check_gram_size(features: Features, max_memory: float) -> None:
-    """Raise if four Gram matrices would not fit."""
+def check_gram_size(features: Features, max_memory: float, dual: bool = True) -> None:
+    """Raise if four Gram matrices would not fit; `dual` tells whether conjugate gradients there are a way out."""
     rows = features.num_data * features.num_outputs
     needed = _GRAMS * 8.0 * rows**2
     if needed > max_memory:
+        others = '"dual" (conjugate gradients in observation space), ' if dual else ""
         raise ValueError(
             f"The exact method in observation space would need about {needed / 2**30:.1f} GiB for {features.num_data} "
             f"data of {features.num_outputs} outputs, more than the {max_memory / 2**30:.1f} GiB that it may take; use "
-            'method="dual" (conjugate gradients in observation space), "cg" or "sgd".'
+            f'method={others}"cg" or "sgd".'
+        )
+
+
+def check_finite(K: Float[Tensor, "n n"]) -> None:
+    """Raise if a Gram matrix has NaN or infinity in it."""
+    if not bool(K.isfinite().all()):
+        raise FloatingPointError(
+            "The Gram matrix of the tangent kernel is not finite: the Jacobian of the model contains NaN or infinity."
         )
 
 
@@ -501,10 +513,7 @@ def symmetric_eigen(K: Float[Tensor, "n n"]) -> tuple[Float[Tensor, " n"], Float
 
     On a CPU by LAPACK's `syevr`, which takes the memory of one more matrix; that of torch takes three.
     """
-    if not bool(K.isfinite().all()):
-        raise FloatingPointError(
-            "The Gram matrix of the tangent kernel is not finite: the Jacobian of the model contains NaN or infinity."
-        )
+    check_finite(K)
     if K.device.type != "cpu":
         values, vectors = torch.linalg.eigh(K)
     else:

@@ -78,7 +78,8 @@ def leave_one_out(
         return LeaveOneOut.gaussian(mean, without + noise, targets.reshape(N, C).to(mean))
     values, vectors = torch.linalg.eigh(without)
     white = torch.randn(num_samples, N, C, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    root = vectors * values.clamp_min(0).sqrt()[..., None, :]
+    # The symmetric root: another sign of an eigenvector would be another draw.
+    root = (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT
     samples = mean + torch.einsum("ncd,knd->knc", root, white.to(root))
     log_prob = (-likelihood.loss(samples, targets)).logsumexp(0) - math.log(num_samples)
     return LeaveOneOut(mean, without, log_prob)

@@ -15,11 +15,12 @@ LEVELS = {
     "curves": 5, "exact_classification": 5, "methods": 5, "posterior": 5, "saving": 5, "tangent_model": 5,
     "evidence_path": 6, "exact_fit": 6, "fits": 6,
     "gram_fit": 7, "path_fit": 7, "predict": 7,
-    "integrations": 8, "solver_fit": 8, "tasks": 8,
-    "laplace": 9,
-    "plotting": 10,
-    "__init__": 11,
-    "__main__": 12,
+    "gram_classification": 8, "gram_regression": 8, "integrations": 8, "solver_fit": 8,
+    "tasks": 9,
+    "laplace": 10,
+    "plotting": 11,
+    "__init__": 12,
+    "__main__": 13,
 }  # fmt: skip
 PACKAGE = Path(laplace_sampling.__file__).parent
 
