@@ -22,15 +22,13 @@ from laplace_sampling.exact import (
     MAX_MEMORY,
     PRECISION_BOUNDS,
     ExactPrediction,
-    check_finite,
     check_gram_size,
-    inverse_,
     overall_precision,
-    symmetric_eigen,
     transposed,
     unit_variance,
 )
 from laplace_sampling.gram import BLOCK_BYTES, cross_gram, gram
+from laplace_sampling.lapack import check_finite, inverse_, solve_, symmetric_eigen
 from laplace_sampling.leave_one_out import LeaveOneOut, leave_one_out
 from laplace_sampling.likelihoods import Likelihood
 from laplace_sampling.operators import Features
@@ -40,7 +38,7 @@ from laplace_sampling.sampling import Draws, LinearModel
 __all__ = ["ExactClassification", "ExactMode", "ExactPosterior", "PosteriorAt"]
 
 # Rows of a matrix that a root of the curvature is applied to at once.
-_ROWS = 256
+_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -229,9 +227,12 @@ class ExactClassification:
         check_finite(K)
         return K
 
-    def whitened(self, outputs: Float[Tensor, "N C"]) -> Float[Tensor, "NC NC"]:
-        """`S = LᵀKL`, with `L Lᵀ = B` at some outputs."""
-        S, (N, C) = self.gram.clone(), outputs.shape
+    def whitened(self, outputs: Float[Tensor, "N C"], keep: bool = True) -> Float[Tensor, "NC NC"]:
+        """`S = LᵀKL`, with `L Lᵀ = B` at some outputs; in the memory of `K`, to be built again, if it is not kept."""
+        K, (N, C) = self.gram, outputs.shape
+        S = K.clone() if keep else K
+        if not keep:
+            del vars(self)["gram"]
         # Along rows, then along columns.
         for view in (S, S.T):
             for rows in view.split(_ROWS):
@@ -271,11 +272,9 @@ class ExactClassification:
             S = self.whitened(h)
             S /= precision
             S.diagonal().add_(1)
-            factor = torch.linalg.cholesky(S)
-            del S
             right = likelihood.root_transpose(h, (K @ b.flatten()).reshape(N, C) / precision).reshape(-1, 1)
-            step = b - likelihood.root(h, torch.cholesky_solve(right, factor).reshape(N, C)) - a
-            del factor
+            step = b - likelihood.root(h, solve_(S, right).reshape(N, C)) - a
+            del S
             change = (K @ step.flatten()).reshape(N, C) / precision
             length, moved = 1.0, False
             while length > 1e-8 and not moved:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from laplace_sampling.curves import EvidencePath
 from laplace_sampling.evidence import EMStep, check_bounds
-from laplace_sampling.exact import ExactPrediction, overall_precision, symmetric_eigen
+from laplace_sampling.exact import ExactPrediction, overall_precision
 from laplace_sampling.exact_classification import ExactClassification, ExactPosterior
 from laplace_sampling.fits import Task, Tuned, Tuning, problems_at_bounds
 from laplace_sampling.gram_fit import UNLIMITED, GramFit
+from laplace_sampling.lapack import symmetric_eigen
 from laplace_sampling.leave_one_out import LeaveOneOut
 from laplace_sampling.operators import Features
 from laplace_sampling.quadrature import Quadrature
@@ -132,7 +133,7 @@ def classification_curves(exact: ExactPosterior) -> EvidencePath:
     change = mode.outputs - offset
     values, vectors = exact.eigenvalues, exact.vectors
     if not torch.equal(exact.curvature_outputs, mode.outputs):
-        values, vectors = symmetric_eigen(problem.whitened(mode.outputs))
+        values, vectors = symmetric_eigen(problem.whitened(mode.outputs, keep=False))
     along = vectors.T @ likelihood.root_transpose(mode.outputs, change[None]).flatten()
     seen = values > _ZERO * values[-1]
     weights = torch.where(seen, ((values + alpha) * along) ** 2 / values, 0.0)[None].cpu()
