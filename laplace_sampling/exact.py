@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import scipy.linalg
 import torch
 from jaxtyping import Float
-from scipy.linalg.lapack import dpotrf, dpotri  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 from laplace_sampling.gram import BLOCK_BYTES, cross_gram, gram, gram_blocks, row_blocks
+from laplace_sampling.lapack import symmetric_eigen
 from laplace_sampling.leave_one_out import LeaveOneOut
 from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.operators import Features
@@ -34,11 +33,9 @@ __all__ = [
     "ExactRegression",
     "Optimum",
     "check_gram_size",
-    "inverse_",
     "noise_scale",
     "overall_precision",
     "overall_precisions",
-    "symmetric_eigen",
     "transposed",
     "unit_variance",
 ]
@@ -450,6 +447,8 @@ def overall_precisions(model: LinearModel, prior: GaussianPrior) -> tuple[float,
 
 def unit_variance(prior: GaussianPrior) -> Float[Tensor, " P"]:
     """The diagonal of `A₁⁻¹`, where `A = α A₁` with the overall precision `α`."""
+    if len(prior.precision) == 1:  # without rounding, so that it is the same for every `α`
+        return prior.scale.double() ** 2
     return prior.scale.double() ** 2 * overall_precision(prior) / prior.spread().double()
 
 
@@ -484,57 +483,17 @@ def transposed(features: Features, u: Float[Tensor, "K N C"]) -> Float[Tensor, "
     return total
 
 
-def check_gram_size(features: Features, max_memory: float) -> None:
-    """Raise if four Gram matrices would not fit."""
+def check_gram_size(features: Features, max_memory: float, dual: bool = True) -> None:
+    """Raise if four Gram matrices would not fit; `dual` tells whether conjugate gradients there are a way out."""
     rows = features.num_data * features.num_outputs
     needed = _GRAMS * 8.0 * rows**2
     if needed > max_memory:
+        others = '"dual" (conjugate gradients in observation space), ' if dual else ""
         raise ValueError(
             f"The exact method in observation space would need about {needed / 2**30:.1f} GiB for {features.num_data} "
             f"data of {features.num_outputs} outputs, more than the {max_memory / 2**30:.1f} GiB that it may take; use "
-            'method="dual" (conjugate gradients in observation space), "cg" or "sgd".'
+            f'method={others}"cg" or "sgd".'
         )
-
-
-def symmetric_eigen(K: Float[Tensor, "n n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, "n n"]]:
-    """Eigenvalues, rising and not negative, and eigenvectors of a positive semi-definite matrix, which is overwritten.
-
-    On a CPU by LAPACK's `syevr`, which takes the memory of one more matrix; that of torch takes three.
-    """
-    if not bool(K.isfinite().all()):
-        raise FloatingPointError(
-            "The Gram matrix of the tangent kernel is not finite: the Jacobian of the model contains NaN or infinity."
-        )
-    if K.device.type != "cpu":
-        values, vectors = torch.linalg.eigh(K)
-    else:
-        # The transpose of a symmetric matrix in C's order is in Fortran's, which LAPACK takes without a copy.
-        found, columns = scipy.linalg.eigh(
-            K.numpy().T, overwrite_a=True, check_finite=False, driver="evr" if len(K) > 1 else "ev"
-        )
-        values, vectors = torch.from_numpy(found), torch.from_numpy(columns)
-    return values.clamp_min(0), vectors
-
-
-def inverse_(G: Float[Tensor, "n n"]) -> Tensor:
-    """Overwrite a positive definite matrix by its inverse; its log determinant is returned."""
-    if G.device.type == "cpu":
-        factor, failed = dpotrf(G.numpy().T, lower=1, clean=0, overwrite_a=1)
-        if failed:
-            raise FloatingPointError("The covariance of the targets is not finite, or not positive definite.")
-        logdet = 2 * torch.from_numpy(np.diagonal(factor).copy()).log().sum()
-        dpotri(factor, lower=1, overwrite_c=1)
-    else:
-        factor = torch.linalg.cholesky(G)
-        logdet = 2 * factor.diagonal().log().sum()
-        G.copy_(torch.cholesky_inverse(factor))
-    # LAPACK leaves one triangle as it was.
-    for rows in torch.arange(len(G)).split(512):
-        first, last = int(rows[0]), int(rows[-1]) + 1
-        corner = G[first:last, first:last].triu()
-        G[first:last, first:last] = corner + corner.triu(1).T
-        G[last:, first:last] = G[first:last, last:].T
-    return logdet
 
 
 def _overall_noise(likelihood: Gaussian) -> float:

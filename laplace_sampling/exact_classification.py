@@ -11,7 +11,8 @@ singular, as it is for the softmax)
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -22,13 +23,12 @@ from laplace_sampling.exact import (
     PRECISION_BOUNDS,
     ExactPrediction,
     check_gram_size,
-    inverse_,
     overall_precision,
-    symmetric_eigen,
     transposed,
     unit_variance,
 )
 from laplace_sampling.gram import BLOCK_BYTES, cross_gram, gram
+from laplace_sampling.lapack import check_finite, inverse_, solve_, symmetric_eigen
 from laplace_sampling.leave_one_out import LeaveOneOut, leave_one_out
 from laplace_sampling.likelihoods import Likelihood
 from laplace_sampling.operators import Features
@@ -38,7 +38,7 @@ from laplace_sampling.sampling import Draws, LinearModel
 __all__ = ["ExactClassification", "ExactMode", "ExactPosterior", "PosteriorAt"]
 
 # Rows of a matrix that a root of the curvature is applied to at once.
-_ROWS = 256
+_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -185,13 +185,13 @@ class ExactClassification:
     Attributes:
         model: the linear model on the training data.
         prior: its precisions in ratio are those of `A₁`.
-        gram: `K` at `α = 1`, `[N·C, N·C]`.
+        products: how the Gram matrix is built, see `gram`.
         block_bytes: memory for rows of the Jacobian.
     """
 
     model: LinearModel
     prior: GaussianPrior
-    gram: Float[Tensor, "NC NC"]
+    products: str = "auto"
     block_bytes: float = BLOCK_BYTES
 
     @classmethod
@@ -204,7 +204,7 @@ class ExactClassification:
         block_bytes: float = BLOCK_BYTES,
         max_memory: float = MAX_MEMORY,
     ) -> "ExactClassification":
-        """Build the Gram matrix.
+        """With a Gram matrix that fits in memory.
 
         Args:
             model: the linear model on the training data.
@@ -212,14 +212,27 @@ class ExactClassification:
             products: how the Gram matrix is built, see `gram`.
             block_bytes: memory for rows of the Jacobian.
             max_memory: bytes that four Gram matrices may take.
-        """
-        check_gram_size(model.features, max_memory)
-        K = gram(model.features, unit_variance(prior), products=products, block_bytes=block_bytes)
-        return cls(model, prior, K, block_bytes)
 
-    def whitened(self, outputs: Float[Tensor, "N C"]) -> Float[Tensor, "NC NC"]:
-        """`S = LᵀKL`, with `L Lᵀ = B` at some outputs."""
-        S, (N, C) = self.gram.clone(), outputs.shape
+        Raises:
+            ValueError: if it is too large.
+        """
+        check_gram_size(model.features, max_memory, dual=False)
+        return cls(model, prior, products, block_bytes)
+
+    @cached_property
+    def gram(self) -> Float[Tensor, "NC NC"]:
+        """`K` at `α = 1`, built when it is first needed."""
+        variance = unit_variance(self.prior)
+        K = gram(self.model.features, variance, products=self.products, block_bytes=self.block_bytes)
+        check_finite(K)
+        return K
+
+    def whitened(self, outputs: Float[Tensor, "N C"], keep: bool = True) -> Float[Tensor, "NC NC"]:
+        """`S = LᵀKL`, with `L Lᵀ = B` at some outputs; in the memory of `K`, to be built again, if it is not kept."""
+        K, (N, C) = self.gram, outputs.shape
+        S = K.clone() if keep else K
+        if not keep:
+            del vars(self)["gram"]
         # Along rows, then along columns.
         for view in (S, S.T):
             for rows in view.split(_ROWS):
@@ -259,11 +272,9 @@ class ExactClassification:
             S = self.whitened(h)
             S /= precision
             S.diagonal().add_(1)
-            factor = torch.linalg.cholesky(S)
-            del S
             right = likelihood.root_transpose(h, (K @ b.flatten()).reshape(N, C) / precision).reshape(-1, 1)
-            step = b - likelihood.root(h, torch.cholesky_solve(right, factor).reshape(N, C)) - a
-            del factor
+            step = b - likelihood.root(h, solve_(S, right).reshape(N, C)) - a
+            del S
             change = (K @ step.flatten()).reshape(N, C) / precision
             length, moved = 1.0, False
             while length > 1e-8 and not moved:
@@ -276,10 +287,19 @@ class ExactClassification:
             if not moved:
                 break
             slope = likelihood.gradient(h, targets)
-        residual = float((a + slope).norm()) / max(scale, 1e-300)
+        return self.mode_of(precision, a, h, tolerance)
+
+    def mode_of(
+        self, precision: float, a: Float[Tensor, "N C"], h: Float[Tensor, "N C"], tolerance: float = 1e-12
+    ) -> ExactMode:
+        """What is known of a mode from its coefficients and outputs; arguments as of `mode`."""
+        offset, targets, likelihood = self.model.offset.double(), self.model.targets, self.model.likelihood
+        scale = float(likelihood.gradient(offset, targets).norm())
+        residual = float((a + likelihood.gradient(h, targets)).norm()) / max(scale, 1e-300)
         norm = float((a * (h - offset)).sum()) / precision
         # Rounding of K a leaves more than the tolerance where the data determine much.
-        return ExactMode(a, h, loss(h), norm, residual, residual <= max(tolerance, 1e-8))
+        converged = residual <= max(tolerance, 1e-8)
+        return ExactMode(a, h, float(likelihood.loss(h, targets).sum()), norm, residual, converged)
 
     def posterior(
         self, precision: float, *, hessian_at: str = "mode", start: ExactMode | None = None
@@ -345,7 +365,7 @@ class ExactClassification:
         at_bounds = () if inside else ("precision",)
         if fixed is None:
             found = self.posterior(alpha, start=last)
-            return ExactPosterior(**{**vars(found), "converged": found.converged and inside, "at_bounds": at_bounds})
+            return replace(found, converged=found.converged and inside, at_bounds=at_bounds)
         mode = self.mode(alpha, last)
         outputs = self.model.network_outputs.double()
         return ExactPosterior(self, alpha, mode, outputs, *fixed, mode.converged and inside, at_bounds)

@@ -29,12 +29,12 @@ from laplace_sampling.exact import (
     ExactRegression,
     Optimum,
     check_gram_size,
-    inverse_,
     noise_scale,
     overall_precision,
     unit_variance,
 )
 from laplace_sampling.gram import BLOCK_BYTES, gram
+from laplace_sampling.lapack import inverse_
 from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.priors import GaussianPrior
 from laplace_sampling.quadrature import Quadrature

@@ -133,6 +133,11 @@ class Fit(ABC):
         """`α`, the geometric mean over the weights."""
         return float(self.prior.spread().double().log().mean().exp())
 
+    @property
+    def path(self) -> EvidencePath | None:
+        """Curves of the evidence that are known already."""
+        return self.tuned.path
+
     @abstractmethod
     def draw(self, draws: Draws, description: str | None = None) -> Sampled:
         """Posterior samples."""
@@ -210,7 +215,7 @@ class Fit(ABC):
         assert sampled is not None
         residuals, tolerance = self.judge(sampled)
         gamma, gamma_se = sampled.effective_dimension()
-        path, moments = self.tuned.path, None
+        path, moments = self.path, None
         if path is not None:
             at = torch.tensor([self.alpha], dtype=torch.float64)
             mean, error = path.effective_dimension(at)

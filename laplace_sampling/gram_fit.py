@@ -1,128 +1,83 @@
-"""Exact fits of a regression in observation space, from the eigendecomposition of the Gram matrix."""
+"""Exact fits in observation space, from the eigendecomposition of the Gram matrix: what all likelihoods share."""
 
-import time
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.curves import EvidencePath
-from laplace_sampling.evidence import EMStep, check_bounds
-from laplace_sampling.exact import ExactPrediction, ExactRegression, overall_precisions
-from laplace_sampling.exact_fit import exact_curves, fit_exact_regression
-from laplace_sampling.fits import Fit, Task, Tuned, Tuning, problems_at_bounds
-from laplace_sampling.leave_one_out import LeaveOneOut
-from laplace_sampling.likelihoods import Gaussian
+from laplace_sampling.exact import ExactPrediction
+from laplace_sampling.fits import Fit, Task, Tuning
 from laplace_sampling.operators import Features
 from laplace_sampling.posterior import Sampled
 from laplace_sampling.predictive import FunctionCovariance
 from laplace_sampling.sampling import Draws
-from laplace_sampling.solvers import Minimum
 
-__all__ = ["GramFit", "fit_gram", "restore_gram", "tune_gram"]
+__all__ = ["UNLIMITED", "GramFit"]
 
 # What the class has checked already, for all methods, by its own limit.
-_UNLIMITED = float("inf")
-
-
-def tune_gram(task: Task, tuning: Tuning) -> "GramFit":
-    """The posterior at the prior and noise precision of largest evidence, found to rounding."""
-    check_bounds(tuning.precision_bounds, tuning.noise_bounds)
-    started, model, start = time.perf_counter(), task.model, float(task.prior.precision)
-    assert isinstance(model.likelihood, Gaussian)
-    found = fit_exact_regression(
-        model,
-        task.prior,
-        precision_bounds=tuning.precision_bounds,
-        noise_bounds=tuning.noise_bounds,
-        max_memory=_UNLIMITED,
-    )
-    optimum, exact = found.optimum, found.posterior
-    at_bounds = ["all"] if "precision" in optimum.at_bounds else []
-    noise = "noise_precision" in optimum.at_bounds
-    prior = task.prior.with_precision(torch.tensor([optimum.precision], dtype=torch.float64))
-    problems = problems_at_bounds(at_bounds, noise, tuning)
-    converged = optimum.converged or bool(optimum.at_bounds)
-    if not converged:
-        problems.append(
-            "`fit_hyperparameters` found no maximum of the evidence to rounding: its gradient in log α and log b is "
-            f"{optimum.gradient[0]:.2g}, {optimum.gradient[1]:.2g}. Check the data, or use `model.double()`."
-        )
-    fitted = model.with_likelihood(found.likelihood)
-    precisions = (optimum.precision, optimum.noise_precision)
-    step = EMStep(
-        step=1,
-        prior_precision=[start],
-        new_prior_precision=[optimum.precision],
-        noise_precision=torch.as_tensor(model.likelihood.noise_precision).reshape(-1).tolist(),
-        effective_dimension=[float(exact.effective_dimension(*precisions))],
-        effective_dimension_se=[0.0],
-        mode_norm=[float(exact.mode_norm(*precisions))],
-        loss=float(found.likelihood.loss(exact.mode_outputs(*precisions), model.targets).sum()),
-        network_loss=float(found.likelihood.loss(model.network_outputs, model.targets).sum()),
-        mode_residual=0.0,
-        sample_residual=0.0,
-        passes=float(model.features.num_outputs),
-        seconds=time.perf_counter() - started,
-    )
-    if tuning.callback is not None:
-        tuning.callback(step)
-    tuned = Tuned([step], converged, (*at_bounds, *(["noise"] if noise else [])), problems)
-    exact = replace(exact, model=fitted, prior=prior)
-    return _finish(replace(task, model=fitted, prior=prior), tuned, exact, precisions)
-
-
-def fit_gram(task: Task) -> "GramFit":
-    """The posterior at the prior and noise precision that are given."""
-    exact = ExactRegression.of(task.model, task.prior, max_memory=_UNLIMITED)
-    return _finish(task, Tuned(), exact, overall_precisions(task.model, task.prior))
-
-
-def restore_gram(task: Task, tensors: dict[str, Tensor]) -> "GramFit":
-    """The posterior of `GramFit.tensors`, without its samples."""
-    values, vectors = tensors["eigenvalues"], tensors["vectors"]
-    noise_scale = tensors["noise_scale"]
-    residual = (task.model.targets.reshape(noise_scale.shape) - task.model.offset).double() / noise_scale.sqrt()
-    exact = ExactRegression(task.model, task.prior, values, vectors, vectors.T @ residual.flatten(), noise_scale)
-    return _assembled(task, Tuned(), exact, tuple(tensors["precisions"].tolist()))
-
-
-def _assembled(task: Task, tuned: Tuned, exact: ExactRegression, precisions: tuple[float, float]) -> "GramFit":
-    mode = exact.mode(*precisions)
-    minimum = Minimum((mode / task.prior.scale)[None], 0.0, 1.0, True)
-    return GramFit(task, tuned, mode, exact.mode_outputs(*precisions), None, minimum, exact, precisions)
-
-
-def _finish(task: Task, tuned: Tuned, exact: ExactRegression, precisions: tuple[float, float]) -> "GramFit":
-    fit = _assembled(task, tuned, exact, precisions)
-    fit = replace(fit, tuned=replace(tuned, path=fit.evidence(None)[0]))
-    return replace(fit, sampled=fit.draw(task.draws))
+UNLIMITED = float("inf")
 
 
 @dataclass(frozen=True)
 class GramFit(Fit):
-    """A fit of which everything is known in closed form.
+    """A fit of which everything is known in closed form, without the Jacobian."""
 
-    Attributes:
-        exact: the decomposition.
-        precisions: `α` and `b`, as its methods take them.
-    """
+    @classmethod
+    @abstractmethod
+    def tune(cls, task: Task, tuning: Tuning) -> Self:
+        """The posterior at hyperparameters found to rounding."""
 
-    exact: ExactRegression
-    precisions: tuple[float, float]
+    @classmethod
+    @abstractmethod
+    def of(cls, task: Task) -> Self:
+        """The posterior at the hyperparameters of a task."""
+
+    @classmethod
+    @abstractmethod
+    def restore(cls, task: Task, tensors: dict[str, Tensor]) -> Self:
+        """The posterior of `tensors`, without its samples."""
+
+    @property
+    @abstractmethod
+    def effective_dimension(self) -> float:
+        """`γ`."""
+
+    @property
+    @abstractmethod
+    def precisions(self) -> tuple[float, float]:
+        """`α` and `b`, as an `ExactPrediction` takes them."""
+
+    @abstractmethod
+    def samples(self, draws: Draws) -> Float[Tensor, "K P"]:
+        """Posterior samples, unscaled, in float64."""
+
+    @abstractmethod
+    def predict(self, features: Features) -> ExactPrediction:
+        """The posterior of the function at other inputs."""
+
+    @property
+    def path(self) -> EvidencePath:
+        return self.evidence(None)[0]
+
+    def with_samples(self) -> Self:
+        """The same with the samples that are kept."""
+        return replace(self, sampled=self.draw(self.task.draws))
 
     def draw(self, draws: Draws, description: str | None = None) -> Sampled:
-        model, prior = self.model, self.prior
-        samples = self.exact.sample(draws, *self.precisions)
+        model, prior, samples = self.model, self.prior, self.samples(draws)
+        at = self.mode_outputs if self.task.hessian_at == "mode" else model.network_outputs.double()
         outputs = torch.cat([model.features.outputs(part.to(model.features.dtype)) for part in samples.split(16)])
-        energies = model.likelihood.root_transpose(self.mode_outputs, outputs.double()).flatten(1).square().sum(1)
+        energies = model.likelihood.root_transpose(at, outputs.double()).flatten(1).square().sum(1)
         of_prior = torch.stack([(prior.diagonal().double() * row**2).sum() for row in samples])
         none = torch.zeros(len(samples), dtype=torch.float64, device=samples.device)
         return Sampled(
             samples.to(self.task.dtype),
-            self.exact.effective_dimension(*self.precisions).reshape(1, 1),
+            none.new_tensor([[self.effective_dimension]]),
             energies,
             energies + of_prior,
             none,
@@ -135,22 +90,8 @@ class GramFit(Fit):
     def judge(self, sampled: Sampled) -> tuple[Tensor, float]:
         return sampled.residual, 1e-6
 
-    def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
-        return exact_curves(self.exact, *self.precisions), []
-
     def covariance_at(self, features: Features) -> FunctionCovariance:
         return _GramCovariance(self, features.in_float64())
-
-    def leave_one_out(self) -> LeaveOneOut:
-        return self.exact.leave_one_out(*self.precisions)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {
-            "eigenvalues": self.exact.eigenvalues,
-            "vectors": self.exact.vectors,
-            "noise_scale": self.exact.noise_scale,
-            "precisions": torch.tensor(self.precisions, dtype=torch.float64),
-        }
 
 
 @dataclass(frozen=True)
@@ -162,7 +103,7 @@ class _GramCovariance(FunctionCovariance):
 
     @cached_property
     def _prediction(self) -> ExactPrediction:
-        return self.fit.exact.at(self.features)
+        return self.fit.predict(self.features)
 
     def variance(self) -> Float[Tensor, "N C"]:
         return self._prediction.stddev(*self.fit.precisions) ** 2

@@ -16,7 +16,6 @@ from laplace_sampling.diagnostics import Diagnosis, advice
 from laplace_sampling.dual import DualCG
 from laplace_sampling.evidence import EMStep
 from laplace_sampling.fits import SAMPLE_STREAM, Fit, Tuned, Tuning
-from laplace_sampling.gram_fit import fit_gram, tune_gram
 from laplace_sampling.leave_one_out import LeaveOneOut
 from laplace_sampling.likelihoods import Gaussian, Likelihood, as_likelihood
 from laplace_sampling.linearise import Linearisation, Selection
@@ -30,7 +29,7 @@ from laplace_sampling.solver_fit import fit_by_solver, make_solver, tune_by_solv
 from laplace_sampling.solvers import ConvergenceWarning
 from laplace_sampling.stochastic import SGD
 from laplace_sampling.tangent_model import Observation, TangentModel
-from laplace_sampling.tasks import exact_tensors, prepare, restore_fit
+from laplace_sampling.tasks import exact_tensors, gram_fit_of, prepare, restore_fit
 
 __all__ = ["LinearisedLaplace", "NotFittedError"]
 
@@ -66,11 +65,12 @@ class LinearisedLaplace:
             leaves of the targets, `b = (N·C − γ)/Σ(y − f)²`; `"mode"`, what the linear model leaves at its mode, which
             is the noise of largest evidence. `"auto"` is the network, whose output is the mean of predictions: where
             it is not at the minimum of its loss, the linear model fits the data better, and says too little noise.
-        method: `"exact"`, dense algebra, for small problems: in observation space for regressions with `N·C < P`, else
-            in weight space; `"dual"`, conjugate gradients in observation space, for regressions; `"cg"`, block Krylov
-            on all data, and hyperparameters from an evidence path; `"svrg"`, preconditioned mini-batches, for many
-            data; `"sgd"`, the same where a preconditioner does not fit or pay; `"ciq"`, samples by the inverse square
-            root, for comparison; `"auto"` chooses between all but the last, and `print` tells why.
+        method: `"exact"`, dense algebra, for small problems: in observation space where `N·C < P` and the prior has one
+            precision, else in weight space; `"dual"`, conjugate gradients in observation space, for regressions;
+            `"cg"`, block Krylov on all data, and hyperparameters from an evidence path; `"svrg"`, preconditioned
+            mini-batches, for many data; `"sgd"`, the same where a preconditioner does not fit or pay; `"ciq"`, samples
+            by the inverse square root, for comparison; `"auto"` chooses between all but the last, and `print` tells
+            why.
         num_samples: posterior samples for predictions, `K`.
         seed: of all randomness.
         solver: settings of `"sgd"` (`SGD`) or of `"dual"` (`DualCG`).
@@ -216,7 +216,7 @@ class LinearisedLaplace:
             max_steps, tolerance, num_samples, precision_bounds, noise_bounds, _shifted(callback, tangent.log_scale)
         )
         if task.plan.in_observation_space:
-            fit: Fit = tune_gram(task, tuning)
+            fit: Fit = gram_fit_of(task).tune(task, tuning)
         else:
             solver = make_solver(task, tolerance, None)
             fit = fit_by_solver(*tune_by_solver(task, tuning, solver), solver)
@@ -244,7 +244,7 @@ class LinearisedLaplace:
             raise ValueError(f"`fit` needs a positive tolerance, got {tolerance}.")
         tangent, task = prepare(self, loader, noise_variances, progress)
         if task.plan.in_observation_space:
-            fit: Fit = fit_gram(task)
+            fit: Fit = gram_fit_of(task).of(task)
         else:
             fit = fit_by_solver(task, Tuned(), make_solver(task, tolerance, self.prior_precision))
         self._adopt(fit, tangent)

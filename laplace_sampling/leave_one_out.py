@@ -17,6 +17,9 @@ from laplace_sampling.likelihoods import Gaussian, Likelihood
 
 __all__ = ["LeaveOneOut", "leave_one_out"]
 
+# Samples of all data in memory together.
+_SAMPLES = 16
+
 
 @dataclass(frozen=True)
 class LeaveOneOut:
@@ -77,8 +80,11 @@ def leave_one_out(
         noise = torch.diag_embed((1 / likelihood.precision(mean)).expand(N, C))
         return LeaveOneOut.gaussian(mean, without + noise, targets.reshape(N, C).to(mean))
     values, vectors = torch.linalg.eigh(without)
-    white = torch.randn(num_samples, N, C, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    root = vectors * values.clamp_min(0).sqrt()[..., None, :]
-    samples = mean + torch.einsum("ncd,knd->knc", root, white.to(root))
-    log_prob = (-likelihood.loss(samples, targets)).logsumexp(0) - math.log(num_samples)
+    # The symmetric root: another sign of an eigenvector would be another draw.
+    root = (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT
+    generator, losses = torch.Generator().manual_seed(seed), []
+    for part in torch.arange(num_samples).split(_SAMPLES):
+        white = torch.randn(len(part), N, C, generator=generator, dtype=torch.float64)
+        losses.append(likelihood.loss(mean + torch.einsum("ncd,knd->knc", root, white.to(root)), targets))
+    log_prob = (-torch.cat(losses)).logsumexp(0) - math.log(num_samples)
     return LeaveOneOut(mean, without, log_prob)

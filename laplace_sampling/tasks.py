@@ -10,7 +10,9 @@ from torch import Tensor
 
 from laplace_sampling.dual import DualCG
 from laplace_sampling.fits import Fit, Task
-from laplace_sampling.gram_fit import restore_gram
+from laplace_sampling.gram_classification import GramClassification
+from laplace_sampling.gram_fit import GramFit
+from laplace_sampling.gram_regression import GramRegression
 from laplace_sampling.likelihoods import Gaussian, Likelihood
 from laplace_sampling.linearise import Linearisation
 from laplace_sampling.methods import Plan, make_plan
@@ -20,7 +22,7 @@ from laplace_sampling.saving import Posterior
 from laplace_sampling.stochastic import SGD
 from laplace_sampling.tangent_model import Observation, TangentModel, tangent_model
 
-__all__ = ["Settings", "exact_tensors", "prepare", "restore_fit"]
+__all__ = ["Settings", "exact_tensors", "gram_fit_of", "prepare", "restore_fit"]
 
 _PROBE_STREAM = 1
 
@@ -71,14 +73,13 @@ def _tangent(
 
 
 def _plan(settings: Settings, tangent: TangentModel, gram: bool = True) -> Plan:
-    gaussian = isinstance(settings.likelihood, Gaussian)
     return make_plan(
         settings.method,
         tangent.model.features,
         settings.num_samples,
         settings.max_memory,
-        gram=gram and gaussian,
-        dual=gaussian,
+        gram=gram,
+        dual=isinstance(settings.likelihood, Gaussian),
     )
 
 
@@ -113,6 +114,11 @@ def _task(settings: Settings, model: LinearModel, prior: GaussianPrior, plan: Pl
     )
 
 
+def gram_fit_of(task: Task) -> type[GramFit]:
+    """The exact fit in observation space that the likelihood of a task takes."""
+    return GramRegression if isinstance(task.model.likelihood, Gaussian) else GramClassification
+
+
 def exact_tensors(fit: Fit, tangent: TangentModel) -> dict[str, Tensor]:
     """What exact predictions of a loaded posterior need: the decomposition, and the data that it is of."""
     kept = fit.tensors()
@@ -130,4 +136,5 @@ def restore_fit(settings: Settings, posterior: Posterior) -> tuple[Fit, TangentM
     batches = list(zip(kept["inputs"].split(rows), kept["targets"].split(rows), strict=True))
     tangent = _tangent(settings, posterior.likelihood, batches, kept.get("noise_variances"))
     plan = Plan("exact", "as saved", math.inf, settings.num_samples, space="observations")
-    return restore_gram(_task(settings, tangent.in_float64(), posterior.prior, plan, False), kept), tangent
+    task = _task(settings, tangent.in_float64(), posterior.prior, plan, False)
+    return gram_fit_of(task).restore(task, kept), tangent

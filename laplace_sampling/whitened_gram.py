@@ -6,9 +6,11 @@ is a VJP and a JVP over all data.
 
 import warnings
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
+from scipy.optimize import brentq
 from torch import Tensor
 
 from laplace_sampling.linear_operators import IndexType, LinearOperator, NumericalWarning, linear_cg, settings
@@ -125,8 +127,8 @@ class LowRank:
         r"""Unbiased estimates of `Tr S(I + S)⁻¹` from `r ~ N(0, I + S)` and `x = (I + S)⁻¹r`, one a row.
 
         `Tr (I + S)⁻¹` is the mean of `xᵀx`. Control variates take most of its variance: along `U` the squared norm of
-        `(I + Λ)⁻¹Uᵀr`, of mean `Σ 1/(1 + λ)`; off it, where eigenvalues are small, `a xᵀr + b rᵀr` with
-        `a + b(1 + s) ≈ 1/(1 + s)` there, whose means follow from `Tr S`.
+        `(I + Λ)⁻¹Uᵀr`, of mean `Σ 1/(1 + λ)`; off it `a xᵀr + b rᵀr`, whose means follow from `Tr S`, with
+        `a + b(1 + s) ≈ 1/(1 + s)` for eigenvalues that fall from `λ_min` as a geometric series of the right sum.
         """
         if self.trace is None:
             raise ValueError("`traces` needs `trace`, `Tr S`.")
@@ -134,14 +136,21 @@ class LowRank:
         off_r, off_x = rhs - along_r @ self.vectors.mT, solved - along_x @ self.vectors.mT
         inverse = 1 / (1 + self.eigenvalues)
         leading = (along_x**2 - (inverse * along_r) ** 2 + inverse).sum(1)
-        size = len(self.vectors) - len(self.eigenvalues)
-        # The chord at the Chebyshev points of [0, λ_min] is the linear function closest to 1/(1 + s).
-        s = float(self.eigenvalues.min()) * torch.tensor([0.5 - 0.125**0.5, 0.5 + 0.125**0.5], dtype=torch.float64)
-        b = -float(1 / (1 + s).prod())
-        a = float(1 / (1 + s[0])) - b * float(1 + s[0])
-        rest = self.trace - float(self.eigenvalues.sum())
+        size, rest = len(self.vectors) - len(self.eigenvalues), self.trace - float(self.eigenvalues.sum())
+        s = _decay(float(self.eigenvalues.min()), rest, size)
+        line = torch.stack([torch.ones_like(s), 1 + s], dim=1)
+        a, b = (torch.linalg.pinv(line) @ (1 / (1 + s))).tolist()
         off = (off_x**2).sum(1) - a * ((off_x * off_r).sum(1) - size) - b * ((off_r**2).sum(1) - size - rest)
         return len(self.vectors) - leading - off
+
+
+def _decay(largest: float, total: float, num: int) -> Float[Tensor, " num"]:
+    """So many numbers of a geometric series below the largest, of a given sum; equal ones where it is too large."""
+    total, powers = max(total, 0.0), torch.arange(1, num + 1, dtype=torch.float64)
+    if total >= num * largest:
+        return torch.full((num,), total / max(num, 1), dtype=torch.float64)
+    ratio: Any = brentq(lambda q: float((largest * q**powers).sum()) - total, 0.0, 1.0)
+    return largest * ratio**powers
 
 
 def randomised_svd(S: WhitenedGram, rank: int, *, oversampling: int = 10, seed: int = 0) -> LowRank:

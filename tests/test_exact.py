@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace_sampling.data import TrainingData
 from laplace_sampling.dense import Dense
 from laplace_sampling.evidence import fit_em
-from laplace_sampling.exact import ExactRegression, inverse_, overall_precision, symmetric_eigen, unit_variance
+from laplace_sampling.exact import ExactRegression, overall_precision, unit_variance
 from laplace_sampling.exact_fit import NoiseComponents, fit_exact_regression
 from laplace_sampling.gram import features_at, gram
+from laplace_sampling.lapack import inverse_, solve_, symmetric_eigen
 from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.linearise import Linearisation
 from laplace_sampling.operators import DenseFeatures, NetworkFeatures
@@ -461,8 +462,11 @@ def test_the_inverse_in_place(size: int) -> None:
     assert_close(inverse_(P), torch.linalg.slogdet(G)[1])
     assert torch.equal(P, P.T)
     assert_close(P @ G, torch.eye(size, dtype=torch.float64))
-    with pytest.raises(FloatingPointError, match="not positive definite"):
-        inverse_(-G)
+    right = rows[:, :2].contiguous()
+    assert_close(G @ solve_(G.clone(), right), right)
+    for call in (inverse_, lambda G: solve_(G, right)):
+        with pytest.raises(FloatingPointError, match="not positive definite"):
+            call(-G)
 
 
 def test_errors() -> None:

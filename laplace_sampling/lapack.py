@@ -1,0 +1,69 @@
+"""Dense algebra of a Gram matrix in its own memory: on a CPU by LAPACK itself, elsewhere by torch."""
+
+import numpy as np
+import scipy.linalg
+import torch
+from jaxtyping import Float
+from scipy.linalg.lapack import dpotrf, dpotri, dpotrs  # pyright: ignore[reportAttributeAccessIssue]
+from torch import Tensor
+
+__all__ = ["check_finite", "inverse_", "solve_", "symmetric_eigen"]
+
+
+def check_finite(K: Float[Tensor, "n n"]) -> None:
+    """Raise if a Gram matrix has NaN or infinity in it."""
+    if not bool(K.isfinite().all()):
+        raise FloatingPointError(
+            "The Gram matrix of the tangent kernel is not finite: the Jacobian of the model contains NaN or infinity."
+        )
+
+
+def symmetric_eigen(K: Float[Tensor, "n n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, "n n"]]:
+    """Eigenvalues, rising and not negative, and eigenvectors of a positive semi-definite matrix, which is overwritten.
+
+    On a CPU by LAPACK's `syevr`, which takes the memory of one more matrix; that of torch takes three.
+    """
+    check_finite(K)
+    if K.device.type != "cpu":
+        values, vectors = torch.linalg.eigh(K)
+    else:
+        # The transpose of a symmetric matrix in C's order is in Fortran's, which LAPACK takes without a copy.
+        found, columns = scipy.linalg.eigh(
+            K.numpy().T, overwrite_a=True, check_finite=False, driver="evr" if len(K) > 1 else "ev"
+        )
+        values, vectors = torch.from_numpy(found), torch.from_numpy(columns)
+    return values.clamp_min(0), vectors
+
+
+def inverse_(G: Float[Tensor, "n n"]) -> Tensor:
+    """Overwrite a positive definite matrix by its inverse; its log determinant is returned."""
+    if G.device.type == "cpu":
+        factor = _cholesky_(G)
+        logdet = 2 * torch.from_numpy(np.diagonal(factor).copy()).log().sum()
+        dpotri(factor, lower=1, overwrite_c=1)
+    else:
+        factor = torch.linalg.cholesky(G)
+        logdet = 2 * factor.diagonal().log().sum()
+        G.copy_(torch.cholesky_inverse(factor))
+    # LAPACK leaves one triangle as it was.
+    for rows in torch.arange(len(G)).split(512):
+        first, last = int(rows[0]), int(rows[-1]) + 1
+        corner = G[first:last, first:last].triu()
+        G[first:last, first:last] = corner + corner.triu(1).T
+        G[last:, first:last] = G[first:last, last:].T
+    return logdet
+
+
+def solve_(G: Float[Tensor, "n n"], right: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
+    """`G⁻¹ right` of a positive definite matrix, which is overwritten."""
+    if G.device.type != "cpu":
+        return torch.cholesky_solve(right, torch.linalg.cholesky(G))
+    return torch.from_numpy(np.ascontiguousarray(dpotrs(_cholesky_(G), right.numpy(), lower=1)[0]))
+
+
+def _cholesky_(G: Float[Tensor, "n n"]) -> np.ndarray:
+    """A Cholesky factor in the lower triangle of the transpose, which is of Fortran's order."""
+    factor, failed = dpotrf(G.numpy().T, lower=1, clean=0, overwrite_a=1)
+    if failed:
+        raise FloatingPointError("A Gram matrix with noise is not finite, or not positive definite.")
+    return factor
