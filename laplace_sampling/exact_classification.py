@@ -154,11 +154,11 @@ class ExactPosterior:
         features, (N, C) = self.owner.model.features, self.curvature_outputs.shape
         centre = draws.prior(features.size).to(self.vectors)
         centre = centre * (unit_variance(self.owner.prior) / self.precision).sqrt()
-        outputs, likelihood = self.curvature_outputs, self._likelihood()
+        outputs, likelihood, targets = self.curvature_outputs, self._likelihood(), self.owner.model.targets
         at = features.outputs(centre.to(features.dtype)).double()
-        difference = draws.noise(C)(torch.arange(N)).to(at) - likelihood.root_transpose(outputs, at)
+        difference = draws.noise(C)(torch.arange(N)).to(at) - likelihood.root_transpose(outputs, at, targets)
         solved = (difference.flatten(1) @ self.vectors / (self.eigenvalues / self.precision + 1)) @ self.vectors.T
-        return centre + self._to_weights(likelihood.root(outputs, solved.reshape(at.shape)))
+        return centre + self._to_weights(likelihood.root(outputs, solved.reshape(at.shape), targets))
 
     def leave_one_out(self, num_samples: int = 512, seed: int = 0) -> LeaveOneOut:
         r"""Each datum from the others, to first order: `Σ_i(I − B_iΣ_i)⁻¹`, `h_i + Σ_i(I − B_iΣ_i)⁻¹ ∂ℓ/∂h_i`.
@@ -167,15 +167,15 @@ class ExactPosterior:
         probability is that of the mean of the likelihood over so many samples.
         """
         owner, (N, C) = self.owner, self.curvature_outputs.shape
-        likelihood, outputs = self._likelihood(), self.curvature_outputs
+        likelihood, outputs, targets = self._likelihood(), self.curvature_outputs, owner.model.targets
         blocks = []
         for batch in torch.arange(N).split(max(1, _ROWS // C)):
             rows = owner.gram.reshape(N, C, N, C)[batch].reshape(-1, N, C)
-            Q = (likelihood.root_transpose(outputs, rows).flatten(1) @ self.vectors).reshape(len(batch), C, -1)
+            Q = (likelihood.root_transpose(outputs, rows, targets).flatten(1) @ self.vectors).reshape(len(batch), C, -1)
             prior = owner.gram.reshape(N, C, N, C)[batch, :, batch]
             blocks.append((prior - (Q / (self.eigenvalues + self.precision)) @ Q.mT) / self.precision)
         covariance = torch.cat(blocks)
-        return leave_one_out(likelihood, owner.model.targets, self.mode.outputs, outputs, covariance, num_samples, seed)
+        return leave_one_out(likelihood, targets, self.mode.outputs, outputs, covariance, num_samples, seed)
 
 
 @dataclass(frozen=True)
@@ -219,11 +219,12 @@ class ExactClassification:
 
     def whitened(self, outputs: Float[Tensor, "N C"]) -> Float[Tensor, "NC NC"]:
         """`S = LᵀKL`, with `L Lᵀ = B` at some outputs."""
-        S, (N, C) = self.gram.clone(), outputs.shape
+        S, (N, C), likelihood = self.gram.clone(), outputs.shape, self.model.likelihood
         # Along rows, then along columns.
         for view in (S, S.T):
             for rows in view.split(_ROWS):
-                rows.copy_(self.model.likelihood.root_transpose(outputs, rows.reshape(-1, N, C)).flatten(1))
+                stack = rows.reshape(-1, N, C)
+                rows.copy_(likelihood.root_transpose(outputs, stack, self.model.targets).flatten(1))
         return S
 
     def mode(
@@ -255,14 +256,14 @@ class ExactClassification:
         for _ in range(max_steps):
             if float((a + slope).norm()) <= tolerance * scale:
                 break
-            b = likelihood.curvature(h, h - offset) - slope
+            b = likelihood.curvature(h, h - offset, targets) - slope
             S = self.whitened(h)
             S /= precision
             S.diagonal().add_(1)
             factor = torch.linalg.cholesky(S)
             del S
-            right = likelihood.root_transpose(h, (K @ b.flatten()).reshape(N, C) / precision).reshape(-1, 1)
-            step = b - likelihood.root(h, torch.cholesky_solve(right, factor).reshape(N, C)) - a
+            right = likelihood.root_transpose(h, (K @ b.flatten()).reshape(N, C) / precision, targets).reshape(-1, 1)
+            step = b - likelihood.root(h, torch.cholesky_solve(right, factor).reshape(N, C), targets) - a
             del factor
             change = (K @ step.flatten()).reshape(N, C) / precision
             length, moved = 1.0, False

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_sampling.composite_likelihoods import MultiTask
 from laplace_sampling.curves import EvidenceCurves, EvidencePath, MarginalLikelihood
+from laplace_sampling.data import Unpack
 from laplace_sampling.diagnostics import Diagnosis, advice
 from laplace_sampling.dual import DualCG
 from laplace_sampling.evidence import EMStep
@@ -22,7 +24,7 @@ from laplace_sampling.likelihoods import Gaussian, Likelihood, as_likelihood
 from laplace_sampling.linearise import Linearisation, Selection
 from laplace_sampling.methods import METHODS
 from laplace_sampling.predict import check_inputs, predict
-from laplace_sampling.predictive import ClassificationPrediction, RegressionPrediction
+from laplace_sampling.predictive import Prediction, RegressionPrediction
 from laplace_sampling.priors import Prior, as_prior
 from laplace_sampling.sampling import Draws
 from laplace_sampling.saving import Posterior, arguments_of, check_observed, encode, recipe_of, restore, settings_of
@@ -30,7 +32,7 @@ from laplace_sampling.solver_fit import fit_by_solver, make_solver, tune_by_solv
 from laplace_sampling.solvers import ConvergenceWarning
 from laplace_sampling.stochastic import SGD
 from laplace_sampling.tangent_model import Observation, TangentModel
-from laplace_sampling.tasks import exact_tensors, prepare, restore_fit
+from laplace_sampling.tasks import DataArguments, exact_tensors, prepare, restore_fit
 
 __all__ = ["LinearisedLaplace", "NotFittedError"]
 
@@ -52,7 +54,8 @@ class LinearisedLaplace:
     Args:
         model: the trained network. It is held and never changed.
         likelihood: `"regression"` (Gaussian), `"classification"` (categorical), `"binary"` (Bernoulli, one or several
-            outputs) or a `Likelihood`.
+            outputs), `"poisson"` (counts), `"heteroscedastic"` (means and log variances), a `Likelihood`, or a
+            dictionary of these, one for each head of a network that returns a dictionary.
         prior: `"g-prior"`, `"isotropic"`, `"layerwise"` or a `Prior`.
         prior_precision: starting value of `α`, in units of the sum of losses over the data (a weight decay `λ` with
             a mean loss is `α = λN`).
@@ -109,7 +112,7 @@ class LinearisedLaplace:
     def __init__(
         self,
         model: nn.Module,
-        likelihood: str | Likelihood,
+        likelihood: str | Likelihood | Mapping[str, str | Likelihood],
         *,
         prior: str | Prior = "g-prior",
         prior_precision: float = 1.0,
@@ -138,6 +141,8 @@ class LinearisedLaplace:
         if seed < 0:
             raise ValueError(f"`seed` must not be negative, but is {seed}.")
         self.network = Linearisation(model, parameters)
+        if isinstance(likelihood, Mapping):
+            likelihood = MultiTask(likelihood)
         self.likelihood = as_likelihood(likelihood, noise_precision)
         self.prior = as_prior(prior)
         self.prior_precision = float(prior_precision)
@@ -177,6 +182,9 @@ class LinearisedLaplace:
         precision_bounds: tuple[float, float] = (1e-8, 1e12),
         noise_bounds: tuple[float, float] = (1e-12, 1e12),
         noise_variances: Tensor | None = None,
+        weights: Tensor | None = None,
+        unpack: Unpack | None = None,
+        num_data: int | None = None,
         progress: bool = True,
         callback: Callable[[EMStep], object] | None = None,
     ) -> "LinearisedLaplace":
@@ -186,7 +194,9 @@ class LinearisedLaplace:
         at once, and does not change the result.
 
         Args:
-            loader: of pairs `(x, y)`: a `DataLoader`, a dataset, or a list of batches, without random augmentation.
+            loader: of pairs `(x, y)`: a `DataLoader`, a dataset, or a list of batches, without random augmentation. `x`
+                is a tensor, a tuple of positional or a dictionary of keyword arguments of the model. Mappings with
+                `labels` are taken as well.
             max_steps: EM steps at most; a `ConvergenceWarning` tells if they were not enough.
             tolerance: relative error of predicted standard deviations, `τ`. Where the prior decides, they go with
                 `α^{-1/2}`, so `log α` is found to `2τ` (and `log b` likewise): it stops when it changes by less, or is
@@ -199,6 +209,10 @@ class LinearisedLaplace:
             noise_variances: `R` of heteroscedastic noise, `[N]` or one for each output, `[N, ...]`, in the units of the
                 targets squared and in the order of the dataset, whatever order the loader has. The noise variance of a
                 datum is `R/b`, with `b` learnt; for variances that are known, use `Gaussian(1.0, learn=False)`.
+            weights: `[N]`, in the order of the dataset: a datum of weight 2 counts as two in the sum of losses. For a
+                regression they are `1/noise_variances`.
+            unpack: for other batches, `batch -> (inputs, targets)`.
+            num_data: of an `IterableDataset`, which is read in its order; the order must repeat.
             progress: show progress bars.
             callback: called with the `EMStep` of each step.
 
@@ -211,7 +225,8 @@ class LinearisedLaplace:
                 f"`fit_hyperparameters` needs max_steps and num_samples of at least 1 and a positive tolerance, "
                 f"got {max_steps}, {num_samples}, {tolerance}."
             )
-        tangent, task = prepare(self, loader, noise_variances, progress)
+        data = DataArguments(loader, noise_variances, weights, unpack, num_data)
+        tangent, task = prepare(self, data, progress)
         tuning = Tuning(
             max_steps, tolerance, num_samples, precision_bounds, noise_bounds, _shifted(callback, tangent.log_scale)
         )
@@ -230,6 +245,9 @@ class LinearisedLaplace:
         *,
         tolerance: float = _TOLERANCE,
         noise_variances: Tensor | None = None,
+        weights: Tensor | None = None,
+        unpack: Unpack | None = None,
+        num_data: int | None = None,
         progress: bool = True,
     ) -> "LinearisedLaplace":
         """The posterior at the prior and noise precision given to the constructor.
@@ -238,11 +256,15 @@ class LinearisedLaplace:
             loader: as for `fit_hyperparameters`.
             tolerance: likewise.
             noise_variances: likewise.
+            weights: likewise.
+            unpack: likewise.
+            num_data: likewise.
             progress: show progress bars.
         """
         if not tolerance > 0:
             raise ValueError(f"`fit` needs a positive tolerance, got {tolerance}.")
-        tangent, task = prepare(self, loader, noise_variances, progress)
+        data = DataArguments(loader, noise_variances, weights, unpack, num_data)
+        tangent, task = prepare(self, data, progress)
         if task.plan.in_observation_space:
             fit: Fit = fit_gram(task)
         else:
@@ -258,7 +280,7 @@ class LinearisedLaplace:
         history = [step.shifted(shift) for step in fit.tuned.history]
         self._posterior = Posterior(
             prior=fit.prior,
-            likelihood=fit.model.likelihood,
+            likelihood=fit.model.likelihood.unweighted,
             samples=fit.sampled.samples,
             mode=fit.mode.to(self.network.dtype),
             effective_dimension=gamma,
@@ -282,19 +304,19 @@ class LinearisedLaplace:
     @torch.inference_mode(False)
     def predict(
         self,
-        x: Tensor,
+        x: Any,
         *,
         num_samples: int | None = None,
         noise_variances: Tensor | None = None,
         observed: bool = False,
-    ) -> RegressionPrediction | ClassificationPrediction:
+    ) -> RegressionPrediction | Prediction:
         r"""Predictions with error bars: `f(w̄, x)` and `φ(x) ζ_k`, by `K` JVPs a datum and no VJP.
 
         After an exact fit in observation space, variances and covariances are `φ(x) H⁻¹ φ(x)ᵀ` itself, computed when
         they are asked for, by `C` VJPs a datum; samples are there as well.
 
         Args:
-            x: inputs as the model takes them, `[N, ...]`.
+            x: inputs as the model takes them, `[N, ...]`: a tensor, or a tuple or dictionary of arguments.
             num_samples: use only the first so many of `samples_`.
             noise_variances: `R` at these inputs, `[N]` or `[N, ...]`, if the noise is not the same everywhere.
             observed: predict the measurements `T f(x)` rather than the outputs, after a fit with `observe=T`.
@@ -314,7 +336,7 @@ class LinearisedLaplace:
             self.network,
             posterior,
             self._fit,
-            x.to(self.network.device),
+            x,
             samples=posterior.samples[:num_samples],
             noise_variances=noise_variances,
             observation=self.observe,

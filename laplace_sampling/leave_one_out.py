@@ -68,7 +68,7 @@ def leave_one_out(
     """
     N, C = mode_outputs.shape
     eye = torch.eye(C).to(covariance)
-    B = likelihood.curvature(curvature_outputs, eye[:, None].expand(C, N, C)).permute(1, 0, 2)
+    B = likelihood.curvature(curvature_outputs, eye[:, None].expand(C, N, C), targets).permute(1, 0, 2)
     without = covariance @ torch.linalg.inv(eye - B @ covariance)
     without = (without + without.mT) / 2
     slope = likelihood.gradient(mode_outputs, targets)

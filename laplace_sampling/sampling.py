@@ -122,7 +122,7 @@ class LinearModel:
 
     def ggn(self, outputs: Float[Tensor, "N C"]) -> GGN:
         """The GGN with curvature taken at the given outputs."""
-        return GGN(self.features, self.likelihood, outputs)
+        return GGN(self.features, self.likelihood, outputs, self.targets)
 
 
 class ModeObjective(Objective):
