@@ -20,6 +20,7 @@ from laplace_sampling import (
     LinearisedLaplace,
     NotFittedError,
 )
+from laplace_sampling.calling import read
 from laplace_sampling.methods import make_plan
 from laplace_sampling.operators import DenseFeatures
 from laplace_sampling.solvers import make_dense
@@ -28,7 +29,12 @@ QUICK = SGD(epochs=2, min_steps=20, mode_epochs=4, tolerance=1.0)
 
 
 def loader(case: Case, batch_size: int = 3, **settings) -> DataLoader:
-    return DataLoader(TensorDataset(case.x, case.y), batch_size=batch_size, **settings)
+    x, y = case.x, case.given[1]
+    if isinstance(y, dict):
+        return DataLoader(
+            [(x[n], {head: t[n] for head, t in y.items()}) for n in range(len(x))], batch_size, **settings
+        )
+    return DataLoader(TensorDataset(x, y), batch_size, **settings)
 
 
 def fitted(case: Case, **settings) -> LinearisedLaplace:
@@ -53,9 +59,10 @@ def test_three_lines(case: Case) -> None:
     assert la.fit_hyperparameters(loader(case), progress=False, tolerance=1.5) is la
     pred = la.predict(case.x)
     with torch.no_grad():  # attention takes another kernel with gradients
-        assert torch.equal(pred.outputs, case.model(case.x))
-    assert pred.samples.shape == (64, *case.model(case.x).shape)
-    assert pred.log_prob(case.y).shape == (len(case.x),)
+        out = read(case.model(case.x), len(case.x))[0]
+    assert torch.equal(pred.outputs, out)
+    assert pred.deviations.shape == (64, *out.shape)
+    assert pred.log_prob(case.given[1]).shape == (len(case.x),)
     assert la.samples_.shape == (64, la.network.num_parameters)
     assert la.mode_.shape == (la.network.num_parameters,)
     assert len(la.history_) >= 1
