@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from laplace_sampling.calling import Layout, arguments, batched, num_rows, read
 
@@ -180,8 +181,7 @@ class Linearisation:
 
         self.products["vjp"] += num
         with torch.no_grad(), _evaluation_mode(self.module), _differentiable_kernels():
-            each = vmap(single, in_dims=(None, 0, 0), chunk_size=4 * self.chunk_size)
-            gradients = each(weights, tensors, u.to(self.dtype))
+            gradients = _of_each_datum(single, weights, tensors, u.to(self.dtype), chunk_size=4 * self.chunk_size)
             return torch.cat([g.reshape(num, -1) for g in gradients.values()], dim=1)
 
     def _vjp_with_graph(self, x: Any, u: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ class Linearisation:
 
         self.products["vjp"] += num_rows(x) * self(x)[:1].numel()
         with _differentiable(graph), _evaluation_mode(self.module), _differentiable_kernels():
-            rows = vmap(torch.func.jacrev(single), in_dims=(None, 0))(weights, tensors)
+            rows = _of_each_datum(torch.func.jacrev(single), weights, tensors)
             return torch.cat([row.flatten(2) if row.dim() > 2 else row[..., None] for row in rows.values()], dim=-1)
 
     def in_float64(self) -> "Linearisation":
@@ -257,6 +257,23 @@ def _select(module: nn.Module, selection: Selection) -> list[str]:
     if wrong:
         raise ValueError(f"Parameters {wrong} are not floating point; leave them out with `parameters=`.")
     return names
+
+
+def _of_each_datum(
+    single: Callable[..., dict[str, Tensor]],
+    weights: dict[str, Tensor],
+    *data: Tensor | list[Tensor],
+    chunk_size: int | None = None,
+) -> dict[str, Tensor]:
+    """`single(weights, *datum)`, stacked over data: under `vmap`, else (where values steer the network) one by one."""
+    try:
+        return vmap(single, in_dims=(None, *[0] * len(data)), chunk_size=chunk_size)(weights, *data)
+    except RuntimeError as error:
+        if "vmap" not in str(error):
+            raise
+    first = data[0][0] if isinstance(data[0], list) else data[0]
+    rows = [single(weights, *tree_map(lambda t, n=n: t[n], list(data))) for n in range(len(first))]
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 @contextmanager

@@ -31,7 +31,7 @@ __all__ = [
 
 
 # Numbers of the Jacobian in memory at once where it is needed row by row, and of random signs.
-_BLOCK, _SIGNS = 2**25, 2**22
+_BLOCK, _SIGNS = 2**25, 2**20
 
 
 class Features(ABC):
