@@ -59,7 +59,7 @@ def measure(method: str, num: int, classes: int) -> dict[str, Any]:
     la.fit_hyperparameters(DataLoader(data, rows), max_steps=2, num_samples=4, tolerance=0.1, progress=False)
     fitted = _peak()
     for x, _ in DataLoader(data, min(rows, 100)):
-        _ = la.predict(x).probs
+        _ = la.predict(x).variance
     return {"fit": fitted, "predict": _peak()}
 
 

@@ -18,7 +18,19 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-__all__ = ["Layout", "arguments", "batched", "concatenate", "num_bytes", "num_rows", "place", "read", "split", "take"]
+__all__ = [
+    "Layout",
+    "arguments",
+    "batched",
+    "concatenate",
+    "constants",
+    "num_bytes",
+    "num_rows",
+    "place",
+    "read",
+    "split",
+    "take",
+]
 
 # The one head of a network that returns a tensor.
 _HEAD = ""
@@ -130,6 +142,11 @@ def batched(x: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
         return tree_unflatten(filled, spec)
 
     return [leaves[i] for i in places], rebuild
+
+
+def constants(x: Any) -> list[Any]:
+    """What has no rows: it goes to the network as it is."""
+    return [x for x in tree_flatten(plain(x))[0] if not (isinstance(x, Tensor) and x.dim())]
 
 
 def num_rows(x: Any) -> int:

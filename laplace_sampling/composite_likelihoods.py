@@ -121,6 +121,9 @@ class Weighted(Likelihood):
     def unweighted(self) -> Likelihood:
         return self.base
 
+    def unweighted_targets(self, y: Tensor) -> Tensor:
+        return y[:, :-1]
+
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
         return self.base.loss(f, y[:, :-1]) * y[:, -1].to(f)
 

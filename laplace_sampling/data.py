@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from laplace_sampling.calling import batched, concatenate, num_bytes, num_rows, take
+from laplace_sampling.calling import batched, concatenate, constants, num_bytes, num_rows, take
 
 __all__ = ["TrainingData", "Unpack"]
 
@@ -62,12 +62,18 @@ class TrainingData:
     ) -> None:
         source = _source(loader, num_data, unpack or _pair)
         _check_repeatable(source)
-        inputs, targets, sizes, kept, shapes = [], [], [], 0, set()
+        inputs, targets, sizes, kept, shapes, same = [], [], [], 0, set(), None
         for number, (x, y) in enumerate(source):
             _check_finite(x, "inputs", number)
             _check_finite(y, "targets", number)
             if num_rows(x) != num_rows(y):
                 raise ValueError(f"Batch {number} has {num_rows(x)} inputs and {num_rows(y)} targets.")
+            same = constants(x) if same is None else same
+            if constants(x) != same:
+                raise ValueError(
+                    f"What is no tensor of rows in the inputs must be the same for all data, but is {same} in the "
+                    f"first batch and {constants(x)} in batch {number}; leave out by `unpack=` what the model does not need."
+                )
             kept += 0 if source.in_memory else num_bytes(x)
             shapes.add(tuple(tensor.shape[1:] for tensor in batched(x)[0]))
             if source.kept or (kept <= cache_bytes and not source.in_memory):

@@ -80,5 +80,6 @@ def leave_one_out(
     white = torch.randn(num_samples, N, C, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     root = vectors * values.clamp_min(0).sqrt()[..., None, :]
     samples = mean + torch.einsum("ncd,knd->knc", root, white.to(root))
-    log_prob = (-likelihood.loss(samples, targets)).logsumexp(0) - math.log(num_samples)
+    loss = likelihood.unweighted.loss(samples, likelihood.unweighted_targets(targets))
+    log_prob = (-loss).logsumexp(0) - math.log(num_samples)
     return LeaveOneOut(mean, without, log_prob)

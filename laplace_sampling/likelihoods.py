@@ -108,6 +108,10 @@ class Likelihood(ABC):
         """That of a datum, whatever its weight."""
         return self
 
+    def unweighted_targets(self, y: Tensor) -> Tensor:
+        """The targets of `unweighted`."""
+        return y
+
     def noise(
         self, f: Float[Tensor, "N C"], num: int, generator: torch.Generator, y: Tensor | None = None
     ) -> Float[Tensor, "K N C"]:

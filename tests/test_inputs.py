@@ -294,6 +294,23 @@ def test_weights_that_are_none_are_refused() -> None:
         fit([(X, VALUES)], "regression", weights=torch.tensor([0.0] + [1.0] * 8))
 
 
+def test_what_differs_between_batches_must_be_a_tensor() -> None:
+    batches = [{"a": X[:4], "labels": Y[:4], "name": "one"}, {"a": X[4:], "labels": Y[4:], "name": "two"}]
+    with pytest.raises(
+        ValueError, match=r"must be the same for all data, but is \['one'\] in .* and \['two'\] in batch 1"
+    ):
+        fit(batches)
+
+
+def test_weights_do_not_scale_densities() -> None:
+    settings = {"method": "exact", "weights": torch.full((9,), 2.0)}
+    la = fit([(X, Y)], **settings)
+    assert la.predict(X).log_prob(Y).mean() > -2
+    loo = la.leave_one_out().log_prob
+    assert_close(loo.exp() <= 1, torch.ones(9, dtype=torch.bool))
+    assert float(loo.mean()) > 2 * float(la.predict(X).log_prob(Y).mean())
+
+
 def test_a_loader_is_not_predicted() -> None:
     la = fit([(X, Y)])
     with pytest.raises(TypeError, match="takes the inputs of one batch, but got a DataLoader: predict its batches one"):
