@@ -72,7 +72,7 @@ class TrainingData:
             if constants(x) != same:
                 raise ValueError(
                     f"What is no tensor of rows in the inputs must be the same for all data, but is {same} in the "
-                    f"first batch and {constants(x)} in batch {number}; leave out by `unpack=` what the model does not need."
+                    f"first batch and {constants(x)} in batch {number}; leave out by `unpack=` what is not needed."
                 )
             kept += 0 if source.in_memory else num_bytes(x)
             shapes.add(tuple(tensor.shape[1:] for tensor in batched(x)[0]))
