@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_sampling.calibration import Calibration
 from laplace_sampling.composite_likelihoods import MultiTask
 from laplace_sampling.curves import EvidenceCurves, EvidencePath, MarginalLikelihood
 from laplace_sampling.data import Unpack
@@ -19,6 +20,7 @@ from laplace_sampling.dual import DualCG
 from laplace_sampling.evidence import EMStep
 from laplace_sampling.fits import SAMPLE_STREAM, Fit, Tuned, Tuning
 from laplace_sampling.gram_fit import fit_gram, tune_gram
+from laplace_sampling.held_out import HeldOut, left_out_calibration
 from laplace_sampling.leave_one_out import LeaveOneOut
 from laplace_sampling.likelihoods import Gaussian, Likelihood, as_likelihood
 from laplace_sampling.linearise import Linearisation, Selection
@@ -69,6 +71,9 @@ class LinearisedLaplace:
             leaves of the targets, `b = (N·C − γ)/Σ(y − f)²`; `"mode"`, what the linear model leaves at its mode, which
             is the noise of largest evidence. `"auto"` is the network, whose output is the mean of predictions: where
             it is not at the minimum of its loss, the linear model fits the data better, and says too little noise.
+        scale: factor of the posterior covariance in predictions. `"auto"`: for a classification, after
+            `fit_hyperparameters`, that under which the training data are likeliest when each is left out
+            (`calibration.leave_one_out_scale`), so that a network that is not overconfident is not made worse; else 1.
         method: `"exact"`, dense algebra, for small problems: in observation space for regressions with `N·C < P`, else
             in weight space; `"dual"`, conjugate gradients in observation space, for regressions; `"cg"`, block Krylov
             on all data, and hyperparameters from an evidence path; `"svrg"`, preconditioned mini-batches, for many
@@ -93,6 +98,8 @@ class LinearisedLaplace:
         converged_: whether samples and mode, and hyperparameters if they were fitted, reached their tolerances.
         samples_: zero-mean posterior samples `ζ`, `[K, P]`.
         mode_: mode `θ̄` of the linear model, `[P]`.
+        scale_, temperature_: predictions are those of samples `√scale_ · ζ`; outputs are divided by the temperature, 1
+            without validation data.
         history_: one `EMStep` a step of `fit_hyperparameters`.
 
     Example:
@@ -121,6 +128,7 @@ class LinearisedLaplace:
         linear_model: str = "auto",
         hessian_at: str = "auto",
         noise_at: str = "auto",
+        scale: float | str = "auto",
         method: str = "auto",
         num_samples: int = 64,
         seed: int = 0,
@@ -132,6 +140,8 @@ class LinearisedLaplace:
         _check_choice("hessian_at", hessian_at, ("auto", "network", "mode"))
         _check_choice("noise_at", noise_at, ("auto", "network", "mode"))
         _check_choice("method", method, METHODS)
+        if scale != "auto" and not (isinstance(scale, float | int) and 0 < scale < math.inf):
+            raise ValueError(f'`scale` must be a positive number or "auto", but is {scale!r}.')
         if max_memory is not None and not max_memory > 0:
             raise ValueError(f"`max_memory` must be a positive number of bytes, but is {max_memory}.")
         if not 0 < prior_precision < math.inf:
@@ -152,6 +162,7 @@ class LinearisedLaplace:
             self.likelihood = replace(self.likelihood, noise_at=self.noise_at)
         self.linear_model = linear_model if linear_model != "auto" else "affine" if gaussian else "homogeneous"
         self.hessian_at = hessian_at if hessian_at != "auto" else "mode"
+        self.scale = scale
         self.method = method
         self.num_samples = num_samples
         self.seed = seed
@@ -185,12 +196,13 @@ class LinearisedLaplace:
         weights: Tensor | None = None,
         unpack: Unpack | None = None,
         num_data: int | None = None,
+        val_loader: Iterable[Any] | None = None,
         progress: bool = True,
         callback: Callable[[EMStep], object] | None = None,
     ) -> "LinearisedLaplace":
         r"""Tune the prior precision, and the noise precision of a regression, by EM on samples; draw the posterior.
 
-        No validation data are used. The loader may be shuffled; its batch size is what goes through the network
+        No validation data are needed. The loader may be shuffled; its batch size is what goes through the network
         at once, and does not change the result.
 
         Args:
@@ -213,6 +225,9 @@ class LinearisedLaplace:
                 regression they are `1/noise_variances`.
             unpack: for other batches, `batch -> (inputs, targets)`.
             num_data: of an `IterableDataset`, which is read in its order; the order must repeat.
+            val_loader: data that the network was not trained on, of the same form. At no further solve they choose the
+                scale of the posterior, `scale_`, and with it, in a classification, a temperature of the outputs, in a
+                regression the noise precision: those under which they are likeliest.
             progress: show progress bars.
             callback: called with the `EMStep` of each step.
 
@@ -225,8 +240,13 @@ class LinearisedLaplace:
                 f"`fit_hyperparameters` needs max_steps and num_samples of at least 1 and a positive tolerance, "
                 f"got {max_steps}, {num_samples}, {tolerance}."
             )
+        if val_loader is not None and (noise_variances is not None or self.observe is not None):
+            raise ValueError("`val_loader` goes with neither `noise_variances` nor `observe`; leave it out.")
         data = DataArguments(loader, noise_variances, weights, unpack, num_data)
         tangent, task = prepare(self, data, progress)
+        held_out = None
+        if val_loader is not None:
+            held_out = HeldOut.read(val_loader, self.network, self.likelihood, unpack)
         tuning = Tuning(
             max_steps, tolerance, num_samples, precision_bounds, noise_bounds, _shifted(callback, tangent.log_scale)
         )
@@ -235,7 +255,12 @@ class LinearisedLaplace:
         else:
             solver = make_solver(task, tolerance, None)
             fit = fit_by_solver(*tune_by_solver(task, tuning, solver), solver)
-        self._adopt(fit, tangent)
+        posterior = self._posterior_of(fit, tangent)
+        if held_out is not None:
+            posterior = held_out.calibrated(self.network, posterior, fit)
+        elif self.scale == "auto":
+            posterior = replace(posterior, calibration=left_out_calibration(fit))
+        self._adopt(posterior, fit, tangent)
         return self
 
     @torch.inference_mode(False)
@@ -269,16 +294,15 @@ class LinearisedLaplace:
             fit: Fit = fit_gram(task)
         else:
             fit = fit_by_solver(task, Tuned(), make_solver(task, tolerance, self.prior_precision))
-        self._adopt(fit, tangent)
+        self._adopt(self._posterior_of(fit, tangent), fit, tangent)
         return self
 
-    def _adopt(self, fit: Fit, tangent: TangentModel) -> None:
-        """Replace what was fitted before, at the very end."""
+    def _posterior_of(self, fit: Fit, tangent: TangentModel) -> Posterior:
         assert fit.sampled is not None
         gamma, gamma_se = fit.sampled.effective_dimension()
         shift = tangent.log_scale
         history = [step.shifted(shift) for step in fit.tuned.history]
-        self._posterior = Posterior(
+        return Posterior(
             prior=fit.prior,
             likelihood=fit.model.likelihood.unweighted,
             samples=fit.sampled.samples,
@@ -290,7 +314,12 @@ class LinearisedLaplace:
             fingerprint=self.network.fingerprint(),
             converged=fit.converged,
             exact=exact_tensors(fit, tangent),
+            calibration=Calibration(1.0 if isinstance(self.scale, str) else float(self.scale)),
         )
+
+    def _adopt(self, posterior: Posterior, fit: Fit, tangent: TangentModel) -> None:
+        """Replace what was fitted before, at the very end."""
+        self._posterior = posterior
         self._fit, self._tangent, self._drawn = fit.light(), tangent, 0
         if fit.problems:
             warnings.warn(
@@ -449,6 +478,14 @@ class LinearisedLaplace:
     @property
     def effective_dimension_(self) -> Float[Tensor, " G"]:
         return self._fitted("effective_dimension_").effective_dimension
+
+    @property
+    def scale_(self) -> float:
+        return self._fitted("scale_").calibration.scale
+
+    @property
+    def temperature_(self) -> float:
+        return self._fitted("temperature_").calibration.temperature
 
     @property
     def converged_(self) -> bool:

@@ -1,5 +1,6 @@
 """Predictions of a fitted posterior: from the samples, and with exact covariances where it has them."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from laplace_sampling.calibration import Calibration
 from laplace_sampling.calling import Layout, batched, num_rows, place, split
 from laplace_sampling.dense_covariance import DenseCovariance
 from laplace_sampling.fits import Fit
@@ -15,7 +17,14 @@ from laplace_sampling.gram import features_at
 from laplace_sampling.linearise import Linearisation
 from laplace_sampling.measurements import ObservedFeatures, as_measurement, noise_weights
 from laplace_sampling.operators import Features
-from laplace_sampling.predictive import FunctionCovariance, Guarded, Prediction, RegressionPrediction, prediction
+from laplace_sampling.predictive import (
+    FunctionCovariance,
+    Guarded,
+    Prediction,
+    RegressionPrediction,
+    Scaled,
+    prediction,
+)
 from laplace_sampling.saving import Posterior
 from laplace_sampling.tangent_model import Observation
 
@@ -84,6 +93,11 @@ def predict(
         function = DenseCovariance.of(features, posterior.prior, posterior.exact)
     if function is not None:
         function = Guarded(function, check)
+    if posterior.calibration != Calibration():
+        calibration = posterior.calibration
+        factor = calibration.scale / calibration.temperature**2
+        outputs, deviations = outputs / calibration.temperature, math.sqrt(factor) * deviations
+        function = None if function is None else Scaled(function, factor)
     likelihood = posterior.likelihood.bind(layout)
     scale = None
     if noise_variances is not None:

@@ -34,6 +34,7 @@ __all__ = [
     "OfOutputs",
     "Prediction",
     "RegressionPrediction",
+    "Scaled",
     "prediction",
 ]
 
@@ -79,6 +80,23 @@ class Guarded(FunctionCovariance):
 
     def joint(self) -> Tensor:
         return self._checked("joint")
+
+
+@dataclass(frozen=True)
+class Scaled(FunctionCovariance):
+    """A multiple of a covariance."""
+
+    function: FunctionCovariance
+    factor: float
+
+    def variance(self) -> Tensor:
+        return self.factor * self.function.variance()
+
+    def blocks(self) -> Tensor:
+        return self.factor * self.function.blocks()
+
+    def joint(self) -> Tensor:
+        return self.factor * self.function.joint()
 
 
 @dataclass(frozen=True)

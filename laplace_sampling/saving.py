@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.calibration import Calibration
 from laplace_sampling.calling import batched, plain
 from laplace_sampling.composite_likelihoods import MultiTask
 from laplace_sampling.dual import DualCG
@@ -52,6 +53,7 @@ class Posterior:
         converged: whether all tolerances were reached.
         exact: of an exact posterior, what its covariances take: in observation space the decomposition and the training
             data, in weight space a factor of `H`.
+        calibration: factors of what is predicted.
     """
 
     prior: GaussianPrior
@@ -65,6 +67,7 @@ class Posterior:
     fingerprint: Tensor
     converged: bool = True
     exact: dict[str, Tensor] = field(default_factory=dict)
+    calibration: Calibration = field(default_factory=Calibration)
 
 
 def encode(posterior: Posterior, settings: dict[str, Any]) -> dict[str, Tensor]:
@@ -84,6 +87,7 @@ def encode(posterior: Posterior, settings: dict[str, Any]) -> dict[str, Tensor]:
         "num_floored": p.prior.num_floored,
         "rows": p.rows,
         "converged": p.converged,
+        "calibration": asdict(p.calibration),
         "history": [asdict(step) for step in p.history],
         **settings,
     }
@@ -172,6 +176,7 @@ def restore(
         rows=settings["rows"],
         fingerprint=state["fingerprint"].cpu(),
         converged=settings["converged"],
+        calibration=Calibration(**settings.get("calibration", {})),
         exact={name.removeprefix(_EXACT): t.to(device) for name, t in state.items() if name.startswith(_EXACT)},
     )
 
@@ -212,6 +217,7 @@ def recipe_of(settings: Any) -> dict[str, Any]:
         "method": settings.method,
         "num_samples": settings.num_samples,
         "seed": settings.seed,
+        "scale": settings.scale,
         "solver": recipe_of_solver(settings.solver),
         "max_memory": settings.max_memory,
         "observed": settings.observe is not None,
@@ -298,6 +304,7 @@ def arguments_of(settings: dict[str, Any], likelihood: Any, prior: Any) -> dict[
         "solver": solver_of(recipe["solver"]),
         "max_memory": recipe.get("max_memory"),
         "noise_at": recipe.get("noise_at", "auto"),
+        "scale": recipe.get("scale", "auto"),
         **{name: recipe[name] for name in ("prior_precision", "method", "num_samples", "seed")},
     }
 
