@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from laplace_sampling.dual import DualCG
 from laplace_sampling.evidence import EMStep
 from laplace_sampling.fits import SAMPLE_STREAM, Fit, Tuned, Tuning
 from laplace_sampling.gram_fit import fit_gram, tune_gram
-from laplace_sampling.held_out import HeldOut, left_out_calibration
+from laplace_sampling.held_out import HeldOut, OnTrainingData
 from laplace_sampling.leave_one_out import LeaveOneOut
 from laplace_sampling.likelihoods import Gaussian, Likelihood, as_likelihood
 from laplace_sampling.linearise import Linearisation, Selection
@@ -255,12 +255,12 @@ class LinearisedLaplace:
         else:
             solver = make_solver(task, tolerance, None)
             fit = fit_by_solver(*tune_by_solver(task, tuning, solver), solver)
-        posterior = self._posterior_of(fit, tangent)
+        posterior, trained = self._posterior_of(fit, tangent), OnTrainingData.of(fit)
         if held_out is not None:
             posterior = held_out.calibrated(self.network, posterior, fit)
         elif self.scale == "auto":
-            posterior = replace(posterior, calibration=left_out_calibration(fit))
-        self._adopt(posterior, fit, tangent)
+            posterior = replace(posterior, calibration=trained.calibration())
+        self._adopt(posterior, fit, tangent, trained.problems(posterior.calibration))
         return self
 
     @torch.inference_mode(False)
@@ -317,13 +317,13 @@ class LinearisedLaplace:
             calibration=Calibration(1.0 if isinstance(self.scale, str) else float(self.scale)),
         )
 
-    def _adopt(self, posterior: Posterior, fit: Fit, tangent: TangentModel) -> None:
+    def _adopt(self, posterior: Posterior, fit: Fit, tangent: TangentModel, problems: Sequence[str] = ()) -> None:
         """Replace what was fitted before, at the very end."""
         self._posterior = posterior
         self._fit, self._tangent, self._drawn = fit.light(), tangent, 0
-        if fit.problems:
+        if problems := [*fit.problems, *problems]:
             warnings.warn(
-                " ".join(fit.problems),
+                " ".join(problems),
                 ConvergenceWarning,
                 stacklevel=4,  # the public method is behind the wrapper of `inference_mode`
             )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_sampling import LinearisedLaplace
+from laplace_sampling import ConvergenceWarning, Gaussian, LinearisedLaplace
 from laplace_sampling.calibration import leave_one_out_scale
 
 
@@ -113,3 +113,17 @@ def test_messages() -> None:
     counts = LinearisedLaplace(case.model, "poisson")
     with pytest.raises(ValueError, match=r"`val_loader` calibrates a regression, or a classification .* 'poisson'"):
         counts.fit_hyperparameters([(case.x, case.y.abs().round())], val_loader=[(case.x, case.y.abs().round())])
+
+
+def test_a_posterior_that_forgets_its_data_says_so() -> None:
+    model, train, _ = overfitted()
+    la = LinearisedLaplace(model, "classification", prior="isotropic", scale=1e4)
+    with pytest.warns(ConvergenceWarning, match=r"hardly better, with a mean .* without inputs \(-1\.1; the network"):
+        la.fit_hyperparameters([train], progress=False)
+    case = trained()
+    la = LinearisedLaplace(case.model, Gaussian(100.0, learn=False), prior="isotropic", method="exact", scale=1e4)
+    with pytest.warns(ConvergenceWarning, match="With its error bars the posterior predicts the training data hardly"):
+        la.fit_hyperparameters(case.batches, progress=False)
+    binary = LinearisedLaplace(nn.Sequential(model, nn.Linear(3, 1).double()), "binary", prior="isotropic", scale=1e6)
+    with pytest.warns(ConvergenceWarning, match="pass `val_loader`"):
+        binary.fit_hyperparameters([(train[0], (train[1][:, None] == 0).double())], progress=False)
