@@ -2,15 +2,24 @@
 
 from importlib.metadata import version
 
+from laplace_sampling.composite_likelihoods import MultiTask
 from laplace_sampling.curves import EvidenceCurves, MarginalLikelihood
 from laplace_sampling.diagnostics import Diagnosis
 from laplace_sampling.dual import DualCG
 from laplace_sampling.evidence import EMStep
 from laplace_sampling.laplace import LinearisedLaplace, NotFittedError
 from laplace_sampling.leave_one_out import LeaveOneOut
-from laplace_sampling.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from laplace_sampling.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
+from laplace_sampling.loss_likelihoods import from_loss
 from laplace_sampling.plotting import plot_evidence
-from laplace_sampling.predictive import ClassificationPrediction, RegressionPrediction
+from laplace_sampling.predictive import (
+    ClassificationPrediction,
+    CountPrediction,
+    HeteroscedasticPrediction,
+    MultiTaskPrediction,
+    Prediction,
+    RegressionPrediction,
+)
 from laplace_sampling.priors import GPrior, IsotropicPrior, LayerwisePrior, Prior
 from laplace_sampling.solvers import ConvergenceWarning
 from laplace_sampling.stochastic import SGD
@@ -21,21 +30,29 @@ __all__ = [
     "Categorical",
     "ClassificationPrediction",
     "ConvergenceWarning",
+    "CountPrediction",
     "Diagnosis",
     "DualCG",
     "EMStep",
     "EvidenceCurves",
     "GPrior",
     "Gaussian",
+    "HeteroscedasticGaussian",
+    "HeteroscedasticPrediction",
     "IsotropicPrior",
     "LayerwisePrior",
     "LeaveOneOut",
     "Likelihood",
     "LinearisedLaplace",
     "MarginalLikelihood",
+    "MultiTask",
+    "MultiTaskPrediction",
     "NotFittedError",
+    "Poisson",
+    "Prediction",
     "Prior",
     "RegressionPrediction",
+    "from_loss",
     "plot_evidence",
 ]
 

@@ -209,15 +209,15 @@ def dual_mode(
     while steps < max_steps and not converged:
         steps += 1
         slope = likelihood.gradient(h, targets)
-        b = likelihood.curvature(h, h - offset) - slope
+        b = likelihood.curvature(h, h - offset, targets) - slope
         S = WhitenedGram(variance, model.ggn(h))
         gaussian = isinstance(likelihood, Gaussian)
         rhs = targets.reshape(offset.shape) - offset if gaussian else kernel(b)[1]
-        rhs = likelihood.root_transpose(h, rhs[None]).flatten(1)
+        rhs = likelihood.root_transpose(h, rhs[None], targets).flatten(1)
         solve = solve_shifted(S, rhs, tolerance=tolerance, max_iterations=max_iterations, preconditioner=preconditioner)
         if warn:
             _warn(solve, "dual_mode", tolerance)
-        solved = likelihood.root(h, solve.value.reshape(1, *h.shape))[0]
+        solved = likelihood.root(h, solve.value.reshape(1, *h.shape), targets)[0]
         # With a Gaussian likelihood it is the solution itself; the difference would lose digits.
         step = (solved if gaussian else b - solved) - a
         direction, change = kernel(step)
@@ -232,7 +232,7 @@ def dual_mode(
                 length /= 2
         # A quadratic objective is done after one step.
         small = float(step.norm()) <= tolerance * float(a.norm())
-        converged = solve.converged and (model.likelihood.name == "regression" or (small and length == 1))
+        converged = solve.converged and (isinstance(likelihood, Gaussian) or (small and length == 1))
         if not moved:
             break
     residual = float((a + likelihood.gradient(h, targets)).norm()) / max(start, 1e-300)

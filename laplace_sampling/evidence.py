@@ -133,7 +133,9 @@ def noise_update(
     else:
         used = torch.zeros_like(errors[0])
         for batch in ggn.features.chunks():
-            roots = likelihood.root_transpose(mode_outputs[batch], ggn.features.jvp(samples, batch))
+            roots = likelihood.root_transpose(
+                mode_outputs[batch], ggn.features.jvp(samples, batch), model.targets[batch]
+            )
             used += (roots.double() ** 2).mean(0).sum(0)
         free = len(errors) - used.clamp_max(0.99 * len(errors))  # as for γ: before samples have converged
         total = (errors**2).sum(0)

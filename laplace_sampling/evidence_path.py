@@ -66,7 +66,7 @@ class Point:
     def distance(self, model: LinearModel, other: "Point", alpha: float) -> float:
         """Length of the step to `other` in the norm of the Hessian, relative to that of `other` in the prior's."""
         change = (other.outputs - self.outputs).double()
-        curved = model.likelihood.curvature(other.outputs, change)
+        curved = model.likelihood.curvature(other.outputs, change, model.targets)
         squared = float((change * curved).sum())
         squared += alpha * float((other.theta - self.theta).double().square().sum())
         norm = alpha * float(other.theta.double().square().sum())

@@ -140,8 +140,10 @@ class ExactPosterior:
         variance = unit_variance(owner.prior)
         K = cross_gram(features, owner.model.features, variance, block_bytes=owner.block_bytes)
         mean = (K @ self.mode.coefficients.flatten() / self.precision).reshape(-1, features.num_outputs)
+        targets = owner.model.targets
         for rows in K.split(_ROWS):
-            rows.copy_(self._likelihood().root_transpose(self.curvature_outputs, rows.reshape(-1, N, C)).flatten(1))
+            stack = rows.reshape(-1, N, C)
+            rows.copy_(self._likelihood().root_transpose(self.curvature_outputs, stack, targets).flatten(1))
         rotated, nothing = K @ self.vectors, torch.zeros_like(self.eigenvalues)
         prediction = ExactPrediction(features, variance, rotated, self.eigenvalues, nothing, owner.block_bytes)
         return PosteriorAt(mean, self.precision, prediction)
@@ -154,11 +156,11 @@ class ExactPosterior:
         features, (N, C) = self.owner.model.features, self.curvature_outputs.shape
         centre = draws.prior(features.size).to(self.vectors)
         centre = centre * (unit_variance(self.owner.prior) / self.precision).sqrt()
-        outputs, likelihood = self.curvature_outputs, self._likelihood()
+        outputs, likelihood, targets = self.curvature_outputs, self._likelihood(), self.owner.model.targets
         at = features.outputs(centre.to(features.dtype)).double()
-        difference = draws.noise(C)(torch.arange(N)).to(at) - likelihood.root_transpose(outputs, at)
+        difference = draws.noise(C)(torch.arange(N)).to(at) - likelihood.root_transpose(outputs, at, targets)
         solved = (difference.flatten(1) @ self.vectors / (self.eigenvalues / self.precision + 1)) @ self.vectors.T
-        return centre + self._to_weights(likelihood.root(outputs, solved.reshape(at.shape)))
+        return centre + self._to_weights(likelihood.root(outputs, solved.reshape(at.shape), targets))
 
     def leave_one_out(self, num_samples: int = 512, seed: int = 0) -> LeaveOneOut:
         r"""Each datum from the others, to first order: `Σ_i(I − B_iΣ_i)⁻¹`, `h_i + Σ_i(I − B_iΣ_i)⁻¹ ∂ℓ/∂h_i`.
@@ -167,15 +169,15 @@ class ExactPosterior:
         probability is that of the mean of the likelihood over so many samples.
         """
         owner, (N, C) = self.owner, self.curvature_outputs.shape
-        likelihood, outputs = self._likelihood(), self.curvature_outputs
+        likelihood, outputs, targets = self._likelihood(), self.curvature_outputs, owner.model.targets
         blocks = []
         for batch in torch.arange(N).split(max(1, _ROWS // C)):
             rows = owner.gram.reshape(N, C, N, C)[batch].reshape(-1, N, C)
-            Q = (likelihood.root_transpose(outputs, rows).flatten(1) @ self.vectors).reshape(len(batch), C, -1)
+            Q = (likelihood.root_transpose(outputs, rows, targets).flatten(1) @ self.vectors).reshape(len(batch), C, -1)
             prior = owner.gram.reshape(N, C, N, C)[batch, :, batch]
             blocks.append((prior - (Q / (self.eigenvalues + self.precision)) @ Q.mT) / self.precision)
         covariance = torch.cat(blocks)
-        return leave_one_out(likelihood, owner.model.targets, self.mode.outputs, outputs, covariance, num_samples, seed)
+        return leave_one_out(likelihood, targets, self.mode.outputs, outputs, covariance, num_samples, seed)
 
 
 @dataclass(frozen=True)
@@ -229,14 +231,15 @@ class ExactClassification:
 
     def whitened(self, outputs: Float[Tensor, "N C"], keep: bool = True) -> Float[Tensor, "NC NC"]:
         """`S = LᵀKL`, with `L Lᵀ = B` at some outputs; in the memory of `K`, to be built again, if it is not kept."""
-        K, (N, C) = self.gram, outputs.shape
+        K, (N, C), likelihood = self.gram, outputs.shape, self.model.likelihood
         S = K.clone() if keep else K
         if not keep:
             del vars(self)["gram"]
         # Along rows, then along columns.
         for view in (S, S.T):
             for rows in view.split(_ROWS):
-                rows.copy_(self.model.likelihood.root_transpose(outputs, rows.reshape(-1, N, C)).flatten(1))
+                stack = rows.reshape(-1, N, C)
+                rows.copy_(likelihood.root_transpose(outputs, stack, self.model.targets).flatten(1))
         return S
 
     def mode(
@@ -268,12 +271,12 @@ class ExactClassification:
         for _ in range(max_steps):
             if float((a + slope).norm()) <= tolerance * scale:
                 break
-            b = likelihood.curvature(h, h - offset) - slope
+            b = likelihood.curvature(h, h - offset, targets) - slope
             S = self.whitened(h)
             S /= precision
             S.diagonal().add_(1)
-            right = likelihood.root_transpose(h, (K @ b.flatten()).reshape(N, C) / precision).reshape(-1, 1)
-            step = b - likelihood.root(h, solve_(S, right).reshape(N, C)) - a
+            right = likelihood.root_transpose(h, (K @ b.flatten()).reshape(N, C) / precision, targets).reshape(-1, 1)
+            step = b - likelihood.root(h, solve_(S, right).reshape(N, C), targets) - a
             del S
             change = (K @ step.flatten()).reshape(N, C) / precision
             length, moved = 1.0, False

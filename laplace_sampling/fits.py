@@ -13,7 +13,7 @@ from laplace_sampling.diagnostics import Diagnosis, TestResult, advice, chi_squa
 from laplace_sampling.dual import DualCG
 from laplace_sampling.evidence import EMStep
 from laplace_sampling.leave_one_out import LeaveOneOut
-from laplace_sampling.likelihoods import Categorical, Gaussian, Likelihood
+from laplace_sampling.likelihoods import Gaussian, Likelihood
 from laplace_sampling.methods import Plan
 from laplace_sampling.operators import Features
 from laplace_sampling.posterior import Sampled
@@ -248,7 +248,7 @@ class Fit(ABC):
             offset=float((linear - f).norm() / f.norm()),
             num_floored=prior.num_floored,
             passes=spent,
-            max_rank=f.shape[0] * (f.shape[1] - 1) if isinstance(model.likelihood, Categorical) else None,
+            max_rank=len(f) * rank if (rank := model.likelihood.rank(f.shape[1])) < f.shape[1] else None,
         )
 
 

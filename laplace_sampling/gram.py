@@ -6,12 +6,14 @@ Jacobian-vector products, whichever takes fewer floating-point operations, as co
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from laplace_sampling.calling import Layout, num_rows, take
 from laplace_sampling.data import TrainingData
 from laplace_sampling.linearise import Linearisation
 from laplace_sampling.operators import Features, NetworkFeatures
@@ -25,7 +27,7 @@ _JVP_WEIGHT = 4.0
 
 
 def features_at(
-    network: Linearisation, x: Tensor, batch_size: int | None = None, num_outputs: int | None = None
+    network: Linearisation, x: Any, batch_size: int | None = None, layout: Layout | None = None
 ) -> NetworkFeatures:
     """The features `φ(x)` of a network at inputs without targets, `[N, ...]`.
 
@@ -33,11 +35,10 @@ def features_at(
         network: the linearised network.
         x: inputs as the network takes them.
         batch_size: inputs that go through the network together, by default all.
-        num_outputs: `C`, where it is known; else the network is asked.
+        layout: of the outputs, where it is known; else the network is asked.
     """
-    pieces = x.split(batch_size or len(x))
-    num_outputs = num_outputs or network(x[:1]).numel()
-    return NetworkFeatures(network, TrainingData([(piece, torch.zeros(len(piece))) for piece in pieces]), num_outputs)
+    layout = layout or network.evaluate(take(x, slice(1)))[1]
+    return NetworkFeatures(network, TrainingData.unlabelled(x, batch_size or num_rows(x)), layout)
 
 
 def row_blocks(features: Features, block_bytes: float = BLOCK_BYTES, start: int = 0) -> Iterator[tuple[int, Tensor]]:

@@ -129,17 +129,17 @@ def classification_curves(exact: ExactPosterior) -> EvidencePath:
     has `B` at the mode; where the traces have it at the network's outputs, that takes a second decomposition.
     """
     problem, mode, alpha = exact.owner, exact.mode, exact.precision
-    likelihood, offset = problem.model.likelihood, problem.model.offset.double()
+    likelihood, targets, offset = problem.model.likelihood, problem.model.targets, problem.model.offset.double()
     change = mode.outputs - offset
     values, vectors = exact.eigenvalues, exact.vectors
     if not torch.equal(exact.curvature_outputs, mode.outputs):
         values, vectors = symmetric_eigen(problem.whitened(mode.outputs, keep=False))
-    along = vectors.T @ likelihood.root_transpose(mode.outputs, change[None]).flatten()
+    along = vectors.T @ likelihood.root_transpose(mode.outputs, change[None], targets).flatten()
     seen = values > _ZERO * values[-1]
     weights = torch.where(seen, ((values + alpha) * along) ** 2 / values, 0.0)[None].cpu()
     nodes, ones = exact.eigenvalues.cpu(), torch.ones_like(weights)
     # From the mode to zero weights.
-    rest = 0.5 * likelihood.curvature(mode.outputs, change) - likelihood.gradient(mode.outputs, problem.model.targets)
+    rest = 0.5 * likelihood.curvature(mode.outputs, change, targets) - likelihood.gradient(mode.outputs, targets)
     return EvidencePath(
         traces=Quadrature(nodes, ones, ones),
         fit=Quadrature(values.cpu(), weights, weights),

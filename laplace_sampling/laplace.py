@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,17 +11,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_sampling.calibration import Calibration
+from laplace_sampling.composite_likelihoods import MultiTask
 from laplace_sampling.curves import EvidenceCurves, EvidencePath, MarginalLikelihood
+from laplace_sampling.data import Unpack
 from laplace_sampling.diagnostics import Diagnosis, advice
 from laplace_sampling.dual import DualCG
 from laplace_sampling.evidence import EMStep
 from laplace_sampling.fits import SAMPLE_STREAM, Fit, Tuned, Tuning
+from laplace_sampling.held_out import HeldOut, OnTrainingData
 from laplace_sampling.leave_one_out import LeaveOneOut
 from laplace_sampling.likelihoods import Gaussian, Likelihood, as_likelihood
 from laplace_sampling.linearise import Linearisation, Selection
 from laplace_sampling.methods import METHODS
 from laplace_sampling.predict import check_inputs, predict
-from laplace_sampling.predictive import ClassificationPrediction, RegressionPrediction
+from laplace_sampling.predictive import Prediction, RegressionPrediction
 from laplace_sampling.priors import Prior, as_prior
 from laplace_sampling.sampling import Draws
 from laplace_sampling.saving import Posterior, arguments_of, check_observed, encode, recipe_of, restore, settings_of
@@ -29,7 +33,7 @@ from laplace_sampling.solver_fit import fit_by_solver, make_solver, tune_by_solv
 from laplace_sampling.solvers import ConvergenceWarning
 from laplace_sampling.stochastic import SGD
 from laplace_sampling.tangent_model import Observation, TangentModel
-from laplace_sampling.tasks import exact_tensors, gram_fit_of, prepare, restore_fit
+from laplace_sampling.tasks import DataArguments, exact_tensors, gram_fit_of, prepare, restore_fit
 
 __all__ = ["LinearisedLaplace", "NotFittedError"]
 
@@ -51,7 +55,8 @@ class LinearisedLaplace:
     Args:
         model: the trained network. It is held and never changed.
         likelihood: `"regression"` (Gaussian), `"classification"` (categorical), `"binary"` (Bernoulli, one or several
-            outputs) or a `Likelihood`.
+            outputs), `"poisson"` (counts), `"heteroscedastic"` (means and log variances), a `Likelihood`, or a
+            dictionary of these, one for each head of a network that returns a dictionary.
         prior: `"g-prior"`, `"isotropic"`, `"layerwise"` or a `Prior`.
         prior_precision: starting value of `α`, in units of the sum of losses over the data (a weight decay `λ` with
             a mean loss is `α = λN`).
@@ -65,6 +70,9 @@ class LinearisedLaplace:
             leaves of the targets, `b = (N·C − γ)/Σ(y − f)²`; `"mode"`, what the linear model leaves at its mode, which
             is the noise of largest evidence. `"auto"` is the network, whose output is the mean of predictions: where
             it is not at the minimum of its loss, the linear model fits the data better, and says too little noise.
+        scale: factor of the posterior covariance in predictions. `"auto"`: for a classification, after
+            `fit_hyperparameters`, that under which the training data are likeliest when each is left out
+            (`calibration.leave_one_out_scale`), so that a network that is not overconfident is not made worse; else 1.
         method: `"exact"`, dense algebra, for small problems: in observation space where `N·C < P` and the prior has one
             precision, else in weight space; `"dual"`, conjugate gradients in observation space, for regressions;
             `"cg"`, block Krylov on all data, and hyperparameters from an evidence path; `"svrg"`, preconditioned
@@ -90,6 +98,8 @@ class LinearisedLaplace:
         converged_: whether samples and mode, and hyperparameters if they were fitted, reached their tolerances.
         samples_: zero-mean posterior samples `ζ`, `[K, P]`.
         mode_: mode `θ̄` of the linear model, `[P]`.
+        scale_, temperature_: predictions are those of samples `√scale_ · ζ`; outputs are divided by the temperature, 1
+            without validation data.
         history_: one `EMStep` a step of `fit_hyperparameters`.
 
     Example:
@@ -109,7 +119,7 @@ class LinearisedLaplace:
     def __init__(
         self,
         model: nn.Module,
-        likelihood: str | Likelihood,
+        likelihood: str | Likelihood | Mapping[str, str | Likelihood],
         *,
         prior: str | Prior = "g-prior",
         prior_precision: float = 1.0,
@@ -118,6 +128,7 @@ class LinearisedLaplace:
         linear_model: str = "auto",
         hessian_at: str = "auto",
         noise_at: str = "auto",
+        scale: float | str = "auto",
         method: str = "auto",
         num_samples: int = 64,
         seed: int = 0,
@@ -129,6 +140,8 @@ class LinearisedLaplace:
         _check_choice("hessian_at", hessian_at, ("auto", "network", "mode"))
         _check_choice("noise_at", noise_at, ("auto", "network", "mode"))
         _check_choice("method", method, METHODS)
+        if scale != "auto" and not (isinstance(scale, float | int) and 0 < scale < math.inf):
+            raise ValueError(f'`scale` must be a positive number or "auto", but is {scale!r}.')
         if max_memory is not None and not max_memory > 0:
             raise ValueError(f"`max_memory` must be a positive number of bytes, but is {max_memory}.")
         if not 0 < prior_precision < math.inf:
@@ -138,6 +151,8 @@ class LinearisedLaplace:
         if seed < 0:
             raise ValueError(f"`seed` must not be negative, but is {seed}.")
         self.network = Linearisation(model, parameters)
+        if isinstance(likelihood, Mapping):
+            likelihood = MultiTask(likelihood)
         self.likelihood = as_likelihood(likelihood, noise_precision)
         self.prior = as_prior(prior)
         self.prior_precision = float(prior_precision)
@@ -147,6 +162,7 @@ class LinearisedLaplace:
             self.likelihood = replace(self.likelihood, noise_at=self.noise_at)
         self.linear_model = linear_model if linear_model != "auto" else "affine" if gaussian else "homogeneous"
         self.hessian_at = hessian_at if hessian_at != "auto" else "mode"
+        self.scale = scale
         self.method = method
         self.num_samples = num_samples
         self.seed = seed
@@ -177,16 +193,22 @@ class LinearisedLaplace:
         precision_bounds: tuple[float, float] = (1e-8, 1e12),
         noise_bounds: tuple[float, float] = (1e-12, 1e12),
         noise_variances: Tensor | None = None,
+        weights: Tensor | None = None,
+        unpack: Unpack | None = None,
+        num_data: int | None = None,
+        val_loader: Iterable[Any] | None = None,
         progress: bool = True,
         callback: Callable[[EMStep], object] | None = None,
     ) -> "LinearisedLaplace":
         r"""Tune the prior precision, and the noise precision of a regression, by EM on samples; draw the posterior.
 
-        No validation data are used. The loader may be shuffled; its batch size is what goes through the network
+        No validation data are needed. The loader may be shuffled; its batch size is what goes through the network
         at once, and does not change the result.
 
         Args:
-            loader: of pairs `(x, y)`: a `DataLoader`, a dataset, or a list of batches, without random augmentation.
+            loader: of pairs `(x, y)`: a `DataLoader`, a dataset, or a list of batches, without random augmentation. `x`
+                is a tensor, a tuple of positional or a dictionary of keyword arguments of the model. Mappings with
+                `labels` are taken as well.
             max_steps: EM steps at most; a `ConvergenceWarning` tells if they were not enough.
             tolerance: relative error of predicted standard deviations, `τ`. Where the prior decides, they go with
                 `α^{-1/2}`, so `log α` is found to `2τ` (and `log b` likewise): it stops when it changes by less, or is
@@ -199,6 +221,13 @@ class LinearisedLaplace:
             noise_variances: `R` of heteroscedastic noise, `[N]` or one for each output, `[N, ...]`, in the units of the
                 targets squared and in the order of the dataset, whatever order the loader has. The noise variance of a
                 datum is `R/b`, with `b` learnt; for variances that are known, use `Gaussian(1.0, learn=False)`.
+            weights: `[N]`, in the order of the dataset: a datum of weight 2 counts as two in the sum of losses. For a
+                regression they are `1/noise_variances`.
+            unpack: for other batches, `batch -> (inputs, targets)`.
+            num_data: of an `IterableDataset`, which is read in its order; the order must repeat.
+            val_loader: data that the network was not trained on, of the same form. At no further solve they choose the
+                scale of the posterior, `scale_`, and with it, in a classification, a temperature of the outputs, in a
+                regression the noise precision: those under which they are likeliest.
             progress: show progress bars.
             callback: called with the `EMStep` of each step.
 
@@ -211,7 +240,13 @@ class LinearisedLaplace:
                 f"`fit_hyperparameters` needs max_steps and num_samples of at least 1 and a positive tolerance, "
                 f"got {max_steps}, {num_samples}, {tolerance}."
             )
-        tangent, task = prepare(self, loader, noise_variances, progress)
+        if val_loader is not None and (noise_variances is not None or self.observe is not None):
+            raise ValueError("`val_loader` goes with neither `noise_variances` nor `observe`; leave it out.")
+        data = DataArguments(loader, noise_variances, weights, unpack, num_data)
+        tangent, task = prepare(self, data, progress)
+        held_out = None
+        if val_loader is not None:
+            held_out = HeldOut.read(val_loader, self.network, self.likelihood, unpack)
         tuning = Tuning(
             max_steps, tolerance, num_samples, precision_bounds, noise_bounds, _shifted(callback, tangent.log_scale)
         )
@@ -220,7 +255,12 @@ class LinearisedLaplace:
         else:
             solver = make_solver(task, tolerance, None)
             fit = fit_by_solver(*tune_by_solver(task, tuning, solver), solver)
-        self._adopt(fit, tangent)
+        posterior, trained = self._posterior_of(fit, tangent), OnTrainingData.of(fit)
+        if held_out is not None:
+            posterior = held_out.calibrated(self.network, posterior, fit)
+        elif self.scale == "auto":
+            posterior = replace(posterior, calibration=trained.calibration())
+        self._adopt(posterior, fit, tangent, trained.problems(posterior.calibration))
         return self
 
     @torch.inference_mode(False)
@@ -230,6 +270,9 @@ class LinearisedLaplace:
         *,
         tolerance: float = _TOLERANCE,
         noise_variances: Tensor | None = None,
+        weights: Tensor | None = None,
+        unpack: Unpack | None = None,
+        num_data: int | None = None,
         progress: bool = True,
     ) -> "LinearisedLaplace":
         """The posterior at the prior and noise precision given to the constructor.
@@ -238,27 +281,30 @@ class LinearisedLaplace:
             loader: as for `fit_hyperparameters`.
             tolerance: likewise.
             noise_variances: likewise.
+            weights: likewise.
+            unpack: likewise.
+            num_data: likewise.
             progress: show progress bars.
         """
         if not tolerance > 0:
             raise ValueError(f"`fit` needs a positive tolerance, got {tolerance}.")
-        tangent, task = prepare(self, loader, noise_variances, progress)
+        data = DataArguments(loader, noise_variances, weights, unpack, num_data)
+        tangent, task = prepare(self, data, progress)
         if task.plan.in_observation_space:
             fit: Fit = gram_fit_of(task).of(task)
         else:
             fit = fit_by_solver(task, Tuned(), make_solver(task, tolerance, self.prior_precision))
-        self._adopt(fit, tangent)
+        self._adopt(self._posterior_of(fit, tangent), fit, tangent)
         return self
 
-    def _adopt(self, fit: Fit, tangent: TangentModel) -> None:
-        """Replace what was fitted before, at the very end."""
+    def _posterior_of(self, fit: Fit, tangent: TangentModel) -> Posterior:
         assert fit.sampled is not None
         gamma, gamma_se = fit.sampled.effective_dimension()
         shift = tangent.log_scale
         history = [step.shifted(shift) for step in fit.tuned.history]
-        self._posterior = Posterior(
+        return Posterior(
             prior=fit.prior,
-            likelihood=fit.model.likelihood,
+            likelihood=fit.model.likelihood.unweighted,
             samples=fit.sampled.samples,
             mode=fit.mode.to(self.network.dtype),
             effective_dimension=gamma,
@@ -268,11 +314,16 @@ class LinearisedLaplace:
             fingerprint=self.network.fingerprint(),
             converged=fit.converged,
             exact=exact_tensors(fit, tangent),
+            calibration=Calibration(1.0 if isinstance(self.scale, str) else float(self.scale)),
         )
+
+    def _adopt(self, posterior: Posterior, fit: Fit, tangent: TangentModel, problems: Sequence[str] = ()) -> None:
+        """Replace what was fitted before, at the very end."""
+        self._posterior = posterior
         self._fit, self._tangent, self._drawn = fit.light(), tangent, 0
-        if fit.problems:
+        if problems := [*fit.problems, *problems]:
             warnings.warn(
-                " ".join(fit.problems),
+                " ".join(problems),
                 ConvergenceWarning,
                 stacklevel=4,  # the public method is behind the wrapper of `inference_mode`
             )
@@ -282,19 +333,19 @@ class LinearisedLaplace:
     @torch.inference_mode(False)
     def predict(
         self,
-        x: Tensor,
+        x: Any,
         *,
         num_samples: int | None = None,
         noise_variances: Tensor | None = None,
         observed: bool = False,
-    ) -> RegressionPrediction | ClassificationPrediction:
+    ) -> RegressionPrediction | Prediction:
         r"""Predictions with error bars: `f(w̄, x)` and `φ(x) ζ_k`, by `K` JVPs a datum and no VJP.
 
         After an exact fit in observation space, variances and covariances are `φ(x) H⁻¹ φ(x)ᵀ` itself, computed when
         they are asked for, by `C` VJPs a datum; samples are there as well.
 
         Args:
-            x: inputs as the model takes them, `[N, ...]`.
+            x: inputs as the model takes them, `[N, ...]`: a tensor, or a tuple or dictionary of arguments.
             num_samples: use only the first so many of `samples_`.
             noise_variances: `R` at these inputs, `[N]` or `[N, ...]`, if the noise is not the same everywhere.
             observed: predict the measurements `T f(x)` rather than the outputs, after a fit with `observe=T`.
@@ -314,7 +365,7 @@ class LinearisedLaplace:
             self.network,
             posterior,
             self._fit,
-            x.to(self.network.device),
+            x,
             samples=posterior.samples[:num_samples],
             noise_variances=noise_variances,
             observation=self.observe,
@@ -425,6 +476,14 @@ class LinearisedLaplace:
     @property
     def effective_dimension_(self) -> Float[Tensor, " G"]:
         return self._fitted("effective_dimension_").effective_dimension
+
+    @property
+    def scale_(self) -> float:
+        return self._fitted("scale_").calibration.scale
+
+    @property
+    def temperature_(self) -> float:
+        return self._fitted("temperature_").calibration.temperature
 
     @property
     def converged_(self) -> bool:

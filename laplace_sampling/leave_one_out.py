@@ -71,7 +71,7 @@ def leave_one_out(
     """
     N, C = mode_outputs.shape
     eye = torch.eye(C).to(covariance)
-    B = likelihood.curvature(curvature_outputs, eye[:, None].expand(C, N, C)).permute(1, 0, 2)
+    B = likelihood.curvature(curvature_outputs, eye[:, None].expand(C, N, C), targets).permute(1, 0, 2)
     without = covariance @ torch.linalg.inv(eye - B @ covariance)
     without = (without + without.mT) / 2
     slope = likelihood.gradient(mode_outputs, targets)
@@ -82,9 +82,10 @@ def leave_one_out(
     values, vectors = torch.linalg.eigh(without)
     # The symmetric root: another sign of an eigenvector would be another draw.
     root = (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT
+    plain, targets = likelihood.unweighted, likelihood.unweighted_targets(targets)
     generator, losses = torch.Generator().manual_seed(seed), []
     for part in torch.arange(num_samples).split(_SAMPLES):
         white = torch.randn(len(part), N, C, generator=generator, dtype=torch.float64)
-        losses.append(likelihood.loss(mean + torch.einsum("ncd,knd->knc", root, white.to(root)), targets))
+        losses.append(plain.loss(mean + torch.einsum("ncd,knd->knc", root, white.to(root)), targets))
     log_prob = (-torch.cat(losses)).logsumexp(0) - math.log(num_samples)
     return LeaveOneOut(mean, without, log_prob)

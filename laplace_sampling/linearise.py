@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from laplace_sampling.calling import Layout, arguments, batched, num_rows, read
 
 __all__ = ["Linearisation", "Selection"]
 
@@ -36,7 +39,7 @@ class Linearisation:
     modes are put back after every call, also after one that raised.
 
     Args:
-        module: the trained network; `module(x)` must be a tensor whose first axis is that of `x`.
+        module: the trained network. Inputs `x` and outputs are of the forms of `laplace_sampling.calling`.
         parameters: which weights are random: names, globs (`"head.*"`) or a predicate
             `(name, parameter) -> bool`. By default all that require a gradient.
         chunk_size: how many vectors are pushed through the network together.
@@ -99,28 +102,35 @@ class Linearisation:
             for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
         }
 
-    def __call__(self, x: Tensor, *, graph: bool = False) -> Tensor:
-        """The network's own output `f(w̄, x)`, bit for bit what `module.eval()(x)` gives.
+    def __call__(self, x: Any, *, graph: bool = False) -> Float[Tensor, "N ..."]:
+        """The network's own output `f(w̄, x)`, bit for bit what `module.eval()(x)` gives; of several heads flat.
 
         Without gradient; with `graph`, autograd differentiates it in `x`.
         """
-        with torch.set_grad_enabled(graph), _evaluation_mode(self.module):
-            if graph:
-                return self._apply({**self._fixed(), **self._selected()}, x)
-            return _check_output(self.module(x), x)
+        if not graph:
+            return self.evaluate(x)[0]
+        with torch.enable_grad(), _evaluation_mode(self.module):
+            return self._apply({**self._fixed(), **self._selected()}, x)
 
-    def jvp(self, x: Tensor, v: Float[Tensor, "K P"], *, graph: bool = False) -> Float[Tensor, "K N C"]:
+    def evaluate(self, x: Any) -> tuple[Float[Tensor, "N ..."], Layout]:
+        """The network's own output and its layout, without gradient."""
+        args, kwargs = arguments(x)
+        with torch.no_grad(), _evaluation_mode(self.module):
+            return read(self.module(*args, **kwargs), num_rows(x))
+
+    def jvp(self, x: Any, v: Float[Tensor, "K P"], *, graph: bool = False) -> Float[Tensor, "K N C"]:
         """`φ(x) v_k` for each of `K` vectors by forward mode; the outputs of a datum are flattened to `C`.
 
         Without gradient; with `graph`, autograd differentiates it in `x` and `v`.
         """
         self._check_width(v, "jvp")
-        self.products["jvp"] += len(v) * len(x)
+        num = num_rows(x)
+        self.products["jvp"] += len(v) * num
         weights, fixed = self._selected(), self._fixed() if graph else {}
 
         def directional(tangent: dict[str, Tensor]) -> Tensor:
             out = jvp(lambda w: self._apply({**fixed, **w}, x), (weights,), (tangent,))[1]
-            return out.reshape(len(x), -1)
+            return out.reshape(num, -1)
 
         with _differentiable(graph), _evaluation_mode(self.module), _differentiable_kernels():
             tangents = self.unflatten(v.to(self.dtype))
@@ -128,12 +138,12 @@ class Linearisation:
                 return directional({name: t[0] for name, t in tangents.items()})[None]
             return vmap(directional, chunk_size=self.chunk_size)(tangents)
 
-    def vjp(self, x: Tensor, u: Float[Tensor, "K N C"], *, graph: bool = False) -> Float[Tensor, "K P"]:
+    def vjp(self, x: Any, u: Float[Tensor, "K N C"], *, graph: bool = False) -> Float[Tensor, "K P"]:
         """`Σ_n φ(x_n)ᵀ u_kn` for each of `K` cotangents: one forward pass, `K` pullbacks.
 
         Without gradient; with `graph`, autograd differentiates it in `x` and `u`.
         """
-        self.products["vjp"] += len(u) * len(x)
+        self.products["vjp"] += len(u) * num_rows(x)
         if graph:
             return self._vjp_with_graph(x, u)
         weights = {name: w.requires_grad_() for name, w in self._selected().items()}
@@ -160,19 +170,21 @@ class Linearisation:
                     offset += shape.numel()
         return result
 
-    def vjp_each(self, x: Tensor, u: Float[Tensor, "N C"]) -> Float[Tensor, "N P"]:
+    def vjp_each(self, x: Any, u: Float[Tensor, "N C"]) -> Float[Tensor, "N P"]:
         """`φ(x_n)ᵀ u_n` of each datum by itself: as many products as one cotangent of `vjp`."""
-        weights = self._selected()
+        weights, num = self._selected(), num_rows(x)
+        tensors, rebuild = batched(x)
 
-        def single(w: dict[str, Tensor], x_n: Tensor, u_n: Tensor) -> dict[str, Tensor]:
-            return vjp(lambda w: self._apply(w, x_n[None]).reshape(-1), w)[1](u_n)[0]
+        def single(w: dict[str, Tensor], x_n: list[Tensor], u_n: Tensor) -> dict[str, Tensor]:
+            datum = rebuild([t[None] for t in x_n])
+            return vjp(lambda w: self._apply(w, datum).reshape(-1), w)[1](u_n)[0]
 
-        self.products["vjp"] += len(x)
+        self.products["vjp"] += num
         with torch.no_grad(), _evaluation_mode(self.module), _differentiable_kernels():
-            gradients = vmap(single, in_dims=(None, 0, 0), chunk_size=4 * self.chunk_size)(weights, x, u.to(self.dtype))
-            return torch.cat([g.reshape(len(x), -1) for g in gradients.values()], dim=1)
+            gradients = _of_each_datum(single, weights, tensors, u.to(self.dtype), chunk_size=4 * self.chunk_size)
+            return torch.cat([g.reshape(num, -1) for g in gradients.values()], dim=1)
 
-    def _vjp_with_graph(self, x: Tensor, u: Tensor) -> Tensor:
+    def _vjp_with_graph(self, x: Any, u: Tensor) -> Tensor:
         fixed = self._fixed()
         with _differentiable(True), _evaluation_mode(self.module), _differentiable_kernels():
             outputs, pull, *_ = vjp(lambda w: self._apply({**fixed, **w}, x), self._selected())
@@ -180,19 +192,20 @@ class Linearisation:
             (rows,) = vmap(pull, chunk_size=self.chunk_size)(cotangents)
             return torch.cat([row.reshape(len(u), -1) for row in rows.values()], dim=1).to(u.dtype)
 
-    def jacobian(self, x: Tensor, *, graph: bool = False) -> Float[Tensor, "N C P"]:
+    def jacobian(self, x: Any, *, graph: bool = False) -> Float[Tensor, "N C P"]:
         """`φ(x)` in full, `[N, C, P]`: for the exact method and for exact diagonals of small problems only.
 
         Without gradient; with `graph`, autograd differentiates it in `x`.
         """
         weights, fixed = self._selected(), self._fixed() if graph else {}
+        tensors, rebuild = batched(x)
 
-        def single(w: dict[str, Tensor], x_n: Tensor) -> Tensor:
-            return self._apply({**fixed, **w}, x_n[None]).reshape(-1)
+        def single(w: dict[str, Tensor], x_n: list[Tensor]) -> Tensor:
+            return self._apply({**fixed, **w}, rebuild([t[None] for t in x_n])).reshape(-1)
 
-        self.products["vjp"] += len(x) * self(x)[:1].numel()
+        self.products["vjp"] += num_rows(x) * self(x)[:1].numel()
         with _differentiable(graph), _evaluation_mode(self.module), _differentiable_kernels():
-            rows = vmap(torch.func.jacrev(single), in_dims=(None, 0))(weights, x)
+            rows = _of_each_datum(torch.func.jacrev(single), weights, tensors)
             return torch.cat([row.flatten(2) if row.dim() > 2 else row[..., None] for row in rows.values()], dim=-1)
 
     def in_float64(self) -> "Linearisation":
@@ -210,8 +223,8 @@ class Linearisation:
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
 
-    def _apply(self, weights: dict[str, Tensor], x: Tensor) -> Tensor:
-        return _check_output(functional_call(self.module, weights, (x,)), x)
+    def _apply(self, weights: dict[str, Tensor], x: Any) -> Tensor:
+        return read(functional_call(self.module, weights, *arguments(x)), num_rows(x))[0]
 
     def _check_width(self, v: Tensor, call: str) -> None:
         if v.dim() != 2 or v.shape[1] != self.num_parameters:
@@ -246,18 +259,21 @@ def _select(module: nn.Module, selection: Selection) -> list[str]:
     return names
 
 
-def _check_output(output: Tensor, x: Tensor) -> Tensor:
-    if not isinstance(output, Tensor):
-        raise TypeError(
-            f"The model returned a {type(output).__name__}, not a tensor. Wrap it in a module that returns the one "
-            "tensor of outputs, of shape [N, ...]."
-        )
-    if output.dim() == 0 or output.shape[0] != x.shape[0]:
-        raise ValueError(
-            f"The model returned shape {list(output.shape)} for a batch of {x.shape[0]} inputs; "
-            "the first axis of the output must be the batch."
-        )
-    return output
+def _of_each_datum(
+    single: Callable[..., dict[str, Tensor]],
+    weights: dict[str, Tensor],
+    *data: Tensor | list[Tensor],
+    chunk_size: int | None = None,
+) -> dict[str, Tensor]:
+    """`single(weights, *datum)`, stacked over data: under `vmap`, else (where values steer the network) one by one."""
+    try:
+        return vmap(single, in_dims=(None, *[0] * len(data)), chunk_size=chunk_size)(weights, *data)
+    except RuntimeError as error:
+        if "vmap" not in str(error):
+            raise
+    first = data[0][0] if isinstance(data[0], list) else data[0]
+    rows = [single(weights, *tree_map(lambda t, n=n: t[n], list(data))) for n in range(len(first))]
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 @contextmanager

@@ -7,11 +7,13 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.calling import Layout, place
 from laplace_sampling.data import TrainingData
 from laplace_sampling.likelihoods import Likelihood
 from laplace_sampling.linearise import Linearisation
@@ -28,8 +30,8 @@ __all__ = [
 ]
 
 
-# Numbers of the Jacobian in memory at once where it is needed row by row.
-_BLOCK = 2**25
+# Numbers of the Jacobian in memory at once where it is needed row by row, and of random signs.
+_BLOCK, _SIGNS = 2**25, 2**20
 
 
 class Features(ABC):
@@ -107,11 +109,17 @@ class DerivedFeatures(Features):
 
 
 class NetworkFeatures(Features):
-    """`Φ` of a network on its training data, by forward- and reverse-mode products."""
+    """`Φ` of a network on its training data, by forward- and reverse-mode products.
 
-    def __init__(self, network: Linearisation, data: TrainingData, num_outputs: int) -> None:
-        self.network, self.data = network, data
-        self.num_data, self.num_outputs = data.num_data, num_outputs
+    Args:
+        network: the linearised network.
+        data: the training data.
+        layout: of the outputs of a datum; outputs of a batch that is padded less are widened to it, with zeros.
+    """
+
+    def __init__(self, network: Linearisation, data: TrainingData, layout: Layout) -> None:
+        self.network, self.data, self.layout = network, data, layout
+        self.num_data, self.num_outputs = data.num_data, layout.size
         self.size, self.batch_size = network.num_parameters, data.batch_size
 
     @property
@@ -128,26 +136,32 @@ class NetworkFeatures(Features):
         other = copy.copy(self)
         try:
             other.network = self.network.in_float64()
-            computed = other.network(other._inputs(torch.tensor([0]))).dtype
+            computed = other.network(other._inputs(torch.tensor([0]))[0]).dtype
         except Exception:  # a network may hold anything: one that cannot be copied or computes in its own dtype
             return self
         return other if computed == torch.float64 else self
 
-    def _inputs(self, batch: Tensor) -> Tensor:
-        x = self.data.inputs(batch).to(self.device)
-        return x.double() if self.dtype == torch.float64 and x.is_floating_point() else x
+    def _inputs(self, batch: Tensor) -> tuple[Any, Layout]:
+        """The inputs, and the layout of the outputs that the network gives for them."""
+        x = place(self.data.inputs(batch), self.device, self.dtype)
+        return x, self.network.evaluate(x)[1] if self.data.ragged else self.layout
 
     def jvp(self, v: Tensor, batch: Tensor) -> Tensor:
-        return self.network.jvp(self._inputs(batch), v)
+        x, own = self._inputs(batch)
+        return own.widen(self.network.jvp(x, v), self.layout)
 
     def vjp(self, u: Tensor, batch: Tensor) -> Tensor:
-        return self.network.vjp(self._inputs(batch), u)
+        x, own = self._inputs(batch)
+        return self.network.vjp(x, self.layout.narrow(u, own))
 
     def vjp_each(self, u: Tensor, batch: Tensor) -> Tensor:
-        return self.network.vjp_each(self._inputs(batch), u)
+        x, own = self._inputs(batch)
+        return self.network.vjp_each(x, self.layout.narrow(u, own))
 
     def rows(self, batch: Tensor) -> Tensor:
-        return self.network.jacobian(self._inputs(batch))
+        x, own = self._inputs(batch)
+        rows = self.network.jacobian(x)
+        return rows if own == self.layout else own.widen(rows.mT, self.layout).mT
 
 
 class DenseFeatures(Features):
@@ -265,11 +279,18 @@ class WhiteNoise(ABC):
 
 @dataclass(frozen=True)
 class GGN(Operator):
-    """`M = Σᵢ φᵢᵀ B(fᵢ) φᵢ`, the curvature taken at given outputs `f`, `[N, C]` (thesis ch. 2, `M = ΦᵀBΦ`)."""
+    """`M = Σᵢ φᵢᵀ B(fᵢ) φᵢ`, the curvature taken at given outputs `f`, `[N, C]` (thesis ch. 2, `M = ΦᵀBΦ`).
+
+    `targets` are for likelihoods whose curvature depends on them, as by labels that are ignored.
+    """
 
     features: Features
     likelihood: Likelihood
     outputs: Float[Tensor, "N C"]
+    targets: Tensor | None = None
+
+    def _targets(self, batch: Tensor) -> Tensor | None:
+        return None if self.targets is None else self.targets[batch]
 
     @property
     def like(self) -> Features:
@@ -279,7 +300,9 @@ class GGN(Operator):
         total = torch.zeros_like(v)
         start = 0
         for chunk in self.features.chunks(batch):
-            cotangent = self.likelihood.curvature(self.outputs[chunk], self.features.jvp(v, chunk))
+            cotangent = self.likelihood.curvature(
+                self.outputs[chunk], self.features.jvp(v, chunk), self._targets(chunk)
+            )
             if weights is not None:
                 cotangent = cotangent * weights[start : start + len(chunk)].to(cotangent)[:, None]
                 start += len(chunk)
@@ -289,15 +312,19 @@ class GGN(Operator):
     def sizes(self) -> Tensor:
         """`Tr Bᵢ` by random signs: features differ less between data than the curvature of the loss does."""
         signs = torch.randint(2, (32, 1, self.outputs.shape[1]), generator=torch.Generator().manual_seed(0)) * 2 - 1
-        chunks = self.outputs.split(1000)
-        traces = [self.likelihood.root_transpose(f, signs.to(f).expand(-1, *f.shape)).square() for f in chunks]
-        return torch.cat([t.sum(-1).mean(0) for t in traces]).double().cpu()
+        traces = []
+        for chunk in torch.arange(len(self.outputs)).split(max(1, _SIGNS // (32 * self.outputs.shape[1]))):
+            f = self.outputs[chunk]
+            roots = self.likelihood.root_transpose(f, signs.to(f).expand(-1, *f.shape), self._targets(chunk))
+            traces.append(roots.square().sum(-1).mean(0))
+        return torch.cat(traces).double().cpu()
 
     def root_matmul(self, noise: WhiteNoise, batch: Tensor | None = None) -> Float[Tensor, "K P"]:
         """`Σᵢ φᵢᵀ Lᵢ z_i` for white `z`: a draw of `N(0, M)`, one VJP a datum and sample."""
         total = None
         for chunk in self.features.chunks(batch):
-            cotangent = self.likelihood.root(self.outputs[chunk], noise(chunk).to(self.device, self.dtype))
+            white = noise(chunk).to(self.device, self.dtype)
+            cotangent = self.likelihood.root(self.outputs[chunk], white, self._targets(chunk))
             part = self.features.vjp(cotangent, chunk)
             total = part if total is None else total + part
         assert total is not None
@@ -306,13 +333,14 @@ class GGN(Operator):
     def random_rows(self, batch: Tensor, generator: torch.Generator) -> Tensor:
         f = self.outputs[batch]
         white = torch.randn(f.shape, generator=generator).to(f)
-        return self.features.vjp_each(self.likelihood.root(f, white), batch)
+        return self.features.vjp_each(self.likelihood.root(f, white, self._targets(batch)), batch)
 
     def root_rows(self) -> Iterator[Tensor]:
         few = max(1, _BLOCK // (self.features.num_outputs * self.size))
         for chunk in (part for batch in self.features.chunks() for part in batch.split(few)):
+            f, y = self.outputs[chunk], self._targets(chunk)
             rows = self.features.rows(chunk)  # [n, C, P]; the root acts on C
-            yield self.likelihood.root_transpose(self.outputs[chunk], rows.permute(2, 0, 1)).flatten(1).T
+            yield self.likelihood.root_transpose(f, rows.permute(2, 0, 1), y).flatten(1).T
 
     def diagonal(self) -> Float[Tensor, " P"]:
         """`diag(M)`, exactly, by `C` VJPs a datum."""

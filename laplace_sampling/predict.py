@@ -1,32 +1,50 @@
 """Predictions of a fitted posterior: from the samples, and with exact covariances where it has them."""
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
+from laplace_sampling.calibration import Calibration
+from laplace_sampling.calling import Layout, batched, num_rows, place, split
 from laplace_sampling.dense_covariance import DenseCovariance
 from laplace_sampling.fits import Fit
 from laplace_sampling.gram import features_at
-from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.linearise import Linearisation
 from laplace_sampling.measurements import ObservedFeatures, as_measurement, noise_weights
 from laplace_sampling.operators import Features
-from laplace_sampling.predictive import ClassificationPrediction, FunctionCovariance, Guarded, RegressionPrediction
+from laplace_sampling.predictive import (
+    FunctionCovariance,
+    Guarded,
+    Prediction,
+    RegressionPrediction,
+    Scaled,
+    prediction,
+)
 from laplace_sampling.saving import Posterior
 from laplace_sampling.tangent_model import Observation
 
 __all__ = ["check_inputs", "predict"]
 
 
-def check_inputs(x: Tensor, num_samples: int | None, available: int) -> None:
+def check_inputs(x: Any, num_samples: int | None, available: int) -> None:
     """Raise if inputs cannot be predicted with so many samples."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"`predict(x)` needs a tensor, but got {type(x).__name__}.")
-    if x.dim() == 0 or len(x) == 0:
-        raise ValueError(f"`predict(x)` needs a batch of inputs [N, ...] with N of at least 1, got {list(x.shape)}.")
-    if x.is_floating_point() and not bool(x.isfinite().all()):
+    if isinstance(x, DataLoader | Dataset):
+        raise TypeError(
+            f"`predict(x)` takes the inputs of one batch, but got a {type(x).__name__}: predict its batches one by "
+            "one, since a prediction holds samples of all its outputs."
+        )
+    tensors = batched(x)[0]
+    if not tensors and not isinstance(x, Tensor):
+        raise TypeError(f"`predict(x)` needs a tensor, or a tuple or dictionary of them, but got {type(x).__name__}.")
+    if not tensors or num_rows(x) == 0:
+        shape = list((tensors or [x])[0].shape)
+        raise ValueError(f"`predict(x)` needs a batch of inputs [N, ...] with N of at least 1, got {shape}.")
+    if any(t.is_floating_point() and not bool(t.isfinite().all()) for t in tensors):
         raise ValueError("`predict(x)`: x contains NaN or infinity.")
     if num_samples is not None and not 1 <= num_samples <= available:
         raise ValueError(
@@ -39,14 +57,14 @@ def predict(
     network: Linearisation,
     posterior: Posterior,
     fit: Fit | None,
-    x: Float[Tensor, "N ..."],
+    x: Any,
     *,
     samples: Float[Tensor, "K P"],
     noise_variances: Tensor | None,
     observation: Observation | None,
     observed: bool,
     check: Callable[[], None],
-) -> RegressionPrediction | ClassificationPrediction:
+) -> RegressionPrediction | Prediction:
     """Predictions of the outputs, or of measurements of them.
 
     Args:
@@ -60,30 +78,30 @@ def predict(
         observed: whether these are to be predicted.
         check: raises if the network is another one when covariances are asked for.
     """
-    outputs = network(x)
-    deviations = torch.cat([network.jvp(part, samples) for part in x.split(posterior.rows)], dim=1)
-    features: Features = features_at(network, x, posterior.rows, outputs[0].numel())
+    x = place(x, network.device, network.dtype)
+    outputs, layout = network.evaluate(x)
+    deviations = torch.cat([network.jvp(part, samples) for part in split(x, posterior.rows)], dim=1)
+    features: Features = features_at(network, x, posterior.rows, layout)
     if observed and observation is not None:
         measurement = as_measurement(observation, features.num_outputs, outputs.dtype)
         features = ObservedFeatures(features, measurement)
-        outputs, deviations = measurement.apply(outputs.reshape(len(x), -1)), measurement.apply(deviations)
+        outputs, deviations = measurement.apply(outputs.reshape(len(outputs), -1)), measurement.apply(deviations)
+        layout = Layout.single(outputs.shape[1:])
     deviations = deviations.reshape(len(samples), *outputs.shape)
     function: FunctionCovariance | None = None if fit is None else fit.covariance_at(features)
     if "factor" in posterior.exact:
         function = DenseCovariance.of(features, posterior.prior, posterior.exact)
     if function is not None:
         function = Guarded(function, check)
-    if not isinstance(posterior.likelihood, Gaussian):
-        return ClassificationPrediction(outputs, deviations, posterior.likelihood, function=function)
+    if posterior.calibration != Calibration():
+        calibration = posterior.calibration
+        factor = calibration.scale / calibration.temperature**2
+        outputs, deviations = outputs / calibration.temperature, math.sqrt(factor) * deviations
+        function = None if function is None else Scaled(function, factor)
+    likelihood = posterior.likelihood.bind(layout)
     scale = None
     if noise_variances is not None:
         weights = noise_weights(noise_variances, (len(outputs), outputs[0].numel()))
         scale = (weights**-2).to(outputs).reshape(outputs.shape)
-    return RegressionPrediction(
-        outputs,
-        deviations,
-        posterior.likelihood,
-        function=function,
-        noise_scale=scale,
-        has_noise=observation is None or observed,
-    )
+    noise = {"noise_scale": scale, "has_noise": observation is None or observed}
+    return prediction(outputs, deviations, likelihood, function=function, **noise)

@@ -24,8 +24,9 @@ from laplace_sampling.solvers import Minimum, Objective, Quadratic, Solution, So
 
 __all__ = ["Draws", "LinearModel", "ModeObjective", "Sampler", "SeededNoise", "linear_model_mode", "sample_posterior"]
 
-# Data whose noise is generated together. Part of what a seed means: do not change it lightly.
-_BLOCK = 256
+# Data whose noise is generated together, and the most numbers of a sample. Part of what a seed means: do not change it
+# lightly.
+_BLOCK, _NUMBERS = 256, 2**16
 
 
 def _normal(shape: tuple[int, ...], *key: int) -> Tensor:
@@ -41,11 +42,12 @@ class SeededNoise(WhiteNoise):
     def __init__(self, num_samples: int, num_outputs: int, seed: int, stream: int, first: int = 0) -> None:
         self.num_samples, self.num_outputs, self.first = num_samples, num_outputs, first
         self.seed, self.stream = seed, stream
+        self.rows = max(1, min(_BLOCK, _NUMBERS // num_outputs))
         self._last: tuple[int, Tensor] | None = None
 
     def _block(self, number: int) -> Tensor:
         if self._last is None or self._last[0] != number:
-            shape = (_BLOCK, self.num_outputs)
+            shape = (self.rows, self.num_outputs)
             samples = range(self.first, self.first + self.num_samples)
             rows = [_normal(shape, self.seed, self.stream, k, number) for k in samples]
             self._last = (number, torch.stack(rows))
@@ -59,11 +61,11 @@ class SeededNoise(WhiteNoise):
         ]
 
     def __call__(self, batch: Tensor) -> Float[Tensor, "K n C"]:
-        blocks = batch // _BLOCK
+        blocks = batch // self.rows
         out = torch.empty(self.num_samples, len(batch), self.num_outputs, dtype=torch.float32, device="cpu")
         for number in blocks.unique().tolist():
             here = blocks == number
-            out[:, here] = self._block(number)[:, batch[here] % _BLOCK]
+            out[:, here] = self._block(number)[:, batch[here] % self.rows]
         return out
 
 
@@ -122,7 +124,7 @@ class LinearModel:
 
     def ggn(self, outputs: Float[Tensor, "N C"]) -> GGN:
         """The GGN with curvature taken at the given outputs."""
-        return GGN(self.features, self.likelihood, outputs)
+        return GGN(self.features, self.likelihood, outputs, self.targets)
 
 
 class ModeObjective(Objective):

@@ -11,9 +11,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.calibration import Calibration
+from laplace_sampling.calling import batched, plain
+from laplace_sampling.composite_likelihoods import MultiTask
 from laplace_sampling.dual import DualCG
 from laplace_sampling.evidence import EMStep
-from laplace_sampling.likelihoods import Gaussian, Likelihood, as_likelihood
+from laplace_sampling.likelihoods import Categorical, Gaussian, Likelihood, as_likelihood
 from laplace_sampling.priors import GaussianPrior, GPrior, IsotropicPrior, LayerwisePrior, Prior
 from laplace_sampling.stochastic import SGD
 
@@ -21,13 +24,15 @@ __all__ = [
     "Posterior",
     "arguments_of",
     "check_observed",
+    "decode_inputs",
     "encode",
+    "encode_inputs",
     "recipe_of",
     "restore",
     "settings_of",
 ]
 
-_FORMAT = 1
+_FORMAT = 2
 # Before the names of the tensors of an exact posterior.
 _EXACT = "exact."
 
@@ -48,6 +53,7 @@ class Posterior:
         converged: whether all tolerances were reached.
         exact: of an exact posterior, what its covariances take: in observation space the decomposition and the training
             data, in weight space a factor of `H`.
+        calibration: factors of what is predicted.
     """
 
     prior: GaussianPrior
@@ -61,6 +67,7 @@ class Posterior:
     fingerprint: Tensor
     converged: bool = True
     exact: dict[str, Tensor] = field(default_factory=dict)
+    calibration: Calibration = field(default_factory=Calibration)
 
 
 def encode(posterior: Posterior, settings: dict[str, Any]) -> dict[str, Tensor]:
@@ -80,6 +87,7 @@ def encode(posterior: Posterior, settings: dict[str, Any]) -> dict[str, Tensor]:
         "num_floored": p.prior.num_floored,
         "rows": p.rows,
         "converged": p.converged,
+        "calibration": asdict(p.calibration),
         "history": [asdict(step) for step in p.history],
         **settings,
     }
@@ -168,6 +176,7 @@ def restore(
         rows=settings["rows"],
         fingerprint=state["fingerprint"].cpu(),
         converged=settings["converged"],
+        calibration=Calibration(**settings.get("calibration", {})),
         exact={name.removeprefix(_EXACT): t.to(device) for name, t in state.items() if name.startswith(_EXACT)},
     )
 
@@ -208,13 +217,75 @@ def recipe_of(settings: Any) -> dict[str, Any]:
         "method": settings.method,
         "num_samples": settings.num_samples,
         "seed": settings.seed,
+        "scale": settings.scale,
         "solver": recipe_of_solver(settings.solver),
         "max_memory": settings.max_memory,
         "observed": settings.observe is not None,
     }
-    if isinstance(settings.likelihood, Gaussian):
-        recipe["noise_precision"] = torch.as_tensor(settings.likelihood.noise_precision).tolist()
+    return {**recipe, "likelihood": recipe_of_likelihood(settings.likelihood)}
+
+
+def recipe_of_likelihood(likelihood: Likelihood) -> dict[str, Any]:
+    """The name and the settings of a likelihood."""
+    recipe: dict[str, Any] = {"name": likelihood.name}
+    if isinstance(likelihood, Gaussian):
+        recipe |= {"noise_precision": torch.as_tensor(likelihood.noise_precision).tolist(), "learn": likelihood.learn}
+    if isinstance(likelihood, Categorical):
+        recipe |= {"class_dim": likelihood.class_dim, "ignore_index": likelihood.ignore_index}
+    if isinstance(likelihood, MultiTask):
+        recipe |= {"heads": {name: recipe_of_likelihood(head) for name, head in likelihood.likelihoods.items()}}
     return recipe
+
+
+def likelihood_of(recipe: dict[str, Any]) -> Likelihood:
+    """The likelihood of `recipe_of_likelihood`, if it is one of the library's own."""
+    fields = dict(recipe)
+    name = fields.pop("name")
+    if name == "regression":
+        return Gaussian(torch.tensor(fields["noise_precision"], dtype=torch.float64), learn=fields["learn"])
+    if name == "multitask":
+        return MultiTask({head: likelihood_of(of_head) for head, of_head in fields["heads"].items()})
+    return Categorical(**fields) if name == "classification" else as_likelihood(name)
+
+
+def encode_inputs(x: Any, name: str = "inputs") -> dict[str, Tensor]:
+    """Inputs of a network, or targets, as tensors; their structure is JSON."""
+    tensors, rebuild = batched(x)
+    structure: Any = rebuild([_Place(i) for i in range(len(tensors))])  # pyright: ignore[reportArgumentType]
+    as_bytes = json.dumps(_described(plain(structure))).encode()
+    kept = {f"{name}.{i}": tensor for i, tensor in enumerate(tensors)}
+    return {**kept, name: torch.frombuffer(bytearray(as_bytes), dtype=torch.uint8)}
+
+
+def decode_inputs(state: dict[str, Tensor], name: str = "inputs") -> Any:
+    """The inputs of `encode_inputs`."""
+    return _built(json.loads(bytes(state[name].cpu().tolist())), state, name)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Of a tensor among those of a batch."""
+
+    index: int
+
+
+def _described(x: Any) -> Any:
+    if isinstance(x, _Place):
+        return {"tensor": x.index}
+    if isinstance(x, dict):
+        return {"dict": {name: _described(value) for name, value in x.items()}}
+    if isinstance(x, tuple | list):
+        return {"list": [_described(value) for value in x]}
+    return {"value": x}
+
+
+def _built(described: Any, state: dict[str, Tensor], of: str) -> Any:
+    ((kind, value),) = described.items()
+    if kind == "tensor":
+        return state[f"{of}.{value}"]
+    if kind == "dict":
+        return {name: _built(part, state, of) for name, part in value.items()}
+    return [_built(part, state, of) for part in value] if kind == "list" else value
 
 
 def arguments_of(settings: dict[str, Any], likelihood: Any, prior: Any) -> dict[str, Any]:
@@ -227,12 +298,13 @@ def arguments_of(settings: dict[str, Any], likelihood: Any, prior: Any) -> dict[
     """
     recipe = settings["recipe"]
     return {
-        "likelihood": likelihood_of(settings) if likelihood is None else likelihood,
+        "likelihood": likelihood_of(recipe["likelihood"]) if likelihood is None else likelihood,
         "prior": prior_of(recipe["prior"]) if prior is None else prior,
         "parameters": settings["parameters"],
         "solver": solver_of(recipe["solver"]),
         "max_memory": recipe.get("max_memory"),
         "noise_at": recipe.get("noise_at", "auto"),
+        "scale": recipe.get("scale", "auto"),
         **{name: recipe[name] for name in ("prior_precision", "method", "num_samples", "seed")},
     }
 
@@ -244,14 +316,6 @@ def check_observed(settings: dict[str, Any], observed: bool) -> None:
             f"The posterior was {'not ' if observed else ''}fitted to measurements `y = T f(x) + noise`: "
             f"{'leave out `observe`' if observed else 'give T as `observe=T`'}."
         )
-
-
-def likelihood_of(settings: dict[str, Any]) -> Likelihood:
-    """The likelihood that the constructor was given."""
-    precision = settings["recipe"].get("noise_precision")
-    if precision is None:
-        return as_likelihood(settings["likelihood"])
-    return Gaussian(torch.tensor(precision, dtype=torch.float64), learn=settings["learn_noise"])
 
 
 def _few(names: list[str]) -> str:

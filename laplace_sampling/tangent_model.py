@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.data import TrainingData
+from laplace_sampling.calling import Layout, batched, place
+from laplace_sampling.composite_likelihoods import check_weights, weighted
+from laplace_sampling.data import TrainingData, Unpack
 from laplace_sampling.likelihoods import Gaussian, Likelihood
 from laplace_sampling.linear_operators import LinearOperator
 from laplace_sampling.linearise import Linearisation
@@ -73,22 +76,28 @@ def tangent_model(
     kind: str,
     observation: Observation | None = None,
     noise_variances: Tensor | None = None,
+    weights: Tensor | None = None,
+    unpack: Unpack | None = None,
+    num_data: int | None = None,
 ) -> TangentModel:
     r"""The tangent model on training data.
 
     Args:
         network: the linearised network.
         likelihood: of the targets.
-        loader: of pairs `(x, y)`.
+        loader: of batches of inputs and targets.
         kind: `"affine"`, with the offset `f − φw̄`, or `"homogeneous"`.
         observation: `T` of targets `y = T f(x) + noise`, of the outputs of each datum.
         noise_variances: `R`, the noise variance of each datum or of each of its outputs, in units of `1/b`.
+        weights: of each datum in the sum of losses; for a Gaussian likelihood `1/R`.
+        unpack: `batch -> (inputs, targets)`.
+        num_data: of a stream.
 
     Raises:
         TypeError, ValueError: for data that do not fit the model or the likelihood, or that cannot be read twice.
     """
     with torch.random.fork_rng(devices=[]):  # a shuffled loader draws from the global generator
-        data = TrainingData(loader)
+        data = TrainingData(loader, unpack=unpack, num_data=num_data, fill=likelihood.fill)
     if noise_variances is not None and not isinstance(likelihood, Gaussian):
         raise ValueError(
             f"`noise_variances` are of a regression, but the likelihood is {likelihood.name!r}, which has no noise "
@@ -96,38 +105,65 @@ def tangent_model(
         )
     if not bool(network.weights.isfinite().all()):
         raise ValueError("The weights of the model contain NaN or infinity; train or load it again.")
-    outputs = _outputs(network, data)
-    targets = data.targets.to(network.device)
+    if weights is not None:
+        check_weights(weights, data.num_data)
+        if isinstance(likelihood, Gaussian):
+            noise_variances = _as_variances(weights, noise_variances)
+    outputs, layout = _outputs(network, data)
+    features = NetworkFeatures(network, data, layout)
     f = outputs.reshape(data.num_data, -1)
-    features = NetworkFeatures(network, data, f.shape[1])
+    targets = _placed(data.targets, network.device)
     model = LinearModel(features, torch.zeros_like(f), f, targets, likelihood)
     if observation is not None:
         model = observe(model, observation, targets)
         likelihood.check_targets(model.network_outputs.shape, model.targets)
     else:
-        likelihood.check_targets(outputs.shape, targets)
+        likelihood, targets = likelihood.prepare(layout, targets)
+        if weights is not None and not isinstance(likelihood, Gaussian):
+            likelihood, targets = weighted(likelihood, targets, weights)
+        model = replace(model, targets=targets, likelihood=likelihood)
     if not bool(likelihood.loss(model.network_outputs, model.targets).isfinite().all()):
         raise ValueError("The loss of the model on the data is not finite; check targets and noise precision.")
-    weights = None
+    likelihood.check_curvature(model.network_outputs, model.targets)
+    scale = None
     if noise_variances is not None:
-        weights = noise_weights(noise_variances.to(network.device), (data.num_data, model.network_outputs.shape[1]))
-        model = weigh(model, weights)
-    return TangentModel(_with_offset(model, network, kind), network, data, kind, weights)
+        scale = noise_weights(noise_variances.to(network.device), (data.num_data, model.network_outputs.shape[1]))
+        model = weigh(model, scale)
+    return TangentModel(_with_offset(model, network, kind), network, data, kind, scale)
 
 
-def _outputs(network: Linearisation, data: TrainingData) -> Float[Tensor, "N *C"]:
-    outputs = []
+def _as_variances(weights: Tensor, noise_variances: Tensor | None) -> Tensor:
+    if noise_variances is not None or not bool((weights > 0).all()):
+        raise ValueError(
+            "`weights` of a regression are `1/noise_variances`: positive, and not given together with those."
+        )
+    return 1 / weights.double()
+
+
+def _placed(y: Any, device: torch.device) -> Any:
+    tensors, rebuild = batched(y)
+    return rebuild([tensor.detach().to(device) for tensor in tensors])
+
+
+def _outputs(network: Linearisation, data: TrainingData) -> tuple[Float[Tensor, "N *C"], Layout]:
+    """The outputs on all data and their layout, which is the largest of all batches."""
+    outputs: list[Tensor] = []
+    layouts: list[Layout] = []
     for number, batch in enumerate(torch.arange(data.num_data).split(data.batch_size)):
-        x = data.inputs(batch).to(network.device)
-        outputs.append(network(x))
-        if not bool(outputs[-1].isfinite().all()):
+        x = place(data.inputs(batch), network.device, network.dtype)
+        output, layout = network.evaluate(x)
+        outputs.append(output.reshape(len(batch), -1))
+        layouts.append(layout)
+        if not bool(output.isfinite().all()):
             raise ValueError(f"The model gives NaN or infinity on batch {number} (counted from 0) of the data.")
-        if number == 0 and not torch.equal(network(x), outputs[0]):
+        if number == 0 and not torch.equal(network(x), output):
             raise ValueError(
                 "The model gives different outputs for the same input in evaluation mode. Remove what is random "
                 "in its forward (for example `F.dropout(..., training=True)`)."
             )
-    return torch.cat(outputs)
+    layout = reduce(Layout.union, layouts)
+    wide = [own.widen(output, layout) for own, output in zip(layouts, outputs, strict=True)]
+    return torch.cat(wide).reshape(data.num_data, *layout.shape), layout
 
 
 def _with_offset(model: LinearModel, network: Linearisation, kind: str) -> LinearModel:

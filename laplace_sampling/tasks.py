@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from laplace_sampling.calling import split
+from laplace_sampling.composite_likelihoods import Weighted
+from laplace_sampling.data import Unpack
 from laplace_sampling.dual import DualCG
 from laplace_sampling.fits import Fit, Task
 from laplace_sampling.gram_classification import GramClassification
@@ -18,13 +21,14 @@ from laplace_sampling.linearise import Linearisation
 from laplace_sampling.methods import Plan, make_plan
 from laplace_sampling.priors import GaussianPrior, Prior
 from laplace_sampling.sampling import Draws, LinearModel
-from laplace_sampling.saving import Posterior
+from laplace_sampling.saving import Posterior, decode_inputs, encode_inputs
 from laplace_sampling.stochastic import SGD
 from laplace_sampling.tangent_model import Observation, TangentModel, tangent_model
 
-__all__ = ["Settings", "exact_tensors", "gram_fit_of", "prepare", "restore_fit"]
+__all__ = ["DataArguments", "Settings", "exact_tensors", "gram_fit_of", "prepare", "restore_fit"]
 
 _PROBE_STREAM = 1
+_MINI_BATCHES = ("sgd", "svrg")
 
 
 class Settings(Protocol):
@@ -44,11 +48,20 @@ class Settings(Protocol):
     observe: Observation | None
 
 
-def prepare(
-    settings: Settings, loader: Iterable[Any], noise_variances: Tensor | None, progress: bool
-) -> tuple[TangentModel, Task]:
+@dataclass(frozen=True)
+class DataArguments:
+    """Arguments of a fit that say what the data are, as `tangent_model` takes them."""
+
+    loader: Iterable[Any]
+    noise_variances: Tensor | None = None
+    weights: Tensor | None = None
+    unpack: Unpack | None = None
+    num_data: int | None = None
+
+
+def prepare(settings: Settings, data: DataArguments, progress: bool) -> tuple[TangentModel, Task]:
     """The linear model on the data of a loader, and how its posterior is to be found."""
-    tangent = _tangent(settings, settings.likelihood, loader, noise_variances)
+    tangent = _tangent(settings, settings.likelihood, data)
     plan = _plan(settings, tangent)
     model = _model(tangent, plan)
     prior = _build_prior(settings, model, plan)
@@ -59,28 +72,40 @@ def prepare(
     return tangent, _task(settings, model, prior, plan, progress)
 
 
-def _tangent(
-    settings: Settings, likelihood: Likelihood, loader: Iterable[Any], noise_variances: Tensor | None
-) -> TangentModel:
+def _tangent(settings: Settings, likelihood: Likelihood, data: DataArguments) -> TangentModel:
     return tangent_model(
         settings.network,
         likelihood,
-        loader,
+        data.loader,
         kind=settings.linear_model,
         observation=settings.observe,
-        noise_variances=noise_variances,
+        noise_variances=data.noise_variances,
+        weights=data.weights,
+        unpack=data.unpack,
+        num_data=data.num_data,
     )
 
 
 def _plan(settings: Settings, tangent: TangentModel, gram: bool = True) -> Plan:
-    return make_plan(
-        settings.method,
-        tangent.model.features,
-        settings.num_samples,
-        settings.max_memory,
-        gram=gram,
-        dual=isinstance(settings.likelihood, Gaussian),
-    )
+    def plan(method: str) -> Plan:
+        return make_plan(
+            method,
+            tangent.model.features,
+            settings.num_samples,
+            settings.max_memory,
+            gram=gram,
+            dual=isinstance(settings.likelihood, Gaussian),
+        )
+
+    found = plan(settings.method)
+    if not tangent.data.in_order or found.method not in _MINI_BATCHES:
+        return found
+    if settings.method != "auto":
+        raise ValueError(
+            f'method="{settings.method}" draws mini-batches, but a stream of data that is too large to be kept can be '
+            'read in its order only: use method="cg", or a map-style dataset.'
+        )
+    return replace(plan("cg"), reason="a stream of data is read in its order, in full passes")
 
 
 def _model(tangent: TangentModel, plan: Plan) -> LinearModel:
@@ -124,7 +149,10 @@ def exact_tensors(fit: Fit, tangent: TangentModel) -> dict[str, Tensor]:
     kept = fit.tensors()
     if fit.plan.holds_jacobian or not kept:
         return kept
-    kept |= {"inputs": tangent.data.inputs(torch.arange(tangent.data.num_data)), "targets": tangent.data.targets}
+    inputs = tangent.data.inputs(torch.arange(tangent.data.num_data))
+    kept |= {**encode_inputs(inputs), **encode_inputs(tangent.data.targets, "targets")}
+    if isinstance(fit.model.likelihood, Weighted):
+        kept["weights"] = fit.model.likelihood.weights(fit.model.targets)
     return kept if tangent.weights is None else {**kept, "noise_variances": tangent.weights**-2}
 
 
@@ -133,8 +161,9 @@ def restore_fit(settings: Settings, posterior: Posterior) -> tuple[Fit, TangentM
     kept, rows = posterior.exact, posterior.rows
     if "inputs" not in kept:
         return None, None
-    batches = list(zip(kept["inputs"].split(rows), kept["targets"].split(rows), strict=True))
-    tangent = _tangent(settings, posterior.likelihood, batches, kept.get("noise_variances"))
+    batches = list(zip(split(decode_inputs(kept), rows), split(decode_inputs(kept, "targets"), rows), strict=True))
+    data = DataArguments(batches, kept.get("noise_variances"), kept.get("weights"))
+    tangent = _tangent(settings, posterior.likelihood, data)
     plan = Plan("exact", "as saved", math.inf, settings.num_samples, space="observations")
     task = _task(settings, tangent.in_float64(), posterior.prior, plan, False)
     return gram_fit_of(task).restore(task, kept), tangent

@@ -84,7 +84,7 @@ class WhitenedGram(LinearOperator):
 
 def backward(ggn: GGN, u: Float[Tensor, "K NC"]) -> Float[Tensor, "K P"]:
     """`ΦᵀL u`, in float64."""
-    rows = ggn.likelihood.root(ggn.outputs, u.reshape(-1, *ggn.outputs.shape))
+    rows = ggn.likelihood.root(ggn.outputs, u.reshape(-1, *ggn.outputs.shape), ggn.targets)
     total = torch.zeros(len(u), ggn.size, dtype=torch.float64, device=ggn.device)
     for batch in ggn.features.chunks():
         total += ggn.features.vjp(rows[:, batch].to(ggn.dtype), batch)
@@ -94,7 +94,7 @@ def backward(ggn: GGN, u: Float[Tensor, "K NC"]) -> Float[Tensor, "K P"]:
 def forward(ggn: GGN, v: Float[Tensor, "K P"]) -> Float[Tensor, "K NC"]:
     """`LᵀΦ v`, in float64."""
     outputs = ggn.features.outputs(v.to(ggn.dtype)).double()
-    return ggn.likelihood.root_transpose(ggn.outputs, outputs).flatten(1)
+    return ggn.likelihood.root_transpose(ggn.outputs, outputs, ggn.targets).flatten(1)
 
 
 @dataclass(frozen=True)

@@ -2,33 +2,51 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from laplace_sampling.calling import split
+from laplace_sampling.composite_likelihoods import MultiTask
 from laplace_sampling.data import TrainingData
-from laplace_sampling.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from laplace_sampling.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+    Poisson,
+)
 from laplace_sampling.linearise import Linearisation
+from laplace_sampling.loss_likelihoods import from_loss
 from laplace_sampling.operators import NetworkFeatures
 from laplace_sampling.sampling import LinearModel
 
 
 @dataclass
 class Case:
+    """A network with data. `likelihood` and `y` become those of flattened outputs; `given` are what a user gives."""
+
     model: nn.Module
     likelihood: Likelihood
     x: Tensor
-    y: Tensor
+    y: Any
     batch_size: int = 3
 
+    def __post_init__(self) -> None:
+        self.given = self.likelihood, self.y
+        layout = Linearisation(self.model).evaluate(self.x)[1]
+        self.likelihood, self.y = self.likelihood.prepare(layout, self.y)
+
     @property
-    def batches(self) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(self.x.split(self.batch_size), self.y.split(self.batch_size), strict=True))
+    def batches(self) -> list[tuple[Tensor, Any]]:
+        return list(zip(self.x.split(self.batch_size), split(self.given[1], self.batch_size), strict=True))
 
     def linear_model(self, kind: str = "homogeneous") -> LinearModel:
         network = Linearisation(self.model)
         f = network(self.x).reshape(len(self.x), -1)
-        features = NetworkFeatures(network, TrainingData(self.batches), f.shape[1])
+        features = NetworkFeatures(network, TrainingData(self.batches), network.evaluate(self.x)[1])
         offset = torch.zeros_like(f)
         if kind == "affine":
             offset = f - features.outputs(network.weights[None])[0]
@@ -56,6 +74,29 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.attention(x, x, x)[0].mean(1))
+
+
+class Heads(nn.Module):
+    """A dictionary of outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.kind, self.value, self.count = _mlp(2, 4), nn.Linear(4, 3), nn.Linear(4, 2), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.body(x).tanh()
+        return {"kind": self.kind(h), "value": self.value(h), "count": self.count(h)[:, 0]}
+
+
+def smooth_loss(f: Tensor, y: Tensor) -> Tensor:
+    """Convex in `f`, coupled between outputs, of no known distribution."""
+    return (f - y).cosh().log().sum() + torch.nn.functional.softplus(f.sum())
+
+
+def _ignored(labels: Tensor, index: int = -100) -> Tensor:
+    """Every fifth label is one to be ignored."""
+    labels.view(-1)[::5] = index
+    return labels
 
 
 def _mlp(inputs: int, outputs: int, width: int = 6) -> nn.Sequential:
@@ -113,6 +154,27 @@ CASES: dict[str, Callable[[], Case]] = {
     "attention": lambda: Case(Attention(), Categorical(), torch.randn(5, 3, 4), _labels(5, 3), 2),
     "binary": lambda: Case(_mlp(2, 1), Bernoulli(), torch.randn(7, 2), _labels(7, 2)[:, None].double()),
     "multi_label": lambda: Case(_mlp(2, 3), Bernoulli(), torch.randn(7, 2), torch.randint(2, (7, 3))),
+    "segmentation": lambda: Case(
+        nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 3, 1)),
+        Categorical(),
+        torch.randn(4, 1, 3, 2),
+        _ignored(_labels(24, 3).reshape(4, 3, 2)),
+    ),
+    "token_labels": lambda: Case(
+        _mlp(2, 3),
+        Categorical(class_dim=-1, ignore_index=9),
+        torch.randn(5, 2, 2),
+        _ignored(_labels(10, 3), 9).reshape(5, 2),
+    ),
+    "poisson": lambda: Case(_mlp(2, 2), Poisson(), torch.randn(7, 2), torch.randint(6, (7, 2))),
+    "heteroscedastic": lambda: Case(_mlp(2, 4), HeteroscedasticGaussian(), torch.randn(8, 2), 0.5 * torch.randn(8, 2)),
+    "multi_task": lambda: Case(
+        Heads(),
+        MultiTask({"value": Gaussian(2.0, learn=False), "kind": Categorical(), "count": "poisson"}),
+        torch.randn(6, 2),
+        {"kind": _labels(6, 3), "value": torch.randn(6, 2), "count": torch.randint(4, (6,))},
+    ),
+    "from_loss": lambda: Case(_mlp(2, 2), from_loss(smooth_loss), torch.randn(7, 2), torch.randn(7, 2)),
     "frozen_body": lambda: Case(_frozen(), Categorical(), torch.randn(7, 3), _labels(7, 4)),
     "scalar_and_matrix": lambda: Case(ScalarAndMatrix(), Gaussian(1.0), torch.randn(7, 3), torch.randn(7, 2)),
 }

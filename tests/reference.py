@@ -1,10 +1,14 @@
 """Dense float64 references, from the formulas alone: they share no code with the library."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laplace_sampling.likelihoods import Categorical, Gaussian, Likelihood
+from laplace_sampling.composite_likelihoods import MultiTask
+from laplace_sampling.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
+from laplace_sampling.loss_likelihoods import LossLikelihood
 
 
 def jacobian(model: nn.Module, x: Tensor) -> Tensor:
@@ -12,7 +16,8 @@ def jacobian(model: nn.Module, x: Tensor) -> Tensor:
     weights = [p for p in model.parameters() if p.requires_grad]
     rows = []
     for n in range(len(x)):
-        out = model(x[n : n + 1]).reshape(-1)
+        out = model(x[n : n + 1])
+        out = torch.cat([part.reshape(-1) for part in (out.values() if isinstance(out, dict) else [out])])
         for c in range(len(out)):
             grads = torch.autograd.grad(out[c], weights, retain_graph=True, allow_unused=True)
             filled = [torch.zeros_like(w) if g is None else g for g, w in zip(grads, weights, strict=True)]
@@ -22,22 +27,42 @@ def jacobian(model: nn.Module, x: Tensor) -> Tensor:
 
 def loss(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     """Negative log-likelihood of one datum with outputs `f`, `[C]`, from torch's own losses and distributions."""
+    if isinstance(likelihood, MultiTask):
+        outputs, targets = f.split(likelihood.layout.sizes), y.split(likelihood.widths)
+        heads = zip(likelihood.likelihoods.values(), outputs, targets, strict=True)
+        return sum(loss(head, g, t if t.numel() > 1 else t[0]) for head, g, t in heads)
+    if isinstance(likelihood, LossLikelihood):
+        return likelihood.function(f, y)
+    if isinstance(likelihood, Poisson):
+        return -torch.distributions.Poisson(f.exp()).log_prob(y.reshape(-1).to(f)).sum()
+    if isinstance(likelihood, HeteroscedasticGaussian):
+        mean, log_variance = f.chunk(2)
+        return -torch.distributions.Normal(mean, (log_variance / 2).exp()).log_prob(y.reshape(-1)).sum()
     if isinstance(likelihood, Gaussian):
         scale = torch.as_tensor(likelihood.noise_precision).expand(f.shape) ** -0.5
         return -torch.distributions.Normal(f, scale).log_prob(y.reshape(-1)).sum()
     if isinstance(likelihood, Categorical):
-        return F.cross_entropy(f[None], y[None])
+        f = f.reshape(likelihood.shape)
+        f = f if likelihood.class_dim == 1 else f.mT  # torch wants the classes first
+        return F.cross_entropy(f[None], y[None].long(), ignore_index=likelihood.ignore_index, reduction="sum")
     return F.binary_cross_entropy_with_logits(f, y.reshape(-1).to(f), reduction="sum")
 
 
+def expected_loss(f: Tensor, at: Tensor) -> Tensor:
+    """Mean over `y ~ N(m, eˢ)` at `at` of the loss of a Gaussian with means and log variances `f`."""
+    (m, s), (mean, log_variance) = f.chunk(2), at.chunk(2)
+    return 0.5 * (((m - mean) ** 2 + log_variance.exp()) * (-s).exp() + s).sum()
+
+
 def curvature(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-    """`B_n`, `[N, C, C]`, the Hessian of each loss by autograd."""
-    return torch.stack(
-        [
-            torch.autograd.functional.hessian(lambda g, n=n: loss(likelihood, g, y[n]), f[n].detach())
-            for n in range(len(f))
-        ]
-    )
+    """`B_n`, `[N, C, C]`, the Hessian of each loss by autograd; of its mean where the loss itself is not convex."""
+
+    def at(n: int) -> Callable[[Tensor], Tensor]:
+        if isinstance(likelihood, HeteroscedasticGaussian):
+            return lambda g: expected_loss(g, f[n].detach())
+        return lambda g: loss(likelihood, g, y[n])
+
+    return torch.stack([torch.autograd.functional.hessian(at(n), f[n].detach()) for n in range(len(f))])
 
 
 def ggn(J: Tensor, B: Tensor) -> Tensor:

@@ -97,7 +97,10 @@ def test_nan_and_infinity_are_named_with_their_batch(value: float) -> None:
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        ((X, Y), r"pairs \(x, y\) of tensors, but one is Tensor. To give all data at once, pass the list \[\(x, y\)\]"),
+        (
+            (X, Y),
+            r"pairs \(x, y\) of tensors .*but one is Tensor. To give all data at once, pass the list \[\(x, y\)\]",
+        ),
         ([(X, Y, Y)], r"but one is \['Tensor', 'Tensor', 'Tensor'\]"),
         ([{"x": X}], "but one is dict"),
         (3, "must be a DataLoader of \\(x, y\\) batches, but are a int"),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
+from laplace_sampling.calling import Layout
 from laplace_sampling.data import TrainingData
 from laplace_sampling.dense import Dense
 from laplace_sampling.evidence import fit_em
@@ -428,7 +429,7 @@ def test_the_order_of_a_shuffled_loader_is_kept() -> None:
     case, model, prior = noisy(40)
     loader = DataLoader(TensorDataset(case.x, case.y), batch_size=7, shuffle=True)
     data = TrainingData(loader)
-    features = NetworkFeatures(Linearisation(case.model), data, 1)
+    features = NetworkFeatures(Linearisation(case.model), data, Layout.single((1,)))
     shuffled = LinearModel(features, model.offset, model.network_outputs, data.targets, model.likelihood)
     found = [ExactRegression.of(m, prior).fit() for m in (model, shuffled)]
     assert found[0].log_evidence == pytest.approx(found[1].log_evidence, rel=1e-12)

@@ -6,16 +6,17 @@ from pathlib import Path
 import laplace_sampling
 
 LEVELS = {
+    "calling": -1,
     "data": 0, "diagnostics": 0, "lapack": 0, "likelihoods": 0, "linear_operators": 0, "linearise": 0,
-    "leave_one_out": 1, "operators": 1, "predictive": 1, "tangent_kernel": 1,
-    "cost": 2, "gram": 2, "preconditioners": 2, "priors": 2, "solvers": 2, "whitened_gram": 2,
+    "calibration": 1, "composite_likelihoods": 1, "leave_one_out": 1, "loss_likelihoods": 1, "operators": 1, "tangent_kernel": 1,
+    "cost": 2, "gram": 2, "preconditioners": 2, "predictive": 2, "priors": 2, "solvers": 2, "whitened_gram": 2,
     "dense": 3, "krylov": 3, "sampling": 3, "stochastic": 3,
     "contour": 4, "dense_covariance": 4, "dual": 4, "evidence": 4, "exact": 4, "measurements": 4, "quadrature": 4,
     "variance_reduced": 4,
     "curves": 5, "exact_classification": 5, "methods": 5, "posterior": 5, "saving": 5, "tangent_model": 5,
     "evidence_path": 6, "exact_fit": 6, "fits": 6,
     "gram_fit": 7, "path_fit": 7, "predict": 7,
-    "gram_classification": 8, "gram_regression": 8, "integrations": 8, "solver_fit": 8,
+    "gram_classification": 8, "gram_regression": 8, "held_out": 8, "integrations": 8, "solver_fit": 8,
     "tasks": 9,
     "laplace": 10,
     "plotting": 11,

@@ -5,19 +5,29 @@ from cases import Case, make_case
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling.likelihoods import Bernoulli, Categorical, Gaussian, as_likelihood
+from laplace_sampling.calling import read
+from laplace_sampling.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Poisson,
+    as_likelihood,
+)
 
 
 def outputs(case: Case) -> Tensor:
     with torch.no_grad():
-        return case.model(case.x).reshape(len(case.x), -1)
+        return read(case.model(case.x), len(case.x))[0].reshape(len(case.x), -1)
 
 
 def test_loss_is_the_normalised_negative_log_likelihood(case: Case) -> None:
     f = outputs(case)
     expected = torch.stack([reference.loss(case.likelihood, f[n], case.y[n]) for n in range(len(f))])
     assert_close(case.likelihood.loss(f, case.y), expected)
-    assert_close(case.likelihood.loss(torch.stack([f, f]), case.y), torch.stack([expected, expected]))
+    # Different outputs for each row of a stack.
+    stack = case.likelihood.loss(torch.stack([f, 2 * f]), case.y)
+    assert_close(stack, torch.stack([expected, case.likelihood.loss(2 * f, case.y)]))
 
 
 def test_gradient_is_that_of_the_loss(case: Case) -> None:
@@ -31,24 +41,27 @@ def test_curvature_and_its_root_equal_the_hessian(case: Case, generator: torch.G
     B = reference.curvature(case.likelihood, f, case.y)
     u = torch.randn(3, *f.shape, generator=generator, dtype=torch.float64)
     applied = torch.einsum("ncd,knd->knc", B, u)
-    assert_close(case.likelihood.curvature(f, u), applied)
-    assert_close(case.likelihood.root(f, case.likelihood.root_transpose(f, u)), applied)
-    assert_close((case.likelihood.root_transpose(f, u) ** 2).sum(-1), (u * applied).sum(-1))
+    assert_close(case.likelihood.curvature(f, u, case.y), applied)
+    assert_close(case.likelihood.root(f, case.likelihood.root_transpose(f, u, case.y), case.y), applied)
+    assert_close((case.likelihood.root_transpose(f, u, case.y) ** 2).sum(-1), (u * applied).sum(-1))
 
 
 def test_root_transpose_is_the_transpose(case: Case, generator: torch.Generator) -> None:
     f = outputs(case)
     u, v = torch.randn(2, 3, *f.shape, generator=generator, dtype=torch.float64)
-    left = (case.likelihood.root(f, u) * v).sum(-1)
-    assert_close(left, (u * case.likelihood.root_transpose(f, v)).sum(-1))
+    left = (case.likelihood.root(f, u, case.y) * v).sum(-1)
+    assert_close(left, (u * case.likelihood.root_transpose(f, v, case.y)).sum(-1))
 
 
-@pytest.mark.parametrize("name", ["classification", "multi_label", "regression_per_output"])
+NOISY = ["classification", "multi_label", "regression_per_output", "segmentation", "poisson", "heteroscedastic"]
+
+
+@pytest.mark.parametrize("name", [*NOISY, "token_labels", "multi_task", "from_loss"])
 def test_noise_has_covariance_b(name: str, generator: torch.Generator) -> None:
     case = make_case(name)
     f, num = outputs(case)[:1], 200_000
     B = reference.curvature(case.likelihood, f, case.y)[0]
-    noise = case.likelihood.noise(f, num, generator)[:, 0]
+    noise = case.likelihood.noise(f, num, generator, case.y[:1])[:, 0]
     covariance = noise.T @ noise / num
     # Var of a product of Gaussians: B_ii B_jj + B_ij².
     error = (B.diagonal()[:, None] * B.diagonal() + B**2).sqrt() / num**0.5
@@ -71,9 +84,9 @@ def test_names_give_likelihoods() -> None:
     own = Gaussian(2.0)
     assert as_likelihood(own) is own
     with pytest.raises(
-        ValueError, match=r"`likelihood='poisson'` is not known; use \"regression\", \"classification\""
+        ValueError, match=r"`likelihood='student'` is not known; use \"regression\", \"classification\""
     ):
-        as_likelihood("poisson")
+        as_likelihood("student")
 
 
 def test_noise_precision_without_a_use_is_refused() -> None:
@@ -101,11 +114,19 @@ def test_gaussian_refuses_a_noise_precision_that_is_none(precision) -> None:
         (Gaussian(), (3,), torch.zeros(3).long(), TypeError, r"must be floating point, but have dtype torch.int64"),
         (Gaussian(torch.ones(2)), (3, 4), torch.zeros(3, 4), ValueError, "2 entries, but the model has 4 outputs"),
         (Categorical(), (3, 4), torch.zeros(3), TypeError, r"integers, but have dtype torch.float32.*y.long\(\)"),
-        (Categorical(), (3, 4), torch.zeros(3, 1).long(), ValueError, r"must have shape \[3\], but have \[3, 1\]"),
+        (Categorical(), (3, 4), torch.zeros(3, 1).long(), ValueError, r"must have shape \[3\] for .* have \[3, 1\]"),
         (Categorical(), (3, 4), torch.tensor([0, 1, 4]), ValueError, "0 and 3 for 4 outputs, but range from 0 to 4"),
         (Categorical(), (3, 4), torch.tensor([0, -1, 2]), ValueError, "but range from -1 to 2"),
         (Categorical(), (3, 1), torch.zeros(3).long(), ValueError, 'For one logit a datum use likelihood="binary"'),
-        (Categorical(), (3, 4, 2, 2), torch.zeros(3, 2, 2).long(), ValueError, r"needs outputs \[N, C\]"),
+        (Categorical(), (3, 1, 2, 2), torch.zeros(3, 2, 2).long(), ValueError, r"needs outputs \[N, C\]"),
+        (Categorical(), (3, 4, 2, 2), torch.zeros(3, 2).long(), ValueError, r"shape \[3, 2, 2\] .* but have \[3, 2\]"),
+        (Categorical(-1), (3, 5, 4), torch.zeros(3, 4).long(), ValueError, r"\[3, 5\] for .* classes on axis 2, but"),
+        (Categorical(), (3, 4), torch.full((3,), -100), ValueError, "All labels are ignore_index=-100"),
+        (Poisson(), (3, 1), torch.tensor([[-1], [0], [2]]), ValueError, "numbers of at least 0, but range from -1"),
+        (Poisson(), (3, 1), torch.tensor([[1.5], [0], [2]]), ValueError, "to 2, not all of them whole"),
+        (HeteroscedasticGaussian(), (3, 3), torch.zeros(3, 1), ValueError, r"outputs \[N, 2D, ...\].* gives \[3, 3\]"),
+        (HeteroscedasticGaussian(), (3, 4), torch.zeros(3, 4), ValueError, r"shape of the means, \[3, 2\], but have"),
+        (HeteroscedasticGaussian(), (3, 2), torch.zeros(3, 1).long(), TypeError, "must be floating point"),
         (Bernoulli(), (3, 1), torch.zeros(3), ValueError, r"Binary targets must have the shape"),
         (Bernoulli(), (3,), torch.tensor([-1.0, 1.0, 1.0]), ValueError, r"must be 0 or 1, but range from -1 to 1"),
     ],

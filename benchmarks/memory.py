@@ -1,0 +1,92 @@
+"""Peak memory of fit and predict as the number of data `N` and of classes `C` grow: `python -m benchmarks.memory`.
+
+A small perceptron whose hidden layers are random and whose head is not, so that `P` is the same for every `C`. Data are
+made from their index, and so take no memory themselves. Each size runs in a process of its own, whose peak resident
+memory is what is printed; that of a process which imports everything and fits ten data of ten classes stands above.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from laplace_sampling import SGD, ConvergenceWarning, LinearisedLaplace
+
+INPUTS, WIDTH, SAMPLES = 8, 32, 8
+# N and C of each run.
+SIZES = {"N": [(n, 10) for n in (1_000, 10_000, 100_000)], "C": [(50, c) for c in (10, 100, 1_000, 10_000)]}
+
+
+class Made(Dataset):
+    """Data as a function of their index."""
+
+    def __init__(self, num: int, classes: int) -> None:
+        self.num, self.classes = num, classes
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return torch.sin((i + 1.0) * torch.arange(1, INPUTS + 1)), (7919 * i) % self.classes
+
+
+def measure(method: str, num: int, classes: int) -> dict[str, Any]:
+    """Peak resident memory in MiB after a fit, and after predictions of as many inputs."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", ConvergenceWarning)  # a few steps are enough to see what is held
+    model = nn.Sequential(nn.Linear(INPUTS, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    model.append(nn.Linear(WIDTH, classes))
+    data = Made(num, classes)
+    # As many outputs go through the network at once, whatever C is.
+    rows = max(1, min(1000, 20_000 // classes))
+    la = LinearisedLaplace(
+        model,
+        "classification",
+        parameters=["0.*", "2.*"],
+        method=method,
+        num_samples=SAMPLES,
+        max_memory=2**26,
+        solver=SGD(epochs=1, mode_epochs=1, min_steps=20, batch_size=20) if method == "sgd" else None,
+    )
+    la.fit_hyperparameters(DataLoader(data, rows), max_steps=2, num_samples=4, tolerance=0.1, progress=False)
+    fitted = _peak()
+    for x, _ in DataLoader(data, min(rows, 100)):
+        _ = la.predict(x).variance
+    return {"fit": fitted, "predict": _peak()}
+
+
+def _peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _run(method: str, num: int, classes: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.memory", "--one", method, str(num), str(classes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--one", nargs=3, metavar=("METHOD", "N", "C"), help="measure one size in this process")
+    parser.add_argument("--methods", nargs="+", default=["cg", "sgd"])
+    given = parser.parse_args()
+    if given.one:
+        print(json.dumps(measure(given.one[0], int(given.one[1]), int(given.one[2]))))
+        return
+    print("| method | N | C | fit (MiB) | predict (MiB) |\n|---|---|---|---|---|")
+    for method in given.methods:
+        for num, classes in [(10, 10), *SIZES["N"], *SIZES["C"]]:
+            found = _run(method, num, classes)
+            print(f"| {method} | {num} | {classes} | {found['fit']:.0f} | {found['predict']:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

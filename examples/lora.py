@@ -1,0 +1,32 @@
+"""Error bars of a Hugging Face classifier whose LoRA weights only are random. Run by `python examples/lora.py`."""
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils.data import DataLoader
+from transformers import BertConfig, BertForSequenceClassification
+
+from laplace_sampling import LinearisedLaplace
+
+# A small model with random weights and made data, so that nothing is downloaded: in practice `from_pretrained`,
+# a tokenizer, and training before the fit.
+torch.manual_seed(0)
+config = BertConfig(
+    vocab_size=50,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=32,
+    max_position_embeddings=12,
+    num_labels=3,
+)
+model = get_peft_model(BertForSequenceClassification(config), LoraConfig(r=2, task_type="SEQ_CLS"))
+ids = torch.randint(1, 50, (24, 8))
+rows = [{"input_ids": row, "attention_mask": torch.ones(8, dtype=torch.long), "labels": row.sum() % 3} for row in ids]
+
+# --8<-- [start:example]
+loader = DataLoader(rows, batch_size=8)  # of dictionaries with `input_ids`, `attention_mask` and `labels`
+la = LinearisedLaplace(model, "classification", parameters="*lora*", num_samples=16)
+la.fit_hyperparameters(loader, progress=False)
+pred = la.predict({"input_ids": ids[:4], "attention_mask": torch.ones(4, 8, dtype=torch.long)})
+print(pred.probs, pred.mutual_information)
+# --8<-- [end:example]

@@ -1,0 +1,245 @@
+"""How a batch is given to a network, and the outputs that come back.
+
+Inputs are a tensor; a tuple or list, for positional arguments; or a mapping, for keyword arguments (a `BatchEncoding`
+is one). They may be nested. The rows of a batch are the first axis of its tensors; what is no tensor, or a tensor
+without an axis, goes through as it is.
+
+Outputs are a tensor `[N, ...]`; an object or mapping with `logits`, which are taken; or a dictionary of tensors, the
+heads of a network. The outputs of a datum are flattened, head after head, to `C` numbers where algebra needs it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+__all__ = [
+    "Layout",
+    "arguments",
+    "batched",
+    "concatenate",
+    "constants",
+    "num_bytes",
+    "num_rows",
+    "place",
+    "read",
+    "split",
+    "take",
+]
+
+# The one head of a network that returns a tensor.
+_HEAD = ""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The shape of the outputs of one datum, of each head in order.
+
+    Attributes:
+        heads: names and shapes; of a network that returns a tensor one, without a name.
+    """
+
+    heads: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @classmethod
+    def single(cls, shape: Sequence[int]) -> "Layout":
+        """Of a network that returns a tensor `[N, *shape]`."""
+        return cls(((_HEAD, tuple(shape)),))
+
+    @property
+    def names(self) -> list[str]:
+        """Of the heads; empty for a network that returns a tensor."""
+        return [name for name, _ in self.heads if name != _HEAD]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the outputs of a datum; flat if there are several heads."""
+        return (self.size,) if self.names else self.heads[0][1]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of each head."""
+        return [torch.Size(shape).numel() for _, shape in self.heads]
+
+    @property
+    def size(self) -> int:
+        """`C`."""
+        return sum(self.sizes)
+
+    def split(self, flat: Float[Tensor, "*K C"]) -> dict[str, Tensor]:
+        """The heads of flattened outputs, in their own shapes."""
+        parts = flat.split(self.sizes, dim=-1)
+        return {name: part.reshape(*flat.shape[:-1], *s) for (name, s), part in zip(self.heads, parts, strict=True)}
+
+    def union(self, other: "Layout") -> "Layout":
+        """The smallest that holds both; their shapes may differ in lengths, as those of padded sequences do.
+
+        Raises:
+            ValueError: if heads or numbers of axes differ.
+        """
+        ranks = [[(name, len(shape)) for name, shape in layout.heads] for layout in (self, other)]
+        if ranks[0] != ranks[1]:
+            raise ValueError(
+                f"The model gives outputs of different kinds for different batches: {dict(self.heads)} and "
+                f"{dict(other.heads)}. Heads and numbers of axes must be the same for all data."
+            )
+        shapes = [tuple(map(max, a, b)) for (_, a), (_, b) in zip(self.heads, other.heads, strict=True)]
+        return Layout(tuple((name, shape) for (name, _), shape in zip(self.heads, shapes, strict=True)))
+
+    def widen(self, flat: Float[Tensor, "*K c"], to: "Layout") -> Float[Tensor, "*K C"]:
+        """Outputs of this layout in a larger one, with zeros for what is not there."""
+        if self == to:
+            return flat
+        heads = zip(self.split(flat).values(), to.heads, self.heads, strict=True)
+        padded = [
+            F.pad(part, [n for a, b in zip(reversed(own), reversed(wide), strict=True) for n in (0, b - a)])
+            for part, (_, wide), (_, own) in heads
+        ]
+        lead = flat.dim() - 1
+        return torch.cat([part.flatten(lead) if part.dim() > lead else part[..., None] for part in padded], dim=-1)
+
+    def narrow(self, flat: Float[Tensor, "*K C"], to: "Layout") -> Float[Tensor, "*K c"]:
+        """The part of outputs of this layout that is in a smaller one: the transpose of its `widen`."""
+        if self == to:
+            return flat
+        lead, parts = flat.dim() - 1, []
+        for part, (_, shape) in zip(self.split(flat).values(), to.heads, strict=True):
+            cut = part[(..., *(slice(length) for length in shape))]
+            parts.append(cut.flatten(lead) if shape else cut[..., None])
+        return torch.cat(parts, dim=-1)
+
+
+def arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a call of the network."""
+    if isinstance(x, Mapping):
+        return (), dict(x)
+    return (tuple(x), {}) if isinstance(x, tuple | list) else ((x,), {})
+
+
+def plain(x: Any) -> Any:
+    """The same with dictionaries in place of other mappings, which `torch` does not look into."""
+    if type(x) is not dict and isinstance(x, Mapping):
+        x = dict(x)
+    return tree_map(lambda leaf: plain(leaf) if isinstance(leaf, Mapping) else leaf, x)
+
+
+def batched(x: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
+    """The tensors of a batch that have rows, and how to put others in their place."""
+    if isinstance(x, Tensor) and x.dim():
+        return [x], lambda tensors: tensors[0]
+    leaves, spec = tree_flatten(plain(x))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim()]
+
+    def rebuild(tensors: Sequence[Tensor]) -> Any:
+        filled = list(leaves)
+        for i, tensor in zip(places, tensors, strict=True):
+            filled[i] = tensor
+        return tree_unflatten(filled, spec)
+
+    return [leaves[i] for i in places], rebuild
+
+
+def constants(x: Any) -> list[Any]:
+    """What has no rows: it goes to the network as it is."""
+    return [x for x in tree_flatten(plain(x))[0] if not (isinstance(x, Tensor) and x.dim())]
+
+
+def num_rows(x: Any) -> int:
+    """How many data a batch of inputs has: the first axis of its tensors, which all must agree in.
+
+    Raises:
+        TypeError: if there is no tensor with an axis.
+        ValueError: if they do not agree.
+    """
+    if isinstance(x, Tensor) and x.dim():
+        return len(x)
+    tensors, _ = batched(x)
+    if not tensors:
+        raise TypeError(f"A batch of inputs needs at least one tensor [N, ...], but is a {type(x).__name__} without.")
+    if any(len(tensor) != len(tensors[0]) for tensor in tensors):
+        raise ValueError(
+            f"The tensors of a batch of inputs have shapes {[list(tensor.shape) for tensor in tensors]}; the first "
+            "axis must be the data in all of them. What does not belong to a datum goes into the module."
+        )
+    return len(tensors[0])
+
+
+def _each(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    tensors, rebuild = batched(x)
+    return rebuild([change(tensor) for tensor in tensors])
+
+
+def take(x: Any, indices: Tensor | slice) -> Any:
+    """Some data of a batch."""
+    return _each(x, lambda tensor: tensor[indices])
+
+
+def split(x: Any, size: int) -> list[Any]:
+    """A batch in pieces of so many data."""
+    return [take(x, slice(start, start + size)) for start in range(0, num_rows(x), size)]
+
+
+def concatenate(pieces: Sequence[Any]) -> Any:
+    """One batch of several that differ in their rows only."""
+    _, rebuild = batched(pieces[0])
+    return rebuild([torch.cat(tensors) for tensors in zip(*(batched(piece)[0] for piece in pieces), strict=True)])
+
+
+def place(x: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """The inputs on the device of a network; numbers narrower than its weights are widened, which changes no value."""
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        narrow = leaf.is_floating_point() and torch.promote_types(leaf.dtype, dtype) == dtype
+        return leaf.to(device, dtype if narrow else leaf.dtype, non_blocking=True)
+
+    return move(x) if isinstance(x, Tensor) else tree_map(move, plain(x))
+
+
+def num_bytes(x: Any) -> int:
+    """Of all tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in batched(x)[0])
+
+
+def read(output: Any, num: int) -> tuple[Float[Tensor, "N ..."], Layout]:
+    """The outputs of a network as one tensor `[N, ...]`, that of several heads flat, and their layout.
+
+    Args:
+        output: what the module returned.
+        num: `N`, of the inputs.
+
+    Raises:
+        TypeError: if it is none of the forms above.
+        ValueError: if its first axis is not that of the inputs.
+    """
+    if isinstance(output, Tensor):
+        _check_rows(output, num)
+        return output, Layout.single(output.shape[1:])
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if isinstance(logits, Tensor):
+        return read(logits, num)
+    if not isinstance(output, Mapping) or not output or not all(isinstance(v, Tensor) for v in output.values()):
+        kind = type(output).__name__
+        found = f"{kind} with {list(output)}" if isinstance(output, Mapping) else kind
+        raise TypeError(
+            f"The model returned a {found}, not a tensor. Wrap it in a module that returns the one tensor of outputs, "
+            "of shape [N, ...], an object with `logits`, or a dictionary of such tensors, one for each head."
+        )
+    for head in output.values():
+        _check_rows(head, num)
+    flat = torch.cat([head.reshape(num, -1) for head in output.values()], dim=1)
+    return flat, Layout(tuple((str(name), tuple(head.shape[1:])) for name, head in output.items()))
+
+
+def _check_rows(output: Tensor, num: int) -> None:
+    if output.dim() == 0 or output.shape[0] != num:
+        raise ValueError(
+            f"The model returned shape {list(output.shape)} for a batch of {num} inputs; "
+            "the first axis of the output must be the batch."
+        )

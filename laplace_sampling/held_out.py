@@ -1,0 +1,180 @@
+"""The scale of a fitted posterior, from held-out data or from the training data themselves."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributions import Normal
+
+from laplace_sampling.calibration import (
+    Calibration,
+    held_out_classification,
+    held_out_regression,
+    leave_one_out_scale,
+)
+from laplace_sampling.data import TrainingData, Unpack
+from laplace_sampling.fits import Fit
+from laplace_sampling.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from laplace_sampling.linearise import Linearisation
+from laplace_sampling.predict import predict
+from laplace_sampling.saving import Posterior
+
+__all__ = ["HeldOut", "OnTrainingData"]
+
+# Training data that are looked at: the scale is one number.
+_ENOUGH = 4096
+# Of what the network's log-likelihood of them gains over that without inputs, the part that must be left.
+_LEFT = 0.1
+
+
+@dataclass(frozen=True)
+class OnTrainingData:
+    """What samples say of some of the training data.
+
+    Attributes:
+        fit: of the samples.
+        some: which data.
+        deviations: `φ(x_i) ζ_k` of these.
+    """
+
+    fit: Fit
+    some: Tensor
+    deviations: Float[Tensor, "K n C"]
+
+    @classmethod
+    def of(cls, fit: Fit) -> "OnTrainingData":
+        """On so many data as one number needs."""
+        assert fit.sampled is not None
+        features = fit.model.features
+        some = torch.arange(0, features.num_data, math.ceil(features.num_data / _ENOUGH))
+        samples = fit.sampled.samples.to(features.dtype)
+        return cls(fit, some, torch.cat([features.jvp(samples, part) for part in features.chunks(some)], dim=1))
+
+    @property
+    def _targets(self) -> Tensor:
+        return self.fit.model.targets[self.some]
+
+    @property
+    def _outputs(self) -> Float[Tensor, "n C"]:
+        return self.fit.model.network_outputs[self.some].double()
+
+    def calibration(self) -> Calibration:
+        """The scale of data left out (`leave_one_out_scale`); 1 where that is not defined."""
+        likelihood = self.fit.model.likelihood
+        if not _has_one_label(likelihood, self.fit.model.targets):
+            return Calibration()
+        mode_outputs = self.fit.mode_outputs[self.some]
+        arguments = likelihood, self._targets, self._outputs, mode_outputs, self.deviations
+        return Calibration(scale=leave_one_out_scale(*arguments))
+
+    def problems(self, calibration: Calibration) -> list[str]:
+        """Whether next to nothing is left of what the network knows of these data."""
+        likelihood, y, f = self.fit.model.likelihood, self._targets, self._outputs
+        if isinstance(likelihood, Gaussian):
+            y, noise = y.reshape(f.shape).double(), 1 / likelihood.precision(f)
+            spread = calibration.scale * self.deviations.double().square().mean(0)
+            ours, own, constant = (
+                float(Normal(mean, variance.clamp_min(1e-300).sqrt()).log_prob(y).sum(1).mean())
+                for mean, variance in ((f, spread + noise), (f, noise + 0 * f), (y.mean(0), y.var(0, correction=0)))
+            )
+        elif _has_one_label(likelihood, self.fit.model.targets):
+            f = f / calibration.temperature
+            samples = f + math.sqrt(calibration.scale) / calibration.temperature * self.deviations.double()
+            ours = float(((-likelihood.loss(samples, y)).logsumexp(0) - math.log(len(samples))).mean())
+            own, constant = -float(likelihood.loss(f, y).mean()), -_entropy_of_labels(likelihood, y, f)
+        else:
+            return []
+        if ours >= constant + _LEFT * max(own - constant, 0):
+            return []
+        return [
+            f"With its error bars the posterior predicts the training data hardly better, with a mean log-likelihood "
+            f"of {ours:.3g}, than one would without inputs ({constant:.3g}; the network alone has {own:.3g}): they are "
+            "too wide to be of use. Train the network to its end, try another `prior`, or pass `val_loader`."
+        ]
+
+
+def _entropy_of_labels(likelihood: Likelihood, y: Tensor, f: Tensor) -> float:
+    if isinstance(likelihood, Categorical):
+        return float(torch.special.entr(F.one_hot(y.long(), f.shape[1]).double().mean(0)).sum())
+    p = y.reshape(f.shape).double().mean(0)
+    return float((torch.special.entr(p) + torch.special.entr(1 - p)).sum())
+
+
+def _has_one_label(likelihood: Likelihood, targets: Tensor) -> bool:
+    """Whether data have one label each, or Bernoulli outputs: not the pixels of a segmentation, nor weights."""
+    return isinstance(likelihood, Bernoulli) or (isinstance(likelihood, Categorical) and targets.dim() == 1)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Data that the network was not trained on.
+
+    Attributes:
+        data: the inputs.
+        targets: as the likelihood takes them.
+        likelihood: of the targets.
+    """
+
+    data: TrainingData
+    targets: Tensor
+    likelihood: Likelihood
+
+    @classmethod
+    def read(
+        cls, loader: Iterable[Any], network: Linearisation, likelihood: Likelihood, unpack: Unpack | None
+    ) -> "HeldOut":
+        """The data of a loader.
+
+        Raises:
+            TypeError, ValueError: as for training data; for a likelihood that has no calibration.
+        """
+        with torch.random.fork_rng(devices=[]):
+            data = TrainingData(loader, unpack=unpack, fill=likelihood.fill)
+        _, layout = network.evaluate(data.inputs(torch.arange(1)))
+        if not isinstance(data.targets, Tensor):
+            raise _unknown(likelihood)
+        likelihood, targets = likelihood.prepare(layout, data.targets.to(network.device))
+        if not isinstance(likelihood, Gaussian) and not _has_one_label(likelihood, targets):
+            raise _unknown(likelihood)
+        return cls(data, targets, likelihood)
+
+    def calibrated(self, network: Linearisation, posterior: Posterior, fit: Fit) -> Posterior:
+        """With the scale, and the temperature or noise precision, under which these data are likeliest."""
+        posterior = replace(posterior, calibration=Calibration())
+        predictions = [
+            predict(
+                network,
+                posterior,
+                fit,
+                self.data.inputs(batch),
+                samples=posterior.samples,
+                noise_variances=None,
+                observation=None,
+                observed=False,
+                check=lambda: None,
+            )
+            for batch in torch.arange(self.data.num_data).split(posterior.rows)
+        ]
+        outputs = torch.cat([p.outputs.reshape(len(p.outputs), -1) for p in predictions])
+        if isinstance(posterior.likelihood, Gaussian):
+            covariance = torch.cat([p.covariance() for p in predictions])
+            precision = posterior.likelihood.precision(outputs.double())
+            targets = self.targets.reshape(outputs.shape)
+            found, factor = held_out_regression(targets, outputs, covariance, (1 / precision).expand(outputs.shape))
+            likelihood = posterior.likelihood.with_precision(precision.cpu() / factor)
+            return replace(posterior, likelihood=likelihood, calibration=found)
+        deviations = torch.cat([p.deviations.flatten(2) for p in predictions], dim=1)
+        found = held_out_classification(self.likelihood, self.targets, outputs, deviations)
+        return replace(posterior, calibration=found)
+
+
+def _unknown(likelihood: Likelihood) -> ValueError:
+    return ValueError(
+        f"`val_loader` calibrates a regression, or a classification of one label a datum, but the likelihood is "
+        f"{likelihood.name!r}; leave it out."
+    )

@@ -1,0 +1,97 @@
+"""Scales of the posterior from held-out data, and from the training data left out one at a time."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from laplace_sampling.calibration import (
+    held_out_classification,
+    held_out_regression,
+    leave_one_out_scale,
+    left_out_outputs,
+)
+from laplace_sampling.leave_one_out import leave_one_out
+from laplace_sampling.likelihoods import Bernoulli, Categorical
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("num", "outputs"), [(40, 3), (4, 9)])
+@pytest.mark.parametrize("kind", ["categorical", "bernoulli"])
+def test_outputs_left_out_are_those_of_the_linear_model_at_the_size_of_the_network(
+    kind: str, num: int, outputs: int
+) -> None:
+    """For fewer samples than outputs too; `leave_one_out` has the `C × C` covariances of the same samples."""
+    likelihood = Categorical() if kind == "categorical" else Bernoulli()
+    y = torch.arange(7) % outputs if kind == "categorical" else (normal(7, outputs) > 0).double()
+    f, h, d = normal(7, outputs, seed=1), normal(7, outputs, seed=2), 0.6 * normal(num, 7, outputs, seed=3)
+    covariance = torch.einsum("knc,knd->ncd", d, d) / num
+    expected = leave_one_out(likelihood, y, h, h, covariance).mean
+    found = left_out_outputs(likelihood, y, f, h, d)
+
+    def centred(v: Tensor) -> Tensor:
+        return v - v.mean(-1, keepdim=True) if kind == "categorical" else v
+
+    direction = centred(expected) / centred(expected).norm(dim=1, keepdim=True)
+    assert_close(found, 1.25 * centred(f).norm(dim=1, keepdim=True) * direction)
+
+
+NUM = 3000
+
+
+def overlapping(size: float, num: int = NUM) -> tuple[Tensor, Tensor]:
+    """Labels drawn from the softmax of logits, and these logits times a factor."""
+    logits = 2 * normal(num, 3)
+    y = torch.distributions.Categorical(logits=logits).sample()
+    return y, size * logits
+
+
+def test_overconfident_networks_keep_their_error_bars_and_cautious_ones_lose_them() -> None:
+    """On logits that leaving a datum out hardly changes; a margin of 1.25 makes of 0.8 the right size."""
+    torch.manual_seed(0)
+    deviations = normal(32, NUM, 3, seed=5)
+    scales = {}
+    for size in (0.2, 0.8, 4.0):
+        y, logits = overlapping(size)
+        scales[size] = leave_one_out_scale(Categorical(), y, logits, 100 * logits, deviations)
+    assert scales[0.2] == pytest.approx(0.01)
+    assert scales[0.8] < 0.1
+    assert scales[4.0] == pytest.approx(10)
+
+
+def test_scale_and_temperature_of_held_out_labels() -> None:
+    """Logits four times too large: a temperature of four, up to the error of the labels; without error bars."""
+    torch.manual_seed(0)
+    y, logits = overlapping(4.0)
+    found = held_out_classification(Categorical(), y, logits, 1e-6 * normal(32, NUM, 3, seed=5))
+    assert found.temperature == pytest.approx(4.0, rel=0.1)
+    # where labels vary more than the network says, and the error bars know where, these are scaled to it
+    varies = (torch.arange(NUM) % 2)[:, None].double()
+    logits = 2 * normal(NUM, 3, seed=7)
+    y = torch.distributions.Categorical(logits=logits + 3 * varies * normal(NUM, 3, seed=6)).sample()
+    found = held_out_classification(Categorical(), y, logits, varies * normal(32, NUM, 3, seed=5))
+    assert found.scale == pytest.approx(9.0, rel=0.35)
+    assert found.temperature == pytest.approx(1.0, rel=0.15)
+
+
+def test_scale_and_noise_of_held_out_targets() -> None:
+    """Errors of variance `4 v + 0.25` where `v` varies: both factors are found, up to their error for 20,000 data."""
+    v = torch.logspace(-2, 1, 20_000, dtype=torch.float64)[:, None]
+    targets = (4 * v + 0.25).sqrt() * normal(20_000, 1)
+    found, noise = held_out_regression(targets, torch.zeros_like(v), v[..., None], torch.ones_like(v))
+    assert found.scale == pytest.approx(4.0, rel=0.1)
+    assert noise == pytest.approx(0.25, rel=0.1)
+    assert found.temperature == 1.0
+
+
+def test_binary_labels() -> None:
+    logits = 2 * normal(NUM, 1)
+    y = (torch.rand(NUM, 1, generator=torch.Generator().manual_seed(1)).double() < logits.sigmoid()).double()
+    found = held_out_classification(Bernoulli(), y, 3 * logits, 1e-6 * normal(8, NUM, 1))
+    assert found.temperature == pytest.approx(3.0, rel=0.15)
+    assert math.isfinite(leave_one_out_scale(Bernoulli(), y, 3 * logits, logits, normal(8, NUM, 1)))

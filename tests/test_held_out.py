@@ -1,0 +1,129 @@
+"""The scale of the posterior of a `LinearisedLaplace`, with validation data and without."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from cases import make_case
+from test_spaces import trained
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_sampling import ConvergenceWarning, Gaussian, LinearisedLaplace
+from laplace_sampling.calibration import leave_one_out_scale
+
+
+def overfitted() -> tuple[nn.Module, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Three noisy classes in the plane, a network that has learnt 90 points by heart, and new ones."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(690) % 3
+    centres = torch.tensor([[0.0, 1.0], [1.0, -0.5], [-1.0, -0.5]])
+    x = (centres[y] + 0.8 * torch.randn(690, 2, generator=generator)).double()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, 3)).double()
+    optimiser = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(600):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x[:90]), y[:90]).backward()
+        optimiser.step()
+    return model.eval(), (x[:90], y[:90]), (x[90:], y[90:])
+
+
+def test_a_classification_is_scaled_by_its_own_data() -> None:
+    model, train, test = overfitted()
+    la = LinearisedLaplace(model, "classification", prior="isotropic").fit_hyperparameters([train], progress=False)
+    plain = LinearisedLaplace(model, "classification", prior="isotropic", scale=1.0)
+    plain.fit_hyperparameters([train], progress=False)
+    assert plain.scale_ == plain.temperature_ == la.temperature_ == 1
+    assert_close(la.samples_, plain.samples_, rtol=0, atol=0)
+    deviations = plain.predict(train[0]).deviations
+    mode_outputs = la.network.jvp(train[0], la.mode_[None])[0]
+    assert la.scale_ == leave_one_out_scale(plain.likelihood, train[1], la.network(train[0]), mode_outputs, deviations)
+    for found, unscaled in ((la.predict(test[0]), plain.predict(test[0])),):
+        assert_close(found.deviations, math.sqrt(la.scale_) * unscaled.deviations)
+        assert_close(found.covariance(), la.scale_ * unscaled.covariance())
+        assert_close(found.variance, la.scale_ * unscaled.variance)
+        assert_close(found.joint_covariance(), la.scale_ * unscaled.joint_covariance())
+        assert_close(found.logits, la.network(test[0]), rtol=0, atol=0)
+    network = float(nn.functional.cross_entropy(la.network(test[0]), test[1]))
+    ours = -float(la.predict(test[0]).log_prob(test[1]).mean())
+    print(f"test loss: network {network:.3f}, ours {ours:.3f} at scale {la.scale_:.3g}")
+    assert ours < network
+    # hyperparameters that are given are left alone
+    assert la.fit([train], progress=False).scale_ == 1
+
+
+def test_validation_data_choose_scale_and_temperature(tmp_path: Path) -> None:
+    model, train, test = overfitted()
+    valid, test = (test[0][:200], test[1][:200]), (test[0][200:], test[1][200:])
+    la = LinearisedLaplace(model, "classification", prior="isotropic")
+    la.fit_hyperparameters([train], val_loader=DataLoader(TensorDataset(*valid), batch_size=64), progress=False)
+    pred = la.predict(valid[0])
+    assert_close(pred.logits, la.network(valid[0]) / la.temperature_)
+
+    def loss(scale: float, temperature: float, x: Tensor, y: Tensor) -> float:
+        f = (la.network(x) + math.sqrt(scale) * la.network.jvp(x, la.samples_)) / temperature
+        return -float((f.softmax(-1).mean(0)[torch.arange(len(y)), y]).log().mean())
+
+    best = loss(la.scale_, la.temperature_, *valid)
+    assert -float(pred.log_prob(valid[1]).mean()) == pytest.approx(best)
+    grid = [loss(s, t, *valid) for s in (0.01, 0.1, 0.5, 1.0, 2.0, 10.0) for t in (0.5, 1.0, 1.5, 2.0, 3.0, 5.0)]
+    assert best < min(grid) + 1e-6
+    assert loss(la.scale_, la.temperature_, *test) < 0.9 * loss(1e-9, 1.0, *test)
+    la.save(tmp_path / "la.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "la.pt", model)
+    assert (loaded.scale_, loaded.temperature_, loaded.scale) == (la.scale_, la.temperature_, "auto")
+    assert_close(loaded.predict(test[0]).probs, la.predict(test[0]).probs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("method", ["exact", "cg"])
+def test_validation_data_of_a_regression_choose_scale_and_noise(method: str) -> None:
+    case = trained()
+    x, y = case.x, case.y
+    la = LinearisedLaplace(case.model, "regression", method=method, prior="isotropic", num_samples=32)
+    la.fit_hyperparameters(case.batches, val_loader=[(x, y + 0.3)], progress=False)
+    before = LinearisedLaplace(case.model, "regression", method=method, prior="isotropic", num_samples=32)
+    before.fit_hyperparameters(case.batches, progress=False)
+    assert before.scale_ == 1
+    best = float(la.predict(x).log_prob(y + 0.3).mean())
+    assert best > float(before.predict(x).log_prob(y + 0.3).mean())
+    assert la.noise_precision_ is not None
+    likelihood, covariance = la._posterior.likelihood, before.predict(x).covariance()
+    for scale in (0.8, 1.0, 1.25):
+        for noise in (0.8, 1.0, 1.25):
+            total = scale * la.scale_ * covariance + noise * torch.diag_embed(
+                (1 / likelihood.precision(covariance)).expand(covariance.shape[:2])
+            )
+            normal = torch.distributions.MultivariateNormal(before.predict(x).mean, total)
+            assert float(normal.log_prob(y + 0.3).mean()) <= best + 1e-6
+
+
+def test_messages() -> None:
+    case = make_case("regression")
+    for scale in (0, -1.0, math.inf, "mode"):
+        with pytest.raises(ValueError, match='`scale` must be a positive number or "auto", but is'):
+            LinearisedLaplace(case.model, "regression", scale=scale)
+    la = LinearisedLaplace(case.model, "regression")
+    with pytest.raises(ValueError, match="`val_loader` goes with neither `noise_variances` nor `observe`"):
+        la.fit_hyperparameters(case.batches, val_loader=case.batches, noise_variances=torch.ones(len(case.y)))
+    with pytest.raises(ValueError, match="NaN or infinity in its targets"):
+        la.fit_hyperparameters(case.batches, val_loader=[(case.x, case.y * math.nan)], progress=False)
+    counts = LinearisedLaplace(case.model, "poisson")
+    with pytest.raises(ValueError, match=r"`val_loader` calibrates a regression, or a classification .* 'poisson'"):
+        counts.fit_hyperparameters([(case.x, case.y.abs().round())], val_loader=[(case.x, case.y.abs().round())])
+
+
+def test_a_posterior_that_forgets_its_data_says_so() -> None:
+    model, train, _ = overfitted()
+    la = LinearisedLaplace(model, "classification", prior="isotropic", scale=1e4)
+    with pytest.warns(ConvergenceWarning, match=r"hardly better, with a mean .* without inputs \(-1\.1; the network"):
+        la.fit_hyperparameters([train], progress=False)
+    case = trained()
+    la = LinearisedLaplace(case.model, Gaussian(100.0, learn=False), prior="isotropic", method="exact", scale=1e4)
+    with pytest.warns(ConvergenceWarning, match="With its error bars the posterior predicts the training data hardly"):
+        la.fit_hyperparameters(case.batches, progress=False)
+    binary = LinearisedLaplace(nn.Sequential(model, nn.Linear(3, 1).double()), "binary", prior="isotropic", scale=1e6)
+    with pytest.warns(ConvergenceWarning, match="pass `val_loader`"):
+        binary.fit_hyperparameters([(train[0], (train[1][:, None] == 0).double())], progress=False)
