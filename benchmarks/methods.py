@@ -27,7 +27,8 @@ class Method:
         likelihoods: of tasks that it is for.
         own: whether it is of this library.
         requires: a module that has to be there.
-        everywhere: whether it runs on all trained networks, not only where all methods do.
+        tier: 0 runs on all networks, 1 on those where methods are compared, 2 where settings of this library are,
+            3 where also slow ones are.
     """
 
     fit: Callable[[Problem], Fitted]
@@ -35,7 +36,7 @@ class Method:
     likelihoods: Sequence[str] = ALL
     own: bool = False
     requires: str | None = None
-    everywhere: bool = False
+    tier: int = 1
 
 
 def gaussian_process(problem: Problem) -> Fitted:
@@ -61,33 +62,39 @@ def gaussian_process(problem: Problem) -> Fitted:
 
 def _ours() -> dict[str, Method]:
     """The defaults, and what they might be: prior, where the curvature is, linear model, number of samples."""
-    classes = ("classification", "binary")
-    settings = {
-        "ours": Method(ours.defaults, everywhere=True),
-        "ours, scale by validation": Method(ours.with_scale(), sees="validation", everywhere=True),
-        "ours, scale by test oracle": Method(ours.with_scale(oracle=True), sees="test", everywhere=True),
-    }
-    for prior in ("g-prior", "isotropic", "layerwise"):
-        for at in ("mode", "network"):
-            if (prior, at) != ("g-prior", "mode"):
-                fit = ours.setting(prior=prior, hessian_at=at)
-                everywhere = prior == "isotropic" and at == "mode"
-                settings[f"ours, {prior}, B at the {at}"] = Method(fit, likelihoods=classes, everywhere=everywhere)
-    for prior in ("isotropic", "layerwise"):
-        settings[f"ours, {prior}"] = Method(ours.setting(prior=prior), likelihoods=("regression",), everywhere=True)
-    settings |= {
-        "ours, affine": Method(ours.setting(linear_model="affine"), likelihoods=classes),
-        "ours, homogeneous": Method(ours.setting(linear_model="homogeneous"), likelihoods=("regression",)),
-        "ours, noise of the mode": Method(ours.setting(noise_at="mode"), likelihoods=("regression",)),
-        "ours, 16 samples": Method(ours.setting(num_samples=16)),
-        "ours, 256 samples": Method(ours.setting(num_samples=256)),
-        "ours, precision by validation": Method(ours.chosen_precision(), sees="validation"),
-        "ours, precision by test oracle": Method(ours.chosen_precision(oracle=True), sees="test"),
-        "ours, isotropic, precision by test oracle": Method(
+    classes, numbers = ("classification", "binary"), ("regression",)
+
+    def own(
+        fit: Callable[[Problem], Fitted], likelihoods: Sequence[str] = ALL, sees: str = "", tier: int = 2
+    ) -> Method:
+        return Method(fit, sees, likelihoods, own=True, tier=tier)
+
+    tiers = {("isotropic", "mode"): 0, ("layerwise", "mode"): 3, ("layerwise", "network"): 3}
+    pairs = [(prior, at) for prior in ("g-prior", "isotropic", "layerwise") for at in ("mode", "network")]
+    return {
+        "ours": own(ours.setting(), tier=0),
+        "ours, scale by validation": own(ours.with_scale(), sees="validation", tier=0),
+        "ours, scale by test oracle": own(ours.with_scale(oracle=True), sees="test", tier=0),
+        **{
+            f"ours, {prior}, B at the {at}": own(
+                ours.setting(prior=prior, hessian_at=at), classes, tier=tiers.get((prior, at), 2)
+            )
+            for prior, at in pairs
+            if (prior, at) != ("g-prior", "mode")
+        },
+        "ours, affine": own(ours.setting(linear_model="affine"), classes),
+        "ours, isotropic": own(ours.setting(prior="isotropic"), numbers, tier=0),
+        "ours, layerwise": own(ours.setting(prior="layerwise"), numbers),
+        "ours, homogeneous": own(ours.setting(linear_model="homogeneous"), numbers),
+        "ours, noise of the mode": own(ours.setting(noise_at="mode"), numbers),
+        "ours, 16 samples": own(ours.setting(num_samples=16)),
+        "ours, 256 samples": own(ours.setting(num_samples=256)),
+        "ours, precision by validation": own(ours.chosen_precision(), sees="validation"),
+        "ours, precision by test oracle": own(ours.chosen_precision(oracle=True), sees="test"),
+        "ours, isotropic, precision by test oracle": own(
             ours.chosen_precision(oracle=True, prior="isotropic"), sees="test"
         ),
     }
-    return {name: Method(**{**vars(method), "own": True}) for name, method in settings.items()}
 
 
 def _laplace_torch() -> dict[str, Method]:
@@ -101,9 +108,9 @@ def _laplace_torch() -> dict[str, Method]:
 
 
 METHODS: dict[str, Method] = {
-    "MAP": Method(peers.network_alone, everywhere=True),
-    "temperature scaling": Method(peers.temperature_scaling, sees="validation", everywhere=True),
-    "temperature by test oracle": Method(partial(peers.temperature_scaling, oracle=True), sees="test", everywhere=True),
+    "MAP": Method(peers.network_alone, tier=0),
+    "temperature scaling": Method(peers.temperature_scaling, sees="validation", tier=0),
+    "temperature by test oracle": Method(partial(peers.temperature_scaling, oracle=True), sees="test", tier=0),
     **_ours(),
     **_laplace_torch(),
     "MC dropout": Method(peers.mc_dropout, sees="validation"),

@@ -5,6 +5,7 @@ Where `dropout` is positive, layers of dropout are in places where they are usua
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ def mlp(
 ) -> nn.Module:
     layers: list[nn.Module] = [nn.Flatten()]
     for size in [shape.numel(), *[width] * (depth - 1)]:
-        layers += [nn.Linear(size, width), activation()] + _dropout(dropout)
+        layers += [nn.Linear(size, width), activation(), *_dropout(dropout)]
     return nn.Sequential(*layers, nn.Linear(width, outputs))
 
 
@@ -93,7 +94,7 @@ class ViT(nn.Module):
 def pixels(shape: torch.Size, outputs: int, dropout: float, width: int = 8) -> nn.Module:
     """A logit for each pixel, from dilated convolutions that see most of the image."""
     layers: list[nn.Module] = []
-    for inside, dilation in zip([shape[0], width, width], (1, 2, 4), strict=True):
+    for inside, dilation in zip((shape[0], width, width), (1, 2, 4), strict=True):
         layers += [nn.Conv2d(inside, width, 3, padding=dilation, dilation=dilation), nn.ReLU(), *_dropout(dropout)]
     return nn.Sequential(*layers, nn.Conv2d(width, 1, 1), nn.Flatten(1), nn.Unflatten(1, tuple(shape[1:])))
 
@@ -106,6 +107,8 @@ NETWORKS: dict[str, Callable[[torch.Size, int, float], nn.Module]] = {
     "MLP": mlp,
     "tanh MLP": tanh_mlp,
     "LeNet": lenet,
+    "LeNet, small": partial(lenet, channels=(4, 8, 16)),
+    "LeNet, large": partial(lenet, channels=(12, 24, 64)),
     "LeNet with batch norm": lenet_norm,
     "ResNet": resnet,
     "ViT": ViT,

@@ -102,7 +102,7 @@ def link_log_probs(likelihood: str, p: ClassificationPrediction, link: str) -> T
 
 
 def with_scale(oracle: bool = False, **settings: Any) -> Callable[[Problem], Fitted]:
-    """The posterior's standard deviations times one number, of the largest log-likelihood of held-out (or test) data."""
+    """The posterior's standard deviations times the number of the largest held-out (or test) likelihood."""
 
     def method(problem: Problem) -> Fitted:
         la, details = fitted(problem, tuple(settings.items()))
@@ -126,7 +126,7 @@ def mean_log_likelihood(p: Prediction, y: Tensor) -> float:
 
 
 def chosen_precision(oracle: bool = False, **settings: Any) -> Callable[[Problem], Fitted]:
-    """The prior precision of the largest log-likelihood of held-out (or test) data, of a grid around the fitted one."""
+    """The prior precision of the largest log-likelihood of held-out (or test) data, of a few around the fitted one."""
 
     def method(problem: Problem) -> Fitted:
         part = problem.data.test if oracle else problem.data.validation

@@ -3,16 +3,12 @@
 A case is a task, a network and a recipe of training; a seed gives the split of the data and the start of the network.
 """
 
-import json
 import math
-import os
-import platform
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -21,15 +17,17 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from benchmarks.lines import append, read, versions
 from benchmarks.methods import METHODS, missing
 from benchmarks.metrics import ood_auroc, score
 from benchmarks.predictions import Classified, targets
 from benchmarks.tasks import TASKS, Part, Task, uci_tasks
 from benchmarks.training import Problem, Recipe
 
-__all__ = ["SUITES", "Case", "Suite", "Unit", "estimate", "read", "run", "units"]
+# A result of the same is not run again.
+KEY = ("case", "seed", "method")
 
-PACKAGES = ("laplace_sampling", "torch", "laplace-torch", "curvlinops-for-pytorch", "gpytorch", "scikit-learn")
+__all__ = ["KEY", "SUITES", "Case", "Suite", "Unit", "estimate", "run", "units"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Case:
     task: str
     network: str
     recipe: Recipe
-    all_methods: bool = True  # or only those that run everywhere
+    tier: int = 2  # of the methods that run
 
     @property
     def name(self) -> str:
@@ -61,49 +59,44 @@ class Unit:
     methods: tuple[str, ...]
 
 
-def grid(task: str, network: str, decay: float, *, all_recipes: bool = True, **settings: Any) -> list[Case]:
-    """Trained to convergence without weight decay, where all methods run; with it; and each stopped early."""
+def grid(task: str, network: str, decay: float, tier: int, *, others: bool = True, **settings: Any) -> list[Case]:
+    """Trained to convergence without weight decay; with it and stopped early too, for tier 0, if `others`."""
     recipes = [Recipe(**settings), Recipe(weight_decay=decay, **settings)]
     recipes += [replace(recipe, early=True) for recipe in recipes]
-    return [Case(task, network, r, all_methods=i == 0) for i, r in enumerate(recipes[: None if all_recipes else 1])]
+    return [Case(task, network, r, tier if i == 0 else 0) for i, r in enumerate(recipes if others else recipes[:1])]
 
 
 def _small() -> tuple[Case, ...]:
-    hard = "digits, n=300, noise 1"
+    noisy = "digits, n=300, noise 1"
     return (
-        *grid("two moons", "MLP", 1e-3),
-        *grid("wine", "MLP", 1e-3),
-        *grid("breast cancer", "MLP", 1e-3),
-        *grid("digits, n=300", "LeNet with batch norm", 1e-3),
-        *grid(hard, "MLP", 1e-3),
-        *grid(hard, "LeNet", 1e-3),
-        *grid(hard, "LeNet with batch norm", 1e-3),
-        *grid(hard, "ResNet", 1e-3, all_recipes=False),
-        *grid(hard, "ViT", 1e-3, all_recipes=False),
-        *grid("digits, n=1400, noise 2", "LeNet with batch norm", 1e-3, all_recipes=False),
-        *grid("glyphs, 10 classes, n=1000", "LeNet with batch norm", 1e-3, all_recipes=False),
-        *grid("segmentation", "pixels", 1e-3),
-        *grid("diabetes", "tanh MLP", 1e-2),
-        *grid("gap", "tanh MLP", 1e-3),
+        *grid("two moons", "MLP", 1e-3, 3),
+        *grid("wine", "MLP", 1e-3, 3),
+        *grid("breast cancer", "MLP", 1e-3, 3),
+        *grid("digits, n=300", "LeNet with batch norm", 1e-3, 1),
+        *grid(noisy, "LeNet with batch norm", 1e-3, 2),
+        *grid(noisy, "MLP", 1e-3, 1),
+        *grid(noisy, "LeNet", 1e-3, 0),
+        *grid(noisy, "ResNet", 1e-3, 0, others=False),
+        *grid(noisy, "ViT", 1e-3, 0, others=False),
+        *grid("digits, n=1400, noise 2", "LeNet with batch norm", 1e-3, 0, others=False),
+        *grid("glyphs, 10 classes, n=1000", "LeNet with batch norm", 1e-3, 1, others=False),
+        *grid("segmentation", "pixels", 1e-3, 1),
+        *grid("diabetes", "tanh MLP", 1e-2, 2),
+        *grid("gap", "tanh MLP", 1e-3, 2),
     )
 
 
 def _full() -> tuple[Case, ...]:
     images = ("MLP", "LeNet", "LeNet with batch norm", "ResNet", "ViT")
-    digits = [task for task in TASKS if task.startswith("digits")]
-    cases = [case for task in digits for network in images for case in grid(task, network, 1e-3)]
+    cases = [c for task in TASKS if task.startswith("digits") for net in images for c in grid(task, net, 1e-3, 3)]
     for task in (t for t in TASKS if t.startswith("glyphs")):
-        steps = 12_000 if "60000" in task else 4000
-        for network in ("LeNet", "LeNet with batch norm", "ResNet", "ViT"):
-            cases += grid(task, network, 1e-4, steps=steps, batch_size=100)
-    for task in ("two moons", "wine", "breast cancer"):
-        cases += grid(task, "MLP", 1e-3)
-    return (
-        *cases,
-        *grid("segmentation", "pixels", 1e-3),
-        *grid("diabetes", "tanh MLP", 1e-2),
-        *grid("gap", "tanh MLP", 1e-3),
-    )
+        large = "60000" in task
+        for network in images[1:]:
+            steps, tier = (12_000, 1) if large else (4000, 3)
+            cases += grid(task, network, 1e-4, tier, steps=steps, batch_size=100)
+    tables = [c for task in ("two moons", "wine", "breast cancer") for c in grid(task, "MLP", 1e-3, 3)]
+    numbers = [*grid("diabetes", "tanh MLP", 1e-2, 2), *grid("gap", "tanh MLP", 1e-3, 2)]
+    return (*cases, *tables, *grid("segmentation", "pixels", 1e-3, 2), *numbers)
 
 
 SUITES = {"small": Suite(_small(), 3), "full": Suite(_full(), 5)}
@@ -119,7 +112,7 @@ def units(suite: Suite, only: str | None = None, done: Iterable[dict[str, Any]] 
             methods = tuple(
                 name
                 for name, method in METHODS.items()
-                if (case.all_methods or method.everywhere)
+                if method.tier <= case.tier
                 and likelihood in method.likelihoods
                 and missing(method) is None
                 and (case.name, seed, name) not in there
@@ -127,45 +120,6 @@ def units(suite: Suite, only: str | None = None, done: Iterable[dict[str, Any]] 
             )
             if methods:
                 yield Unit(case, seed, methods)
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """Results that are there, the last line of each cell; a line that was cut off in writing does not count."""
-    found = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            result = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        found[result["case"], result["seed"], result["method"]] = result
-    return list(found.values())
-
-
-def append(path: Path, result: dict[str, Any]) -> None:
-    """In one piece, so that several processes may write."""
-    line = "\n" if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n") else ""
-    line += json.dumps(finite(result)) + "\n"
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), "wb") as file:
-        file.write(line.encode())
-
-
-def finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null."""
-    if isinstance(value, dict):
-        return {k: finite(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def problem_of(case: Case, seed: int, networks: Path | None, tasks: dict[str, Task] = TASKS) -> Problem:
@@ -252,9 +206,9 @@ def run(
 ) -> None:
     """Append what is not there yet. Trained networks are kept in a folder beside the file."""
     if uci is not None:
-        cases = [c for name in uci_tasks(uci) for c in grid(name, "tanh MLP", 1e-3, all_recipes=False)]
+        cases = [c for name in uci_tasks(uci) for c in grid(name, "tanh MLP", 1e-3, 2, others=False)]
         suite = replace(suite, cases=(*suite.cases, *cases))
-    done = read(out)
+    done = read(out, KEY)
     left = list(units(suite, only, done))
     count = sum(len(unit.methods) for unit in left)
     seconds = estimate(left, done) / jobs

@@ -83,7 +83,7 @@ def digits(train: int, noise: float) -> Callable[[int], Data]:
     def load(seed: int) -> Data:
         images, labels = datasets.load_digits(return_X_y=True)
         x = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8)
-        data = split(x, torch.tensor(labels), train, 150, seed, test=600)
+        data = split(x, torch.tensor(labels), train, 150, seed, test=400)
         generator = torch.Generator().manual_seed(1000 + seed)
 
         def noisy(x: Tensor) -> Tensor:
