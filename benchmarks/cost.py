@@ -14,22 +14,21 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from benchmarks.laplace_torch import build
 from benchmarks.lines import append, read, versions
 from benchmarks.tasks import Part
-from laplace_sampling import LinearisedLaplace
+from laplace_sampling import ClassificationPrediction, LinearisedLaplace
 
 __all__ = ["KEY", "METHODS", "SUITES", "cells", "network", "run"]
 
 KEY = ("study", "outputs", "size", "method")
 INPUTS, DATA, NEW, SAMPLES = 32, 500, 64, 64
-PRECISION = 10.0
+PRECISION, LEAST_WIDTH = 10.0, 4
 SUITES = {
     "small": ((2, 10, 100), (1e3, 1e4, 1e5), 60.0),
     "full": ((2, 10, 100, 1000), (1e3, 1e4, 1e5, 1e6, 1e7), 600.0),
@@ -46,7 +45,7 @@ def ours(model: nn.Module, data: Part) -> Steps:
     return (
         lambda: la.fit(loader, progress=False),
         lambda: build_ours().fit_hyperparameters(loader, progress=False),
-        lambda x: la.predict(x).probs,
+        lambda x: cast(ClassificationPrediction, la.predict(x)).probs,
     )
 
 
@@ -54,7 +53,7 @@ def theirs(subset: str, structure: str) -> Callable[[nn.Module, Part], Steps]:
     def steps(model: nn.Module, data: Part) -> Steps:
         la, _, batch = build(model, "classification", subset, structure, prior_precision=PRECISION)
         return (
-            lambda: la.fit(DataLoader(data.loader().dataset, batch_size=batch)),
+            lambda: la.fit(data.loader(batch)),
             lambda: la.optimize_prior_precision(method="marglik"),
             lambda x: torch.cat([la(part) for part in x.split(batch)]),
         )
@@ -70,7 +69,7 @@ def ella(model: nn.Module, data: Part) -> Steps:
         model, "classification", "all", "gp", functional_approximation="nystrom", subsample_size=100, n_eigenvalues=20,
         prior_precision=PRECISION,
     )  # fmt: skip
-    loader = DataLoader(data.loader().dataset, batch_size=50)
+    loader = data.loader(50)
     return (
         lambda: la.fit(loader),
         lambda: la.optimize_prior_precision(pred_type="gp", method="gridsearch", val_loader=loader, grid_size=21),
@@ -87,32 +86,32 @@ METHODS: dict[str, Callable[[nn.Module, Part], Steps]] = {
 }
 
 
-def network(outputs: int, size: float) -> nn.Module | None:
-    """Of about so many weights, two hidden layers of one width; `None` if that is less than four."""
-    # width² + (inputs + outputs + 2) width + outputs = size
-    b = INPUTS + outputs + 2
-    width = round((math.sqrt(b**2 + 4 * max(0.0, size - outputs)) - b) / 2)
-    if width < 4:
-        return None
-    torch.manual_seed(0)
-    layers = nn.Linear(INPUTS, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, outputs)
+def network(outputs: int, size: float) -> nn.Module:
+    """Of about so many weights, two hidden layers of one width."""
+    side = width(outputs, size)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = nn.Linear(INPUTS, side), nn.ReLU(), nn.Linear(side, side), nn.ReLU(), nn.Linear(side, outputs)
     return nn.Sequential(*layers)
 
 
+def width(outputs: int, size: float) -> int:
+    """`w` of `w² + (inputs + outputs + 2) w + outputs = size`."""
+    b = INPUTS + outputs + 2
+    return round((math.sqrt(b**2 + 4 * max(0.0, size - outputs)) - b) / 2)
+
+
 def measure(outputs: int, size: float, method: str) -> dict[str, float]:
-    """In this process: seconds of each step, and by how much it made the peak of memory grow, in MiB."""
-    torch.set_num_threads(1)
+    """Seconds of each step, and by how much it made the peak of memory grow, in MiB."""
     model = network(outputs, size)
-    assert model is not None
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(DATA + NEW, INPUTS, generator=generator)
     y = torch.randint(outputs, (DATA,), generator=generator)
     y[:outputs] = torch.arange(outputs)[:DATA]  # every class once, as far as there are data
-    warnings.simplefilter("ignore")
     fit, tune, predict = METHODS[method](model, Part(x[:DATA], y))
     with torch.no_grad():
         model(x)
-    before, found = peak(), {"num_parameters": sum(p.numel() for p in model.parameters())}
+    before, found = peak(), {"num_parameters": float(sum(p.numel() for p in model.parameters()))}
     new = x[DATA:]
     # the first prediction builds what later ones have
     for name, step in (
@@ -134,7 +133,7 @@ def peak() -> float:
 
 def cells(suite: str) -> list[tuple[int, float, str]]:
     outputs, sizes, _ = SUITES[suite]
-    return [(c, p, m) for p in sizes for c in outputs if network(c, p) is not None for m in METHODS]
+    return [(c, p, m) for p in sizes for c in outputs if width(c, p) >= LEAST_WIDTH for m in METHODS]
 
 
 def run_cell(outputs: int, size: float, method: str, limit: float) -> dict[str, Any]:
@@ -167,4 +166,6 @@ if __name__ == "__main__":
     parser.add_argument("--size", type=float, required=True)
     parser.add_argument("--method", choices=tuple(METHODS), required=True)
     options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     measure(options.outputs, options.size, options.method)

@@ -71,13 +71,13 @@ def ours(problem: Problem, x: Tensor, precision: float, num_samples: int) -> App
 
 
 def theirs(problem: Problem, x: Tensor, precision: float, subset: str, structure: str) -> Approximation:
-    settings, loader = {"prior_precision": precision}, problem.data.train.loader()
+    settings: dict[str, Any] = {"prior_precision": precision}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if subset == "subnetwork":
             settings["subnetwork_indices"] = widest(problem, precision)
         la, _, batch = build(problem.network, problem.likelihood, subset, structure, **settings)
-        la.fit(torch.utils.data.DataLoader(loader.dataset, batch_size=batch))
+        la.fit(problem.data.train.loader(batch))
         parts = [la._glm_predictive_distribution(part) for part in x.split(batch)]
     outputs, covariance = (torch.cat([part[i].detach() for part in parts]) for i in (0, 1))
     return from_covariance(outputs.double(), covariance)
@@ -86,7 +86,7 @@ def theirs(problem: Problem, x: Tensor, precision: float, subset: str, structure
 def widest(problem: Problem, precision: float) -> Tensor:
     """Indices of the weights of the largest marginal variance (Daxberger et al. 2021)."""
     diagonal, _, batch = build(problem.network, problem.likelihood, "all", "diag", prior_precision=precision)
-    diagonal.fit(torch.utils.data.DataLoader(problem.data.train.loader().dataset, batch_size=batch))
+    diagonal.fit(problem.data.train.loader(batch))
     return diagonal.posterior_variance.topk(SUBNETWORK).indices.sort().values
 
 

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from benchmarks.predictions import Classified, Fitted, Prediction, Regressed, prediction
 from benchmarks.training import Problem, outputs_of
@@ -62,14 +61,7 @@ def laplace_torch(structure: str, tuning: str) -> Callable[[Problem], Fitted]:
     """`tuning` is `"marglik"`, its marginal likelihood, or `"gridsearch"` on validation data; both of its own."""
 
     def method(problem: Problem) -> Fitted:
-        la, names, batch = build(problem.network, problem.likelihood, *STRUCTURES[structure])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            la.fit(DataLoader(problem.data.train.loader().dataset, batch_size=batch))
-            tune(la, problem, tuning, batch)
-        if STRUCTURES[structure][0] == "last_layer":
-            prefix = la.model._last_layer_name
-            names = [name for name in names if name.startswith(f"{prefix}.")]
+        la, names, batch = fitted(problem, structure, tuning)
         deviations = weight_samples(la, problem.seed)
         noise = float(la.sigma_noise) ** 2
         tangent = Linearisation(problem.network, names)
@@ -94,6 +86,18 @@ def laplace_torch(structure: str, tuning: str) -> Callable[[Problem], Fitted]:
     return method
 
 
+def fitted(problem: Problem, structure: str, tuning: str) -> tuple[Any, list[str], int]:
+    """As `build` gives them, fitted and tuned."""
+    la, names, batch = build(problem.network, problem.likelihood, *STRUCTURES[structure])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        la.fit(problem.data.train.loader(batch))
+        tune(la, problem, tuning, batch)
+    if STRUCTURES[structure][0] == "last_layer":
+        names = [name for name in names if name.startswith(f"{la.model._last_layer_name}.")]
+    return la, names, batch
+
+
 def tune(la: Any, problem: Problem, tuning: str, batch: int) -> None:
     """By its own means; the noise of a regression as its documentation says, or from validation residuals."""
     if problem.likelihood == "regression" and tuning == "marglik":
@@ -111,7 +115,7 @@ def tune(la: Any, problem: Problem, tuning: str, batch: int) -> None:
         la.optimize_prior_precision(method="marglik")
         return
     validation = problem.data.validation
-    loader = DataLoader(validation.loader().dataset, batch_size=batch)
+    loader = validation.loader(batch)
     loss = None
     if problem.likelihood == "regression":
         residuals = outputs_of(problem.network, validation.x) - validation.y

@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -44,14 +45,14 @@ def gaussian_process(problem: Problem) -> Fitted:
     from benchmarks import regressors
 
     train = problem.data.train
-    double = [t.double() for t in (train.x, train.y.flatten())]
-    task = regressors.Task(*double, problem.data.test.x.double(), 1, problem.seed, 1e-3)
+    x, y, x_test = (t.double() for t in (train.x, train.y.flatten(), problem.data.test.x))
+    task = regressors.Task(x, y, x_test, 1, problem.seed, 1e-3)
     model = regressors.Process(task)
     noise = regressors.fit_process(model, task.x_test, regressors.PROCESS_STEPS).details["noise"] ** 2
 
     def predict(x: torch.Tensor) -> Prediction:
         with torch.no_grad(), regressors.gpytorch.settings.max_cholesky_size(10**6):
-            found = model(x.double())
+            found: Any = model(x.double())
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(problem.seed)
                 samples = found.rsample(torch.Size([64]))

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 from benchmarks.predictions import Classified, Prediction, Regressed, log_mean_exp
 
 __all__ = [
-    "best_temperature",
+    "best_scale",
     "crps",
     "joint_log_likelihood",
     "label_log_likelihoods",
@@ -39,11 +40,10 @@ def _classified(p: Classified, y: Tensor) -> dict[str, float]:
     probs, picked = p.log_probs.double().exp(), torch.arange(len(y))
     num_classes = probs.shape[-1]
     wrong = probs.argmax(-1) != y
-    one_hot = torch.nn.functional.one_hot(y, num_classes)
     normed = probs / probs.sum(-1, keepdim=True)
     scores = {
         "log_likelihood": float(p.log_probs[picked, y].mean()),
-        "brier": float(brier_score_loss(one_hot.argmax(-1), normed, labels=range(num_classes), scale_by_half=False)),
+        "brier": float(brier_score_loss(y, normed, labels=range(num_classes), scale_by_half=cast(Any, False))),
         "calibration_error": float(multiclass_calibration_error(normed.float(), y, num_classes, n_bins=15)),
         "accuracy": 1 - float(wrong.double().mean()),
         "error_auroc": auroc(-probs.amax(-1), wrong),
@@ -117,21 +117,11 @@ def joint_log_likelihood(ell: Tensor, kappa: int, seed: int = 0, shuffles: int =
     return float(torch.stack(values).mean())
 
 
-def best_temperature(logits: Tensor, y: Tensor) -> float:
-    """`T` of the largest log-likelihood of `softmax(f/T)`, between 1/20 and 20; the logits are `[N, C]`."""
-    logits = logits.double()
-
-    def loss(log_temperature: float) -> float:
-        return float(torch.nn.functional.cross_entropy(logits / math.exp(log_temperature), y))
-
-    return best_scale(loss, 20.0)
-
-
-def best_scale(loss: Callable[[float], float], most: float) -> float:
-    """`s` that minimises `loss(log s)` within `[1/most, most]`: the best of a grid, refined."""
-    grid = np.linspace(-math.log(most), math.log(most), 21)
+def best_scale(loss: Callable[[float], float], least: float, most: float) -> float:
+    """`s` that minimises `loss(log s)` between two bounds: the best of a grid, refined."""
+    grid = np.linspace(math.log(least), math.log(most), 21)
     at, step = grid[int(np.argmin([loss(v) for v in grid]))], grid[1] - grid[0]
-    found = minimize_scalar(loss, bounds=(max(grid[0], at - step), min(grid[-1], at + step)), method="bounded")
+    found: Any = minimize_scalar(loss, bounds=(max(grid[0], at - step), min(grid[-1], at + step)), method="bounded")
     return math.exp(found.x)
 
 

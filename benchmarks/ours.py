@@ -113,7 +113,7 @@ def with_scale(oracle: bool = False, **settings: Any) -> Callable[[Problem], Fit
         def loss(log_scale: float) -> float:
             return -mean_log_likelihood(common(problem.likelihood, parts, math.exp(log_scale)), y)
 
-        scale = best_scale(loss, 30.0)
+        scale = best_scale(loss, 1 / 30, 30.0)
         return fitted_predictions(problem, la, {**details, "scale": scale}, scale)
 
     return method

@@ -22,6 +22,8 @@ __all__ = ["deep_ensemble", "mc_dropout", "mean_field", "network_alone", "swag",
 Draw = Callable[[Tensor], Tensor]  # outputs of K networks, `[K, N, ...]`
 
 MEMBERS = 5
+# Few validation data without an error would take the temperature to zero.
+TEMPERATURES = 1 / 3, 20.0
 DROPOUT_RATES, DROPOUT_SAMPLES = (0.05, 0.2), 64
 SWAG_STEP_SIZES, SWAG_SAMPLES, SWAG_RANK, SWAG_STEPS, SWAG_EVERY = (0.01, 0.05), 30, 20, 600, 20
 DIVERGENCE_WEIGHTS, MEAN_FIELD_STEPS, MEAN_FIELD_SAMPLES = (1.0, 0.1), 1000, 64
@@ -46,7 +48,7 @@ def temperature_scaling(problem: Problem, oracle: bool = False) -> Fitted:
             p = prediction(problem.likelihood, outputs, temperature=math.exp(log_temperature))
             return -float(label_log_likelihoods(p, y).mean())
 
-        temperature = best_scale(loss, 20.0)
+        temperature = best_scale(loss, *TEMPERATURES)
 
     def predict(x: Tensor):
         return prediction(problem.likelihood, outputs_of(problem.network, x)[None], noise, temperature)

@@ -116,7 +116,7 @@ def by_case(results: Results) -> str:
 
 
 def by_method(results: Results, likelihood: str) -> str:
-    """Means over the cases where methods are compared, log-likelihood as the gain over MAP: mean, worst, under shift."""
+    """Means over the cases where methods are compared; log-likelihood as gain over MAP, mean, worst and under shift."""
     cases = compared(results, likelihood)
     if not cases:
         return ""

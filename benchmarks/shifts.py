@@ -18,8 +18,8 @@ def noise(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
 
 
 def blur(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
-    """A Gaussian of 1.5 % of the side of the image for each step."""
-    sigma = 0.015 * severity * x.shape[-1]
+    """By a Gaussian, its standard deviation 3.5 % of the side of the image for each step."""
+    sigma = 0.035 * severity * x.shape[-1]
     size = 2 * math.ceil(3 * sigma) + 1
     padded = F.pad(x, [size // 2] * 4, mode="replicate")
     return gaussian_blur(padded, [size, size], [sigma, sigma])[..., size // 2 : -(size // 2), size // 2 : -(size // 2)]

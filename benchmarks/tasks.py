@@ -4,9 +4,10 @@ A seed gives a split, the noise, and everything else that is random in a task.
 """
 
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,6 +53,11 @@ class Data:
     ood: Tensor | None = None
 
 
+def data_of(parts: Iterable[Part], **others: Any) -> Data:
+    train, validation, test = parts
+    return Data(train, validation, test, **others)
+
+
 @dataclass(frozen=True)
 class Task:
     """A likelihood as `LinearisedLaplace` names it, outputs of a network, and data from a seed."""
@@ -69,7 +75,7 @@ def split(x: Tensor, y: Tensor, train: int, validation: int, seed: int, test: in
     first = x[parts[0]]
     axes = 0 if x.dim() == 2 else None
     mean, scale = (first.mean(), first.std()) if axes is None else (first.mean(axes), first.std(axes).clamp_min(1e-6))
-    return Data(*(Part((x[i] - mean) / scale, y[i]) for i in parts))
+    return data_of(Part((x[i] - mean) / scale, y[i]) for i in parts)
 
 
 def with_corruptions(data: Data, seed: int) -> Data:
@@ -89,7 +95,7 @@ def digits(train: int, noise: float) -> Callable[[int], Data]:
         def noisy(x: Tensor) -> Tensor:
             return x + noise * torch.randn(x.shape, generator=generator)
 
-        data = Data(*(Part(noisy(part.x), part.y) for part in (data.train, data.validation, data.test)))
+        data = data_of(Part(noisy(part.x), part.y) for part in (data.train, data.validation, data.test))
         letters = "".join(set(string.ascii_uppercase) - set("BDIOQSZ"))
         other = glyphs.images("".join(sorted(letters)), 200, 8, 0.0, generator)[0]
         return replace(with_corruptions(data, seed), ood=noisy((other - other.mean()) / other.std()))
@@ -134,7 +140,7 @@ def bundled(load: Callable, train: int, validation: int, regression: bool = Fals
 
 def standardised_targets(data: Data) -> Data:
     mean, scale = data.train.y.mean(), data.train.y.std()
-    return Data(*(Part(p.x, (p.y - mean) / scale) for p in (data.train, data.validation, data.test)))
+    return data_of(Part(p.x, (p.y - mean) / scale) for p in (data.train, data.validation, data.test))
 
 
 def gap(seed: int) -> Data:
@@ -146,7 +152,7 @@ def gap(seed: int) -> Data:
         return Part(x, torch.sin(3 * x) + 0.15 * torch.randn(x.shape, generator=generator))
 
     sides = [part((-2, -0.7, num), (0.5, 2, num)) for num in (40, 20, 200)]
-    return Data(*sides, shifts={"gap": part((-0.7, 0.5, 200))})
+    return data_of(sides, shifts={"gap": part((-0.7, 0.5, 200))})
 
 
 def segmentation(train: int, side: int = 16) -> Callable[[int], Data]:
@@ -165,7 +171,7 @@ def segmentation(train: int, side: int = 16) -> Callable[[int], Data]:
     def load(seed: int) -> Data:
         generator = torch.Generator().manual_seed(seed)
         parts = [part(num, 0.4, generator) for num in (train, 20, 60)]
-        return Data(*parts, shifts={"more noise": part(60, 0.8, generator)})
+        return data_of(parts, shifts={"more noise": part(60, 0.8, generator)})
 
     return load
 
@@ -205,7 +211,7 @@ def uci_tasks(folder: Path) -> dict[str, Task]:
 
             parts = [part(s.x[i], s.y[i]) for i in (rest, held_out)] + [part(s.x_test, s.y_test)]
             mean, scale = parts[0].x.mean(0), parts[0].x.std(0).clamp_min(1e-6)
-            return standardised_targets(Data(*(Part((p.x - mean) / scale, p.y) for p in parts)))
+            return standardised_targets(data_of(Part((p.x - mean) / scale, p.y) for p in parts))
 
         return Task("regression", 1, load)
 
