@@ -1,12 +1,11 @@
 """What the library should hold against its peers, as numbers from results."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from benchmarks.report import Results
+from benchmarks.results import Results
 
 __all__ = ["checks"]
 
@@ -15,7 +14,7 @@ WITH_VALIDATION = "ours, scale by validation"
 
 
 def checks(
-    results: "Results", near: Sequence[dict[str, Any]], costs: Sequence[dict[str, Any]]
+    results: Results, near: Sequence[dict[str, Any]], costs: Sequence[dict[str, Any]]
 ) -> list[tuple[str, str, str]]:
     """A claim, the figure, and whether it holds."""
     return [*defaults(results), *with_validation(results), *fidelity(near), *prediction_cost(costs)]
@@ -25,7 +24,7 @@ def verdict(holds: bool) -> str:
     return "yes" if holds else "**no**"
 
 
-def defaults(results: "Results") -> list[tuple[str, str, str]]:
+def defaults(results: Results) -> list[tuple[str, str, str]]:
     rows = []
     gains = {case: results.gain(case, "ours", "log_likelihood") for case in results.cases}
     gains = {case: gain for case, gain in gains.items() if not np.isnan(gain)}
@@ -50,7 +49,7 @@ def defaults(results: "Results") -> list[tuple[str, str, str]]:
     return rows
 
 
-def with_validation(results: "Results") -> list[tuple[str, str, str]]:
+def with_validation(results: Results) -> list[tuple[str, str, str]]:
     cases = [case for case in results.cases if results.likelihood(case) == "classification"]
 
     def lead(over: str, metric: str = "log_likelihood", parts: Sequence[str] = ("test",)) -> tuple[float, int]:

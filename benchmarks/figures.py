@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks.results import Results
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from benchmarks.report import Results
 
 __all__ = ["draw"]
 
@@ -19,7 +20,7 @@ SHOWN = (
 )  # fmt: skip
 
 
-def draw(results: "Results", near: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
+def draw(results: Results, near: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     """What there are results for."""
     import matplotlib as mpl
 

@@ -1,8 +1,6 @@
 """Tables and figures from files of results: one page."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,9 @@ from benchmarks import cost, fidelity, figures, run
 from benchmarks.checks import checks
 from benchmarks.lines import read
 from benchmarks.methods import METHODS
+from benchmarks.results import Results, compared, nan_mean, severe
 
-__all__ = ["Results", "page", "write"]
+__all__ = ["page", "write"]
 
 COLUMNS = {
     "classification": (
@@ -36,63 +35,6 @@ MAIN = (
     "ours, scale by validation",
     "ours, scale by test oracle",
 )
-
-
-@dataclass(frozen=True)
-class Results:
-    """Lines of `run` that are no errors, by case, method and seed."""
-
-    lines: Sequence[dict[str, Any]]
-
-    @cached_property
-    def _cells(self) -> dict[tuple[str, str], list[dict[str, Any]]]:
-        cells: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        for line in self.lines:
-            if "error" not in line:
-                cells.setdefault((line["case"], line["method"]), []).append(line)
-        return cells
-
-    @cached_property
-    def cases(self) -> list[str]:
-        return list(dict.fromkeys(line["case"] for line in self.lines))
-
-    def methods(self, cases: Iterable[str]) -> list[str]:
-        """In the order of the table of methods, those with a result in one of the cases."""
-        known = set(cases)
-        there = {method for case, method in self._cells if case in known}
-        return [method for method in METHODS if method in there]
-
-    def likelihood(self, case: str) -> str:
-        """`"classification"`, also of segmentations, or `"regression"`."""
-        found = next(line["likelihood"] for line in self.lines if line["case"] == case)
-        return "regression" if found == "regression" else "classification"
-
-    def values(self, case: str, method: str, metric: str, part: str = "test") -> dict[int, float]:
-        """By seed."""
-        cells = {
-            line["seed"]: line["metrics"].get(part, {}).get(metric) for line in self._cells.get((case, method), [])
-        }
-        return {seed: value for seed, value in cells.items() if value is not None}
-
-    def mean(self, case: str, method: str, metric: str = "log_likelihood", part: str = "test") -> float:
-        """Over seeds; NaN where there is none."""
-        found = self.values(case, method, metric, part)
-        return float(np.mean(list(found.values()))) if found else float("nan")
-
-    def gain(self, case: str, method: str, metric: str, part: str = "test", over: str = "MAP") -> float:
-        """The mean difference to another method, over the seeds of both."""
-        mine, other = (self.values(case, name, metric, part) for name in (method, over))
-        both = mine.keys() & other.keys()
-        return float(np.mean([mine[s] - other[s] for s in both])) if both else float("nan")
-
-    def shifts(self, case: str) -> list[str]:
-        line = next(line for line in self.lines if line["case"] == case and "metrics" in line)
-        return [part for part in line["metrics"] if part != "test"]
-
-    def temperature(self, case: str) -> float:
-        """The best for test data, geometric mean over seeds: above one where the network is overconfident."""
-        found = self._cells.get((case, "temperature by test oracle"), [])
-        return float(np.exp(np.mean([np.log(line["details"]["temperature"]) for line in found]))) if found else np.nan
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -137,26 +79,6 @@ def by_method(results: Results, likelihood: str) -> str:
         row = [number(nan_mean(gains)), number(float(np.nanmin(gains))), number(nan_mean(shifted))]
         rows.append([method, METHODS[method].sees or "–", count, *row, *scores])
     return table(head, rows)
-
-
-def compared(results: Results, likelihood: str) -> list[str]:
-    """Cases with more methods than those that run everywhere."""
-    everywhere = {name for name, method in METHODS.items() if method.tier == 0}
-    return [
-        case
-        for case in results.cases
-        if results.likelihood(case) == likelihood and set(results.methods([case])) - everywhere
-    ]
-
-
-def severe(parts: Sequence[str]) -> list[str]:
-    """Of the corruptions severity 3 to 5; other shifts all."""
-    return [part for part in parts if part not in ("severity 1", "severity 2")]
-
-
-def nan_mean(values: Sequence[float]) -> float:
-    known = [v for v in values if not np.isnan(v)]
-    return float(np.mean(known)) if known else float("nan")
 
 
 def settings_table(results: Results) -> str:
@@ -287,6 +209,7 @@ def page(
         "# Results",
         "",
         "Written by `python -m benchmarks report`; see [Benchmarks](benchmarks.md) for how to run it.",
+        summary(results),
     ]
     lines += [f"\n![{Path(image).stem.replace('_', ' ')}]({image})" for image in images]
     for title, text, body in parts:
@@ -296,12 +219,24 @@ def page(
     return "\n".join(lines) + "\n"
 
 
+def summary(results: Results) -> str:
+    """How much there is, and of which versions."""
+    seeds = len({line["seed"] for line in results.lines})
+    versions = sorted({f"{k} {v}" for line in results.lines for k, v in line.get("versions", {}).items()})
+    return (
+        f"{len(results.lines)} results, {len(results.cases)} pairs of a network and its training on a task, up to "
+        f"{seeds} seed{'s' if seeds > 1 else ''}. {', '.join(versions)}."
+    )
+
+
+def merged(files: Sequence[Path], key: Sequence[str]) -> list[dict[str, Any]]:
+    """The last line of each key in all files."""
+    return list({tuple(line[name] for name in key): line for file in files for line in read(file, key)}.values())
+
+
 def write(files: Sequence[Path], to: Path) -> None:
     """The page, and its figures into `images` beside it. Later files go before earlier ones."""
-    results = Results([line for file in files for line in read(file, run.KEY)])
-    near, costs = (
-        [line for file in files for line in read(file, key) if line.get("study") == study]
-        for study, key in (("fidelity", fidelity.KEY), ("cost", cost.KEY))
-    )
+    results = Results(merged(files, run.KEY))
+    near, costs = merged(files, fidelity.KEY), merged(files, cost.KEY)
     images = figures.draw(results, near, to.parent / "images")
     to.write_text(page(results, near, costs, [f"images/{image.name}" for image in images]), encoding="utf-8")

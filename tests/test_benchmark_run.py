@@ -11,10 +11,11 @@ from torch.nn.utils import parameters_to_vector
 from torch.testing import assert_close
 
 from benchmarks import __main__ as command
-from benchmarks import cost, fidelity, lines, methods, report, run
+from benchmarks import cost, fidelity, lines, methods, run
 from benchmarks.checks import checks
 from benchmarks.networks import NETWORKS, build
 from benchmarks.predictions import Fitted
+from benchmarks.results import Results
 from benchmarks.shifts import CORRUPTIONS, SEVERITIES, corrupt
 from benchmarks.tasks import TASKS, uci_tasks
 from benchmarks.training import Problem, Recipe, outputs_of
@@ -193,7 +194,7 @@ def result(case: str, method: str, seed: int, value: float, **details: float) ->
 
 
 @pytest.fixture
-def results() -> report.Results:
+def results() -> Results:
     """Two cases, one overconfident; the second seed of ours is missing in the first."""
     found = []
     for seed in range(2):
@@ -205,10 +206,10 @@ def results() -> report.Results:
                 found.append(result(case, "ours", seed, base - seed + (0.2 if case == "a" else -0.1)))
                 found.append(result(case, "ours, precision by test oracle", seed, base - seed + 0.25))
     found.append({"case": "a", "method": "SWAG", "seed": 0, "likelihood": "classification", "error": "ValueError: no"})
-    return report.Results(found)
+    return Results(found)
 
 
-def test_gains_are_over_the_seeds_of_both(results: report.Results) -> None:
+def test_gains_are_over_the_seeds_of_both(results: Results) -> None:
     assert_close(results.gain("a", "ours", "log_likelihood"), 0.2)
     assert_close(results.gain("b", "ours", "log_likelihood"), -0.1)
     assert_close(results.mean("a", "MAP"), -1.5)
@@ -216,7 +217,7 @@ def test_gains_are_over_the_seeds_of_both(results: report.Results) -> None:
     assert_close(results.temperature("a"), 2.0)
 
 
-def test_claims_are_checked(results: report.Results) -> None:
+def test_claims_are_checked(results: Results) -> None:
     found = {claim: (figure, verdict) for claim, figure, verdict in checks(results, [], [])}
     assert found["defaults: log-likelihood not below MAP's minus 0.005 on any task"] == ("worst -0.100, b", "**no**")
     assert ("100% of 1", "yes") in found.values()
@@ -225,7 +226,7 @@ def test_claims_are_checked(results: report.Results) -> None:
     assert figure == f"{((0.8 / 0.75 - 1) + (1.1 / 0.75 - 1)) / 2:.1%} over 2 cases"
 
 
-def test_the_page_and_its_figures(results: report.Results, tmp_path: Path) -> None:
+def test_the_page_and_its_figures(results: Results, tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     for line in results.lines:
         lines.append(out, line)
@@ -235,9 +236,13 @@ def test_the_page_and_its_figures(results: report.Results, tmp_path: Path) -> No
     for method, seconds in (("ours", 0.5), ("KFAC", 25.0)):
         cell = {"study": "cost", "outputs": 10, "size": 1e3, "method": method, "mebibytes": 10.0}
         lines.append(out, cell | {f"seconds_{step}": seconds for step in ("fit", "tune", "predict")})
-    command.main(["report", str(out), "--page", str(tmp_path / "results.md")])
+    later = tmp_path / "later.jsonl"
+    lines.append(later, result("b", "MAP", 0, -0.25))  # in the place of −0.5
+    command.main(["report", str(out), str(later), "--page", str(tmp_path / "results.md")])
     text = (tmp_path / "results.md").read_text()
+    assert f"{len(results.lines)} results, 2 pairs" in text
     assert "| a | 2 | 2.00 | -1.500 |" in text
+    assert "| b | 2 | 1.00 | -0.875 |" in text
     assert "| SWAG | `ValueError: no` | a |" in text
     assert "| 64 samples nearest to exact, wasserstein, P = 100 | 1; KFAC 2 | yes |" in text
     assert "50 to 50 times | yes |" in text
