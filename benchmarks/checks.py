@@ -76,7 +76,7 @@ def with_validation(results: Results) -> list[tuple[str, str, str]]:
 def fidelity(near: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
     rows = []
     for size in sorted({line["num_parameters"] for line in near}):
-        for metric in ("symmetrised_kl", "wasserstein"):
+        for metric in ("symmetrised_kl", "symmetrised_kl_predicted", "wasserstein"):
             means: dict[str, float] = {}
             for method in dict.fromkeys(line["method"] for line in near):
                 found = [v[metric] for v in near if v["method"] == method and v["num_parameters"] == size]
