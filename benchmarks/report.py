@@ -200,8 +200,9 @@ def page(
         ("Costs", "Means over the same cases; MAP is trained before.", lambda: cost_table(results)),
         (
             "Distance to the exact posterior",
-            "Isotropic prior at the precision of the exact evidence, curvature at the network, for all. KL is symmetrised, "
-            "of probabilities: those of the Gaussians of the logits, and those predicted, with the noise of the samples.",
+            "Isotropic prior at the precision of the exact evidence, curvature at the network, for all. KL is "
+            "symmetrised, of probabilities: those of the Gaussians of the logits, and those predicted, with the noise "
+            "of the samples.",
             lambda: fidelity_table(near),
         ),
         *(
