@@ -34,12 +34,13 @@ FONTS = tuple(
     }.items()
     for variant in variants
 )
+SYMBOL_FONTS = tuple(name for name in FONTS if name.startswith(("DejaVu", "STIX")))
 # Part of what a seed means: images are made so many at a time.
 _CHUNK = 5000
 
 
-@lru_cache(maxsize=1)
-def masters(side: int = 60) -> Tensor:
+@lru_cache(maxsize=4)
+def masters(side: int = 60, characters: str = CHARACTERS, fonts: tuple[str, ...] = FONTS) -> Tensor:
     """Each character in each font, once, at a high resolution: ink in [0, 1], `[fonts, characters, side, side]`.
 
     All on one baseline and centred horizontally, so that upper and lower case keep their relative sizes.
@@ -51,16 +52,16 @@ def masters(side: int = 60) -> Tensor:
 
     folder = Path(mpl.get_data_path()) / "fonts" / "ttf"
     drawn = []
-    for name in FONTS:
-        missing = {c for c in CHARACTERS if ord(c) not in FT2Font(str(folder / name)).get_charmap()}
+    for name in fonts:
+        missing = {c for c in characters if ord(c) not in FT2Font(str(folder / name)).get_charmap()}
         if missing:
             raise ValueError(f"{name} lacks {sorted(missing)}.")
         font = ImageFont.truetype(str(folder / name), round(0.8 * side))
-        for character in CHARACTERS:
+        for character in characters:
             image = Image.new("L", (side, side))
             ImageDraw.Draw(image).text((side / 2, 0.75 * side), character, fill=255, font=font, anchor="ms")
             drawn.append(torch.from_numpy(np.array(image, dtype=np.float32)) / 255)
-    return torch.stack(drawn).reshape(len(FONTS), len(CHARACTERS), side, side)
+    return torch.stack(drawn).reshape(len(fonts), len(characters), side, side)
 
 
 def _between(low: float, high: float, num: int, generator: torch.Generator) -> Tensor:
@@ -88,18 +89,24 @@ def _distort(ink: Tensor, side: int, noise: float, generator: torch.Generator) -
     return x + noise * torch.randn(x.shape, generator=generator)
 
 
+def images(
+    characters: str, num: int, side: int, noise: float, generator: torch.Generator, fonts: tuple[str, ...] = FONTS
+) -> tuple[Tensor, Tensor]:
+    """Distorted characters `[num, 1, side, side]`, not standardised, and their positions in the string."""
+    ink, made, labels = masters(3 * side, characters, fonts), [], []
+    for chunk in torch.arange(num).split(_CHUNK):
+        label = torch.randint(len(characters), (len(chunk),), generator=generator)
+        font = torch.randint(len(fonts), (len(chunk),), generator=generator)
+        made.append(_distort(ink[font, label], side, noise, generator))
+        labels.append(label)
+    return torch.cat(made), torch.cat(labels)
+
+
 def glyphs(num_train: int = 60_000, num_test: int = 10_000, side: int = 20, noise: float = 0.1, seed: int = 0) -> Data:
     """Images `[N, 1, side, side]` and labels, standardised on the training set; the same for the same arguments."""
     generator = torch.Generator().manual_seed(seed)
-    ink = masters(3 * side)
-    images, labels = [], []
-    for part in (num_train, num_test):
-        for chunk in torch.arange(part).split(_CHUNK):
-            label = torch.randint(len(CHARACTERS), (len(chunk),), generator=generator)
-            font = torch.randint(len(FONTS), (len(chunk),), generator=generator)
-            images.append(_distort(ink[font, label], side, noise, generator))
-            labels.append(label)
-    x, y = torch.cat(images), torch.cat(labels)
+    parts = [images(CHARACTERS, num, side, noise, generator) for num in (num_train, num_test)]
+    x, y = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     x = (x - x[:num_train].mean()) / x[:num_train].std()
     return Data(x[:num_train], y[:num_train], x[num_train:], y[num_train:])
 

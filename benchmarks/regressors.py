@@ -93,7 +93,7 @@ def best_noise(means: Tensor, y: Tensor) -> tuple[float, float]:
     def loss(log_noise: float) -> float:
         return -float(gaussian(means, math.exp(log_noise)).distribution.log_prob(y).mean())
 
-    found = scipy.optimize.minimize_scalar(loss, bounds=(math.log(1e-4), math.log(3.0)), method="bounded")
+    found: Any = scipy.optimize.minimize_scalar(loss, bounds=(math.log(1e-4), math.log(3.0)), method="bounded")
     return math.exp(found.x), -float(found.fun)
 
 
@@ -244,7 +244,7 @@ def laplace_torch(task: Task) -> Outcome:
     Log determinants come from the eigenvalues of its Hessian, the same numbers as from its own factorisation of the
     posterior precision in each step, which would take hours.
     """
-    # of the extra `benchmarks`
+    # of the extra `bench`
     from laplace import FullLaplace  # pyright: ignore[reportMissingImports]
     from laplace.curvature import BackPackGGN  # pyright: ignore[reportMissingImports]
 

@@ -1,0 +1,60 @@
+"""`python -m benchmarks`: error bars of this library and of others on many small tasks, measured alike.
+
+`run` appends a line of JSON for each result and goes on where it stopped; `fidelity` and `cost` do the same for
+distances to the exact posterior and for seconds and memory; `report` writes the page of tables and figures.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks import cost, fidelity, lines, report, run
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = top.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run", help="run methods on tasks")
+    running.add_argument("--only", metavar="REGEX", help="searched for in `task / network / training / method`")
+    running.add_argument("--seeds", type=int, help="fewer than the suite has")
+    running.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
+    running.add_argument("--uci", type=Path, metavar="DIR", help="a folder of UCI data, as for `benchmarks.uci`")
+    running.add_argument("--list", action="store_true", help="print what would be run")
+    others = [
+        commands.add_parser("fidelity", help="distances to the exact posterior"),
+        commands.add_parser("cost", help="seconds and memory, beside laplace-torch"),
+    ]
+    for command in (running, *others):
+        command.add_argument("--suite", choices=tuple(run.SUITES), default="small")
+        command.add_argument("--out", type=Path, metavar="FILE", help="by default results/SUITE.jsonl")
+    reporting = commands.add_parser("report", help="tables and figures")
+    reporting.add_argument("files", type=Path, nargs="*", default=[Path("results/small.jsonl")])
+    reporting.add_argument("--page", type=Path, default=Path("docs/results.md"))
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser().parse_args(arguments)
+    if options.command == "report":
+        report.write(options.files, options.page)
+        return
+    out = options.out or Path("results") / f"{options.suite}.jsonl"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if options.command == "fidelity":
+        fidelity.run(options.suite, out)
+    elif options.command == "cost":
+        cost.run(options.suite, out)
+    else:
+        suite = run.SUITES[options.suite]
+        suite = replace(suite, seeds=options.seeds or suite.seeds)
+        if options.list:
+            for unit in run.units(suite, options.only, lines.read(out, run.KEY)):
+                sys.stdout.writelines(f"{unit.case.name} / {method} / seed {unit.seed}\n" for method in unit.methods)
+            return
+        run.run(suite, out, only=options.only, jobs=options.jobs, uci=options.uci)
+
+
+if __name__ == "__main__":
+    main()

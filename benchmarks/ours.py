@@ -1,0 +1,168 @@
+"""`LinearisedLaplace` in several settings, one fit for each, and with a scale or precision chosen by held-out data."""
+
+import math
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.metrics import best_scale
+from benchmarks.predictions import (
+    Classified,
+    Fitted,
+    Prediction,
+    Regressed,
+    prediction,
+    targets,
+    two_classes,
+)
+from benchmarks.training import Problem
+from laplace_sampling import ClassificationPrediction, LinearisedLaplace, RegressionPrediction
+from laplace_sampling.solvers import ConvergenceWarning
+
+__all__ = ["chosen_precision", "defaults", "setting", "with_scale"]
+
+BATCH = 200
+PRECISION_FACTORS = (1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+
+def setting(**settings: Any) -> Callable[[Problem], Fitted]:
+    """Hyperparameters from the training data alone."""
+
+    def method(problem: Problem) -> Fitted:
+        la, details = fitted(problem, tuple(settings.items()))
+        return fitted_predictions(problem, la, details)
+
+    return method
+
+
+defaults = setting()
+
+
+@lru_cache(maxsize=2)
+def fitted(problem: Problem, settings: tuple[tuple[str, Any], ...]) -> tuple[LinearisedLaplace, dict[str, Any]]:
+    la = LinearisedLaplace(problem.network, problem.likelihood, seed=problem.seed, **dict(settings))
+    return la, caught(la, lambda: la.fit_hyperparameters(problem.data.train.loader(BATCH), progress=False))
+
+
+def caught(la: LinearisedLaplace, fit: Callable[[], object]) -> dict[str, Any]:
+    """Fits, and tells hyperparameters and how it went."""
+    started = time.perf_counter()
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always", ConvergenceWarning)
+        fit()
+    seconds = time.perf_counter() - started
+    noise = la.noise_precision_
+    return {
+        "prior_precision": [float(v) for v in la.prior_precision_],
+        "effective_dimension": float(la.effective_dimension_.sum()),
+        "noise_precision": None if noise is None else float(noise),
+        "seconds": seconds,
+        "passes": float(la.diagnose().passes),
+        "method": la.diagnose().method,
+        "warnings": [str(w.message) for w in raised if issubclass(w.category, ConvergenceWarning)],
+    }
+
+
+def fitted_predictions(problem: Problem, la: LinearisedLaplace, details: dict[str, Any], scale: float = 1.0) -> Fitted:
+    def predict(x: Tensor) -> Prediction:
+        return common(problem.likelihood, [la.predict(batch) for batch in x.split(BATCH)], scale)
+
+    details = dict(details)
+    seconds, passes = details.pop("seconds"), details.pop("passes")
+    return Fitted(predict, passes, la.num_samples, details, seconds)
+
+
+def common(likelihood: str, parts: list[Any], scale: float = 1.0) -> Prediction:
+    """Batches of predictions as one, in the form of all methods; deviations from the network times `scale`."""
+    samples = torch.cat([p.outputs + scale * p.deviations for p in parts], 1)
+    first = parts[0]
+    if isinstance(first, RegressionPrediction):
+        mean = torch.cat([p.mean for p in parts]).flatten()
+        variance = torch.cat([p.variance for p in parts]).flatten() * scale**2
+        noise = float(first.noise_variance)
+        return Regressed(mean, variance + noise, samples.flatten(1), noise)
+    assert isinstance(first, ClassificationPrediction)
+    p = prediction(likelihood, samples)
+    assert isinstance(p, Classified)
+    links = () if scale != 1.0 else ("probit",) if likelihood == "binary" else ("probit", "bridge")
+    return replace(p, links={link: torch.cat([link_log_probs(likelihood, q, link) for q in parts]) for link in links})
+
+
+def link_log_probs(likelihood: str, p: ClassificationPrediction, link: str) -> Tensor:
+    probs = p.probs_with(link)
+    if likelihood == "binary":
+        return two_classes(probs.double().logit()[None])[0].log_softmax(-1)
+    return probs.double().clamp_min(1e-30).log()
+
+
+def with_scale(oracle: bool = False, **settings: Any) -> Callable[[Problem], Fitted]:
+    """The posterior's standard deviations times the number of the largest held-out (or test) likelihood."""
+
+    def method(problem: Problem) -> Fitted:
+        la, details = fitted(problem, tuple(settings.items()))
+        part = problem.data.test if oracle else problem.data.validation
+        parts = [la.predict(batch) for batch in part.x.split(BATCH)]
+        y = targets(problem.likelihood, part.y)
+
+        def loss(log_scale: float) -> float:
+            return -mean_log_likelihood(common(problem.likelihood, parts, math.exp(log_scale)), y)
+
+        scale = best_scale(loss, 1 / 30, 30.0)
+        return fitted_predictions(problem, la, {**details, "scale": scale}, scale)
+
+    return method
+
+
+def mean_log_likelihood(p: Prediction, y: Tensor) -> float:
+    if isinstance(p, Regressed):
+        return float(torch.distributions.Normal(p.mean, p.variance.sqrt()).log_prob(y).mean())
+    return float(p.log_probs.gather(-1, y[:, None]).mean())
+
+
+def chosen_precision(oracle: bool = False, **settings: Any) -> Callable[[Problem], Fitted]:
+    """The prior precision of the largest log-likelihood of held-out (or test) data, of a few around the fitted one."""
+
+    def method(problem: Problem) -> Fitted:
+        part = problem.data.test if oracle else problem.data.validation
+        y = targets(problem.likelihood, part.y)
+        candidates = grid(problem, tuple(settings.items()))
+
+        def value(factor: float) -> float:
+            return mean_log_likelihood(candidates[factor].predict(part.x), y)
+
+        factor = max(candidates, key=value)
+        passes, seconds = (sum(getattr(c, name) for c in candidates.values()) for name in ("passes", "seconds"))
+        best = candidates[factor]
+        return replace(best, passes=passes, seconds=seconds, details={**best.details, "factor": factor})
+
+    return method
+
+
+@lru_cache(maxsize=2)
+def grid(problem: Problem, settings: tuple[tuple[str, Any], ...]) -> dict[float, Fitted]:
+    """Fits at multiples of the fitted precision, at its noise."""
+    la, details = fitted(problem, settings)
+    noise = la.noise_precision_
+    known = {} if noise is None else {"noise_precision": float(noise)}
+    fits = {}
+    for factor in PRECISION_FACTORS:
+        other, found = la, details
+        if factor != 1:
+            precision = factor * float(la.prior_precision_[0])
+            other = LinearisedLaplace(
+                problem.network,
+                problem.likelihood,
+                prior_precision=precision,
+                seed=problem.seed,
+                **known,
+                **dict(settings),
+            )
+            found = caught(other, lambda other=other: other.fit(problem.data.train.loader(BATCH), progress=False))
+        fits[factor] = fitted_predictions(problem, other, found)
+    return fits
