@@ -7,18 +7,17 @@ which the exact method calls on small problems).
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.func import functional_call, jvp, vjp, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
+from torch.func import functional_call, vjp, vmap
+
+from laplace_sampling.forward_mode import differentiable, forward_mode_kernels
+from laplace_sampling.held_module import evaluation_mode, unwrapped
+from laplace_sampling.jacobian_products import JacobianProducts
 
 __all__ = ["Linearisation", "Selection"]
 
@@ -52,16 +51,15 @@ class Linearisation:
     """
 
     def __init__(self, module: nn.Module, parameters: Selection = None, *, chunk_size: int = DEFAULT_CHUNK) -> None:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"`Linearisation(module)` needs a torch.nn.Module, but got {type(module).__name__}.")
         if chunk_size < 1:
             raise ValueError(f"`chunk_size` must be at least 1, but is {chunk_size}.")
-        self.module = module
+        self.module = module = unwrapped(module)
         self.chunk_size = chunk_size
         self.names = _select(module, parameters)
         self.shapes = {name: parameter.shape for name, parameter in self._selected().items()}
         self.num_parameters = sum(shape.numel() for shape in self.shapes.values())
         self.products = {"jvp": 0, "vjp": 0}
+        self._ways = JacobianProducts(module, chunk_size)
 
     def _selected(self) -> dict[str, Tensor]:
         parameters = dict(self.module.named_parameters())
@@ -104,7 +102,7 @@ class Linearisation:
 
         Without gradient; with `graph`, autograd differentiates it in `x`.
         """
-        with torch.set_grad_enabled(graph), _evaluation_mode(self.module):
+        with torch.set_grad_enabled(graph), evaluation_mode(self.module):
             if graph:
                 return self._apply({**self._fixed(), **self._selected()}, x)
             return _check_output(self.module(x), x)
@@ -118,15 +116,12 @@ class Linearisation:
         self.products["jvp"] += len(v) * len(x)
         weights, fixed = self._selected(), self._fixed() if graph else {}
 
-        def directional(tangent: dict[str, Tensor]) -> Tensor:
-            out = jvp(lambda w: self._apply({**fixed, **w}, x), (weights,), (tangent,))[1]
-            return out.reshape(len(x), -1)
+        def outputs(w: dict[str, Tensor]) -> Tensor:
+            return self._apply({**fixed, **w}, x).reshape(len(x), -1)
 
-        with _differentiable(graph), _evaluation_mode(self.module), _differentiable_kernels():
-            tangents = self.unflatten(v.to(self.dtype))
-            if len(v) == 1:
-                return directional({name: t[0] for name, t in tangents.items()})[None]
-            return vmap(directional, chunk_size=self.chunk_size)(tangents)
+        with differentiable(graph), evaluation_mode(self.module), forward_mode_kernels():
+            tangents = {name: t.to(weights[name].dtype) for name, t in self.unflatten(v).items()}
+            return self._ways.push(outputs, weights, tangents, graph=graph)
 
     def vjp(self, x: Tensor, u: Float[Tensor, "K N C"], *, graph: bool = False) -> Float[Tensor, "K P"]:
         """`Σ_n φ(x_n)ᵀ u_kn` for each of `K` cotangents: one forward pass, `K` pullbacks.
@@ -136,28 +131,15 @@ class Linearisation:
         self.products["vjp"] += len(u) * len(x)
         if graph:
             return self._vjp_with_graph(x, u)
-        weights = {name: w.requires_grad_() for name, w in self._selected().items()}
+        weights = [w.requires_grad_() for w in self._selected().values()]
         result = torch.zeros(len(u), self.num_parameters, dtype=u.dtype, device=u.device)
-        with torch.enable_grad(), _evaluation_mode(self.module), _differentiable_kernels():
-            outputs = self._apply(weights, x)
+        with torch.enable_grad(), evaluation_mode(self.module), forward_mode_kernels():
+            outputs = self._apply(dict(zip(self.names, weights, strict=True)), x)
             cotangents = u.to(outputs.dtype).reshape(len(u), *outputs.shape)
-            for start in range(0, len(u), self.chunk_size):
-                part = cotangents[start : start + self.chunk_size]
-                batched = len(part) > 1  # measured: `vmap` of one is slower than none
-                grads = torch.autograd.grad(
-                    outputs,
-                    list(weights.values()),
-                    part if batched else part[0],
-                    retain_graph=True,
-                    is_grads_batched=batched,
-                    allow_unused=True,  # a weight that the output does not depend on has derivative zero
-                )
-                offset = 0
-                for shape, grad in zip(self.shapes.values(), grads, strict=True):
+            for row, grads in zip(result, self._ways.pull(outputs, weights, cotangents), strict=True):
+                for part, grad in zip(row.split([w.numel() for w in weights]), grads, strict=True):
                     if grad is not None:
-                        rows = slice(start, start + len(part))
-                        result[rows, offset : offset + shape.numel()] = grad.reshape(len(part), -1)
-                    offset += shape.numel()
+                        part.copy_(grad.reshape(-1))
         return result
 
     def vjp_each(self, x: Tensor, u: Float[Tensor, "N C"]) -> Float[Tensor, "N P"]:
@@ -168,13 +150,13 @@ class Linearisation:
             return vjp(lambda w: self._apply(w, x_n[None]).reshape(-1), w)[1](u_n)[0]
 
         self.products["vjp"] += len(x)
-        with torch.no_grad(), _evaluation_mode(self.module), _differentiable_kernels():
-            gradients = vmap(single, in_dims=(None, 0, 0), chunk_size=4 * self.chunk_size)(weights, x, u.to(self.dtype))
+        with torch.no_grad(), evaluation_mode(self.module), forward_mode_kernels():
+            gradients = self._ways.of_each_datum(single, weights, x, u.to(self.dtype), chunk_size=4 * self.chunk_size)
             return torch.cat([g.reshape(len(x), -1) for g in gradients.values()], dim=1)
 
     def _vjp_with_graph(self, x: Tensor, u: Tensor) -> Tensor:
         fixed = self._fixed()
-        with _differentiable(True), _evaluation_mode(self.module), _differentiable_kernels():
+        with differentiable(True), evaluation_mode(self.module), forward_mode_kernels():
             outputs, pull, *_ = vjp(lambda w: self._apply({**fixed, **w}, x), self._selected())
             cotangents = u.to(outputs.dtype).reshape(len(u), *outputs.shape)
             (rows,) = vmap(pull, chunk_size=self.chunk_size)(cotangents)
@@ -191,8 +173,8 @@ class Linearisation:
             return self._apply({**fixed, **w}, x_n[None]).reshape(-1)
 
         self.products["vjp"] += len(x) * self(x)[:1].numel()
-        with _differentiable(graph), _evaluation_mode(self.module), _differentiable_kernels():
-            rows = vmap(torch.func.jacrev(single), in_dims=(None, 0))(weights, x)
+        with differentiable(graph), evaluation_mode(self.module), forward_mode_kernels():
+            rows = self._ways.of_each_datum(torch.func.jacrev(single), weights, x, chunk_size=None)
             return torch.cat([row.flatten(2) if row.dim() > 2 else row[..., None] for row in rows.values()], dim=-1)
 
     def in_float64(self) -> "Linearisation":
@@ -258,80 +240,3 @@ def _check_output(output: Tensor, x: Tensor) -> Tensor:
             "the first axis of the output must be the batch."
         )
     return output
-
-
-@contextmanager
-def _evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode in every submodule; modes, parameters and buffers are put back to what they were."""
-    saved = [(m, m.training, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
-    try:
-        # The attribute, not `eval()`: modules that override `train` would not come back as they were.
-        for m, *_ in saved:
-            m.training = False
-        yield
-    finally:
-        for m, training, parameters, buffers in saved:
-            m.training = training
-            # `functional_call` leaves plain tensors behind in a module that is registered under two names.
-            m._parameters.update(parameters)
-            m._buffers.update(buffers)
-
-
-@contextmanager
-def _differentiable_kernels() -> Iterator[None]:
-    """Attention kernels that have forward-mode derivatives; the fused ones have none (pytorch #117629, #128971)."""
-    fastpath = torch.backends.mha.get_fastpath_enabled()
-    try:
-        torch.backends.mha.set_fastpath_enabled(False)
-        with sdpa_kernel([SDPBackend.MATH]):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fastpath)
-
-
-class _ComposedNorms(TorchFunctionMode):
-    """Layer and group normalisation from elementary operations.
-
-    The second derivatives of torch's own take the mean and variance of an input for constants (torch 2.15): a Jacobian
-    product through them has wrong derivatives in the input, silently.
-    """
-
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is F.layer_norm:
-            return _layer_norm(*args, **(kwargs or {}))
-        if func is F.group_norm:
-            return _group_norm(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def _layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    axes = tuple(range(-len(normalized_shape), 0))
-    centred = input - input.mean(axes, keepdim=True)
-    scaled = centred * (centred.square().mean(axes, keepdim=True) + eps).rsqrt()
-    scaled = scaled if weight is None else scaled * weight
-    return scaled if bias is None else scaled + bias
-
-
-def _group_norm(
-    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Tensor:
-    grouped = input.reshape(len(input), num_groups, -1)
-    scaled = _layer_norm(grouped, grouped.shape[-1:], eps=eps).reshape(input.shape)
-    channels = (1, -1, *[1] * (input.dim() - 2))
-    scaled = scaled if weight is None else scaled * weight.reshape(channels)
-    return scaled if bias is None else scaled + bias.reshape(channels)
-
-
-@contextmanager
-def _differentiable(graph: bool) -> Iterator[None]:
-    """Whether Jacobian products have derivatives."""
-    with torch.set_grad_enabled(graph), _ComposedNorms() if graph else nullcontext():
-        yield
