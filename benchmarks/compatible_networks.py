@@ -388,6 +388,23 @@ def _():
     return nn.DataParallel(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))), torch.randn(4, 3)
 
 
+class Int8Linear(nn.Module):
+    """Weights of eight bits, which have no derivative."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8), requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(outputs) / 100)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight.to(x.dtype).T) * self.scale
+
+
+@entry("torch.nn", "weights of 8 bits")
+def _():
+    return nn.Sequential(Int8Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(4, 3)
+
+
 @entry("torch.nn", "dynamically quantised")
 def _():
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))

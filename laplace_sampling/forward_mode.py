@@ -65,7 +65,7 @@ class _ComposedLayers(TorchFunctionMode):
         if func in _RECURRENT:
             with _composed_recurrence():
                 return func(*args, **kwargs)
-        if func is torch._weight_norm:
+        if func is torch._weight_norm:  # pyright: ignore
             return _weight_norm(*args, **kwargs)
         if func is F.embedding_bag:
             return _embedding_bag(*args, **kwargs)

@@ -50,9 +50,10 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
             # plain tensors in a module that is registered under two names.
             m.__dict__.clear()
             m.__dict__.update(attributes)
-            for current, before in ((m._parameters, parameters), (m._buffers, buffers)):
-                if any(current.get(name) is not tensor for name, tensor in before.items()):
-                    current.update(before)
+            if any(m._parameters.get(name) is not p for name, p in parameters.items()):
+                m._parameters.update(parameters)
+            if any(m._buffers.get(name) is not b for name, b in buffers.items()):
+                m._buffers.update(buffers)
         with torch.no_grad():
             for buffer, version, value in values:
                 if buffer._version != version:

@@ -5,11 +5,12 @@ JVPs of many vectors are tried under `vmap`, then one by one, both by forward mo
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import jvp, vmap
 from torch.utils._pytree import tree_map
 
@@ -19,6 +20,9 @@ __all__ = ["JacobianProducts"]
 
 Weights = dict[str, Tensor]
 Function = Callable[[Weights], Tensor]
+
+# Data times weights from which pullbacks are taken one by one on a CPU (`benchmarks/products.py`).
+_LONG = 1_000_000
 
 # Exceptions of operations that lack a derivative or a rule for batches.
 _LACKING = (RuntimeError, NotImplementedError)
@@ -35,7 +39,7 @@ class JacobianProducts:
     def __init__(self, module: nn.Module, chunk_size: int) -> None:
         self.module, self.chunk_size = module, chunk_size
         self._pushes = [self._push_together, self._push_each, self._push_by_two_pullbacks]
-        self._data_together = True
+        self._pulls_together = self._data_together = True
 
     def push(self, f: Function, weights: Weights, tangents: Weights, *, graph: bool) -> Float[Tensor, "K N C"]:
         """`φ v_k`.
@@ -102,7 +106,7 @@ class JacobianProducts:
 
     def pull(
         self, outputs: Tensor, weights: list[Tensor], cotangents: Float[Tensor, "K ..."]
-    ) -> list[tuple[Tensor | None, ...]]:
+    ) -> Iterator[tuple[Tensor | None, ...]]:
         """`φᵀ u_k` of each cotangent, by weight; None for one that the outputs do not depend on.
 
         Raises:
@@ -113,7 +117,45 @@ class JacobianProducts:
                 f"The outputs of {type(self.module).__name__} depend on none of the random weights by operations that "
                 "torch differentiates. Name others with `parameters=`."
             )
-        return [torch.autograd.grad(outputs, weights, u, retain_graph=True, allow_unused=True) for u in cotangents]
+
+        def grads(u: Tensor, batched: bool = False) -> tuple[Tensor | None, ...]:
+            return torch.autograd.grad(
+                outputs, weights, u, retain_graph=True, allow_unused=True, is_grads_batched=batched
+            )
+
+        # Measured: calling a long pullback often costs nothing, and large batches leave the caches of a CPU.
+        size = len(outputs) * sum(w.numel() for w in weights)
+        together = self._pulls_together and (size < _LONG or outputs.device.type != "cpu")
+        for part in cotangents.split(self.chunk_size if together else 1):
+            if len(part) > 1:
+                try:
+                    batch = grads(part, batched=True)
+                    yield from zip(*(len(part) * [None] if g is None else g for g in batch), strict=True)
+                    continue
+                except torch.OutOfMemoryError:
+                    raise
+                except _LACKING:  # said by nobody: one by one is as fast where the network is not tiny
+                    self._pulls_together = False
+            for u in part:
+                yield grads(u)
+
+    def push_and_pull(
+        self, f: Function, weights: Weights, tangent: Weights, curvature: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor | None, ...] | None:
+        """`φᵀ B φ v` of one vector by one forward pass, of dual numbers; None where torch lacks a derivative."""
+        if self._pushes[0] == self._push_by_two_pullbacks:
+            return None
+        leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
+        with torch.enable_grad(), dual_level():
+            try:
+                outputs = f({name: make_dual(w, tangent[name]) for name, w in leaves.items()})
+            except torch.OutOfMemoryError:
+                raise
+            except _LACKING:
+                return None
+            value, change = unpack_dual(outputs)
+            change = torch.zeros_like(value) if change is None else change.detach()
+        return next(iter(self.pull(value, list(leaves.values()), curvature(change[None]))))
 
     def of_each_datum(
         self, single: Callable[..., Weights], weights: Weights, *data: "Tensor | list[Tensor]", chunk_size: int | None

@@ -7,7 +7,8 @@ which the exact method calls on small problems).
 
 import copy
 import hashlib
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -132,15 +133,42 @@ class Linearisation:
         if graph:
             return self._vjp_with_graph(x, u)
         weights = [w.requires_grad_() for w in self._selected().values()]
-        result = torch.zeros(len(u), self.num_parameters, dtype=u.dtype, device=u.device)
         with torch.enable_grad(), evaluation_mode(self.module), forward_mode_kernels():
             outputs = self._apply(dict(zip(self.names, weights, strict=True)), x)
             cotangents = u.to(outputs.dtype).reshape(len(u), *outputs.shape)
-            for row, grads in zip(result, self._ways.pull(outputs, weights, cotangents), strict=True):
-                for part, grad in zip(row.split([w.numel() for w in weights]), grads, strict=True):
-                    if grad is not None:
-                        part.copy_(grad.reshape(-1))
-        return result
+            return self._rows(self._ways.pull(outputs, weights, cotangents), u)
+
+    def _rows(self, gradients: Iterable[tuple[Tensor | None, ...]], like: Tensor) -> Float[Tensor, "K P"]:
+        rows = torch.zeros(len(like), self.num_parameters, dtype=like.dtype, device=like.device)
+        for row, grads in zip(rows, gradients, strict=True):
+            for part, grad in zip(row.split([s.numel() for s in self.shapes.values()]), grads, strict=True):
+                if grad is not None:  # a weight that the output does not depend on has derivative zero
+                    part.copy_(grad.reshape(-1))
+        return rows
+
+    def ggn(
+        self, x: Tensor, v: Float[Tensor, "K P"], curvature: Callable[[Float[Tensor, "K N C"]], Float[Tensor, "K N C"]]
+    ) -> Float[Tensor, "K P"]:
+        """`Σ_n φ(x_n)ᵀ B_n φ(x_n) v_k`, `curvature` being `B`: `vjp(x, curvature(jvp(x, v)))`.
+
+        One vector takes one forward pass instead of two. For several its share is small, and dual numbers with a graph
+        would hold the activations of each of them.
+        """
+        self._check_width(v, "ggn")
+        if len(v) == 1:
+            weights = self._selected()
+            tangent = {name: t[0].to(weights[name].dtype) for name, t in self.unflatten(v).items()}
+
+            def outputs(w: dict[str, Tensor]) -> Tensor:
+                return self._apply(w, x).reshape(len(x), -1)
+
+            with evaluation_mode(self.module), forward_mode_kernels():
+                grads = self._ways.push_and_pull(outputs, weights, tangent, curvature)
+            if grads is not None:
+                self.products["jvp"] += len(x)
+                self.products["vjp"] += len(x)
+                return self._rows([grads], v)
+        return self.vjp(x, curvature(self.jvp(x, v)))
 
     def vjp_each(self, x: Tensor, u: Float[Tensor, "N C"]) -> Float[Tensor, "N P"]:
         """`φ(x_n)ᵀ u_n` of each datum by itself: as many products as one cotangent of `vjp`."""
@@ -207,6 +235,11 @@ def _select(module: nn.Module, selection: Selection) -> list[str]:
     parameters = dict(module.named_parameters())
     if selection is None:
         names = [name for name, p in parameters.items() if p.requires_grad]
+        fixed = [name for name, p in parameters.items() if not p.is_floating_point()]
+        if fixed:
+            warnings.warn(
+                f"Parameters {fixed} are not floating point: they are left out and stay as they are.", stacklevel=4
+            )
         if not names:
             raise ValueError(
                 "No parameter of the model requires a gradient, so none is random. "
