@@ -12,7 +12,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import jvp, vmap
-from torch.utils._pytree import tree_map
 
 from laplace_sampling.held_module import where
 
@@ -158,22 +157,30 @@ class JacobianProducts:
         return next(iter(self.pull(value, list(leaves.values()), curvature(change[None]))))
 
     def of_each_datum(
-        self, single: Callable[..., Weights], weights: Weights, *data: "Tensor | list[Tensor]", chunk_size: int | None
+        self, together: Callable[[], Weights], alone: Callable[[int], list[Tensor]], weights: Weights, num: int
     ) -> Weights:
-        """`single(weights, *datum)`, stacked over the first axis of the data: under `vmap`, else one by one."""
+        """`together()`, under `vmap`; where that fails `alone(n)` for each datum, stacked."""
+        failed = None
         if self._data_together:
             try:
-                return vmap(single, in_dims=(None, *[0] * len(data)), chunk_size=chunk_size)(weights, *data)
+                return together()
             except torch.OutOfMemoryError:
                 raise
             except _LACKING as error:
                 failed = error
-        else:
-            failed = None
-        first = data[0][0] if isinstance(data[0], list) else data[0]
-        rows = [single(weights, *tree_map(lambda t, n=n: t[n], list(data))) for n in range(len(first))]
+        rows = [alone(n) for n in range(num)]
         if failed is not None:
             self._data_together = False
             message = f"Jacobians of {type(self.module).__name__} take one datum at a time, which is slower"
             warnings.warn(f"{message}: {where(failed, self.module)}.", stacklevel=2)
-        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        return {name: torch.stack([row[n] for row in rows]) for n, name in enumerate(weights)}
+
+    def rows(self, outputs: Tensor, weights: list[Tensor], cotangents: Tensor, *, graph: bool) -> list[Tensor]:
+        """`φᵀ u_k` of each cotangent, stacked, by weight."""
+        pulled = [
+            torch.autograd.grad(
+                outputs, weights, u, retain_graph=True, create_graph=graph, allow_unused=True, materialize_grads=True
+            )
+            for u in cotangents
+        ]
+        return [torch.stack(of_weight) for of_weight in zip(*pulled, strict=True)]

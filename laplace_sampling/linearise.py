@@ -179,7 +179,13 @@ class Linearisation:
 
         self.products["vjp"] += len(x)
         with torch.no_grad(), evaluation_mode(self.module), forward_mode_kernels():
-            gradients = self._ways.of_each_datum(single, weights, x, u.to(self.dtype), chunk_size=4 * self.chunk_size)
+            each = vmap(single, in_dims=(None, 0, 0), chunk_size=4 * self.chunk_size)
+            gradients = self._ways.of_each_datum(
+                lambda: each(weights, x, u.to(self.dtype)),
+                lambda n: self._alone(x[n : n + 1], u[n : n + 1]),
+                weights,
+                len(x),
+            )
             return torch.cat([g.reshape(len(x), -1) for g in gradients.values()], dim=1)
 
     def _vjp_with_graph(self, x: Tensor, u: Tensor) -> Tensor:
@@ -202,8 +208,20 @@ class Linearisation:
 
         self.products["vjp"] += len(x) * self(x)[:1].numel()
         with differentiable(graph), evaluation_mode(self.module), forward_mode_kernels():
-            rows = self._ways.of_each_datum(torch.func.jacrev(single), weights, x, chunk_size=None)
+            together = vmap(torch.func.jacrev(single), in_dims=(None, 0))
+            rows = self._ways.of_each_datum(
+                lambda: together(weights, x), lambda n: self._alone(x[n : n + 1], None, graph), weights, len(x)
+            )
             return torch.cat([row.flatten(2) if row.dim() > 2 else row[..., None] for row in rows.values()], dim=-1)
+
+    def _alone(self, x: Tensor, u: Tensor | None, graph: bool = False) -> list[Tensor]:
+        """`φᵀu` of one datum, or its whole Jacobian, by weight."""
+        with torch.enable_grad():
+            weights = {name: w.requires_grad_() for name, w in self._selected().items()}
+            outputs = self._apply({**(self._fixed() if graph else {}), **weights}, x).reshape(-1)
+            cotangents = torch.eye(len(outputs)).to(outputs) if u is None else u.to(outputs.dtype)
+            rows = self._ways.rows(outputs, list(weights.values()), cotangents, graph=graph)
+        return rows if u is None else [row[0] for row in rows]
 
     def in_float64(self) -> "Linearisation":
         """The same on a copy of the module in float64; products are counted together."""
