@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from laplace_sampling.data import TrainingData
 from laplace_sampling.linearise import Linearisation
+from laplace_sampling.operations import Operations
 from laplace_sampling.operators import Features, NetworkFeatures
 
 __all__ = ["BLOCK_BYTES", "cross_gram", "features_at", "gram", "gram_blocks", "gram_flops", "row_blocks"]
@@ -156,10 +156,9 @@ def _choose(features: Features, products: str, block_bytes: float) -> str:
 
 
 def _count(call: Callable[[], Tensor]) -> float:
-    counter = FlopCounterMode(display=False)
-    with counter:
+    with Operations() as counter:
         call()
-    return float(counter.get_total_flops())
+    return counter.count
 
 
 def _row_products(

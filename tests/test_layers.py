@@ -6,7 +6,7 @@ from pathlib import Path
 import laplace_sampling
 
 LEVELS = {
-    "forward_mode": -2, "held_module": -2, "jacobian_products": -1,
+    "forward_mode": -2, "held_module": -2, "jacobian_products": -1, "operations": -2,
     "data": 0, "diagnostics": 0, "lapack": 0, "likelihoods": 0, "linear_operators": 0, "linearise": 0,
     "leave_one_out": 1, "operators": 1, "predictive": 1, "tangent_kernel": 1,
     "cost": 2, "gram": 2, "preconditioners": 2, "priors": 2, "solvers": 2, "whitened_gram": 2,
