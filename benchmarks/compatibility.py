@@ -31,9 +31,9 @@ HEAD = """# Which networks work
 
 Each network of this table was built with random weights and run by `python -m benchmarks.compatibility --write`.
 Products are compared in float64 with central differences, or with two reverse passes where a kink is within the step:
-`error` is relative to the largest entry, and at most 1e-5 where it passes. They are adjoint to 1e-9. Then `LinearisedLaplace` is fitted on a few data and predicts. Afterwards the
-module is the same in weights, buffers, modes, hooks and attributes, bit for bit. The last column tells where a slower
-way is taken, or what failed.
+`error` is relative to the largest entry, and at most 1e-5 where it passes. They are adjoint to 1e-9. Then
+`LinearisedLaplace` is fitted on a few data and predicts. Afterwards the module is the same in weights, buffers, modes,
+hooks and attributes, bit for bit. The last column tells where a slower way is taken, or what failed.
 
 | library | network | weights | error | fit and prediction | unchanged | notice or error |
 |---|---|---|---|---|---|---|

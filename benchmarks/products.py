@@ -1,8 +1,8 @@
 """One GGN product of `K` vectors, against one gradient, curvlinops, a loop and `vmap`, all in one run.
 
-`python -m benchmarks.products [--networks LeNet] [--vectors 1 8 64] [--repeats 9]`. Contenders alternate; printed are medians of
-processor time, of one thread, in gradients of the same network and batch. The floor is that of arithmetic, `(1 + 4K)/3`
-gradients: one forward pass, and two passes' worth for each tangent and each pullback.
+`python -m benchmarks.products [--networks LeNet] [--vectors 1 8 64] [--repeats 9]`. Contenders alternate; printed are
+medians of processor time, of one thread, in gradients of the same network and batch. The floor is that of arithmetic,
+`(1 + 4K)/3` gradients: one forward pass, and two passes' worth for each tangent and each pullback.
 """
 
 import argparse

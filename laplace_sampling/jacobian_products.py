@@ -105,8 +105,8 @@ class JacobianProducts:
 
     def pull(
         self, outputs: Tensor, weights: list[Tensor], cotangents: Float[Tensor, "K ..."]
-    ) -> Iterator[tuple[Tensor | None, ...]]:
-        """`φᵀ u_k` of each cotangent, by weight; None for one that the outputs do not depend on.
+    ) -> Iterator[list[Tensor | None]]:
+        """`φᵀ u_k` of a few cotangents after the other, by weight, `[k, ...]`; None where outputs do not depend on it.
 
         Raises:
             ValueError: if the outputs depend on none of the weights.
@@ -125,22 +125,25 @@ class JacobianProducts:
         # Measured: calling a long pullback often costs nothing, and large batches leave the caches of a CPU.
         size = len(outputs) * sum(w.numel() for w in weights)
         together = self._pulls_together and (size < _LONG or outputs.device.type != "cpu")
-        for part in cotangents.split(self.chunk_size if together else 1):
+        for part in cotangents.split(self._chunk(size) if together else 1):
             if len(part) > 1:
                 try:
-                    batch = grads(part, batched=True)
-                    yield from zip(*(len(part) * [None] if g is None else g for g in batch), strict=True)
+                    yield list(grads(part, batched=True))
                     continue
                 except torch.OutOfMemoryError:
                     raise
                 except _LACKING:  # said by nobody: one by one is as fast where the network is not tiny
                     self._pulls_together = False
             for u in part:
-                yield grads(u)
+                yield [None if g is None else g[None] for g in grads(u)]
+
+    def _chunk(self, size: int) -> int:
+        """Vectors at a time; more where the calls are what costs."""
+        return 4 * self.chunk_size if size < _LONG / 10 else self.chunk_size
 
     def push_and_pull(
         self, f: Function, weights: Weights, tangent: Weights, curvature: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor | None, ...] | None:
+    ) -> list[Tensor | None] | None:
         """`φᵀ B φ v` of one vector by one forward pass, of dual numbers; None where torch lacks a derivative."""
         if self._pushes[0] == self._push_by_two_pullbacks:
             return None

@@ -138,13 +138,20 @@ class Linearisation:
             cotangents = u.to(outputs.dtype).reshape(len(u), *outputs.shape)
             return self._rows(self._ways.pull(outputs, weights, cotangents), u)
 
-    def _rows(self, gradients: Iterable[tuple[Tensor | None, ...]], like: Tensor) -> Float[Tensor, "K P"]:
+    def _rows(self, gradients: Iterable[list[Tensor | None]], like: Tensor) -> Float[Tensor, "K P"]:
         rows = torch.zeros(len(like), self.num_parameters, dtype=like.dtype, device=like.device)
-        for row, grads in zip(rows, gradients, strict=True):
-            for part, grad in zip(row.split([s.numel() for s in self.shapes.values()]), grads, strict=True):
+        start = 0
+        for grads in gradients:
+            num = next((len(grad) for grad in grads if grad is not None), 1)
+            for part, grad in zip(rows[start : start + num].split(self._sizes, 1), grads, strict=True):
                 if grad is not None:  # a weight that the output does not depend on has derivative zero
-                    part.copy_(grad.reshape(-1))
+                    part.copy_(grad.reshape(num, -1))
+            start += num
         return rows
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [shape.numel() for shape in self.shapes.values()]
 
     def ggn(
         self, x: Tensor, v: Float[Tensor, "K P"], curvature: Callable[[Float[Tensor, "K N C"]], Float[Tensor, "K N C"]]
