@@ -54,8 +54,8 @@ def _():
     net = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 2)
     )
-    net[1].running_mean.normal_()
-    net[1].running_var.uniform_(0.5, 2)
+    net[1].running_mean.normal_()  # pyright: ignore
+    net[1].running_var.uniform_(0.5, 2)  # pyright: ignore
     return net, images()
 
 
@@ -377,7 +377,7 @@ def _():
     return Checkpointed(), torch.randn(4, 3)
 
 
-@entry("torch.nn", "`torch.compile`d")
+@entry("torch.nn", "`torch.compile`d")  # pyright: ignore
 def _():
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     return torch.compile(net), torch.randn(4, 3)  # pyright: ignore
@@ -408,7 +408,7 @@ def _():
 @entry("torch.nn", "dynamically quantised")
 def _():
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    net[2] = torch.ao.nn.quantized.dynamic.Linear(4, 2)
+    net[2] = torch.ao.nn.quantized.dynamic.Linear(4, 2)  # pyright: ignore
     return net, torch.randn(4, 3)
 
 
@@ -516,7 +516,7 @@ def _():
     from transformers import ViTConfig, ViTForImageClassification
 
     small = {k: v for k, v in _SMALL.items() if k in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
-    config = ViTConfig(**small, intermediate_size=32, image_size=16, patch_size=8, num_labels=3)
+    config = ViTConfig(**small, intermediate_size=32, image_size=16, patch_size=8, num_labels=3)  # pyright: ignore
     return Logits(ViTForImageClassification(config), pixels=True), images(16)
 
 
@@ -524,7 +524,7 @@ def _():
 def _():
     from transformers import T5Config, T5ForTokenClassification
 
-    config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, num_labels=3)
+    config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, num_labels=3)  # pyright: ignore
     return Logits(T5ForTokenClassification(config)), tokens(6, 50)
 
 

@@ -109,7 +109,7 @@ def contenders(module: nn.Module, x: Tensor, K: int, chunk: int) -> dict[str, Ca
         check_deterministic=False,  # pyright: ignore
     )
     columns = v.T.contiguous() if K > 1 else v[0]
-    return {**found, "curvlinops": lambda: (operator @ columns).reshape(-1, K).T}
+    return {**found, "curvlinops": lambda: (operator @ columns).reshape(-1, K).T}  # pyright: ignore
 
 
 def processor_seconds(found: dict[str, Callable[[], Tensor]], repeats: int) -> dict[str, float]:
