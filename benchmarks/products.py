@@ -1,93 +1,152 @@
-"""Loop or vmap for Jacobian products: milliseconds of K products on one batch, both ways, and their ratio.
+"""One GGN product of `K` vectors, against one gradient, curvlinops, a loop and `vmap`, all in one run.
 
-`python benchmarks/products.py [--device cuda]`. The choice made from it stands in `laplace_sampling/linearise.py`.
+`python -m benchmarks.products [--networks LeNet] [--vectors 1 8 64] [--repeats 9]`. Contenders alternate; printed are
+medians of processor time, of one thread, in gradients of the same network and batch. The floor is that of arithmetic,
+`(1 + 4K)/3` gradients: one forward pass, and two passes' worth for each tangent and each pullback.
 """
 
 import argparse
+import statistics
 import time
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, jvp, vmap
+from torch.func import functional_call, jvp, vjp, vmap
 
+from benchmarks.compatible_networks import UNet
 from laplace_sampling.linearise import Linearisation
 
 
-def networks() -> dict[str, tuple[nn.Module, Tensor]]:
-    """A network and one batch of inputs each."""
-    mlp = nn.Sequential(nn.Linear(10, 50), nn.Tanh(), nn.Linear(50, 1))
-    cnn = nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
-        nn.Conv2d(8, 14, 3, stride=2, padding=1), nn.BatchNorm2d(14), nn.ReLU(),
-        nn.Conv2d(14, 14, 3, stride=2, padding=1), nn.BatchNorm2d(14), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(14, 10),
-    )  # fmt: skip
-    lenet = nn.Sequential(
+def mlp() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(nn.Linear(10, 50), nn.Tanh(), nn.Linear(50, 10)), torch.randn(100, 10)
+
+
+def lenet() -> tuple[nn.Module, Tensor]:
+    net = nn.Sequential(
         nn.Conv2d(1, 16, 5, stride=2), nn.BatchNorm2d(16), nn.ReLU(),
         nn.Conv2d(16, 32, 3, stride=2), nn.BatchNorm2d(32), nn.ReLU(),
         nn.Conv2d(32, 32, 3), nn.BatchNorm2d(32), nn.ReLU(),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
     )  # fmt: skip
-    return {
-        "MLP, batch 100": (mlp, torch.randn(100, 10)),
-        "digits CNN, batch 100": (cnn, torch.randn(100, 1, 8, 8)),
-        "digits CNN, batch 1400": (cnn, torch.randn(1400, 1, 8, 8)),
-        "LeNet 28x28, batch 100": (lenet, torch.randn(100, 1, 28, 28)),
-    }
+    return net, torch.randn(64, 1, 28, 28)
 
 
-def milliseconds(run, device: str, repeats: int = 3) -> float:
-    times = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        run()
-        if device != "cpu":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return 1e3 * min(times[1:])
+def lenet_of_1998() -> tuple[nn.Module, Tensor]:
+    net = nn.Sequential(
+        nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10),
+    )  # fmt: skip
+    return net, torch.randn(64, 1, 28, 28)
 
 
-def both_ways(network: Linearisation, x: Tensor, v: Tensor, u: Tensor, chunk: int) -> dict[str, tuple]:
-    """`{product: (loop, vmap)}`."""
-    weights = network._selected()
+def resnet18() -> tuple[nn.Module, Tensor]:
+    import torchvision
+
+    net = torchvision.models.resnet18(num_classes=10)
+    net.conv1, net.maxpool = nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.Identity()  # pyright: ignore
+    return net, torch.randn(8, 3, 32, 32)
+
+
+def vit_small() -> tuple[nn.Module, Tensor]:
+    import torchvision
+
+    return torchvision.models.VisionTransformer(32, 4, 6, 6, 384, 768, num_classes=10), torch.randn(4, 3, 32, 32)
+
+
+def unet() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(UNet(16), nn.AvgPool2d(4), nn.Flatten()), torch.randn(8, 3, 32, 32)
+
+
+NETWORKS = {
+    "MLP": mlp, "LeNet": lenet, "LeNet of 1998": lenet_of_1998, "ResNet-18": resnet18, "ViT-small": vit_small,
+    "U-Net": unet,
+}  # fmt: skip
+
+
+def contenders(module: nn.Module, x: Tensor, K: int, chunk: int) -> dict[str, Callable[[], Tensor]]:
+    """What computes the product of the same `K` vectors, and one gradient."""
+    network = Linearisation(module)
+    weights, f = network._selected(), network(x)
+    labels = torch.randint(f.shape[1], (len(x),))
+    p = f.softmax(-1)
+    v = torch.randn(K, network.num_parameters)
     tangents = network.unflatten(v)
 
-    def push(tangent):
-        return jvp(lambda w: functional_call(network.module, w, (x,)), (weights,), (tangent,))[1]
+    def curvature(u: Tensor) -> Tensor:
+        return p * u - p * (p * u).sum(-1, keepdim=True)
 
-    def pull(step: int):
-        leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
-        out = functional_call(network.module, leaves, (x,))
-        for part in u.reshape(len(u), *out.shape).split(step):
-            cotangent = part if step > 1 else part[0]
-            torch.autograd.grad(out, list(leaves.values()), cotangent, retain_graph=True, is_grads_batched=step > 1)
+    def one(tangent: dict[str, Tensor]) -> Tensor:
+        def outputs(w: dict[str, Tensor]) -> Tensor:
+            return functional_call(module, w, (x,))
 
-    return {
-        "jvp": (
-            lambda: [push({name: t[k] for name, t in tangents.items()}) for k in range(len(v))],
-            lambda: vmap(push, chunk_size=chunk)(tangents),
-        ),
-        "vjp": (lambda: pull(1), lambda: pull(chunk)),
+        u = curvature(jvp(outputs, (weights,), (tangent,))[1])
+        return torch.cat([g.reshape(-1) for g in vjp(outputs, weights)[1](u)[0].values()])
+
+    def gradient() -> Tensor:
+        return torch.autograd.grad(F.cross_entropy(module(x), labels), list(module.parameters()))[0]
+
+    u = curvature(network.jvp(x, v))
+    found = {
+        "gradient": gradient,
+        "jvp": lambda: network.jvp(x, v),
+        "vjp": lambda: network.vjp(x, u),
+        "ours": lambda: network.ggn(x, v, curvature),
+        "loop": torch.no_grad()(lambda: torch.stack([one({n: t[k] for n, t in tangents.items()}) for k in range(K)])),
+        "vmap": torch.no_grad()(lambda: vmap(one, chunk_size=chunk)(tangents)),
     }
+    try:
+        from curvlinops import GGNLinearOperator
+    except ImportError:
+        return found
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    operator = GGNLinearOperator(
+        module,
+        loss,
+        list(module.parameters()),
+        [(x, labels)],
+        check_deterministic=False,  # pyright: ignore
+    )
+    columns = v.T.contiguous() if K > 1 else v[0]
+    return {**found, "curvlinops": lambda: (operator @ columns).reshape(-1, K).T}  # pyright: ignore
+
+
+def processor_seconds(found: dict[str, Callable[[], Tensor]], repeats: int) -> dict[str, float]:
+    times = {name: [] for name in found}
+    for _ in range(repeats + 1):
+        for name, call in found.items():
+            started = time.process_time()
+            call()
+            times[name].append(time.process_time() - started)
+    return {name: statistics.median(of_one[1:]) for name, of_one in times.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
+    parser.add_argument("--vectors", nargs="+", type=int, default=[1, 8, 64])
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--chunk", type=int, default=16)
     args = parser.parse_args()
-    name = torch.cuda.get_device_name() if args.device != "cpu" else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{name}, torch {torch.__version__}, vmap chunks of {args.chunk}")
-    print(f"{'network':<26}{'K':>4}{'product':>9}{'loop ms':>10}{'vmap ms':>10}{'vmap/loop':>11}")
-    for label, (module, x) in networks().items():
-        module, x = module.eval().to(args.device), x.to(args.device)
-        network = Linearisation(module)
-        for K in (1, 8, 64):
-            v = torch.randn(K, network.num_parameters, device=args.device)
-            u = torch.randn(K, *network(x).shape, device=args.device)
-            for product, ways in both_ways(network, x, v, u, args.chunk).items():
-                loop, batched = (milliseconds(way, args.device) for way in ways)
-                print(f"{label:<26}{K:>4}{product:>9}{loop:>10.2f}{batched:>10.2f}{batched / loop:>11.2f}", flush=True)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    print("| network | K | gradient, ms | floor | jvp | vjp | ours | curvlinops | loop | vmap | curvlinops / ours |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    for name in args.networks:
+        module, x = NETWORKS[name]()
+        module.eval()
+        for K in args.vectors:
+            found = contenders(module, x, K, args.chunk)
+            results = {way: found[way]() for way in ("ours", "loop", "vmap", "curvlinops") if way in found}
+            for way, result in results.items():
+                torch.testing.assert_close(result, results["ours"], rtol=1e-3, atol=1e-4, msg=f"{way} differs")
+            seconds = processor_seconds(found, args.repeats)
+            unit = seconds["gradient"]
+            ways = [seconds.get(w, float("nan")) / unit for w in ("jvp", "vjp", "ours", "curvlinops", "loop", "vmap")]
+            cells = " | ".join(f"{way:.2f}" for way in ways)
+            ratio = seconds.get("curvlinops", float("nan")) / seconds["ours"]
+            print(f"| {name} | {K} | {1e3 * unit:.1f} | {(1 + 4 * K) / 3:.1f} | {cells} | {ratio:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,10 @@
 import os
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
+from laplace_sampling.operations import Operations
 from laplace_sampling.operators import Features
 
 __all__ = ["Cost", "free_memory", "measure"]
@@ -23,28 +21,13 @@ class Cost:
     seconds: float
 
 
-class _Operations(TorchDispatchMode):
-    """Counts floating-point operations of matrix products, convolutions and attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        counter = flop_registry.get(func._overloadpacket)
-        if counter is not None:
-            self.count += counter(*args, **(kwargs or {}), out_val=out)
-        return out
-
-
 def measure(features: Features, most: int = 64) -> Cost:
     """Of one JVP and one VJP on a mini-batch; run twice, for the first run of a network is slow."""
     batch = next(iter(features.chunks()))[:most]
     v = torch.ones(1, features.size, dtype=features.dtype, device=features.device)
-    with _Operations() as forward:
+    with Operations() as forward:
         u = features.jvp(v, batch)
-    with _Operations() as backward:
+    with Operations() as backward:
         features.vjp(u, batch)
     _synchronise(features.device)
     started = time.perf_counter()

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from laplace_sampling.calling import Layout, num_rows, take
 from laplace_sampling.data import TrainingData
 from laplace_sampling.linearise import Linearisation
+from laplace_sampling.operations import Operations
 from laplace_sampling.operators import Features, NetworkFeatures
 
 __all__ = ["BLOCK_BYTES", "cross_gram", "features_at", "gram", "gram_blocks", "gram_flops", "row_blocks"]
@@ -157,10 +157,9 @@ def _choose(features: Features, products: str, block_bytes: float) -> str:
 
 
 def _count(call: Callable[[], Tensor]) -> float:
-    counter = FlopCounterMode(display=False)
-    with counter:
+    with Operations() as counter:
         call()
-    return float(counter.get_total_flops())
+    return counter.count
 
 
 def _row_products(

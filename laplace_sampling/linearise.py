@@ -7,21 +7,20 @@ which the exact method calls on small problems).
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.func import functional_call, jvp, vjp, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.func import functional_call, vjp, vmap
 
-from laplace_sampling.calling import Layout, arguments, batched, num_rows, read
+from laplace_sampling.calling import Layout, arguments, batched, num_rows, read, take
+from laplace_sampling.forward_mode import differentiable, forward_mode_kernels
+from laplace_sampling.held_module import evaluation_mode, unwrapped
+from laplace_sampling.jacobian_products import JacobianProducts
 
 __all__ = ["Linearisation", "Selection"]
 
@@ -55,16 +54,15 @@ class Linearisation:
     """
 
     def __init__(self, module: nn.Module, parameters: Selection = None, *, chunk_size: int = DEFAULT_CHUNK) -> None:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"`Linearisation(module)` needs a torch.nn.Module, but got {type(module).__name__}.")
         if chunk_size < 1:
             raise ValueError(f"`chunk_size` must be at least 1, but is {chunk_size}.")
-        self.module = module
+        self.module = module = unwrapped(module)
         self.chunk_size = chunk_size
         self.names = _select(module, parameters)
         self.shapes = {name: parameter.shape for name, parameter in self._selected().items()}
         self.num_parameters = sum(shape.numel() for shape in self.shapes.values())
         self.products = {"jvp": 0, "vjp": 0}
+        self._ways = JacobianProducts(module, chunk_size)
 
     def _selected(self) -> dict[str, Tensor]:
         parameters = dict(self.module.named_parameters())
@@ -109,13 +107,13 @@ class Linearisation:
         """
         if not graph:
             return self.evaluate(x)[0]
-        with torch.enable_grad(), _evaluation_mode(self.module):
+        with torch.enable_grad(), evaluation_mode(self.module):
             return self._apply({**self._fixed(), **self._selected()}, x)
 
     def evaluate(self, x: Any) -> tuple[Float[Tensor, "N ..."], Layout]:
         """The network's own output and its layout, without gradient."""
         args, kwargs = arguments(x)
-        with torch.no_grad(), _evaluation_mode(self.module):
+        with torch.no_grad(), evaluation_mode(self.module):
             return read(self.module(*args, **kwargs), num_rows(x))
 
     def jvp(self, x: Any, v: Float[Tensor, "K P"], *, graph: bool = False) -> Float[Tensor, "K N C"]:
@@ -128,15 +126,12 @@ class Linearisation:
         self.products["jvp"] += len(v) * num
         weights, fixed = self._selected(), self._fixed() if graph else {}
 
-        def directional(tangent: dict[str, Tensor]) -> Tensor:
-            out = jvp(lambda w: self._apply({**fixed, **w}, x), (weights,), (tangent,))[1]
-            return out.reshape(num, -1)
+        def outputs(w: dict[str, Tensor]) -> Tensor:
+            return self._apply({**fixed, **w}, x).reshape(num, -1)
 
-        with _differentiable(graph), _evaluation_mode(self.module), _differentiable_kernels():
-            tangents = self.unflatten(v.to(self.dtype))
-            if len(v) == 1:
-                return directional({name: t[0] for name, t in tangents.items()})[None]
-            return vmap(directional, chunk_size=self.chunk_size)(tangents)
+        with differentiable(graph), evaluation_mode(self.module), forward_mode_kernels():
+            tangents = {name: t.to(weights[name].dtype) for name, t in self.unflatten(v).items()}
+            return self._ways.push(outputs, weights, tangents, graph=graph)
 
     def vjp(self, x: Any, u: Float[Tensor, "K N C"], *, graph: bool = False) -> Float[Tensor, "K P"]:
         """`Σ_n φ(x_n)ᵀ u_kn` for each of `K` cotangents: one forward pass, `K` pullbacks.
@@ -146,29 +141,50 @@ class Linearisation:
         self.products["vjp"] += len(u) * num_rows(x)
         if graph:
             return self._vjp_with_graph(x, u)
-        weights = {name: w.requires_grad_() for name, w in self._selected().items()}
-        result = torch.zeros(len(u), self.num_parameters, dtype=u.dtype, device=u.device)
-        with torch.enable_grad(), _evaluation_mode(self.module), _differentiable_kernels():
-            outputs = self._apply(weights, x)
+        weights = [w.requires_grad_() for w in self._selected().values()]
+        with torch.enable_grad(), evaluation_mode(self.module), forward_mode_kernels():
+            outputs = self._apply(dict(zip(self.names, weights, strict=True)), x)
             cotangents = u.to(outputs.dtype).reshape(len(u), *outputs.shape)
-            for start in range(0, len(u), self.chunk_size):
-                part = cotangents[start : start + self.chunk_size]
-                batched = len(part) > 1  # measured: `vmap` of one is slower than none
-                grads = torch.autograd.grad(
-                    outputs,
-                    list(weights.values()),
-                    part if batched else part[0],
-                    retain_graph=True,
-                    is_grads_batched=batched,
-                    allow_unused=True,  # a weight that the output does not depend on has derivative zero
-                )
-                offset = 0
-                for shape, grad in zip(self.shapes.values(), grads, strict=True):
-                    if grad is not None:
-                        rows = slice(start, start + len(part))
-                        result[rows, offset : offset + shape.numel()] = grad.reshape(len(part), -1)
-                    offset += shape.numel()
-        return result
+            return self._rows(self._ways.pull(outputs, weights, cotangents), u)
+
+    def _rows(self, gradients: Iterable[list[Tensor | None]], like: Tensor) -> Float[Tensor, "K P"]:
+        rows = torch.zeros(len(like), self.num_parameters, dtype=like.dtype, device=like.device)
+        start = 0
+        for grads in gradients:
+            num = next((len(grad) for grad in grads if grad is not None), 1)
+            for part, grad in zip(rows[start : start + num].split(self._sizes, 1), grads, strict=True):
+                if grad is not None:  # a weight that the output does not depend on has derivative zero
+                    part.copy_(grad.reshape(num, -1))
+            start += num
+        return rows
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [shape.numel() for shape in self.shapes.values()]
+
+    def ggn(
+        self, x: Any, v: Float[Tensor, "K P"], curvature: Callable[[Float[Tensor, "K N C"]], Float[Tensor, "K N C"]]
+    ) -> Float[Tensor, "K P"]:
+        """`Σ_n φ(x_n)ᵀ B_n φ(x_n) v_k`, `curvature` being `B`: `vjp(x, curvature(jvp(x, v)))`.
+
+        One vector takes one forward pass instead of two. For several its share is small, and dual numbers with a graph
+        would hold the activations of each of them.
+        """
+        self._check_width(v, "ggn")
+        if len(v) == 1:
+            weights = self._selected()
+            tangent = {name: t[0].to(weights[name].dtype) for name, t in self.unflatten(v).items()}
+
+            def outputs(w: dict[str, Tensor]) -> Tensor:
+                return self._apply(w, x).reshape(num_rows(x), -1)
+
+            with evaluation_mode(self.module), forward_mode_kernels():
+                grads = self._ways.push_and_pull(outputs, weights, tangent, curvature)
+            if grads is not None:
+                self.products["jvp"] += num_rows(x)
+                self.products["vjp"] += num_rows(x)
+                return self._rows([grads], v)
+        return self.vjp(x, curvature(self.jvp(x, v)))
 
     def vjp_each(self, x: Any, u: Float[Tensor, "N C"]) -> Float[Tensor, "N P"]:
         """`φ(x_n)ᵀ u_n` of each datum by itself: as many products as one cotangent of `vjp`."""
@@ -180,13 +196,19 @@ class Linearisation:
             return vjp(lambda w: self._apply(w, datum).reshape(-1), w)[1](u_n)[0]
 
         self.products["vjp"] += num
-        with torch.no_grad(), _evaluation_mode(self.module), _differentiable_kernels():
-            gradients = _of_each_datum(single, weights, tensors, u.to(self.dtype), chunk_size=4 * self.chunk_size)
+        with torch.no_grad(), evaluation_mode(self.module), forward_mode_kernels():
+            each = vmap(single, in_dims=(None, 0, 0), chunk_size=4 * self.chunk_size)
+            gradients = self._ways.of_each_datum(
+                lambda: each(weights, tensors, u.to(self.dtype)),
+                lambda n: self._alone(take(x, slice(n, n + 1)), u[n : n + 1]),
+                weights,
+                num,
+            )
             return torch.cat([g.reshape(num, -1) for g in gradients.values()], dim=1)
 
     def _vjp_with_graph(self, x: Any, u: Tensor) -> Tensor:
         fixed = self._fixed()
-        with _differentiable(True), _evaluation_mode(self.module), _differentiable_kernels():
+        with differentiable(True), evaluation_mode(self.module), forward_mode_kernels():
             outputs, pull, *_ = vjp(lambda w: self._apply({**fixed, **w}, x), self._selected())
             cotangents = u.to(outputs.dtype).reshape(len(u), *outputs.shape)
             (rows,) = vmap(pull, chunk_size=self.chunk_size)(cotangents)
@@ -203,10 +225,26 @@ class Linearisation:
         def single(w: dict[str, Tensor], x_n: list[Tensor]) -> Tensor:
             return self._apply({**fixed, **w}, rebuild([t[None] for t in x_n])).reshape(-1)
 
-        self.products["vjp"] += num_rows(x) * self(x)[:1].numel()
-        with _differentiable(graph), _evaluation_mode(self.module), _differentiable_kernels():
-            rows = _of_each_datum(torch.func.jacrev(single), weights, tensors)
+        num = num_rows(x)
+        self.products["vjp"] += num * self(x)[:1].numel()
+        with differentiable(graph), evaluation_mode(self.module), forward_mode_kernels():
+            together = vmap(torch.func.jacrev(single), in_dims=(None, 0))
+            rows = self._ways.of_each_datum(
+                lambda: together(weights, tensors),
+                lambda n: self._alone(take(x, slice(n, n + 1)), None, graph),
+                weights,
+                num,
+            )
             return torch.cat([row.flatten(2) if row.dim() > 2 else row[..., None] for row in rows.values()], dim=-1)
+
+    def _alone(self, x: Any, u: Tensor | None, graph: bool = False) -> list[Tensor]:
+        """`φᵀu` of one datum, or its whole Jacobian, by weight."""
+        with torch.enable_grad():
+            weights = {name: w.requires_grad_() for name, w in self._selected().items()}
+            outputs = self._apply({**(self._fixed() if graph else {}), **weights}, x).reshape(-1)
+            cotangents = torch.eye(len(outputs)).to(outputs) if u is None else u.to(outputs.dtype)
+            rows = self._ways.rows(outputs, list(weights.values()), cotangents, graph=graph)
+        return rows if u is None else [row[0] for row in rows]
 
     def in_float64(self) -> "Linearisation":
         """The same on a copy of the module in float64; products are counted together."""
@@ -238,6 +276,11 @@ def _select(module: nn.Module, selection: Selection) -> list[str]:
     parameters = dict(module.named_parameters())
     if selection is None:
         names = [name for name, p in parameters.items() if p.requires_grad]
+        fixed = [name for name, p in parameters.items() if not p.is_floating_point()]
+        if fixed:
+            warnings.warn(
+                f"Parameters {fixed} are not floating point: they are left out and stay as they are.", stacklevel=4
+            )
         if not names:
             raise ValueError(
                 "No parameter of the model requires a gradient, so none is random. "
@@ -257,97 +300,3 @@ def _select(module: nn.Module, selection: Selection) -> list[str]:
     if wrong:
         raise ValueError(f"Parameters {wrong} are not floating point; leave them out with `parameters=`.")
     return names
-
-
-def _of_each_datum(
-    single: Callable[..., dict[str, Tensor]],
-    weights: dict[str, Tensor],
-    *data: Tensor | list[Tensor],
-    chunk_size: int | None = None,
-) -> dict[str, Tensor]:
-    """`single(weights, *datum)`, stacked over data: under `vmap`, else (where values steer the network) one by one."""
-    try:
-        return vmap(single, in_dims=(None, *[0] * len(data)), chunk_size=chunk_size)(weights, *data)
-    except RuntimeError as error:
-        if "vmap" not in str(error):
-            raise
-    first = data[0][0] if isinstance(data[0], list) else data[0]
-    rows = [single(weights, *tree_map(lambda t, n=n: t[n], list(data))) for n in range(len(first))]
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-@contextmanager
-def _evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode in every submodule; modes, parameters and buffers are put back to what they were."""
-    saved = [(m, m.training, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
-    try:
-        # The attribute, not `eval()`: modules that override `train` would not come back as they were.
-        for m, *_ in saved:
-            m.training = False
-        yield
-    finally:
-        for m, training, parameters, buffers in saved:
-            m.training = training
-            # `functional_call` leaves plain tensors behind in a module that is registered under two names.
-            m._parameters.update(parameters)
-            m._buffers.update(buffers)
-
-
-@contextmanager
-def _differentiable_kernels() -> Iterator[None]:
-    """Attention kernels that have forward-mode derivatives; the fused ones have none (pytorch #117629, #128971)."""
-    fastpath = torch.backends.mha.get_fastpath_enabled()
-    try:
-        torch.backends.mha.set_fastpath_enabled(False)
-        with sdpa_kernel([SDPBackend.MATH]):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fastpath)
-
-
-class _ComposedNorms(TorchFunctionMode):
-    """Layer and group normalisation from elementary operations.
-
-    The second derivatives of torch's own take the mean and variance of an input for constants (torch 2.15): a Jacobian
-    product through them has wrong derivatives in the input, silently.
-    """
-
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is F.layer_norm:
-            return _layer_norm(*args, **(kwargs or {}))
-        if func is F.group_norm:
-            return _group_norm(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def _layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    axes = tuple(range(-len(normalized_shape), 0))
-    centred = input - input.mean(axes, keepdim=True)
-    scaled = centred * (centred.square().mean(axes, keepdim=True) + eps).rsqrt()
-    scaled = scaled if weight is None else scaled * weight
-    return scaled if bias is None else scaled + bias
-
-
-def _group_norm(
-    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Tensor:
-    grouped = input.reshape(len(input), num_groups, -1)
-    scaled = _layer_norm(grouped, grouped.shape[-1:], eps=eps).reshape(input.shape)
-    channels = (1, -1, *[1] * (input.dim() - 2))
-    scaled = scaled if weight is None else scaled * weight.reshape(channels)
-    return scaled if bias is None else scaled + bias.reshape(channels)
-
-
-@contextmanager
-def _differentiable(graph: bool) -> Iterator[None]:
-    """Whether Jacobian products have derivatives."""
-    with torch.set_grad_enabled(graph), _ComposedNorms() if graph else nullcontext():
-        yield

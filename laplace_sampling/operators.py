@@ -5,7 +5,7 @@ A mini-batch is a tensor of data indices; `None` means all data. Sums are over t
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,9 @@ __all__ = [
     "WhiteNoise",
 ]
 
+
+# `u ↦ Bu` of a batch, `[K, n, C]` both.
+Curvature = Callable[[Tensor], Tensor]
 
 # Numbers of the Jacobian in memory at once where it is needed row by row, and of random signs.
 _BLOCK, _SIGNS = 2**25, 2**20
@@ -60,6 +63,10 @@ class Features(ABC):
     @abstractmethod
     def vjp(self, u: Float[Tensor, "K n C"], batch: Tensor) -> Float[Tensor, "K P"]:
         """`Σ_i φ_iᵀ u_ki` over the data of a batch."""
+
+    def ggn(self, v: Float[Tensor, "K P"], batch: Tensor, curvature: Curvature) -> Float[Tensor, "K P"]:
+        """`Σ_i φ_iᵀ B_i φ_i v_k` over the data of a batch, `curvature` being `u ↦ Bu`."""
+        return self.vjp(curvature(self.jvp(v, batch)), batch)
 
     @abstractmethod
     def vjp_each(self, u: Float[Tensor, "n C"], batch: Tensor) -> Float[Tensor, "n P"]:
@@ -154,6 +161,12 @@ class NetworkFeatures(Features):
         x, own = self._inputs(batch)
         return self.network.vjp(x, self.layout.narrow(u, own))
 
+    def ggn(self, v: Tensor, batch: Tensor, curvature: Curvature) -> Tensor:
+        x, own = self._inputs(batch)
+        if own == self.layout:
+            return self.network.ggn(x, v, curvature)
+        return self.network.ggn(x, v, lambda u: self.layout.narrow(curvature(own.widen(u, self.layout)), own))
+
     def vjp_each(self, u: Tensor, batch: Tensor) -> Tensor:
         x, own = self._inputs(batch)
         return self.network.vjp_each(x, self.layout.narrow(u, own))
@@ -213,6 +226,9 @@ class ScaledFeatures(DerivedFeatures):
 
     def vjp(self, u: Tensor, batch: Tensor) -> Tensor:
         return self.features.vjp(u, batch) * self.scale
+
+    def ggn(self, v: Tensor, batch: Tensor, curvature: Curvature) -> Tensor:
+        return self.features.ggn(v * self.scale, batch, curvature) * self.scale
 
     def vjp_each(self, u: Tensor, batch: Tensor) -> Tensor:
         return self.features.vjp_each(u, batch) * self.scale
@@ -300,14 +316,15 @@ class GGN(Operator):
         total = torch.zeros_like(v)
         start = 0
         for chunk in self.features.chunks(batch):
-            cotangent = self.likelihood.curvature(
-                self.outputs[chunk], self.features.jvp(v, chunk), self._targets(chunk)
-            )
-            if weights is not None:
-                cotangent = cotangent * weights[start : start + len(chunk)].to(cotangent)[:, None]
-                start += len(chunk)
-            total += self.features.vjp(cotangent, chunk)
+            scale = None if weights is None else weights[start : start + len(chunk)]
+            total += self.features.ggn(v, chunk, lambda u, chunk=chunk, scale=scale: self._curvature(u, chunk, scale))
+            start += len(chunk)
         return total
+
+    def _curvature(self, u: Tensor, batch: Tensor, weights: Tensor | None) -> Tensor:
+        """`w_i B_i u`."""
+        product = self.likelihood.curvature(self.outputs[batch], u, self._targets(batch))
+        return product if weights is None else product * weights.to(product)[:, None]
 
     def sizes(self) -> Tensor:
         """`Tr Bᵢ` by random signs: features differ less between data than the curvature of the loss does."""

@@ -1,0 +1,161 @@
+"""Kernels with the derivatives that Jacobian products take, switched inside a context only.
+
+torch has no forward derivative of fused attention, of recurrent layers on oneDNN and cuDNN, of fused weight
+normalisation and of embedding bags. The same functions from elementary operations have. And its forward derivatives
+pass through `torch.no_grad()` where its reverse ones stop: here both stop, else the two products would not be adjoint.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["differentiable", "forward_mode_kernels"]
+
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
+
+@contextmanager
+def forward_mode_kernels() -> Iterator[None]:
+    """Kernels that have forward-mode derivatives (pytorch #117629, #128971)."""
+    fastpath, forward = torch.backends.mha.get_fastpath_enabled(), torch._C._is_fwd_grad_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        with sdpa_kernel([SDPBackend.MATH]), _ComposedLayers():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+        torch._C._set_fwd_grad_enabled(forward)
+
+
+@contextmanager
+def differentiable(graph: bool) -> Iterator[None]:
+    """Whether Jacobian products have derivatives."""
+    with torch.set_grad_enabled(graph), _ComposedNorms() if graph else nullcontext():
+        yield
+
+
+@contextmanager
+def _composed_recurrence() -> Iterator[None]:
+    """Recurrent layers step by step: torch's own, which it takes where neither library does."""
+    onednn, cudnn = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+    try:
+        torch._C._set_mkldnn_enabled(False)
+        torch._C._set_cudnn_enabled(False)
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(onednn)
+        torch._C._set_cudnn_enabled(cudnn)
+
+
+class _ComposedLayers(TorchFunctionMode):
+    """Recurrent layers, embedding bags and weight normalisation from elementary operations; `no_grad` that stops."""
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch._C._set_grad_enabled:
+            torch._C._set_fwd_grad_enabled(*args)
+        if func in _RECURRENT:
+            with _composed_recurrence():
+                return func(*args, **kwargs)
+        if func is torch._weight_norm:  # pyright: ignore
+            return _weight_norm(*args, **kwargs)
+        if func is F.embedding_bag:
+            return _embedding_bag(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """`g v / ‖v‖`, a norm for each index of `dim`; one of all for -1."""
+    axes = [axis for axis in range(v.dim()) if dim == -1 or axis != dim % v.dim()]
+    return v * (g / v.square().sum(axes, keepdim=True).sqrt())
+
+
+def _embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    if max_norm is not None:
+        raise ValueError(
+            "`nn.EmbeddingBag(max_norm=...)` changes its weights in the forward pass. Renormalise them once, and set "
+            "`max_norm` to None."
+        )
+    if input.dim() == 2:
+        bags = torch.arange(len(input), device=input.device).repeat_interleave(input.shape[1])
+        num = len(input)
+    else:
+        assert offsets is not None
+        starts = offsets[:-1] if include_last_offset else offsets
+        num = len(starts)
+        bags = torch.searchsorted(starts.contiguous(), torch.arange(len(input), device=input.device), right=True) - 1
+    indices = input.reshape(-1).long()
+    rows = F.embedding(indices, weight)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.reshape(-1, 1)
+    if padding_idx is not None:
+        padding_idx %= len(weight)
+        rows, bags = rows[indices != padding_idx], bags[indices != padding_idx]
+    if mode == "max":
+        empty = rows.new_zeros(rows.shape[1])
+        return torch.stack([rows[bags == n].amax(0) if bool((bags == n).any()) else empty for n in range(num)])
+    total = rows.new_zeros(num, rows.shape[1]).index_add(0, bags, rows)
+    if mode == "sum":
+        return total
+    return total / bags.bincount(minlength=num).clamp(min=1)[:, None]
+
+
+class _ComposedNorms(TorchFunctionMode):
+    """Layer and group normalisation from elementary operations.
+
+    The second derivatives of torch's own take the mean and variance of an input for constants (torch 2.15): a Jacobian
+    product through them has wrong derivatives in the input, silently.
+    """
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.layer_norm:
+            return _layer_norm(*args, **(kwargs or {}))
+        if func is F.group_norm:
+            return _group_norm(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    axes = tuple(range(-len(normalized_shape), 0))
+    centred = input - input.mean(axes, keepdim=True)
+    scaled = centred * (centred.square().mean(axes, keepdim=True) + eps).rsqrt()
+    scaled = scaled if weight is None else scaled * weight
+    return scaled if bias is None else scaled + bias
+
+
+def _group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    grouped = input.reshape(len(input), num_groups, -1)
+    scaled = _layer_norm(grouped, grouped.shape[-1:], eps=eps).reshape(input.shape)
+    channels = (1, -1, *[1] * (input.dim() - 2))
+    scaled = scaled if weight is None else scaled * weight.reshape(channels)
+    return scaled if bias is None else scaled + bias.reshape(channels)

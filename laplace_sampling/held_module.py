@@ -1,0 +1,75 @@
+"""A module that is held and never changed: what is inside its wrappers, its evaluation mode, where it failed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import torch
+from torch import nn
+
+__all__ = ["evaluation_mode", "unwrapped", "where"]
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside `torch.compile`, `DataParallel` and `DistributedDataParallel`, which share its weights.
+
+    Raises:
+        TypeError: if it is no module, or a scripted one, whose operations cannot be differentiated forwards.
+    """
+    while True:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"`Linearisation(module)` got a {type(module).__name__} of torch.jit, which has no Jacobian products. "
+                "Pass the module that was scripted or traced."
+            )
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"`Linearisation(module)` needs a torch.nn.Module, but got {type(module).__name__}.")
+        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            module = module.module
+        elif "_orig_mod" in module._modules:
+            module = module._modules["_orig_mod"]  # pyright: ignore
+        else:
+            return module
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode in every submodule; modes, parameters, buffers and attributes are put back to what they were."""
+    saved = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in module.modules()]
+    # A forward pass may write to buffers, as counters and caches do.
+    values = [(b, b._version, b.detach().clone()) for b in module.buffers()]
+    try:
+        # The attribute, not `eval()`: modules that override `train` would not come back as they were.
+        for m, *_ in saved:
+            m.training = False
+        with torch.compiler.set_stance("force_eager"):  # for parts that are compiled
+            yield
+    finally:
+        for m, attributes, parameters, buffers in saved:
+            # Hooks of weight normalisation leave differentiated weights behind as attributes, and `functional_call`
+            # plain tensors in a module that is registered under two names.
+            m.__dict__.clear()
+            m.__dict__.update(attributes)
+            if any(m._parameters.get(name) is not p for name, p in parameters.items()):
+                m._parameters.update(parameters)
+            if any(m._buffers.get(name) is not b for name, b in buffers.items()):
+                m._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, version, value in values:
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+
+def where(error: BaseException, module: nn.Module) -> str:
+    """The innermost module whose `forward` an error came from, and what the error says."""
+    names = {id(m): name for name, m in module.named_modules()}
+    found = module
+    traceback: TracebackType | None = error.__traceback__
+    while traceback is not None:
+        owner = traceback.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and id(owner) in names:
+            found = owner
+        traceback = traceback.tb_next
+    name = names[id(found)]
+    said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return f"{said} — in {f'`{name}`, ' if name else ''}a {type(found).__name__}"

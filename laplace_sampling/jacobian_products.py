@@ -1,0 +1,189 @@
+"""Jacobian products of a function of weights, `{name: tensor} -> [N, C]`, by the first way that works for a network.
+
+JVPs of many vectors are tried under `vmap`, then one by one, both by forward mode; then as the derivative of
+`u ↦ φᵀu`, which is linear, in `u`: two reverse passes. What does not work is not tried again, and is said once.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
+from torch.func import jvp, vmap
+
+from laplace_sampling.held_module import where
+
+__all__ = ["JacobianProducts"]
+
+Weights = dict[str, Tensor]
+Function = Callable[[Weights], Tensor]
+
+# Data times weights from which pullbacks are taken one by one on a CPU (`benchmarks/products.py`).
+_LONG = 1_000_000
+
+# Exceptions of operations that lack a derivative or a rule for batches.
+_LACKING = (RuntimeError, NotImplementedError)
+
+
+class JacobianProducts:
+    """The ways that are left for one network.
+
+    Args:
+        module: the network, to be named in notices.
+        chunk_size: how many vectors are pushed through the network together.
+    """
+
+    def __init__(self, module: nn.Module, chunk_size: int) -> None:
+        self.module, self.chunk_size = module, chunk_size
+        self._pushes = [self._push_together, self._push_each, self._push_by_two_pullbacks]
+        self._pulls_together = self._data_together = True
+
+    def push(self, f: Function, weights: Weights, tangents: Weights, *, graph: bool) -> Float[Tensor, "K N C"]:
+        """`φ v_k`.
+
+        Raises:
+            RuntimeError: if an operation has neither a forward derivative nor a second reverse one.
+        """
+        errors = []
+        one = len(next(iter(tangents.values()))) == 1
+        for way in self._pushes:
+            if one and way == self._push_together:
+                continue
+            try:
+                # `no_grad` would stop forward derivatives too, see `forward_mode`.
+                with torch.enable_grad():
+                    result = way(f, weights, tangents, graph)
+            except torch.OutOfMemoryError:
+                raise
+            except _LACKING as error:
+                errors.append(error)
+            else:
+                if errors:
+                    self._pushes = self._pushes[self._pushes.index(way) :]
+                    self._say(way, errors[-1])
+                return result if graph else result.detach()
+        f(weights)  # a network that fails by itself raises its own error
+        raise RuntimeError(
+            f"{type(self.module).__name__} has no Jacobian-vector product. By forward mode: "
+            f"{where(errors[0], self.module)}. By reverse mode: {where(errors[-1], self.module)}. Replace this "
+            "operation by one that torch differentiates, or choose weights after it with `parameters=`."
+        ) from errors[0]
+
+    def _say(self, way: Callable, error: Exception) -> None:
+        if way == self._push_each:
+            how = "takes one vector at a time, which is slower"
+        else:
+            how = "has no forward derivative; two reverse passes are taken instead, which is slower"
+        message = f"The Jacobian-vector product of {type(self.module).__name__} {how}: {where(error, self.module)}."
+        warnings.warn(message, stacklevel=2)
+
+    def _push_together(self, f: Function, weights: Weights, tangents: Weights, graph: bool) -> Tensor:
+        return vmap(lambda t: jvp(f, (weights,), (t,))[1], chunk_size=self.chunk_size)(tangents)
+
+    def _push_each(self, f: Function, weights: Weights, tangents: Weights, graph: bool) -> Tensor:
+        num = len(next(iter(tangents.values())))
+        each = [{name: t[k] for name, t in tangents.items()} for k in range(num)]
+        return torch.stack([jvp(f, (weights,), (t,))[1] for t in each])
+
+    def _push_by_two_pullbacks(self, f: Function, weights: Weights, tangents: Weights, graph: bool) -> Tensor:
+        leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
+        outputs = f(leaves)
+        u = torch.zeros_like(outputs).requires_grad_()
+        pulled = torch.autograd.grad(outputs, list(leaves.values()), u, create_graph=True, allow_unused=True)
+        linear = [(g, t) for g, t in zip(pulled, tangents.values(), strict=True) if g is not None and g.requires_grad]
+        rows = []
+        for k in range(len(next(iter(tangents.values())))):
+            if not linear:
+                rows.append(torch.zeros_like(outputs))
+                continue
+            gradients, vectors = [g for g, _ in linear], [t[k] for _, t in linear]
+            (row,) = torch.autograd.grad(gradients, u, vectors, retain_graph=True, create_graph=graph)
+            rows.append(row)
+        return torch.stack(rows)
+
+    def pull(
+        self, outputs: Tensor, weights: list[Tensor], cotangents: Float[Tensor, "K ..."]
+    ) -> Iterator[list[Tensor | None]]:
+        """`φᵀ u_k` of a few cotangents after the other, by weight, `[k, ...]`; None where outputs do not depend on it.
+
+        Raises:
+            ValueError: if the outputs depend on none of the weights.
+        """
+        if not outputs.requires_grad:
+            raise ValueError(
+                f"The outputs of {type(self.module).__name__} depend on none of the random weights by operations that "
+                "torch differentiates. Name others with `parameters=`."
+            )
+
+        def grads(u: Tensor, batched: bool = False) -> tuple[Tensor | None, ...]:
+            return torch.autograd.grad(
+                outputs, weights, u, retain_graph=True, allow_unused=True, is_grads_batched=batched
+            )
+
+        # Measured: calling a long pullback often costs nothing, and large batches leave the caches of a CPU.
+        size = len(outputs) * sum(w.numel() for w in weights)
+        together = self._pulls_together and (size < _LONG or outputs.device.type != "cpu")
+        for part in cotangents.split(self._chunk(size) if together else 1):
+            if len(part) > 1:
+                try:
+                    yield list(grads(part, batched=True))
+                    continue
+                except torch.OutOfMemoryError:
+                    raise
+                except _LACKING:  # said by nobody: one by one is as fast where the network is not tiny
+                    self._pulls_together = False
+            for u in part:
+                yield [None if g is None else g[None] for g in grads(u)]
+
+    def _chunk(self, size: int) -> int:
+        """Vectors at a time; more where the calls are what costs."""
+        return 4 * self.chunk_size if size < _LONG / 10 else self.chunk_size
+
+    def push_and_pull(
+        self, f: Function, weights: Weights, tangent: Weights, curvature: Callable[[Tensor], Tensor]
+    ) -> list[Tensor | None] | None:
+        """`φᵀ B φ v` of one vector by one forward pass, of dual numbers; None where torch lacks a derivative."""
+        if self._pushes[0] == self._push_by_two_pullbacks:
+            return None
+        leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
+        with torch.enable_grad(), dual_level():
+            try:
+                outputs = f({name: make_dual(w, tangent[name]) for name, w in leaves.items()})
+            except torch.OutOfMemoryError:
+                raise
+            except _LACKING:
+                return None
+            value, change = unpack_dual(outputs)
+            change = torch.zeros_like(value) if change is None else change.detach()
+        return next(iter(self.pull(value, list(leaves.values()), curvature(change[None]))))
+
+    def of_each_datum(
+        self, together: Callable[[], Weights], alone: Callable[[int], list[Tensor]], weights: Weights, num: int
+    ) -> Weights:
+        """`together()`, under `vmap`; where that fails `alone(n)` for each datum, stacked."""
+        failed = None
+        if self._data_together:
+            try:
+                return together()
+            except torch.OutOfMemoryError:
+                raise
+            except _LACKING as error:
+                failed = error
+        rows = [alone(n) for n in range(num)]
+        if failed is not None:
+            self._data_together = False
+            message = f"Jacobians of {type(self.module).__name__} take one datum at a time, which is slower"
+            warnings.warn(f"{message}: {where(failed, self.module)}.", stacklevel=2)
+        return {name: torch.stack([row[n] for row in rows]) for n, name in enumerate(weights)}
+
+    def rows(self, outputs: Tensor, weights: list[Tensor], cotangents: Tensor, *, graph: bool) -> list[Tensor]:
+        """`φᵀ u_k` of each cotangent, stacked, by weight."""
+        pulled = [
+            torch.autograd.grad(
+                outputs, weights, u, retain_graph=True, create_graph=graph, allow_unused=True, materialize_grads=True
+            )
+            for u in cotangents
+        ]
+        return [torch.stack(of_weight) for of_weight in zip(*pulled, strict=True)]

@@ -1,0 +1,183 @@
+"""Networks of every kind: their products, and what is said where forward mode is missing."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from benchmarks.compatibility import run
+from benchmarks.compatible_networks import NETWORKS, Mixture
+from laplace_sampling.linearise import Linearisation
+from laplace_sampling.operators import DenseFeatures
+
+_SAID = {
+    "a custom `autograd.Function` without `jvp`": "has no forward derivative; two reverse passes are taken instead",
+    "buffers written in evaluation mode": "mutate a captured Tensor",
+    "LSTM on packed sequences": "in `lstm`, a LSTM",
+    "weights of 8 bits": r"['0.weight'] are not floating point: they are left out",
+}
+_OF_TORCH = [(name, build) for library, name, build in NETWORKS if library == "torch.nn"]
+
+
+@pytest.mark.parametrize(("name", "build"), _OF_TORCH, ids=[name for name, _ in _OF_TORCH])
+def test_network_works_and_is_unchanged(name: str, build) -> None:
+    outcome = run("torch.nn", name, build)
+    if name == "dynamically quantised":  # computes in float32 only: no product in float64, but a fit
+        assert outcome.fitted
+        assert outcome.unchanged
+        return
+    assert outcome.works, outcome.row()
+    assert _SAID.get(name, "") in " ".join(outcome.notices)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def test_a_ggn_product_of_one_vector_is_that_of_many() -> None:
+    network, x = Linearisation(mlp()), random(5, 3)
+    v, B = random(3, network.num_parameters), random(2, 2)
+    expected = DenseFeatures(network.jacobian(x)).ggn(v, torch.arange(5), lambda u: u @ B)
+    assert_close(network.ggn(x, v, lambda u: u @ B), expected)
+    network.products.update(jvp=0, vjp=0)
+    assert_close(network.ggn(x, v[:1], lambda u: u @ B), expected[:1])
+    assert network.products == {"jvp": 5, "vjp": 5}
+
+
+def test_no_grad_stops_both_products() -> None:
+    class Stopped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                h = self.body(x)
+            return self.head(h)
+
+    network, x = Linearisation(Stopped().double()), random(5, 3)
+    v = random(2, network.num_parameters)
+    expected = torch.einsum("ncp,kp->knc", network.jacobian(x), v)
+    assert_close(network.jvp(x, v), expected)
+    assert_close(network.jvp(x, v[:1]), expected[:1])
+    assert torch._C._is_fwd_grad_enabled()
+
+
+def test_a_notice_is_given_once_and_names_operation_and_module() -> None:
+    class Written(nn.Module):
+        """Writes what depends on the weights into memory that does not, which `vmap` refuses."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            return h * float(h.sum() > 1e9) + torch.tanh(h) if bool(torch.isfinite(h).all()) else h
+
+    module = nn.Sequential(Cubed(), Written()).double()
+    network, x = Linearisation(module), random(5, 3)
+    v = random(2, network.num_parameters)
+    with pytest.warns(
+        UserWarning, match=r"The Jacobian-vector product of Sequential has no forward derivative.*in `0`, a Cubed"
+    ):
+        first = network.jvp(x, v)
+    assert_close(network.jvp(x, v), first)  # said once
+    u = random(2, 5, 2)
+    assert_close((first * u).sum((1, 2)), (network.vjp(x, u) * v).sum(1))
+
+
+def test_routing_that_depends_on_data_is_that_of_each_datum() -> None:
+    network, x = Linearisation(Mixture().double()), random(6, 3)
+    v = random(2, network.num_parameters)
+    with pytest.warns(
+        UserWarning, match="Jacobians of Mixture take one datum at a time, which is slower: .*in a Mixture"
+    ):
+        J = network.jacobian(x)
+    assert_close(network.jvp(x, v), torch.einsum("ncp,kp->knc", J, v))
+
+
+class Cubed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Cube.apply(self.scale * x)
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * g
+
+
+class Opaque(torch.autograd.Function):
+    """No forward derivative, and a reverse one that cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x**2
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        return g
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Opaque.apply(self.linear(x))
+
+
+def test_where_nothing_works_an_error_names_operation_and_module() -> None:
+    network = Linearisation(nn.Sequential(nn.Linear(3, 3), Failing()).double())
+    with pytest.raises(RuntimeError, match=r"has no Jacobian-vector product. By forward mode.*in `1`, a Failing"):
+        network.jvp(random(4, 3), random(2, network.num_parameters))
+
+
+def test_wrappers_are_taken_off() -> None:
+    model = mlp()
+    for wrapped in (torch.compile(model), nn.DataParallel(model)):
+        assert Linearisation(wrapped).module is model
+        assert Linearisation(wrapped).names == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_scripted_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"which has no Jacobian products. Pass the module that was scripted"):
+        Linearisation(torch.jit.script(mlp()))
+
+
+def test_other_errors() -> None:
+    constant = nn.Sequential(mlp(), nn.Threshold(1e9, 0.0))
+    detached = Linearisation(Detached().double())
+    with pytest.raises(ValueError, match="depend on none of the random weights"):
+        detached.vjp(random(4, 3), random(1, 4, 2))
+    assert not Linearisation(constant).vjp(random(4, 3), random(1, 4, 2)).any()
+    bag = nn.EmbeddingBag(5, 2, max_norm=1.0)
+    with pytest.raises(ValueError, match=r"`nn.EmbeddingBag\(max_norm=...\)` changes its weights in the forward pass"):
+        Linearisation(bag).jvp(torch.tensor([[1, 2]]), torch.zeros(1, 10))
+
+
+class Detached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).detach()
