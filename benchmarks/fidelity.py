@@ -106,7 +106,7 @@ METHODS_COMPARED: dict[str, Method] = {
 def distances(problem: Problem) -> Iterator[dict[str, Any]]:
     """Of every method, on some of the test data."""
     x = problem.data.test.x[:TEST]
-    exact = LinearisedLaplace(problem.network, problem.likelihood, method="exact", num_samples=2, **SETTINGS)
+    exact = LinearisedLaplace(problem.network, problem.likelihood, method="exact", num_samples=2, scale=1.0, **SETTINGS)
     exact.fit_hyperparameters(problem.data.train.loader(BATCH), progress=False)
     precision = float(exact.prior_precision_[0])
     found: Any = exact.predict(x)

@@ -72,7 +72,7 @@ class GramFit(Fit):
         model, prior, samples = self.model, self.prior, self.samples(draws)
         at = self.mode_outputs if self.task.hessian_at == "mode" else model.network_outputs.double()
         outputs = torch.cat([model.features.outputs(part.to(model.features.dtype)) for part in samples.split(16)])
-        energies = model.likelihood.root_transpose(at, outputs.double()).flatten(1).square().sum(1)
+        energies = model.likelihood.root_transpose(at, outputs.double(), model.targets).flatten(1).square().sum(1)
         of_prior = torch.stack([(prior.diagonal().double() * row**2).sum() for row in samples])
         none = torch.zeros(len(samples), dtype=torch.float64, device=samples.device)
         return Sampled(

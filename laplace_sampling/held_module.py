@@ -71,5 +71,6 @@ def where(error: BaseException, module: nn.Module) -> str:
             found = owner
         traceback = traceback.tb_next
     name = names[id(found)]
-    said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    # torch explains at length what a user can do about `vmap`
+    said = next(iter(str(error).strip().splitlines()), type(error).__name__).split(". ")[0].removesuffix(".")
     return f"{said} — in {f'`{name}`, ' if name else ''}a {type(found).__name__}"

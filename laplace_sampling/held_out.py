@@ -73,7 +73,7 @@ class OnTrainingData:
         return Calibration(scale=leave_one_out_scale(*arguments))
 
     def problems(self, calibration: Calibration) -> list[str]:
-        """Whether next to nothing is left of what the network knows of these data."""
+        """Whether next to nothing is left of what the network knows of these data, if it knows anything."""
         likelihood, y, f = self.fit.model.likelihood, self._targets, self._outputs
         if isinstance(likelihood, Gaussian):
             y, noise = y.reshape(f.shape).double(), 1 / likelihood.precision(f)
@@ -89,7 +89,7 @@ class OnTrainingData:
             own, constant = -float(likelihood.loss(f, y).mean()), -_entropy_of_labels(likelihood, y, f)
         else:
             return []
-        if ours >= constant + _LEFT * max(own - constant, 0):
+        if own <= constant or ours >= constant + _LEFT * (own - constant):
             return []
         return [
             f"With its error bars the posterior predicts the training data hardly better, with a mean log-likelihood "

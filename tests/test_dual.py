@@ -203,7 +203,8 @@ def test_a_start_and_a_preconditioner_change_the_cost_only() -> None:
         assert other.passes < plain.passes
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n != "attention"])
+# Fisher scoring, of unequal noise, converges linearly.
+@pytest.mark.parametrize("name", [n for n in CASES if n not in ("attention", "heteroscedastic")])
 def test_the_mode_is_that_of_weight_space(name: str) -> None:
     _, model, _, built = setting(name)
     found = dual_mode(model, built, tolerance=1e-10)

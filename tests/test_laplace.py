@@ -99,8 +99,9 @@ def test_auto_chooses_by_likelihood_and_size() -> None:
     assert (regression.linear_model, regression.hessian_at) == ("affine", "mode")
     classification = LinearisedLaplace(make_case("classification").model, "classification")
     assert (classification.linear_model, classification.hessian_at) == ("homogeneous", "mode")
+    assert "DenseFeatures" in type(fitted(make_case("classification_many_data"))._fit.model.features).__name__
     case = make_case("classification")
-    assert "DenseFeatures" in type(fitted(case)._fit.model.features).__name__
+    assert "NetworkFeatures" in type(fitted(case)._fit.model.features).__name__
     assert "NetworkFeatures" in type(fitted(case, method="sgd", solver=QUICK)._fit.model.features).__name__
 
 
