@@ -2,13 +2,13 @@
 
 import torch
 from peft import LoraConfig, get_peft_model
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 from transformers import BertConfig, BertForSequenceClassification
 
 from laplace_sampling import LinearisedLaplace
 
 # A small model with random weights and made data, so that nothing is downloaded: in practice `from_pretrained`,
-# a tokenizer, and training before the fit.
+# a tokenizer, and more training before the fit.
 torch.manual_seed(0)
 config = BertConfig(
     vocab_size=50,
@@ -21,7 +21,12 @@ config = BertConfig(
 )
 model = get_peft_model(BertForSequenceClassification(config), LoraConfig(r=2, task_type="SEQ_CLS"))
 ids = torch.randint(1, 50, (24, 8))
-rows = [{"input_ids": row, "attention_mask": torch.ones(8, dtype=torch.long), "labels": row.sum() % 3} for row in ids]
+rows = [{"input_ids": row, "attention_mask": torch.ones(8, dtype=torch.long), "labels": row[0] % 3} for row in ids]
+optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.02)
+for _ in range(60):
+    optimiser.zero_grad()
+    model(**default_collate(rows)).loss.backward()
+    optimiser.step()
 
 # --8<-- [start:example]
 loader = DataLoader(rows, batch_size=8)  # of dictionaries with `input_ids`, `attention_mask` and `labels`

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_sampling import ConvergenceWarning, Gaussian, LinearisedLaplace
+from laplace_sampling import ConvergenceWarning, LinearisedLaplace
 from laplace_sampling.calibration import leave_one_out_scale
 
 
@@ -120,10 +120,17 @@ def test_a_posterior_that_forgets_its_data_says_so() -> None:
     la = LinearisedLaplace(model, "classification", prior="isotropic", scale=1e4)
     with pytest.warns(ConvergenceWarning, match=r"hardly better, with a mean .* without inputs \(-1\.1; the network"):
         la.fit_hyperparameters([train], progress=False)
-    case = trained()
-    la = LinearisedLaplace(case.model, Gaussian(100.0, learn=False), prior="isotropic", method="exact", scale=1e4)
+    line = nn.Linear(1, 1).double()
+    nn.init.ones_(line.weight)
+    nn.init.zeros_(line.bias)
+    x = torch.linspace(-1, 1, 40, dtype=torch.float64)[:, None]
+    noisy = x + 0.1 * torch.randn(40, 1, generator=torch.Generator().manual_seed(0))
+    la = LinearisedLaplace(line, "regression", prior="isotropic", scale=1e6)
     with pytest.warns(ConvergenceWarning, match="With its error bars the posterior predicts the training data hardly"):
-        la.fit_hyperparameters(case.batches, progress=False)
-    binary = LinearisedLaplace(nn.Sequential(model, nn.Linear(3, 1).double()), "binary", prior="isotropic", scale=1e6)
+        la.fit_hyperparameters([(x, noisy)], progress=False)
+    one = nn.Linear(2, 1).double()
+    nn.init.constant_(one.weight, 5.0)
+    binary = LinearisedLaplace(one, "binary", prior="isotropic", scale=1e9)
+    points = torch.randn(60, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     with pytest.warns(ConvergenceWarning, match="pass `val_loader`"):
-        binary.fit_hyperparameters([(train[0], (train[1][:, None] == 0).double())], progress=False)
+        binary.fit_hyperparameters([(points, (points.sum(1, keepdim=True) > 0).double())], progress=False)

@@ -472,7 +472,7 @@ def test_use_before_fit(use) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"likelihood": "poisson"}, "`likelihood='poisson'` is not known"),
+        ({"likelihood": "ordinal"}, "`likelihood='ordinal'` is not known"),
         ({"prior": "flat"}, "`prior='flat'` is not known"),
         ({"linear_model": "quadratic"}, r"`linear_model='quadratic'` is not known; use one of \['auto', 'affine'"),
         ({"hessian_at": "map"}, "`hessian_at='map'` is not known"),
@@ -575,7 +575,9 @@ def test_a_model_whose_output_is_not_a_tensor() -> None:
 
 def test_bad_predictions_and_samples() -> None:
     la = fitted(CLASSES)
-    with pytest.raises(TypeError, match=r"`predict\(x\)` needs a tensor, but got ndarray"):
+    with pytest.raises(
+        TypeError, match=r"`predict\(x\)` needs a tensor, or a tuple or dictionary of them, but got ndarray"
+    ):
         la.predict(CLASSES.x.numpy())
     with pytest.raises(ValueError, match=r"x contains NaN or infinity"):
         la.predict(CLASSES.x / 0)
