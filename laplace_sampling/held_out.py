@@ -26,8 +26,8 @@ from laplace_sampling.saving import Posterior
 
 __all__ = ["HeldOut", "OnTrainingData"]
 
-# Training data that are looked at: the scale is one number.
-_ENOUGH = 4096
+# Training data that are looked at, as the scale is one number; and numbers of their deviations in memory.
+_ENOUGH, _NUMBERS = 4096, 2**24
 # Of what the network's log-likelihood of them gains over that without inputs, the part that must be left.
 _LEFT = 0.1
 
@@ -47,13 +47,19 @@ class OnTrainingData:
     deviations: Float[Tensor, "K n C"]
 
     @classmethod
-    def of(cls, fit: Fit) -> "OnTrainingData":
-        """On so many data as one number needs."""
+    def of(cls, fit: Fit, in_order: bool) -> "OnTrainingData":
+        """On so many data as one number needs, and memory holds; the first ones of data that are read in order."""
         assert fit.sampled is not None
-        features = fit.model.features
-        some = torch.arange(0, features.num_data, math.ceil(features.num_data / _ENOUGH))
-        samples = fit.sampled.samples.to(features.dtype)
-        return cls(fit, some, torch.cat([features.jvp(samples, part) for part in features.chunks(some)], dim=1))
+        features, samples = fit.model.features, fit.sampled.samples
+        num = max(1, min(_ENOUGH, _NUMBERS // (len(samples) * features.num_outputs)))
+        some = torch.arange(0, features.num_data, 1 if in_order else math.ceil(features.num_data / num))[:num]
+        chunks = features.chunks(some)
+        deviations = torch.cat([features.jvp(samples.to(features.dtype), part) for part in chunks], dim=1)
+        likelihood, targets = fit.model.likelihood, fit.model.targets
+        if isinstance(likelihood, Categorical) and targets.dim() == 1:
+            labelled = (targets[some] != likelihood.ignore_index).cpu()
+            some, deviations = some[labelled], deviations[:, labelled.to(deviations.device)]
+        return cls(fit, some, deviations)
 
     @property
     def _targets(self) -> Tensor:

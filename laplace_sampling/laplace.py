@@ -255,7 +255,7 @@ class LinearisedLaplace:
         else:
             solver = make_solver(task, tolerance, None)
             fit = fit_by_solver(*tune_by_solver(task, tuning, solver), solver)
-        posterior, trained = self._posterior_of(fit, tangent), OnTrainingData.of(fit)
+        posterior, trained = self._posterior_of(fit, tangent), OnTrainingData.of(fit, tangent.data.in_order)
         if held_out is not None:
             posterior = held_out.calibrated(self.network, posterior, fit)
         elif self.scale == "auto":

@@ -1,6 +1,7 @@
 """The scale of the posterior of a `LinearisedLaplace`, with validation data and without."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_sampling import ConvergenceWarning, LinearisedLaplace
+from laplace_sampling import ConvergenceWarning, LinearisedLaplace, held_out
 from laplace_sampling.calibration import leave_one_out_scale
 
 
@@ -134,3 +135,26 @@ def test_a_posterior_that_forgets_its_data_says_so() -> None:
     points = torch.randn(60, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     with pytest.warns(ConvergenceWarning, match="pass `val_loader`"):
         binary.fit_hyperparameters([(points, (points.sum(1, keepdim=True) > 0).double())], progress=False)
+
+
+def test_ignored_labels_do_not_enter_the_scale() -> None:
+    model, (x, y), _ = overfitted()
+    settings = {"prior": "isotropic", "method": "exact", "num_samples": 8}
+    whole = LinearisedLaplace(model, "classification", **settings).fit_hyperparameters(
+        [(x[:60], y[:60])], progress=False
+    )
+    ignored = torch.cat([y[:60], torch.full((30,), -100)])
+    some = LinearisedLaplace(model, "classification", **settings).fit_hyperparameters([(x, ignored)], progress=False)
+    assert_close(some.prior_precision_, whole.prior_precision_, rtol=1e-4, atol=0)
+    assert 0.3 < some.scale_ / whole.scale_ < 3  # other noise in the samples
+
+
+def test_few_data_are_looked_at_and_the_first_ones_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_out, "_ENOUGH", 20)
+    model, (x, y), _ = overfitted()
+    la = LinearisedLaplace(model, "classification", num_samples=8).fit_hyperparameters([(x, y)], progress=False)
+    fit = replace(la._fit, sampled=replace(la._fit.sampled, samples=la.samples_))
+    assert held_out.OnTrainingData.of(fit, False).some.tolist() == list(range(0, 90, 5))
+    assert held_out.OnTrainingData.of(fit, True).some.tolist() == list(range(20))
+    monkeypatch.setattr(held_out, "_NUMBERS", 8 * 3 * 10)
+    assert held_out.OnTrainingData.of(fit, True).deviations.shape == (8, 10, 3)
