@@ -453,7 +453,7 @@ def _():
 
 def from_timm(name: str, size: int = 32, **kwargs) -> Build:
     def build() -> tuple[nn.Module, Tensor]:
-        import timm
+        import timm  # pyright: ignore[reportMissingImports]
 
         return timm.create_model(name, pretrained=False, num_classes=3, **kwargs), images(size)
 
@@ -574,7 +574,7 @@ class OnGraph(nn.Module):
 
 def graph(kind: str) -> Build:
     def build() -> tuple[nn.Module, Tensor]:
-        import torch_geometric.nn as pyg
+        import torch_geometric.nn as pyg  # pyright: ignore[reportMissingImports]
 
         layers = {
             "GCNConv": lambda i: pyg.GCNConv(i, 4), "SAGEConv": lambda i: pyg.SAGEConv(i, 4),

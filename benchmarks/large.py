@@ -14,7 +14,7 @@ from benchmarks.stored import StoredFeatures
 from laplace_sampling import krylov
 from laplace_sampling.__main__ import Data
 from laplace_sampling.contour import sample_contour
-from laplace_sampling.diagnostics import TestResult, chi_squared_test, data_energy_test
+from laplace_sampling.energy_tests import TestResult, chi_squared_test, data_energy_test
 from laplace_sampling.krylov import CG, BlockKrylov
 from laplace_sampling.likelihoods import Categorical
 from laplace_sampling.linearise import Linearisation

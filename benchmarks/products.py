@@ -97,7 +97,7 @@ def contenders(module: nn.Module, x: Tensor, K: int, chunk: int) -> dict[str, Ca
         "vmap": torch.no_grad()(lambda: vmap(one, chunk_size=chunk)(tangents)),
     }
     try:
-        from curvlinops import GGNLinearOperator
+        from curvlinops import GGNLinearOperator  # pyright: ignore[reportMissingImports]
     except ImportError:
         return found
     loss = nn.CrossEntropyLoss(reduction="sum")

@@ -9,8 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.curves import EvidencePath
-from laplace_sampling.diagnostics import Diagnosis, TestResult, advice, chi_squared_test, data_energy_test
+from laplace_sampling.diagnostics import Diagnosis, advice
 from laplace_sampling.dual import DualCG
+from laplace_sampling.energy_tests import TestResult, chi_squared_test, data_energy_test
 from laplace_sampling.evidence import EMStep
 from laplace_sampling.leave_one_out import LeaveOneOut
 from laplace_sampling.likelihoods import Gaussian, Likelihood

@@ -457,7 +457,7 @@ class LinearisedLaplace:
     def diagnose(self) -> Diagnosis:
         """Whether solves, samples and hyperparameters of the last fit are right; `print` it for one page in words.
 
-        The energies of the samples are tested against their distributions; see `laplace_sampling.diagnostics`.
+        The energies of the samples are tested against their distributions; see `laplace_sampling.energy_tests`.
         """
         self._fitted("diagnose")
         if self._fit is None or self._fit.sampled is None:
