@@ -461,3 +461,45 @@ def test_distance_of_points_is_that_of_the_hessian() -> None:
     step, alpha = (second - first)[0], 0.3
     expected = ((step @ M @ step + alpha * step @ step) / (alpha * second[0] @ second[0])).sqrt()
     assert points[0].distance(model, points[1], alpha) == pytest.approx(float(expected))
+
+
+@pytest.mark.parametrize("accuracy", [1e-3, 1e-6])
+def test_the_part_of_the_mode_is_as_accurate_as_asked_for_at_both_ends(accuracy: float) -> None:
+    # One probe: the directions of the mode have to be found for its own sake.
+    ggn, _ = random_spectrum()
+    y = 100 * torch.randn(300, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    zero = torch.zeros_like(y)
+    model = LinearModel(ggn.features, zero, zero, y, Gaussian(1.0))
+    prior = build("isotropic", model, 30.0)
+    path, _ = evidence_path(
+        model, prior, Draws(1, 0), torch.zeros(1, 300, dtype=torch.float64), hessian_at="network", accuracy=accuracy,
+        decades=1.0,
+    )  # fmt: skip
+    ends = torch.tensor([3.0, 30.0, 300.0], dtype=torch.float64)
+    rhs = ggn.features.vjp(y[None], torch.arange(300))[0].double()
+    M = make_dense(ggn)
+    for i, alpha in enumerate(ends.tolist()):
+        truth = path.loss - 0.5 * float(rhs @ torch.linalg.solve(M + alpha * torch.eye(300), rhs))
+        mine = float(path.data_fit(ends)[i] + 0.5 * alpha * path.mode_norm(ends)[i])
+        size = abs(float(path.log_marginal_likelihood(ends)[0][i]))
+        print(alpha, (mine - truth) / size)
+        assert abs(mine - truth) <= accuracy * size
+
+
+def test_a_step_that_raises_the_objective_is_halved() -> None:
+    model = dense_model("classification")
+    prior = build("isotropic", model, 0.5)
+    start = Point.of(model, prior, torch.zeros(1, model.features.size, dtype=torch.float64))
+    mode = linear_model_mode(model, prior, Dense()).value
+    assert start.toward(model, (near := Point.of(model, prior, mode)), 0.5) is near
+    far = Point.of(model, prior, 3000 * mode)
+    assert far.objective(0.5) > start.objective(0.5)
+    found = start.toward(model, far, 0.5)
+    assert found.objective(0.5) <= start.objective(0.5)
+    halvings = math.log2(float(far.theta.norm() / found.theta.norm()))
+    assert halvings == pytest.approx(round(halvings), abs=1e-9)
+    assert halvings > 0
+    again = Point.of(model, prior, found.theta)
+    assert_close(found.outputs, again.outputs)
+    assert found.loss == pytest.approx(again.loss)
+    assert Point.of(model, prior, 2 * found.theta).objective(0.5) > start.objective(0.5)  # the first that does
