@@ -10,7 +10,7 @@ check:
 	pyright
 
 test:
-	pytest
+	pytest -n auto
 
 docs:
 	mkdocs build --strict

@@ -10,7 +10,7 @@ from benchmarks.results import Results
 __all__ = ["checks"]
 
 OVERCONFIDENT, SLACK = 1.2, 0.005
-WITH_VALIDATION = "ours, scale by validation"
+WITH_VALIDATION = "ours, validation"
 
 
 def checks(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["draw"]
 
 SHOWN = (
-    "MAP", "temperature scaling", "ours", "ours, isotropic, B at the mode", "ours, scale by validation",
+    "MAP", "temperature scaling", "ours", "ours, isotropic, B at the mode", "ours, validation",
     "laplace-torch, last layer", "laplace-torch, KFAC, validation", "MC dropout", "ensemble of 5",
 )  # fmt: skip
 

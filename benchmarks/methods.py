@@ -74,8 +74,9 @@ def _ours() -> dict[str, Method]:
     pairs = [(prior, at) for prior in ("g-prior", "isotropic", "layerwise") for at in ("mode", "network")]
     return {
         "ours": own(ours.setting(), tier=0),
-        "ours, scale by validation": own(ours.with_scale(), sees="validation", tier=0),
-        "ours, scale by test oracle": own(ours.with_scale(oracle=True), sees="test", tier=0),
+        "ours, not scaled": own(ours.setting(scale=1.0), classes, tier=0),
+        "ours, validation": own(ours.with_validation, sees="validation", tier=0),
+        "ours, scale by test oracle": own(ours.with_best_scale, sees="test", tier=0),
         **{
             f"ours, {prior}, B at the {at}": own(
                 ours.setting(prior=prior, hessian_at=at), classes, tier=tiers.get((prior, at), 2)

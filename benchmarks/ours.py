@@ -1,4 +1,4 @@
-"""`LinearisedLaplace` in several settings, one fit for each, and with a scale or precision chosen by held-out data."""
+"""`LinearisedLaplace` in several settings, one fit for each; with held-out data, and with oracles."""
 
 import math
 import time
@@ -25,7 +25,7 @@ from benchmarks.training import Problem
 from laplace_sampling import ClassificationPrediction, LinearisedLaplace, RegressionPrediction
 from laplace_sampling.solvers import ConvergenceWarning
 
-__all__ = ["chosen_precision", "defaults", "setting", "with_scale"]
+__all__ = ["chosen_precision", "defaults", "setting", "with_best_scale", "with_validation"]
 
 BATCH = 200
 PRECISION_FACTORS = (1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -42,6 +42,14 @@ def setting(**settings: Any) -> Callable[[Problem], Fitted]:
 
 
 defaults = setting()
+
+
+def with_validation(problem: Problem) -> Fitted:
+    """Scale, and temperature or noise, by held-out data."""
+    la, held_out = LinearisedLaplace(problem.network, problem.likelihood, seed=problem.seed), problem.data.validation
+    loaders = problem.data.train.loader(BATCH), held_out.loader(BATCH)
+    details = caught(la, lambda: la.fit_hyperparameters(loaders[0], val_loader=loaders[1], progress=False))
+    return fitted_predictions(problem, la, details)
 
 
 @lru_cache(maxsize=2)
@@ -62,6 +70,8 @@ def caught(la: LinearisedLaplace, fit: Callable[[], object]) -> dict[str, Any]:
         "prior_precision": [float(v) for v in la.prior_precision_],
         "effective_dimension": float(la.effective_dimension_.sum()),
         "noise_precision": None if noise is None else float(noise),
+        "scale": la.scale_,
+        "temperature": la.temperature_,
         "seconds": seconds,
         "passes": float(la.diagnose().passes),
         "method": la.diagnose().method,
@@ -101,22 +111,18 @@ def link_log_probs(likelihood: str, p: ClassificationPrediction, link: str) -> T
     return probs.double().clamp_min(1e-30).log()
 
 
-def with_scale(oracle: bool = False, **settings: Any) -> Callable[[Problem], Fitted]:
-    """The posterior's standard deviations times the number of the largest held-out (or test) likelihood."""
+def with_best_scale(problem: Problem) -> Fitted:
+    """The posterior's standard deviations times the number of the largest likelihood of the *test* data."""
+    la, details = fitted(problem, (("scale", 1.0),))
+    part = problem.data.test
+    parts = [la.predict(batch) for batch in part.x.split(BATCH)]
+    y = targets(problem.likelihood, part.y)
 
-    def method(problem: Problem) -> Fitted:
-        la, details = fitted(problem, tuple(settings.items()))
-        part = problem.data.test if oracle else problem.data.validation
-        parts = [la.predict(batch) for batch in part.x.split(BATCH)]
-        y = targets(problem.likelihood, part.y)
+    def loss(log_scale: float) -> float:
+        return -mean_log_likelihood(common(problem.likelihood, parts, math.exp(log_scale)), y)
 
-        def loss(log_scale: float) -> float:
-            return -mean_log_likelihood(common(problem.likelihood, parts, math.exp(log_scale)), y)
-
-        scale = best_scale(loss, 1 / 30, 30.0)
-        return fitted_predictions(problem, la, {**details, "scale": scale}, scale)
-
-    return method
+    scale = best_scale(loss, 1 / 30, 30.0)
+    return fitted_predictions(problem, la, {**details, "scale": scale**2}, scale)
 
 
 def mean_log_likelihood(p: Prediction, y: Tensor) -> float:
@@ -126,7 +132,11 @@ def mean_log_likelihood(p: Prediction, y: Tensor) -> float:
 
 
 def chosen_precision(oracle: bool = False, **settings: Any) -> Callable[[Problem], Fitted]:
-    """The prior precision of the largest log-likelihood of held-out (or test) data, of a few around the fitted one."""
+    """The prior precision of the largest log-likelihood of held-out (or test) data, of a few around the fitted one.
+
+    Its posterior is not scaled.
+    """
+    settings = {"scale": 1.0, **settings}
 
     def method(problem: Problem) -> Fitted:
         part = problem.data.test if oracle else problem.data.validation

@@ -30,9 +30,10 @@ MAIN = (
     "temperature scaling",
     "temperature by test oracle",
     "ours",
+    "ours, not scaled",
     "ours, isotropic, B at the mode",
     "ours, isotropic",
-    "ours, scale by validation",
+    "ours, validation",
     "ours, scale by test oracle",
 )
 

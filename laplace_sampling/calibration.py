@@ -102,6 +102,9 @@ def held_out_classification(
 ) -> Calibration:
     r"""Scale and temperature under which held-out data are likeliest, `p = (1/K) Σ_k σ((f + √τ φζ_k)/T)`.
 
+    `log τ` and `log T` have standard normal priors, which matter where data are few: without an error among them, the
+    likeliest temperature of a few dozen is zero.
+
     Args:
         likelihood: categorical or Bernoulli.
         targets: of the held-out data.
@@ -114,7 +117,7 @@ def held_out_classification(
         T = at[1].exp()
         return _mean_loss(likelihood, targets, outputs / T, deviations / T, at[0].exp())
 
-    scale, temperature = _minimised(loss, [(-9.0, 5.0), (-3.0, 5.0)])
+    scale, temperature = _likeliest(loss, len(outputs), [(-9.0, 5.0), (-3.0, 5.0)])
     return Calibration(scale=scale, temperature=temperature)
 
 
@@ -125,6 +128,8 @@ def held_out_regression(
     noise_variance: Float[Tensor, "N C"],
 ) -> tuple[Calibration, float]:
     r"""The scale of the covariance, and a factor of the noise variance, under which held-out data are likeliest.
+
+    Their logarithms have standard normal priors.
 
     Args:
         targets: of the held-out data.
@@ -138,17 +143,19 @@ def held_out_regression(
         total = at[0].exp() * S + torch.diag_embed(at[1].exp() * noise)
         return -torch.distributions.MultivariateNormal(torch.zeros_like(error), total).log_prob(error).mean()
 
-    scale, factor = _minimised(loss, [(-9.0, 5.0), (-9.0, 9.0)])
+    scale, factor = _likeliest(loss, len(error), [(-9.0, 5.0), (-9.0, 9.0)])
     return Calibration(scale=scale), factor
 
 
-def _minimised(loss: Callable[[Tensor], Tensor], bounds: list[tuple[float, float]]) -> tuple[float, ...]:
-    """Exponentials of the arguments of least loss, from two starts: as it is, and hardly any spread."""
+def _likeliest(
+    mean_loss: Callable[[Tensor], Tensor], num_data: int, bounds: list[tuple[float, float]]
+) -> tuple[float, ...]:
+    """Exponentials of the arguments of largest posterior, from two starts: as it is, and hardly any spread."""
 
     def value_and_gradient(at: np.ndarray) -> tuple[float, np.ndarray]:
         point = torch.from_numpy(at).requires_grad_()
         with torch.enable_grad():
-            value = loss(point)
+            value = mean_loss(point) + 0.5 * point.square().sum() / num_data
             (gradient,) = torch.autograd.grad(value, point)
         return float(value.detach()), gradient.numpy()
 

@@ -4,6 +4,9 @@ import pytest
 import torch
 from cases import CASES, Case, make_case
 
+# Tensors are small, and tests run side by side.
+torch.set_num_threads(1)
+
 # The first forward derivative imports what warns of torch.jit: here, and not in a test that counts warnings.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -133,26 +133,32 @@ def test_ours_in_the_common_form(moons: Problem) -> None:
 
 
 def test_a_scale_multiplies_deviations(moons: Problem) -> None:
-    plain, scaled = ours.setting()(moons).predict(moons.data.test.x), ours.with_scale()(moons)
-    scale = scaled.details["scale"]
+    plain, scaled = ours.setting(scale=1.0)(moons).predict(moons.data.test.x), ours.with_best_scale(moons)
+    scale = scaled.details["scale"] ** 0.5
     f = outputs_of(moons.network, moons.data.test.x)
     assert_close(scaled.predict(moons.data.test.x).samples - f, scale * (plain.samples - f), atol=1e-4, rtol=1e-4)
     # and is no worse on what it was chosen by
-    y = moons.data.validation.y
-    values = [
-        ours.mean_log_likelihood(m(moons).predict(moons.data.validation.x), y)
-        for m in (ours.setting(), ours.with_scale())
-    ]
+    values = [ours.mean_log_likelihood(p, moons.data.test.y) for p in (plain, scaled.predict(moons.data.test.x))]
     assert values[1] >= values[0] - 1e-4
+
+
+def test_validation_data_choose_scale_and_temperature(moons: Problem) -> None:
+    plain, chosen = ours.setting()(moons), ours.with_validation(moons)
+    assert chosen.details["temperature"] != 1.0
+    assert plain.details["temperature"] == 1.0
+    values = [
+        ours.mean_log_likelihood(m.predict(moons.data.validation.x), moons.data.validation.y) for m in (plain, chosen)
+    ]
+    assert values[1] >= values[0]
 
 
 def test_the_oracle_is_the_best_of_its_grid(gap: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "PRECISION_FACTORS", (0.1, 1.0, 10.0))
-    fit = ours.chosen_precision(oracle=True)(gap)
+    fit, unscaled = ours.chosen_precision(oracle=True)(gap), (("scale", 1.0),)
     y = gap.data.test.y.flatten()
-    values = {k: ours.mean_log_likelihood(v.predict(gap.data.test.x), y) for k, v in ours.grid(gap, ()).items()}
+    values = {k: ours.mean_log_likelihood(v.predict(gap.data.test.x), y) for k, v in ours.grid(gap, unscaled).items()}
     assert fit.details["factor"] == max(values, key=values.__getitem__)
-    precisions = [v.details["prior_precision"][0] for v in ours.grid(gap, ()).values()]
+    precisions = [v.details["prior_precision"][0] for v in ours.grid(gap, unscaled).values()]
     assert_close(torch.tensor(precisions) / precisions[1], torch.tensor([0.1, 1.0, 10.0]))
 
 

@@ -95,3 +95,13 @@ def test_binary_labels() -> None:
     found = held_out_classification(Bernoulli(), y, 3 * logits, 1e-6 * normal(8, NUM, 1))
     assert found.temperature == pytest.approx(3.0, rel=0.15)
     assert math.isfinite(leave_one_out_scale(Bernoulli(), y, 3 * logits, logits, normal(8, NUM, 1)))
+
+
+@pytest.mark.parametrize("num", [10, 1000])
+def test_few_labels_without_an_error_do_not_take_the_temperature_to_zero(num: int) -> None:
+    logits = torch.tensor([[2.0, 0.0], [0.0, 2.0]], dtype=torch.float64).repeat(num // 2, 1)
+    y, deviations = logits.argmax(1), 1e-6 * normal(8, num, 2)
+    T = held_out_classification(Categorical(), y, logits, deviations).temperature
+    # N d/d(log T) softplus(−2/T) = −log T, the prior's slope
+    assert num * 2 / T / (1 + math.exp(2 / T)) == pytest.approx(-math.log(T), rel=1e-3)
+    assert T < 1

@@ -20,8 +20,6 @@ from laplace_sampling.quadrature import Quadrature, TraceEstimator
 from laplace_sampling.sampling import Draws, LinearModel, linear_model_mode
 from laplace_sampling.solvers import make_dense
 
-torch.set_num_threads(1)
-
 ALPHAS = torch.logspace(-3, 3, 7, dtype=torch.float64)
 
 

@@ -18,8 +18,6 @@ from laplace_sampling.gram_classification import GramClassification
 from laplace_sampling.methods import make_plan
 from laplace_sampling.operators import NetworkFeatures
 
-torch.set_num_threads(1)
-
 CLOSE = {"rtol": 1e-6, "atol": 1e-8}
 SAMPLES = {"rtol": 1e-5, "atol": 1e-7}
 # N·C is less than P.

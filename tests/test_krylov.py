@@ -17,8 +17,6 @@ from laplace_sampling.priors import GaussianPrior
 from laplace_sampling.sampling import ModeObjective
 from laplace_sampling.solvers import Quadratic, function_error, make_dense, newton, whiten
 
-torch.set_num_threads(1)
-
 SOLVERS = {"block": BlockKrylov, "cg": CG}
 
 

@@ -21,8 +21,6 @@ from laplace_sampling.preconditioners import Nystrom
 from laplace_sampling.sampling import Draws
 from laplace_sampling.variance_reduced import SVRG
 
-torch.set_num_threads(1)
-
 
 def problem(likelihood: str = "regression", inputs: int = 60, num_data: int = 80) -> tuple[nn.Module, list]:
     """A linear network on inputs whose variances fall over three decades."""

@@ -16,8 +16,6 @@ from laplace_sampling.linear_operators import to_linear_operator
 from laplace_sampling.methods import make_plan
 from laplace_sampling.operators import DenseFeatures
 
-torch.set_num_threads(1)
-
 CLOSE = {"rtol": 1e-6, "atol": 1e-8}
 SAMPLES = {"rtol": 1e-5, "atol": 1e-7}
 REGRESSIONS = ["regression", "regression_per_output", "regression_flat", "image_regression"]
