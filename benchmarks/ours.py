@@ -90,15 +90,15 @@ def fitted_predictions(problem: Problem, la: LinearisedLaplace, details: dict[st
 
 def common(likelihood: str, parts: list[Any], scale: float = 1.0) -> Prediction:
     """Batches of predictions as one, in the form of all methods; deviations from the network times `scale`."""
-    samples = torch.cat([p.outputs + scale * p.deviations for p in parts], 1)
-    first = parts[0]
+    outputs, deviations = torch.cat([p.outputs for p in parts]), torch.cat([scale * p.deviations for p in parts], 1)
+    samples, first = outputs + deviations, parts[0]
     if isinstance(first, RegressionPrediction):
         mean = torch.cat([p.mean for p in parts]).flatten()
         variance = torch.cat([p.variance for p in parts]).flatten() * scale**2
         noise = float(first.noise_variance)
         return Regressed(mean, variance + noise, samples.flatten(1), noise)
     assert isinstance(first, ClassificationPrediction)
-    p = prediction(likelihood, samples)
+    p = prediction(likelihood, torch.cat([samples, outputs - deviations]))  # as the library has it
     assert isinstance(p, Classified)
     links = () if scale != 1.0 else ("probit",) if likelihood == "binary" else ("probit", "bridge")
     return replace(p, links={link: torch.cat([link_log_probs(likelihood, q, link) for q in parts]) for link in links})

@@ -81,7 +81,7 @@ def leave_one_out_scale(
 ) -> float:
     r"""`τ` under which the training data are likeliest, each at its `left_out_outputs`, without validation data.
 
-    `argmax_τ Σ_i log (1/K) Σ_k p(y_i | f_i^{-i} + √τ φ_i ζ_k)`, between 0.01 and 10. Arguments as there.
+    `argmax_τ Σ_i log (1/2K) Σ_k Σ_± p(y_i | f_i^{-i} ± √τ φ_i ζ_k)`, between 0.01 and 10. Arguments as there.
     """
     outputs = left_out_outputs(likelihood, targets, network_outputs, mode_outputs, deviations)
     losses = [_mean_loss(likelihood, targets, outputs, deviations, scale) for scale in _SCALES]
@@ -91,16 +91,16 @@ def leave_one_out_scale(
 def _mean_loss(
     likelihood: Likelihood, targets: Tensor, outputs: Tensor, deviations: Tensor, scale: Tensor | float
 ) -> Tensor:
-    """Negative log-likelihood of a datum, averaged over samples within and data without the logarithm."""
-    scale = torch.as_tensor(scale, dtype=torch.float64, device=outputs.device)
-    logs = -likelihood.loss(outputs + scale.sqrt() * deviations.double(), targets)
-    return math.log(len(deviations)) - logs.logsumexp(0).mean()
+    """Negative log-likelihood of a datum, averaged over samples `f ± φζ` within and data without the logarithm."""
+    scaled = torch.as_tensor(scale, dtype=torch.float64, device=outputs.device).sqrt() * deviations.double()
+    logs = -likelihood.loss(torch.cat([outputs + scaled, outputs - scaled]), targets)
+    return math.log(len(logs)) - logs.logsumexp(0).mean()
 
 
 def held_out_classification(
     likelihood: Likelihood, targets: Tensor, outputs: Float[Tensor, "N C"], deviations: Float[Tensor, "K N C"]
 ) -> Calibration:
-    r"""Scale and temperature under which held-out data are likeliest, `p = (1/K) Σ_k σ((f + √τ φζ_k)/T)`.
+    r"""Scale and temperature under which held-out data are likeliest, `p = (1/2K) Σ_k Σ_± σ((f ± √τ φζ_k)/T)`.
 
     `log τ` and `log T` have standard normal priors, which matter where data are few: without an error among them, the
     likeliest temperature of a few dozen is zero.

@@ -145,6 +145,11 @@ class _Prediction:
         return self.outputs + self.deviations
 
     @property
+    def _mirrored(self) -> Float[Tensor, "2K N *C"]:
+        """Samples and their mirror images `f − φζ_k`, as likely: in means over both, odd terms of the noise cancel."""
+        return torch.cat([self.outputs + self.deviations, self.outputs - self.deviations])
+
+    @property
     def variance(self) -> Float[Tensor, "N *C"]:
         """Variance of the function, `φ(x) H⁻¹ φ(x)ᵀ` or `(1/K) Σ_k (φ(x) ζ_k)²`, without observation noise."""
         return self._variances
@@ -242,20 +247,23 @@ class RegressionPrediction(_Prediction):
 
 @dataclass(frozen=True)
 class Prediction(_Prediction):
-    """Predictions for any likelihood but the Gaussian: of targets by the mean over the samples."""
+    """Predictions for any likelihood but the Gaussian: of targets by the mean over samples `f ± φ(x) ζ_k`.
+
+    The posterior is symmetric about the network, so that each sample stands for two, and costs one product.
+    """
 
     def log_prob(self, y: Any) -> Float[Tensor, " N"]:
         """`log p(y_n)` of each datum, the mean over the samples; joint over the outputs of a datum."""
-        return self._log_likelihoods(y).logsumexp(0) - math.log(len(self.deviations))
+        return self._log_likelihoods(y).logsumexp(0) - math.log(2 * len(self.deviations))
 
     def joint_log_prob(self, y: Any) -> Tensor:
-        """`log (1/K) Σ_k Π_n p(y_n | f_k(x_n))`: all targets jointly, a scalar (paper G.2.1)."""
-        return self._log_likelihoods(y).sum(-1).logsumexp(0) - math.log(len(self.deviations))
+        """`log (1/2K) Σ_k Σ_± Π_n p(y_n | f(x_n) ± φ(x_n)ζ_k)`: all targets jointly, a scalar (paper G.2.1)."""
+        return self._log_likelihoods(y).sum(-1).logsumexp(0) - math.log(2 * len(self.deviations))
 
-    def _log_likelihoods(self, y: Any) -> Float[Tensor, "K N"]:
+    def _log_likelihoods(self, y: Any) -> Float[Tensor, "2K N"]:
         likelihood, targets = self._prepared(y)
-        draws = (self.outputs + self.deviations).reshape(self._flat.shape)
-        return -likelihood.loss(draws, targets.to(self.outputs.device))
+        draws = self._mirrored
+        return -likelihood.loss(draws.reshape(*draws.shape[:2], -1), targets.to(self.outputs.device))
 
 
 @dataclass(frozen=True)
@@ -275,13 +283,13 @@ class ClassificationPrediction(Prediction):
     def probs_with(self, link: str) -> Float[Tensor, "N *C"]:
         r"""Predictive probabilities `E[σ(f)]`, by one of three links.
 
-        - `"mc"`: the mean of softmax (or sigmoid) over the samples (thesis eq. 6.15).
+        - `"mc"`: the mean of softmax (or sigmoid) over the samples `f ± φ(x) ζ_k` (thesis eq. 6.15).
         - `"probit"`: `σ(f / √(1 + (π/8) var f))`, MacKay's factor `π/8` for each logit (the paper prints `π/2`).
         - `"bridge"`: the mean of the Dirichlet of the Laplace bridge (Hobbhahn et al. 2022), after the Gaussian is
           conditioned on logits that sum to zero; categorical likelihoods only.
         """
         if link == "mc":
-            return self._link(self.samples).mean(0)
+            return self._link(self._mirrored).mean(0)
         if link == "probit":
             return self._link(self.outputs / (1 + math.pi / 8 * self.variance).sqrt())
         if link == "bridge":
@@ -337,7 +345,7 @@ class ClassificationPrediction(Prediction):
     @property
     def mutual_information(self) -> Tensor:
         """Entropy of the mean minus mean of the entropies over samples, in nats: what more data would remove."""
-        return (self.entropy - self._entropy(self._link(self.samples)).mean(0)).clamp_min(0)
+        return (self.entropy - self._entropy(self._link(self._mirrored)).mean(0)).clamp_min(0)
 
     def _entropy(self, p: Tensor) -> Tensor:
         if isinstance(self.likelihood, Categorical):

@@ -110,12 +110,16 @@ def test_classes_on_any_axis() -> None:
         assert_close(getattr(pred, name), getattr(flat, name).reshape(2, 4, 5))
         assert_close(getattr(last, name), getattr(pred, name))
     assert_close(pred.log_prob(labels), last.log_prob(labels))
-    total = Classes(logits=(outputs + deviations).movedim(2, -1)).log_prob(labels).sum((2, 3))
-    assert_close(pred.log_prob(labels), total.logsumexp(0) - torch.tensor(6.0).double().log())
+    total = Classes(logits=mirrored(pred).movedim(2, -1)).log_prob(labels).sum((2, 3))
+    assert_close(pred.log_prob(labels), total.logsumexp(0) - torch.tensor(12.0).double().log())
     ignored = labels.clone()
     ignored[:, 1:] = -100
-    total = Classes(logits=(outputs + deviations).movedim(2, -1)).log_prob(labels)[:, :, 0].sum(2)
-    assert_close(pred.log_prob(ignored), total.logsumexp(0) - torch.tensor(6.0).double().log())
+    total = Classes(logits=mirrored(pred).movedim(2, -1)).log_prob(labels)[:, :, 0].sum(2)
+    assert_close(pred.log_prob(ignored), total.logsumexp(0) - torch.tensor(12.0).double().log())
+
+
+def mirrored(pred: Prediction | RegressionPrediction) -> torch.Tensor:
+    return torch.cat([pred.outputs + pred.deviations, pred.outputs - pred.deviations])
 
 
 def test_counts() -> None:
@@ -127,7 +131,7 @@ def test_counts() -> None:
     counts = torch.poisson(pred.samples.exp(), generator=torch.Generator().manual_seed(1))
     assert_close(counts.mean(0), pred.mean, rtol=0.02, atol=0.02)
     assert_close(counts.var(0), pred.observation_variance, rtol=0.03, atol=0.03)
-    each = torch.distributions.Poisson(pred.samples.exp()).log_prob(y).sum(-1)
+    each = torch.distributions.Poisson(mirrored(pred).exp()).log_prob(y).sum(-1)
     assert_close(pred.log_prob(y), each.exp().mean(0).log())
 
 
@@ -142,6 +146,7 @@ def test_means_and_log_variances() -> None:
     assert_close(pred.noise_variance, log_variance.exp().mean(0), rtol=0.02, atol=0)
     assert_close(observed.var(0), pred.observation_variance, rtol=0.03, atol=0)
     assert_close(pred.stddev, mean.std(0), rtol=0.01, atol=0)
+    mean, log_variance = mirrored(pred).chunk(2, -1)
     each = Normal(mean, (log_variance / 2).exp()).log_prob(y).sum(-1)
     assert_close(pred.log_prob(y), each.exp().mean(0).log())
 
@@ -167,9 +172,9 @@ def test_heads_are_predicted_by_their_likelihoods(method: str) -> None:
         part = joint[:, columns[name]][..., columns[name]]
         assert_close(head.joint_covariance(), part.reshape(head.outputs.numel(), -1))
     y = case.given[1]
-    parts = [Classes(logits=pred["kind"].samples).log_prob(y["kind"])]
-    parts.append(Normal(pred["value"].samples, 0.5**0.5).log_prob(y["value"]).sum(-1))
-    parts.append(torch.distributions.Poisson(pred["count"].samples.exp()).log_prob(y["count"]))
+    parts = [Classes(logits=mirrored(pred["kind"])).log_prob(y["kind"])]
+    parts.append(Normal(mirrored(pred["value"]), 0.5**0.5).log_prob(y["value"]).sum(-1))
+    parts.append(torch.distributions.Poisson(mirrored(pred["count"]).exp()).log_prob(y["count"]))
     assert_close(pred.log_prob(y), sum(parts).exp().mean(0).log())
 
 
