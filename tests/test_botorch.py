@@ -17,7 +17,7 @@ from laplace_sampling.linearise import Linearisation
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    botorch = pytest.importorskip("botorch")
+    botorch = pytest.importorskip("botorch", reason="BoTorch, of the extra `botorch`, is not there")
     from botorch.acquisition import LogExpectedImprovement, PosteriorMean, qLogExpectedImprovement
     from botorch.acquisition.objective import ScalarizedPosteriorTransform
     from botorch.optim import optimize_acqf

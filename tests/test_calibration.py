@@ -105,3 +105,17 @@ def test_few_labels_without_an_error_do_not_take_the_temperature_to_zero(num: in
     # N d/d(log T) softplus(−2/T) = −log T, the prior's slope
     assert num * 2 / T / (1 + math.exp(2 / T)) == pytest.approx(-math.log(T), rel=1e-3)
     assert T < 1
+
+
+def test_leverages_from_few_samples_are_clipped() -> None:
+    """One sample `d`: `h + d (dᵀ ∂ℓ/∂h) / (1 − l)` with `l = dᵀBd`, here far above one."""
+    likelihood, y, h, d = Categorical(), torch.tensor([2]), normal(1, 3), 20 * normal(1, 1, 3, seed=1)
+    leverage = float((d * likelihood.curvature(h, d, y)).sum())
+    assert leverage > 1
+    step = d[0] * (d[0] * likelihood.gradient(h, y)).sum()
+    for ratio in (0.95, 0.9):
+        expected = h + step / (1 - ratio)
+        expected = expected - expected.mean()
+        found = left_out_outputs(likelihood, y, h, h, d)
+        same = torch.allclose(found / found.norm(), expected / expected.norm(), rtol=1e-9)
+        assert same == (ratio == 0.95)

@@ -28,7 +28,7 @@ from laplace_sampling.solvers import make_dense
 QUICK = SGD(epochs=2, min_steps=20, mode_epochs=4, tolerance=1.0)
 
 
-def loader(case: Case, batch_size: int = 3, **settings) -> DataLoader:
+def loader(case: Case, batch_size: int = 8, **settings) -> DataLoader:
     x, y = case.x, case.given[1]
     if isinstance(y, dict):
         return DataLoader(
