@@ -14,7 +14,7 @@ from jaxtyping import Float
 from scipy.optimize import minimize
 from torch import Tensor
 
-from laplace_sampling.likelihoods import Categorical, Likelihood
+from laplace_sampling.likelihoods import Categorical, Gaussian, Likelihood
 
 __all__ = ["Calibration", "held_out_classification", "held_out_regression", "leave_one_out_scale", "left_out_outputs"]
 
@@ -29,10 +29,21 @@ _LEVERAGE = 0.95
 
 @dataclass(frozen=True)
 class Calibration:
-    """What predictions are changed by: `scale` multiplies the covariance; outputs are divided by `temperature`."""
+    """What predictions are changed by.
+
+    `scale` multiplies the covariance; outputs are divided by `temperature`; the noise variance of a regression is
+    multiplied by `noise`.
+    """
 
     scale: float = 1.0
     temperature: float = 1.0
+    noise: float = 1.0
+
+    def likelihood(self, fitted: Likelihood) -> Likelihood:
+        """That of predictions."""
+        if self.noise == 1.0 or not isinstance(fitted, Gaussian):
+            return fitted
+        return fitted.with_precision(torch.as_tensor(fitted.noise_precision) / self.noise)
 
 
 def left_out_outputs(
@@ -126,7 +137,7 @@ def held_out_regression(
     outputs: Float[Tensor, "N C"],
     covariance: Float[Tensor, "N C C"],
     noise_variance: Float[Tensor, "N C"],
-) -> tuple[Calibration, float]:
+) -> Calibration:
     r"""The scale of the covariance, and a factor of the noise variance, under which held-out data are likeliest.
 
     Their logarithms have standard normal priors.
@@ -144,7 +155,7 @@ def held_out_regression(
         return -torch.distributions.MultivariateNormal(torch.zeros_like(error), total).log_prob(error).mean()
 
     scale, factor = _likeliest(loss, len(error), [(-9.0, 5.0), (-9.0, 9.0)])
-    return Calibration(scale=scale), factor
+    return Calibration(scale=scale, noise=factor)
 
 
 def _likeliest(

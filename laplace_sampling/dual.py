@@ -247,8 +247,9 @@ class DualCG(Sampler):
     solve is refined on its residual. `sample_matheron`, which knows the noise itself, has no such loss.
 
     Args:
-        tolerance: of the error of the function, as `Solution.error`.
-        rank: of the preconditioner; 0 for none.
+        tolerance: of the error of the function, as `Solution.error`; by default what the `tolerance` of a fit needs,
+            or 1e-3 where there is none.
+        rank: of the preconditioner; 0 for none. By default 400, or what memory holds, in a fit; else none.
         preconditioner: `"svd"` or `"cholesky"`.
         max_iterations: of conjugate gradients, in each solve.
         max_refinements: solves with the residual of the last one, at most.
@@ -256,8 +257,8 @@ class DualCG(Sampler):
         held: a preconditioner made before, which is rescaled for every `α` and noise precision.
     """
 
-    tolerance: float = 1e-3
-    rank: int = 0
+    tolerance: float | None = None
+    rank: int | None = None
     preconditioner: str = "svd"
     max_iterations: int = 1000
     max_refinements: int = 4
@@ -267,10 +268,15 @@ class DualCG(Sampler):
     def __post_init__(self) -> None:
         if self.preconditioner not in ("svd", "cholesky"):
             raise ValueError(f'`preconditioner={self.preconditioner!r}` is not known; use "svd" or "cholesky".')
-        if not self.tolerance > 0 or self.rank < 0 or self.max_iterations < 1 or self.max_refinements < 0:
+        if not self.accuracy > 0 or (self.rank or 0) < 0 or self.max_iterations < 1 or self.max_refinements < 0:
             raise ValueError(
                 f"tolerance and max_iterations must be positive, rank and max_refinements not negative: {self}."
             )
+
+    @property
+    def accuracy(self) -> float:
+        """The tolerance, or its default."""
+        return 1e-3 if self.tolerance is None else self.tolerance
 
     def hold(self, S: WhitenedGram) -> "DualCG":
         """The same solver with the preconditioner of a matrix, kept for all its multiples."""
@@ -289,7 +295,7 @@ class DualCG(Sampler):
 
     def precondition(self, S: WhitenedGram) -> LowRank | None:
         """The preconditioner of `I + S`."""
-        if self.rank == 0:
+        if not self.rank:
             return None
         if self.held is not None and (factor := _multiple(S, self.held)) is not None:
             return self.held.rescaled(factor)
@@ -303,22 +309,22 @@ class DualCG(Sampler):
         self, ggn: GGN, prior: GaussianPrior, draws: Draws, init: Float[Tensor, "K P"] | None = None
     ) -> DualSolution:
         """`sample_matheron` to the tolerance of the error of the function; without a warning."""
-        tolerance = 0.1 * self.tolerance
+        tolerance = 0.1 * self.accuracy
         precondition: Callable[[WhitenedGram], LowRank | None] = self.precondition
         solution = _matheron(ggn, prior, draws, tolerance, self.max_iterations, precondition, None, init)
         for _ in range(self.max_refinements):
-            if bool((solution.error <= self.tolerance).all()) or not solution.converged:
+            if bool((solution.error <= self.accuracy).all()) or not solution.converged:
                 break
-            tolerance *= 0.5 * float((self.tolerance / solution.error.max()).clamp_max(1.0))
+            tolerance *= 0.5 * float((self.accuracy / solution.error.max()).clamp_max(1.0))
             more = _matheron(ggn, prior, draws, tolerance, self.max_iterations, precondition, solution.coefficients)
             solution = replace(more, passes=solution.passes + more.passes)
-        return replace(solution, converged=bool((solution.error <= self.tolerance).all()))
+        return replace(solution, converged=bool((solution.error <= self.accuracy).all()))
 
     def mode(self, model: LinearModel, prior: GaussianPrior) -> DualMode:
         """`dual_mode`, without a warning."""
         S = WhitenedGram(1 / prior.diagonal().double(), model.ggn(model.offset))
         # As for solves of samples, but one row: accuracy is cheap.
-        tolerance = min(1e-4, 0.01 * self.tolerance)
+        tolerance = min(1e-4, 0.01 * self.accuracy)
         settings = {"tolerance": tolerance, "max_iterations": self.max_iterations, "warn": False}
         return dual_mode(model, prior, preconditioner=self.precondition(S), **settings)
 
@@ -339,8 +345,8 @@ class DualCG(Sampler):
             return zeta, product, fit, pull, function_error(fit + pull, zeta, product, small)
 
         zeta, product, fit, pull, error = judged(delta)
-        refinements, inner = 0, 0.1 * self.tolerance
-        while not bool((error <= self.tolerance).all()) and refinements < self.max_refinements:
+        refinements, inner = 0, 0.1 * self.accuracy
+        while not bool((error <= self.accuracy).all()) and refinements < self.max_refinements:
             step, solve = self._inverse(operator, S, -(fit + pull), precision, preconditioner, inner)
             iterations, refinements, dual_residual = iterations + solve.iterations, refinements + 1, solve.residual
             found = judged(delta + step)
@@ -349,7 +355,7 @@ class DualCG(Sampler):
             if float(found[-1].max()) < float(error.max()):
                 delta, coefficients = delta + step, coefficients + solve.value
                 zeta, product, fit, pull, error = found
-        converged = bool((error <= self.tolerance).all())
+        converged = bool((error <= self.accuracy).all())
         dtype = problem.centre.dtype
         return DualSolution(
             zeta.to(dtype),
@@ -380,7 +386,7 @@ class DualCG(Sampler):
             )
             return step.to(gradient.dtype), float(S.rows + 2)
 
-        return newton(objective, init, direction, tolerance=self.tolerance, description=description)
+        return newton(objective, init, direction, tolerance=self.accuracy, description=description)
 
     def _inverse(
         self,

@@ -490,10 +490,15 @@ def check_gram_size(features: Features, max_memory: float, dual: bool = True) ->
     if needed > max_memory:
         others = '"dual" (conjugate gradients in observation space), ' if dual else ""
         raise ValueError(
-            f"The exact method in observation space would need about {needed / 2**30:.1f} GiB for {features.num_data} "
-            f"data of {features.num_outputs} outputs, more than the {max_memory / 2**30:.1f} GiB that it may take; use "
+            f"The exact method in observation space would need about {size_of(needed)} for {features.num_data} "
+            f"data of {features.num_outputs} outputs, more than the {size_of(max_memory)} that it may take; use "
             f'method={others}"cg" or "sgd".'
         )
+
+
+def size_of(num_bytes: float) -> str:
+    """In GiB, or in MiB where that says more."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 0.1 * 2**30 else f"{num_bytes / 2**20:.3g} MiB"
 
 
 def _overall_noise(likelihood: Gaussian) -> float:

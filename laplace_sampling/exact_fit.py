@@ -45,6 +45,8 @@ __all__ = ["ExactFit", "NoiseComponents", "exact_curves", "fit_exact_regression"
 
 # Starts of Newton's method at most.
 _ATTEMPTS = 4
+# Of the fixed point of noise precisions and α.
+_ROUNDS, _FIXED_POINT_STEPS = 4, 40
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,10 @@ def fit_exact_regression(
             ratio = (logs[1:].mean() - logs[1:]).exp().to(R)
             value = components.evaluate(logs)[0]
             posterior = ExactRegression.decompose(K.clone(), model, prior, R * ratio, block_bytes)
-            found = posterior.fit(**options)
+            if "noise_precision" in at_bounds:
+                found = _at_noise(posterior, float(logs[1:].mean().exp()), learn_precision, precision_bounds)
+            else:
+                found = posterior.fit(**options)
             optimum = replace(
                 found,
                 at_bounds=at_bounds,
@@ -134,12 +139,28 @@ def fit_exact_regression(
         if model.likelihood.noise_at == "network":
             f = model.network_outputs.reshape(R.shape)
             squares = ((model.targets.reshape(R.shape) - f).double() ** 2 / R).sum(0)
-            del posterior
-            logs = components.noise_of_network(squares, logs, learn_precision)
-            ratio = (logs[1:].mean() - logs[1:]).exp().to(R)
-            posterior = ExactRegression.decompose(K, model, prior, R * ratio, block_bytes)
+            low, high = (math.log(bound) for bound in noise_bounds)
+            found, balanced, settled = optimum, False, False
+            for _ in range(_ATTEMPTS):
+                del posterior
+                logs, balanced = components.noise_of_network(
+                    squares, logs, learn_precision, precision_bounds, noise_bounds
+                )
+                ratio = (logs[1:].mean() - logs[1:]).exp().to(R)
+                posterior = ExactRegression.decompose(K.clone(), model, prior, R * ratio, block_bytes)
+                found = _at_noise(posterior, float(logs[1:].mean().exp()), learn_precision, precision_bounds)
+                # Of largest evidence at this noise; else from there, for α can have several fixed points.
+                alpha = math.log(found.precision)
+                settled = abs(alpha - float(logs[0])) < 1e-5
+                if settled:
+                    break
+                logs[0] = alpha
+            ended = bool(((logs[1:] <= low + 1e-9) | (logs[1:] >= high - 1e-9)).any())
+            at_bounds = found.at_bounds + (("noise_precision",) if ended else ())
+            good = settled and balanced and found.converged and not ended
+            optimum = replace(found, num_maxima=maxima, at_bounds=at_bounds, converged=good)
     likelihood = model.likelihood
-    if likelihood.noise_at == "network" and likelihood.learn:
+    if likelihood.noise_at == "network" and likelihood.learn and not separate:
         optimum = _with_noise_of_network(posterior, optimum, learn_precision, precision_bounds, noise_bounds)
     if likelihood.learn:
         # R has the ratios of noise variances per output and given ones: what is left of the given ones is divided out.
@@ -198,9 +219,7 @@ def _with_noise_of_network(
     squares = float((residual**2 / posterior.noise_scale).sum())
 
     def at(log_noise: float) -> Optimum:
-        fixed = Gaussian(math.exp(log_noise), learn=False)
-        given = replace(posterior, model=model.with_likelihood(fixed))
-        return given.fit(learn_precision=learn_precision, precision_bounds=precision_bounds)
+        return _at_noise(posterior, math.exp(log_noise), learn_precision, precision_bounds)
 
     def excess(log_noise: float) -> float:
         found = at(log_noise)
@@ -222,6 +241,14 @@ def _with_noise_of_network(
         at_bounds=found.at_bounds + at_bounds,
         converged=found.converged and not at_bounds,
     )
+
+
+def _at_noise(
+    posterior: ExactRegression, noise_precision: float, learn_precision: bool, bounds: tuple[float, float]
+) -> Optimum:
+    """`α` of largest evidence at a noise precision."""
+    given = replace(posterior, model=posterior.model.with_likelihood(Gaussian(noise_precision, learn=False)))
+    return given.fit(learn_precision=learn_precision, precision_bounds=bounds)
 
 
 def _overall(likelihood: Gaussian) -> float:
@@ -254,19 +281,49 @@ class NoiseComponents:
         return x.reshape(*self.residual.shape, *x.shape[1:]).sum(0)
 
     def noise_of_network(
-        self, squares: Float[Tensor, " C"], start: Float[Tensor, " 1+C"], learn_precision: bool
-    ) -> Float[Tensor, " 1+C"]:
-        """`b_c Σ(y − f)²/R = N − γ_c` for each output, and `α` of largest evidence there, near a start."""
+        self,
+        squares: Float[Tensor, " C"],
+        start: Float[Tensor, " 1+C"],
+        learn_precision: bool,
+        precision_bounds: tuple[float, float],
+        noise_bounds: tuple[float, float],
+    ) -> tuple[Float[Tensor, " 1+C"], bool]:
+        """`b_c Σ(y − f)²/R = N − γ_c` for each output and `α` of a fixed point there, within bounds; if it was found.
 
-        def balance(x: np.ndarray) -> np.ndarray:
-            logs = torch.from_numpy(x)
+        The fixed-point map of both, with steps that are halved where the residual grows, goes near; a root finder,
+        which gets lost from afar, ends there.
+        """
+        C = len(squares)
+        low, high = (
+            torch.tensor([alpha, *[b] * C], dtype=torch.float64).log()
+            for alpha, b in zip(precision_bounds, noise_bounds, strict=True)
+        )
+
+        def residual(x: np.ndarray) -> np.ndarray:
+            logs = torch.from_numpy(x).clamp(low, high)
             _, P, a, D = self._solve(logs)
             left = self._by_output(P.diagonal() * D)  # N − γ_c
             signal = self.residual.flatten() @ a - (a * a * D).sum()  # θ̄ᵀAθ̄
-            alpha = (signal / (len(a) - left.sum())).log()[None] if learn_precision else (logs[:1] - start[:1]).to(a)
-            return torch.cat([alpha, logs[1:].to(a) + (squares / left).log()]).cpu().numpy()
+            gamma = len(a) - left.sum()
+            alpha = logs[0] + (gamma / signal).log().cpu() if learn_precision else start[0]
+            to = torch.cat([alpha[None], (left / squares).log().cpu()]).nan_to_num(nan=0.0)
+            return x - to.clamp(low, high).numpy()
 
-        return torch.tensor(scipy.optimize.root(balance, start.numpy(), tol=1e-9).x)
+        x, length = start.clamp(low, high).numpy(), 0.5
+        for _ in range(_ROUNDS):
+            found = residual(x)
+            for _ in range(_FIXED_POINT_STEPS):
+                if np.abs(found).max() < 1e-2:
+                    break
+                proposal = x - length * found
+                at = residual(proposal)
+                if np.abs(at).max() > np.abs(found).max():
+                    length = max(0.5 * length, 0.05)
+                x, found = proposal, at
+            root = scipy.optimize.root(residual, x, tol=1e-10).x
+            if np.abs(residual(root)).max() < 1e-7:
+                return torch.from_numpy(root).clamp(low, high), True
+        return torch.from_numpy(x).clamp(low, high), False
 
     def evaluate(self, logs: Float[Tensor, " 1+C"]) -> tuple[float, Float[Tensor, " 1+C"], Float[Tensor, "1+C 1+C"]]:
         """`log p(y)`, its gradient and its second derivatives, on the CPU."""

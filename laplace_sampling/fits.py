@@ -55,7 +55,7 @@ class Task:
     num_samples: int
     seed: int
     dtype: torch.dtype
-    given: SGD | DualCG
+    given: SGD | DualCG | None
     progress: bool
 
     @property

@@ -82,7 +82,7 @@ class OnTrainingData:
         """Whether next to nothing is left of what the network knows of these data, if it knows anything."""
         likelihood, y, f = self.fit.model.likelihood, self._targets, self._outputs
         if isinstance(likelihood, Gaussian):
-            y, noise = y.reshape(f.shape).double(), 1 / likelihood.precision(f)
+            y, noise = y.reshape(f.shape).double(), calibration.noise / likelihood.precision(f)
             spread = calibration.scale * self.deviations.double().square().mean(0)
             ours, own, constant = (
                 float(Normal(mean, variance.clamp_min(1e-300).sqrt()).log_prob(y).sum(1).mean())
@@ -171,9 +171,8 @@ class HeldOut:
             covariance = torch.cat([p.covariance() for p in predictions])
             precision = posterior.likelihood.precision(outputs.double())
             targets = self.targets.reshape(outputs.shape)
-            found, factor = held_out_regression(targets, outputs, covariance, (1 / precision).expand(outputs.shape))
-            likelihood = posterior.likelihood.with_precision(precision.cpu() / factor)
-            return replace(posterior, likelihood=likelihood, calibration=found)
+            found = held_out_regression(targets, outputs, covariance, (1 / precision).expand(outputs.shape))
+            return replace(posterior, calibration=found)
         deviations = torch.cat([p.deviations.flatten(2) for p in predictions], dim=1)
         found = held_out_classification(self.likelihood, self.targets, outputs, deviations)
         return replace(posterior, calibration=found)

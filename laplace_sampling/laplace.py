@@ -93,7 +93,7 @@ class LinearisedLaplace:
 
     Attributes:
         prior_precision_: `α`, `[G]`, one a group of the prior.
-        noise_precision_: `1/σ²`, a scalar or `[C]`; `None` unless the likelihood is Gaussian.
+        noise_precision_: `1/σ²` of predictions, a scalar or `[C]`; `None` unless the likelihood is Gaussian.
         effective_dimension_: `γ`, `[G]`: how many directions of weight space the data determine.
         converged_: whether samples and mode, and hyperparameters if they were fitted, reached their tolerances.
         samples_: zero-mean posterior samples `ζ`, `[K, P]`.
@@ -166,13 +166,14 @@ class LinearisedLaplace:
         self.method = method
         self.num_samples = num_samples
         self.seed = seed
-        self.solver = solver or SGD(seed=seed)
+        self.solver = solver
         if not gaussian and (method == "dual" or observe is not None):
             what = 'method="dual"' if method == "dual" else "observe=T, `y = T f(x) + noise`,"
             raise ValueError(
                 f"{what} is for regression with a Gaussian likelihood, but the likelihood is {self.likelihood.name!r}; "
                 'use method="exact", "cg" or "sgd", without `observe`.'
             )
+        _check_solver(solver, method)
         self.max_memory = max_memory
         self.observe = observe
         self._posterior: Posterior | None = None
@@ -401,7 +402,8 @@ class LinearisedLaplace:
 
         `−Σ_i ℓ(y_i, h(θ̄, x_i)) − ½ θ̄ᵀAθ̄ − ½ log|I + A⁻¹M|`: the log determinant exactly from the exact method, else by
         stochastic Lanczos quadrature. For a loss that is not quadratic it is Laplace's approximation, and with
-        `hessian_at="mode"` no guide to the prior precision, as the curvature moves with it.
+        `hessian_at="mode"` no guide to the prior precision, as the curvature moves with it. What validation data
+        chose (`scale_`, and the noise of predictions) has no part in it.
         """
         path, alpha, shift = self._evidence("log_marginal_likelihood")
         return MarginalLikelihood.of(path, alpha).shifted(shift)
@@ -470,7 +472,8 @@ class LinearisedLaplace:
 
     @property
     def noise_precision_(self) -> Tensor | None:
-        likelihood = self._fitted("noise_precision_").likelihood
+        posterior = self._fitted("noise_precision_")
+        likelihood = posterior.calibration.likelihood(posterior.likelihood)
         return torch.as_tensor(likelihood.noise_precision) if isinstance(likelihood, Gaussian) else None
 
     @property
@@ -610,6 +613,18 @@ def _shifted(callback: Callable[[EMStep], object] | None, shift: float) -> Calla
     if callback is None or shift == 0:
         return callback
     return lambda step: callback(step.shifted(shift))
+
+
+def _check_solver(solver: SGD | DualCG | None, method: str) -> None:
+    """Settings of one method's solver are not silently left out by another."""
+    methods = {SGD: "sgd", DualCG: "dual"}
+    if solver is not None and type(solver) not in methods:
+        raise TypeError(f"`solver` must be an SGD or a DualCG, but is a {type(solver).__name__}.")
+    if solver is not None and method not in ("auto", methods[type(solver)]):
+        raise ValueError(
+            f"`solver={type(solver).__name__}(...)` is for method={methods[type(solver)]!r}, but the method is "
+            f"{method!r}; leave out one of them."
+        )
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

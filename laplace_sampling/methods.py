@@ -20,6 +20,7 @@ from torch import Tensor
 from laplace_sampling.cost import Cost, free_memory, measure
 from laplace_sampling.dense import Dense
 from laplace_sampling.dual import DualCG, WhitenedGram
+from laplace_sampling.exact import size_of
 from laplace_sampling.gram import BLOCK_BYTES
 from laplace_sampling.krylov import CG, BlockKrylov
 from laplace_sampling.operators import GGN, Features
@@ -137,7 +138,7 @@ class Plan:
         room = self.vectors - making * self.rank - _STACKS[self.method]
         return max(1, min(num_samples, int(room / _EM_STACKS)))
 
-    def solver(self, tolerance: float, given: SGD | DualCG, seed: int) -> Solver:
+    def solver(self, tolerance: float, given: SGD | DualCG | None, seed: int) -> Solver:
         r"""The solver of the method for a relative error `τ` of predicted standard deviations, a mean over the data.
 
         A sample `ζ` is independent of the simulated data `d = u − Mθ⁰` that it is conditioned on (`Cov(ζ, d) =
@@ -154,11 +155,12 @@ class Plan:
         if self.method == "exact":
             return Dense()
         if self.method == "sgd":
-            assert isinstance(given, SGD)
+            given = given if isinstance(given, SGD) else SGD(seed=seed)
             return replace(given, tolerance=given.tolerance * min(1.0, tolerance / _TOLERANCE))
         if self.method == "dual":
-            settings = given if isinstance(given, DualCG) else DualCG(rank=self.dual_rank, seed=seed)
-            return replace(settings, tolerance=error)
+            given = given if isinstance(given, DualCG) else DualCG(seed=seed)
+            rank = self.dual_rank if given.rank is None else given.rank
+            return replace(given, rank=rank, tolerance=error if given.tolerance is None else given.tolerance)
         if self.method == "svrg":
             return SVRG(tolerance=error / 3, max_rank=self.rank, seed=seed)
         return CG(error) if self.short else BlockKrylov(error, max_basis=self.max_basis)
@@ -192,7 +194,9 @@ class Plan:
             return solution.residual, 0.1
         if isinstance(solver, SVRG):
             return solution.error, math.sqrt(solver.tolerance)
-        if isinstance(solver, BlockKrylov | CG | DualCG):
+        if isinstance(solver, DualCG):
+            return solution.error, solver.accuracy
+        if isinstance(solver, BlockKrylov | CG):
             return solution.error, solver.tolerance
         return solution.residual, solver.tolerance if isinstance(solver, SGD) else 1e-6
 
@@ -226,19 +230,19 @@ def make_plan(
     rows = features.num_data * features.num_outputs
     space = "observations" if gram and rows < features.size else "weights"
     exact_bytes = _exact_bytes(space, rows, features.size)
-    allowed = min(_EXACT_BYTES, bytes_) if max_memory is not None else _EXACT_BYTES
+    allowed = bytes_ if max_memory is not None else min(_EXACT_BYTES, 2 * bytes_)  # all that is free
     if method == "exact" and exact_bytes > allowed:
         others = '"dual" (conjugate gradients in observation space), "cg"' if dual else '"cg"'
         raise ValueError(
-            f'method="exact" would need about {exact_bytes / 2**30:.1f} GiB for {features.num_data} data, '
-            f"{features.num_outputs} outputs and {features.size} weights, more than the {allowed / 2**30:.1f} GiB that "
-            f'it may take; use method={others} or "sgd".'
+            f'method="exact" would need about {size_of(exact_bytes)} for {features.num_data} data, '
+            f"{features.num_outputs} outputs and {features.size} weights, more than the {size_of(allowed)} that it may "
+            f'take; give more as `max_memory=`, or use method={others} or "sgd".'
         )
     rank = max(1, min(_DUAL_RANK, rows, int(_DUAL_SHARE * bytes_ / (8 * rows))))
     plan = Plan(method, "as asked for", bytes_ / vector, num_samples, dual_rank=rank)
     if method == "auto":
         measured = (cost or measure)(features)
-        fits = exact_bytes <= min(allowed, bytes_)
+        fits = exact_bytes <= min(_EXACT_BYTES, bytes_)
         chosen, reason = _choose(features, measured, plan, space, fits, dual)
         plan = replace(plan, method=chosen, reason=reason, cost=measured)
     if plan.method == "exact":

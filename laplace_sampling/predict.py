@@ -98,7 +98,7 @@ def predict(
         factor = calibration.scale / calibration.temperature**2
         outputs, deviations = outputs / calibration.temperature, math.sqrt(factor) * deviations
         function = None if function is None else Scaled(function, factor)
-    likelihood = posterior.likelihood.bind(layout)
+    likelihood = posterior.calibration.likelihood(posterior.likelihood).bind(layout)
     scale = None
     if noise_variances is not None:
         weights = noise_weights(noise_variances, (len(outputs), outputs[0].numel()))

@@ -196,14 +196,18 @@ def prior_of(recipe: dict[str, Any]) -> Prior:
     return own[name](**fields)
 
 
-def recipe_of_solver(solver: SGD | DualCG) -> dict[str, Any]:
+def recipe_of_solver(solver: SGD | DualCG | None) -> dict[str, Any] | None:
     """The class and the fields of a solver that are settings."""
+    if solver is None:
+        return None
     settings = {name: value for name, value in vars(solver).items() if name != "held"}
     return {"class": type(solver).__name__, **settings}
 
 
-def solver_of(recipe: dict[str, Any]) -> SGD | DualCG:
+def solver_of(recipe: dict[str, Any] | None) -> SGD | DualCG | None:
     """The solver of `recipe_of_solver`."""
+    if recipe is None:
+        return None
     fields = dict(recipe)
     return DualCG(**fields) if fields.pop("class", "SGD") == "DualCG" else SGD(**fields)
 

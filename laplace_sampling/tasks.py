@@ -43,7 +43,7 @@ class Settings(Protocol):
     method: str
     num_samples: int
     seed: int
-    solver: SGD | DualCG
+    solver: SGD | DualCG | None
     max_memory: float | None
     observe: Observation | None
 

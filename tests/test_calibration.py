@@ -83,9 +83,9 @@ def test_scale_and_noise_of_held_out_targets() -> None:
     """Errors of variance `4 v + 0.25` where `v` varies: both factors are found, up to their error for 20,000 data."""
     v = torch.logspace(-2, 1, 20_000, dtype=torch.float64)[:, None]
     targets = (4 * v + 0.25).sqrt() * normal(20_000, 1)
-    found, noise = held_out_regression(targets, torch.zeros_like(v), v[..., None], torch.ones_like(v))
+    found = held_out_regression(targets, torch.zeros_like(v), v[..., None], torch.ones_like(v))
     assert found.scale == pytest.approx(4.0, rel=0.1)
-    assert noise == pytest.approx(0.25, rel=0.1)
+    assert found.noise == pytest.approx(0.25, rel=0.1)
     assert found.temperature == 1.0
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
+from laplace_sampling import ConvergenceWarning, LinearisedLaplace
 from laplace_sampling.calling import Layout
 from laplace_sampling.data import TrainingData
 from laplace_sampling.dense import Dense
@@ -392,6 +393,41 @@ def test_noise_components_at_a_bound() -> None:
     assert float(found.likelihood.noise_precision.max()) == pytest.approx(5.0)
 
 
+def few_data(num: int, outputs: int, seed: int) -> tuple[torch.nn.Module, Tensor, Tensor]:
+    """Fewer data than weights, noise of each output ten times that of the one before; the network is the truth."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num, 2, generator=generator, dtype=torch.float64)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        network = torch.nn.Sequential(torch.nn.Linear(2, 40), torch.nn.Tanh(), torch.nn.Linear(40, outputs)).double()
+    noise = torch.randn(num, outputs, generator=generator, dtype=torch.float64)
+    return network, x, network(x).detach() + torch.logspace(-1, 0, outputs, dtype=torch.float64) * noise
+
+
+@pytest.mark.parametrize(("num", "outputs", "seed"), [(4, 3, 0), (7, 3, 18), (8, 2, 4), (11, 3, 7)])
+def test_each_output_has_the_noise_that_its_network_leaves(num: int, outputs: int, seed: int) -> None:
+    """`b_c Σ(y − f)² = N − γ_c`, with `γ_c` by dense algebra, where a root finder alone gets lost."""
+    network, x, y = few_data(num, outputs, seed)
+    la = LinearisedLaplace(network, Gaussian(torch.ones(outputs)), method="exact", prior="isotropic")
+    la.fit_hyperparameters([(x, y)], progress=False)
+    J, b = la.network.jacobian(x).reshape(num, outputs, -1), la.noise_precision_
+    assert b is not None
+    H = torch.einsum("ncp,c,ncq->pq", J, b, J) + float(la.prior_precision_) * torch.eye(J.shape[2])
+    used = torch.einsum("ncp,pq,ncq->c", J, torch.linalg.inv(H), J) * b
+    assert_close(b * (y - network(x).detach()).square().sum(0), num - used, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("noise_at", ["network", "mode"])
+def test_each_output_keeps_to_the_bounds_of_the_noise(noise_at: str) -> None:
+    network, x, y = few_data(12, 2, 3)
+    la = LinearisedLaplace(network, Gaussian(torch.ones(2)), method="exact", prior="isotropic", noise_at=noise_at)
+    with pytest.warns(ConvergenceWarning, match=r"ended at one of noise_bounds=\(0.5, 1.5\) for the noise precision"):
+        la.fit_hyperparameters([(x, y)], noise_bounds=(0.5, 1.5), progress=False)
+    assert la.noise_precision_ is not None
+    assert float(la.noise_precision_.min()) >= 0.5 - 1e-9
+    assert float(la.noise_precision_.max()) == pytest.approx(1.5)
+
+
 @pytest.mark.parametrize("name", REGRESSIONS)
 def test_leaving_a_datum_out_is_fitting_without_it(name: str) -> None:
     case, model, built = setting(name, "isotropic")
@@ -472,7 +508,7 @@ def test_the_inverse_in_place(size: int) -> None:
 
 def test_errors() -> None:
     case, model, prior = noisy(10, outputs=2)
-    with pytest.raises(ValueError, match=r"would need about 0\.0 GiB for 10 data of 2 outputs.*method=\"dual\""):
+    with pytest.raises(ValueError, match=r"would need about [\d.e-]+ MiB for 10 data of 2 outputs.*method=\"dual\""):
         ExactRegression.of(model, prior, max_memory=10_000.0)
     with pytest.raises(ValueError, match='use method="dual"'):
         fit_exact_regression(model, prior, max_memory=10_000.0)

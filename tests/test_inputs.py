@@ -234,11 +234,11 @@ def tagger(data: Any, **settings: Any) -> LinearisedLaplace:
 @pytest.mark.parametrize("method", ["exact", "cg", "sgd"])
 def test_padding_and_batching_do_not_matter(method: str) -> None:
     everything = padded(list(range(7)), 5)
-    expected = tagger([everything], method=method, solver=HASTY)
+    expected = tagger([everything], method=method, solver=HASTY if method == "sgd" else None)
     exactness = {"rtol": 1e-5, "atol": 1e-6}
     for batch_size, shuffle in ((2, True), (3, False)):
         loader = DataLoader(Rows(lambda i: i, 7), batch_size=batch_size, shuffle=shuffle, collate_fn=collate)
-        found = tagger(loader, method=method, solver=HASTY)
+        found = tagger(loader, method=method, solver=HASTY if method == "sgd" else None)
         assert found._tangent.data.ragged
         assert_close(found.samples_, expected.samples_, **exactness)
     short = found.predict(collate([0, 4])[0])

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from laplace_sampling import (
     SGD,
     ConvergenceWarning,
+    DualCG,
     Gaussian,
     GPrior,
     IsotropicPrior,
@@ -210,7 +211,7 @@ def test_the_posterior_is_drawn_at_the_tuned_hyperparameters() -> None:
 def test_very_few_data_and_samples_do_not_blow_up(num_data: int, method: str) -> None:
     case = make_case("regression_many_data")
     model = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, 1)).double()
-    solver = SGD(epochs=2, min_steps=30, mode_epochs=4, max_doublings=1)
+    solver = SGD(epochs=2, min_steps=30, mode_epochs=4, max_doublings=1) if method == "sgd" else None
     la = LinearisedLaplace(
         model, "regression", prior="layerwise", method=method, noise_precision=100.0, solver=solver, num_samples=4
     )
@@ -344,7 +345,9 @@ def test_after_an_exception_the_network_is_unchanged_and_nothing_is_lost(fuse: i
 
 @pytest.mark.parametrize("method", ["exact", "sgd"])
 def test_predictions_after_a_reload_are_the_same_bit_for_bit(case: Case, method: str, tmp_path) -> None:
-    la = LinearisedLaplace(case.model, case.likelihood, method=method, solver=QUICK, num_samples=4)
+    la = LinearisedLaplace(
+        case.model, case.likelihood, method=method, solver=QUICK if method == "sgd" else None, num_samples=4
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         la.fit_hyperparameters(loader(case), max_steps=2, num_samples=2, progress=False)
@@ -476,6 +479,11 @@ def test_use_before_fit(use) -> None:
         ({"prior": "flat"}, "`prior='flat'` is not known"),
         ({"linear_model": "quadratic"}, r"`linear_model='quadratic'` is not known; use one of \['auto', 'affine'"),
         ({"hessian_at": "map"}, "`hessian_at='map'` is not known"),
+        ({"method": "cg", "solver": SGD()}, r"`solver=SGD\(...\)` is for method='sgd', but the method is 'cg'"),
+        (
+            {"method": "sgd", "solver": DualCG()},
+            r"`solver=DualCG\(...\)` is for method='dual', but the method is 'sgd'",
+        ),
         ({"method": "kfac"}, "`method='kfac'` is not known"),
         ({"prior_precision": 0.0}, "`prior_precision` must be positive and finite, but is 0.0"),
         ({"seed": -1}, "`seed` must not be negative, but is -1"),
@@ -486,6 +494,11 @@ def test_use_before_fit(use) -> None:
 def test_bad_settings(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LinearisedLaplace(make_case("classification").model, **{"likelihood": "classification", **settings})
+
+
+def test_a_solver_of_another_kind() -> None:
+    with pytest.raises(TypeError, match="`solver` must be an SGD or a DualCG, but is a str"):
+        LinearisedLaplace(make_case("classification").model, "classification", solver="adam")
 
 
 def test_the_exact_method_says_what_it_would_need() -> None:

@@ -522,6 +522,17 @@ def test_solver_settings_of_the_dual_survive_a_reload(tmp_path) -> None:
     assert torch.equal(again.predict(case.x).samples, la.predict(case.x).samples)
 
 
+def test_settings_of_the_dual_that_are_not_given_are_chosen() -> None:
+    case = trained()
+    plain, given = (fit(case, "dual", solver=s, **FIXED)._fit.solver for s in (None, DualCG(max_iterations=500)))
+    assert given.rank == plain.rank == len(case.x)
+    assert given.accuracy == plain.accuracy == pytest.approx(0.03)
+    tight = fit(case, "dual", solver=DualCG(tolerance=1e-9, rank=0), **FIXED)
+    assert tight._fit.solver.rank == 0
+    exact = fit(case, "exact", **FIXED)
+    assert_close(tight.samples_, exact.samples_, rtol=1e-7, atol=1e-9)
+
+
 def test_covariances_asked_for_after_the_network_changed() -> None:
     case = trained()
     pred = fit(case, "exact", **FIXED).predict(case.x)
@@ -553,7 +564,7 @@ def test_the_dual_is_for_gaussian_likelihoods() -> None:
 @pytest.mark.parametrize("call", ["fit", "fit_hyperparameters"])
 def test_a_dual_solve_that_does_not_converge_names_its_residual(call: str) -> None:
     case = trained()
-    solver = DualCG(max_iterations=1, max_refinements=0)
+    solver = DualCG(rank=0, max_iterations=1, max_refinements=0)
     la = LinearisedLaplace(case.model, case.likelihood, method="dual", solver=solver, prior_precision=1e-3)
     with pytest.warns(
         ConvergenceWarning, match=r"not converged: residual [\d.]+ at most, above the tolerance"
