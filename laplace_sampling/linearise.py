@@ -85,6 +85,11 @@ class Linearisation:
         """The trained weights `w̄` as one flat vector (a copy)."""
         return torch.cat([w.reshape(-1) for w in self._selected().values()])
 
+    @property
+    def normalises(self) -> bool:
+        """Whether there are normalisation layers, before which the scale of weights is arbitrary; by their names."""
+        return any("norm" in type(module).__name__.lower() for module in self.module.modules())
+
     def layers(self) -> tuple[list[str], Tensor]:
         """The names of the modules that own the weights, and for each weight the index of its module, `[P]`."""
         owners = [name.rpartition(".")[0] or "(root)" for name in self.names]
