@@ -51,6 +51,8 @@ class Basis:
 
     def project(self, rows: Float[Tensor, "K P"]) -> Float[Tensor, "K m"]:
         """Coordinates of the orthogonal projection."""
+        if not self._vectors:
+            return torch.zeros(len(rows), 0, dtype=torch.float64, device=rows.device)
         return torch.cat([rows @ block.T for block in self._vectors], dim=1).double()
 
     def combine(self, y: Float[Tensor, "K m"]) -> Float[Tensor, "K P"]:
@@ -61,8 +63,9 @@ class Basis:
         """`y V M`, from the products that were made."""
         return self._combine(y, self._products)
 
-    @staticmethod
-    def _combine(y: Tensor, blocks: list[Tensor]) -> Tensor:
+    def _combine(self, y: Tensor, blocks: list[Tensor]) -> Tensor:
+        if not blocks:
+            return torch.zeros(len(y), self.operator.size, dtype=self.operator.dtype, device=y.device)
         parts = y.to(blocks[0].dtype).split([len(block) for block in blocks], dim=1)
         total = parts[0] @ blocks[0]
         for part, block in zip(parts[1:], blocks[1:], strict=True):

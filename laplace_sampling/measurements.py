@@ -131,7 +131,7 @@ def as_measurement(
     if isinstance(T, Tensor):
         if T.dim() != 2:
             raise ValueError(f"`observe=T` needs a matrix [m, n], but got a tensor of shape {list(T.shape)}.")
-        return _Matrix(T.detach())
+        return _Matrix(T.detach() if T.layout in (torch.strided, torch.sparse_coo) else T.detach().to_sparse_coo())
     if not (isinstance(T, tuple) and len(T) == 2 and all(map(callable, T))):
         raise TypeError(
             "`observe=T` needs a matrix, a LinearOperator or a pair of functions (forward, adjoint), but got "
@@ -281,11 +281,11 @@ def noise_weights(noise_variances: Tensor, shape: tuple[int, int]) -> Float[Tens
     Raises:
         ValueError: if they are of another shape, or not positive and finite.
     """
-    given = noise_variances.detach().double()
+    given = torch.as_tensor(noise_variances).detach().double()  # lists and NumPy arrays will do
     if given.shape[:1] != shape[:1] or given.numel() not in (shape[0], shape[0] * shape[1]):
         raise ValueError(
             f"`noise_variances` must have one entry a datum, [{shape[0]}], or one an output, {list(shape)}, in the "
-            f"order of the dataset, but have shape {list(noise_variances.shape)}."
+            f"order of the dataset, but have shape {list(given.shape)}."
         )
     if not bool((given > 0).all()) or not bool(given.isfinite().all()):
         raise ValueError("`noise_variances` must be positive and finite.")

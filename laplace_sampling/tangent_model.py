@@ -127,7 +127,9 @@ def tangent_model(
     likelihood.check_curvature(model.network_outputs, model.targets)
     scale = None
     if noise_variances is not None:
-        scale = noise_weights(noise_variances.to(network.device), (data.num_data, model.network_outputs.shape[1]))
+        scale = noise_weights(
+            torch.as_tensor(noise_variances, device=network.device), (data.num_data, model.network_outputs.shape[1])
+        )
         model = weigh(model, scale)
     return TangentModel(_with_offset(model, network, kind), network, data, kind, scale)
 

@@ -335,3 +335,10 @@ def test_a_preconditioner_of_all_of_the_curvature_needs_one_step_with_unequal_pr
     solution = CG(1e-6, preconditioner=preconditioner).solve(p)
     assert solution.converged
     assert solution.passes <= 1 + 4 * 3  # the factor of M; for each row the residual at the start and two steps
+
+
+def test_an_empty_basis_spans_nothing() -> None:
+    basis = Basis(spectral(1e2, size=5).operator)
+    assert basis.extend(torch.zeros(2, 5, dtype=torch.float64)) == 0
+    assert basis.project(torch.ones(3, 5, dtype=torch.float64)).shape == (3, 0)
+    assert torch.equal(basis.combine(torch.zeros(3, 0, dtype=torch.float64)), torch.zeros(3, 5, dtype=torch.float64))

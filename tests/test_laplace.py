@@ -496,6 +496,13 @@ def test_bad_settings(settings: dict, message: str) -> None:
         LinearisedLaplace(make_case("classification").model, **{"likelihood": "classification", **settings})
 
 
+def test_targets_that_are_zero_end_at_a_bound_and_not_in_an_error() -> None:
+    case = make_case("regression")
+    la = LinearisedLaplace(case.model, Gaussian(1.0, learn=False), method="cg", linear_model="homogeneous")
+    with pytest.warns(ConvergenceWarning, match="at the upper one the data show no effect of these weights"):
+        la.fit_hyperparameters([(case.x, torch.zeros_like(case.given[1]))], progress=False)
+
+
 def test_a_solver_of_another_kind() -> None:
     with pytest.raises(TypeError, match="`solver` must be an SGD or a DualCG, but is a str"):
         LinearisedLaplace(make_case("classification").model, "classification", solver="adam")

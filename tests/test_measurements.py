@@ -15,7 +15,7 @@ from laplace_sampling.gram import features_at, gram
 from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.linear_operators import to_linear_operator
 from laplace_sampling.linearise import Linearisation
-from laplace_sampling.measurements import as_measurement, observe
+from laplace_sampling.measurements import as_measurement, noise_weights, observe
 from laplace_sampling.sampling import Draws, linear_model_mode, sample_posterior
 
 
@@ -121,3 +121,16 @@ def test_refusals() -> None:
         observe(model, (lambda f: T @ f, lambda u: u), y)
     measurement = as_measurement(T, 18)
     assert as_measurement(measurement, 18) is measurement
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc"])
+def test_sparse_matrices_of_any_layout(layout: str) -> None:
+    dense = torch.tensor([[1.0, 0, 2], [0, 0, 3]], dtype=torch.float64)
+    sparse = {"coo": dense.to_sparse_coo, "csr": dense.to_sparse_csr, "csc": dense.to_sparse_csc}[layout]()
+    T, f, u = as_measurement(sparse, 3), torch.randn(2, 4, 3).double(), torch.randn(5, 2).double()
+    assert_close(T.apply(f), f @ dense.T)
+    assert_close(T.adjoint(u), u @ dense)
+
+
+def test_noise_variances_as_lists() -> None:
+    assert_close(noise_weights([1.0, 4.0], (2, 3)), torch.tensor([[1.0] * 3, [0.5] * 3], dtype=torch.float64))
