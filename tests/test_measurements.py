@@ -123,6 +123,7 @@ def test_refusals() -> None:
     assert as_measurement(measurement, 18) is measurement
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CS:UserWarning")
 @pytest.mark.parametrize("layout", ["coo", "csr", "csc"])
 def test_sparse_matrices_of_any_layout(layout: str) -> None:
     dense = torch.tensor([[1.0, 0, 2], [0, 0, 3]], dtype=torch.float64)
