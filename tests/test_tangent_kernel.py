@@ -14,6 +14,7 @@ from test_exact import noisy
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from laplace_sampling import LinearisedLaplace
 from laplace_sampling.exact import ExactRegression
 from laplace_sampling.linear_operators import gpytorch, settings
 from laplace_sampling.linearise import Linearisation
@@ -213,6 +214,29 @@ def test_a_batch_of_prior_variances_is_a_batch_of_matrices() -> None:
     assert_close(operator @ b, K @ b)
     assert_close(operator[1].to_dense(), K[1])
     assert_close(operator[1, 0, 3, 4], K[1, 0, 3, 4])
+
+
+@pytest.mark.parametrize("prior", ["g-prior", "isotropic"])
+def test_the_gaussian_process_of_a_fitted_posterior(prior: str) -> None:
+    case, _, _ = noisy(30)
+    la = LinearisedLaplace(case.model, "regression", prior=prior, method="exact")
+    la.fit_hyperparameters([(case.x, case.y)], progress=False)
+    assert la.prior_scale_.shape == la.mode_.shape
+    assert bool((la.prior_scale_ == 1).all()) == (prior == "isotropic")
+    assert la.noise_precision_ is not None
+    likelihood = fixed_noise(float(la.noise_precision_))
+    options = {"scale": la.prior_scale_, "prior_precision": float(la.prior_precision_)}
+    x = case.x[:4] + 0.3
+    pred = la.predict(x)
+    with torch.no_grad(), settings.fast_computations(solves=False):
+        outputs = TangentGP(case.x, la.network(case.x)[:, 0], likelihood, case.model, **options).eval()(x)
+        mode = TangentGP(case.x, case.y[:, 0], likelihood, case.model, mean="affine", **options).eval()(x)
+    # On the network's outputs as targets nothing corrects it.
+    assert_close(outputs.mean, pred.mean[:, 0])
+    for posterior in (outputs, mode):
+        assert_close(posterior.covariance_matrix, pred.joint_covariance(), rtol=1e-6, atol=1e-9)
+    linear = la.network(x) + la.network.jvp(x, (la.mode_ - la.network.weights)[None])[0]
+    assert_close(mode.mean, linear[:, 0], rtol=1e-6, atol=1e-6)
 
 
 def test_kernels_are_combined() -> None:
