@@ -94,6 +94,7 @@ class LinearisedLaplace:
 
     Attributes:
         prior_precision_: `α`, `[G]`, one a group of the prior.
+        prior_scale_: `s`, `[P]`, prior standard deviations of the weights at `α = 1`; ones but for a g-prior.
         noise_precision_: `1/σ²` of predictions, a scalar or `[C]`; `None` unless the likelihood is Gaussian.
         effective_dimension_: `γ`, `[G]`: how many directions of weight space the data determine.
         converged_: whether samples and mode, and hyperparameters if they were fitted, reached their tolerances.
@@ -472,6 +473,10 @@ class LinearisedLaplace:
     @property
     def prior_precision_(self) -> Float[Tensor, " G"]:
         return self._fitted("prior_precision_").prior.precision
+
+    @property
+    def prior_scale_(self) -> Float[Tensor, " P"]:
+        return self._fitted("prior_scale_").prior.scale
 
     @property
     def noise_precision_(self) -> Tensor | None:

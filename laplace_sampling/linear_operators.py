@@ -8,14 +8,17 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message=".*torch.jit.*", category=DeprecationWarning)
     import gpytorch
     from linear_operator import LinearOperator, settings, to_dense, to_linear_operator
+    from linear_operator.operators import DenseLinearOperator, TriangularLinearOperator
     from linear_operator.operators._linear_operator import IndexType
     from linear_operator.utils.linear_cg import linear_cg
     from linear_operator.utils.warnings import NumericalWarning
 
 __all__ = [
+    "DenseLinearOperator",
     "IndexType",
     "LinearOperator",
     "NumericalWarning",
+    "TriangularLinearOperator",
     "gpytorch",
     "linear_cg",
     "settings",

@@ -21,6 +21,8 @@ __all__ = ["NetworkMean", "TangentGP", "TangentKernel", "TangentKernelOperator"]
 # Numbers of a block of rows of the Jacobian.
 _BLOCK = 2**25
 _MEANS = ("network", "affine", "homogeneous")
+_SINGLE = (gpytorch.likelihoods.GaussianLikelihood, gpytorch.likelihoods.FixedNoiseGaussianLikelihood)
+_COMBINED = (gpytorch.kernels.AdditiveKernel, gpytorch.kernels.ProductKernel)
 
 
 class TangentKernelOperator(LinearOperator):
@@ -59,6 +61,9 @@ class TangentKernelOperator(LinearOperator):
         return x.to(self.network.dtype) if x.is_floating_point() else x
 
     def _matmul(self, rhs: Float[Tensor, "*B MC K"]) -> Float[Tensor, "*B NC K"]:
+        if torch.is_inference_mode_enabled():  # which pullbacks do not work in
+            with torch.inference_mode(False), torch.no_grad():
+                return self._matmul(rhs.clone())
         columns = rhs[:, None] if rhs.dim() == 1 else rhs
         x, other = self._inputs(self.x), self._inputs(self.other)
         stack = columns.mT.reshape(-1, len(other), self.num_outputs).to(self.network.dtype)
@@ -108,11 +113,15 @@ class TangentKernel(gpytorch.kernels.Kernel):
     r"""`k(x, x') = φ(x) diag(s²) φ(x')ᵀ / α`, alone or with other kernels, as in `TangentKernel(net) + RBFKernel()`.
 
     Its one hyperparameter is the prior precision `α`. The matrix at `α = 1` of the last inputs without gradient is
-    kept, so that training `α` needs it once. Kernels of several outputs go with multitask means and likelihoods.
+    kept, so that training `α` needs it once; it is made anew when the inputs, the scale or the network have changed.
+
+    Kernels of several outputs go with multitask means and likelihoods, and are added to kernels of as many outputs:
+    `TangentKernel(net) + MultitaskKernel(RBFKernel(), num_tasks=C)`.
 
     Args:
         network: a trained network, or its linearisation (for a choice of weights).
-        scale: `s`, `[P]`, prior standard deviations at `α = 1`, by default one; `GaussianPrior.scale` of a g-prior.
+        scale: `s`, `[P]`, prior standard deviations at `α = 1`, by default one; `prior_scale_` of a fitted
+            `LinearisedLaplace`.
         input_shape: of one input, where it is not the row itself.
         prior_precision: where `α` starts.
         precision_prior: a GPyTorch prior of `α`.
@@ -136,12 +145,12 @@ class TangentKernel(gpytorch.kernels.Kernel):
         size = self.network.num_parameters
         if scale is not None and scale.shape != (size,):
             raise ValueError(f"`scale` must have one entry a weight, [{size}], but has shape {list(scale.shape)}.")
-        given = torch.ones(size, dtype=self.network.dtype, device=self.network.device) if scale is None else scale
+        given = torch.ones(size, dtype=self.network.dtype) if scale is None else scale
         self.variance: Tensor
-        self.register_buffer("variance", given.detach() ** 2)
+        self.register_buffer("variance", given.detach().to(self.network.device) ** 2)
         self.input_shape = None if input_shape is None else tuple(input_shape)
         self.dense_size = dense_size
-        self.register_parameter("raw_prior_precision", nn.Parameter(torch.zeros(1, dtype=given.dtype)))
+        self.register_parameter("raw_prior_precision", nn.Parameter(torch.zeros(1).to(self.variance)))
         positive = gpytorch.constraints.Positive(
             transform=torch.exp,  # pyright: ignore[reportArgumentType]
             inv_transform=torch.log,
@@ -155,7 +164,8 @@ class TangentKernel(gpytorch.kernels.Kernel):
                 lambda module, value: setattr(module, "prior_precision", value),
             )
         self.prior_precision = prior_precision
-        self._kept: tuple[Tensor, Tensor, Tensor] | None = None
+        # What the matrix that is kept was made of, and the matrix.
+        self._kept: tuple[tuple[Tensor, ...], Tensor] | None = None
         self._num_outputs: int | None = None
 
     @property
@@ -185,6 +195,11 @@ class TangentKernel(gpytorch.kernels.Kernel):
         """The matrix of `x1`, `[…, N, D]`, and `x2`, `[…, M, D]`, or its diagonal."""
         if last_dim_is_batch:
             raise NotImplementedError("A TangentKernel has no batches of input dimensions; use it without them.")
+        if torch.is_inference_mode_enabled():
+            # Jacobians cannot be taken there, and a matrix made there could not be differentiated later.
+            with torch.inference_mode(False), torch.no_grad():
+                return self.forward(x1, x2, diag=diag)
+        x1, x2 = (x.clone() if x.is_inference() else x for x in (x1, x2))
         alpha = self.prior_precision
         if x1.dim() > 2 or x2.dim() > 2:
             shape = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
@@ -207,11 +222,11 @@ class TangentKernel(gpytorch.kernels.Kernel):
     def _dense(self, operator: TangentKernelOperator, x1: Tensor, x2: Tensor) -> Tensor:
         if x1.requires_grad or x2.requires_grad:
             return operator.to_dense()
-        kept = self._kept
-        if kept is None or not all(a.shape == b.shape and a.equal(b) for a, b in zip(kept, (x1, x2), strict=False)):
+        made_of = (self.network.fingerprint(), self.variance, x1, x2)
+        if self._kept is None or not all(_equal(a, b) for a, b in zip(self._kept[0], made_of, strict=True)):
             with torch.no_grad():
-                self._kept = kept = (x1, x2, operator.to_dense())
-        return kept[2]
+                self._kept = tuple(t.clone() for t in made_of), operator.to_dense()
+        return self._kept[1]
 
 
 class NetworkMean(gpytorch.means.Mean):
@@ -261,7 +276,11 @@ class TangentGP(gpytorch.models.ExactGP):
         network: a trained network, or its linearisation.
         mean: `"network"`, `"affine"` or `"homogeneous"`, see `NetworkMean`.
         kernel: by default `TangentKernel(network, ...)`; another with it as a part, or of it.
-        options: of `TangentKernel`.
+        options: of `TangentKernel`; with a `kernel`, which has its own, only `input_shape`, for the mean.
+
+    Raises:
+        ValueError: if targets, likelihood or kernel are not of as many outputs as the network has, or if there are
+            options beside a kernel.
     """
 
     def __init__(
@@ -276,9 +295,58 @@ class TangentGP(gpytorch.models.ExactGP):
         **options: Any,
     ) -> None:
         super().__init__(train_x, train_y, likelihood)
+        unused = sorted(set(options) - {"input_shape"})
+        if kernel is not None and unused:
+            raise ValueError(
+                f"`TangentGP(kernel=...)` was also given {unused}, which are options of a TangentKernel that is made "
+                "here: give them to the TangentKernel in your kernel."
+            )
         linearised = network if isinstance(network, Linearisation) else Linearisation(network)
         self.mean_module = NetworkMean(linearised, mean, input_shape=options.get("input_shape"))
         self.covar_module = TangentKernel(linearised, **options) if kernel is None else kernel
+        self._fingerprint = linearised.fingerprint()
+        if self.train_inputs is not None:
+            self._check_outputs()
+
+    def _check_outputs(self) -> None:
+        """That targets, likelihood and kernel have the outputs of the network."""
+        (x,) = cast(tuple[Tensor], self.train_inputs)
+        y = cast(Tensor, self.train_targets)
+        with torch.no_grad():
+            tasks = cast(Tensor, self.mean_module(x[..., :1, :])).shape[x.dim() - 1 :]
+        shape = (*x.shape[:-1], *tasks)
+        C = tasks.numel()
+        if y.shape != shape:
+            raise ValueError(
+                f"`TangentGP` with a network of {_outputs(C)} needs `train_y` of shape {list(shape)}, "
+                f"but got {list(y.shape)}."
+            )
+        found = getattr(self.likelihood, "num_tasks", 1 if isinstance(self.likelihood, _SINGLE) else C)
+        if found != C or (C == 1 and hasattr(self.likelihood, "num_tasks")):
+            needed = "GaussianLikelihood()" if C == 1 else f"MultitaskGaussianLikelihood(num_tasks={C})"
+            raise ValueError(
+                f"`TangentGP` with a network of {_outputs(C)} needs a likelihood of as many, as `{needed}`, but got a "
+                f"{type(self.likelihood).__name__} of {found}."
+            )
+        groups = [[self.covar_module], *(k.kernels for k in self.covar_module.modules() if isinstance(k, _COMBINED))]
+        for number, kernels in enumerate(cast(list[list[Any]], groups)):
+            sizes = [kernel.num_outputs_per_input(x, x) for kernel in kernels]
+            wanted = C if number == 0 else max(sizes)
+            for kernel, size in zip(kernels, sizes, strict=True):
+                if size != wanted:
+                    raise ValueError(
+                        f"`TangentGP` with a network of {_outputs(C)}: its kernel must be of {_outputs(wanted)} here, "
+                        f"but {type(kernel).__name__} is of {size}; `MultitaskKernel(kernel, num_tasks={C})` is not."
+                    )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The prior in training, the posterior in evaluation, see `gpytorch.models.ExactGP`."""
+        network = cast(NetworkMean, self.mean_module).network
+        if not torch.equal(self._fingerprint, found := network.fingerprint()):
+            # What GPyTorch keeps for predictions is of the network as it was.
+            self._clear_cache()
+            self._fingerprint = found
+        return super().__call__(*args, **kwargs)
 
     def forward(self, x: Float[Tensor, "*B N D"]) -> gpytorch.distributions.MultivariateNormal:
         """The prior at some inputs."""
@@ -286,6 +354,14 @@ class TangentGP(gpytorch.models.ExactGP):
         if mean.dim() == x.dim():
             return gpytorch.distributions.MultitaskMultivariateNormal(mean, covariance)
         return gpytorch.distributions.MultivariateNormal(mean, covariance)
+
+
+def _outputs(count: int) -> str:
+    return "one output" if count == 1 else f"{count} outputs"
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
 
 
 def shape_inputs(network: Linearisation, x: Float[Tensor, "N D"], input_shape: Sequence[int] | None) -> Tensor:

@@ -1,5 +1,6 @@
 """The surrogate of BoTorch."""
 
+import copy
 import importlib.util
 import warnings
 from pathlib import Path
@@ -14,12 +15,23 @@ from torch.testing import assert_close
 from laplace_sampling.exact import ExactRegression
 from laplace_sampling.gram import features_at
 from laplace_sampling.linearise import Linearisation
+from laplace_sampling.solvers import ConvergenceWarning
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     botorch = pytest.importorskip("botorch", reason="BoTorch, of the extra `botorch`, is not there")
-    from botorch.acquisition import LogExpectedImprovement, PosteriorMean, qLogExpectedImprovement
+    from botorch.acquisition import (
+        LogExpectedImprovement,
+        PosteriorMean,
+        UpperConfidenceBound,
+        qKnowledgeGradient,
+        qLogExpectedImprovement,
+        qLogNoisyExpectedImprovement,
+        qNegIntegratedPosteriorVariance,
+        qUpperConfidenceBound,
+    )
     from botorch.acquisition.objective import ScalarizedPosteriorTransform
+    from botorch.acquisition.thompson_sampling import PathwiseThompsonSampling
     from botorch.optim import optimize_acqf
 
     from laplace_sampling.integrations.botorch import TangentSurrogate
@@ -98,6 +110,110 @@ def test_paths_have_the_moments_of_the_posterior_and_are_functions() -> None:
         surrogate.sample_paths(0)
 
 
+@pytest.mark.parametrize("noise_precision", [400.0, 1e8])
+def test_variances_are_those_of_float64(noise_precision: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, 1)).double()
+    x = torch.randn(50, 2, generator=generator, dtype=torch.float64)
+    y = torch.sin(2 * x[:, :1]) + 0.05 * torch.randn(50, 1, generator=generator, dtype=torch.float64)
+    options = {"prior_precision": 1.0, "noise_precision": noise_precision}
+    double = TangentSurrogate(net, x, y, **options)
+    single = TangentSurrogate(copy.deepcopy(net).float(), x.float(), y.float(), **options)
+    new = torch.randn(4, 2, generator=generator, dtype=torch.float64)
+    J, rows = reference.jacobian(net, x)[:, 0], reference.jacobian(net, new)[:, 0]
+    # Two factors of the posterior covariance, since H itself is too ill-conditioned to be solved with.
+    Q = torch.linalg.qr(torch.cat([J * noise_precision**0.5, torch.eye(J.shape[1], dtype=torch.float64)]), mode="r")[1]
+    variance = torch.linalg.solve_triangular(Q.T, rows.T, upper=False).square().sum(0)
+    found = double.posterior(new).distribution.lazy_covariance_matrix.diagonal()
+    assert_close(found, variance, rtol=1e-5, atol=0)
+    for posterior in (single.posterior(new.float()), double.posterior(new.float())):
+        assert posterior.mean.dtype == torch.float32
+        found = posterior.distribution.lazy_covariance_matrix.diagonal()
+        assert_close(found.double(), variance, rtol=1e-2, atol=0)
+        assert bool(posterior.rsample(torch.Size([3])).isfinite().all())
+
+
+def test_samples_at_equal_inputs_are_equal() -> None:
+    case, _, _ = noisy(20)
+    surrogate = TangentSurrogate(case.model, case.x, case.y, prior_precision=1.0, noise_precision=9.0)
+    two = case.x[:2] + 0.3
+    batch = torch.stack([two[[0, 1, 0]], two.repeat(2, 1)[:3] * 2]).requires_grad_()
+    posterior = surrogate.posterior(batch)
+    operator = posterior.distribution.lazy_covariance_matrix
+    factor = operator.cholesky().to_dense()
+    assert_close(factor @ factor.mT, operator.to_dense(), rtol=1e-10, atol=1e-12)
+    samples = posterior.rsample(torch.Size([5]))
+    deviation = (samples - posterior.mean) / posterior.variance.sqrt()
+    assert_close(deviation[:, 0, 0], deviation[:, 0, 2], rtol=0, atol=1e-5)
+    assert float((deviation[:, 0, 0] - deviation[:, 0, 1]).abs().max()) > 1e-2
+    samples.sum().backward()
+    assert batch.grad is not None
+    assert bool(batch.grad.isfinite().all())
+    with pytest.raises(FloatingPointError, match="posterior covariance of a TangentSurrogate is not finite: check `X`"):
+        surrogate.posterior(torch.full((2, 2), torch.nan, dtype=torch.float64)).rsample()
+
+
+def test_a_changed_network_is_noticed() -> None:
+    case, _, _ = noisy(10)
+    net = copy.deepcopy(case.model)
+    surrogate = TangentSurrogate(net, case.x, case.y, prior_precision=1.0, noise_precision=9.0)
+    path = surrogate.sample_paths()
+    net[0].weight.data.mul_(1.5)
+    message = "the weights or buffers of the network are not those that this TangentSurrogate was made with"
+    for call in (
+        lambda: surrogate.posterior(case.x),
+        lambda: path.posterior(case.x),
+        surrogate.sample_paths,
+        lambda: surrogate.condition_on_observations(case.x, case.y),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_data_are_copied_and_leave_inference_mode() -> None:
+    case, _, _ = noisy(10)
+    options = {"prior_precision": 1.0, "noise_precision": 9.0}
+    x, y = case.x.clone(), case.y.clone()
+    with torch.inference_mode():
+        surrogate = TangentSurrogate(case.model, x * 1, y * 1, **options)
+    other = TangentSurrogate(case.model, x, y, **options)
+    new = case.x[:2].clone().requires_grad_()
+    surrogate.posterior(new).variance.sum().backward()
+    assert bool(new.grad.abs().max() > 0)
+    x.mul_(2)
+    more = [s.condition_on_observations(case.x[:1] + 1, case.y[:1]) for s in (surrogate, other)]
+    assert_close(more[0].posterior(case.x).mean, more[1].posterior(case.x).mean)
+
+
+def test_evidence_without_a_maximum_gives_a_warning() -> None:
+    case, _, _ = noisy(10)
+    y = torch.full((10, 1), 2.0, dtype=torch.float64)
+    with pytest.warns(ConvergenceWarning, match=r"ended at a bound, noise_precision = 1e\+12") as caught:
+        surrogate = TangentSurrogate(case.model, case.x, y, mean="homogeneous")
+    assert caught[0].filename == __file__
+    assert not surrogate.optimum.converged
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConvergenceWarning)
+        TangentSurrogate(case.model, case.x, y, prior_precision=1.0, noise_precision=4.0)
+
+
+def test_what_is_not_supported_says_so() -> None:
+    case, _, _ = noisy(10)
+    surrogate = TangentSurrogate(case.model, case.x, case.y, prior_precision=1.0, noise_precision=9.0)
+    with pytest.raises(NotImplementedError, match="has no fantasies, which acquisition functions that look ahead take"):
+        qKnowledgeGradient(surrogate, num_fantasies=2)(case.x[:3])
+    with pytest.raises(NotImplementedError, match="has no fantasies"):
+        qNegIntegratedPosteriorVariance(surrogate, mc_points=case.x)(case.x[:1])
+    with pytest.raises(
+        NotImplementedError, match=r"`subset_output\(\[0\]\)`.* Use `posterior\(X, output_indices=\[0\]\)`"
+    ):
+        surrogate.subset_output([0])
+    with pytest.raises(NotImplementedError, match=r"maximise `PosteriorMean\(surrogate.sample_paths\(\)\)`"):
+        PathwiseThompsonSampling(surrogate)(case.x[:1])
+
+
 def test_acquisition_functions_are_optimised() -> None:
     case, _, _ = noisy(20)
     surrogate = TangentSurrogate(case.model, case.x, case.y)
@@ -106,6 +222,9 @@ def test_acquisition_functions_are_optimised() -> None:
     for acquisition, q in (
         (LogExpectedImprovement(surrogate, case.y.max()), 1),
         (qLogExpectedImprovement(surrogate, case.y.max()), 2),
+        (UpperConfidenceBound(surrogate, 2.0), 1),
+        (qUpperConfidenceBound(surrogate, 2.0), 2),
+        (qLogNoisyExpectedImprovement(surrogate, case.x, prune_baseline=False), 1),
     ):
         found, value = optimize_acqf(acquisition, bounds, q, num_restarts=2, raw_samples=8)
         assert found.shape == (q, 2)
@@ -150,6 +269,15 @@ def test_images_and_refusals() -> None:
         TangentSurrogate(net, x, torch.zeros(6), input_shape=(1, 3, 3))
     with pytest.raises(ValueError, match="`train_Y` has 2 outputs, but the network has 1"):
         TangentSurrogate(net, x, torch.zeros(6, 2), input_shape=(1, 3, 3))
+    y = torch.zeros(6, 1)
+    with pytest.raises(ValueError, match=r"`train_Y` contains NaN or infinity, in rows \[4\]"):
+        TangentSurrogate(net, x, torch.where(torch.arange(6)[:, None] == 4, torch.nan, y), input_shape=(1, 3, 3))
+    with pytest.raises(ValueError, match=r"`train_X` contains NaN or infinity, in rows \[0, 1, 2, 3, 4\]"):
+        TangentSurrogate(net, x * torch.inf, y, input_shape=(1, 3, 3))
+    with pytest.raises(ValueError, match=r"`prior_precision` must be positive and finite, or None .* but is 0.0"):
+        TangentSurrogate(net, x, y, input_shape=(1, 3, 3), prior_precision=0.0)
+    with pytest.raises(ValueError, match=r"`noise_precision` must be positive and finite, or None .* but is -1.0"):
+        TangentSurrogate(net, x, y, input_shape=(1, 3, 3), noise_precision=-1.0)
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """The tangent kernel in linear_operator and GPyTorch."""
 
+import copy
 import math
 import unittest
 import warnings
@@ -13,6 +14,7 @@ from test_exact import noisy
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from laplace_sampling import LinearisedLaplace
 from laplace_sampling.exact import ExactRegression
 from laplace_sampling.linear_operators import gpytorch, settings
 from laplace_sampling.linearise import Linearisation
@@ -214,6 +216,29 @@ def test_a_batch_of_prior_variances_is_a_batch_of_matrices() -> None:
     assert_close(operator[1, 0, 3, 4], K[1, 0, 3, 4])
 
 
+@pytest.mark.parametrize("prior", ["g-prior", "isotropic"])
+def test_the_gaussian_process_of_a_fitted_posterior(prior: str) -> None:
+    case, _, _ = noisy(30)
+    la = LinearisedLaplace(case.model, "regression", prior=prior, method="exact")
+    la.fit_hyperparameters([(case.x, case.y)], progress=False)
+    assert la.prior_scale_.shape == la.mode_.shape
+    assert bool((la.prior_scale_ == 1).all()) == (prior == "isotropic")
+    assert la.noise_precision_ is not None
+    likelihood = fixed_noise(float(la.noise_precision_))
+    options = {"scale": la.prior_scale_, "prior_precision": float(la.prior_precision_)}
+    x = case.x[:4] + 0.3
+    pred = la.predict(x)
+    with torch.no_grad(), settings.fast_computations(solves=False):
+        outputs = TangentGP(case.x, la.network(case.x)[:, 0], likelihood, case.model, **options).eval()(x)
+        mode = TangentGP(case.x, case.y[:, 0], likelihood, case.model, mean="affine", **options).eval()(x)
+    # On the network's outputs as targets nothing corrects it.
+    assert_close(outputs.mean, pred.mean[:, 0])
+    for posterior in (outputs, mode):
+        assert_close(posterior.covariance_matrix, pred.joint_covariance(), rtol=1e-6, atol=1e-9)
+    linear = la.network(x) + la.network.jvp(x, (la.mode_ - la.network.weights)[None])[0]
+    assert_close(mode.mean, linear[:, 0], rtol=1e-6, atol=1e-6)
+
+
 def test_kernels_are_combined() -> None:
     case, _, _ = noisy(20)
     kernel = TangentKernel(case.model, prior_precision=2.0) + gpytorch.kernels.RBFKernel().double()
@@ -265,6 +290,74 @@ def test_batches_shapes_and_large_matrices() -> None:
         kernel.forward(x, x, last_dim_is_batch=True)
 
 
+def test_the_matrix_that_is_kept_is_of_the_present_network_scale_and_inputs() -> None:
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    kernel = TangentKernel(net)
+    x = torch.randn(5, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def check() -> None:
+        J = reference.jacobian(net, x).flatten(0, 1)
+        assert_close(kernel(x).to_dense(), (J * kernel.variance) @ J.T)
+
+    check()
+    net[2].weight.data.mul_(2)  # which no version counter sees
+    check()
+    x.mul_(2)
+    check()
+    kernel.load_state_dict({**kernel.state_dict(), "variance": torch.linspace(0.5, 2, 17).double()})
+    check()
+    kept = kernel._kept
+    check()
+    assert kernel._kept is kept
+
+
+def test_predictions_are_of_the_present_network() -> None:
+    case, _, _ = noisy(20)
+    net = copy.deepcopy(case.model)
+    gp = TangentGP(case.x, case.y[:, 0], fixed_noise(4.0), net).eval()
+    x = case.x[:3] + 0.1
+    gp(x).mean.sum().backward()
+    with torch.no_grad():
+        net[0].weight.mul_(1.5)
+    again = TangentGP(case.x, case.y[:, 0], fixed_noise(4.0), net).eval()
+    with torch.no_grad():
+        assert_close(gp(x).mean, again(x).mean)
+        assert_close(gp(x).variance, again(x).variance)
+
+
+@pytest.mark.parametrize("dense_size", [4000, 2])
+def test_inference_mode_leaves_nothing_that_cannot_be_differentiated(dense_size: int) -> None:
+    case, _, _ = noisy(6)
+    kernel = TangentKernel(case.model, dense_size=dense_size)
+    J = reference.jacobian(case.model, case.x).flatten(0, 1)
+    ones = torch.ones(6, 1, dtype=torch.float64)
+    with torch.inference_mode():
+        x = case.x.clone()
+        assert_close(kernel(x) @ ones, J @ J.T @ ones)
+        assert_close(kernel(x).diagonal(), (J**2).sum(1))
+    for inputs in (case.x, x):  # the second is an inference tensor
+        kernel.zero_grad()
+        (kernel(inputs) @ ones).sum().backward()
+        assert_close(kernel.raw_prior_precision.grad, -(J @ J.T).sum()[None])
+
+
+def test_parts_of_a_kernel_are_where_the_network_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nothing is computed on this device: GPyTorch would look at the value.
+    monkeypatch.setattr(TangentKernel, "initialize", lambda self, **values: self)
+    net = nn.Linear(2, 1).to("meta")
+    kernel = TangentKernel(net, scale=torch.ones(3))
+    assert {t.device.type for t in (kernel.raw_prior_precision, kernel.variance)} == {"meta"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_kernel_of_a_network_on_a_gpu() -> None:
+    case, _, _ = noisy(6)
+    K = TangentKernel(case.model, prior_precision=2.0)(case.x).to_dense()
+    assert_close(
+        TangentKernel(copy.deepcopy(case.model).cuda(), prior_precision=2.0)(case.x.cuda()).to_dense().cpu(), K
+    )
+
+
 def test_state_and_prior_of_the_precision() -> None:
     net = network(1, dtype=torch.float64)
     prior = gpytorch.priors.GammaPrior(2.0, 1.0)
@@ -276,6 +369,50 @@ def test_state_and_prior_of_the_precision() -> None:
     assert float(again.prior_precision.detach()) == pytest.approx(9.0)
     assert [name for name, _ in kernel.named_parameters()] == ["raw_prior_precision"]
     assert len(list(kernel.named_priors())) == 1
+
+
+def test_kernels_of_several_outputs_are_combined() -> None:
+    case, _, _ = noisy(12, outputs=2)
+    rbf = gpytorch.kernels.RBFKernel() + gpytorch.kernels.MaternKernel()
+    kernel = TangentKernel(case.model) + gpytorch.kernels.MultitaskKernel(rbf, num_tasks=2, rank=1).double()
+    likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=2).double()
+    gp = TangentGP(case.x, case.y, likelihood, case.model, kernel=kernel).train()
+    gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp)(gp(case.x), case.y).backward()
+    assert all(p.grad is not None for p in gp.parameters())
+    assert gp.eval()(case.x[:3] + 0.1).mean.shape == (3, 2)
+
+
+def test_refusals_of_the_gaussian_process() -> None:
+    one, two = noisy(6)[0], noisy(6, outputs=2)[0]
+    single, multiple = fixed_noise(1.0), gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=2).double()
+    kernel = TangentKernel(one.model)
+    message = r"`TangentGP\(kernel=...\)` was also given \['nonsense', 'prior_precision', 'scale'\]"
+    with pytest.raises(ValueError, match=message):
+        TangentGP(
+            one.x,
+            one.y[:, 0],
+            single,
+            one.model,
+            kernel=kernel,
+            prior_precision=5.0,
+            scale=torch.ones(2),
+            nonsense=1,
+        )
+    with pytest.raises(ValueError, match=r"network of one output needs `train_y` of shape \[6\], but got \[6, 1\]"):
+        TangentGP(one.x, one.y, single, one.model)
+    with pytest.raises(ValueError, match=r"network of 2 outputs needs `train_y` of shape \[6, 2\], but got \[6\]"):
+        TangentGP(two.x, two.y[:, 0], multiple, two.model)
+    for likelihood in (single, gpytorch.likelihoods.FixedNoiseGaussianLikelihood(torch.ones(6).double())):
+        with pytest.raises(ValueError, match=r"as `MultitaskGaussianLikelihood\(num_tasks=2\)`, but got a .* of 1"):
+            TangentGP(two.x, two.y, likelihood, two.model)
+    with pytest.raises(ValueError, match=r"as `GaussianLikelihood\(\)`, but got a MultitaskGaussianLikelihood of 2"):
+        TangentGP(one.x, one.y[:, 0], multiple, one.model)
+    with pytest.raises(ValueError, match=r"of 2 outputs here, but RBFKernel is of 1; `MultitaskKernel"):
+        TangentGP(
+            two.x, two.y, multiple, two.model, kernel=TangentKernel(two.model) + gpytorch.kernels.RBFKernel().double()
+        )
+    with pytest.raises(ValueError, match="of 2 outputs here, but RBFKernel is of 1"):
+        TangentGP(two.x, two.y, multiple, two.model, kernel=gpytorch.kernels.RBFKernel().double())
 
 
 def test_refusals() -> None:

@@ -6,8 +6,15 @@ A trained network is the prior mean, or its linearisation is; observations corre
     m(x) + φ(x) θ̄,    φ(x) A⁻¹ φ(x)ᵀ − Rᵀ R,    R = F⁻¹ k(X, x),    F Fᵀ = K/α + I/b,
 
 differentiable in `x`; joint samples of the function at all inputs are `m(x) + φ(x)(θ̄ + ζ_k)` (pathwise conditioning).
+
+Acquisition functions that take a posterior work: `LogExpectedImprovement`, `UpperConfidenceBound`, `PosteriorMean`, and
+those by Monte Carlo, such as `qLogExpectedImprovement`, `qLogNoisyExpectedImprovement` and `qUpperConfidenceBound`. For
+Thompson sampling maximise `PosteriorMean(surrogate.sample_paths())`. Those that look ahead (`qKnowledgeGradient`,
+`qNegIntegratedPosteriorVariance`) need fantasies, and `PathwiseThompsonSampling` paths of a `SingleTaskGP`: both raise.
 """
 
+import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -18,22 +25,45 @@ from torch import Tensor, nn
 from laplace_sampling.exact import ExactRegression, Optimum, unit_variance
 from laplace_sampling.gram import features_at, row_blocks
 from laplace_sampling.likelihoods import Gaussian
-from laplace_sampling.linear_operators import gpytorch
+from laplace_sampling.linear_operators import DenseLinearOperator, TriangularLinearOperator, gpytorch
 from laplace_sampling.linearise import Linearisation
 from laplace_sampling.priors import GaussianPrior
 from laplace_sampling.sampling import Draws, LinearModel
+from laplace_sampling.solvers import ConvergenceWarning
 from laplace_sampling.tangent_kernel import NetworkMean, shape_inputs
 
 try:
     from botorch.models.deterministic import GenericDeterministicModel
     from botorch.models.model import Model
     from botorch.posteriors.gpytorch import GPyTorchPosterior
+    from botorch.sampling.pathwise.posterior_samplers import DrawMatheronPaths
 except ImportError as error:  # pragma: no cover
     raise ImportError(
         "`laplace_sampling.integrations.botorch` needs BoTorch: `pip install laplace_sampling[botorch]`."
     ) from error
 
 __all__ = ["TangentSurrogate"]
+
+# Factors of ten that the jitter of a Cholesky factor is raised by at most.
+_JITTERS = 16
+
+
+class _Covariance(DenseLinearOperator):
+    """A covariance as it is; only its Cholesky factor is of one with jitter, relative to its largest variance."""
+
+    def _cholesky(self, upper: bool | None = False) -> TriangularLinearOperator:
+        matrix = self.tensor
+        largest = matrix.detach().diagonal(dim1=-1, dim2=-2).abs().amax(-1).clamp_min(1e-30)
+        jitter = 10 * torch.finfo(matrix.dtype).eps * largest
+        for _ in range(_JITTERS):
+            raised = matrix + torch.diag_embed(jitter[..., None].expand(matrix.shape[:-1]))
+            factor, failed = torch.linalg.cholesky_ex(raised)
+            if not bool(failed.any()):
+                return TriangularLinearOperator(factor.mT if upper else factor, upper=bool(upper))
+            jitter = torch.where(failed > 0, 10 * jitter, jitter)
+        raise FloatingPointError(
+            "The posterior covariance of a TangentSurrogate is not finite: check `X`, and the Jacobian of the network."
+        )
 
 
 class TangentSurrogate(Model):
@@ -45,17 +75,22 @@ class TangentSurrogate(Model):
     Args:
         network: a trained network, or its linearisation.
         train_X: `[N, D]`.
-        train_Y: `[N, C]`.
+        train_Y: `[N, C]`, best standardised. GPyTorch raises variances below 1e-10 to that, in float32 below 1e-6.
         mean: `"network"`, `"affine"` or `"homogeneous"`, see `NetworkMean`.
         scale: `s`, `[P]`, prior standard deviations at `α = 1`, by default one.
         prior_precision: `α`, learnt by default.
         noise_precision: `b`, learnt by default.
         input_shape: of one input, where it is not the row itself.
 
+    Raises:
+        ValueError: for shapes that do not fit, data that are not finite, precisions that are not positive; and by all
+            methods once the weights or buffers of the network have changed.
+
     Attributes:
-        optimum: how the hyperparameters were found.
+        optimum: how the hyperparameters were found; a `ConvergenceWarning` tells if the evidence has no maximum.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         network: nn.Module | Linearisation,
@@ -73,6 +108,13 @@ class TangentSurrogate(Model):
             raise ValueError(
                 f"`train_Y` must have shape [N, C] with N = {len(train_X)}, but has {list(train_Y.shape)}."
             )
+        for name, data in (("train_X", train_X), ("train_Y", train_Y)):
+            if not bool(data.isfinite().all()):
+                rows = (~data.isfinite()).flatten(1).any(1).nonzero()[:, 0].tolist()
+                raise ValueError(f"`{name}` contains NaN or infinity, in rows {rows[:5]}: leave these data out.")
+        for name, value in (("prior_precision", prior_precision), ("noise_precision", noise_precision)):
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"`{name}` must be positive and finite, or None to be learnt, but is {value}.")
         # A linearisation is no module: the weights are not parameters of this one.
         self.network = network if isinstance(network, Linearisation) else Linearisation(network)
         self.mean_module = NetworkMean(self.network, mean, input_shape=input_shape)
@@ -84,25 +126,29 @@ class TangentSurrogate(Model):
             "noise_precision": noise_precision,
             "input_shape": input_shape,
         }
-        self.train_inputs, self.train_targets = (train_X.detach(),), train_Y.detach()
+        train_X, train_Y = train_X.detach().clone(), train_Y.detach().clone()
+        self.train_inputs, self.train_targets = (train_X,), train_Y
+        self._fingerprint = self.network.fingerprint()
         size, C = self.network.num_parameters, train_Y.shape[1]
         unit = torch.ones(size, dtype=torch.float64, device=self.network.device)
         prior = GaussianPrior(
-            torch.tensor([prior_precision or 1.0], dtype=torch.float64),
+            torch.tensor([1.0 if prior_precision is None else prior_precision], dtype=torch.float64),
             torch.zeros(size, dtype=torch.long, device=unit.device),
             unit if scale is None else scale.to(unit),
             ("all",),
         )
-        features = features_at(self.network, shape_inputs(self.network, train_X.detach(), input_shape))
+        features = features_at(self.network, shape_inputs(self.network, train_X, input_shape))
         if features.num_outputs != C:
             raise ValueError(f"`train_Y` has {C} outputs, but the network has {features.num_outputs}.")
         with torch.no_grad():
-            offset = self._mean(train_X.detach()).double()
-        likelihood = Gaussian(noise_precision or 1.0, learn=noise_precision is None)
-        model = LinearModel(features, offset, offset, train_Y.detach().double(), likelihood)
+            offset = self._mean(train_X).double()
+        likelihood = Gaussian(1.0 if noise_precision is None else noise_precision, learn=noise_precision is None)
+        model = LinearModel(features, offset, offset, train_Y.double(), likelihood)
         self.exact = ExactRegression.of(model, prior)
         self.optimum: Optimum = self.exact.fit(learn_precision=prior_precision is None)
         self.prior_precision, self.noise_precision = self.optimum.precision, self.optimum.noise_precision
+        if not self.optimum.converged:
+            warnings.warn(_problem(self.optimum), ConvergenceWarning, stacklevel=3)
         self._condition(prior)
 
     def _condition(self, prior: GaussianPrior) -> None:
@@ -143,6 +189,7 @@ class TangentSurrogate(Model):
         """
         if kwargs:
             raise TypeError(f"`posterior` does not know {sorted(kwargs)}.")
+        self._check_network("posterior")
         shape, C = X.shape[:-1], self.num_outputs
         mean: Tensor
         flat = X.reshape(-1, X.shape[-1])
@@ -162,10 +209,7 @@ class TangentSurrogate(Model):
             fixed = torch.tensor(1 / self.noise_precision)
             noise = (observation_noise if isinstance(observation_noise, Tensor) else fixed).to(covariance)
             covariance = covariance + torch.diag_embed(noise.expand_as(mean).reshape(*shape[:-1], -1))
-        mean, covariance = mean.to(X.dtype), covariance.to(X.dtype)
-        # Rounding leaves of a variance that the data reduce to nothing a small number of either sign.
-        floor = 10 * torch.finfo(X.dtype).eps * float(self._largest)
-        covariance = covariance + floor * torch.eye(covariance.shape[-1]).to(covariance)
+        mean, covariance = mean.to(X.dtype), _Covariance(covariance.to(X.dtype))
         distributions = gpytorch.distributions
         if mean.shape[-1] == 1:
             distribution = distributions.MultivariateNormal(mean[..., 0], covariance)
@@ -174,10 +218,12 @@ class TangentSurrogate(Model):
         posterior = GPyTorchPosterior(distribution)
         return posterior if posterior_transform is None else posterior_transform(posterior)
 
-    @property
-    def _largest(self) -> float:
-        """The largest prior variance among the observations, nearly."""
-        return float(self.exact.eigenvalues[-1]) / self.prior_precision
+    def _check_network(self, call: str) -> None:
+        if not torch.equal(self._fingerprint, self.network.fingerprint()):
+            raise ValueError(
+                f"`{call}`: the weights or buffers of the network are not those that this TangentSurrogate was made "
+                "with. Load those, or make another surrogate."
+            )
 
     def sample_paths(self, num_samples: int | None = None, seed: int = 0) -> GenericDeterministicModel:
         r"""Functions drawn from the posterior, `f_k(x) = m(x) + φ(x)(θ̄ + ζ_k)`, by pathwise conditioning.
@@ -192,6 +238,7 @@ class TangentSurrogate(Model):
         """
         if num_samples is not None and num_samples < 1:
             raise ValueError(f"`sample_paths(num_samples)` needs at least 1, got {num_samples}.")
+        self._check_network("sample_paths")
         zeta = self.exact.sample(Draws(num_samples or 1, seed), self.prior_precision, self.noise_precision)
         weights = (self._mode + zeta).to(self.network.dtype)
 
@@ -203,6 +250,7 @@ class TangentSurrogate(Model):
             return (self._mean(flat) + deviation).reshape(*X.shape[:-1], -1).to(X.dtype)
 
         def functions(X: Tensor) -> Tensor:
+            self._check_network("a path of sample_paths")
             if num_samples is None:
                 return function(X, 0)
             X = X[None] if X.dim() < 3 else X
@@ -230,6 +278,45 @@ class TangentSurrogate(Model):
                 f"`condition_on_observations` takes X of shape [M, D] and no noise, got {list(X.shape)}; fantasies of "
                 "several batches are not supported."
             )
+        self._check_network("condition_on_observations")
         options = {**self.options, "prior_precision": self.prior_precision, "noise_precision": self.noise_precision}
         data = (torch.cat([self.train_inputs[0], X.detach()]), torch.cat([self.train_targets, Y.detach()]))
         return TangentSurrogate(self.network, *data, **cast(dict[str, Any], options))
+
+    def fantasize(self, X: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Not supported: there are no surrogates of a batch of data sets."""
+        raise NotImplementedError(
+            "`fantasize`: a TangentSurrogate has no fantasies, which acquisition functions that look ahead take, such "
+            "as qKnowledgeGradient and qNegIntegratedPosteriorVariance. Use one of the posterior, such as "
+            "qLogExpectedImprovement, or `sample_paths` for Thompson sampling; `condition_on_observations` adds data."
+        )
+
+    def subset_output(self, idcs: list[int]) -> Model:
+        """Not supported: `posterior` has `output_indices`."""
+        raise NotImplementedError(
+            f"`subset_output({idcs})`: a TangentSurrogate of some outputs only is not supported. Use "
+            f"`posterior(X, output_indices={idcs})`, or an objective or a posterior transform that selects them."
+        )
+
+
+@DrawMatheronPaths.register(TangentSurrogate)
+def _draw_matheron_paths(model: TangentSurrogate, **kwargs: Any) -> Any:
+    raise NotImplementedError(
+        "`draw_matheron_paths`, as of PathwiseThompsonSampling, does not take a TangentSurrogate; maximise "
+        "`PosteriorMean(surrogate.sample_paths())`, whose functions are drawn from its posterior."
+    )
+
+
+def _problem(optimum: Optimum) -> str:
+    if not optimum.at_bounds:
+        return (
+            "`TangentSurrogate` found no maximum of the evidence to rounding: its gradient in log α and log b is "
+            f"{optimum.gradient[0]:.2g}, {optimum.gradient[1]:.2g}. Check the data, or use `network.double()`."
+        )
+    values = {"precision": optimum.precision, "noise_precision": optimum.noise_precision}
+    ended = ", ".join(f"{'prior_' * (n == 'precision')}{n} = {values[n]:.3g}" for n in optimum.at_bounds)
+    return (
+        f"The evidence of a `TangentSurrogate` has no maximum: it ended at a bound, {ended}. The network fits "
+        "`train_Y` exactly, or its tangent has no part in it. Check the data, or give `prior_precision` and "
+        "`noise_precision`."
+    )
