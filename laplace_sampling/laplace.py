@@ -22,7 +22,6 @@ from laplace_sampling.fits import SAMPLE_STREAM, Fit, Tuned, Tuning
 from laplace_sampling.held_out import HeldOut, OnTrainingData
 from laplace_sampling.leave_one_out import LeaveOneOut
 from laplace_sampling.likelihoods import Gaussian, Likelihood, as_likelihood
-from laplace_sampling.linearise import Linearisation, Selection
 from laplace_sampling.methods import METHODS
 from laplace_sampling.predict import check_inputs, predict
 from laplace_sampling.predictive import Prediction, RegressionPrediction
@@ -32,6 +31,7 @@ from laplace_sampling.saving import Posterior, arguments_of, check_observed, enc
 from laplace_sampling.solver_fit import fit_by_solver, make_solver, tune_by_solver
 from laplace_sampling.solvers import ConvergenceWarning
 from laplace_sampling.stochastic import SGD
+from laplace_sampling.subsets import Subset, linearise
 from laplace_sampling.tangent_model import Observation, TangentModel
 from laplace_sampling.tasks import DataArguments, exact_tensors, gram_fit_of, prepare, restore_fit
 
@@ -61,7 +61,8 @@ class LinearisedLaplace:
         prior_precision: starting value of `α`, in units of the sum of losses over the data (a weight decay `λ` with
             a mean loss is `α = λN`).
         noise_precision: starting value of `1/σ²` for `"regression"`.
-        parameters: which weights are random: names, globs or a predicate; all trainable ones by default.
+        parameters: which weights are random: `"last_layer"`; names or globs, with a leading `"!"` those that are not; a
+            predicate; all trainable ones by default.
         linear_model: `"affine"`, `h = f + φ(θ − w̄)`; `"homogeneous"`, `h = φθ`; `"auto"`, affine for a Gaussian
             likelihood and homogeneous for the others.
         hessian_at: where `B` is evaluated: `"network"`, at `f(w̄, x)`; `"mode"`, at `h(θ̄, x)`; `"auto"` is the
@@ -124,7 +125,7 @@ class LinearisedLaplace:
         prior: str | Prior = "g-prior",
         prior_precision: float = 1.0,
         noise_precision: float | Tensor = 1.0,
-        parameters: Selection = None,
+        parameters: Subset = None,
         linear_model: str = "auto",
         hessian_at: str = "auto",
         noise_at: str = "auto",
@@ -150,7 +151,7 @@ class LinearisedLaplace:
             raise ValueError(f"`num_samples` must be at least 2, but is {num_samples}.")
         if seed < 0:
             raise ValueError(f"`seed` must not be negative, but is {seed}.")
-        self.network = Linearisation(model, parameters)
+        self.network = linearise(model, parameters)
         if isinstance(likelihood, Mapping):
             likelihood = MultiTask(likelihood)
         self.likelihood = as_likelihood(likelihood, noise_precision)
@@ -256,7 +257,7 @@ class LinearisedLaplace:
         else:
             solver = make_solver(task, tolerance, None)
             fit = fit_by_solver(*tune_by_solver(task, tuning, solver), solver)
-        posterior, trained = self._posterior_of(fit, tangent), OnTrainingData.of(fit, tangent.data.in_order)
+        posterior, trained = self._posterior_of(fit, tangent), OnTrainingData.of(fit, tangent.in_order)
         if held_out is not None:
             posterior = held_out.calibrated(self.network, posterior, fit)
         elif self.scale == "auto":

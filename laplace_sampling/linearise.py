@@ -39,8 +39,9 @@ class Linearisation:
 
     Args:
         module: the trained network. Inputs `x` and outputs are of the forms of `laplace_sampling.calling`.
-        parameters: which weights are random: names, globs (`"head.*"`) or a predicate
-            `(name, parameter) -> bool`. By default all that require a gradient.
+        parameters: which weights are random: names, globs (`"head.*"`), the same with a leading `"!"` for those that are
+            not, or a predicate `(name, parameter) -> bool`. By default all that require a gradient. A glob may also be
+            of the class of the module that owns a weight: `"Linear.*"`, `"!*Norm*.*"`.
         chunk_size: how many vectors are pushed through the network together.
 
     Attributes:
@@ -289,14 +290,32 @@ def _select(module: nn.Module, selection: Selection) -> list[str]:
     elif callable(selection):
         names = [name for name, p in parameters.items() if selection(name, p)]
     else:
-        patterns = [selection] if isinstance(selection, str) else list(selection)
-        unknown = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in parameters)]
-        if unknown:
-            raise ValueError(f"`parameters={unknown}` match no parameter of the model; it has {list(parameters)}.")
-        names = [name for name in parameters if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        names = _matching(module, [selection] if isinstance(selection, str) else list(selection))
     if not names:
         raise ValueError(f"`parameters` selects nothing; the model has {list(parameters)}.")
     wrong = [name for name in names if not parameters[name].is_floating_point()]
     if wrong:
         raise ValueError(f"Parameters {wrong} are not floating point; leave them out with `parameters=`.")
     return names
+
+
+def _matching(module: nn.Module, patterns: list[str]) -> list[str]:
+    """Names that match a pattern and none with a leading `"!"`; with these alone, of all that require a gradient."""
+    parameters = dict(module.named_parameters())
+    aliases = {}
+    for name in parameters:
+        owner, _, own = name.rpartition(".")
+        aliases[name] = (name, f"{type(module.get_submodule(owner)).__name__}.{own}")
+
+    def matches(name: str, pattern: str) -> bool:
+        return any(fnmatchcase(alias, pattern.removeprefix("!")) for alias in aliases[name])
+
+    unknown = [pattern for pattern in patterns if not any(matches(name, pattern) for name in parameters)]
+    if unknown:
+        raise ValueError(f"`parameters={unknown}` match no parameter of the model; it has {list(parameters)}.")
+    wanted = [pattern for pattern in patterns if not pattern.startswith("!")]
+    if wanted or not patterns:
+        names = [name for name in parameters if any(matches(name, pattern) for pattern in wanted)]
+    else:
+        names = [name for name, p in parameters.items() if p.requires_grad and p.is_floating_point()]
+    return [name for name in names if not any(matches(name, p) for p in patterns if p.startswith("!"))]

@@ -98,7 +98,7 @@ def _plan(settings: Settings, tangent: TangentModel, gram: bool = True) -> Plan:
         )
 
     found = plan(settings.method)
-    if not tangent.data.in_order or found.method not in _MINI_BATCHES:
+    if not tangent.in_order or found.method not in _MINI_BATCHES:
         return found
     if settings.method != "auto":
         raise ValueError(
