@@ -537,7 +537,7 @@ class LinearisedLaplace:
         settings = {
             "linear_model": self.linear_model,
             "hessian_at": self.hessian_at,
-            "parameters": self.network.names,
+            "parameters": self.network.selection,
             "recipe": recipe_of(self),
         }
         return encode(self._fitted("state_dict"), settings)
@@ -550,7 +550,7 @@ class LinearisedLaplace:
                 parameters, or incomplete; what was fitted before is kept.
         """
         network = self.network
-        posterior = restore(state, network.names, self.likelihood, network.num_parameters, network.device)
+        posterior = restore(state, network.selection, self.likelihood, network.num_parameters, network.device)
         self._check_fingerprint(posterior.fingerprint, "load_state_dict")
         settings = settings_of(state)
         check_observed(settings, self.observe is not None)

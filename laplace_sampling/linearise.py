@@ -39,9 +39,9 @@ class Linearisation:
 
     Args:
         module: the trained network. Inputs `x` and outputs are of the forms of `laplace_sampling.calling`.
-        parameters: which weights are random: names, globs (`"head.*"`), the same with a leading `"!"` for those that are
-            not, or a predicate `(name, parameter) -> bool`. By default all that require a gradient. A glob may also be
-            of the class of the module that owns a weight: `"Linear.*"`, `"!*Norm*.*"`.
+        parameters: which weights are random: names, globs (`"head.*"`), those with a leading `"!"` left out, or a
+            predicate `(name, parameter) -> bool`. By default all that require a gradient. A glob may also be of the
+            class of the module that owns a weight: `"Linear.*"`, `"!*Norm*.*"`.
         chunk_size: how many vectors are pushed through the network together.
 
     Attributes:
@@ -85,6 +85,11 @@ class Linearisation:
     def weights(self) -> Float[Tensor, " P"]:
         """The trained weights `w̄` as one flat vector (a copy)."""
         return torch.cat([w.reshape(-1) for w in self._selected().values()])
+
+    @property
+    def selection(self) -> Any:
+        """What `parameters=` has to be for the same random weights, as JSON."""
+        return self.names
 
     def layers(self) -> tuple[list[str], Tensor]:
         """The names of the modules that own the weights, and for each weight the index of its module, `[P]`."""
