@@ -33,7 +33,7 @@ from laplace_sampling.solvers import ConvergenceWarning
 from laplace_sampling.stochastic import SGD
 from laplace_sampling.subsets import Subset, linearise
 from laplace_sampling.tangent_model import Observation, TangentModel
-from laplace_sampling.tasks import DataArguments, exact_tensors, gram_fit_of, prepare, restore_fit
+from laplace_sampling.tasks import DataArguments, exact_tensors, fit_kind_of, gram_fit_of, prepare, restore_fit
 
 __all__ = ["LinearisedLaplace", "NotFittedError"]
 
@@ -256,7 +256,7 @@ class LinearisedLaplace:
             fit: Fit = gram_fit_of(task).tune(task, tuning)
         else:
             solver = make_solver(task, tolerance, None)
-            fit = fit_by_solver(*tune_by_solver(task, tuning, solver), solver)
+            fit = fit_by_solver(*tune_by_solver(task, tuning, solver), solver, fit_kind_of(task))
         posterior, trained = self._posterior_of(fit, tangent), OnTrainingData.of(fit, tangent.in_order)
         if held_out is not None:
             posterior = held_out.calibrated(self.network, posterior, fit)
@@ -295,7 +295,8 @@ class LinearisedLaplace:
         if task.plan.in_observation_space:
             fit: Fit = gram_fit_of(task).of(task)
         else:
-            fit = fit_by_solver(task, Tuned(), make_solver(task, tolerance, self.prior_precision))
+            solver = make_solver(task, tolerance, self.prior_precision)
+            fit = fit_by_solver(task, Tuned(), solver, fit_kind_of(task))
         self._adopt(self._posterior_of(fit, tangent), fit, tangent)
         return self
 

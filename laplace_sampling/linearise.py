@@ -153,6 +153,12 @@ class Linearisation:
             cotangents = u.to(outputs.dtype).reshape(len(u), *outputs.shape)
             return self._rows(self._ways.pull(outputs, weights, cotangents), u)
 
+    def traced(self, x: Any) -> tuple[Float[Tensor, "N ..."], dict[str, Tensor]]:
+        """Outputs with a graph that autograd differentiates, and the random weights by name, which it is of."""
+        weights = {name: w.requires_grad_() for name, w in self._selected().items()}
+        with torch.enable_grad(), evaluation_mode(self.module), forward_mode_kernels():
+            return self._apply(weights, x), weights
+
     def _rows(self, gradients: Iterable[list[Tensor | None]], like: Tensor) -> Float[Tensor, "K P"]:
         rows = torch.zeros(len(like), self.num_parameters, dtype=like.dtype, device=like.device)
         start = 0

@@ -5,7 +5,7 @@ from cases import Case, make_case
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling import LinearisedLaplace
+from laplace_sampling import LinearisedLaplace, largest_variance
 from laplace_sampling.subnetwork import Subnetwork
 
 
@@ -113,3 +113,50 @@ def test_errors_say_what_to_do() -> None:
             Subnetwork(model, {"weight": wrong})
     with pytest.raises(ValueError, match="selects nothing: all masks are empty"):
         Subnetwork(model, {"bias": torch.zeros(3, dtype=torch.bool)})
+
+
+# The choice ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prior", ["isotropic", "g-prior"])
+def test_the_largest_marginal_variances_of_the_diagonal_posterior(prior: str) -> None:
+    case = make_case("classification")
+    masks = largest_variance(
+        case.model, case.likelihood, [(case.x, case.y)], 11, prior=prior, prior_precision=0.3, hessian_at="network"
+    )
+    found = torch.cat([masks.get(n, torch.zeros_like(p)).reshape(-1) for n, p in case.model.named_parameters()]).bool()
+    B = reference.curvature(case.likelihood, case.model(case.x).detach(), case.y)
+    diagonal = reference.ggn(reference.jacobian(case.model, case.x), B).diagonal()
+    variance = 1 / (diagonal + (0.3 if prior == "isotropic" else 0.3 * diagonal))
+    assert int(found.sum()) == 11
+    assert float(variance[found].min()) > float(variance[~found].max())
+    la = LinearisedLaplace(case.model, case.likelihood, parameters=masks).fit([(case.x, case.y)], progress=False)
+    assert la.network.num_parameters == 11
+
+
+def test_weights_that_the_data_do_not_see_come_last() -> None:
+    """An input that is always zero, and a unit that is never on."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1)).double()
+        x, y = torch.randn(20, 3).double(), torch.randn(20, 1).double()
+    x[:, 1] = 0
+    with torch.no_grad():
+        model[0].bias[2] = -50
+    masks = largest_variance(model, "regression", [(x, y)], 13)
+    assert not masks["0.weight"][:, 1].any()
+    assert not masks["0.weight"][2].any()
+    assert not masks["0.bias"][2]
+    assert not masks["2.weight"][:, 2].any()
+    assert sum(int(mask.sum()) for mask in largest_variance(model, "regression", [(x, y)], 21).values()) == 21
+
+
+def test_settings_go_to_the_posterior_and_k_is_checked() -> None:
+    case = make_case("classification")
+    data = [(case.x, {"y": case.y})]
+    masks = largest_variance(
+        case.model, case.likelihood, data, 3, parameters="2.*", unpack=lambda batch: (batch[0], batch[1]["y"])
+    )
+    assert set(masks) <= {"2.weight", "2.bias"}
+    with pytest.raises(ValueError, match=r"`largest_variance\(k=53\)`: there are 52 weights to choose from"):
+        largest_variance(case.model, case.likelihood, [(case.x, case.y)], 53)
