@@ -206,8 +206,8 @@ def kronecker(ggn: GGN, noise: WhiteNoise) -> Kronecker:
     features = ggn.features
     if not isinstance(features, NetworkFeatures) or isinstance(features.network, Subnetwork):
         raise ValueError(
-            'method="kfac" is for whole weights of a network and data of equal noise: leave out `noise_variances`, '
-            '`observe` and masks of `parameters=`, or use method="diagonal".'
+            'method="kfac" is for whole weights of a network and data of equal noise: leave out `noise_variances` (or '
+            '`weights` of a regression), `observe` and masks of `parameters=`, or use method="diagonal".'
         )
     network = features.network
     layers = _layers(network)

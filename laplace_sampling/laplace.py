@@ -62,7 +62,7 @@ class LinearisedLaplace:
             a mean loss is `α = λN`).
         noise_precision: starting value of `1/σ²` for `"regression"`.
         parameters: which weights are random: `"last_layer"`; names or globs, with a leading `"!"` those that are not; a
-            predicate; all trainable ones by default.
+            predicate; masks by name, as of `largest_variance`; all trainable ones by default.
         linear_model: `"affine"`, `h = f + φ(θ − w̄)`; `"homogeneous"`, `h = φθ`; `"auto"`, affine for a Gaussian
             likelihood and homogeneous for the others.
         hessian_at: where `B` is evaluated: `"network"`, at `f(w̄, x)`; `"mode"`, at `h(θ̄, x)`; `"auto"` is the
@@ -78,8 +78,8 @@ class LinearisedLaplace:
             precision, else in weight space; `"dual"`, conjugate gradients in observation space, for regressions;
             `"cg"`, block Krylov on all data, and hyperparameters from an evidence path; `"svrg"`, preconditioned
             mini-batches, for many data; `"sgd"`, the same where a preconditioner does not fit or pay; `"ciq"`, samples
-            by the inverse square root, for comparison; `"auto"` chooses between all but the last, and `print` tells
-            why.
+            by the inverse square root, and `"diagonal"` and `"kfac"`, which leave out correlations, for comparison;
+            `"auto"` chooses between all but the last three, and `print` tells why.
         num_samples: posterior samples for predictions, `K`.
         seed: of all randomness.
         solver: settings of `"sgd"` (`SGD`) or of `"dual"` (`DualCG`).

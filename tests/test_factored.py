@@ -303,7 +303,7 @@ def test_what_has_no_factors_is_refused() -> None:
         LinearisedLaplace(case.model, "regression", method="kfac", parameters=masks).fit(loader(case), progress=False)
     la = LinearisedLaplace(case.model, "regression", method="kfac")
     with pytest.raises(
-        ValueError, match="leave out `noise_variances`, `observe` and masks of `parameters=`, or use me"
+        ValueError, match="`observe` and masks of `parameters=`, or use method="diagonal""
     ):
         la.fit(loader(case), noise_variances=torch.ones(7), progress=False)
     la = LinearisedLaplace(case.model, "regression", method="diagonal", parameters=masks)
