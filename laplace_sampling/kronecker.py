@@ -291,7 +291,7 @@ def _assembled(ggn: GGN, layers: list[_Layer], noise: WhiteNoise, passes: float)
     if not left:
         nothing = torch.zeros(0, dtype=torch.long, device=ggn.device)
         return Kronecker(blocks, nothing, nothing.double(), passes)
-    others = NetworkFeatures(Linearisation(network.module, list(left)), features.data, features.layout)
+    others = NetworkFeatures(network.with_names(list(left)), features.data, features.layout)
     diagonal = GPrior(num_probes=noise.num_samples).diagonal(replace(ggn, features=others), noise)
     return Kronecker(blocks, torch.cat([left[name] for name in others.network.names]), diagonal.double(), passes)
 

@@ -20,6 +20,7 @@ from laplace_sampling.dual import DualCG
 from laplace_sampling.evidence import EMStep
 from laplace_sampling.fits import SAMPLE_STREAM, Fit, Tuned, Tuning
 from laplace_sampling.held_out import HeldOut, OnTrainingData
+from laplace_sampling.last_layer import LastLayer
 from laplace_sampling.leave_one_out import LeaveOneOut
 from laplace_sampling.likelihoods import Gaussian, Likelihood, as_likelihood
 from laplace_sampling.methods import METHODS
@@ -551,6 +552,8 @@ class LinearisedLaplace:
                 parameters, or incomplete; what was fitted before is kept.
         """
         network = self.network
+        if isinstance(network, LastLayer):
+            network.take_over(settings_of(state)["parameters"])
         posterior = restore(state, network.selection, self.likelihood, network.num_parameters, network.device)
         self._check_fingerprint(posterior.fingerprint, "load_state_dict")
         settings = settings_of(state)

@@ -76,6 +76,14 @@ class LastLayer(Linearisation):
             module, [name for name, p in module.named_parameters() if id(p) in random], chunk_size=chunk_size
         )
 
+    def take_over(self, names: Any) -> None:
+        """The layer that a saved posterior is of, if it is one: its inputs are not kept until a fit."""
+        of = [name for name, _ in self.module.named_modules() if _own(self.module, name)]
+        for name in of if not self.found else []:
+            random = {id(p) for p in _own(self.module, name)}
+            if [n for n, p in self.module.named_parameters() if id(p) in random] == names:
+                self._choose(self.module, [name], self.chunk_size)
+
     def find(self, x: Any, num_data: int) -> None:
         """Find the layer by a run on a few inputs; done once.
 

@@ -258,6 +258,12 @@ class Linearisation:
             rows = self._ways.rows(outputs, list(weights.values()), cotangents, graph=graph)
         return rows if u is None else [row[0] for row in rows]
 
+    def with_names(self, names: list[str]) -> "Linearisation":
+        """The same network with other weights random; what was found of its ways of products is shared."""
+        other = Linearisation(self.module, names, chunk_size=self.chunk_size)
+        other._ways, other.products = self._ways, self.products
+        return other
+
     def in_float64(self) -> "Linearisation":
         """The same on a copy of the module in float64; products are counted together."""
         other = copy.copy(self)

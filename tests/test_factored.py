@@ -361,3 +361,25 @@ def test_laplace_torch_has_the_same_curvature_of_a_classifier() -> None:
         precision = theirs.posterior_precision
         dense_theirs = torch.diag(precision) if kind == "diagonal" else precision.to_matrix()
         assert_close(dense(curvature(case, kind)[0], 35) + shift, dense_theirs.detach(), rtol=1e-5, atol=1e-8)
+
+
+class Branching(nn.Module):
+    """What no `vmap` goes through, and norms, which have no factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(2, 4), nn.LayerNorm(4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.first(x))
+        return self.last(h.tanh() if float(h.detach().sum()) > -1e9 else h)
+
+
+def test_a_notice_comes_once() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, x, y = Branching().double(), torch.randn(8, 2).double(), torch.randn(8, 1).double()
+    la = LinearisedLaplace(model, "regression", method="kfac", num_samples=2)
+    with pytest.warns(UserWarning, match="take one datum at a time") as said:
+        la.fit([(x, y)], progress=False)
+    assert sum("Jacobians of Branching" in str(warning.message) for warning in said) == 1

@@ -334,5 +334,9 @@ def test_float32_keeps_its_features_and_predicts(tmp_path) -> None:
     other.fit([(x.float(), y)], progress=False)
     assert_close(la.predict(x.float()).variance, other.predict(x.float()).variance, rtol=1e-3, atol=1e-6)
     la.save(tmp_path / "posterior.pt")
+    loaded = LinearisedLaplace(model, "classification", parameters="last_layer")
+    loaded.load_state_dict(la.state_dict())
+    assert loaded.network.layer == "head"
+    assert_close(loaded.predict(x.float()).samples, la.predict(x.float()).samples)
     loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", model)
     assert_close(loaded.predict(x.float()).samples, la.predict(x.float()).samples)
