@@ -8,6 +8,7 @@ from laplace_sampling.diagnostics import Diagnosis
 from laplace_sampling.dual import DualCG
 from laplace_sampling.evidence import EMStep
 from laplace_sampling.laplace import LinearisedLaplace, NotFittedError
+from laplace_sampling.largest_variance import largest_variance
 from laplace_sampling.leave_one_out import LeaveOneOut
 from laplace_sampling.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
 from laplace_sampling.loss_likelihoods import from_loss
@@ -53,6 +54,7 @@ __all__ = [
     "Prior",
     "RegressionPrediction",
     "from_loss",
+    "largest_variance",
     "plot_evidence",
 ]
 

@@ -1,6 +1,7 @@
 """The covariance of the function in weight space, `φ(x) H⁻¹ φ(x)ᵀ`, by a factor of `H`: for small problems."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from jaxtyping import Float
@@ -15,6 +16,12 @@ from laplace_sampling.priors import GaussianPrior
 __all__ = ["DenseCovariance"]
 
 
+class Solves(Protocol):
+    """What gives `H⁻¹v` of rows."""
+
+    def solve(self, rhs: Tensor) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class DenseCovariance(FunctionCovariance):
     """At some inputs.
@@ -22,12 +29,12 @@ class DenseCovariance(FunctionCovariance):
     Attributes:
         features: `φ(x)`.
         prior: `A`.
-        factor: of `H` in the scaled coordinates of the prior.
+        factor: solves with `H` in the scaled coordinates of the prior.
     """
 
     features: Features
     prior: GaussianPrior
-    factor: Factor
+    factor: Solves
 
     @staticmethod
     def tensors(operator: Operator, prior: GaussianPrior) -> dict[str, Tensor]:

@@ -20,9 +20,9 @@ from laplace_sampling.dual import DualCG
 from laplace_sampling.evidence import EMStep
 from laplace_sampling.fits import SAMPLE_STREAM, Fit, Tuned, Tuning
 from laplace_sampling.held_out import HeldOut, OnTrainingData
+from laplace_sampling.last_layer import LastLayer
 from laplace_sampling.leave_one_out import LeaveOneOut
 from laplace_sampling.likelihoods import Gaussian, Likelihood, as_likelihood
-from laplace_sampling.linearise import Linearisation, Selection
 from laplace_sampling.methods import METHODS
 from laplace_sampling.predict import check_inputs, predict
 from laplace_sampling.predictive import Prediction, RegressionPrediction
@@ -32,8 +32,9 @@ from laplace_sampling.saving import Posterior, arguments_of, check_observed, enc
 from laplace_sampling.solver_fit import fit_by_solver, make_solver, tune_by_solver
 from laplace_sampling.solvers import ConvergenceWarning
 from laplace_sampling.stochastic import SGD
+from laplace_sampling.subsets import Subset, linearise
 from laplace_sampling.tangent_model import Observation, TangentModel
-from laplace_sampling.tasks import DataArguments, exact_tensors, gram_fit_of, prepare, restore_fit
+from laplace_sampling.tasks import DataArguments, exact_tensors, fit_kind_of, gram_fit_of, prepare, restore_fit
 
 __all__ = ["LinearisedLaplace", "NotFittedError"]
 
@@ -62,7 +63,8 @@ class LinearisedLaplace:
         prior_precision: starting value of `α`, in units of the sum of losses over the data (a weight decay `λ` with
             a mean loss is `α = λN`).
         noise_precision: starting value of `1/σ²` for `"regression"`.
-        parameters: which weights are random: names, globs or a predicate; all trainable ones by default.
+        parameters: which weights are random: `"last_layer"`; names or globs, with a leading `"!"` those that are not; a
+            predicate; masks by name, as of `largest_variance`; all trainable ones by default.
         linear_model: `"affine"`, `h = f + φ(θ − w̄)`; `"homogeneous"`, `h = φθ`; `"auto"`, affine for a Gaussian
             likelihood and homogeneous for the others.
         hessian_at: where `B` is evaluated: `"network"`, at `f(w̄, x)`; `"mode"`, at `h(θ̄, x)`; `"auto"` is the
@@ -78,8 +80,8 @@ class LinearisedLaplace:
             precision, else in weight space; `"dual"`, conjugate gradients in observation space, for regressions;
             `"cg"`, block Krylov on all data, and hyperparameters from an evidence path; `"svrg"`, preconditioned
             mini-batches, for many data; `"sgd"`, the same where a preconditioner does not fit or pay; `"ciq"`, samples
-            by the inverse square root, for comparison; `"auto"` chooses between all but the last, and `print` tells
-            why.
+            by the inverse square root, and `"diagonal"` and `"kfac"`, which leave out correlations, for comparison;
+            `"auto"` chooses between all but the last three, and `print` tells why.
         num_samples: posterior samples for predictions, `K`.
         seed: of all randomness.
         solver: settings of `"sgd"` (`SGD`) or of `"dual"` (`DualCG`).
@@ -126,7 +128,7 @@ class LinearisedLaplace:
         prior: str | Prior = "auto",
         prior_precision: float = 1.0,
         noise_precision: float | Tensor = 1.0,
-        parameters: Selection = None,
+        parameters: Subset = None,
         linear_model: str = "auto",
         hessian_at: str = "auto",
         noise_at: str = "auto",
@@ -152,7 +154,7 @@ class LinearisedLaplace:
             raise ValueError(f"`num_samples` must be at least 2, but is {num_samples}.")
         if seed < 0:
             raise ValueError(f"`seed` must not be negative, but is {seed}.")
-        self.network = Linearisation(model, parameters)
+        self.network = linearise(model, parameters)
         if isinstance(likelihood, Mapping):
             likelihood = MultiTask(likelihood)
         self.likelihood = as_likelihood(likelihood, noise_precision)
@@ -259,8 +261,8 @@ class LinearisedLaplace:
             fit: Fit = gram_fit_of(task).tune(task, tuning)
         else:
             solver = make_solver(task, tolerance, None)
-            fit = fit_by_solver(*tune_by_solver(task, tuning, solver), solver)
-        posterior, trained = self._posterior_of(fit, tangent), OnTrainingData.of(fit, tangent.data.in_order)
+            fit = fit_by_solver(*tune_by_solver(task, tuning, solver), solver, fit_kind_of(task))
+        posterior, trained = self._posterior_of(fit, tangent), OnTrainingData.of(fit, tangent.in_order)
         if held_out is not None:
             posterior = held_out.calibrated(self.network, posterior, fit)
         elif self.scale == "auto":
@@ -298,7 +300,8 @@ class LinearisedLaplace:
         if task.plan.in_observation_space:
             fit: Fit = gram_fit_of(task).of(task)
         else:
-            fit = fit_by_solver(task, Tuned(), make_solver(task, tolerance, self.prior_precision))
+            solver = make_solver(task, tolerance, self.prior_precision)
+            fit = fit_by_solver(task, Tuned(), solver, fit_kind_of(task))
         self._adopt(self._posterior_of(fit, tangent), fit, tangent)
         return self
 
@@ -544,7 +547,7 @@ class LinearisedLaplace:
         settings = {
             "linear_model": self.linear_model,
             "hessian_at": self.hessian_at,
-            "parameters": self.network.names,
+            "parameters": self.network.selection,
             "recipe": recipe_of(self),
         }
         return encode(self._fitted("state_dict"), settings)
@@ -557,7 +560,9 @@ class LinearisedLaplace:
                 parameters, or incomplete; what was fitted before is kept.
         """
         network = self.network
-        posterior = restore(state, network.names, self.likelihood, network.num_parameters, network.device)
+        if isinstance(network, LastLayer):
+            network.take_over(settings_of(state)["parameters"])
+        posterior = restore(state, network.selection, self.likelihood, network.num_parameters, network.device)
         self._check_fingerprint(posterior.fingerprint, "load_state_dict")
         settings = settings_of(state)
         check_observed(settings, self.observe is not None)

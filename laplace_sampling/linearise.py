@@ -39,8 +39,9 @@ class Linearisation:
 
     Args:
         module: the trained network. Inputs `x` and outputs are of the forms of `laplace_sampling.calling`.
-        parameters: which weights are random: names, globs (`"head.*"`) or a predicate
-            `(name, parameter) -> bool`. By default all that require a gradient.
+        parameters: which weights are random: names, globs (`"head.*"`), those with a leading `"!"` left out, or a
+            predicate `(name, parameter) -> bool`. By default all that require a gradient. A glob may also be of the
+            class of the module that owns a weight: `"Linear.*"`, `"!*Norm*.*"`.
         chunk_size: how many vectors are pushed through the network together.
 
     Attributes:
@@ -89,6 +90,11 @@ class Linearisation:
     def normalises(self) -> bool:
         """Whether there are normalisation layers, before which the scale of weights is arbitrary; by their names."""
         return any("norm" in type(module).__name__.lower() for module in self.module.modules())
+
+    @property
+    def selection(self) -> Any:
+        """What `parameters=` has to be for the same random weights, as JSON."""
+        return self.names
 
     def layers(self) -> tuple[list[str], Tensor]:
         """The names of the modules that own the weights, and for each weight the index of its module, `[P]`."""
@@ -151,6 +157,12 @@ class Linearisation:
             outputs = self._apply(dict(zip(self.names, weights, strict=True)), x)
             cotangents = u.to(outputs.dtype).reshape(len(u), *outputs.shape)
             return self._rows(self._ways.pull(outputs, weights, cotangents), u)
+
+    def traced(self, x: Any) -> tuple[Float[Tensor, "N ..."], dict[str, Tensor]]:
+        """Outputs with a graph that autograd differentiates, and the random weights by name, which it is of."""
+        weights = {name: w.requires_grad_() for name, w in self._selected().items()}
+        with torch.enable_grad(), evaluation_mode(self.module), forward_mode_kernels():
+            return self._apply(weights, x), weights
 
     def _rows(self, gradients: Iterable[list[Tensor | None]], like: Tensor) -> Float[Tensor, "K P"]:
         rows = torch.zeros(len(like), self.num_parameters, dtype=like.dtype, device=like.device)
@@ -251,6 +263,12 @@ class Linearisation:
             rows = self._ways.rows(outputs, list(weights.values()), cotangents, graph=graph)
         return rows if u is None else [row[0] for row in rows]
 
+    def with_names(self, names: list[str]) -> "Linearisation":
+        """The same network with other weights random; what was found of its ways of products is shared."""
+        other = Linearisation(self.module, names, chunk_size=self.chunk_size)
+        other._ways, other.products = self._ways, self.products
+        return other
+
     def in_float64(self) -> "Linearisation":
         """The same on a copy of the module in float64; products are counted together."""
         other = copy.copy(self)
@@ -294,14 +312,32 @@ def _select(module: nn.Module, selection: Selection) -> list[str]:
     elif callable(selection):
         names = [name for name, p in parameters.items() if selection(name, p)]
     else:
-        patterns = [selection] if isinstance(selection, str) else list(selection)
-        unknown = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in parameters)]
-        if unknown:
-            raise ValueError(f"`parameters={unknown}` match no parameter of the model; it has {list(parameters)}.")
-        names = [name for name in parameters if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        names = _matching(module, [selection] if isinstance(selection, str) else list(selection))
     if not names:
         raise ValueError(f"`parameters` selects nothing; the model has {list(parameters)}.")
     wrong = [name for name in names if not parameters[name].is_floating_point()]
     if wrong:
         raise ValueError(f"Parameters {wrong} are not floating point; leave them out with `parameters=`.")
     return names
+
+
+def _matching(module: nn.Module, patterns: list[str]) -> list[str]:
+    """Names that match a pattern and none with a leading `"!"`; with these alone, of all that require a gradient."""
+    parameters = dict(module.named_parameters())
+    aliases = {}
+    for name in parameters:
+        owner, _, own = name.rpartition(".")
+        aliases[name] = (name, f"{type(module.get_submodule(owner)).__name__}.{own}")
+
+    def matches(name: str, pattern: str) -> bool:
+        return any(fnmatchcase(alias, pattern.removeprefix("!")) for alias in aliases[name])
+
+    unknown = [pattern for pattern in patterns if not any(matches(name, pattern) for name in parameters)]
+    if unknown:
+        raise ValueError(f"`parameters={unknown}` match no parameter of the model; it has {list(parameters)}.")
+    wanted = [pattern for pattern in patterns if not pattern.startswith("!")]
+    if wanted or not patterns:
+        names = [name for name in parameters if any(matches(name, pattern) for pattern in wanted)]
+    else:
+        names = [name for name, p in parameters.items() if p.requires_grad and p.is_floating_point()]
+    return [name for name in names if not any(matches(name, p) for p in patterns if p.startswith("!"))]

@@ -21,6 +21,7 @@ from laplace_sampling.cost import Cost, free_memory, measure
 from laplace_sampling.dense import Dense
 from laplace_sampling.dual import DualCG, WhitenedGram
 from laplace_sampling.exact import size_of
+from laplace_sampling.factored import FACTORED, FactoredSampler
 from laplace_sampling.gram import BLOCK_BYTES
 from laplace_sampling.krylov import CG, BlockKrylov
 from laplace_sampling.operators import GGN, Features
@@ -31,7 +32,7 @@ from laplace_sampling.variance_reduced import SVRG
 
 __all__ = ["METHODS", "Plan", "make_plan"]
 
-METHODS = ("auto", "exact", "dual", "cg", "sgd", "svrg", "ciq")
+METHODS = ("auto", "exact", "dual", "cg", "sgd", "svrg", "ciq", *FACTORED)
 
 # "auto" takes the exact method up to this size of its matrix, and of the Jacobian that it holds (in numbers).
 _EXACT_SIZE, _EXACT_JACOBIAN = 2000, 5e7
@@ -50,7 +51,7 @@ _SAVED = 5
 # The fewest vectors of a Krylov basis that are worth having, and vectors held for each (its product, and room to move).
 _LEAST_BASIS, _BASIS_STACKS = 64, 3
 # Vectors of P numbers alive for each row of a solve, products of the network included; measured in float32.
-_STACKS = {"exact": 0, "dual": 24, "cg": 16, "sgd": 16, "svrg": 22, "ciq": 80}
+_STACKS = {"exact": 0, "diagonal": 0, "kfac": 0, "dual": 24, "cg": 16, "sgd": 16, "svrg": 22, "ciq": 80}
 # The same for each row of EM that is not being solved, and for each vector of a Nyström preconditioner in the making.
 _EM_STACKS, _NYSTROM_STACKS = 12, 18
 # Of the preconditioner of svrg, for each of its rank: four rows of data, their factor, and what a product needs.
@@ -68,7 +69,7 @@ class Plan:
     """A method, why it was taken, and what it may hold in memory.
 
     Attributes:
-        method: `"exact"`, `"dual"`, `"cg"`, `"sgd"`, `"svrg"` or `"ciq"`.
+        method: `"exact"`, `"dual"`, `"cg"`, `"sgd"`, `"svrg"`, `"ciq"`, `"diagonal"` or `"kfac"`.
         reason: in words.
         vectors: of `P` numbers that memory holds.
         num_samples: `K`.
@@ -161,6 +162,8 @@ class Plan:
             given = given if isinstance(given, DualCG) else DualCG(seed=seed)
             rank = self.dual_rank if given.rank is None else given.rank
             return replace(given, rank=rank, tolerance=error if given.tolerance is None else given.tolerance)
+        if self.method in FACTORED:
+            return FactoredSampler(self.method, CG(error), seed)
         if self.method == "svrg":
             return SVRG(tolerance=error / 3, max_rank=self.rank, seed=seed)
         return CG(error) if self.short else BlockKrylov(error, max_basis=self.max_basis)

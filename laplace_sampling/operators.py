@@ -143,36 +143,36 @@ class NetworkFeatures(Features):
         other = copy.copy(self)
         try:
             other.network = self.network.in_float64()
-            computed = other.network(other._inputs(torch.tensor([0]))[0]).dtype
+            computed = other.network(other.inputs(torch.tensor([0]))[0]).dtype
         except Exception:  # a network may hold anything: one that cannot be copied or computes in its own dtype
             return self
         return other if computed == torch.float64 else self
 
-    def _inputs(self, batch: Tensor) -> tuple[Any, Layout]:
+    def inputs(self, batch: Tensor) -> tuple[Any, Layout]:
         """The inputs, and the layout of the outputs that the network gives for them."""
         x = place(self.data.inputs(batch), self.device, self.dtype)
         return x, self.network.evaluate(x)[1] if self.data.ragged else self.layout
 
     def jvp(self, v: Tensor, batch: Tensor) -> Tensor:
-        x, own = self._inputs(batch)
+        x, own = self.inputs(batch)
         return own.widen(self.network.jvp(x, v), self.layout)
 
     def vjp(self, u: Tensor, batch: Tensor) -> Tensor:
-        x, own = self._inputs(batch)
+        x, own = self.inputs(batch)
         return self.network.vjp(x, self.layout.narrow(u, own))
 
     def ggn(self, v: Tensor, batch: Tensor, curvature: Curvature) -> Tensor:
-        x, own = self._inputs(batch)
+        x, own = self.inputs(batch)
         if own == self.layout:
             return self.network.ggn(x, v, curvature)
         return self.network.ggn(x, v, lambda u: self.layout.narrow(curvature(own.widen(u, self.layout)), own))
 
     def vjp_each(self, u: Tensor, batch: Tensor) -> Tensor:
-        x, own = self._inputs(batch)
+        x, own = self.inputs(batch)
         return self.network.vjp_each(x, self.layout.narrow(u, own))
 
     def rows(self, batch: Tensor) -> Tensor:
-        x, own = self._inputs(batch)
+        x, own = self.inputs(batch)
         rows = self.network.jacobian(x)
         return rows if own == self.layout else own.widen(rows.mT, self.layout).mT
 

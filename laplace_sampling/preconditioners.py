@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laplace_sampling.operators import Operator
 
-__all__ = ["Jacobi", "Nystrom", "Preconditioner"]
+__all__ = ["Factored", "Jacobi", "Nystrom", "Preconditioner"]
 
 _ROWS_TOGETHER = 256
 
@@ -39,20 +39,66 @@ class Preconditioner(ABC):
         return self
 
 
-class Jacobi(Preconditioner):
+class Factored(Preconditioner):
+    """An approximation `M̂` of `M` with all eigenvalues at hand: a posterior of its own, as well as a preconditioner.
+
+    A shift may be a tensor `[P]` that is the same for weights which belong together, as of one layer.
+    """
+
+    @abstractmethod
+    def solve(self, v: Float[Tensor, "K P"], shift: float | Tensor) -> Float[Tensor, "K P"]:
+        """`(M̂ + shift)⁻¹ v_k`."""
+
+    @abstractmethod
+    def solve_root(self, v: Float[Tensor, "K P"], shift: float | Tensor) -> Float[Tensor, "K P"]:
+        """`(M̂ + shift)^{-1/2} v_k`, the symmetric root."""
+
+    @abstractmethod
+    def congruent(self, w: Float[Tensor, " P"]) -> "Factored": ...
+
+    @abstractmethod
+    def matmul(self, v: Float[Tensor, "K P"]) -> Float[Tensor, "K P"]:
+        """`M̂ v_k`."""
+
+    @abstractmethod
+    def variance(self, shift: float | Tensor) -> Float[Tensor, " P"]:
+        """The diagonal of `(M̂ + shift)⁻¹`."""
+
+    @abstractmethod
+    def leverage(self, shift: float | Tensor) -> Float[Tensor, " P"]:
+        """The diagonal of `(M̂ + shift)⁻¹M̂`."""
+
+    @abstractmethod
+    def eigenvalues(self) -> Float[Tensor, " P"]:
+        """All of `M̂`, in no order."""
+
+
+class Jacobi(Factored):
     """`P = diag(M) + shift·I`."""
 
     def __init__(self, diagonal: Float[Tensor, " P"], passes: float = 0.0) -> None:
         self.diagonal, self.passes = diagonal, passes
 
-    def solve(self, v: Tensor, shift: float) -> Tensor:
+    def solve(self, v: Tensor, shift: float | Tensor) -> Tensor:
         return v / (self.diagonal + shift)
 
-    def solve_root(self, v: Tensor, shift: float) -> Tensor:
+    def solve_root(self, v: Tensor, shift: float | Tensor) -> Tensor:
         return v / (self.diagonal + shift).sqrt()
 
     def congruent(self, w: Tensor) -> "Jacobi":
         return Jacobi(self.diagonal * w**2, self.passes)
+
+    def matmul(self, v: Tensor) -> Tensor:
+        return v * self.diagonal
+
+    def variance(self, shift: float | Tensor) -> Tensor:
+        return 1 / (self.diagonal + shift)
+
+    def leverage(self, shift: float | Tensor) -> Tensor:
+        return self.diagonal / (self.diagonal + shift)
+
+    def eigenvalues(self) -> Tensor:
+        return self.diagonal
 
 
 class Nystrom(Preconditioner):

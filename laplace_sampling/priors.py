@@ -123,8 +123,15 @@ class GPrior(Prior):
         outputs = ggn.features.num_outputs
         return outputs <= self.num_probes and ggn.num_data * outputs * ggn.size <= self.exact_limit
 
+    def diagonal(self, ggn: GGN, noise: WhiteNoise) -> Float[Tensor, " P"]:
+        """`diag(M)`, exactly or from the probes."""
+        return ggn.diagonal() if self._is_exact(ggn) else _stochastic_diagonal(ggn, noise)
+
     def build(self, ggn: GGN, layers: tuple[list[str], Tensor], precision: float, noise: WhiteNoise) -> GaussianPrior:
-        diagonal = ggn.diagonal() if self._is_exact(ggn) else _stochastic_diagonal(ggn, noise)
+        return self.of(self.diagonal(ggn, noise), layers, precision)
+
+    def of(self, diagonal: Float[Tensor, " P"], layers: tuple[list[str], Tensor], precision: float) -> GaussianPrior:
+        """The prior for a diagonal of `M`."""
         if not bool(diagonal.max() > 0):
             raise ValueError(
                 "The g-prior needs curvature, but diag(M) is zero for all weights: the outputs do not depend on them, "

@@ -123,13 +123,13 @@ def settings_of(state: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def restore(
-    state: dict[str, Tensor], names: list[str], likelihood: Likelihood, size: int, device: torch.device
+    state: dict[str, Tensor], selection: Any, likelihood: Likelihood, size: int, device: torch.device
 ) -> Posterior:
     """The posterior of a state.
 
     Args:
         state: from `encode`.
-        names: of the random parameters that it has to be of.
+        selection: of the random weights that it has to be of, as `Linearisation.selection`.
         likelihood: that it has to be of.
         size: `P`.
         device: for its tensors.
@@ -138,10 +138,12 @@ def restore(
         ValueError: if the state is of other parameters or another likelihood, or incomplete.
     """
     settings = settings_of(state)
-    if settings["parameters"] != names:
+    if settings["parameters"] != selection:
+        saved, own = list(settings["parameters"]), list(selection)
+        which = "the same, but of other elements" if saved == own else _few(own)
         raise ValueError(
-            f"The state is of {len(settings['parameters'])} random parameters, {_few(settings['parameters'])}, but "
-            f"this LinearisedLaplace has {len(names)}, {_few(names)}. Give the same `parameters=`."
+            f"The state is of {len(saved)} random parameters, {_few(saved)}, but this LinearisedLaplace has "
+            f"{len(own)}, {which}. Give the same `parameters=`."
         )
     if settings["likelihood"] != likelihood.name:
         raise ValueError(

@@ -140,8 +140,8 @@ def _from_low_rank(task: Task, tuning: Tuning, held: LowRank) -> Task:
     return replace(task, model=model.with_likelihood(likelihood), prior=prior)
 
 
-def fit_by_solver(task: Task, tuned: Tuned, solver: Solver) -> "SolverFit":
-    """Mode and samples at the hyperparameters of a task."""
+def fit_by_solver(task: Task, tuned: Tuned, solver: Solver, kind: "type[SolverFit] | None" = None) -> "SolverFit":
+    """Mode and samples at the hyperparameters of a task; `kind` is of the fit, by default `SolverFit`."""
     model = task.model
     prior = task.prior.to(model.features.device, model.features.dtype)
     if isinstance(solver, SGD):  # these samples are kept, and have no warm start
@@ -153,7 +153,7 @@ def fit_by_solver(task: Task, tuned: Tuned, solver: Solver) -> "SolverFit":
         minimum = linear_model_mode(model, prior, solver, start, description="mode" if task.progress else None)
     mode = (minimum.value * prior.scale)[0]
     outputs = model.outputs(mode[None].to(model.features.dtype))[0]
-    fit = SolverFit(replace(task, prior=prior), tuned, mode, outputs, None, minimum, solver)
+    fit = (kind or SolverFit)(replace(task, prior=prior), tuned, mode, outputs, None, minimum, solver)
     return replace(fit, sampled=fit.draw(task.draws, f"{task.num_samples} samples" if task.progress else None))
 
 

@@ -12,11 +12,12 @@ from torch import Tensor
 from laplace_sampling.calling import Layout, batched, place
 from laplace_sampling.composite_likelihoods import check_weights, weighted
 from laplace_sampling.data import TrainingData, Unpack
+from laplace_sampling.last_layer import keep_inputs, kept_features
 from laplace_sampling.likelihoods import Gaussian, Likelihood
 from laplace_sampling.linear_operators import LinearOperator
 from laplace_sampling.linearise import Linearisation
 from laplace_sampling.measurements import Measurement, noise_weights, observe, weigh
-from laplace_sampling.operators import DenseFeatures, NetworkFeatures
+from laplace_sampling.operators import DenseFeatures
 from laplace_sampling.sampling import LinearModel
 
 __all__ = ["Observation", "TangentModel", "tangent_model"]
@@ -34,6 +35,7 @@ class TangentModel:
         data: the training data.
         kind: `"affine"` or `"homogeneous"`.
         weights: `R^{-1/2}` of noise variances that were given, `[N, C]`.
+        in_order: whether the features read the data in their order only, so that there are no mini-batches.
     """
 
     model: LinearModel
@@ -41,6 +43,7 @@ class TangentModel:
     data: TrainingData
     kind: str
     weights: Float[Tensor, "N C"] | None = None
+    in_order: bool = False
 
     @property
     def log_scale(self) -> float:
@@ -109,8 +112,10 @@ def tangent_model(
         check_weights(weights, data.num_data)
         if isinstance(likelihood, Gaussian):
             noise_variances = _as_variances(weights, noise_variances)
-    outputs, layout = _outputs(network, data)
-    features = NetworkFeatures(network, data, layout)
+    first = network(_inputs(network, data, torch.arange(min(data.batch_size, data.num_data))))
+    with keep_inputs(network, data) as kept:
+        outputs, layout = _outputs(network, data, first)
+    features = kept_features(network, data, layout, kept)
     f = outputs.reshape(data.num_data, -1)
     targets = _placed(data.targets, network.device)
     model = LinearModel(features, torch.zeros_like(f), f, targets, likelihood)
@@ -131,7 +136,7 @@ def tangent_model(
             torch.as_tensor(noise_variances, device=network.device), (data.num_data, model.network_outputs.shape[1])
         )
         model = weigh(model, scale)
-    return TangentModel(_with_offset(model, network, kind), network, data, kind, scale)
+    return TangentModel(_with_offset(model, network, kind), network, data, kind, scale, features.data.in_order)
 
 
 def _as_variances(weights: Tensor, noise_variances: Tensor | None) -> Tensor:
@@ -147,18 +152,21 @@ def _placed(y: Any, device: torch.device) -> Any:
     return rebuild([tensor.detach().to(device) for tensor in tensors])
 
 
-def _outputs(network: Linearisation, data: TrainingData) -> tuple[Float[Tensor, "N *C"], Layout]:
-    """The outputs on all data and their layout, which is the largest of all batches."""
+def _inputs(network: Linearisation, data: TrainingData, batch: Tensor) -> Any:
+    return place(data.inputs(batch), network.device, network.dtype)
+
+
+def _outputs(network: Linearisation, data: TrainingData, first: Tensor) -> tuple[Float[Tensor, "N *C"], Layout]:
+    """The outputs on all data and their layout, which is the largest of all batches; `first` is of another run."""
     outputs: list[Tensor] = []
     layouts: list[Layout] = []
     for number, batch in enumerate(torch.arange(data.num_data).split(data.batch_size)):
-        x = place(data.inputs(batch), network.device, network.dtype)
-        output, layout = network.evaluate(x)
+        output, layout = network.evaluate(_inputs(network, data, batch))
         outputs.append(output.reshape(len(batch), -1))
         layouts.append(layout)
         if not bool(output.isfinite().all()):
             raise ValueError(f"The model gives NaN or infinity on batch {number} (counted from 0) of the data.")
-        if number == 0 and not torch.equal(network(x), output):
+        if number == 0 and not torch.equal(first, output):
             raise ValueError(
                 "The model gives different outputs for the same input in evaluation mode. Remove what is random "
                 "in its forward (for example `F.dropout(..., training=True)`)."

@@ -12,6 +12,8 @@ from laplace_sampling.calling import split
 from laplace_sampling.composite_likelihoods import Weighted
 from laplace_sampling.data import Unpack
 from laplace_sampling.dual import DualCG
+from laplace_sampling.factored import FACTORED, prior_of_factored
+from laplace_sampling.factored_fit import FactoredFit
 from laplace_sampling.fits import Fit, Task
 from laplace_sampling.gram_classification import GramClassification
 from laplace_sampling.gram_fit import GramFit
@@ -22,10 +24,11 @@ from laplace_sampling.methods import Plan, make_plan
 from laplace_sampling.priors import GaussianPrior, Prior
 from laplace_sampling.sampling import Draws, LinearModel
 from laplace_sampling.saving import Posterior, decode_inputs, encode_inputs
+from laplace_sampling.solver_fit import SolverFit
 from laplace_sampling.stochastic import SGD
 from laplace_sampling.tangent_model import Observation, TangentModel, tangent_model
 
-__all__ = ["DataArguments", "Settings", "exact_tensors", "gram_fit_of", "prepare", "restore_fit"]
+__all__ = ["DataArguments", "Settings", "exact_tensors", "fit_kind_of", "gram_fit_of", "prepare", "restore_fit"]
 
 _PROBE_STREAM = 1
 _MINI_BATCHES = ("sgd", "svrg")
@@ -98,7 +101,7 @@ def _plan(settings: Settings, tangent: TangentModel, gram: bool = True) -> Plan:
         )
 
     found = plan(settings.method)
-    if not tangent.data.in_order or found.method not in _MINI_BATCHES:
+    if not tangent.in_order or found.method not in _MINI_BATCHES:
         return found
     if settings.method != "auto":
         raise ValueError(
@@ -120,6 +123,10 @@ def _build_prior(settings: Settings, model: LinearModel, plan: Plan) -> Gaussian
     ggn = model.ggn(f if settings.hessian_at == "network" else torch.zeros_like(f))
     if not plan.holds_jacobian:  # a diagonal takes rows of the Jacobian: no more of them than memory holds
         ggn = replace(ggn, features=model.features.in_chunks(int(plan.vectors / (4 * model.features.num_outputs))))
+    if plan.method == "kfac":
+        return prior_of_factored(
+            settings.prior, ggn, settings.network.layers(), settings.prior_precision, settings.seed
+        )
     probes = Draws(getattr(settings.prior, "num_probes", 1), settings.seed, _PROBE_STREAM)
     noise = probes.noise(model.features.num_outputs)
     return settings.prior.build(ggn, settings.network.layers(), settings.prior_precision, noise)
@@ -142,6 +149,11 @@ def _task(settings: Settings, model: LinearModel, prior: GaussianPrior, plan: Pl
 def gram_fit_of(task: Task) -> type[GramFit]:
     """The exact fit in observation space that the likelihood of a task takes."""
     return GramRegression if isinstance(task.model.likelihood, Gaussian) else GramClassification
+
+
+def fit_kind_of(task: Task) -> type[SolverFit]:
+    """What a solver of a task fits."""
+    return FactoredFit if task.plan.method in FACTORED else SolverFit
 
 
 def exact_tensors(fit: Fit, tangent: TangentModel) -> dict[str, Tensor]:

@@ -192,6 +192,27 @@ def test_errors_say_what_was_found_and_what_to_do() -> None:
         Linearisation(model).jvp(torch.zeros(1, 2), torch.zeros(3, 2))
 
 
+def test_patterns_of_names_classes_and_exclusions() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 1))
+    model[0].weight.requires_grad_(False)
+
+    def names(selection) -> list[str]:
+        return Linearisation(model, selection).names
+
+    assert names("!*.bias") == ["1.weight", "2.weight"]  # of those that require a gradient
+    assert names(["*", "!*.bias"]) == ["0.weight", "1.weight", "2.weight"]
+    assert names("!*Norm*.*") == ["0.bias", "2.weight", "2.bias"]
+    assert names(["Linear.*", "!2.*"]) == ["0.weight", "0.bias"]
+    assert names(["!1.*", "!*.weight"]) == ["0.bias", "2.bias"]
+    assert names(["LayerNorm.weight", "2.bias"]) == ["1.weight", "2.bias"]
+    with pytest.raises(ValueError, match=r"`parameters=\['!BatchNorm2d.\*'\]` match no parameter"):
+        names(["Linear.*", "!BatchNorm2d.*"])
+    with pytest.raises(ValueError, match="`parameters` selects nothing"):
+        names(["1.*", "!*"])
+    with pytest.raises(ValueError, match="`parameters` selects nothing"):
+        names([])
+
+
 class Wrong(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
