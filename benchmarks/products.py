@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp, vmap
 
-from benchmarks.compatible_networks import UNet
+from benchmarks.compatible_layers import UNet
 from laplace_sampling.linearise import Linearisation
 
 

@@ -69,6 +69,8 @@ class _ComposedLayers(TorchFunctionMode):
             return _weight_norm(*args, **kwargs)
         if func is F.embedding_bag:
             return _embedding_bag(*args, **kwargs)
+        if func is torch._grouped_mm and args[0].dim() == 2 and args[1].dim() == 3:
+            return _grouped_mm(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -118,6 +120,21 @@ def _embedding_bag(
     if mode == "sum":
         return total
     return total / bags.bincount(minlength=num).clamp(min=1)[:, None]
+
+
+def _grouped_mm(
+    rows: Tensor,
+    weights: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Each group of rows times its matrix, `offs` being where groups end; zero after the last."""
+    ends = offs.tolist()
+    parts = rows.tensor_split(ends)
+    product = torch.cat([*[a @ b for a, b in zip(parts, weights, strict=False)], parts[-1] @ weights[0] * 0])
+    product = product if bias is None else product + bias
+    return product if out_dtype is None else product.to(out_dtype)
 
 
 class _ComposedNorms(TorchFunctionMode):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from benchmarks.compatibility import run
-from benchmarks.compatible_networks import NETWORKS, Mixture
+from benchmarks.compatible_layers import NETWORKS, Mixture
 from laplace_sampling.linearise import Linearisation
 from laplace_sampling.operators import DenseFeatures
 
