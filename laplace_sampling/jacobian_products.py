@@ -6,6 +6,8 @@ JVPs of many vectors are tried under `vmap`, then one by one, both by forward mo
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -25,6 +27,26 @@ _LONG = 1_000_000
 
 # Exceptions of operations that lack a derivative or a rule for batches.
 _LACKING = (RuntimeError, NotImplementedError)
+
+
+def _attempt(way: Callable[[], Any], plain: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """What a way gives, or the error by which it fails, each time, where the network itself works.
+
+    The network's own errors are raised: by `plain()`, or because they do not come again.
+    """
+    try:
+        return way(), None
+    except torch.OutOfMemoryError:
+        raise
+    except _LACKING as error:
+        plain()
+        try:
+            way()
+        except torch.OutOfMemoryError:
+            raise
+        except _LACKING:
+            return None, error
+        raise
 
 
 class JacobianProducts:
@@ -51,20 +73,15 @@ class JacobianProducts:
         for way in self._pushes:
             if one and way == self._push_together:
                 continue
-            try:
-                # `no_grad` would stop forward derivatives too, see `forward_mode`.
-                with torch.enable_grad():
-                    result = way(f, weights, tangents, graph)
-            except torch.OutOfMemoryError:
-                raise
-            except _LACKING as error:
+            with torch.enable_grad():  # `no_grad` would stop forward derivatives too, see `forward_mode`
+                result, error = _attempt(partial(way, f, weights, tangents, graph), partial(f, weights))
+            if error is not None:
                 errors.append(error)
-            else:
-                if errors:
-                    self._pushes = self._pushes[self._pushes.index(way) :]
-                    self._say(way, errors[-1])
-                return result if graph else result.detach()
-        f(weights)  # a network that fails by itself raises its own error
+                continue
+            if errors:
+                self._pushes = self._pushes[self._pushes.index(way) :]
+                self._say(way, errors[-1])
+            return result if graph else result.detach()
         raise RuntimeError(
             f"{type(self.module).__name__} has no Jacobian-vector product. By forward mode: "
             f"{where(errors[0], self.module)}. By reverse mode: {where(errors[-1], self.module)}. Replace this "
@@ -126,14 +143,12 @@ class JacobianProducts:
         size = len(outputs) * sum(w.numel() for w in weights)
         together = self._pulls_together and (size < _LONG or outputs.device.type != "cpu")
         for part in cotangents.split(self._chunk(size) if together else 1):
-            if len(part) > 1:
-                try:
-                    yield list(grads(part, batched=True))
+            if len(part) > 1 and self._pulls_together:
+                result, error = _attempt(partial(grads, part, batched=True), partial(grads, part[0]))
+                if error is None:
+                    yield list(result)
                     continue
-                except torch.OutOfMemoryError:
-                    raise
-                except _LACKING:  # said by nobody: one by one is as fast where the network is not tiny
-                    self._pulls_together = False
+                self._pulls_together = False  # said by nobody: one by one is as fast where the network is not tiny
             for u in part:
                 yield [None if g is None else g[None] for g in grads(u)]
 
@@ -149,11 +164,10 @@ class JacobianProducts:
             return None
         leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
         with torch.enable_grad(), dual_level():
-            try:
-                outputs = f({name: make_dual(w, tangent[name]) for name, w in leaves.items()})
-            except torch.OutOfMemoryError:
-                raise
-            except _LACKING:
+            outputs, error = _attempt(
+                lambda: f({name: make_dual(w, tangent[name]) for name, w in leaves.items()}), partial(f, weights)
+            )
+            if error is not None:
                 return None
             value, change = unpack_dual(outputs)
             change = torch.zeros_like(value) if change is None else change.detach()
@@ -165,12 +179,9 @@ class JacobianProducts:
         """`together()`, under `vmap`; where that fails `alone(n)` for each datum, stacked."""
         failed = None
         if self._data_together:
-            try:
-                return together()
-            except torch.OutOfMemoryError:
-                raise
-            except _LACKING as error:
-                failed = error
+            rows, failed = _attempt(together, partial(alone, 0))
+            if failed is None:
+                return rows
         rows = [alone(n) for n in range(num)]
         if failed is not None:
             self._data_together = False
