@@ -402,8 +402,24 @@ def _():
     return nn.Sequential(Int8Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(4, 3)
 
 
-@entry("torch.nn", "dynamically quantised")
+class Quantised(nn.Module):
+    """A body that computes in eight bits, whatever it is given, and a head of floating point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        body = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+        self.body, self.head = torch.ao.quantization.quantize_dynamic(body), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x.type("torch.FloatTensor")).to(x.dtype))
+
+
+@entry("torch.nn", "dynamically quantised body")
+def _():
+    return Quantised(), torch.randn(4, 3)
+
+
+@entry("torch.nn", "dynamically quantised head")
 def _():
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    net[2] = torch.ao.nn.quantized.dynamic.Linear(4, 2)  # pyright: ignore
-    return net, torch.randn(4, 3)
+    return torch.ao.quantization.quantize_dynamic(net, {"2"}), torch.randn(4, 3)

@@ -61,6 +61,7 @@ class JacobianProducts:
         self.module, self.chunk_size = module, chunk_size
         self._pushes = [self._push_together, self._push_each, self._push_by_two_pullbacks]
         self._pulls_together = self._data_together = True
+        self._checked = False
 
     def push(self, f: Function, weights: Weights, tangents: Weights, *, graph: bool) -> Float[Tensor, "K N C"]:
         """`φ v_k`.
@@ -126,8 +127,11 @@ class JacobianProducts:
         """`φᵀ u_k` of a few cotangents after the other, by weight, `[k, ...]`; None where outputs do not depend on it.
 
         Raises:
-            ValueError: if the outputs depend on none of the weights.
+            ValueError: if the outputs depend on none of the weights, or on some by what torch does not differentiate.
         """
+        if not self._checked:
+            self._check(outputs)
+            self._checked = True
         if not outputs.requires_grad:
             raise ValueError(
                 f"The outputs of {type(self.module).__name__} depend on none of the random weights by operations that "
@@ -151,6 +155,26 @@ class JacobianProducts:
                 self._pulls_together = False  # said by nobody: one by one is as fast where the network is not tiny
             for u in part:
                 yield [None if g is None else g[None] for g in grads(u)]
+
+    def _check(self, outputs: Tensor) -> None:
+        """Raises where torch takes a derivative that it does not have for zero, as those of quantised layers."""
+        nodes, seen = [outputs.grad_fn], set()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            if node.name().endswith("WarnNotImplemented"):
+                with warnings.catch_warnings(record=True) as said:
+                    warnings.simplefilter("always")
+                    node(None)  # torch warns, and names the operation
+                operation = str(said[0].message).split(": ")[0]
+                raise ValueError(
+                    f"The outputs of {type(self.module).__name__} depend on random weights by `{operation}`, which "
+                    "torch does not differentiate: it would take the derivative for zero. Name weights after it with "
+                    "`parameters=`, or replace this operation."
+                )
+            seen.add(node)
+            nodes += [before for before, _ in node.next_functions]
 
     def _chunk(self, size: int) -> int:
         """Vectors at a time; more where the calls are what costs."""

@@ -129,7 +129,7 @@ class Linearisation:
         self._check_width(v, "jvp")
         num = num_rows(x)
         self.products["jvp"] += len(v) * num
-        weights, fixed = self._selected(), self._fixed() if graph else {}
+        weights, fixed = self._selected(), self._fixed()
 
         def outputs(w: dict[str, Tensor]) -> Tensor:
             return self._apply({**fixed, **w}, x).reshape(num, -1)
@@ -148,7 +148,7 @@ class Linearisation:
             return self._vjp_with_graph(x, u)
         weights = [w.requires_grad_() for w in self._selected().values()]
         with torch.enable_grad(), evaluation_mode(self.module), forward_mode_kernels():
-            outputs = self._apply(dict(zip(self.names, weights, strict=True)), x)
+            outputs = self._apply({**self._fixed(), **dict(zip(self.names, weights, strict=True))}, x)
             cotangents = u.to(outputs.dtype).reshape(len(u), *outputs.shape)
             return self._rows(self._ways.pull(outputs, weights, cotangents), u)
 
@@ -177,11 +177,11 @@ class Linearisation:
         """
         self._check_width(v, "ggn")
         if len(v) == 1:
-            weights = self._selected()
+            weights, fixed = self._selected(), self._fixed()
             tangent = {name: t[0].to(weights[name].dtype) for name, t in self.unflatten(v).items()}
 
             def outputs(w: dict[str, Tensor]) -> Tensor:
-                return self._apply(w, x).reshape(num_rows(x), -1)
+                return self._apply({**fixed, **w}, x).reshape(num_rows(x), -1)
 
             with evaluation_mode(self.module), forward_mode_kernels():
                 grads = self._ways.push_and_pull(outputs, weights, tangent, curvature)

@@ -7,6 +7,7 @@ from torch.testing import assert_close
 
 from benchmarks.compatibility import run
 from benchmarks.compatible_layers import NETWORKS, Mixture
+from laplace_sampling.forward_mode import forward_mode_kernels
 from laplace_sampling.linearise import Linearisation
 from laplace_sampling.operators import DenseFeatures
 
@@ -22,9 +23,8 @@ _OF_TORCH = [(name, build) for library, name, build in NETWORKS if library == "t
 @pytest.mark.parametrize(("name", "build"), _OF_TORCH, ids=[name for name, _ in _OF_TORCH])
 def test_network_works_and_is_unchanged(name: str, build) -> None:
     outcome = run("torch.nn", name, build)
-    if name == "dynamically quantised":  # computes in float32 only: no product in float64, but a fit
-        assert outcome.fitted
-        assert outcome.unchanged
+    if name == "dynamically quantised head":
+        assert "`quantized::linear_dynamic`, which torch does not differentiate" in outcome.row()
         return
     assert outcome.works, outcome.row()
     assert _SAID.get(name, "") in " ".join(outcome.notices)
@@ -265,6 +265,31 @@ def test_a_traced_module_is_refused() -> None:
 def test_a_scripted_module_is_refused() -> None:
     with pytest.raises(TypeError, match=r"which has no Jacobian products. Pass the module that was scripted"):
         Linearisation(torch.jit.script(mlp()))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("num", [1, 2])
+def test_weights_before_a_quantised_layer_are_refused(num: int) -> None:
+    body = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    module, x = torch.ao.quantization.quantize_dynamic(body, {"2"}), torch.randn(4, 3)
+    network, after = Linearisation(module), Linearisation(module, "4.*")
+    with pytest.raises(
+        ValueError,
+        match=r"outputs of Sequential depend on random weights by `quantized::linear_dynamic`, which torch does not",
+    ):
+        network.ggn(x, torch.ones(num, network.num_parameters), lambda u: u)
+    head = Linearisation(module[4])
+    v, hidden = torch.ones(num, 8), module[:4](x).detach()
+    assert_close(after.ggn(x, v, lambda u: u), head.ggn(hidden, v, lambda u: u))
+
+
+def test_groups_of_rows_are_multiplied_by_their_matrices() -> None:
+    rows, weights, ends = random(7, 4).float(), random(3, 4, 8).float(), torch.tensor([2, 2, 6], dtype=torch.int32)
+    expected = torch._grouped_mm(rows, weights, offs=ends)  # pyright: ignore
+    with forward_mode_kernels():
+        found = torch._grouped_mm(rows, weights, offs=ends)  # pyright: ignore
+    assert_close(found, torch.cat([rows[:2] @ weights[0], rows[2:6] @ weights[2], torch.zeros(1, 8)]))
+    assert_close(found[:6], expected[:6])
 
 
 def test_other_errors() -> None:
