@@ -15,18 +15,21 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["differentiable", "forward_mode_kernels"]
+__all__ = ["ComposedLayers", "differentiable", "forward_mode_kernels"]
 
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
 @contextmanager
-def forward_mode_kernels() -> Iterator[None]:
-    """Kernels that have forward-mode derivatives (pytorch #117629, #128971)."""
+def forward_mode_kernels(layers: bool = True) -> Iterator[None]:
+    """Kernels that have forward-mode derivatives (pytorch #117629, #128971).
+
+    Without `layers`, `ComposedLayers` is left to the caller: it takes time for every call of torch.
+    """
     fastpath, forward = torch.backends.mha.get_fastpath_enabled(), torch._C._is_fwd_grad_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
-        with sdpa_kernel([SDPBackend.MATH]), _ComposedLayers():
+        with sdpa_kernel([SDPBackend.MATH]), ComposedLayers() if layers else nullcontext():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fastpath)
@@ -53,7 +56,7 @@ def _composed_recurrence() -> Iterator[None]:
         torch._C._set_cudnn_enabled(cudnn)
 
 
-class _ComposedLayers(TorchFunctionMode):
+class ComposedLayers(TorchFunctionMode):
     """Recurrent layers, embedding bags and weight normalisation from elementary operations; `no_grad` that stops."""
 
     def __torch_function__(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import jvp, vmap
 
+from laplace_sampling.forward_mode import ComposedLayers
 from laplace_sampling.held_module import where
 
 __all__ = ["JacobianProducts"]
@@ -63,8 +64,10 @@ class JacobianProducts:
         self._pulls_together = self._data_together = True
         self._checked = False
 
-    def push(self, f: Function, weights: Weights, tangents: Weights, *, graph: bool) -> Float[Tensor, "K N C"]:
-        """`φ v_k`.
+    def push(
+        self, f: Function, weights: Weights, tangents: Weights, size: int, *, graph: bool
+    ) -> Float[Tensor, "K N C"]:
+        """`φ v_k`; `size` is that of the work of one, data times weights and inputs.
 
         Raises:
             RuntimeError: if an operation has neither a forward derivative nor a second reverse one.
@@ -75,7 +78,7 @@ class JacobianProducts:
             if one and way == self._push_together:
                 continue
             with torch.enable_grad():  # `no_grad` would stop forward derivatives too, see `forward_mode`
-                result, error = _attempt(partial(way, f, weights, tangents, graph), partial(f, weights))
+                result, error = _attempt(partial(way, f, weights, tangents, size, graph), partial(f, weights))
             if error is not None:
                 errors.append(error)
                 continue
@@ -97,19 +100,22 @@ class JacobianProducts:
         message = f"The Jacobian-vector product of {type(self.module).__name__} {how}: {where(error, self.module)}."
         warnings.warn(message, stacklevel=2)
 
-    def _push_together(self, f: Function, weights: Weights, tangents: Weights, graph: bool) -> Tensor:
-        return vmap(lambda t: jvp(f, (weights,), (t,))[1], chunk_size=self.chunk_size)(tangents)
+    def _push_together(self, f: Function, weights: Weights, tangents: Weights, size: int, graph: bool) -> Tensor:
+        return vmap(lambda t: jvp(f, (weights,), (t,))[1], chunk_size=self._chunk(size))(tangents)
 
-    def _push_each(self, f: Function, weights: Weights, tangents: Weights, graph: bool) -> Tensor:
+    def _push_each(self, f: Function, weights: Weights, tangents: Weights, size: int, graph: bool) -> Tensor:
         num = len(next(iter(tangents.values())))
         each = [{name: t[k] for name, t in tangents.items()} for k in range(num)]
         return torch.stack([jvp(f, (weights,), (t,))[1] for t in each])
 
-    def _push_by_two_pullbacks(self, f: Function, weights: Weights, tangents: Weights, graph: bool) -> Tensor:
+    def _push_by_two_pullbacks(
+        self, f: Function, weights: Weights, tangents: Weights, size: int, graph: bool
+    ) -> Tensor:
         leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
         outputs = f(leaves)
         u = torch.zeros_like(outputs).requires_grad_()
-        pulled = torch.autograd.grad(outputs, list(leaves.values()), u, create_graph=True, allow_unused=True)
+        with ComposedLayers():  # checkpoints run a part of the network again
+            pulled = torch.autograd.grad(outputs, list(leaves.values()), u, create_graph=True, allow_unused=True)
         linear = [(g, t) for g, t in zip(pulled, tangents.values(), strict=True) if g is not None and g.requires_grad]
         rows = []
         for k in range(len(next(iter(tangents.values())))):
@@ -122,7 +128,7 @@ class JacobianProducts:
         return torch.stack(rows)
 
     def pull(
-        self, outputs: Tensor, weights: list[Tensor], cotangents: Float[Tensor, "K ..."]
+        self, outputs: Tensor, weights: list[Tensor], cotangents: Float[Tensor, "K ..."], size: int
     ) -> Iterator[list[Tensor | None]]:
         """`φᵀ u_k` of a few cotangents after the other, by weight, `[k, ...]`; None where outputs do not depend on it.
 
@@ -139,12 +145,12 @@ class JacobianProducts:
             )
 
         def grads(u: Tensor, batched: bool = False) -> tuple[Tensor | None, ...]:
-            return torch.autograd.grad(
-                outputs, weights, u, retain_graph=True, allow_unused=True, is_grads_batched=batched
-            )
+            with ComposedLayers():  # checkpoints run a part of the network again
+                return torch.autograd.grad(
+                    outputs, weights, u, retain_graph=True, allow_unused=True, is_grads_batched=batched
+                )
 
         # Measured: calling a long pullback often costs nothing, and large batches leave the caches of a CPU.
-        size = len(outputs) * sum(w.numel() for w in weights)
         together = self._pulls_together and (size < _LONG or outputs.device.type != "cpu")
         for part in cotangents.split(self._chunk(size) if together else 1):
             if len(part) > 1 and self._pulls_together:
@@ -178,10 +184,10 @@ class JacobianProducts:
 
     def _chunk(self, size: int) -> int:
         """Vectors at a time; more where the calls are what costs."""
-        return 4 * self.chunk_size if size < _LONG / 10 else self.chunk_size
+        return 4 * self.chunk_size if size < _LONG / 4 else self.chunk_size
 
     def push_and_pull(
-        self, f: Function, weights: Weights, tangent: Weights, curvature: Callable[[Tensor], Tensor]
+        self, f: Function, weights: Weights, tangent: Weights, curvature: Callable[[Tensor], Tensor], size: int
     ) -> list[Tensor | None] | None:
         """`φᵀ B φ v` of one vector by one forward pass, of dual numbers; None where torch lacks a derivative."""
         if self._pushes[0] == self._push_by_two_pullbacks:
@@ -195,7 +201,7 @@ class JacobianProducts:
                 return None
             value, change = unpack_dual(outputs)
             change = torch.zeros_like(value) if change is None else change.detach()
-        return next(iter(self.pull(value, list(leaves.values()), curvature(change[None]))))
+        return next(iter(self.pull(value, list(leaves.values()), curvature(change[None]), size)))
 
     def of_each_datum(
         self, together: Callable[[], Weights], alone: Callable[[int], list[Tensor]], weights: Weights, num: int
