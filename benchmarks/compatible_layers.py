@@ -1,12 +1,13 @@
 """Layers of `torch.nn` in the table of compatibility, small and with random weights: `(library, name, build)`."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Build = Callable[[], tuple[nn.Module, Tensor]]
+Build = Callable[[], tuple[nn.Module, Any]]
 
 __all__ = ["NETWORKS"]
 

@@ -167,7 +167,7 @@ def _():
 def _():
     from transformers import SegformerConfig, SegformerForSemanticSegmentation
 
-    config = SegformerConfig(
+    config = SegformerConfig(  # pyright: ignore
         num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[8, 8], patch_sizes=[3, 3], strides=[2, 2],
         num_attention_heads=[1, 2], mlp_ratios=[2, 2], decoder_hidden_size=8, num_labels=3,
     )  # pyright: ignore # fmt: skip
@@ -178,7 +178,9 @@ def _():
 def _():
     from transformers import Wav2Vec2Config, Wav2Vec2ForSequenceClassification
 
-    small = {k: v for k, v in _SMALL.items() if k not in ("max_position_embeddings", "vocab_size", "pad_token_id")}
+    small: dict[str, Any] = {
+        k: v for k, v in _SMALL.items() if k not in ("max_position_embeddings", "vocab_size", "pad_token_id")
+    }
     config = Wav2Vec2Config(
         **small, conv_dim=(8, 8), conv_kernel=(4, 4), conv_stride=(2, 2), num_conv_pos_embeddings=4,
         num_conv_pos_embedding_groups=2, classifier_proj_size=8,

@@ -72,7 +72,7 @@ class ComposedLayers(TorchFunctionMode):
             return _weight_norm(*args, **kwargs)
         if func is F.embedding_bag:
             return _embedding_bag(*args, **kwargs)
-        if func is torch._grouped_mm and args[0].dim() == 2 and args[1].dim() == 3:
+        if func is torch._grouped_mm and args[0].dim() == 2 and args[1].dim() == 3:  # pyright: ignore
             return _grouped_mm(*args, **kwargs)
         return func(*args, **kwargs)
 

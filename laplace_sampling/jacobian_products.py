@@ -172,7 +172,7 @@ class JacobianProducts:
             if node.name().endswith("WarnNotImplemented"):
                 with warnings.catch_warnings(record=True) as said:
                     warnings.simplefilter("always")
-                    node(None)  # torch warns, and names the operation
+                    node(None)  # torch warns, and names the operation  # pyright: ignore
                 operation = str(said[0].message).split(": ")[0]
                 raise ValueError(
                     f"The outputs of {type(self.module).__name__} depend on random weights by `{operation}`, which "
