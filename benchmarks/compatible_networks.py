@@ -167,9 +167,9 @@ def _():
 def _():
     from transformers import SegformerConfig, SegformerForSemanticSegmentation
 
-    config = SegformerConfig(  # pyright: ignore
+    config = SegformerConfig(
         num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[8, 8], patch_sizes=[3, 3], strides=[2, 2],
-        num_attention_heads=[1, 2], mlp_ratios=[2, 2], decoder_hidden_size=8, num_labels=3,
+        num_attention_heads=[1, 2], mlp_ratios=[2, 2], decoder_hidden_size=8, num_labels=3,  # pyright: ignore
     )  # pyright: ignore # fmt: skip
     return SegformerForSemanticSegmentation(config), {"pixel_values": images(16)}
 
