@@ -1,514 +1,157 @@
-"""The networks of the table of compatibility, small and with random weights: `(library, name, build)`.
+"""Networks of libraries in the table of compatibility, narrow and with random weights: `(library, name, build)`.
 
-`build` imports what it needs, so that an absent library is an entry that says so.
+`build` imports what it needs, so that an absent library is an entry that says so. Layers of `torch.nn` are in
+`compatible_layers`.
 """
 
 from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-Build = Callable[[], tuple[nn.Module, Tensor]]
+from benchmarks.compatible_layers import NETWORKS, Build, entry, images, tokens
 
 __all__ = ["NETWORKS"]
 
-NETWORKS: list[tuple[str, str, Build]] = []
 
+def add(library: str, name: str, build: Build) -> None:
+    NETWORKS.append((library, name, build))
 
-def entry(library: str, name: str) -> Callable[[Build], Build]:
-    def register(build: Build) -> Build:
-        NETWORKS.append((library, name, build))
-        return build
 
-    return register
+def vision(package: str, make: Callable[[Any], nn.Module], size: int) -> Build:
+    """A network that `make` takes from the `models` of a package, on images of this size."""
 
-
-def images(size: int = 8, channels: int = 3, num: int = 2) -> Tensor:
-    return torch.randn(num, channels, size, size)
-
-
-def tokens(length: int = 5, vocabulary: int = 11, num: int = 3) -> Tensor:
-    return torch.randint(1, vocabulary, (num, length))
-
-
-class First(nn.Module):
-    """The first of the outputs of a recurrent layer, or of a tuple, at the last step; then a linear layer."""
-
-    def __init__(self, body: nn.Module, width: int, batch_first: bool = True) -> None:
-        super().__init__()
-        self.body, self.head, self.batch_first = body, nn.Linear(width, 2), batch_first
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.body(x if self.batch_first else x.transpose(0, 1))[0]
-        return self.head(out[:, -1] if self.batch_first else out[-1])
-
-
-@entry("torch.nn", "MLP")
-def _():
-    return nn.Sequential(nn.Linear(3, 5), nn.GELU(), nn.Linear(5, 2)), torch.randn(4, 3)
-
-
-@entry("torch.nn", "CNN, batch norm")
-def _():
-    net = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 2)
-    )
-    net[1].running_mean.normal_()  # pyright: ignore
-    net[1].running_var.uniform_(0.5, 2)  # pyright: ignore
-    return net, images()
-
-
-@entry("torch.nn", "CNN, group and instance norm")
-def _():
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3, groups=1), nn.GroupNorm(2, 4), nn.SiLU(), nn.Conv2d(4, 4, 3, groups=2),
-        nn.InstanceNorm2d(4, affine=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2),
-    ), images()  # fmt: skip
-
-
-@entry("torch.nn", "layer and RMS norm")
-def _():
-    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.RMSNorm(4), nn.Linear(4, 2)), torch.randn(4, 3)
-
-
-@entry("torch.nn", "weight norm (parametrisation)")
-def _():
-    norm = nn.utils.parametrizations.weight_norm
-    return nn.Sequential(norm(nn.Conv2d(3, 4, 3)), nn.Tanh(), nn.Flatten(), norm(nn.Linear(144, 2))), images()
-
-
-@entry("torch.nn", "weight norm (hook)")
-def _():
-    return nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)), torch.randn(4, 3)
-
-
-@entry("torch.nn", "spectral norm (parametrisation)")
-def _():
-    norm = nn.utils.parametrizations.spectral_norm
-    return nn.Sequential(norm(nn.Linear(3, 4)), nn.Tanh(), norm(nn.Linear(4, 2))), torch.randn(4, 3)
-
-
-@entry("torch.nn", "spectral norm (hook)")
-def _():
-    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)), torch.randn(4, 3)
-
-
-@entry("torch.nn", "orthogonal parametrisation")
-def _():
-    return nn.Sequential(
-        nn.utils.parametrizations.orthogonal(nn.Linear(3, 3)), nn.Tanh(), nn.Linear(3, 2)
-    ), torch.randn(4, 3)
-
-
-class UNet(nn.Module):
-    def __init__(self, width: int = 4) -> None:
-        super().__init__()
-        self.down = nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.ReLU())
-        self.middle = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(width, width, 3, padding=1), nn.ReLU())
-        self.up = nn.ConvTranspose2d(width, width, 2, stride=2)
-        self.head = nn.Conv2d(2 * width, 2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        skip = self.down(x)
-        return self.head(torch.cat([skip, self.up(self.middle(skip))], 1))
-
-
-@entry("torch.nn", "U-Net")
-def _():
-    return UNet(), images()
-
-
-@entry("torch.nn", "3-d and transposed 1-d convolution")
-def _():
-    return nn.Sequential(
-        nn.Conv3d(1, 2, 3), nn.ReLU(), nn.Flatten(2), nn.ConvTranspose1d(2, 2, 3), nn.Flatten(), nn.LazyLinear(2)
-    ), torch.randn(2, 1, 4, 4, 4)
-
-
-@entry("torch.nn", "bilinear upsampling, pixel shuffle, PReLU")
-def _():
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1), nn.PReLU(), nn.PixelShuffle(2), nn.Upsample(scale_factor=2, mode="bilinear"),
-        nn.Conv2d(1, 1, 3), nn.AvgPool2d(3),
-    ), images(4)  # fmt: skip
-
-
-@entry("torch.nn", "MultiheadAttention")
-def _():
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
-
-    return Attention(), torch.randn(3, 5, 4)
-
-
-@entry("torch.nn", "TransformerEncoder")
-def _():
-    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
-    return nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Flatten(), nn.Linear(20, 2)), torch.randn(3, 5, 4)
-
-
-@entry("torch.nn", "Transformer, encoder and decoder")
-def _():
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.Transformer(4, 2, 1, 1, 8, batch_first=True), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.body(x, x[:, :2]))[:, -1]
-
-    return Both(), torch.randn(3, 5, 4)
-
-
-@entry("torch.nn", "fused attention, causal mask")
-def _():
-    class Causal(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv, self.head = nn.Linear(4, 12), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.qkv(x)[:, None].chunk(3, -1)
-            return self.head(F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])
-
-    return Causal(), torch.randn(3, 5, 4)
-
-
-@entry("torch.nn", "LSTM, 2 layers, both directions")
-def _():
-    return First(nn.LSTM(3, 4, 2, batch_first=True, bidirectional=True), 8), torch.randn(4, 5, 3)
-
-
-@entry("torch.nn", "LSTM with projections")
-def _():
-    return First(nn.LSTM(3, 4, proj_size=2), 2, batch_first=False), torch.randn(4, 5, 3)
-
-
-@entry("torch.nn", "LSTM on packed sequences")
-def _():
-    class Packed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            lengths = torch.tensor([5, 3, 4, 1])[: len(x)]
-            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-            return self.head(self.lstm(packed)[1][0][-1])
-
-    return Packed(), torch.randn(4, 5, 3)
-
-
-@entry("torch.nn", "GRU, both directions")
-def _():
-    return First(nn.GRU(3, 4, batch_first=True, bidirectional=True), 8), torch.randn(4, 5, 3)
-
-
-@entry("torch.nn", "RNN and LSTMCell")
-def _():
-    class Cells(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rnn, self.cell, self.head = nn.RNN(3, 4, batch_first=True), nn.LSTMCell(4, 4), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            state = None
-            for step in self.rnn(x)[0].unbind(1):
-                state = self.cell(step, state)
-            assert state is not None
-            return self.head(state[0])
-
-    return Cells(), torch.randn(4, 5, 3)
-
-
-@entry("torch.nn", "Embedding, tied with the head")
-def _():
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.head = nn.Embedding(11, 4), nn.Linear(4, 11, bias=False)
-            self.head.weight = self.embedding.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(torch.tanh(self.embedding(x).mean(1)))
-
-    return Tied(), tokens()
-
-
-@entry("torch.nn", "EmbeddingBag, mean")
-def _():
-    return nn.Sequential(nn.EmbeddingBag(11, 4, padding_idx=1), nn.Tanh(), nn.Linear(4, 2)), tokens()
-
-
-@entry("torch.nn", "EmbeddingBag, sum and max, with offsets")
-def _():
-    class Bags(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.sum, self.max = nn.EmbeddingBag(11, 4, mode="sum"), nn.EmbeddingBag(11, 4, mode="max")
-
-        def forward(self, x: Tensor) -> Tensor:
-            offsets = torch.arange(len(x)) * x.shape[1]
-            return self.sum(x.flatten(), offsets) * self.max(x.flatten(), offsets)
-
-    return Bags(), tokens()
-
-
-class MessagePassing(nn.Module):
-    """Two rounds of messages along the edges of one graph, the same for each datum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.message, self.update = nn.Linear(6, 4), nn.Linear(7, 3)
-        self.register_buffer("edges", torch.tensor([[0, 1, 2, 3, 0], [1, 2, 3, 0, 2]]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        source, target = self.edges  # pyright: ignore
-        for _ in range(2):
-            messages = torch.relu(self.message(torch.cat([x[:, source], x[:, target]], -1)))
-            index = target[None, :, None].expand_as(messages)
-            total = torch.zeros(*x.shape[:2], 4, dtype=x.dtype).scatter_add(1, index, messages)
-            x = self.update(torch.cat([x, total], -1))
-        return x.sum(1)
-
-
-@entry("torch.nn", "message passing by `scatter_add`")
-def _():
-    return MessagePassing(), torch.randn(3, 4, 3)
-
-
-class Mixture(nn.Module):
-    """Each datum goes to one expert, by control flow that depends on the data."""
-
-    def __init__(self, in_place: bool = True) -> None:
-        super().__init__()
-        self.gate, self.in_place = nn.Linear(3, 3), in_place
-        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, chosen = self.gate(x).softmax(-1).max(-1)
-        out = x.new_zeros(len(x), 2)
-        for n, expert in enumerate(self.experts):
-            rows = (chosen == n).nonzero()[:, 0]
-            if len(rows):
-                out[rows] = weight[rows, None] * expert(x[rows])
-        return out
-
-
-@entry("torch.nn", "mixture of experts, data-dependent routing")
-def _():
-    return Mixture(), torch.randn(6, 3)
-
-
-@entry("torch.nn", "in-place operations")
-def _():
-    class InPlace(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = torch.zeros(len(x), 4, dtype=x.dtype)
-            h += self.first(x)
-            h.mul_(2).tanh_()
-            return self.second(h)
-
-    return InPlace(), torch.randn(4, 3)
-
-
-@entry("torch.nn", "a custom `autograd.Function` without `jvp`")
-def _():
-    class Cube(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x**3
-
-        @staticmethod
-        def backward(ctx, g):  # pyright: ignore
-            (x,) = ctx.saved_tensors
-            return 3 * x**2 * g
-
-    class Custom(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(Cube.apply(self.first(x)))  # pyright: ignore
-
-    return Custom(), torch.randn(4, 3)
-
-
-@entry("torch.nn", "buffers written in evaluation mode")
-def _():
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.last = nn.Linear(3, 2), None
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1  # pyright: ignore
-            self.last = self.linear(x)
-            return torch.tanh(self.last)
-
-    return Counting(), torch.randn(4, 3)
-
-
-@entry("torch.nn", "gradient checkpointing")
-def _():
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.Sequential(nn.Linear(3, 4), nn.Tanh()), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            from torch.utils.checkpoint import checkpoint
-
-            return self.head(checkpoint(self.body, x, use_reentrant=False))
-
-    return Checkpointed(), torch.randn(4, 3)
-
-
-@entry("torch.nn", "`torch.compile`d")  # pyright: ignore
-def _():
-    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    return torch.compile(net), torch.randn(4, 3)  # pyright: ignore
-
-
-@entry("torch.nn", "`DataParallel`")
-def _():
-    return nn.DataParallel(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))), torch.randn(4, 3)
-
-
-class Int8Linear(nn.Module):
-    """Weights of eight bits, which have no derivative."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8), requires_grad=False)
-        self.scale = nn.Parameter(torch.rand(outputs) / 100)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.weight.to(x.dtype).T) * self.scale
-
-
-@entry("torch.nn", "weights of 8 bits")
-def _():
-    return nn.Sequential(Int8Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(4, 3)
-
-
-@entry("torch.nn", "dynamically quantised")
-def _():
-    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    net[2] = torch.ao.nn.quantized.dynamic.Linear(4, 2)  # pyright: ignore
-    return net, torch.randn(4, 3)
-
-
-def vision(name: str, size: int = 32, **kwargs) -> Build:
     def build() -> tuple[nn.Module, Tensor]:
-        import torchvision
-
-        return torchvision.models.get_model(name, weights=None, num_classes=3, **kwargs), images(size)
+        return make(import_module(f"{package}.models")), images(size)
 
     return build
 
 
-for name, size in {
-    "resnet18": 32, "mobilenet_v3_small": 32, "efficientnet_b0": 32, "densenet121": 32, "squeezenet1_1": 32,
-    "shufflenet_v2_x0_5": 32, "convnext_tiny": 32, "swin_v2_t": 32, "regnet_y_400mf": 32,
-}.items():  # fmt: skip
-    NETWORKS.append(("torchvision", name, vision(name, size)))
+_VISION: dict[str, Callable[[Any], nn.Module]] = {
+    "ResNet": lambda m: m.ResNet(m.resnet.BasicBlock, [1, 1, 1, 1], num_classes=3),
+    "MobileNetV2": lambda m: m.MobileNetV2(3, 0.1),
+    "MobileNetV3": lambda m: m.mobilenet_v3_small(num_classes=3, width_mult=0.25, reduced_tail=True),
+    "EfficientNet": lambda m: m.EfficientNet(
+        [m.efficientnet.MBConvConfig(4, 3, 2, 8, 8, 1), m.efficientnet.FusedMBConvConfig(2, 3, 2, 8, 8, 1)], 0.2,
+        num_classes=3, last_channel=16,
+    ),
+    "DenseNet": lambda m: m.DenseNet(4, (2, 2, 2), 8, 2, num_classes=3),
+    "SqueezeNet": lambda m: m.SqueezeNet("1_1", 3),
+    "ShuffleNetV2": lambda m: m.ShuffleNetV2([1, 2, 1], [8, 8, 16, 16, 32], 3),
+    "MNASNet": lambda m: m.MNASNet(0.1, 3),
+    "RegNet": lambda m: m.RegNet(m.regnet.BlockParams.from_init_params(4, 8, 8.0, 2.0, 8, se_ratio=0.25), 3),
+    "ConvNeXt": lambda m: m.ConvNeXt(
+        [m.convnext.CNBlockConfig(8, 16, 1), m.convnext.CNBlockConfig(16, None, 1)], num_classes=3
+    ),
+    "Swin transformer": lambda m: m.SwinTransformer([2, 2], 8, [2, 2], [1, 2], [4, 4], num_classes=3),
+    "Swin transformer, version 2": lambda m: m.SwinTransformer(
+        [2, 2], 8, [2, 2], [1, 2], [4, 4], num_classes=3, block=m.swin_transformer.SwinTransformerBlockV2,
+        downsample_layer=m.swin_transformer.PatchMergingV2,
+    ),
+    "VisionTransformer": lambda m: m.VisionTransformer(32, 16, 2, 2, 16, 32, num_classes=3),
+    "MaxViT": lambda m: m.MaxVit((32, 32), 8, 4, [8, 16], [1, 1], 4, 0.1, num_classes=3),
+}  # fmt: skip
+for name, make in _VISION.items():
+    add("torchvision", name, vision("torchvision", make, 32))
 
 
-@entry("torchvision", "VisionTransformer")
+@entry("torchvision", "LRASPP (segmentation)")
 def _():
-    import torchvision
-
-    return torchvision.models.VisionTransformer(16, 8, 2, 2, 16, 32, num_classes=3), images(16)
-
-
-@entry("torchvision", "lraspp_mobilenet_v3_large (segmentation)")
-def _():
-    class Out(nn.Module):
+    class Backbone(nn.Module):
         def __init__(self) -> None:
-            import torchvision
+            super().__init__()
+            self.low, self.high = nn.Conv2d(3, 4, 3, 2, 1), nn.Conv2d(4, 8, 3, 2, 1)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            low = self.low(x).relu()
+            return {"low": low, "high": self.high(low).relu()}
+
+    class Tensors(nn.Module):
+        def __init__(self) -> None:
+            from torchvision.models.segmentation import LRASPP
 
             super().__init__()
-            make = torchvision.models.segmentation.lraspp_mobilenet_v3_large
-            self.body = make(weights=None, weights_backbone=None, num_classes=3)
+            self.body = LRASPP(Backbone(), 4, 8, 3, 8)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.body(x)["out"]
 
-    return Out(), images(32)
+    return Tensors(), images(8)
 
 
-def from_timm(name: str, size: int = 32, **kwargs) -> Build:
-    def build() -> tuple[nn.Module, Tensor]:
-        import timm  # pyright: ignore[reportMissingImports]
-
-        return timm.create_model(name, pretrained=False, num_classes=3, **kwargs), images(size)
-
-    return build
-
-
-_TIMM = {
-    "vit_tiny_patch16_224": {"img_size": 32, "depth": 2}, "deit3_small_patch16_224": {"img_size": 32, "depth": 2},
-    "resnet10t": {}, "mixer_s32_224": {"img_size": 32, "num_blocks": 2}, "convnextv2_atto": {},
-    "swin_tiny_patch4_window7_224": {"img_size": 32, "window_size": 4}, "mobilevit_xxs": {},
-    "eva02_tiny_patch14_224": {"img_size": 28, "depth": 2}, "nfnet_l0": {},
+_PATCHES = {"depth": 2, "embed_dim": 16, "num_heads": 2, "num_classes": 3}
+_ONE_EACH = {"depths": (1, 1, 1, 1), "num_classes": 3}
+_TIMM: dict[str, Callable[[Any], nn.Module]] = {
+    "vit_tiny_patch16_224": lambda m: m.create_model("vit_tiny_patch16_224", img_size=32, **_PATCHES),
+    "deit3_small_patch16_224": lambda m: m.create_model("deit3_small_patch16_224", img_size=32, **_PATCHES),
+    "eva02_tiny_patch14_224": lambda m: m.create_model("eva02_tiny_patch14_224", img_size=28, **_PATCHES),
+    "beit_base_patch16_224": lambda m: m.create_model("beit_base_patch16_224", img_size=32, **_PATCHES),
+    "xcit_nano_12_p16_224": lambda m: m.create_model("xcit_nano_12_p16_224", img_size=32, **_PATCHES),
+    "MlpMixer": lambda m: m.MlpMixer(3, 32, patch_size=16, num_blocks=2, embed_dim=16),
+    "resnet18": lambda m: m.create_model("resnet18", channels=(8, 8, 16, 16), num_classes=3),
+    "ResNetV2, weight standardisation": lambda m: m.ResNetV2((1, 1, 1), (128, 128, 128), 3, stem_chs=32),
+    "convnextv2_atto": lambda m: m.create_model("convnextv2_atto", dims=(8, 8, 16, 16), **_ONE_EACH),
+    "swin_tiny_patch4_window7_224": lambda m: m.create_model(
+        "swin_tiny_patch4_window7_224", img_size=32, window_size=4, embed_dim=8, depths=(2, 2), num_heads=(1, 2),
+        num_classes=3,
+    ),
+    "edgenext_small": lambda m: m.EdgeNeXt(num_classes=3, dims=(8, 16, 16, 16), heads=(2,) * 4, depths=(2,) * 4),
+    "PoolFormer": lambda m: m.MetaFormer(dims=(8, 8, 16, 16), **_ONE_EACH),
+    "nf_resnet26": lambda m: m.create_model("nf_resnet26", channels=(16, 16, 32, 32), **_ONE_EACH),
 }  # fmt: skip
-for name, kwargs in _TIMM.items():
-    NETWORKS.append(("timm", name, from_timm(name, kwargs.get("img_size", 32), **kwargs)))
-
-
-class Logits(nn.Module):
-    """The logits of a Hugging Face model, as a tensor."""
-
-    def __init__(self, body: nn.Module, pixels: bool = False) -> None:
-        super().__init__()
-        self.body, self.pixels = body, pixels
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(**{"pixel_values" if self.pixels else "input_ids": x}).logits
+for name, make in _TIMM.items():
+    add("timm", name, vision("timm", make, 28 if "patch14" in name else 32))
 
 
 _SMALL = {
     "vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
     "max_position_embeddings": 16, "num_labels": 3, "pad_token_id": 0,
 }  # fmt: skip
-_TEXT = {
-    "Bert": {}, "Roberta": {"max_position_embeddings": 32}, "Electra": {"embedding_size": 16},
-    "DistilBert": {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32}, "DebertaV2": {},
-    "GPT2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}, "Llama": {"num_key_value_heads": 1},
-    "ModernBert": {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}, "Mixtral": {
-        "num_key_value_heads": 1, "num_local_experts": 3},
+_OTHER_NAMES = {"vocab_size": 50, "num_labels": 3, "pad_token_id": 0}
+_TEXT: dict[str, dict[str, Any]] = {
+    "Bert": _SMALL,
+    "Roberta": {**_SMALL, "max_position_embeddings": 32},
+    "Albert": {**_SMALL, "embedding_size": 8},
+    "Electra": {**_SMALL, "embedding_size": 16},
+    "DistilBert": {**_OTHER_NAMES, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32},
+    "DebertaV2": _SMALL,
+    "ModernBert": {**_SMALL, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
+    "GPT2": {**_OTHER_NAMES, "bos_token_id": 1, "eos_token_id": 2, "n_embd": 16, "n_layer": 2, "n_head": 2,
+             "n_positions": 16},
+    "GPTNeoX": _SMALL,
+    "Llama": {**_SMALL, "num_key_value_heads": 1},
+    "Qwen3": {**_SMALL, "num_key_value_heads": 1, "head_dim": 8},
+    "Mixtral": {**_SMALL, "num_key_value_heads": 1, "num_local_experts": 3},
 }  # fmt: skip
 
 
-def text(kind: str, **kwargs) -> Build:
-    def build() -> tuple[nn.Module, Tensor]:
+def text(kind: str, task: str = "SequenceClassification") -> Build:
+    """A classifier, and a batch of padded sequences as the tokeniser gives it."""
+
+    def build() -> tuple[nn.Module, Any]:
         import transformers
 
-        own = {
-            k: v for k, v in _SMALL.items() if kind not in ("GPT2", "DistilBert") or k in ("vocab_size", "num_labels")
-        }
-        config = getattr(transformers, f"{kind}Config")(**{**own, "pad_token_id": 0, **kwargs})
-        return Logits(getattr(transformers, f"{kind}ForSequenceClassification")(config)), tokens(6, 50)
+        config = getattr(transformers, f"{kind}Config")(**_TEXT[kind])
+        mask = torch.ones(3, 6, dtype=torch.long)
+        mask[1, 4:] = 0
+        return getattr(transformers, f"{kind}For{task}")(config), {"input_ids": tokens(6, 50), "attention_mask": mask}
 
     return build
 
 
-for kind, kwargs in _TEXT.items():
-    NETWORKS.append(("transformers", f"{kind}ForSequenceClassification", text(kind, **kwargs)))
+for kind in _TEXT:
+    add("transformers", f"{kind}ForSequenceClassification", text(kind))
+add("transformers", "BertForTokenClassification", text("Bert", "TokenClassification"))
+
+
+@entry("transformers", "T5ForTokenClassification")
+def _():
+    from transformers import T5Config, T5ForTokenClassification
+
+    config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, num_labels=3)  # pyright: ignore
+    return T5ForTokenClassification(config), {"input_ids": tokens(6, 50)}
 
 
 @entry("transformers", "ViTForImageClassification")
@@ -517,41 +160,57 @@ def _():
 
     small = {k: v for k, v in _SMALL.items() if k in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
     config = ViTConfig(**small, intermediate_size=32, image_size=16, patch_size=8, num_labels=3)  # pyright: ignore
-    return Logits(ViTForImageClassification(config), pixels=True), images(16)
+    return ViTForImageClassification(config), {"pixel_values": images(16)}
 
 
-@entry("transformers", "T5 encoder for token classification")
+@entry("transformers", "SegformerForSemanticSegmentation")
 def _():
-    from transformers import T5Config, T5ForTokenClassification
+    from transformers import SegformerConfig, SegformerForSemanticSegmentation
 
-    config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, num_labels=3)  # pyright: ignore
-    return Logits(T5ForTokenClassification(config)), tokens(6, 50)
+    config = SegformerConfig(
+        num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[8, 8], patch_sizes=[3, 3], strides=[2, 2],
+        num_attention_heads=[1, 2], mlp_ratios=[2, 2], decoder_hidden_size=8, num_labels=3,  # pyright: ignore
+    )  # pyright: ignore # fmt: skip
+    return SegformerForSemanticSegmentation(config), {"pixel_values": images(16)}
 
 
-def adapted(target: str, **kwargs) -> Build:
-    def build() -> tuple[nn.Module, Tensor]:
+@entry("transformers", "Wav2Vec2ForSequenceClassification")
+def _():
+    from transformers import Wav2Vec2Config, Wav2Vec2ForSequenceClassification
+
+    small: dict[str, Any] = {
+        k: v for k, v in _SMALL.items() if k not in ("max_position_embeddings", "vocab_size", "pad_token_id")
+    }
+    config = Wav2Vec2Config(
+        **small, conv_dim=(8, 8), conv_kernel=(4, 4), conv_stride=(2, 2), num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2, classifier_proj_size=8,
+    )  # pyright: ignore # fmt: skip
+    return Wav2Vec2ForSequenceClassification(config), {"input_values": torch.randn(2, 64)}
+
+
+def adapted(kind: str, **kwargs) -> Build:
+    """A text classifier in which `peft` adapts queries and values."""
+
+    def build() -> tuple[nn.Module, Any]:
         import peft
 
         model, x = text("Bert")()
-        config = peft.LoraConfig(r=2, target_modules=["query", "value"], init_lora_weights=False, **kwargs)
-        model.body = peft.get_peft_model(model.body, config)  # pyright: ignore
-        return model, x
+        config = getattr(peft, f"{kind}Config")(target_modules=["query", "value"], **kwargs)
+        return peft.get_peft_model(model, config), x  # pyright: ignore
 
     return build
 
 
-NETWORKS.append(("peft", "Bert with LoRA", adapted("lora")))
-NETWORKS.append(("peft", "Bert with DoRA", adapted("dora", use_dora=True)))
-
-
-@entry("peft", "Bert with IA3")
-def _():
-    import peft
-
-    model, x = text("Bert")()
-    config = peft.IA3Config(target_modules=["query", "dense"], feedforward_modules=["dense"])
-    model.body = peft.get_peft_model(model.body, config)  # pyright: ignore
-    return model, x
+_ADAPTERS: dict[str, Build] = {
+    "LoRA": adapted("Lora", r=2, init_lora_weights=False),
+    "DoRA": adapted("Lora", r=2, init_lora_weights=False, use_dora=True),
+    "IA3": adapted("IA3", feedforward_modules=[]),
+    "LoHa": adapted("LoHa", r=2, init_weights=False),
+    "OFT": adapted("OFT", oft_block_size=4, r=0, init_weights=False),
+    "VeRA": adapted("Vera", r=2),
+}
+for kind, build in _ADAPTERS.items():
+    add("peft", f"Bert with {kind}", build)
 
 
 class OnGraph(nn.Module):
@@ -587,4 +246,4 @@ def graph(kind: str) -> Build:
 
 
 for kind in ("GCNConv", "SAGEConv", "GATv2Conv", "GINConv", "GraphConv, max"):
-    NETWORKS.append(("torch_geometric", kind, graph(kind)))
+    add("torch_geometric", kind, graph(kind))

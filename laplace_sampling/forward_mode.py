@@ -15,18 +15,21 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["differentiable", "forward_mode_kernels"]
+__all__ = ["ComposedLayers", "differentiable", "forward_mode_kernels"]
 
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
 @contextmanager
-def forward_mode_kernels() -> Iterator[None]:
-    """Kernels that have forward-mode derivatives (pytorch #117629, #128971)."""
+def forward_mode_kernels(layers: bool = True) -> Iterator[None]:
+    """Kernels that have forward-mode derivatives (pytorch #117629, #128971).
+
+    Without `layers`, `ComposedLayers` is left to the caller: it takes time for every call of torch.
+    """
     fastpath, forward = torch.backends.mha.get_fastpath_enabled(), torch._C._is_fwd_grad_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
-        with sdpa_kernel([SDPBackend.MATH]), _ComposedLayers():
+        with sdpa_kernel([SDPBackend.MATH]), ComposedLayers() if layers else nullcontext():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fastpath)
@@ -53,7 +56,7 @@ def _composed_recurrence() -> Iterator[None]:
         torch._C._set_cudnn_enabled(cudnn)
 
 
-class _ComposedLayers(TorchFunctionMode):
+class ComposedLayers(TorchFunctionMode):
     """Recurrent layers, embedding bags and weight normalisation from elementary operations; `no_grad` that stops."""
 
     def __torch_function__(
@@ -69,6 +72,8 @@ class _ComposedLayers(TorchFunctionMode):
             return _weight_norm(*args, **kwargs)
         if func is F.embedding_bag:
             return _embedding_bag(*args, **kwargs)
+        if func is torch._grouped_mm and args[0].dim() == 2 and args[1].dim() == 3:  # pyright: ignore
+            return _grouped_mm(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -118,6 +123,21 @@ def _embedding_bag(
     if mode == "sum":
         return total
     return total / bags.bincount(minlength=num).clamp(min=1)[:, None]
+
+
+def _grouped_mm(
+    rows: Tensor,
+    weights: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Each group of rows times its matrix, `offs` being where groups end; zero after the last."""
+    ends = offs.tolist()
+    parts = rows.tensor_split(ends)
+    product = torch.cat([*[a @ b for a, b in zip(parts, weights, strict=False)], parts[-1] @ weights[0] * 0])
+    product = product if bias is None else product + bias
+    return product if out_dtype is None else product.to(out_dtype)
 
 
 class _ComposedNorms(TorchFunctionMode):

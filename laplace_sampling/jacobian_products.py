@@ -6,6 +6,8 @@ JVPs of many vectors are tried under `vmap`, then one by one, both by forward mo
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import jvp, vmap
 
+from laplace_sampling.forward_mode import ComposedLayers
 from laplace_sampling.held_module import where
 
 __all__ = ["JacobianProducts"]
@@ -27,6 +30,26 @@ _LONG = 1_000_000
 _LACKING = (RuntimeError, NotImplementedError)
 
 
+def _attempt(way: Callable[[], Any], plain: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """What a way gives, or the error by which it fails, each time, where the network itself works.
+
+    The network's own errors are raised: by `plain()`, or because they do not come again.
+    """
+    try:
+        return way(), None
+    except torch.OutOfMemoryError:
+        raise
+    except _LACKING as error:
+        plain()
+        try:
+            way()
+        except torch.OutOfMemoryError:
+            raise
+        except _LACKING:
+            return None, error
+        raise
+
+
 class JacobianProducts:
     """The ways that are left for one network.
 
@@ -39,9 +62,12 @@ class JacobianProducts:
         self.module, self.chunk_size = module, chunk_size
         self._pushes = [self._push_together, self._push_each, self._push_by_two_pullbacks]
         self._pulls_together = self._data_together = True
+        self._checked = False
 
-    def push(self, f: Function, weights: Weights, tangents: Weights, *, graph: bool) -> Float[Tensor, "K N C"]:
-        """`φ v_k`.
+    def push(
+        self, f: Function, weights: Weights, tangents: Weights, size: int, *, graph: bool
+    ) -> Float[Tensor, "K N C"]:
+        """`φ v_k`; `size` is that of the work of one, data times weights and inputs.
 
         Raises:
             RuntimeError: if an operation has neither a forward derivative nor a second reverse one.
@@ -51,20 +77,15 @@ class JacobianProducts:
         for way in self._pushes:
             if one and way == self._push_together:
                 continue
-            try:
-                # `no_grad` would stop forward derivatives too, see `forward_mode`.
-                with torch.enable_grad():
-                    result = way(f, weights, tangents, graph)
-            except torch.OutOfMemoryError:
-                raise
-            except _LACKING as error:
+            with torch.enable_grad():  # `no_grad` would stop forward derivatives too, see `forward_mode`
+                result, error = _attempt(partial(way, f, weights, tangents, size, graph), partial(f, weights))
+            if error is not None:
                 errors.append(error)
-            else:
-                if errors:
-                    self._pushes = self._pushes[self._pushes.index(way) :]
-                    self._say(way, errors[-1])
-                return result if graph else result.detach()
-        f(weights)  # a network that fails by itself raises its own error
+                continue
+            if errors:
+                self._pushes = self._pushes[self._pushes.index(way) :]
+                self._say(way, errors[-1])
+            return result if graph else result.detach()
         raise RuntimeError(
             f"{type(self.module).__name__} has no Jacobian-vector product. By forward mode: "
             f"{where(errors[0], self.module)}. By reverse mode: {where(errors[-1], self.module)}. Replace this "
@@ -79,19 +100,22 @@ class JacobianProducts:
         message = f"The Jacobian-vector product of {type(self.module).__name__} {how}: {where(error, self.module)}."
         warnings.warn(message, stacklevel=2)
 
-    def _push_together(self, f: Function, weights: Weights, tangents: Weights, graph: bool) -> Tensor:
-        return vmap(lambda t: jvp(f, (weights,), (t,))[1], chunk_size=self.chunk_size)(tangents)
+    def _push_together(self, f: Function, weights: Weights, tangents: Weights, size: int, graph: bool) -> Tensor:
+        return vmap(lambda t: jvp(f, (weights,), (t,))[1], chunk_size=self._chunk(size))(tangents)
 
-    def _push_each(self, f: Function, weights: Weights, tangents: Weights, graph: bool) -> Tensor:
+    def _push_each(self, f: Function, weights: Weights, tangents: Weights, size: int, graph: bool) -> Tensor:
         num = len(next(iter(tangents.values())))
         each = [{name: t[k] for name, t in tangents.items()} for k in range(num)]
         return torch.stack([jvp(f, (weights,), (t,))[1] for t in each])
 
-    def _push_by_two_pullbacks(self, f: Function, weights: Weights, tangents: Weights, graph: bool) -> Tensor:
+    def _push_by_two_pullbacks(
+        self, f: Function, weights: Weights, tangents: Weights, size: int, graph: bool
+    ) -> Tensor:
         leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
         outputs = f(leaves)
         u = torch.zeros_like(outputs).requires_grad_()
-        pulled = torch.autograd.grad(outputs, list(leaves.values()), u, create_graph=True, allow_unused=True)
+        with ComposedLayers():  # checkpoints run a part of the network again
+            pulled = torch.autograd.grad(outputs, list(leaves.values()), u, create_graph=True, allow_unused=True)
         linear = [(g, t) for g, t in zip(pulled, tangents.values(), strict=True) if g is not None and g.requires_grad]
         rows = []
         for k in range(len(next(iter(tangents.values())))):
@@ -104,13 +128,16 @@ class JacobianProducts:
         return torch.stack(rows)
 
     def pull(
-        self, outputs: Tensor, weights: list[Tensor], cotangents: Float[Tensor, "K ..."]
+        self, outputs: Tensor, weights: list[Tensor], cotangents: Float[Tensor, "K ..."], size: int
     ) -> Iterator[list[Tensor | None]]:
         """`φᵀ u_k` of a few cotangents after the other, by weight, `[k, ...]`; None where outputs do not depend on it.
 
         Raises:
-            ValueError: if the outputs depend on none of the weights.
+            ValueError: if the outputs depend on none of the weights, or on some by what torch does not differentiate.
         """
+        if not self._checked:
+            self._check(outputs)
+            self._checked = True
         if not outputs.requires_grad:
             raise ValueError(
                 f"The outputs of {type(self.module).__name__} depend on none of the random weights by operations that "
@@ -118,46 +145,63 @@ class JacobianProducts:
             )
 
         def grads(u: Tensor, batched: bool = False) -> tuple[Tensor | None, ...]:
-            return torch.autograd.grad(
-                outputs, weights, u, retain_graph=True, allow_unused=True, is_grads_batched=batched
-            )
+            with ComposedLayers():  # checkpoints run a part of the network again
+                return torch.autograd.grad(
+                    outputs, weights, u, retain_graph=True, allow_unused=True, is_grads_batched=batched
+                )
 
         # Measured: calling a long pullback often costs nothing, and large batches leave the caches of a CPU.
-        size = len(outputs) * sum(w.numel() for w in weights)
         together = self._pulls_together and (size < _LONG or outputs.device.type != "cpu")
         for part in cotangents.split(self._chunk(size) if together else 1):
-            if len(part) > 1:
-                try:
-                    yield list(grads(part, batched=True))
+            if len(part) > 1 and self._pulls_together:
+                result, error = _attempt(partial(grads, part, batched=True), partial(grads, part[0]))
+                if error is None:
+                    yield list(result)
                     continue
-                except torch.OutOfMemoryError:
-                    raise
-                except _LACKING:  # said by nobody: one by one is as fast where the network is not tiny
-                    self._pulls_together = False
+                self._pulls_together = False  # said by nobody: one by one is as fast where the network is not tiny
             for u in part:
                 yield [None if g is None else g[None] for g in grads(u)]
 
+    def _check(self, outputs: Tensor) -> None:
+        """Raises where torch takes a derivative that it does not have for zero, as those of quantised layers."""
+        nodes, seen = [outputs.grad_fn], set()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            if node.name().endswith("WarnNotImplemented"):
+                with warnings.catch_warnings(record=True) as said:
+                    warnings.simplefilter("always")
+                    node(None)  # torch warns, and names the operation  # pyright: ignore
+                operation = str(said[0].message).split(": ")[0]
+                raise ValueError(
+                    f"The outputs of {type(self.module).__name__} depend on random weights by `{operation}`, which "
+                    "torch does not differentiate: it would take the derivative for zero. Name weights after it with "
+                    "`parameters=`, or replace this operation."
+                )
+            seen.add(node)
+            nodes += [before for before, _ in node.next_functions]
+
     def _chunk(self, size: int) -> int:
         """Vectors at a time; more where the calls are what costs."""
-        return 4 * self.chunk_size if size < _LONG / 10 else self.chunk_size
+        return 4 * self.chunk_size if size < _LONG / 4 else self.chunk_size
 
     def push_and_pull(
-        self, f: Function, weights: Weights, tangent: Weights, curvature: Callable[[Tensor], Tensor]
+        self, f: Function, weights: Weights, tangent: Weights, curvature: Callable[[Tensor], Tensor], size: int
     ) -> list[Tensor | None] | None:
         """`φᵀ B φ v` of one vector by one forward pass, of dual numbers; None where torch lacks a derivative."""
         if self._pushes[0] == self._push_by_two_pullbacks:
             return None
         leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
         with torch.enable_grad(), dual_level():
-            try:
-                outputs = f({name: make_dual(w, tangent[name]) for name, w in leaves.items()})
-            except torch.OutOfMemoryError:
-                raise
-            except _LACKING:
+            outputs, error = _attempt(
+                lambda: f({name: make_dual(w, tangent[name]) for name, w in leaves.items()}), partial(f, weights)
+            )
+            if error is not None:
                 return None
             value, change = unpack_dual(outputs)
             change = torch.zeros_like(value) if change is None else change.detach()
-        return next(iter(self.pull(value, list(leaves.values()), curvature(change[None]))))
+        return next(iter(self.pull(value, list(leaves.values()), curvature(change[None]), size)))
 
     def of_each_datum(
         self, together: Callable[[], Weights], alone: Callable[[int], list[Tensor]], weights: Weights, num: int
@@ -165,12 +209,9 @@ class JacobianProducts:
         """`together()`, under `vmap`; where that fails `alone(n)` for each datum, stacked."""
         failed = None
         if self._data_together:
-            try:
-                return together()
-            except torch.OutOfMemoryError:
-                raise
-            except _LACKING as error:
-                failed = error
+            rows, failed = _attempt(together, partial(alone, 0))
+            if failed is None:
+                return rows
         rows = [alone(n) for n in range(num)]
         if failed is not None:
             self._data_together = False

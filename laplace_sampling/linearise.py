@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
 from laplace_sampling.calling import Layout, arguments, batched, num_rows, read, take
-from laplace_sampling.forward_mode import differentiable, forward_mode_kernels
+from laplace_sampling.forward_mode import ComposedLayers, differentiable, forward_mode_kernels
 from laplace_sampling.held_module import evaluation_mode, unwrapped
 from laplace_sampling.jacobian_products import JacobianProducts
 
@@ -133,30 +133,48 @@ class Linearisation:
         Without gradient; with `graph`, autograd differentiates it in `x` and `v`.
         """
         self._check_width(v, "jvp")
-        num = num_rows(x)
-        self.products["jvp"] += len(v) * num
-        weights, fixed = self._selected(), self._fixed() if graph else {}
+        with evaluation_mode(self.module), forward_mode_kernels(layers=False):
+            return self._push(x, v, graph)
+
+    def _push(self, x: Any, v: Tensor, graph: bool = False) -> Tensor:
+        self.products["jvp"] += len(v) * num_rows(x)
+        weights = self._selected()
+        tangents = {name: t.to(weights[name].dtype) for name, t in self.unflatten(v).items()}
+        with differentiable(graph):
+            return self._ways.push(self._outputs(x), weights, tangents, self._size(x), graph=graph)
+
+    def _outputs(self, x: Any) -> Callable[[dict[str, Tensor]], Tensor]:
+        """`w ↦ f(w, x)`, `[N, C]`, from layers with forward derivatives."""
+        fixed, num = self._fixed(), num_rows(x)
 
         def outputs(w: dict[str, Tensor]) -> Tensor:
-            return self._apply({**fixed, **w}, x).reshape(num, -1)
+            with ComposedLayers():
+                return self._apply({**fixed, **w}, x).reshape(num, -1)
 
-        with differentiable(graph), evaluation_mode(self.module), forward_mode_kernels():
-            tangents = {name: t.to(weights[name].dtype) for name, t in self.unflatten(v).items()}
-            return self._ways.push(outputs, weights, tangents, graph=graph)
+        return outputs
+
+    def _size(self, x: Any) -> int:
+        """Of the work of a product: weights that data meet, and inputs, which weights may meet many times."""
+        return num_rows(x) * self.num_parameters + sum(t.numel() for t in batched(x)[0])
 
     def vjp(self, x: Any, u: Float[Tensor, "K N C"], *, graph: bool = False) -> Float[Tensor, "K P"]:
         """`Σ_n φ(x_n)ᵀ u_kn` for each of `K` cotangents: one forward pass, `K` pullbacks.
 
         Without gradient; with `graph`, autograd differentiates it in `x` and `u`.
         """
-        self.products["vjp"] += len(u) * num_rows(x)
         if graph:
+            self.products["vjp"] += len(u) * num_rows(x)
             return self._vjp_with_graph(x, u)
-        weights = [w.requires_grad_() for w in self._selected().values()]
-        with torch.enable_grad(), evaluation_mode(self.module), forward_mode_kernels():
-            outputs = self._apply(dict(zip(self.names, weights, strict=True)), x)
+        with evaluation_mode(self.module), forward_mode_kernels(layers=False):
+            return self._pull(x, u)
+
+    def _pull(self, x: Any, u: Tensor) -> Tensor:
+        self.products["vjp"] += len(u) * num_rows(x)
+        weights = {name: w.requires_grad_() for name, w in self._selected().items()}
+        with torch.enable_grad():
+            outputs = self._outputs(x)(weights)
             cotangents = u.to(outputs.dtype).reshape(len(u), *outputs.shape)
-            return self._rows(self._ways.pull(outputs, weights, cotangents), u)
+            return self._rows(self._ways.pull(outputs, list(weights.values()), cotangents, self._size(x)), u)
 
     def traced(self, x: Any) -> tuple[Float[Tensor, "N ..."], dict[str, Tensor]]:
         """Outputs with a graph that autograd differentiates, and the random weights by name, which it is of."""
@@ -188,20 +206,16 @@ class Linearisation:
         would hold the activations of each of them.
         """
         self._check_width(v, "ggn")
-        if len(v) == 1:
-            weights = self._selected()
-            tangent = {name: t[0].to(weights[name].dtype) for name, t in self.unflatten(v).items()}
-
-            def outputs(w: dict[str, Tensor]) -> Tensor:
-                return self._apply(w, x).reshape(num_rows(x), -1)
-
-            with evaluation_mode(self.module), forward_mode_kernels():
-                grads = self._ways.push_and_pull(outputs, weights, tangent, curvature)
-            if grads is not None:
-                self.products["jvp"] += num_rows(x)
-                self.products["vjp"] += num_rows(x)
-                return self._rows([grads], v)
-        return self.vjp(x, curvature(self.jvp(x, v)))
+        with evaluation_mode(self.module), forward_mode_kernels(layers=False):
+            if len(v) == 1:
+                weights = self._selected()
+                tangent = {name: t[0].to(weights[name].dtype) for name, t in self.unflatten(v).items()}
+                grads = self._ways.push_and_pull(self._outputs(x), weights, tangent, curvature, self._size(x))
+                if grads is not None:
+                    self.products["jvp"] += num_rows(x)
+                    self.products["vjp"] += num_rows(x)
+                    return self._rows([grads], v)
+            return self._pull(x, curvature(self._push(x, v)))
 
     def vjp_each(self, x: Any, u: Float[Tensor, "N C"]) -> Float[Tensor, "N P"]:
         """`φ(x_n)ᵀ u_n` of each datum by itself: as many products as one cotangent of `vjp`."""

@@ -6,7 +6,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from benchmarks.compatibility import run
-from benchmarks.compatible_networks import NETWORKS, Mixture
+from benchmarks.compatible_layers import NETWORKS, Mixture
+from laplace_sampling.forward_mode import forward_mode_kernels
 from laplace_sampling.linearise import Linearisation
 from laplace_sampling.operators import DenseFeatures
 
@@ -22,9 +23,8 @@ _OF_TORCH = [(name, build) for library, name, build in NETWORKS if library == "t
 @pytest.mark.parametrize(("name", "build"), _OF_TORCH, ids=[name for name, _ in _OF_TORCH])
 def test_network_works_and_is_unchanged(name: str, build) -> None:
     outcome = run("torch.nn", name, build)
-    if name == "dynamically quantised":  # computes in float32 only: no product in float64, but a fit
-        assert outcome.fitted
-        assert outcome.unchanged
+    if name == "dynamically quantised head":
+        assert "`quantized::linear_dynamic`, which torch does not differentiate" in outcome.row()
         return
     assert outcome.works, outcome.row()
     assert _SAID.get(name, "") in " ".join(outcome.notices)
@@ -150,17 +150,146 @@ def test_where_nothing_works_an_error_names_operation_and_module() -> None:
         network.jvp(random(4, 3), random(2, network.num_parameters))
 
 
+def test_where_only_vmap_fails_vectors_go_one_by_one_and_it_is_said_once() -> None:
+    network, x = Linearisation(nn.Sequential(mlp(), Fourth()).double()), random(4, 3)
+    v = random(3, network.num_parameters)
+    said = r"Jacobian-vector product of Sequential takes one vector at a time, which is slower: .* in `1`, a Fourth"
+    with pytest.warns(UserWarning, match=said):
+        found = network.jvp(x, v)
+    with pytest.warns(UserWarning, match="take one datum at a time"):
+        expected = torch.einsum("ncp,kp->knc", network.jacobian(x), v)
+    assert_close(found, expected)
+    assert_close(network.jvp(x, v), expected)  # without another notice
+
+
+class Fourth(nn.Module):
+    """`x⁴` by an operation with both derivatives, which `vmap` does not know."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return FourthPower.apply(x)
+
+
+class FourthPower(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return x**4
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        return 4 * ctx.saved_tensors[0] ** 3 * g
+
+    @staticmethod
+    def jvp(ctx, t):
+        return 4 * ctx.saved_tensors[0] ** 3 * t
+
+
+class Unreliable(nn.Module):
+    """Raises an error of its own at some calls."""
+
+    def __init__(self, *failures: int) -> None:
+        super().__init__()
+        self.body, self.calls, self.failures = mlp(), [], failures
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(len(x))
+        if len(self.calls) - 1 in self.failures:
+            raise RuntimeError("the sensor is switched off")
+        return self.body(x)
+
+
+PRODUCTS = {
+    "jvp of many": lambda network, x: network.jvp(x, random(3, network.num_parameters)),
+    "jvp of one": lambda network, x: network.jvp(x, random(1, network.num_parameters)),
+    "ggn of one": lambda network, x: network.ggn(x, random(1, network.num_parameters), lambda u: u),
+    "vjp": lambda network, x: network.vjp(x, random(3, 4, 2)),
+    "vjp of each": lambda network, x: network.vjp_each(x, random(4, 2)),
+    "jacobian": lambda network, x: network.jacobian(x),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("failures", [(0,), range(100)], ids=["once", "always"])
+def test_an_error_of_the_network_itself_is_shown_and_no_other_way_is_taken(name: str, failures) -> None:
+    x, unreliable = random(4, 3), Unreliable(*failures)
+    network = Linearisation(unreliable)
+    with pytest.raises(RuntimeError, match=r"^the sensor is switched off$"):
+        PRODUCTS[name](network, x)
+    unreliable.failures = ()
+    assert_close(PRODUCTS[name](network, x), PRODUCTS[name](Linearisation(unreliable.body), x))  # without a notice
+
+
 def test_wrappers_are_taken_off() -> None:
     model = mlp()
-    for wrapped in (torch.compile(model), nn.DataParallel(model)):
-        assert Linearisation(wrapped).module is model
-        assert Linearisation(wrapped).names == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    for wrapped in (torch.compile(model), nn.DataParallel(model), torch.compile(nn.DataParallel(model))):
+        network = Linearisation(wrapped)
+        assert network.module is model
+        assert network.names == ["0.weight", "0.bias", "2.weight", "2.bias"]
+        assert_close(network(random(4, 3)), model(random(4, 3)), rtol=0, atol=0)
+
+
+def test_a_part_that_is_compiled_runs_without_its_compiler() -> None:
+    plain = mlp()
+    network, x = Linearisation(nn.Sequential(plain[0], torch.compile(plain[1:]))), random(4, 3)
+    assert_close(network.jacobian(x), Linearisation(plain).jacobian(x))
+    assert_close(network.jvp(x, random(2, 26)), Linearisation(plain).jvp(x, random(2, 26)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_distributed_data_parallel_is_taken_off(tmp_path) -> None:
+    model, x = mlp(), random(4, 3)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        network = Linearisation(nn.parallel.DistributedDataParallel(model))
+        assert network.module is model
+        assert network.names == Linearisation(model).names
+        v = random(2, network.num_parameters)
+        assert_close(network.jvp(x, v), Linearisation(model).jvp(x, v), rtol=0, atol=0)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_traced_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"of torch.jit, which has no Jacobian products. Pass the module that was"):
+        Linearisation(torch.jit.trace(mlp(), random(4, 3)))
+    with pytest.raises(TypeError, match=r"needs a torch.nn.Module, but got function"):
+        Linearisation(lambda x: x)  # pyright: ignore
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_scripted_module_is_refused() -> None:
     with pytest.raises(TypeError, match=r"which has no Jacobian products. Pass the module that was scripted"):
         Linearisation(torch.jit.script(mlp()))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("num", [1, 2])
+def test_weights_before_a_quantised_layer_are_refused(num: int) -> None:
+    body = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    module, x = torch.ao.quantization.quantize_dynamic(body, {"2"}), torch.randn(4, 3)
+    network, after = Linearisation(module), Linearisation(module, "4.*")
+    with pytest.raises(
+        ValueError,
+        match=r"outputs of Sequential depend on random weights by `quantized::linear_dynamic`, which torch does not",
+    ):
+        network.ggn(x, torch.ones(num, network.num_parameters), lambda u: u)
+    head = Linearisation(module[4])
+    v, hidden = torch.ones(num, 8), module[:4](x).detach()
+    assert_close(after.ggn(x, v, lambda u: u), head.ggn(hidden, v, lambda u: u))
+
+
+def test_groups_of_rows_are_multiplied_by_their_matrices() -> None:
+    rows, weights, ends = random(7, 4).float(), random(3, 4, 8).float(), torch.tensor([2, 2, 6], dtype=torch.int32)
+    expected = torch._grouped_mm(rows, weights, offs=ends)  # pyright: ignore
+    with forward_mode_kernels():
+        found = torch._grouped_mm(rows, weights, offs=ends)  # pyright: ignore
+    assert_close(found, torch.cat([rows[:2] @ weights[0], rows[2:6] @ weights[2], torch.zeros(1, 8)]))
+    assert_close(found[:6], expected[:6])
 
 
 def test_other_errors() -> None:
