@@ -1,0 +1,90 @@
+"""How many data go through a network at once: what memory is foretold to hold, and half of it where it does not."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["BatchLimit", "TensorBytes", "out_of_memory"]
+
+T = TypeVar("T")
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error is of memory: on a CPU torch raises a plain `RuntimeError`."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+class BatchLimit:
+    """The most data that go through a network at once; halved, with a notice, where memory does not hold them.
+
+    Attributes:
+        most: so many; `None` for as many as are given.
+    """
+
+    def __init__(self) -> None:
+        self.most: int | None = None
+        self._said = False
+
+    def in_parts(self, num: int, product: Callable[[slice], T]) -> list[T]:
+        """`product` of pieces of `num` data.
+
+        Raises:
+            torch.OutOfMemoryError: if memory does not hold a single datum; `RuntimeError` on a CPU.
+        """
+        parts: list[T] = []
+        start = 0
+        while start < num:
+            rows = min(num - start, self.most or num)
+            # Halved outside of `except`, whose error holds what was allocated.
+            part = self._attempt(slice(start, start + rows), product)
+            if part is None:
+                self._halve(rows)
+                continue
+            parts.append(part)
+            start += rows
+        return parts
+
+    @staticmethod
+    def _attempt(rows: slice, product: Callable[[slice], T]) -> T | None:
+        try:
+            return product(rows)
+        except RuntimeError as error:
+            if not out_of_memory(error) or rows.stop - rows.start == 1:
+                raise
+            return None
+
+    def _halve(self, rows: int) -> None:
+        self.most = rows // 2
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                f"Memory does not hold {rows} data in the network at once: {self.most} are taken from here on, and "
+                "fewer if need be. Results do not depend on it; a smaller batch size of the loader avoids the attempt.",
+                stacklevel=2,
+            )
+
+
+class TensorBytes(TorchDispatchMode):
+    """Counts the bytes of new tensors: all of them, and of the largest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in given:
+                bytes_ = t.numel() * t.element_size()
+                self.total, self.largest = self.total + bytes_, max(self.largest, bytes_)
+        return out
