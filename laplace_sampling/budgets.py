@@ -1,24 +1,29 @@
 """How many data go through a network at once: what memory is foretold to hold, and half of it where it does not."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["BatchLimit", "TensorBytes", "out_of_memory"]
+__all__ = ["BatchLimit", "TensorBytes", "cpu_out_of_memory"]
 
 T = TypeVar("T")
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error is of memory: on a CPU torch raises a plain `RuntimeError`."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    )
+@contextmanager
+def cpu_out_of_memory() -> Iterator[None]:
+    """`torch.OutOfMemoryError` also on a CPU, where torch raises a plain `RuntimeError`, as of missing derivatives."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        raise torch.OutOfMemoryError(str(error)) from error
 
 
 class BatchLimit:
@@ -36,7 +41,7 @@ class BatchLimit:
         """`product` of pieces of `num` data.
 
         Raises:
-            torch.OutOfMemoryError: if memory does not hold a single datum; `RuntimeError` on a CPU.
+            torch.OutOfMemoryError: if memory does not hold a single datum.
         """
         parts: list[T] = []
         start = 0
@@ -54,9 +59,10 @@ class BatchLimit:
     @staticmethod
     def _attempt(rows: slice, product: Callable[[slice], T]) -> T | None:
         try:
-            return product(rows)
-        except RuntimeError as error:
-            if not out_of_memory(error) or rows.stop - rows.start == 1:
+            with cpu_out_of_memory():
+                return product(rows)
+        except torch.OutOfMemoryError:
+            if rows.stop - rows.start == 1:
                 raise
             return None
 
@@ -82,9 +88,9 @@ class TensorBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         for t in tree_leaves(out):
-            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in given:
+            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in given:
                 bytes_ = t.numel() * t.element_size()
                 self.total, self.largest = self.total + bytes_, max(self.largest, bytes_)
         return out

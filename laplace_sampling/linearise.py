@@ -9,6 +9,7 @@ import copy
 import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
-from laplace_sampling.budgets import BatchLimit
+from laplace_sampling.budgets import BatchLimit, cpu_out_of_memory
 from laplace_sampling.calling import Layout, arguments, batched, num_rows, read, take
 from laplace_sampling.forward_mode import differentiable, forward_mode_kernels
 from laplace_sampling.held_module import evaluation_mode, unwrapped
@@ -144,6 +145,7 @@ class Linearisation:
 
     def evaluate(self, x: Any) -> tuple[Float[Tensor, "N ..."], Layout]:
         """The network's own output and its layout, without gradient."""
+
         def outputs(rows: slice) -> tuple[Tensor, Layout]:
             part = _rows_of(x, rows)
             args, kwargs = arguments(self._narrowed(part))
@@ -212,37 +214,30 @@ class Linearisation:
         return [shape.numel() for shape in self.shapes.values()]
 
     def ggn(
-        self,
-        x: Any,
-        v: Float[Tensor, "K P"],
-        curvature: Callable[[Float[Tensor, "K N C"], slice], Float[Tensor, "K N C"]],
+        self, x: Any, v: Float[Tensor, "K P"], curvature: Callable[[Float[Tensor, "K N C"]], Float[Tensor, "K N C"]]
     ) -> Float[Tensor, "K P"]:
-        """`Σ_n φ(x_n)ᵀ B_n φ(x_n) v_k`, `curvature` being `B` of some rows: `vjp(x, curvature(jvp(x, v)))`.
+        """`Σ_n φ(x_n)ᵀ B_n φ(x_n) v_k`, `curvature` being `B`: `vjp(x, curvature(jvp(x, v)))`.
 
         One vector takes one forward pass instead of two. For several its share is small, and dual numbers with a graph
         would hold the activations of each of them.
         """
         self._check_width(v, "ggn")
-        parts = self.limit.in_parts(
-            num_rows(x), lambda rows: self._ggn(_rows_of(x, rows), v, lambda u: curvature(u, rows))
-        )
-        return _summed(parts)
-
-    def _ggn(self, x: Any, v: Tensor, curvature: Callable[[Tensor], Tensor]) -> Tensor:
-        if len(v) == 1:
+        num = num_rows(x)
+        if len(v) == 1 and num <= (self.limit.most or num):
             weights = self._selected()
             tangent = {name: t[0].to(weights[name].dtype) for name, t in self.unflatten(v).items()}
 
             def outputs(w: dict[str, Tensor]) -> Tensor:
-                return self._apply(w, x).reshape(num_rows(x), -1)
+                return self._apply(w, x).reshape(num, -1)
 
-            with evaluation_mode(self.module), forward_mode_kernels():
+            grads = None
+            with evaluation_mode(self.module), forward_mode_kernels(), suppress(torch.OutOfMemoryError):
                 grads = self._ways.push_and_pull(outputs, weights, tangent, curvature)
             if grads is not None:
-                self.products["jvp"] += num_rows(x)
-                self.products["vjp"] += num_rows(x)
+                self.products["jvp"] += num
+                self.products["vjp"] += num
                 return self._rows([grads], v)
-        return self._vjp(x, curvature(self._jvp(x, v, graph=False)))
+        return self.vjp(x, curvature(self.jvp(x, v)))
 
     def vjp_each(self, x: Any, u: Float[Tensor, "N C"]) -> Float[Tensor, "N P"]:
         """`φ(x_n)ᵀ u_n` of each datum by itself: as many products as one cotangent of `vjp`."""
@@ -335,7 +330,8 @@ class Linearisation:
 
     def _apply(self, weights: dict[str, Tensor], x: Any) -> Tensor:
         called = arguments(self._narrowed(x))
-        with torch.autocast(self.device.type, self.autocast, self.autocast is not None, cache_enabled=False):
+        lowered = torch.autocast(self.device.type, self.autocast, self.autocast is not None, cache_enabled=False)
+        with lowered, cpu_out_of_memory():
             return read(functional_call(self.module, weights, *called), num_rows(x))[0].to(self.dtype)
 
     def _narrowed(self, x: Any) -> Any:

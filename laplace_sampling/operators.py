@@ -164,10 +164,8 @@ class NetworkFeatures(Features):
     def ggn(self, v: Tensor, batch: Tensor, curvature: Curvature) -> Tensor:
         x, own = self._inputs(batch)
         if own == self.layout:
-            return self.network.ggn(x, v, lambda u, rows: curvature(u, batch[rows]))
-        return self.network.ggn(
-            x, v, lambda u, rows: self.layout.narrow(curvature(own.widen(u, self.layout), batch[rows]), own)
-        )
+            return self.network.ggn(x, v, curvature)
+        return self.network.ggn(x, v, lambda u: self.layout.narrow(curvature(own.widen(u, self.layout)), own))
 
     def vjp_each(self, u: Tensor, batch: Tensor) -> Tensor:
         x, own = self._inputs(batch)
