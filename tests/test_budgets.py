@@ -91,7 +91,7 @@ def test_batches_of_the_loader_go_in_pieces_that_the_budget_holds(monkeypatch) -
     torch.manual_seed(0)
     monkeypatch.setattr(Hungry, "most", 60)
     wide = nn.Sequential(Hungry(nn.Flatten(), nn.Linear(3, 20_000)), nn.ReLU(), nn.Linear(20_000, 2))
-    la = LinearisedLaplace(wide, "classification", parameters=["2.*"], method="cg", num_samples=2, max_memory=2**26)
+    la = LinearisedLaplace(wide, "classification", parameters=["2.*"], method="cg", num_samples=8, max_memory=2**26)
     la.fit([(X, Y)], progress=False)
     assert la._tangent is not None
     rows = la._tangent.model.features.batch_size
@@ -100,7 +100,7 @@ def test_batches_of_the_loader_go_in_pieces_that_the_budget_holds(monkeypatch) -
     monkeypatch.setattr(Hungry, "largest", 0)
     la.predict(X)
     assert 0 < Hungry.largest <= rows
-    again = LinearisedLaplace(wide, "classification", parameters=["2.*"], method="cg", num_samples=2, max_memory=2**30)
+    again = LinearisedLaplace(wide, "classification", parameters=["2.*"], method="cg", num_samples=8, max_memory=2**30)
     again.fit([(X, Y)], progress=False)
     assert again.network.limit.most is None
     assert_close(la.predict(X).variance, again.predict(X).variance, rtol=1e-2, atol=1e-5)
