@@ -18,6 +18,8 @@ from laplace_sampling.likelihoods import Categorical, Gaussian, Likelihood
 
 __all__ = ["Calibration", "held_out_classification", "held_out_regression", "leave_one_out_scale", "left_out_outputs"]
 
+# Numbers of deviations that are worked on at once.
+_NUMBERS = 2**19
 # Scales that are tried: error bars are never taken to nothing.
 _SCALES = torch.logspace(-2, 1, 13, dtype=torch.float64)
 # Logits of data left out, relative to the network's own on its training data. The features of the linear model have
@@ -94,9 +96,13 @@ def leave_one_out_scale(
 
     `argmax_τ Σ_i log (1/2K) Σ_k Σ_± p(y_i | f_i^{-i} ± √τ φ_i ζ_k)`, between 0.01 and 10. Arguments as there.
     """
-    outputs = left_out_outputs(likelihood, targets, network_outputs, mode_outputs, deviations)
-    losses = [_mean_loss(likelihood, targets, outputs, deviations, scale) for scale in _SCALES]
-    return float(_SCALES[int(torch.stack(losses).argmin())])
+    total = torch.zeros(len(_SCALES), dtype=torch.float64, device=deviations.device)
+    few = max(1, _NUMBERS // (len(deviations) * mode_outputs.shape[1]))
+    for n in torch.arange(len(targets), device=deviations.device).split(few):
+        y, d = targets[n], deviations[:, n]
+        outputs = left_out_outputs(likelihood, y, network_outputs[n], mode_outputs[n], d)
+        total += torch.stack([_mean_loss(likelihood, y, outputs, d, scale) for scale in _SCALES]) * len(n)
+    return float(_SCALES[int(total.argmin())])
 
 
 def _mean_loss(

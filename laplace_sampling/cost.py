@@ -6,10 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from laplace_sampling.budgets import TensorBytes
 from laplace_sampling.operations import Operations
 from laplace_sampling.operators import Features
 
-__all__ = ["Cost", "free_memory", "measure"]
+__all__ = ["Cost", "free_memory", "measure", "rows_in_memory"]
+
+# Tensors as large as the largest that are alive at once in a product: inputs and output of an operation, and a copy.
+_ALIVE = 4
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,20 @@ def measure(features: Features, most: int = 64) -> Cost:
     _synchronise(features.device)
     share = len(batch) / features.num_data
     return Cost(forward.count / len(batch), backward.count / len(batch), (time.perf_counter() - started) / share)
+
+
+def rows_in_memory(features: Features, bytes_: float, vectors: int) -> int:
+    """How many data at a time products of so many vectors may take, so that activations keep within some bytes.
+
+    Foretold from two data: a VJP holds all that a forward pass makes, a JVP a few tensors for each vector.
+    """
+    few = torch.arange(min(2, features.num_data))  # networks that drop an axis of one datum have two
+    v = torch.zeros(vectors, features.size, dtype=features.dtype, device=features.device)
+    with TensorBytes() as forward:
+        features.jvp(v[:1], few)
+    with TensorBytes() as together:
+        features.jvp(v, few)
+    return max(1, int(len(few) * bytes_ / (forward.total + _ALIVE * together.largest)))
 
 
 def _synchronise(device: torch.device) -> None:

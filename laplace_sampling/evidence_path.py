@@ -354,12 +354,13 @@ class ExactRun:
     @staticmethod
     def _spectrum(operator: GGN) -> tuple[Float[Tensor, " m"], Float[Tensor, "m P"]]:
         """Eigenvalues that may not be zero, and eigenvectors as rows."""
-        root = torch.cat([block.double() for block in operator.root_rows()])
-        if len(root) < operator.size:
+        blocks = [block.double() for block in operator.root_rows()]
+        if sum(map(len, blocks)) < operator.size:
+            root = torch.cat(blocks)
             values, vectors = torch.linalg.eigh(root @ root.T)
             scaled = (vectors.T @ root) / values.clamp_min(1e-300).sqrt()[:, None]
             return values.clamp_min(0), torch.where((values > 1e-14 * values[-1])[:, None], scaled, 0.0)
-        values, vectors = torch.linalg.eigh(root.T @ root)
+        values, vectors = torch.linalg.eigh(sum(block.T @ block for block in blocks))
         return values.clamp_min(0), vectors.T
 
     def mode(self, alpha: float) -> Float[Tensor, "1 P"]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Normal
@@ -28,6 +27,8 @@ __all__ = ["HeldOut", "OnTrainingData"]
 
 # Training data that are looked at, as the scale is one number; and numbers of their deviations in memory.
 _ENOUGH, _NUMBERS = 4096, 2**24
+# Of these, how many are worked on at once.
+_PART = 2**19
 # Of what the network's log-likelihood of them gains over that without inputs, the part that must be left.
 _LEFT = 0.1
 
@@ -90,8 +91,11 @@ class OnTrainingData:
             )
         elif _has_one_label(likelihood, self.fit.model.targets):
             f = f / calibration.temperature
-            samples = f + math.sqrt(calibration.scale) / calibration.temperature * self.deviations.double()
-            ours = float(((-likelihood.loss(samples, y)).logsumexp(0) - math.log(len(samples))).mean())
+            factor, logs = math.sqrt(calibration.scale) / calibration.temperature, []
+            for n in torch.arange(len(f), device=f.device).split(max(1, _PART // self.deviations[:, :1].numel())):
+                samples = f[n] + factor * self.deviations[:, n].double()
+                logs.append((-likelihood.loss(samples, y[n])).logsumexp(0) - math.log(len(samples)))
+            ours = float(torch.cat(logs).mean())
             own, constant = -float(likelihood.loss(f, y).mean()), -_entropy_of_labels(likelihood, y, f)
         else:
             return []
@@ -106,7 +110,7 @@ class OnTrainingData:
 
 def _entropy_of_labels(likelihood: Likelihood, y: Tensor, f: Tensor) -> float:
     if isinstance(likelihood, Categorical):
-        return float(torch.special.entr(F.one_hot(y.long(), f.shape[1]).double().mean(0)).sum())
+        return float(torch.special.entr(y.long().bincount(minlength=f.shape[1]).double() / len(y)).sum())
     p = y.reshape(f.shape).double().mean(0)
     return float((torch.special.entr(p) + torch.special.entr(1 - p)).sum())
 

@@ -24,6 +24,7 @@ from laplace_sampling.last_layer import LastLayer
 from laplace_sampling.leave_one_out import LeaveOneOut
 from laplace_sampling.likelihoods import Gaussian, Likelihood, as_likelihood
 from laplace_sampling.methods import METHODS
+from laplace_sampling.precision import solving
 from laplace_sampling.predict import check_inputs, predict
 from laplace_sampling.predictive import Prediction, RegressionPrediction
 from laplace_sampling.priors import Prior, as_prior
@@ -86,10 +87,15 @@ class LinearisedLaplace:
         seed: of all randomness.
         solver: settings of `"sgd"` (`SGD`) or of `"dual"` (`DualCG`).
         max_memory: bytes that solvers may take for vectors of `P` numbers, `samples_` among them; half of what is free
-            by default. Activations of the network come on top. Where it is short, samples are solved for in groups.
+            by default. Where it is short, samples are solved for in groups. Activations of the network may take as much
+            again, 64 MiB at least: where the loader's batches are larger, they go through it in pieces, which are
+            halved where memory does not hold them all the same.
         observe: `T` of measurements `y = T f(x) + noise`, of the (flattened) outputs of each datum: a matrix `[m, C]`,
             a `LinearOperator`, or a pair of functions, of a vector of outputs and of one of measurements, the adjoint
             of each other. Targets are then `[N, m]`.
+        autocast: `torch.bfloat16` or `torch.float16`, to which `torch.autocast` lowers operations of the network inside
+            Jacobian products, to about 1 %; sums over data, solvers and samples stay in float32, and so does the
+            network's own output.
 
     Raises:
         ValueError: for settings that are not known or do not go together.
@@ -139,6 +145,7 @@ class LinearisedLaplace:
         solver: SGD | DualCG | None = None,
         max_memory: float | None = None,
         observe: Observation | None = None,
+        autocast: torch.dtype | None = None,
     ) -> None:
         _check_choice("linear_model", linear_model, ("auto", "affine", "homogeneous"))
         _check_choice("hessian_at", hessian_at, ("auto", "network", "mode"))
@@ -154,7 +161,7 @@ class LinearisedLaplace:
             raise ValueError(f"`num_samples` must be at least 2, but is {num_samples}.")
         if seed < 0:
             raise ValueError(f"`seed` must not be negative, but is {seed}.")
-        self.network = linearise(model, parameters)
+        self.network = linearise(model, parameters, autocast=autocast)
         if isinstance(likelihood, Mapping):
             likelihood = MultiTask(likelihood)
         self.likelihood = as_likelihood(likelihood, noise_precision)
@@ -189,7 +196,7 @@ class LinearisedLaplace:
 
     # Fitting ---------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode(False)
+    @solving()
     def fit_hyperparameters(
         self,
         loader: Iterable[Any],
@@ -270,7 +277,7 @@ class LinearisedLaplace:
         self._adopt(posterior, fit, tangent, trained.problems(posterior.calibration))
         return self
 
-    @torch.inference_mode(False)
+    @solving()
     def fit(
         self,
         loader: Iterable[Any],
@@ -338,7 +345,7 @@ class LinearisedLaplace:
 
     # Using -----------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode(False)
+    @solving()
     def predict(
         self,
         x: Any,
@@ -381,7 +388,7 @@ class LinearisedLaplace:
             check=lambda: self._check_fingerprint(posterior.fingerprint, "predict"),
         )
 
-    @torch.inference_mode(False)
+    @solving()
     def sample(self, num_samples: int) -> Float[Tensor, "K P"]:
         """New zero-mean posterior samples `ζ ~ N(0, H⁻¹)`, independent of `samples_` and of earlier calls."""
         posterior = self._fitted("sample")
@@ -403,7 +410,7 @@ class LinearisedLaplace:
             )
         return sampled.samples
 
-    @torch.inference_mode(False)
+    @solving()
     def log_marginal_likelihood(self) -> MarginalLikelihood:
         r"""`log p(y)` of the linear model at the fitted hyperparameters, a sum over the data, with its standard error.
 
@@ -415,7 +422,7 @@ class LinearisedLaplace:
         path, alpha, shift = self._evidence("log_marginal_likelihood")
         return MarginalLikelihood.of(path, alpha).shifted(shift)
 
-    @torch.inference_mode(False)
+    @solving()
     def evidence_path(self, decades: float = 3.0, num: int = 121) -> EvidenceCurves:
         """Effective dimension, norm of the mode and log marginal likelihood as functions of the prior precision.
 
@@ -439,7 +446,7 @@ class LinearisedLaplace:
             warnings.warn(f"`{call}` is inaccurate: {'; '.join(problems)}.", ConvergenceWarning, stacklevel=4)
         return path, fit.alpha, tangent.log_scale
 
-    @torch.inference_mode(False)
+    @solving()
     def leave_one_out(self) -> LeaveOneOut:
         r"""Each training datum predicted from all others, noise included, at the fitted hyperparameters.
 

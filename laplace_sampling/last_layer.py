@@ -55,12 +55,14 @@ class LastLayer(Linearisation):
             where products take the whole network.
     """
 
-    def __init__(self, module: nn.Module, *, chunk_size: int = DEFAULT_CHUNK) -> None:
+    def __init__(
+        self, module: nn.Module, *, chunk_size: int = DEFAULT_CHUNK, autocast: torch.dtype | None = None
+    ) -> None:
         module = unwrapped(module)
         self.found, self.head, self._root = False, None, ""
-        self._choose(module, [name for name, _ in module.named_modules()], chunk_size)
+        self._choose(module, [name for name, _ in module.named_modules()], chunk_size, autocast)
 
-    def _choose(self, module: nn.Module, names: list[str], chunk_size: int) -> None:
+    def _choose(self, module: nn.Module, names: list[str], chunk_size: int, autocast: torch.dtype | None) -> None:
         """Take the last of some modules that has weights of its own."""
         own = {name: _own(module, name) for name in names}
         layers = [name for name in names if own[name]]
@@ -72,9 +74,8 @@ class LastLayer(Linearisation):
         wide = [name for name in layers if any(p.dim() > 1 for p in own[name])]
         self.layer = (wide or layers)[-1]
         random = {id(p) for p in own[self.layer]}
-        super().__init__(
-            module, [name for name, p in module.named_parameters() if id(p) in random], chunk_size=chunk_size
-        )
+        chosen = [name for name, p in module.named_parameters() if id(p) in random]
+        super().__init__(module, chosen, chunk_size=chunk_size, autocast=autocast)
 
     def take_over(self, names: Any) -> None:
         """The layer that a saved posterior is of, if it is one: its inputs are not kept until a fit."""
@@ -82,7 +83,7 @@ class LastLayer(Linearisation):
         for name in of if not self.found else []:
             random = {id(p) for p in _own(self.module, name)}
             if [n for n, p in self.module.named_parameters() if id(p) in random] == names:
-                self._choose(self.module, [name], self.chunk_size)
+                self._choose(self.module, [name], self.chunk_size, self.autocast)
 
     def find(self, x: Any, num_data: int) -> None:
         """Find the layer by a run on a few inputs; done once.
@@ -158,7 +159,7 @@ class LastLayer(Linearisation):
         part, parameters = module.get_submodule(name), dict(module.named_parameters())
         random = {id(parameters[name]) for name in self.names}
         names = [name for name, p in part.named_parameters() if id(p) in random]
-        return Linearisation(part, names, chunk_size=self.chunk_size)
+        return Linearisation(part, names, chunk_size=self.chunk_size, autocast=self.autocast)
 
     def _hold(self, name: str) -> None:
         self._root, self.head = name, self._part(self.module, name)

@@ -9,6 +9,7 @@ import copy
 import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,10 +18,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
+from laplace_sampling.budgets import BatchLimit, cpu_out_of_memory
 from laplace_sampling.calling import Layout, arguments, batched, num_rows, read, take
 from laplace_sampling.forward_mode import ComposedLayers, differentiable, forward_mode_kernels
 from laplace_sampling.held_module import evaluation_mode, unwrapped
 from laplace_sampling.jacobian_products import JacobianProducts
+from laplace_sampling.precision import users_precision
 
 __all__ = ["Linearisation", "Selection"]
 
@@ -29,6 +32,8 @@ Selection = Sequence[str] | str | Callable[[str, nn.Parameter], bool] | None
 # Jacobian products evaluated together under `vmap`, which is measured to be up to 10 times faster than a loop, and
 # never slower by more than 15 % (`benchmarks/products.py`). Most of the gain is there at 16; memory grows with it.
 DEFAULT_CHUNK = 16
+
+_HALF = (torch.bfloat16, torch.float16)
 
 
 class Linearisation:
@@ -43,18 +48,29 @@ class Linearisation:
             predicate `(name, parameter) -> bool`. By default all that require a gradient. A glob may also be of the
             class of the module that owns a weight: `"Linear.*"`, `"!*Norm*.*"`.
         chunk_size: how many vectors are pushed through the network together.
+        autocast: dtype of the operations that `torch.autocast` lowers, within Jacobian products only. Products are
+            given and returned in `dtype`, and summed over data in it.
 
     Attributes:
+        limit: of the data that go through the network at once; a batch of more goes in pieces.
         num_parameters: `P`, the length of a flat weight vector.
         names: the selected parameters, in the order of the flat vector.
         products: counts of `jvp` and `vjp`; the unit is one datum and one vector.
 
     Raises:
         TypeError: if `module` is not an `nn.Module`.
-        ValueError: if the selection names nothing, something unknown, or weights that are not floating point.
+        ValueError: if the selection names nothing, something unknown, or weights that are not floating point; for
+            an `autocast` that is not narrower than `dtype`.
     """
 
-    def __init__(self, module: nn.Module, parameters: Selection = None, *, chunk_size: int = DEFAULT_CHUNK) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Selection = None,
+        *,
+        chunk_size: int = DEFAULT_CHUNK,
+        autocast: torch.dtype | None = None,
+    ) -> None:
         if chunk_size < 1:
             raise ValueError(f"`chunk_size` must be at least 1, but is {chunk_size}.")
         self.module = module = unwrapped(module)
@@ -64,6 +80,13 @@ class Linearisation:
         self.num_parameters = sum(shape.numel() for shape in self.shapes.values())
         self.products = {"jvp": 0, "vjp": 0}
         self._ways = JacobianProducts(module, chunk_size)
+        self.limit = BatchLimit()
+        self.autocast = autocast
+        if autocast is not None and (autocast not in _HALF or self.module_dtype != torch.float32):
+            raise ValueError(
+                f"`autocast={autocast}` must be torch.bfloat16 or torch.float16, of a network in float32, but the "
+                f"network is in {self.module_dtype}; leave it out, or call `model.float()`."
+            )
 
     def _selected(self) -> dict[str, Tensor]:
         parameters = dict(self.module.named_parameters())
@@ -78,13 +101,18 @@ class Linearisation:
         return next(iter(self._selected().values())).device
 
     @property
-    def dtype(self) -> torch.dtype:
+    def module_dtype(self) -> torch.dtype:
         return next(iter(self._selected().values())).dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of vectors, products and outputs: that of the weights, but float32 for half precision."""
+        return torch.float32 if self.module_dtype in _HALF else self.module_dtype
 
     @property
     def weights(self) -> Float[Tensor, " P"]:
         """The trained weights `w̄` as one flat vector (a copy)."""
-        return torch.cat([w.reshape(-1) for w in self._selected().values()])
+        return torch.cat([w.reshape(-1) for w in self._selected().values()]).to(self.dtype)
 
     @property
     def normalises(self) -> bool:
@@ -123,9 +151,15 @@ class Linearisation:
 
     def evaluate(self, x: Any) -> tuple[Float[Tensor, "N ..."], Layout]:
         """The network's own output and its layout, without gradient."""
-        args, kwargs = arguments(x)
-        with torch.no_grad(), evaluation_mode(self.module):
-            return read(self.module(*args, **kwargs), num_rows(x))
+
+        def outputs(rows: slice) -> tuple[Tensor, Layout]:
+            part = _rows_of(x, rows)
+            args, kwargs = arguments(self._narrowed(part))
+            return read(self.module(*args, **kwargs), num_rows(part))
+
+        with torch.no_grad(), evaluation_mode(self.module), users_precision():
+            parts = self.limit.in_parts(num_rows(x), outputs)
+        return _joined([output for output, _ in parts], 0).to(self.dtype), parts[0][1]
 
     def jvp(self, x: Any, v: Float[Tensor, "K P"], *, graph: bool = False) -> Float[Tensor, "K N C"]:
         """`φ(x) v_k` for each of `K` vectors by forward mode; the outputs of a datum are flattened to `C`.
@@ -133,15 +167,22 @@ class Linearisation:
         Without gradient; with `graph`, autograd differentiates it in `x` and `v`.
         """
         self._check_width(v, "jvp")
+        if graph:
+            return self._jvp(x, v, graph=True)
+        parts = self.limit.in_parts(num_rows(x), lambda rows: self._jvp(_rows_of(x, rows), v, graph=False))
+        return _joined(parts, 1)
+
+    def _jvp(self, x: Any, v: Tensor, *, graph: bool) -> Tensor:
         with evaluation_mode(self.module), forward_mode_kernels(layers=False):
             return self._push(x, v, graph)
 
     def _push(self, x: Any, v: Tensor, graph: bool = False) -> Tensor:
-        self.products["jvp"] += len(v) * num_rows(x)
         weights = self._selected()
         tangents = {name: t.to(weights[name].dtype) for name, t in self.unflatten(v).items()}
         with differentiable(graph):
-            return self._ways.push(self._outputs(x), weights, tangents, self._size(x), graph=graph)
+            product = self._ways.push(self._outputs(x), weights, tangents, self._size(x), graph=graph)
+        self.products["jvp"] += len(v) * num_rows(x)
+        return product
 
     def _outputs(self, x: Any) -> Callable[[dict[str, Tensor]], Tensor]:
         """`w ↦ f(w, x)`, `[N, C]`, from layers with forward derivatives."""
@@ -163,18 +204,22 @@ class Linearisation:
         Without gradient; with `graph`, autograd differentiates it in `x` and `u`.
         """
         if graph:
-            self.products["vjp"] += len(u) * num_rows(x)
             return self._vjp_with_graph(x, u)
+        parts = self.limit.in_parts(num_rows(x), lambda rows: self._vjp(_rows_of(x, rows), u[:, rows]))
+        return _summed(parts)
+
+    def _vjp(self, x: Any, u: Tensor) -> Tensor:
         with evaluation_mode(self.module), forward_mode_kernels(layers=False):
             return self._pull(x, u)
 
     def _pull(self, x: Any, u: Tensor) -> Tensor:
-        self.products["vjp"] += len(u) * num_rows(x)
         weights = {name: w.requires_grad_() for name, w in self._selected().items()}
         with torch.enable_grad():
             outputs = self._outputs(x)(weights)
             cotangents = u.to(outputs.dtype).reshape(len(u), *outputs.shape)
-            return self._rows(self._ways.pull(outputs, list(weights.values()), cotangents, self._size(x)), u)
+            rows = self._rows(self._ways.pull(outputs, list(weights.values()), cotangents, self._size(x)), u)
+        self.products["vjp"] += len(u) * num_rows(x)
+        return rows
 
     def traced(self, x: Any) -> tuple[Float[Tensor, "N ..."], dict[str, Tensor]]:
         """Outputs with a graph that autograd differentiates, and the random weights by name, which it is of."""
@@ -206,6 +251,13 @@ class Linearisation:
         would hold the activations of each of them.
         """
         self._check_width(v, "ggn")
+        if num_rows(x) <= (self.limit.most or num_rows(x)):
+            with suppress(torch.OutOfMemoryError):
+                return self._ggn(x, v, curvature)
+        return self.vjp(x, curvature(self.jvp(x, v)))
+
+    def _ggn(self, x: Any, v: Tensor, curvature: Callable[[Tensor], Tensor]) -> Tensor:
+        """Of data that go through the network at once."""
         with evaluation_mode(self.module), forward_mode_kernels(layers=False):
             if len(v) == 1:
                 weights = self._selected()
@@ -219,6 +271,10 @@ class Linearisation:
 
     def vjp_each(self, x: Any, u: Float[Tensor, "N C"]) -> Float[Tensor, "N P"]:
         """`φ(x_n)ᵀ u_n` of each datum by itself: as many products as one cotangent of `vjp`."""
+        parts = self.limit.in_parts(num_rows(x), lambda rows: self._vjp_each(_rows_of(x, rows), u[rows]))
+        return _joined(parts, 0)
+
+    def _vjp_each(self, x: Any, u: Tensor) -> Tensor:
         weights, num = self._selected(), num_rows(x)
         tensors, rebuild = batched(x)
 
@@ -235,9 +291,10 @@ class Linearisation:
                 weights,
                 num,
             )
-            return torch.cat([g.reshape(num, -1) for g in gradients.values()], dim=1)
+            return torch.cat([g.reshape(num, -1) for g in gradients.values()], dim=1).to(u.dtype)
 
     def _vjp_with_graph(self, x: Any, u: Tensor) -> Tensor:
+        self.products["vjp"] += len(u) * num_rows(x)
         fixed = self._fixed()
         with differentiable(True), evaluation_mode(self.module), forward_mode_kernels():
             outputs, pull, *_ = vjp(lambda w: self._apply({**fixed, **w}, x), self._selected())
@@ -250,14 +307,23 @@ class Linearisation:
 
         Without gradient; with `graph`, autograd differentiates it in `x`.
         """
+        if graph:
+            return self._jacobian(x, graph=True)
+        parts = self.limit.in_parts(num_rows(x), lambda rows: self._jacobian(_rows_of(x, rows), graph=False))
+        return _joined(parts, 0)
+
+    def _jacobian(self, x: Any, *, graph: bool) -> Tensor:
         weights, fixed = self._selected(), self._fixed() if graph else {}
         tensors, rebuild = batched(x)
 
         def single(w: dict[str, Tensor], x_n: list[Tensor]) -> Tensor:
             return self._apply({**fixed, **w}, rebuild([t[None] for t in x_n])).reshape(-1)
 
-        num = num_rows(x)
-        self.products["vjp"] += num * self(x)[:1].numel()
+        num, outputs = num_rows(x), self(x)[:1].numel()
+        if self.num_parameters < outputs and not graph:  # columns are fewer than rows
+            columns = torch.eye(self.num_parameters, dtype=self.dtype, device=self.device)
+            return self._jvp(x, columns, graph=False).permute(1, 2, 0)
+        self.products["vjp"] += num * outputs
         with differentiable(graph), evaluation_mode(self.module), forward_mode_kernels():
             together = vmap(torch.func.jacrev(single), in_dims=(None, 0))
             rows = self._ways.of_each_datum(
@@ -279,14 +345,14 @@ class Linearisation:
 
     def with_names(self, names: list[str]) -> "Linearisation":
         """The same network with other weights random; what was found of its ways of products is shared."""
-        other = Linearisation(self.module, names, chunk_size=self.chunk_size)
-        other._ways, other.products = self._ways, self.products
+        other = Linearisation(self.module, names, chunk_size=self.chunk_size, autocast=self.autocast)
+        other._ways, other.products, other.limit = self._ways, self.products, self.limit
         return other
 
     def in_float64(self) -> "Linearisation":
         """The same on a copy of the module in float64; products are counted together."""
         other = copy.copy(self)
-        other.module = copy.deepcopy(self.module).double()
+        other.module, other.autocast = copy.deepcopy(self.module).double(), None
         return other
 
     def fingerprint(self) -> Tensor:
@@ -299,13 +365,36 @@ class Linearisation:
         return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
 
     def _apply(self, weights: dict[str, Tensor], x: Any) -> Tensor:
-        return read(functional_call(self.module, weights, *arguments(x)), num_rows(x))[0]
+        called = arguments(self._narrowed(x))
+        lowered = torch.autocast(self.device.type, self.autocast, self.autocast is not None, cache_enabled=False)
+        with lowered, cpu_out_of_memory():
+            return read(functional_call(self.module, weights, *called), num_rows(x))[0].to(self.dtype)
+
+    def _narrowed(self, x: Any) -> Any:
+        """Inputs of a network in half precision."""
+        if self.module_dtype not in _HALF:
+            return x
+        tensors, rebuild = batched(x)
+        return rebuild([t.to(self.module_dtype) if t.is_floating_point() else t for t in tensors])
 
     def _check_width(self, v: Tensor, call: str) -> None:
         if v.dim() != 2 or v.shape[1] != self.num_parameters:
             raise ValueError(
                 f"`{call}(x, v)` needs `v` of shape [K, P] with P = {self.num_parameters}, but got {list(v.shape)}."
             )
+
+
+def _rows_of(x: Any, rows: slice) -> Any:
+    """Some of the data; all of them as they are."""
+    return x if rows == slice(0, num_rows(x)) else take(x, rows)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _summed(parts: list[Tensor]) -> Tensor:
+    return sum(parts[1:], parts[0])
 
 
 def _select(module: nn.Module, selection: Selection) -> list[str]:

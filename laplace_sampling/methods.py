@@ -270,21 +270,24 @@ def _exact_bytes(space: str, rows: int, size: int) -> float:
     return 8.0 * (rows * size + 3 * min(rows, size) ** 2)
 
 
-def _exact_operations(space: str, rows: int, size: int, cost: Cost, gaussian: bool) -> float:
+def _exact_operations(space: str, num_data: int, rows: int, size: int, cost: Cost, gaussian: bool) -> float:
     if space == "observations":
         blocks = max(1.0, 16 * rows * size / BLOCK_BYTES)
         # One decomposition; but for a Gaussian likelihood, Newton's steps to the mode at each precision as well.
         dense = _EIGEN if gaussian else _EIGEN + _FACTORISATIONS / 3
         return rows * cost.vjp * (1 + blocks) / 2 + 2 * rows**2 * size + dense * rows**3
     smaller, larger = min(rows, size), max(rows, size)
-    return rows * cost.vjp + _FACTORISATIONS * (2 * smaller**2 * larger + smaller**3 / 3)
+    outputs = rows // num_data
+    return num_data * min(outputs * cost.vjp, size * cost.jvp) + _FACTORISATIONS * (
+        2 * smaller**2 * larger + smaller**3 / 3
+    )
 
 
 def _choose(features: Features, cost: Cost, plan: Plan, space: str, fits: bool, dual: bool) -> tuple[str, str]:
     """By size; where counts of operations differ much, by these."""
     num_data, rows, size = features.num_data, features.num_data * features.num_outputs, features.size
     smaller, jacobian = min(rows, size), rows * size
-    exact = _exact_operations(space, rows, size, cost, gaussian=dual)
+    exact = _exact_operations(space, num_data, rows, size, cost, gaussian=dual)
     krylov = _PASSES * num_data * (cost.jvp + cost.vjp)
     counts = f"about {exact:.1g} operations, against {krylov:.1g} of a few hundred passes"
     held = space == "weights"  # the Jacobian

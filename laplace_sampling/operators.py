@@ -34,7 +34,7 @@ __all__ = [
 Curvature = Callable[[Tensor], Tensor]
 
 # Numbers of the Jacobian in memory at once where it is needed row by row, and of random signs.
-_BLOCK, _SIGNS = 2**25, 2**20
+_BLOCK, _SIGNS = 2**24, 2**20
 
 
 class Features(ABC):
@@ -356,8 +356,8 @@ class GGN(Operator):
         few = max(1, _BLOCK // (self.features.num_outputs * self.size))
         for chunk in (part for batch in self.features.chunks() for part in batch.split(few)):
             f, y = self.outputs[chunk], self._targets(chunk)
-            rows = self.features.rows(chunk)  # [n, C, P]; the root acts on C
-            yield self.likelihood.root_transpose(f, rows.permute(2, 0, 1), y).flatten(1).T
+            rows = self.features.rows(chunk).permute(2, 0, 1)  # the root acts on C, and is fast along memory
+            yield self.likelihood.root_transpose(f, rows.contiguous(), y).flatten(1).T
 
     def diagonal(self) -> Float[Tensor, " P"]:
         """`diag(M)`, exactly, by `C` VJPs a datum."""

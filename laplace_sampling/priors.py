@@ -100,7 +100,7 @@ class GPrior(Prior):
     r"""Diagonal g-prior `A = α diag(M)`, `s = diag(M)^{-1/2}`: invariant to the scale of normalised layers.
 
     Thesis Prop. 8 and eq. 6.12–6.13. The diagonal is exact where that takes at most `exact_limit` numbers (`N·C·P`)
-    and no more VJPs than the probes; else it is `(1/k) Σ_j (ΦᵀB^{1/2}z_j)²`, with `k` probes of its own.
+    and no more products a datum than the probes; else it is `(1/k) Σ_j (ΦᵀB^{1/2}z_j)²`, with `k` probes of its own.
 
     Args:
         num_probes: `k`; the relative standard error of each entry of a stochastic diagonal is `√(2/k)`.
@@ -121,7 +121,8 @@ class GPrior(Prior):
 
     def _is_exact(self, ggn: GGN) -> bool:
         outputs = ggn.features.num_outputs
-        return outputs <= self.num_probes and ggn.num_data * outputs * ggn.size <= self.exact_limit
+        products = min(outputs, ggn.size)
+        return products <= self.num_probes and ggn.num_data * outputs * ggn.size <= self.exact_limit
 
     def diagonal(self, ggn: GGN, noise: WhiteNoise) -> Float[Tensor, " P"]:
         """`diag(M)`, exactly or from the probes."""

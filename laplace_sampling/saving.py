@@ -227,6 +227,7 @@ def recipe_of(settings: Any) -> dict[str, Any]:
         "solver": recipe_of_solver(settings.solver),
         "max_memory": settings.max_memory,
         "observed": settings.observe is not None,
+        "autocast": None if settings.network.autocast is None else str(settings.network.autocast).split(".")[-1],
     }
     return {**recipe, "likelihood": recipe_of_likelihood(settings.likelihood)}
 
@@ -309,6 +310,7 @@ def arguments_of(settings: dict[str, Any], likelihood: Any, prior: Any) -> dict[
         "parameters": settings["parameters"],
         "solver": solver_of(recipe["solver"]),
         "max_memory": recipe.get("max_memory"),
+        "autocast": getattr(torch, recipe["autocast"]) if recipe.get("autocast") else None,
         "noise_at": recipe.get("noise_at", "auto"),
         "scale": recipe.get("scale", "auto"),
         **{name: recipe[name] for name in ("prior_precision", "method", "num_samples", "seed")},

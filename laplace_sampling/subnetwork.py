@@ -38,11 +38,19 @@ class Subnetwork(Linearisation):
         ValueError: for names or elements that the module does not have, or none at all.
     """
 
-    def __init__(self, module: nn.Module, elements: Elements, *, chunk_size: int = DEFAULT_CHUNK) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        elements: Elements,
+        *,
+        chunk_size: int = DEFAULT_CHUNK,
+        autocast: torch.dtype | None = None,
+    ) -> None:
         module = unwrapped(module)
         chosen = _indices(module, elements)
-        super().__init__(module, list(chosen), chunk_size=chunk_size)
-        self.whole = Linearisation(module, list(chosen), chunk_size=chunk_size)
+        super().__init__(module, list(chosen), chunk_size=chunk_size, autocast=autocast)
+        self.whole = Linearisation(module, list(chosen), chunk_size=chunk_size, autocast=autocast)
+        self.whole.limit = self.limit
         self.whole.products = self.products
         starts = torch.tensor([0, *self._sizes]).cumsum(0).tolist()
         index = torch.cat([chosen[name] + start for name, start in zip(self.names, starts, strict=False)])

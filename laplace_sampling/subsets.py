@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from laplace_sampling.last_layer import LastLayer
@@ -13,14 +14,14 @@ __all__ = ["Subset", "linearise"]
 Subset = Selection | Elements
 
 
-def linearise(module: nn.Module, parameters: Subset) -> Linearisation:
+def linearise(module: nn.Module, parameters: Subset, *, autocast: torch.dtype | None = None) -> Linearisation:
     """The network with the random weights that `parameters` says.
 
     Raises:
         TypeError, ValueError: as `Linearisation`, `LastLayer` and `Subnetwork`.
     """
     if isinstance(parameters, str) and parameters == "last_layer":
-        return LastLayer(module)
+        return LastLayer(module, autocast=autocast)
     if isinstance(parameters, Mapping):
-        return Subnetwork(module, parameters)
-    return Linearisation(module, parameters)
+        return Subnetwork(module, parameters, autocast=autocast)
+    return Linearisation(module, parameters, autocast=autocast)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from laplace_sampling.calling import split
 from laplace_sampling.composite_likelihoods import Weighted
+from laplace_sampling.cost import free_memory, rows_in_memory
 from laplace_sampling.data import Unpack
 from laplace_sampling.dual import DualCG
 from laplace_sampling.factored import FACTORED, prior_of_factored
@@ -32,6 +33,8 @@ __all__ = ["DataArguments", "Settings", "exact_tensors", "fit_kind_of", "gram_fi
 
 _PROBE_STREAM = 1
 _MINI_BATCHES = ("sgd", "svrg")
+# Bytes that activations of the network may take, however little solvers may.
+_LEAST_ACTIVATIONS = 2**26
 
 
 class Settings(Protocol):
@@ -64,7 +67,7 @@ class DataArguments:
 
 def prepare(settings: Settings, data: DataArguments, progress: bool) -> tuple[TangentModel, Task]:
     """The linear model on the data of a loader, and how its posterior is to be found."""
-    tangent = _tangent(settings, settings.likelihood, data)
+    tangent = _within_memory(settings, _tangent(settings, settings.likelihood, data))
     plan = _plan(settings, tangent)
     model = _model(tangent, plan)
     prior = _build_prior(settings, model, plan)
@@ -87,6 +90,20 @@ def _tangent(settings: Settings, likelihood: Likelihood, data: DataArguments) ->
         unpack=data.unpack,
         num_data=data.num_data,
     )
+
+
+def _within_memory(settings: Settings, tangent: TangentModel) -> TangentModel:
+    """The same, with as many data in the network at once as activations have memory for, if the loader has more."""
+    features, network = tangent.model.features, settings.network
+    network.limit.most = None
+    bytes_ = settings.max_memory if settings.max_memory is not None else 0.5 * free_memory(network.device)
+    counts = dict(network.products)
+    rows = rows_in_memory(features, max(bytes_, _LEAST_ACTIVATIONS), min(settings.num_samples, network.chunk_size))
+    network.products.update(counts)
+    if rows >= features.batch_size:
+        return tangent
+    network.limit.most = rows
+    return replace(tangent, model=replace(tangent.model, features=features.in_chunks(rows)))
 
 
 def _plan(settings: Settings, tangent: TangentModel, gram: bool = True) -> Plan:

@@ -1,0 +1,96 @@
+"""How many data go through a network at once: what memory is foretold to hold, and half of it where it does not."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["BatchLimit", "TensorBytes", "cpu_out_of_memory"]
+
+T = TypeVar("T")
+
+
+@contextmanager
+def cpu_out_of_memory() -> Iterator[None]:
+    """`torch.OutOfMemoryError` also on a CPU, where torch raises a plain `RuntimeError`, as of missing derivatives."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        raise torch.OutOfMemoryError(str(error)) from error
+
+
+class BatchLimit:
+    """The most data that go through a network at once; halved, with a notice, where memory does not hold them.
+
+    Attributes:
+        most: so many; `None` for as many as are given.
+    """
+
+    def __init__(self) -> None:
+        self.most: int | None = None
+        self._said = False
+
+    def in_parts(self, num: int, product: Callable[[slice], T]) -> list[T]:
+        """`product` of pieces of `num` data.
+
+        Raises:
+            torch.OutOfMemoryError: if memory does not hold a single datum.
+        """
+        parts: list[T] = []
+        start = 0
+        while start < num:
+            rows = min(num - start, self.most or num)
+            # Halved outside of `except`, whose error holds what was allocated.
+            part = self._attempt(slice(start, start + rows), product)
+            if part is None:
+                self._halve(rows)
+                continue
+            parts.append(part)
+            start += rows
+        return parts
+
+    @staticmethod
+    def _attempt(rows: slice, product: Callable[[slice], T]) -> T | None:
+        try:
+            with cpu_out_of_memory():
+                return product(rows)
+        except torch.OutOfMemoryError:
+            if rows.stop - rows.start == 1:
+                raise
+            return None
+
+    def _halve(self, rows: int) -> None:
+        self.most = rows // 2
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                f"Memory does not hold {rows} data in the network at once: {self.most} are taken from here on, and "
+                "fewer if need be. Results do not depend on it; a smaller batch size of the loader avoids the attempt.",
+                stacklevel=2,
+            )
+
+
+class TensorBytes(TorchDispatchMode):
+    """Counts the bytes of new tensors: all of them, and of the largest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in given:
+                bytes_ = t.numel() * t.element_size()
+                self.total, self.largest = self.total + bytes_, max(self.largest, bytes_)
+        return out
