@@ -103,7 +103,7 @@ class LastLayer(Linearisation):
             )
         if not bool(outputs.isfinite().all()):
             return  # said when the outputs on all data are computed
-        self._choose(self.module, [call.name for call in calls], self.chunk_size)
+        self._choose(self.module, [call.name for call in calls], self.chunk_size, self.autocast)
         self.found = True
         head, why = self._head(x, calls, outputs)
         if head is not None:
