@@ -195,8 +195,8 @@ class Linearisation:
         return outputs
 
     def _size(self, x: Any) -> int:
-        """Of the work of a product: weights that data meet, and inputs, which weights may meet many times."""
-        return num_rows(x) * self.num_parameters + sum(t.numel() for t in batched(x)[0])
+        """Of the work of a product: weights that data meet, and inputs, of which convolutions make several maps."""
+        return num_rows(x) * self.num_parameters + 16 * sum(t.numel() for t in batched(x)[0])
 
     def vjp(self, x: Any, u: Float[Tensor, "K N C"], *, graph: bool = False) -> Float[Tensor, "K P"]:
         """`Σ_n φ(x_n)ᵀ u_kn` for each of `K` cotangents: one forward pass, `K` pullbacks.
