@@ -90,7 +90,7 @@ def test_a_fit_that_runs_out_of_memory_is_that_of_smaller_batches(method: str) -
 def test_batches_of_the_loader_go_in_pieces_that_the_budget_holds(monkeypatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(Hungry, "most", 60)
-    wide = nn.Sequential(Hungry(nn.Flatten(), nn.Linear(3, 20_000)), nn.ReLU(), nn.Linear(20_000, 2))
+    wide = nn.Sequential(Hungry(nn.Flatten(), nn.Linear(3, 50_000)), nn.ReLU(), nn.Linear(50_000, 2))
     la = LinearisedLaplace(wide, "classification", parameters=["2.*"], method="cg", num_samples=8, max_memory=2**26)
     la.fit([(X, Y)], progress=False)
     assert la._tangent is not None
