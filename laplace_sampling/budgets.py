@@ -80,17 +80,16 @@ class BatchLimit:
 
 
 class TensorBytes(TorchDispatchMode):
-    """Counts the bytes of new tensors: all of them, and of the largest."""
+    """The bytes of each new tensor, in the order in which they are made."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = self.largest = 0
+        self.sizes: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         for t in tree_leaves(out):
             if isinstance(t, Tensor) and t.untyped_storage()._cdata not in given:
-                bytes_ = t.numel() * t.element_size()
-                self.total, self.largest = self.total + bytes_, max(self.largest, bytes_)
+                self.sizes.append(t.numel() * t.element_size())
         return out

@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from laplace_sampling.budgets import TensorBytes
 from laplace_sampling.operations import Operations
@@ -44,15 +45,25 @@ def measure(features: Features, most: int = 64) -> Cost:
 def rows_in_memory(features: Features, bytes_: float, vectors: int) -> int:
     """How many data at a time products of so many vectors may take, so that activations keep within some bytes.
 
-    Foretold from two data: a VJP holds all that a forward pass makes, a JVP a few tensors for each vector.
+    Foretold from a few data: a VJP holds all that a forward pass makes, a JVP a few tensors for each vector. What does
+    not grow with the data, as tensors of the size of weights, is no activation.
     """
-    few = torch.arange(min(2, features.num_data))  # networks that drop an axis of one datum have two
     v = torch.zeros(vectors, features.size, dtype=features.dtype, device=features.device)
-    with TensorBytes() as forward:
-        features.jvp(v[:1], few)
-    with TensorBytes() as together:
-        features.jvp(v, few)
-    return max(1, int(len(few) * bytes_ / (forward.total + _ALIVE * together.largest)))
+    needed = sum(_bytes_a_datum(features, v[:1])) + _ALIVE * max(_bytes_a_datum(features, v), default=0)
+    return max(1, int(bytes_ / max(needed, 1)))
+
+
+def _bytes_a_datum(features: Features, v: Tensor) -> list[float]:
+    """Of each tensor that a JVP makes, by how much it grows with a datum."""
+    numbers, sizes = [min(num, features.num_data) for num in (2, 4)], []  # a single one may lose its axis
+    for num in numbers:
+        with TensorBytes() as made:
+            features.jvp(v, torch.arange(num))
+        sizes.append(made.sizes)
+    (few, more), (small, large) = numbers, sizes
+    if few == more or len(small) != len(large):  # another computation: as if all of it grew
+        return [size / more for size in large]
+    return [max(b - a, 0) / (more - few) for a, b in zip(small, large, strict=True)]
 
 
 def _synchronise(device: torch.device) -> None:

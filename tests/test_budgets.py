@@ -90,8 +90,10 @@ def test_a_fit_that_runs_out_of_memory_is_that_of_smaller_batches(method: str) -
 def test_batches_of_the_loader_go_in_pieces_that_the_budget_holds(monkeypatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(Hungry, "most", 60)
-    wide = nn.Sequential(Hungry(nn.Flatten(), nn.Linear(3, 50_000)), nn.ReLU(), nn.Linear(50_000, 2))
-    la = LinearisedLaplace(wide, "classification", parameters=["2.*"], method="cg", num_samples=8, max_memory=2**26)
+    # Not the last layer is random: its features would be kept, and the network not run.
+    layers = Hungry(nn.Flatten(), nn.Linear(3, 200_000)), nn.ReLU(), nn.Linear(200_000, 2), nn.Linear(2, 2)
+    wide = nn.Sequential(*layers)
+    la = LinearisedLaplace(wide, "classification", parameters="2.bias", method="cg", num_samples=8, max_memory=2**26)
     la.fit([(X, Y)], progress=False)
     assert la._tangent is not None
     rows = la._tangent.model.features.batch_size
@@ -100,7 +102,7 @@ def test_batches_of_the_loader_go_in_pieces_that_the_budget_holds(monkeypatch) -
     monkeypatch.setattr(Hungry, "largest", 0)
     la.predict(X)
     assert 0 < Hungry.largest <= rows
-    again = LinearisedLaplace(wide, "classification", parameters=["2.*"], method="cg", num_samples=8, max_memory=2**30)
+    again = LinearisedLaplace(wide, "classification", parameters="2.bias", method="cg", num_samples=8, max_memory=2**30)
     again.fit([(X, Y)], progress=False)
     assert again.network.limit.most is None
     assert_close(la.predict(X).variance, again.predict(X).variance, rtol=1e-2, atol=1e-5)
@@ -116,11 +118,22 @@ def test_rows_are_foretold_from_what_is_made() -> None:
     assert rows_in_memory(features, 1, 16) == 1
 
 
+def test_weights_are_no_activations() -> None:
+    """A tangent of the matrix for 16 vectors, 10 MB, would leave room for one or two data of a few kilobytes each."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 400), nn.Tanh(), nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 2))
+    la = LinearisedLaplace(model, "classification", method="cg", num_samples=2).fit([(X, Y)], progress=False)
+    assert la._tangent is not None
+    found = rows_in_memory(la._tangent.model.features, 2**24, 16)
+    activations = 4 * 4 * 400  # bytes of two layers, before and after their nonlinearity
+    assert 2**24 / (100 * activations) < found < 2**24 / activations
+
+
 def test_views_are_no_new_tensors() -> None:
     x = torch.zeros(10, 10)
     with TensorBytes() as found:
         (x.T.reshape(100)[20:] + 1).sum()
-    assert (found.total, found.largest) == (400 + 320 + 4, 400)  # `reshape` of a transpose copies
+    assert found.sizes == [400, 320, 4]  # `reshape` of a transpose copies
 
 
 def test_autocast_products_are_float32_and_right_to_a_percent() -> None:
