@@ -95,7 +95,7 @@ HASTY = SGD(epochs=1, mode_epochs=1, min_steps=20, batch_size=4)
 @pytest.mark.parametrize("form", list(FORMS))
 def test_every_form_is_the_same_posterior(form: str, method: str) -> None:
     data, options, x = FORMS[form]
-    settings = {"method": method, "solver": HASTY}
+    settings = {"method": method, "solver": HASTY if method == "sgd" else None}
     plain, other = fit([(X, Y)], **settings), fit(data, **settings, **options)
     exactness = {"rtol": 1e-6, "atol": 1e-8}
     assert_close(other.samples_, plain.samples_, **exactness)
