@@ -70,7 +70,7 @@ def _ours() -> dict[str, Method]:
     ) -> Method:
         return Method(fit, sees, likelihoods, own=True, tier=tier)
 
-    tiers = {("isotropic", "mode"): 0, ("layerwise", "mode"): 3, ("layerwise", "network"): 3}
+    tiers = {("g-prior", "mode"): 0, ("isotropic", "mode"): 0, ("layerwise", "mode"): 3, ("layerwise", "network"): 3}
     pairs = [(prior, at) for prior in ("g-prior", "isotropic", "layerwise") for at in ("mode", "network")]
     return {
         "ours": own(ours.setting(), tier=0),
@@ -82,10 +82,9 @@ def _ours() -> dict[str, Method]:
                 ours.setting(prior=prior, hessian_at=at), classes, tier=tiers.get((prior, at), 2)
             )
             for prior, at in pairs
-            if (prior, at) != ("g-prior", "mode")
         },
         "ours, affine": own(ours.setting(linear_model="affine"), classes),
-        "ours, isotropic": own(ours.setting(prior="isotropic"), numbers, tier=0),
+        "ours, g-prior": own(ours.setting(prior="g-prior"), numbers, tier=0),
         "ours, layerwise": own(ours.setting(prior="layerwise"), numbers),
         "ours, homogeneous": own(ours.setting(linear_model="homogeneous"), numbers),
         "ours, noise of the mode": own(ours.setting(noise_at="mode"), numbers),

@@ -52,8 +52,14 @@ def with_validation(problem: Problem) -> Fitted:
     return fitted_predictions(problem, la, details)
 
 
-@lru_cache(maxsize=2)
 def fitted(problem: Problem, settings: tuple[tuple[str, Any], ...]) -> tuple[LinearisedLaplace, dict[str, Any]]:
+    """With what is not the default of the network anyway, so that nothing is fitted twice."""
+    default, given = (LinearisedLaplace(problem.network, problem.likelihood, **s) for s in ({}, dict(settings)))
+    return _fitted(problem, tuple((k, v) for k, v in settings if getattr(given, k) != getattr(default, k)))
+
+
+@lru_cache(maxsize=3)
+def _fitted(problem: Problem, settings: tuple[tuple[str, Any], ...]) -> tuple[LinearisedLaplace, dict[str, Any]]:
     la = LinearisedLaplace(problem.network, problem.likelihood, seed=problem.seed, **dict(settings))
     return la, caught(la, lambda: la.fit_hyperparameters(problem.data.train.loader(BATCH), progress=False))
 

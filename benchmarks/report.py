@@ -31,8 +31,9 @@ MAIN = (
     "temperature by test oracle",
     "ours",
     "ours, not scaled",
+    "ours, g-prior, B at the mode",
     "ours, isotropic, B at the mode",
-    "ours, isotropic",
+    "ours, g-prior",
     "ours, validation",
     "ours, scale by test oracle",
 )
@@ -107,7 +108,7 @@ def links_table(results: Results) -> str:
     cases = [case for case in results.cases if results.likelihood(case) == "classification"]
     names = {"mc": "log_likelihood", "probit": "log_likelihood_probit", "bridge": "log_likelihood_bridge"}
     rows = []
-    for method in ("ours", "ours, isotropic, B at the mode"):
+    for method in ("ours", "ours, g-prior, B at the mode", "ours, isotropic, B at the mode"):
         scored = [c for c in cases if all(not np.isnan(results.mean(c, method, metric)) for metric in names.values())]
         if scored:
             means = [number(nan_mean([results.mean(c, method, metric) for c in scored])) for metric in names.values()]
