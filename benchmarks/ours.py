@@ -1,5 +1,6 @@
 """`LinearisedLaplace` in several settings, one fit for each; with held-out data, and with oracles."""
 
+import copy
 import math
 import time
 import warnings
@@ -23,6 +24,9 @@ from benchmarks.predictions import (
 )
 from benchmarks.training import Problem
 from laplace_sampling import ClassificationPrediction, LinearisedLaplace, RegressionPrediction
+from laplace_sampling.calibration import Calibration
+from laplace_sampling.held_out import HeldOut
+from laplace_sampling.saving import Posterior
 from laplace_sampling.solvers import ConvergenceWarning
 
 __all__ = ["chosen_precision", "defaults", "setting", "with_best_scale", "with_validation"]
@@ -46,16 +50,32 @@ defaults = setting()
 
 def with_validation(problem: Problem) -> Fitted:
     """Scale, and temperature or noise, by held-out data."""
-    la, held_out = LinearisedLaplace(problem.network, problem.likelihood, seed=problem.seed), problem.data.validation
-    loaders = problem.data.train.loader(BATCH), held_out.loader(BATCH)
-    details = caught(la, lambda: la.fit_hyperparameters(loaders[0], val_loader=loaders[1], progress=False))
-    return fitted_predictions(problem, la, details)
+    la, details = fitted(problem, ())
+    started = time.perf_counter()
+    held_out = HeldOut.read(problem.data.validation.loader(BATCH), la.network, la.likelihood, None)
+    assert la._posterior is not None
+    assert la._fit is not None
+    la = with_posterior(la, held_out.calibrated(la.network, la._posterior, la._fit))
+    seconds = details["seconds"] + time.perf_counter() - started
+    return fitted_predictions(problem, la, details | hyperparameters(la) | {"seconds": seconds})
+
+
+def with_posterior(la: LinearisedLaplace, posterior: Posterior) -> LinearisedLaplace:
+    """With another calibration of the same samples, as `fit_hyperparameters` has it without another fit."""
+    other = copy.copy(la)
+    other._posterior = posterior
+    return other
 
 
 def fitted(problem: Problem, settings: tuple[tuple[str, Any], ...]) -> tuple[LinearisedLaplace, dict[str, Any]]:
-    """With what is not the default of the network anyway, so that nothing is fitted twice."""
+    """With what is not the default of the network anyway, so that nothing is fitted twice; a scale needs no fit."""
     default, given = (LinearisedLaplace(problem.network, problem.likelihood, **s) for s in ({}, dict(settings)))
-    return _fitted(problem, tuple((k, v) for k, v in settings if getattr(given, k) != getattr(default, k)))
+    needed = tuple((k, v) for k, v in settings if k != "scale" and getattr(given, k) != getattr(default, k))
+    la, details = _fitted(problem, needed)
+    if given.scale != "auto":
+        assert la._posterior is not None
+        la = with_posterior(la, replace(la._posterior, calibration=Calibration(scale=float(given.scale))))
+    return la, details | hyperparameters(la)
 
 
 @lru_cache(maxsize=3)
@@ -71,6 +91,15 @@ def caught(la: LinearisedLaplace, fit: Callable[[], object]) -> dict[str, Any]:
         warnings.simplefilter("always", ConvergenceWarning)
         fit()
     seconds = time.perf_counter() - started
+    return hyperparameters(la) | {
+        "seconds": seconds,
+        "passes": float(la.diagnose().passes),
+        "method": la.diagnose().method,
+        "warnings": [str(w.message) for w in raised if issubclass(w.category, ConvergenceWarning)],
+    }
+
+
+def hyperparameters(la: LinearisedLaplace) -> dict[str, Any]:
     noise = la.noise_precision_
     return {
         "prior_precision": [float(v) for v in la.prior_precision_],
@@ -78,10 +107,6 @@ def caught(la: LinearisedLaplace, fit: Callable[[], object]) -> dict[str, Any]:
         "noise_precision": None if noise is None else float(noise),
         "scale": la.scale_,
         "temperature": la.temperature_,
-        "seconds": seconds,
-        "passes": float(la.diagnose().passes),
-        "method": la.diagnose().method,
-        "warnings": [str(w.message) for w in raised if issubclass(w.category, ConvergenceWarning)],
     }
 
 

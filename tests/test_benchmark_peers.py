@@ -13,6 +13,7 @@ from benchmarks.metrics import score
 from benchmarks.predictions import Classified, Regressed, targets
 from benchmarks.tasks import TASKS, Data, Part, Task
 from benchmarks.training import Problem, Recipe, outputs_of
+from laplace_sampling import LinearisedLaplace
 from laplace_sampling.linearise import Linearisation
 
 RECIPE = Recipe(steps=60, step_size=1e-2)
@@ -150,6 +151,11 @@ def test_validation_data_choose_scale_and_temperature(moons: Problem) -> None:
         ours.mean_log_likelihood(m.predict(moons.data.validation.x), moons.data.validation.y) for m in (plain, chosen)
     ]
     assert values[1] >= values[0]
+    # as the public way has it, without a second fit
+    la = LinearisedLaplace(moons.network, moons.likelihood, seed=moons.seed)
+    loaders = moons.data.train.loader(ours.BATCH), moons.data.validation.loader(ours.BATCH)
+    la.fit_hyperparameters(loaders[0], val_loader=loaders[1], progress=False)
+    assert (la.scale_, la.temperature_) == (chosen.details["scale"], chosen.details["temperature"])
 
 
 def test_the_oracle_is_the_best_of_its_grid(gap: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
