@@ -5,7 +5,7 @@ bars of a network that was stopped early make predictions worse. So probabilitie
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,14 +14,24 @@ from jaxtyping import Float
 from scipy.optimize import minimize
 from torch import Tensor
 
-from laplace_sampling.likelihoods import Categorical, Gaussian, Likelihood
+from laplace_sampling.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 
-__all__ = ["Calibration", "held_out_classification", "held_out_regression", "leave_one_out_scale", "left_out_outputs"]
+__all__ = [
+    "Calibration",
+    "Labelled",
+    "held_out_classification",
+    "held_out_regression",
+    "label_losses",
+    "labelled",
+    "leave_one_out_scale",
+    "left_out_outputs",
+    "parts_of",
+]
 
 # Numbers of deviations that are worked on at once.
 _NUMBERS = 2**19
 # Scales that are tried: error bars are never taken to nothing.
-_SCALES = torch.logspace(-2, 1, 13, dtype=torch.float64)
+_SCALES = torch.logspace(-2, 2, 17, dtype=torch.float64)
 # Logits of data left out, relative to the network's own on its training data. The features of the linear model have
 # seen each datum, so that it predicts it better than the network would; chosen on small image tasks (docs).
 _MARGIN = 1.25
@@ -48,6 +58,14 @@ class Calibration:
         return fitted.with_precision(torch.as_tensor(fitted.noise_precision) / self.noise)
 
 
+Labelled = Bernoulli | Categorical
+
+
+def labelled(likelihood: Likelihood) -> Labelled | None:
+    """The likelihood of labels, one or several a datum, whatever the weights of data; None for any other."""
+    return likelihood.unweighted if isinstance(likelihood.unweighted, Labelled) else None
+
+
 def left_out_outputs(
     likelihood: Likelihood,
     targets: Tensor,
@@ -58,10 +76,11 @@ def left_out_outputs(
     r"""What the network might have said of each datum, had it not been trained on it.
 
     The linear model's `h + S(I − BS)⁻¹ ∂ℓ/∂h`, to first order in taking the datum out, with `S` the covariance of the
-    deviations; brought to the size of the network's own logits, times a margin.
+    deviations; brought to the size of the network's own logits, of each label, times a margin. An image goes with the
+    labels of all its pixels.
 
     Args:
-        likelihood: categorical or Bernoulli.
+        likelihood: categorical or Bernoulli, or one of these with weights.
         targets: `y`.
         network_outputs: `f(w̄, x_i)`.
         mode_outputs: `h(θ̄, x_i)`.
@@ -69,20 +88,26 @@ def left_out_outputs(
     """
     h, d = mode_outputs.double(), deviations.double() / math.sqrt(len(deviations))
     # S(I − BS)⁻¹ = Dᵀ(I − D B Dᵀ)⁻¹D for S = DᵀD, by the singular values of D L.
-    U, singular, _ = torch.linalg.svd(likelihood.root_transpose(h, d).permute(1, 0, 2), full_matrices=False)
+    U, singular, _ = torch.linalg.svd(likelihood.root_transpose(h, d, targets).permute(1, 0, 2), full_matrices=False)
     leverage = (singular**2).clamp_max(_LEVERAGE)
     along = torch.einsum("knc,nc->nk", d, likelihood.gradient(h, targets).double())
     along = along + (U @ ((leverage / (1 - leverage)) * (U.mT @ along[..., None])[..., 0])[..., None])[..., 0]
-    left_out, own = (
-        _centred(likelihood, f) for f in (h + torch.einsum("knc,nk->nc", d, along), network_outputs.double())
-    )
-    size = own.norm(dim=1, keepdim=True) / left_out.norm(dim=1, keepdim=True).clamp_min(1e-300)
-    return _MARGIN * size * left_out
+    labels = _labels_of(likelihood)
+    left_out, own = (_centred(labels, f) for f in (h + torch.einsum("knc,nk->nc", d, along), network_outputs.double()))
+    size = own.norm(dim=-1, keepdim=True) / left_out.norm(dim=-1, keepdim=True).clamp_min(1e-300)
+    return labels.flat(_MARGIN * size * left_out)
 
 
-def _centred(likelihood: Likelihood, f: Tensor) -> Tensor:
-    """Without the part of logits that a softmax does not see."""
-    return f - f.mean(-1, keepdim=True) if isinstance(likelihood, Categorical) else f
+def _labels_of(likelihood: Likelihood) -> Labelled:
+    labels = labelled(likelihood)
+    assert labels is not None
+    return labels
+
+
+def _centred(labels: Labelled, f: Tensor) -> Tensor:
+    """By positions, without the part of logits that a softmax does not see."""
+    f = labels.positions(f)
+    return f - f.mean(-1, keepdim=True) if isinstance(labels, Categorical) else f
 
 
 def leave_one_out_scale(
@@ -92,26 +117,33 @@ def leave_one_out_scale(
     mode_outputs: Float[Tensor, "N C"],
     deviations: Float[Tensor, "K N C"],
 ) -> float:
-    r"""`τ` under which the training data are likeliest, each at its `left_out_outputs`, without validation data.
+    r"""`τ` under which the training labels are likeliest, each at its `left_out_outputs`, without validation data.
 
-    `argmax_τ Σ_i log (1/2K) Σ_k Σ_± p(y_i | f_i^{-i} ± √τ φ_i ζ_k)`, between 0.01 and 10. Arguments as there.
+    `argmax_τ Σ_i log (1/2K) Σ_k Σ_± p(y_i | f_i^{-i} ± √τ φ_i ζ_k)`, between 0.01 and 100; where a datum has several
+    labels, each by itself. Arguments as there.
     """
     total = torch.zeros(len(_SCALES), dtype=torch.float64, device=deviations.device)
-    few = max(1, _NUMBERS // (len(deviations) * mode_outputs.shape[1]))
-    for n in torch.arange(len(targets), device=deviations.device).split(few):
+    for n in parts_of(deviations):
         y, d = targets[n], deviations[:, n]
         outputs = left_out_outputs(likelihood, y, network_outputs[n], mode_outputs[n], d)
-        total += torch.stack([_mean_loss(likelihood, y, outputs, d, scale) for scale in _SCALES]) * len(n)
+        total += torch.stack([label_losses(likelihood, y, outputs, d, scale).sum() for scale in _SCALES])
     return float(_SCALES[int(total.argmin())])
 
 
-def _mean_loss(
+def label_losses(
     likelihood: Likelihood, targets: Tensor, outputs: Tensor, deviations: Tensor, scale: Tensor | float
-) -> Tensor:
-    """Negative log-likelihood of a datum, averaged over samples `f ± φζ` within and data without the logarithm."""
+) -> Float[Tensor, "N S"]:
+    """Negative log-likelihood of each label under the mean of its probabilities at samples `f ± φζ`, times weights."""
+    labels, y = _labels_of(likelihood), likelihood.unweighted_targets(targets)
     scaled = torch.as_tensor(scale, dtype=torch.float64, device=outputs.device).sqrt() * deviations.double()
-    logs = -likelihood.loss(torch.cat([outputs + scaled, outputs - scaled]), targets)
-    return math.log(len(logs)) - logs.logsumexp(0).mean()
+    logs = -labels.losses(torch.cat([outputs + scaled, outputs - scaled]), y)
+    return likelihood.weights(targets)[:, None] * (math.log(len(logs)) - logs.logsumexp(0))
+
+
+def parts_of(deviations: Float[Tensor, "K N C"]) -> tuple[Tensor, ...]:
+    """Indices of data, so many at once as there is memory for."""
+    data = torch.arange(deviations.shape[1], device=deviations.device)
+    return data.split(max(1, _NUMBERS // max(1, deviations[:, :1].numel())))
 
 
 def held_out_classification(
@@ -128,13 +160,14 @@ def held_out_classification(
         outputs: of the network.
         deviations: `φ(x) ζ_k`.
     """
-    outputs = outputs.double()
+    outputs, parts = outputs.double(), parts_of(deviations)
 
-    def loss(at: Tensor) -> Tensor:
-        T = at[1].exp()
-        return _mean_loss(likelihood, targets, outputs / T, deviations / T, at[0].exp())
+    def losses(at: Tensor) -> Iterator[Tensor]:
+        for n in parts:
+            T = at[1].exp()
+            yield label_losses(likelihood, targets[n], outputs[n] / T, deviations[:, n] / T, at[0].exp()).sum()
 
-    scale, temperature = _likeliest(loss, len(outputs), [(-9.0, 5.0), (-3.0, 5.0)])
+    scale, temperature = _likeliest(losses, len(outputs), [(-9.0, 5.0), (-3.0, 5.0)])
     return Calibration(scale=scale, temperature=temperature)
 
 
@@ -156,25 +189,28 @@ def held_out_regression(
     """
     error, S, noise = (v.double() for v in (targets - outputs, covariance, noise_variance))
 
-    def loss(at: Tensor) -> Tensor:
+    def losses(at: Tensor) -> Iterator[Tensor]:
         total = at[0].exp() * S + torch.diag_embed(at[1].exp() * noise)
-        return -torch.distributions.MultivariateNormal(torch.zeros_like(error), total).log_prob(error).mean()
+        yield -torch.distributions.MultivariateNormal(torch.zeros_like(error), total).log_prob(error).sum()
 
-    scale, factor = _likeliest(loss, len(error), [(-9.0, 5.0), (-9.0, 9.0)])
+    scale, factor = _likeliest(losses, len(error), [(-9.0, 5.0), (-9.0, 9.0)])
     return Calibration(scale=scale, noise=factor)
 
 
 def _likeliest(
-    mean_loss: Callable[[Tensor], Tensor], num_data: int, bounds: list[tuple[float, float]]
+    losses: Callable[[Tensor], Iterator[Tensor]], num_data: int, bounds: list[tuple[float, float]]
 ) -> tuple[float, ...]:
     """Exponentials of the arguments of largest posterior, from two starts: as it is, and hardly any spread."""
 
     def value_and_gradient(at: np.ndarray) -> tuple[float, np.ndarray]:
+        value, gradient = 0.5 * float(at @ at), at.copy()
         point = torch.from_numpy(at).requires_grad_()
         with torch.enable_grad():
-            value = mean_loss(point) + 0.5 * point.square().sum() / num_data
-            (gradient,) = torch.autograd.grad(value, point)
-        return float(value.detach()), gradient.numpy()
+            # A part at a time, so that memory holds the graph.
+            for loss in losses(point):
+                value += float(loss.detach())
+                gradient += torch.autograd.grad(loss, point)[0].numpy()
+        return value / num_data, gradient / num_data
 
     starts = ([0.0] * len(bounds), [-4.0] + [0.0] * (len(bounds) - 1))
     found = [minimize(value_and_gradient, start, jac=True, bounds=bounds, method="L-BFGS-B") for start in starts]

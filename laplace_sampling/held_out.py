@@ -12,13 +12,17 @@ from torch.distributions import Normal
 
 from laplace_sampling.calibration import (
     Calibration,
+    Labelled,
     held_out_classification,
     held_out_regression,
+    label_losses,
+    labelled,
     leave_one_out_scale,
+    parts_of,
 )
 from laplace_sampling.data import TrainingData, Unpack
 from laplace_sampling.fits import Fit
-from laplace_sampling.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from laplace_sampling.likelihoods import Categorical, Gaussian, Likelihood
 from laplace_sampling.linearise import Linearisation
 from laplace_sampling.predict import predict
 from laplace_sampling.saving import Posterior
@@ -52,14 +56,14 @@ class OnTrainingData:
         """On so many data as one number needs, and memory holds; the first ones of data that are read in order."""
         assert fit.sampled is not None
         features, samples = fit.model.features, fit.sampled.samples
-        num = max(1, min(_ENOUGH, _NUMBERS // (len(samples) * features.num_outputs)))
+        num = _enough(len(samples) * features.num_outputs)
         some = torch.arange(0, features.num_data, 1 if in_order else math.ceil(features.num_data / num))[:num]
         chunks = features.chunks(some)
         deviations = torch.cat([features.jvp(samples.to(features.dtype), part) for part in chunks], dim=1)
-        likelihood, targets = fit.model.likelihood, fit.model.targets
-        if isinstance(likelihood, Categorical) and targets.dim() == 1:
-            labelled = (targets[some] != likelihood.ignore_index).cpu()
-            some, deviations = some[labelled], deviations[:, labelled.to(deviations.device)]
+        labels, targets = labelled(fit.model.likelihood), fit.model.targets[some]
+        if labels is not None:
+            given = labels.given(fit.model.likelihood.unweighted_targets(targets)).any(1).cpu()
+            some, deviations = some[given], deviations[:, given.to(deviations.device)]
         return cls(fit, some, deviations)
 
     @property
@@ -72,11 +76,10 @@ class OnTrainingData:
 
     def calibration(self) -> Calibration:
         """The scale of data left out (`leave_one_out_scale`); 1 where that is not defined."""
-        likelihood = self.fit.model.likelihood
-        if not _has_one_label(likelihood, self.fit.model.targets):
+        if labelled(self.fit.model.likelihood) is None:
             return Calibration()
         mode_outputs = self.fit.mode_outputs[self.some]
-        arguments = likelihood, self._targets, self._outputs, mode_outputs, self.deviations
+        arguments = self.fit.model.likelihood, self._targets, self._outputs, mode_outputs, self.deviations
         return Calibration(scale=leave_one_out_scale(*arguments))
 
     def problems(self, calibration: Calibration) -> list[str]:
@@ -89,14 +92,19 @@ class OnTrainingData:
                 float(Normal(mean, variance.clamp_min(1e-300).sqrt()).log_prob(y).sum(1).mean())
                 for mean, variance in ((f, spread + noise), (f, noise + 0 * f), (y.mean(0), y.var(0, correction=0)))
             )
-        elif _has_one_label(likelihood, self.fit.model.targets):
-            f = f / calibration.temperature
-            factor, logs = math.sqrt(calibration.scale) / calibration.temperature, []
-            for n in torch.arange(len(f), device=f.device).split(max(1, _PART // self.deviations[:, :1].numel())):
-                samples = f[n] + factor * self.deviations[:, n].double()
-                logs.append((-likelihood.loss(samples, y[n])).logsumexp(0) - math.log(len(samples)))
-            ours = float(torch.cat(logs).mean())
-            own, constant = -float(likelihood.loss(f, y).mean()), -_entropy_of_labels(likelihood, y, f)
+        elif (labels := labelled(likelihood)) is not None:
+            T, weights = calibration.temperature, likelihood.weights(y)[:, None]
+            counts = weights * labels.given(likelihood.unweighted_targets(y))
+
+            def mean(scale: float) -> float:
+                parts = (
+                    label_losses(likelihood, y[n], f[n] / T, self.deviations[:, n] / T, scale)
+                    for n in parts_of(self.deviations)
+                )
+                return -sum(float(part.sum()) for part in parts) / float(counts.sum())
+
+            ours, own = mean(calibration.scale), mean(0.0)
+            constant = _without_inputs(labels, likelihood.unweighted_targets(y), counts)
         else:
             return []
         if own <= constant or ours >= constant + _LEFT * (own - constant):
@@ -108,16 +116,20 @@ class OnTrainingData:
         ]
 
 
-def _entropy_of_labels(likelihood: Likelihood, y: Tensor, f: Tensor) -> float:
-    if isinstance(likelihood, Categorical):
-        return float(torch.special.entr(y.long().bincount(minlength=f.shape[1]).double() / len(y)).sum())
-    p = y.reshape(f.shape).double().mean(0)
-    return float((torch.special.entr(p) + torch.special.entr(1 - p)).sum())
+def _without_inputs(labels: Labelled, y: Tensor, counts: Float[Tensor, "n S"]) -> float:
+    """Mean log-likelihood of labels by their frequencies: of classes, or of ones at each output."""
+    y = y.reshape(counts.shape)
+    if isinstance(labels, Categorical):
+        given = counts > 0
+        frequencies = y[given].long().bincount(counts[given]) / counts.sum()
+        return -float(torch.special.entr(frequencies).sum())
+    ones = (counts * y.double()).sum(0) / counts.sum(0)
+    return -float((torch.special.entr(ones) + torch.special.entr(1 - ones)).mean())
 
 
-def _has_one_label(likelihood: Likelihood, targets: Tensor) -> bool:
-    """Whether data have one label each, or Bernoulli outputs: not the pixels of a segmentation, nor weights."""
-    return isinstance(likelihood, Bernoulli) or (isinstance(likelihood, Categorical) and targets.dim() == 1)
+def _enough(numbers: int) -> int:
+    """How many data, of so many numbers each."""
+    return max(1, min(_ENOUGH, _NUMBERS // numbers))
 
 
 @dataclass(frozen=True)
@@ -149,13 +161,15 @@ class HeldOut:
         if not isinstance(data.targets, Tensor):
             raise _unknown(likelihood)
         likelihood, targets = likelihood.prepare(layout, data.targets.to(network.device))
-        if not isinstance(likelihood, Gaussian) and not _has_one_label(likelihood, targets):
+        if not isinstance(likelihood, Gaussian) and labelled(likelihood) is None:
             raise _unknown(likelihood)
         return cls(data, targets, likelihood)
 
     def calibrated(self, network: Linearisation, posterior: Posterior, fit: Fit) -> Posterior:
-        """With the scale, and the temperature or noise precision, under which these data are likeliest."""
+        """With the scale, and the temperature or noise precision, under which some of these data are likeliest."""
         posterior = replace(posterior, calibration=Calibration())
+        num = _enough(len(posterior.samples) * fit.model.features.num_outputs)
+        some = torch.arange(0, self.data.num_data, math.ceil(self.data.num_data / num))
         predictions = [
             predict(
                 network,
@@ -168,22 +182,23 @@ class HeldOut:
                 observed=False,
                 check=lambda: None,
             )
-            for batch in torch.arange(self.data.num_data).split(posterior.rows)
+            for batch in some.split(posterior.rows)
         ]
         outputs = torch.cat([p.outputs.reshape(len(p.outputs), -1) for p in predictions])
+        targets = self.targets[some]
         if isinstance(posterior.likelihood, Gaussian):
             covariance = torch.cat([p.covariance() for p in predictions])
             precision = posterior.likelihood.precision(outputs.double())
-            targets = self.targets.reshape(outputs.shape)
+            targets = targets.reshape(outputs.shape)
             found = held_out_regression(targets, outputs, covariance, (1 / precision).expand(outputs.shape))
             return replace(posterior, calibration=found)
         deviations = torch.cat([p.deviations.flatten(2) for p in predictions], dim=1)
-        found = held_out_classification(self.likelihood, self.targets, outputs, deviations)
+        found = held_out_classification(self.likelihood, targets, outputs, deviations)
         return replace(posterior, calibration=found)
 
 
 def _unknown(likelihood: Likelihood) -> ValueError:
     return ValueError(
-        f"`val_loader` calibrates a regression, or a classification of one label a datum, but the likelihood is "
-        f"{likelihood.name!r}; leave it out."
+        f"`val_loader` calibrates a regression or a classification, but the likelihood is {likelihood.name!r}: leave "
+        "it out."
     )

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from laplace_sampling.calling import Layout
@@ -111,6 +111,10 @@ class Likelihood(ABC):
     def unweighted_targets(self, y: Tensor) -> Tensor:
         """The targets of `unweighted`."""
         return y
+
+    def weights(self, y: Tensor) -> Float[Tensor, " N"]:
+        """How often each datum counts."""
+        return torch.ones(len(y), dtype=torch.float64, device=y.device)
 
     def noise(
         self, f: Float[Tensor, "N C"], num: int, generator: torch.Generator, y: Tensor | None = None
@@ -254,11 +258,19 @@ class Categorical(Likelihood):
         p = self.positions(f).softmax(-1).to(u)
         return p if y is None else p * self._labels(y)[1][..., None], self.positions(u)
 
-    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+    def given(self, y: Tensor) -> Bool[Tensor, "N S"]:
+        """Which labels are not ignored."""
+        return self._labels(y)[1]
+
+    def losses(self, f: Float[Tensor, "*K N C"], y: Tensor) -> Float[Tensor, "*K N S"]:
+        """`−log p` of each label, 0 where it is ignored."""
         labels, counts = self._labels(y)
         log_p = self.positions(f).log_softmax(-1)
         chosen = log_p.gather(-1, labels.expand(log_p.shape[:-1])[..., None])[..., 0]
-        return -chosen.where(counts, 0).sum(-1)
+        return -chosen.where(counts, 0)
+
+    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.losses(f, y).sum(-1)
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         labels, counts = self._labels(y)
@@ -313,9 +325,25 @@ class Bernoulli(Likelihood):
 
     name: str = field(default="binary", init=False)
 
-    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+    def positions(self, f: Float[Tensor, "*K C"]) -> Float[Tensor, "*K C 1"]:
+        """Each output by itself."""
+        return f[..., None]
+
+    def flat(self, g: Float[Tensor, "*K C 1"]) -> Float[Tensor, "*K C"]:
+        """The inverse of `positions`."""
+        return g[..., 0]
+
+    def given(self, y: Tensor) -> Bool[Tensor, "N C"]:
+        """All of them."""
+        return torch.ones_like(y.reshape(len(y), -1), dtype=torch.bool)
+
+    def losses(self, f: Float[Tensor, "*K N C"], y: Tensor) -> Float[Tensor, "*K N C"]:
+        """`−log p` of each target."""
         target = y.reshape(f.shape[-2:]).to(f).expand(f.shape)
-        return F.binary_cross_entropy_with_logits(f, target, reduction="none").sum(-1)
+        return F.binary_cross_entropy_with_logits(f, target, reduction="none")
+
+    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.losses(f, y).sum(-1)
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         return f.sigmoid() - y.reshape(f.shape[-2:]).to(f)

@@ -10,9 +10,11 @@ from torch.testing import assert_close
 from laplace_sampling.calibration import (
     held_out_classification,
     held_out_regression,
+    label_losses,
     leave_one_out_scale,
     left_out_outputs,
 )
+from laplace_sampling.composite_likelihoods import weighted
 from laplace_sampling.leave_one_out import leave_one_out
 from laplace_sampling.likelihoods import Bernoulli, Categorical
 
@@ -21,24 +23,74 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("num", "outputs"), [(40, 3), (4, 9)])
-@pytest.mark.parametrize("kind", ["categorical", "bernoulli"])
+LABELS = {
+    "a class": Categorical(),
+    "classes of pixels": Categorical(class_dim=1, shape=(3, 2, 2)),
+    "classes of tokens": Categorical(class_dim=-1, shape=(4, 3)),
+    "zeros and ones": Bernoulli(),
+}
+
+
+def drawn_labels(kind: str) -> Tensor:
+    """Of seven data with twelve outputs; some are ignored."""
+    if kind == "a class":
+        return torch.arange(7) % 12
+    if kind == "zeros and ones":
+        return (normal(7, 12) > 0).double()
+    labels = torch.randint(3, (7, 4), generator=torch.Generator().manual_seed(0))
+    labels[0, 1] = labels[3, :3] = -100
+    return labels.reshape(7, 2, 2) if "pixels" in kind else labels
+
+
+def by_label(kind: str, f: Tensor) -> Tensor:
+    """Logits `[N, S, c]` of `S` labels, without what their probabilities do not depend on."""
+    if kind == "zeros and ones":
+        return f[..., None]
+    f = {"a class": f[:, None], "classes of pixels": f.reshape(7, 3, 4).mT}.get(kind, f.reshape(7, 4, -1))
+    return f - f.mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("num", [40, 4])
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("kind", LABELS)
 def test_outputs_left_out_are_those_of_the_linear_model_at_the_size_of_the_network(
-    kind: str, num: int, outputs: int
+    kind: str, weights: bool, num: int
 ) -> None:
     """For fewer samples than outputs too; `leave_one_out` has the `C × C` covariances of the same samples."""
-    likelihood = Categorical() if kind == "categorical" else Bernoulli()
-    y = torch.arange(7) % outputs if kind == "categorical" else (normal(7, outputs) > 0).double()
-    f, h, d = normal(7, outputs, seed=1), normal(7, outputs, seed=2), 0.6 * normal(num, 7, outputs, seed=3)
+    likelihood, y = LABELS[kind], drawn_labels(kind)
+    if weights:
+        likelihood, y = weighted(likelihood, y, torch.arange(7) / 7 + 0.2)
+    f, h, d = normal(7, 12, seed=1), normal(7, 12, seed=2), 0.3 * normal(num, 7, 12, seed=3)
     covariance = torch.einsum("knc,knd->ncd", d, d) / num
-    expected = leave_one_out(likelihood, y, h, h, covariance).mean
-    found = left_out_outputs(likelihood, y, f, h, d)
+    expected = by_label(kind, leave_one_out(likelihood, y, h, h, covariance).mean)
+    found, own = (by_label(kind, v) for v in (left_out_outputs(likelihood, y, f, h, d), f))
+    direction = expected / expected.norm(dim=-1, keepdim=True)
+    assert_close(found, 1.25 * own.norm(dim=-1, keepdim=True) * direction)
 
-    def centred(v: Tensor) -> Tensor:
-        return v - v.mean(-1, keepdim=True) if kind == "categorical" else v
 
-    direction = centred(expected) / centred(expected).norm(dim=1, keepdim=True)
-    assert_close(found, 1.25 * centred(f).norm(dim=1, keepdim=True) * direction)
+@pytest.mark.parametrize("kind", ["classes of pixels", "classes of tokens", "zeros and ones"])
+def test_labels_of_a_datum_are_scored_one_by_one(kind: str) -> None:
+    """As though each were a datum; ignored ones are worth nothing, and a datum of weight 2 is there twice."""
+    likelihood, y = LABELS[kind], drawn_labels(kind)
+    f, d = normal(7, 12, seed=1), normal(5, 7, 12, seed=3)
+    found = label_losses(likelihood, y, f, d, 2.0)
+    samples = torch.cat([f + math.sqrt(2) * d, f - math.sqrt(2) * d])
+    expected = torch.zeros_like(found)
+    for n, s in torch.cartesian_prod(torch.arange(7), torch.arange(found.shape[1])).tolist():
+        label = y.reshape(7, -1)[n, s]
+        if kind == "zeros and ones":
+            p = (samples[:, n, s] * (2 * label - 1)).sigmoid()
+        elif int(label) < 0:
+            continue
+        else:
+            logits = (
+                samples[:, n].reshape(-1, 3, 4)[..., s] if "pixels" in kind else samples[:, n].reshape(-1, 4, 3)[:, s]
+            )
+            p = logits.softmax(-1)[:, label]
+        expected[n, s] = -p.mean().log()
+    assert_close(found, expected)
+    twice = weighted(likelihood, y, torch.full((7,), 2.0))
+    assert_close(label_losses(*twice, f, d, 2.0), 2 * expected)
 
 
 NUM = 3000
@@ -61,7 +113,7 @@ def test_overconfident_networks_keep_their_error_bars_and_cautious_ones_lose_the
         scales[size] = leave_one_out_scale(Categorical(), y, logits, 100 * logits, deviations)
     assert scales[0.2] == pytest.approx(0.01)
     assert scales[0.8] <= 0.1 + 1e-9
-    assert scales[4.0] == pytest.approx(10)
+    assert scales[4.0] == pytest.approx(100)
 
 
 def test_scale_and_temperature_of_held_out_labels() -> None:

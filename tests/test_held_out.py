@@ -122,7 +122,7 @@ def test_messages() -> None:
     with pytest.raises(ValueError, match="NaN or infinity in its targets"):
         la.fit_hyperparameters(case.batches, val_loader=[(case.x, case.y * math.nan)], progress=False)
     counts = LinearisedLaplace(case.model, "poisson")
-    with pytest.raises(ValueError, match=r"`val_loader` calibrates a regression, or a classification .* 'poisson'"):
+    with pytest.raises(ValueError, match=r"`val_loader` calibrates a regression or a classification, .* 'poisson'"):
         counts.fit_hyperparameters([(case.x, case.y.abs().round())], val_loader=[(case.x, case.y.abs().round())])
 
 
