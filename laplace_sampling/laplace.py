@@ -75,7 +75,7 @@ class LinearisedLaplace:
             is the noise of largest evidence. `"auto"` is the network, whose output is the mean of predictions: where
             it is not at the minimum of its loss, the linear model fits the data better, and says too little noise.
         scale: factor of the posterior covariance in predictions. `"auto"`: for a classification, after
-            `fit_hyperparameters`, that under which the training data are likeliest when each is left out
+            `fit_hyperparameters`, that under which the training labels are likeliest when each datum is left out
             (`calibration.leave_one_out_scale`), so that a network that is not overconfident is not made worse; else 1.
         method: `"exact"`, dense algebra, for small problems: in observation space where `N·C < P` and the prior has one
             precision, else in weight space; `"dual"`, conjugate gradients in observation space, for regressions;
