@@ -59,8 +59,8 @@ class LinearisedLaplace:
         likelihood: `"regression"` (Gaussian), `"classification"` (categorical), `"binary"` (Bernoulli, one or several
             outputs), `"poisson"` (counts), `"heteroscedastic"` (means and log variances), a `Likelihood`, or a
             dictionary of these, one for each head of a network that returns a dictionary.
-        prior: `"g-prior"`, `"isotropic"`, `"layerwise"` or a `Prior`; `"auto"` is the g-prior for networks with
-            normalisation layers, before which the scale of weights is arbitrary, and isotropic for others.
+        prior: `"isotropic"`, `"g-prior"`, which does not depend on the scale of weights before a normalisation,
+            `"layerwise"`, or a `Prior`.
         prior_precision: starting value of `α`, in units of the sum of losses over the data (a weight decay `λ` with
             a mean loss is `α = λN`).
         noise_precision: starting value of `1/σ²` for `"regression"`.
@@ -131,7 +131,7 @@ class LinearisedLaplace:
         model: nn.Module,
         likelihood: str | Likelihood | Mapping[str, str | Likelihood],
         *,
-        prior: str | Prior = "auto",
+        prior: str | Prior = "isotropic",
         prior_precision: float = 1.0,
         noise_precision: float | Tensor = 1.0,
         parameters: Subset = None,
@@ -165,8 +165,6 @@ class LinearisedLaplace:
         if isinstance(likelihood, Mapping):
             likelihood = MultiTask(likelihood)
         self.likelihood = as_likelihood(likelihood, noise_precision)
-        if prior == "auto":
-            prior = "g-prior" if self.network.normalises else "isotropic"
         self.prior = as_prior(prior)
         self.prior_precision = float(prior_precision)
         gaussian = isinstance(self.likelihood, Gaussian)

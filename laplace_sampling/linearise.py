@@ -115,11 +115,6 @@ class Linearisation:
         return torch.cat([w.reshape(-1) for w in self._selected().values()]).to(self.dtype)
 
     @property
-    def normalises(self) -> bool:
-        """Whether there are normalisation layers, before which the scale of weights is arbitrary; by their names."""
-        return any("norm" in type(module).__name__.lower() for module in self.module.modules())
-
-    @property
     def selection(self) -> Any:
         """What `parameters=` has to be for the same random weights, as JSON."""
         return self.names

@@ -162,7 +162,7 @@ def as_prior(prior: str | Prior) -> Prior:
         return prior
     named = {"g-prior": GPrior, "isotropic": IsotropicPrior, "layerwise": LayerwisePrior}
     if prior not in named:
-        raise ValueError(f"`prior={prior!r}` is not known; use one of {['auto', *named]} or a Prior.")
+        raise ValueError(f"`prior={prior!r}` is not known; use one of {list(named)} or a Prior.")
     return named[prior]()
 
 

@@ -94,18 +94,7 @@ def test_names_and_bad_settings() -> None:
     assert as_prior("layerwise") == LayerwisePrior()
     own = GPrior(floor=0.1)
     assert as_prior(own) is own
-    with pytest.raises(ValueError, match=r"`prior='flat'` is not known; use one of \['auto', 'g-prior', 'isotropic'"):
+    with pytest.raises(ValueError, match=r"`prior='flat'` is not known; use one of \['g-prior', 'isotropic'"):
         as_prior("flat")
     with pytest.raises(ValueError, match="num_probes of at least 1 and a positive floor"):
         GPrior(num_probes=0)
-
-
-def test_the_prior_of_a_network_that_normalises_is_the_g_prior() -> None:
-    plain = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
-    normalised = (
-        torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3), torch.nn.Linear(3, 1)),
-        torch.nn.Sequential(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 3)), torch.nn.Linear(3, 1)),
-    )
-    for likelihood in ("regression", "binary"):
-        assert LinearisedLaplace(plain, likelihood).prior == IsotropicPrior()
-        assert all(LinearisedLaplace(model, likelihood).prior == GPrior() for model in normalised)
