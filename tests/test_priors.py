@@ -98,3 +98,8 @@ def test_names_and_bad_settings() -> None:
         as_prior("flat")
     with pytest.raises(ValueError, match="num_probes of at least 1 and a positive floor"):
         GPrior(num_probes=0)
+
+
+def test_the_prior_is_isotropic_by_default() -> None:
+    network = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3), torch.nn.Linear(3, 1))
+    assert LinearisedLaplace(network, "regression").prior == IsotropicPrior()
