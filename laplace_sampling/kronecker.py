@@ -145,6 +145,18 @@ class Kronecker(Factored):
         blocks = [block.congruent(w) for block in self.blocks]
         return Kronecker(blocks, self.rest, self.diagonal * w[self.rest].to(self.diagonal) ** 2, self.passes)
 
+    def tensors(self) -> dict[str, Tensor]:
+        blocks = [{"index": block.index, "G": block.G, "A": block.A} for block in self.blocks]
+        named = {f"{n}.{name}": tensor for n, block in enumerate(blocks) for name, tensor in block.items()}
+        return {"rest": self.rest, "diagonal": self.diagonal, **named}
+
+    @classmethod
+    def of(cls, tensors: dict[str, Tensor]) -> "Kronecker":
+        """That of which these are the `tensors`."""
+        numbers = range((len(tensors) - 2) // 3)
+        blocks = [_Block(*(tensors[f"{n}.{name}"] for name in ("index", "G", "A"))) for n in numbers]
+        return cls(blocks, tensors["rest"], tensors["diagonal"], 0.0)
+
 
 @dataclass
 class _Call:

@@ -5,6 +5,7 @@ A state is a dictionary of tensors, for `torch.load(..., weights_only=True)`; wh
 
 import json
 from dataclasses import asdict, dataclass, field, is_dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,11 +17,14 @@ from laplace_sampling.calling import batched, plain
 from laplace_sampling.composite_likelihoods import MultiTask
 from laplace_sampling.dual import DualCG
 from laplace_sampling.evidence import EMStep
+from laplace_sampling.factored import restored_curvature
 from laplace_sampling.likelihoods import Categorical, Gaussian, Likelihood, as_likelihood
+from laplace_sampling.preconditioners import Factored
 from laplace_sampling.priors import GaussianPrior, GPrior, IsotropicPrior, LayerwisePrior, Prior
 from laplace_sampling.stochastic import SGD
 
 __all__ = [
+    "CURVATURE",
     "Posterior",
     "arguments_of",
     "check_observed",
@@ -35,6 +39,8 @@ __all__ = [
 _FORMAT = 2
 # Before the names of the tensors of an exact posterior.
 _EXACT = "exact."
+# Before the names of those of a factored curvature, among these.
+CURVATURE = "curvature."
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Posterior:
         fingerprint: of the network's weights and buffers.
         converged: whether all tolerances were reached.
         exact: of an exact posterior, what its covariances take: in observation space the decomposition and the training
-            data, in weight space a factor of `H`.
+            data, in weight space a factor of `H`; of a factored one, its curvature.
         calibration: factors of what is predicted.
     """
 
@@ -68,6 +74,12 @@ class Posterior:
     converged: bool = True
     exact: dict[str, Tensor] = field(default_factory=dict)
     calibration: Calibration = field(default_factory=Calibration)
+
+    @cached_property
+    def curvature(self) -> Factored | None:
+        """`M̂` of a factored posterior, in the scaled coordinates of the prior."""
+        kept = {name.removeprefix(CURVATURE): t for name, t in self.exact.items() if name.startswith(CURVATURE)}
+        return restored_curvature(kept) if kept else None
 
 
 def encode(posterior: Posterior, settings: dict[str, Any]) -> dict[str, Tensor]:

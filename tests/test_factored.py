@@ -376,7 +376,27 @@ def test_every_case_is_fitted_saved_and_loaded(case: Case, method: str, tmp_path
     la.save(tmp_path / "posterior.pt")
     own = None if type(case.given[0]).__module__.endswith(".likelihoods") else case.given[0]
     loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", case.model, likelihood=own)
-    assert_close(loaded.predict(case.x[:2]).samples, pred.samples)
+    found = loaded.predict(case.x[:2])
+    assert torch.equal(found.samples, pred.samples)
+    assert torch.equal(found.variance, pred.variance)
+
+
+@pytest.mark.parametrize("method", ["diagonal", "kfac"])
+@pytest.mark.parametrize("prior", ["g-prior", "layerwise"])
+def test_the_closed_form_is_there_after_loading(method: str, prior: str) -> None:
+    case = make_case("conv_batch_norm")
+    la = LinearisedLaplace(case.model, "classification", method=method, prior=prior, prior_precision=0.6, num_samples=3)
+    pred = la.fit(loader(case), progress=False).predict(case.x)
+    M, A, _ = posterior(la)
+    other = LinearisedLaplace(case.model, "classification", method=method, prior=prior)
+    other.load_state_dict(la.state_dict())
+    found = other.predict(case.x)
+    assert torch.equal(found.variance, pred.variance)
+    assert torch.equal(found.joint_covariance(), pred.joint_covariance())
+    assert torch.equal(found.probs_with("probit"), pred.probs_with("probit"))
+    J = reference.jacobian(case.model, case.x).flatten(0, 1)
+    assert_close(found.joint_covariance(), J @ torch.linalg.inv(M + A) @ J.T, rtol=1e-6, atol=1e-9)
+    assert torch.equal(found.samples, pred.samples)
 
 
 def test_what_has_no_factors_is_refused() -> None:
