@@ -254,6 +254,26 @@ def test_ready_made_batches_of_different_lengths_are_refused() -> None:
         tagger([collate([0, 1]), collate([2, 4])])
 
 
+def test_labels_in_bytes_are_padded_as_others() -> None:
+    def in_bytes(rows: list[int]) -> tuple[Any, Tensor]:
+        length = max(LENGTHS[i] for i in rows)
+        (x, _), tags = padded(rows, length), torch.zeros(len(rows), length, dtype=torch.uint8)
+        for n, i in enumerate(rows):
+            tags[n, : LENGTHS[i]] = TAGS[i]
+        return x, tags
+
+    def as_long(rows: list[int]) -> tuple[Any, Tensor]:
+        x, tags = in_bytes(rows)
+        return x, tags.long()
+
+    found, expected = (
+        TrainingData(DataLoader(Rows(lambda i: i, 7), batch_size=2, collate_fn=collation), fill=-100).targets
+        for collation in (in_bytes, as_long)
+    )
+    assert torch.equal(found, expected)
+    assert int(found.min()) == -100
+
+
 def test_targets_of_different_lengths_are_padded_for_labels_only() -> None:
     loader = DataLoader(Rows(lambda i: i, 7), batch_size=2, collate_fn=lambda rows: (collate(rows)[0]["mask"],) * 2)
     with pytest.raises(ValueError, match=r"targets of different shapes.*only labels of a categorical"):
