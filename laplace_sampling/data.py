@@ -283,6 +283,7 @@ def _joined(targets: list[Any], fill: int | None) -> Any:
     sizes = [max(lengths) for lengths in zip(*(y.shape[1:] for y in targets), strict=True)]
 
     def padded(y: Tensor) -> Tensor:
+        y = y if y.is_floating_point() or y.dtype == torch.bool else y.long()  # bytes do not hold every label
         missing = [
             m for have, want in zip(reversed(y.shape[1:]), reversed(sizes), strict=True) for m in (0, want - have)
         ]

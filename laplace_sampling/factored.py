@@ -17,7 +17,7 @@ from laplace_sampling.priors import GaussianPrior, GPrior, Prior
 from laplace_sampling.sampling import Draws, Sampler
 from laplace_sampling.solvers import Minimum, Objective, Quadratic, Solution
 
-__all__ = ["FACTORED", "FactoredSampler", "Inverse", "factored_curvature", "prior_of_factored"]
+__all__ = ["FACTORED", "FactoredSampler", "Inverse", "factored_curvature", "prior_of_factored", "restored_curvature"]
 
 FACTORED = ("diagonal", "kfac")
 # Probes in place of outputs, where these are more, and their stream.
@@ -47,6 +47,11 @@ def prior_of_factored(
         assert isinstance(curvature, Kronecker)
         return kronecker_prior(prior, curvature, layers, precision, ggn.dtype)
     return prior.build(ggn, layers, precision, Draws(1, seed, _STREAM).noise(ggn.features.num_outputs))
+
+
+def restored_curvature(tensors: dict[str, Tensor]) -> Factored:
+    """`M̂` from its `tensors`."""
+    return Kronecker.of(tensors) if "rest" in tensors else Jacobi(tensors["diagonal"])
 
 
 @dataclass(frozen=True)

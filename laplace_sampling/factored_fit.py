@@ -1,7 +1,6 @@
 """Fits of diagonal and Kronecker-factored posteriors, of which samples, evidence and covariances are in closed form."""
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float
@@ -19,6 +18,7 @@ from laplace_sampling.preconditioners import Factored
 from laplace_sampling.predictive import FunctionCovariance
 from laplace_sampling.quadrature import Quadrature
 from laplace_sampling.sampling import Draws
+from laplace_sampling.saving import CURVATURE
 from laplace_sampling.solver_fit import SolverFit
 from laplace_sampling.solvers import row_products
 
@@ -32,11 +32,16 @@ _ACCURACY = 2e-3
 class FactoredFit(SolverFit):
     """A posterior of precision `M̂ + A`, and the mode of the linear model itself."""
 
-    @cached_property
+    # `M̂` once it is known, also in copies without samples.
+    _held: list[Factored] = field(default_factory=list, repr=False)
+
+    @property
     def curvature(self) -> Factored:
         """`M̂` in the scaled coordinates of the prior."""
-        assert isinstance(self.solver, FactoredSampler)
-        return self.solver.curvature(self.ggn, self.prior)
+        if not self._held:
+            assert isinstance(self.solver, FactoredSampler)
+            self._held.append(self.solver.curvature(self.ggn, self.prior))
+        return self._held[0]
 
     def marginal_variance(self) -> Float[Tensor, " P"]:
         """Of each weight, unscaled: the diagonal of `(M̂ + A)⁻¹`."""
@@ -68,7 +73,7 @@ class FactoredFit(SolverFit):
         return sampled.residual, 1e-6
 
     def tensors(self) -> dict[str, Tensor]:
-        return {}
+        return {f"{CURVATURE}{name}": tensor for name, tensor in self.curvature.tensors().items()}
 
     def covariance_at(self, features: Features) -> FunctionCovariance:
         return DenseCovariance(features, self.prior, Inverse(self.curvature, self.prior.spread()))

@@ -5,14 +5,18 @@ block is `Σ_i Σ_c vec(Σ_t g_itc a_itᵀ) vec(…)ᵀ` over data `i`, outputs 
 Here inputs and gradients, and places, are taken for independent (Martens and Grosse 2015; "expand" of Eschenhagen et
 al. 2023):
 
-    G = Σ_i Σ_t Σ_c g_itc g_itcᵀ,        A = (1/NT) Σ_i Σ_t a_it a_itᵀ.
+    G = Σ_i Σ_t Σ_c g_itc g_itcᵀ,        A = Σ_i Σ_t w_i a_it a_itᵀ / Σ_i Σ_t w_i,
+
+with weights `w` of data, which are in `g` already, and sums over the places that outputs depend on: where all `g_itc`
+are zero, as at padding and labels that are ignored, there is nothing of `M`.
 
 Weights of all other modules have the diagonal of `M`. Whether a layer is used as its class says, is tried: where the
 gradients of its weights are not `Σ_it g_it a_itᵀ`, they are treated as the others.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -21,6 +25,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_sampling.composite_likelihoods import Weighted
 from laplace_sampling.linearise import Linearisation
 from laplace_sampling.operators import GGN, NetworkFeatures, WhiteNoise
 from laplace_sampling.preconditioners import Factored
@@ -140,6 +145,27 @@ class Kronecker(Factored):
         blocks = [block.congruent(w) for block in self.blocks]
         return Kronecker(blocks, self.rest, self.diagonal * w[self.rest].to(self.diagonal) ** 2, self.passes)
 
+    def tensors(self) -> dict[str, Tensor]:
+        blocks = [{"index": block.index, "G": block.G, "A": block.A} for block in self.blocks]
+        named = {f"{n}.{name}": tensor for n, block in enumerate(blocks) for name, tensor in block.items()}
+        return {"rest": self.rest, "diagonal": self.diagonal, **named}
+
+    @classmethod
+    def of(cls, tensors: dict[str, Tensor]) -> "Kronecker":
+        """That of which these are the `tensors`."""
+        numbers = range((len(tensors) - 2) // 3)
+        blocks = [_Block(*(tensors[f"{n}.{name}"] for name in ("index", "G", "A"))) for n in numbers]
+        return cls(blocks, tensors["rest"], tensors["diagonal"], 0.0)
+
+
+@dataclass
+class _Call:
+    """One call of a layer: inputs as rows, the output, and how much each row counts."""
+
+    inputs: Float[Tensor, "rows n"]
+    output: Tensor
+    counts: Float[Tensor, " rows"]
+
 
 @dataclass
 class _Layer:
@@ -149,23 +175,31 @@ class _Layer:
         module: itself.
         weight: its name among the random weights.
         bias: likewise, if it is random.
-        calls: inputs, `[rows, n]`, and outputs of each call.
-        A: `Σ a aᵀ`, of so many `rows`.
+        calls: in the last run of the network.
+        A: `Σ w a aᵀ`, of rows whose weights `w` sum to `rows`.
         G: `Σ g gᵀ`.
     """
 
     module: nn.Linear | nn.Conv2d
     weight: str
     bias: str | None
-    calls: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    calls: list[_Call] = field(default_factory=list)
     A: Tensor | float = 0.0
     G: Tensor | float = 0.0
-    rows: int = 0
+    rows: float = 0.0
 
-    def see(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def see(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> Tensor:
         """A hook of the forward pass. What comes after may change an output in place: it gets another tensor."""
-        self.calls.append((self._unfolded(args[0].detach()), output))
+        inputs = self._unfolded((args[0] if args else kwargs["input"]).detach())
+        self.calls.append(_Call(inputs, output, torch.zeros(len(inputs), dtype=torch.float64, device=inputs.device)))
         return output.clone()
+
+    def count(self) -> None:
+        """Add the inputs of all calls to `A`, and forget the calls."""
+        for call in self.calls:
+            a = call.inputs.double()
+            self.A, self.rows = self.A + (call.counts * a.T) @ a, self.rows + float(call.counts.sum())
+        self.calls = []
 
     def _unfolded(self, x: Tensor) -> Tensor:
         module = self.module
@@ -186,7 +220,7 @@ class _Layer:
         if not self.calls:
             return False
         pairs = zip(self.calls, gradients, strict=True)
-        found = torch.stack([self.by_row(gradient).T @ a for (a, _), gradient in pairs]).sum(0)
+        found = torch.stack([self.by_row(gradient).T @ call.inputs for call, gradient in pairs]).sum(0)
         expected = of_weights[self.weight].reshape(len(found), -1)
         if self.bias is not None:
             expected = torch.cat([expected, of_weights[self.bias][:, None]], dim=1)
@@ -211,36 +245,33 @@ def kronecker(ggn: GGN, noise: WhiteNoise) -> Kronecker:
         )
     network = features.network
     layers = _layers(network)
-    handles = [layer.module.register_forward_hook(layer.see) for layer in layers]
     exact = features.num_outputs <= noise.num_samples
     passes = 0.0
-    try:
-        for number, chunk in enumerate(features.chunks()):
-            x, own = features.inputs(chunk)
+    for number, chunk in enumerate(features.chunks()):
+        x, own = features.inputs(chunk)
+        with _seen(layers):
             outputs, weights = network.traced(x)
-            f = outputs.reshape(len(chunk), -1)
-            if number == 0:
-                layers = _used_as_said(layers, f, weights)
-            if exact:
-                white = torch.eye(features.num_outputs).to(f)[:, None].expand(-1, len(f), -1)
-            else:
-                white = noise(chunk).to(f) / math.sqrt(noise.num_samples)
-            roots = ggn.likelihood.root(ggn.outputs[chunk], white.to(ggn.outputs), ggn._targets(chunk))
-            outs = [output for layer in layers for _, output in layer.calls]
-            for root in features.layout.narrow(roots, own).to(f) if outs else []:
-                found = iter(_gradients(f, outs, root))
-                for layer in layers:
-                    for _ in layer.calls:
-                        g = layer.by_row(next(found)).double()
-                        layer.G = layer.G + g.T @ g
-            for layer in layers:
-                for a, _ in layer.calls:
-                    layer.A, layer.rows = layer.A + a.double().T @ a.double(), layer.rows + len(a)
-                layer.calls = []
-            passes += len(roots) * len(chunk) / (2 * features.num_data)
-    finally:
-        for handle in handles:
-            handle.remove()
+        f = outputs.reshape(len(chunk), -1)
+        if number == 0:
+            layers = _used_as_said(layers, f, weights)
+        if exact:
+            white = torch.eye(features.num_outputs).to(f)[:, None].expand(-1, len(f), -1)
+        else:
+            white = noise(chunk).to(f) / math.sqrt(noise.num_samples)
+        targets = ggn._targets(chunk)
+        roots = ggn.likelihood.root(ggn.outputs[chunk], white.to(ggn.outputs), targets)
+        roots = features.layout.narrow(roots, own).to(f)
+        calls = [(layer, call) for layer in layers for call in layer.calls]
+        for root in roots if calls else []:
+            for (layer, call), g in zip(calls, _by_row(f, calls, root), strict=True):
+                layer.G = layer.G + g.T @ g
+                call.counts[(g != 0).any(1)] = 1.0
+        if isinstance(ggn.likelihood, Weighted) and calls:
+            assert targets is not None
+            _weigh(f, calls, roots, ggn.likelihood.weights(targets).to(f))
+        for layer in layers:
+            layer.count()
+        passes += len(roots) * len(chunk) / (2 * features.num_data)
     return _assembled(ggn, layers, noise, passes)
 
 
@@ -262,15 +293,44 @@ def _gradients(f: Tensor, of: list[Tensor], u: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(f, of, u, retain_graph=True, allow_unused=True, materialize_grads=True))
 
 
+@contextmanager
+def _seen(layers: list[_Layer]) -> Iterator[None]:
+    """Calls of these layers are recorded inside."""
+    handles = [layer.module.register_forward_hook(layer.see, with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _by_row(f: Tensor, calls: list[tuple[_Layer, _Call]], u: Tensor) -> list[Float[Tensor, "rows m"]]:
+    """`u` pulled back to the outputs of calls."""
+    gradients = _gradients(f, [call.output for _, call in calls], u)
+    return [layer.by_row(gradient).double() for (layer, _), gradient in zip(calls, gradients, strict=True)]
+
+
+def _weigh(f: Tensor, calls: list[tuple[_Layer, _Call]], roots: Tensor, weights: Float[Tensor, " n"]) -> None:
+    """Each row counts as the datum that it is of: which one, is seen from what weights do to its gradient."""
+    signs = torch.randn(len(roots), generator=torch.Generator().manual_seed(0)).to(roots)
+    u = torch.einsum("k,knc->nc", signs, roots)
+    pairs = zip(_by_row(f, calls, u), _by_row(f, calls, u * weights[:, None]), strict=True)
+    for (_, call), (plain, scaled) in zip(calls, pairs, strict=True):
+        found = (scaled * plain).sum(1) / plain.square().sum(1)
+        call.counts = torch.where(call.counts > 0, found.nan_to_num(0.0), 0.0)
+
+
 def _used_as_said(layers: list[_Layer], f: Tensor, weights: dict[str, Tensor]) -> list[_Layer]:
     """The layers whose weights act through their calls only, by the gradients of a random combination of outputs."""
     u = torch.randn(f.shape, generator=torch.Generator().manual_seed(0)).to(f)
     of_weights = dict(zip(weights, _gradients(f, list(weights.values()), u), strict=True))
     used = []
     for layer in layers:
-        outs = [output for _, output in layer.calls]
+        outs = [call.output for call in layer.calls]
         if outs and layer.explains(_gradients(f, outs, u), of_weights):
             used.append(layer)
+        else:
+            layer.calls = []
     return used
 
 
@@ -287,7 +347,7 @@ def _assembled(ggn: GGN, layers: list[_Layer], noise: WhiteNoise, passes: float)
             index = torch.cat([index, left.pop(layer.bias)[:, None]], dim=1)
         assert isinstance(layer.G, Tensor)
         assert isinstance(layer.A, Tensor)
-        blocks.append(_Block(index, layer.G, layer.A / layer.rows))
+        blocks.append(_Block(index, layer.G, layer.A / (layer.rows or 1.0)))
     if not left:
         nothing = torch.zeros(0, dtype=torch.long, device=ggn.device)
         return Kronecker(blocks, nothing, nothing.double(), passes)

@@ -41,7 +41,7 @@ def largest_variance(
         Masks by name of parameter, of those parameters that have a weight among the `k`.
 
     Raises:
-        ValueError: if there are not so many weights.
+        ValueError: if there are not so many weights, or for another `method`.
 
     Example:
         >>> x, y = torch.randn(20, 3), torch.randn(20, 1)
@@ -52,6 +52,11 @@ def largest_variance(
         torch.Size([64, 2])
     """
     of_fit = {name: settings.pop(name) for name in ("unpack", "weights", "num_data") if name in settings}
+    if settings.get("method", "diagonal") != "diagonal":
+        raise ValueError(
+            f"`largest_variance(method={settings['method']!r})`: the variances are those of the diagonal posterior; "
+            "leave out `method`."
+        )
     settings = {"prior": "isotropic", **settings, "method": "diagonal", "num_samples": 2}
     la = LinearisedLaplace(model, likelihood, **settings)
     _, task = prepare(la, DataArguments(loader, **of_fit), progress=False)

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.func import grad, hessian, jvp, vmap
+from torch.func import grad, jacrev, vjp, vmap
 
 from laplace_sampling.calling import Layout
 from laplace_sampling.likelihoods import Likelihood
@@ -30,13 +30,15 @@ def from_loss(loss: Loss, name: str = "custom") -> "LossLikelihood":
 
     Args:
         loss: `loss(f, y)` of *one* datum: outputs `f` in the shape that the model gives them, without the axis of the
-            batch, and a target `y`; a scalar tensor, of torch operations that `torch.func` differentiates twice. It has
+            batch, and a target `y`; a scalar tensor, of torch operations that `torch.func` differentiates twice, by
+            reverse mode, and maps over data (`torch.where`, no `if` on values). It has
             to be a negative log-likelihood, `−log p(y | f)`, summed over outputs and not scaled: a mean over a batch is
             not. Constants in `f` matter to `log_prob` and the evidence only.
         name: in messages and saved files, which do not hold the function: `load` needs the likelihood again.
 
     Raises:
-        ValueError: (when it is used) if a Hessian has a negative eigenvalue: `B` would be no covariance.
+        ValueError: (when it is used) if a Hessian has a negative eigenvalue: `B` would be no covariance; or if the loss
+            has no second derivative, or cannot be mapped over data.
 
     Example:
         >>> from laplace_sampling import LinearisedLaplace, from_loss
@@ -77,7 +79,7 @@ class LossLikelihood(Likelihood):
         y = self._needed(y)
 
         def product(f_n: Tensor, u_n: Tensor, y_n: Tensor) -> Tensor:
-            return jvp(lambda g: grad(self._single)(g, y_n), (f_n,), (u_n,))[1]
+            return vjp(lambda g: grad(self._single)(g, y_n), f_n)[1](u_n)[0]  # `B` is symmetric
 
         each = vmap(product)
         stack = u.reshape(-1, *f.shape)
@@ -92,7 +94,7 @@ class LossLikelihood(Likelihood):
     root_transpose = root
 
     def _root(self, f: Tensor, y: Tensor, first: int) -> Float[Tensor, "N C C"]:
-        values, vectors = torch.linalg.eigh(vmap(hessian(self._single))(f, y))
+        values, vectors = torch.linalg.eigh(vmap(jacrev(grad(self._single)))(f, y))
         allowed = _ROUNDING * torch.finfo(f.dtype).eps * f.shape[-1] * values.abs().amax(-1)
         wrong = (values[:, 0] < -allowed).nonzero()[:, 0]
         if len(wrong):
@@ -116,6 +118,15 @@ class LossLikelihood(Likelihood):
                 f"The loss of likelihood {self.name!r} must return a scalar for the outputs of one datum, of shape "
                 f"{list(output_shape[1:])}, but returned {found}; sum over outputs."
             )
+        flat = at.detach().reshape(1, -1)
+        try:
+            replace(self, shape=tuple(output_shape[1:])).curvature(flat, flat, y[:1])
+        except RuntimeError as error:
+            raise ValueError(
+                f"The loss of likelihood {self.name!r} cannot be differentiated twice for many data together: "
+                f"{str(error).splitlines()[0]} Write it with torch operations of tensors that have second derivatives, "
+                "with `torch.where` in place of `if`, and without `.item()` or `float(...)`."
+            ) from error
 
     def check_curvature(self, f: Tensor, y: Tensor) -> None:
         self.root(f, torch.zeros_like(f), y)

@@ -72,6 +72,10 @@ class Factored(Preconditioner):
     def eigenvalues(self) -> Float[Tensor, " P"]:
         """All of `M̂`, in no order."""
 
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """All that it is made of, to be kept."""
+
 
 class Jacobi(Factored):
     """`P = diag(M) + shift·I`."""
@@ -99,6 +103,9 @@ class Jacobi(Factored):
 
     def eigenvalues(self) -> Tensor:
         return self.diagonal
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"diagonal": self.diagonal}
 
 
 class Nystrom(Preconditioner):

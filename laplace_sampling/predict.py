@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from laplace_sampling.calibration import Calibration
 from laplace_sampling.calling import Layout, batched, num_rows, place, split
 from laplace_sampling.dense_covariance import DenseCovariance
+from laplace_sampling.factored import Inverse
 from laplace_sampling.fits import Fit
 from laplace_sampling.gram import features_at
 from laplace_sampling.linearise import Linearisation
@@ -91,6 +92,9 @@ def predict(
     function: FunctionCovariance | None = None if fit is None else fit.covariance_at(features)
     if "factor" in posterior.exact:
         function = DenseCovariance.of(features, posterior.prior, posterior.exact)
+    elif function is None and posterior.curvature is not None:
+        inverse = Inverse(posterior.curvature, posterior.prior.spread())
+        function = DenseCovariance(features, posterior.prior, inverse)
     if function is not None:
         function = Guarded(function, check)
     if posterior.calibration != Calibration():

@@ -5,6 +5,7 @@ A state is a dictionary of tensors, for `torch.load(..., weights_only=True)`; wh
 
 import json
 from dataclasses import asdict, dataclass, field, is_dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,11 +17,23 @@ from laplace_sampling.calling import batched, plain
 from laplace_sampling.composite_likelihoods import MultiTask
 from laplace_sampling.dual import DualCG
 from laplace_sampling.evidence import EMStep
-from laplace_sampling.likelihoods import Categorical, Gaussian, Likelihood, as_likelihood
+from laplace_sampling.factored import restored_curvature
+from laplace_sampling.last_layer import LastLayer
+from laplace_sampling.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+    Poisson,
+    as_likelihood,
+)
+from laplace_sampling.preconditioners import Factored
 from laplace_sampling.priors import GaussianPrior, GPrior, IsotropicPrior, LayerwisePrior, Prior
 from laplace_sampling.stochastic import SGD
 
 __all__ = [
+    "CURVATURE",
     "Posterior",
     "arguments_of",
     "check_observed",
@@ -35,6 +48,8 @@ __all__ = [
 _FORMAT = 2
 # Before the names of the tensors of an exact posterior.
 _EXACT = "exact."
+# Before the names of those of a factored curvature, among these.
+CURVATURE = "curvature."
 
 
 @dataclass(frozen=True)
@@ -52,7 +67,7 @@ class Posterior:
         fingerprint: of the network's weights and buffers.
         converged: whether all tolerances were reached.
         exact: of an exact posterior, what its covariances take: in observation space the decomposition and the training
-            data, in weight space a factor of `H`.
+            data, in weight space a factor of `H`; of a factored one, its curvature.
         calibration: factors of what is predicted.
     """
 
@@ -68,6 +83,12 @@ class Posterior:
     converged: bool = True
     exact: dict[str, Tensor] = field(default_factory=dict)
     calibration: Calibration = field(default_factory=Calibration)
+
+    @cached_property
+    def curvature(self) -> Factored | None:
+        """`M̂` of a factored posterior, in the scaled coordinates of the prior."""
+        kept = {name.removeprefix(CURVATURE): t for name, t in self.exact.items() if name.startswith(CURVATURE)}
+        return restored_curvature(kept) if kept else None
 
 
 def encode(posterior: Posterior, settings: dict[str, Any]) -> dict[str, Tensor]:
@@ -145,10 +166,11 @@ def restore(
             f"The state is of {len(saved)} random parameters, {_few(saved)}, but this LinearisedLaplace has "
             f"{len(own)}, {which}. Give the same `parameters=`."
         )
-    if settings["likelihood"] != likelihood.name:
+    saved, own = (settings["likelihood"], settings["likelihood_class"]), (likelihood.name, type(likelihood).__name__)
+    if saved != own:
+        kinds = [f", a {kind}" if saved[0] == own[0] else "" for _, kind in (saved, own)]
         raise ValueError(
-            f"The state is of likelihood {settings['likelihood']!r}, but this LinearisedLaplace has "
-            f"{likelihood.name!r}."
+            f"The state is of likelihood {saved[0]!r}{kinds[0]}, but this LinearisedLaplace has {own[0]!r}{kinds[1]}."
         )
     num_groups = len(settings["groups"])
     shapes = {
@@ -227,6 +249,7 @@ def recipe_of(settings: Any) -> dict[str, Any]:
         "solver": recipe_of_solver(settings.solver),
         "max_memory": settings.max_memory,
         "observed": settings.observe is not None,
+        "last_layer": isinstance(settings.network, LastLayer),
         "autocast": None if settings.network.autocast is None else str(settings.network.autocast).split(".")[-1],
     }
     return {**recipe, "likelihood": recipe_of_likelihood(settings.likelihood)}
@@ -234,7 +257,7 @@ def recipe_of(settings: Any) -> dict[str, Any]:
 
 def recipe_of_likelihood(likelihood: Likelihood) -> dict[str, Any]:
     """The name and the settings of a likelihood."""
-    recipe: dict[str, Any] = {"name": likelihood.name}
+    recipe: dict[str, Any] = {"name": likelihood.name, "class": type(likelihood).__name__}
     if isinstance(likelihood, Gaussian):
         recipe |= {"noise_precision": torch.as_tensor(likelihood.noise_precision).tolist(), "learn": likelihood.learn}
     if isinstance(likelihood, Categorical):
@@ -247,7 +270,12 @@ def recipe_of_likelihood(likelihood: Likelihood) -> dict[str, Any]:
 def likelihood_of(recipe: dict[str, Any]) -> Likelihood:
     """The likelihood of `recipe_of_likelihood`, if it is one of the library's own."""
     fields = dict(recipe)
-    name = fields.pop("name")
+    name, kind = fields.pop("name"), fields.pop("class")
+    own = (Gaussian, Categorical, Bernoulli, Poisson, HeteroscedasticGaussian, MultiTask)
+    if kind not in [c.__name__ for c in own]:
+        raise ValueError(
+            f"`load`: the likelihood {name!r} was a {kind}, which the file does not hold; give it as `likelihood=`."
+        )
     if name == "regression":
         return Gaussian(torch.tensor(fields["noise_precision"], dtype=torch.float64), learn=fields["learn"])
     if name == "multitask":
@@ -307,7 +335,7 @@ def arguments_of(settings: dict[str, Any], likelihood: Any, prior: Any) -> dict[
     return {
         "likelihood": likelihood_of(recipe["likelihood"]) if likelihood is None else likelihood,
         "prior": prior_of(recipe["prior"]) if prior is None else prior,
-        "parameters": settings["parameters"],
+        "parameters": "last_layer" if recipe.get("last_layer") else settings["parameters"],
         "solver": solver_of(recipe["solver"]),
         "max_memory": recipe.get("max_memory"),
         "autocast": getattr(torch, recipe["autocast"]) if recipe.get("autocast") else None,

@@ -174,9 +174,9 @@ def fit_kind_of(task: Task) -> type[SolverFit]:
 
 
 def exact_tensors(fit: Fit, tangent: TangentModel) -> dict[str, Tensor]:
-    """What exact predictions of a loaded posterior need: the decomposition, and the data that it is of."""
+    """What exact covariances of a loaded posterior need; in observation space that is the training data, too."""
     kept = fit.tensors()
-    if fit.plan.holds_jacobian or not kept:
+    if not fit.plan.in_observation_space:
         return kept
     inputs = tangent.data.inputs(torch.arange(tangent.data.num_data))
     kept |= {**encode_inputs(inputs), **encode_inputs(tangent.data.targets, "targets")}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_sampling import Categorical, Gaussian, LinearisedLaplace
+from laplace_sampling import Categorical, Gaussian, LinearisedLaplace, kronecker
 from laplace_sampling.factored import factored_curvature
 from laplace_sampling.kronecker import Kronecker
 from laplace_sampling.krylov import CG
@@ -124,6 +124,89 @@ def test_shared_layers_and_places_add_up_their_rows() -> None:
         flat = Case(tokens.model, Gaussian(1.5), tokens.x.reshape(20, 2), torch.zeros(20, 3).double())
     left, right = (dense(curvature(case, "kfac")[0], 6) for case in (tokens, flat))
     assert_close(left, right)
+
+
+class SequenceFirst(nn.Module):
+    """Two layers in a row, with the places of a sequence before the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x.movedim(0, 1)).tanh()).movedim(1, 0)
+
+
+def test_rows_count_as_their_data_do() -> None:
+    """Weights are in both factors; places that say nothing, and data of weight 0, in neither."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, x = SequenceFirst().double(), torch.randn(5, 3, 2).double()
+        y, w = torch.randint(3, (5, 3)), torch.tensor([2.0, 0.3, 0.0, 1.0, 4.0]).double()
+    y[0, 2] = y[3, 0] = -100
+    la = LinearisedLaplace(model, Categorical(class_dim=-1), method="kfac", prior="isotropic", hessian_at="network")
+    la.fit(DataLoader(TensorDataset(x, y), 2), weights=w, progress=False)
+    found = la._fit.curvature
+    assert isinstance(found, Kronecker)
+    h = model.first(x).tanh().detach()
+    p = model(x).softmax(-1).detach()
+    rows = w[:, None] * (y != -100)
+    B = rows[..., None, None] * (torch.diag_embed(p) - p[..., None] * p[..., None, :])
+    W = model.last.weight.detach() * (1 - h**2)[..., None, :]
+    of_first = torch.einsum("ntca,ntcd,ntdb->ab", W, B, W)
+    for block, inputs, G in zip(found.blocks, (x, h), (of_first, B.sum((0, 1))), strict=True):
+        a = torch.cat([inputs, torch.ones(5, 3, 1).double()], dim=-1)
+        assert_close(block.A, torch.einsum("nt,nta,ntb->ab", rows, a, a) / rows.sum())
+        assert_close(block.G, G)
+
+
+class ByName(nn.Module):
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(input=x)
+
+
+def test_layers_may_be_called_by_the_names_of_arguments() -> None:
+    case = make_case("classification_many_data")
+    found = [
+        curvature(Case(model, Categorical(), case.x, case.given[1]), "kfac")
+        for model in (case.model, ByName(case.model))
+    ]
+    assert isinstance(found[1][0], Kronecker)
+    assert len(found[1][0].blocks) == 1
+    left, right = (dense(of, ggn.size) for of, ggn in found)
+    assert_close(left, right)
+
+
+class Watched(nn.Module):
+    """Says in `seen` how many hooks a layer has that KFAC drops."""
+
+    def __init__(self, seen: list[int]) -> None:
+        super().__init__()
+        self.tied, self.last, self.seen = nn.Linear(3, 3), nn.Linear(3, 2), seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(len(self.tied._forward_hooks))
+        return self.last(self.tied(x).tanh() @ self.tied.weight)
+
+
+def test_layers_that_are_dropped_are_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do they hold inputs and graphs."""
+    layers, seen = [], []
+    found_in = kronecker._layers
+    monkeypatch.setattr(kronecker, "_layers", lambda network: layers.extend(found_in(network)) or list(layers))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        case = Case(Watched(seen).double(), Categorical(), torch.randn(9, 3).double(), torch.randint(2, (9,)))
+    seen.clear()
+    found, _ = curvature(case, "kfac")
+    assert isinstance(found, Kronecker)
+    assert len(found.blocks) == 1
+    assert sum(hooks > 0 for hooks in seen) == 1  # in the first batch
+    assert [layer.calls for layer in layers] == [[], []]
 
 
 # Algebra ------------------------------------------------------------------------------------------------------
@@ -293,7 +376,27 @@ def test_every_case_is_fitted_saved_and_loaded(case: Case, method: str, tmp_path
     la.save(tmp_path / "posterior.pt")
     own = None if type(case.given[0]).__module__.endswith(".likelihoods") else case.given[0]
     loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", case.model, likelihood=own)
-    assert_close(loaded.predict(case.x[:2]).samples, pred.samples)
+    found = loaded.predict(case.x[:2])
+    assert torch.equal(found.samples, pred.samples)
+    assert torch.equal(found.variance, pred.variance)
+
+
+@pytest.mark.parametrize("method", ["diagonal", "kfac"])
+@pytest.mark.parametrize("prior", ["g-prior", "layerwise"])
+def test_the_closed_form_is_there_after_loading(method: str, prior: str) -> None:
+    case = make_case("conv_batch_norm")
+    la = LinearisedLaplace(case.model, "classification", method=method, prior=prior, prior_precision=0.6, num_samples=3)
+    pred = la.fit(loader(case), progress=False).predict(case.x)
+    M, A, _ = posterior(la)
+    other = LinearisedLaplace(case.model, "classification", method=method, prior=prior)
+    other.load_state_dict(la.state_dict())
+    found = other.predict(case.x)
+    assert torch.equal(found.variance, pred.variance)
+    assert torch.equal(found.joint_covariance(), pred.joint_covariance())
+    assert torch.equal(found.probs_with("probit"), pred.probs_with("probit"))
+    J = reference.jacobian(case.model, case.x).flatten(0, 1)
+    assert_close(found.joint_covariance(), J @ torch.linalg.inv(M + A) @ J.T, rtol=1e-6, atol=1e-9)
+    assert torch.equal(found.samples, pred.samples)
 
 
 def test_what_has_no_factors_is_refused() -> None:

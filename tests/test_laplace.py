@@ -20,6 +20,7 @@ from laplace_sampling import (
     IsotropicPrior,
     LinearisedLaplace,
     NotFittedError,
+    from_loss,
 )
 from laplace_sampling.calling import read
 from laplace_sampling.methods import make_plan
@@ -449,6 +450,23 @@ def test_a_prior_of_ones_own_must_be_given_to_load(tmp_path) -> None:
         LinearisedLaplace.load(tmp_path / "la.pt", case.model)
     again = LinearisedLaplace.load(tmp_path / "la.pt", case.model, prior=Mine())
     assert torch.equal(again.samples_, la.samples_)
+
+
+def test_a_likelihood_of_ones_own_is_given_to_load(tmp_path) -> None:
+    """Whatever its name."""
+    x, y = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)), torch.zeros(6, 1)
+    for name in ("mine", "regression"):
+        own, model = from_loss(lambda f, t: ((f - t) ** 2).sum(), name), nn.Linear(2, 1)
+        la = LinearisedLaplace(model, own, num_samples=2).fit([(x, y)], progress=False)
+        la.save(tmp_path / "posterior.pt")
+        with pytest.raises(ValueError, match=f"'{name}' was a LossLikelihood, .*; give it as `likelihood=`"):
+            LinearisedLaplace.load(tmp_path / "posterior.pt", model)
+        loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", model, likelihood=own)
+        assert torch.equal(loaded.predict(x).samples, la.predict(x).samples)
+    with pytest.raises(
+        ValueError, match=r"is of likelihood 'regression', a LossLikelihood, but .* 'regression', a Gaus"
+    ):
+        LinearisedLaplace.load(tmp_path / "posterior.pt", model, likelihood="regression")
 
 
 # Bad input --------------------------------------------------------------------------------------------------------

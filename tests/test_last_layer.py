@@ -340,3 +340,20 @@ def test_float32_keeps_its_features_and_predicts(tmp_path) -> None:
     assert_close(loaded.predict(x.float()).samples, la.predict(x.float()).samples)
     loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", model)
     assert_close(loaded.predict(x.float()).samples, la.predict(x.float()).samples)
+
+
+def test_a_fit_after_loading_keeps_inputs_too(tmp_path) -> None:
+    counts: list[int] = []
+    model, (x, y) = randomised(BackToFront(counts)), data()
+    la = LinearisedLaplace(model, "classification", parameters="last_layer", method="cg", prior="isotropic")
+    la.fit([(x, y)], progress=False).save(tmp_path / "posterior.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", model)
+    assert_close(loaded.predict(x).samples, la.predict(x).samples)
+    runs = []
+    for each in (la, loaded):
+        counts.clear()
+        each.fit([(x, y)], progress=False)
+        runs.append(sum(counts))
+        assert each.network.head is not None
+    assert runs[1] <= runs[0] + 2 * len(x)  # the layer is found again
+    assert_close(loaded.samples_, la.samples_)

@@ -1,11 +1,12 @@
 import pytest
 import reference
 import torch
+import torch.nn.functional as F
 from cases import Case, make_case
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling.calling import read
+from laplace_sampling.calling import Layout, read
 from laplace_sampling.likelihoods import (
     Bernoulli,
     Categorical,
@@ -14,6 +15,7 @@ from laplace_sampling.likelihoods import (
     Poisson,
     as_likelihood,
 )
+from laplace_sampling.loss_likelihoods import from_loss
 
 
 def outputs(case: Case) -> Tensor:
@@ -66,6 +68,33 @@ def test_noise_has_covariance_b(name: str, generator: torch.Generator) -> None:
     # Var of a product of Gaussians: B_ii B_jj + B_ij².
     error = (B.diagonal()[:, None] * B.diagonal() + B**2).sqrt() / num**0.5
     assert ((covariance - B).abs() < 5 * error + 1e-12).all()
+
+
+def test_losses_without_forward_derivatives(generator: torch.Generator) -> None:
+    """`F.huber_loss` has reverse ones only: its Hessian is one within 1 of the target, else zero."""
+    huber = from_loss(lambda f, y: F.huber_loss(f, y, reduction="sum"), "huber")
+    f, y = 2 * torch.randn(2, 6, 3, generator=generator, dtype=torch.float64)
+    huber, y = huber.prepare(Layout.single((3,)), y)
+    u = torch.randn(2, 6, 3, generator=generator, dtype=torch.float64)
+    near = ((f - y).abs() < 1).double()
+    assert 0 < float(near.mean()) < 1
+    assert_close(huber.gradient(f, y), (f - y).clamp(-1, 1))
+    for applied in (huber.curvature(f, u, y), huber.root(f, u, y)):
+        assert_close(applied, near * u)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda f, y: (f - y).abs().sum() if (f - y).abs().sum() > 1 else ((f - y) ** 2).sum() / 2,
+        lambda f, y: ((f - y) ** 2).sum() * float(y.sum()),
+    ],
+)
+def test_losses_that_look_at_values_are_refused(loss) -> None:
+    with pytest.raises(
+        ValueError, match=r"of likelihood 'own' cannot be differentiated twice for many .*: .*`torch.where` in place"
+    ):
+        from_loss(loss, "own").check_targets(torch.Size((3, 2)), torch.ones(3, 2))
 
 
 def test_saturated_logits_stay_finite() -> None:

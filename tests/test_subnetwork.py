@@ -151,6 +151,14 @@ def test_weights_that_the_data_do_not_see_come_last() -> None:
     assert sum(int(mask.sum()) for mask in largest_variance(model, "regression", [(x, y)], 21).values()) == 21
 
 
+def test_another_method_than_the_diagonal_is_refused() -> None:
+    case = make_case("classification")
+    with pytest.raises(
+        ValueError, match=r"`largest_variance\(method='kfac'\)`: .* of the diagonal posterior; leave out"
+    ):
+        largest_variance(case.model, case.likelihood, [(case.x, case.y)], 3, method="kfac")
+
+
 def test_settings_go_to_the_posterior_and_k_is_checked() -> None:
     case = make_case("classification")
     data = [(case.x, {"y": case.y})]
