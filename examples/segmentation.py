@@ -88,30 +88,36 @@ def train(x: Tensor, y: Tensor, epochs: int = 25) -> UNet:
     return model
 
 
-def run(num_train: int = 36, num_test: int = 30, epochs: int = 35) -> tuple[Tensor, Tensor, ClassificationPrediction]:
-    """Train, fit and predict: test images, their labels and the prediction."""
+def run(
+    num_train: int = 36, num_held_out: int = 12, num_test: int = 30, epochs: int = 35
+) -> tuple[Tensor, Tensor, Tensor, ClassificationPrediction]:
+    """Train, fit and predict: test images, their labels, the network's outputs and the prediction."""
     x, y = draw(num_train, seed=0)
+    held_out = TensorDataset(*draw(num_held_out, seed=1))
     model = train(x, y, epochs)
     print(f"trained in {time.process_time():.0f} s", flush=True)
-    # Few weights and many pixels: a column of the Jacobian for each weight, by forward mode, and dense algebra. With
-    # curvature at the mode of this linear model, sharper than the network, error bars are useless (docs/guide.md).
+    # Few weights and many pixels: a column of the Jacobian for each weight, by forward mode, and dense algebra. The
+    # mode of this linear model is sharper than the network, so curvature there says little (docs/guide.md).
     la = LinearisedLaplace(
         model, Categorical(class_dim=1), parameters="head.*", hessian_at="network", num_samples=16, max_memory=2**32
     )
-    la.fit_hyperparameters(DataLoader(TensorDataset(x, y), batch_size=12), tolerance=0.05, progress=False)
+    loader, val_loader = (DataLoader(data, batch_size=12) for data in (TensorDataset(x, y), held_out))
+    la.fit_hyperparameters(loader, val_loader=val_loader, tolerance=0.05, progress=False)
     print(f"fitted in {time.process_time():.0f} s: {la}", flush=True)
     images, labels = draw(num_test, seed=2)
     pred = la.predict(images)
     assert isinstance(pred, ClassificationPrediction)
-    return images, labels, pred
+    with torch.no_grad():
+        outputs = model.eval()(images)
+    return images, labels, outputs, pred
 
 
-def report(labels: Tensor, pred: ClassificationPrediction) -> dict[str, float]:
+def report(labels: Tensor, outputs: Tensor, pred: ClassificationPrediction) -> dict[str, float]:
     """Accuracy, log-likelihood a pixel, and the area under the ROC curve of finding wrong pixels."""
     from sklearn.metrics import roc_auc_score
 
     wrong = (pred.outputs.argmax(1) != labels).flatten()
-    plain = pred.outputs.softmax(1)
+    plain = outputs.softmax(1)
 
     def found(score: Tensor) -> float:
         return float(roc_auc_score(wrong, score.flatten()))
@@ -159,8 +165,8 @@ def picture(images: Tensor, labels: Tensor, pred: ClassificationPrediction, path
 
 if __name__ == "__main__":
     started = time.perf_counter()
-    test_images, test_labels, prediction = run()
-    for name, value in report(test_labels, prediction).items():
+    test_images, test_labels, network_outputs, prediction = run()
+    for name, value in report(test_labels, network_outputs, prediction).items():
         print(f"{name:36} {value:.4g}")
     print(f"{time.perf_counter() - started:.0f} s, {time.process_time():.0f} s of the processor")
     if len(sys.argv) > 1:
