@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from typing import Any
 
 import numpy as np
 import scipy.interpolate
@@ -23,9 +24,9 @@ from laplace_sampling.priors import GaussianPrior, as_prior
 from laplace_sampling.sampling import Draws, LinearModel, linear_model_mode
 from laplace_sampling.tangent_model import tangent_model
 
-__all__ = ["CASES", "Case", "Spectrum", "Trained", "trained"]
+__all__ = ["CASES", "Case", "Spectrum", "Trained", "root", "trained"]
 
-SMALL = (4, 8, 16)  # channels of the LeNets: some 1,000 weights
+SMALL, TINY = (4, 8, 16), (3, 6, 12)  # channels of LeNets of some 1,000 and 600 weights
 DIGITS = "digits, n=300, noise 1"
 
 
@@ -42,8 +43,10 @@ CASES = {
     "wine, MLP": Case("wine", mlp, 1e-3),
     "breast cancer, MLP": Case("breast cancer", mlp, 1e-3),
     "digits, LeNet": Case(DIGITS, partial(lenet, channels=SMALL), 1e-3),
-    "digits, LeNet, no decay": Case(DIGITS, partial(lenet, channels=SMALL), 0.0),
-    "digits, LeNet with batch norm": Case(DIGITS, partial(lenet, channels=SMALL, norm=True), 1e-3),
+    "digits, tiny LeNet": Case(DIGITS, partial(lenet, channels=TINY), 1e-3),
+    "digits, tiny LeNet, no decay": Case(DIGITS, partial(lenet, channels=TINY), 0.0),
+    "digits, tiny LeNet with batch norm": Case(DIGITS, partial(lenet, channels=TINY, norm=True), 1e-3),
+    "1,400 digits, tiny LeNet": Case("digits, n=1400, noise 1", partial(lenet, channels=TINY), 1e-3),
     "diabetes, tanh MLP": Case("diabetes", tanh_mlp, 1e-2),
     "gap, tanh MLP": Case("gap", tanh_mlp, 1e-3),
 }
@@ -183,9 +186,15 @@ class Spectrum:
         def excess(u: float) -> float:
             return u + math.log(norm(math.exp(u))) - math.log(self.gamma(math.exp(u)))
 
-        grid = np.linspace(*np.log(self.span), 200)
+        grid = np.linspace(math.log(self.span[0]), math.log(self.span[1]), 200)
         up = np.array([excess(u) > 0 for u in grid])
         crossings = np.flatnonzero(~up[:-1] & up[1:])
         if not len(crossings):
             raise ValueError(f"MacKay's update has no fixed point from α = {self.span[0]:g} to {self.span[1]:g}.")
-        return math.exp(scipy.optimize.brentq(excess, *grid[crossings[0] :][:2], xtol=1e-12))
+        return math.exp(root(excess, *grid[crossings[0] :][:2]))
+
+
+def root(function: Callable[[float], float], low: float, high: float) -> float:
+    """Where a function of `log α` is zero."""
+    found: Any = scipy.optimize.brentq(function, low, high, xtol=1e-12)
+    return found

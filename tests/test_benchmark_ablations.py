@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from typing import Any
 
 import pytest
 import scipy.optimize
@@ -47,7 +48,7 @@ def log_evidence(problem: Trained, alpha: float) -> float:
 def test_updates_end_at_the_largest_evidence(update: str, gap: Trained, spectra: dict[str, Spectrum]) -> None:
     s = spectra["gap"]
     ends = [ablations.iterate(s, update, start)[-1] for start in (0.02, 50.0)]
-    best = scipy.optimize.minimize_scalar(
+    best: Any = scipy.optimize.minimize_scalar(
         lambda u: -log_evidence(gap, math.exp(u)), bounds=(math.log(0.01), math.log(100)), method="bounded"
     )
     assert ends == pytest.approx([math.exp(best.x)] * 2, rel=2e-3)
@@ -121,18 +122,20 @@ def test_more_samples_end_nearer_to_the_dense_fixed_point(spectra: dict[str, Spe
 
 def test_objectives_agree_in_expectation_and_on_all_data() -> None:
     p = ablations.in_float32(NAME, 0, STEPS)
-    prior, num = p.prior(1.0), p.model.features.num_data
-    errors = ablations.objective_errors(p, prior, num, 0, epochs=50, num_samples=4)
+    prior, num, draws = p.prior(1.0), p.model.features.num_data, Draws(4, 0)
+    truth = digits.exact(p, prior, draws)
+    errors = ablations.objective_errors(p, prior, draws, truth, num, epochs=50)
     assert errors["L"] == pytest.approx(errors["L'"], rel=1e-3)
-    draws = Draws(3, 1)
-    ggn = p.ggn()
-    noise, scaled = draws.noise(1), ScaledFeatures(ggn.features, prior.scale)
-    ggn = digits.replace(ggn, features=scaled)
-    parts = torch.arange(num).split(20)
+    scaled = digits.replace(p.ggn(), features=ScaledFeatures(p.model.features, prior.scale))
+    noise, parts = draws.noise(1), torch.arange(num).split(20)
     # the noise of L, batch by batch, has the mean that L' takes in full
-    assert_close(sum(ggn.root_matmul(noise, b) for b in parts), ggn.root_matmul(noise), rtol=1e-3, atol=1e-3)
-    few = ablations.objective_errors(p, prior, 10, 0, epochs=20, num_samples=4)
+    sums = torch.stack([scaled.root_matmul(noise, b) for b in parts]).sum(0)
+    assert_close(sums, scaled.root_matmul(noise), rtol=1e-3, atol=1e-3)
+    few = ablations.objective_errors(p, prior, draws, truth, 10, epochs=20)
     assert few["L'"] < few["L"]
+    gamma = ablations.leverage_of(p, prior, truth) * num
+    exact = float(Factor.of(p.ggn(), prior.diagonal()).leverage().sum())
+    assert gamma == pytest.approx(exact, rel=4 * (2 / (4 * exact)) ** 0.5)  # four standard errors
 
 
 def test_a_kept_delta_has_the_right_variance_after_a_jump() -> None:
@@ -176,6 +179,7 @@ def test_tables_of_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ablated_settings, "SEEDS", (0, 1))
     monkeypatch.setattr(ablated_settings, "NUMBERS", (NAME,))
     monkeypatch.setattr(ablated_settings, "CLASSES", ())
+    monkeypatch.setattr(ablated_settings, "CERTAIN", ())
     monkeypatch.setattr(ablated_settings, "trained", lambda name, seed: trained(name, seed, STEPS))
     ablated_settings.fit.cache_clear()
     try:
