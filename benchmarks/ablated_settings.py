@@ -24,7 +24,6 @@ __all__ = ["ABLATIONS", "Outcome", "alone", "fit", "precision_of_weights", "spre
 
 SEEDS = (0, 1, 2)
 CLASSES = ("wine, MLP", "digits, tiny LeNet", "digits, tiny LeNet with batch norm")
-CERTAIN = ("digits, tiny LeNet, no decay",)
 NUMBERS = ("diabetes, tanh MLP", "gap, tanh MLP")
 MOST_STEPS = 20  # of EM, where a fit takes it
 
@@ -125,7 +124,7 @@ def linear_models() -> Iterator[str]:
 
 
 def curvatures() -> Iterator[str]:
-    yield from compared((*CLASSES, *CERTAIN), "hessian_at", ("mode", "network"))
+    yield from compared(CLASSES, "hessian_at", ("mode", "network"))
 
 
 # Whose norm ----------------------------------------------------------------------------------------------------------

@@ -44,7 +44,6 @@ CASES = {
     "breast cancer, MLP": Case("breast cancer", mlp, 1e-3),
     "digits, LeNet": Case(DIGITS, partial(lenet, channels=SMALL), 1e-3),
     "digits, tiny LeNet": Case(DIGITS, partial(lenet, channels=TINY), 1e-3),
-    "digits, tiny LeNet, no decay": Case(DIGITS, partial(lenet, channels=TINY), 0.0),
     "digits, tiny LeNet with batch norm": Case(DIGITS, partial(lenet, channels=TINY, norm=True), 1e-3),
     "1,400 digits, tiny LeNet": Case("digits, n=1400, noise 1", partial(lenet, channels=TINY), 1e-3),
     "diabetes, tanh MLP": Case("diabetes", tanh_mlp, 1e-2),

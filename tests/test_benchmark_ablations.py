@@ -179,7 +179,6 @@ def test_tables_of_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ablated_settings, "SEEDS", (0, 1))
     monkeypatch.setattr(ablated_settings, "NUMBERS", (NAME,))
     monkeypatch.setattr(ablated_settings, "CLASSES", ())
-    monkeypatch.setattr(ablated_settings, "CERTAIN", ())
     monkeypatch.setattr(ablated_settings, "trained", lambda name, seed: trained(name, seed, STEPS))
     ablated_settings.fit.cache_clear()
     try:
