@@ -30,6 +30,7 @@ def measure(features: Features, most: int = 64) -> Cost:
     """Of one JVP and one VJP on a mini-batch; run twice, for the first run of a network is slow."""
     batch = next(iter(features.chunks()))[:most]
     v = torch.ones(1, features.size, dtype=features.dtype, device=features.device)
+    features.jvp(v, batch[:2])  # the first product of a network tries ways to take it
     with Operations() as forward:
         u = features.jvp(v, batch)
     with Operations() as backward:

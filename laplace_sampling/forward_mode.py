@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["ComposedLayers", "differentiable", "forward_mode_kernels"]
 
+_LINEAR = F.linear
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
@@ -56,8 +57,22 @@ def _composed_recurrence() -> Iterator[None]:
         torch._C._set_cudnn_enabled(cudnn)
 
 
+@contextmanager
+def _folded_linear() -> Iterator[None]:
+    """`_linear` inside attention, of which a mode sees the outermost call only."""
+    before = F.linear
+    try:
+        F.linear = _linear
+        yield
+    finally:
+        F.linear = before
+
+
 class ComposedLayers(TorchFunctionMode):
-    """Recurrent layers, embedding bags and weight normalisation from elementary operations; `no_grad` that stops."""
+    """Recurrent layers, embedding bags and weight normalisation from elementary operations; `no_grad` that stops.
+
+    And linear layers of matrices: derivatives in the weights of three axes and more are up to six times slower.
+    """
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -65,6 +80,11 @@ class ComposedLayers(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch._C._set_grad_enabled:
             torch._C._set_fwd_grad_enabled(*args)
+        if func is _LINEAR:
+            return _linear(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with _folded_linear():
+                return func(*args, **kwargs)
         if func in _RECURRENT:
             with _composed_recurrence():
                 return func(*args, **kwargs)
@@ -75,6 +95,13 @@ class ComposedLayers(TorchFunctionMode):
         if func is torch._grouped_mm and args[0].dim() == 2 and args[1].dim() == 3:  # pyright: ignore
             return _grouped_mm(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """With all axes of the data as one: torch else repeats the tangent of a weight for each index of the first."""
+    if input.dim() < 3:
+        return _LINEAR(input, weight, bias)
+    return _LINEAR(input.flatten(0, -2), weight, bias).unflatten(0, input.shape[:-1])
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:

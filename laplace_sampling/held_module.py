@@ -3,11 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
 
 __all__ = ["evaluation_mode", "unwrapped", "where"]
+
+_NONE = object()
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -41,15 +44,17 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
     try:
         # The attribute, not `eval()`: modules that override `train` would not come back as they were.
         for m, *_ in saved:
-            m.training = False
+            if m.training:
+                m.training = False
         with torch.compiler.set_stance("force_eager"):  # for parts that are compiled
             yield
     finally:
         for m, attributes, parameters, buffers in saved:
             # Hooks of weight normalisation leave differentiated weights behind as attributes, and `functional_call`
             # plain tensors in a module that is registered under two names.
-            m.__dict__.clear()
-            m.__dict__.update(attributes)
+            if not _same(m.__dict__, attributes):  # a dictionary that was filled anew is slower
+                m.__dict__.clear()
+                m.__dict__.update(attributes)
             if any(m._parameters.get(name) is not p for name, p in parameters.items()):
                 m._parameters.update(parameters)
             if any(m._buffers.get(name) is not b for name, b in buffers.items()):
@@ -58,6 +63,10 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
             for buffer, version, value in values:
                 if buffer._version != version:
                     buffer.copy_(value)
+
+
+def _same(found: dict[str, Any], saved: dict[str, Any]) -> bool:
+    return len(found) == len(saved) and all(found.get(name, _NONE) is value for name, value in saved.items())
 
 
 def where(error: BaseException, module: nn.Module) -> str:

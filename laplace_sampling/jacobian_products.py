@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import jvp, vmap
 
+from laplace_sampling.budgets import TensorBytes
 from laplace_sampling.forward_mode import ComposedLayers
 from laplace_sampling.held_module import where
 
@@ -23,8 +24,9 @@ __all__ = ["JacobianProducts"]
 Weights = dict[str, Tensor]
 Function = Callable[[Weights], Tensor]
 
-# Data times weights from which pullbacks are taken one by one on a CPU (`benchmarks/products.py`).
-_LONG = 1_000_000
+# Bytes of the largest tensor of a product that stay in the caches of a CPU, and the fewest vectors that are worth a
+# forward pass of their own (`benchmarks/products.py`).
+_CACHED, _FEWEST = 12 * 2**20, 4
 
 # Exceptions of operations that lack a derivative or a rule for batches.
 _LACKING = (RuntimeError, NotImplementedError)
@@ -63,11 +65,23 @@ class JacobianProducts:
         self._pushes = [self._push_together, self._push_each, self._push_by_two_pullbacks]
         self._pulls_together = self._data_together = True
         self._checked = False
+        self._bytes_each: float | None = None
+
+    def size(self, forward: Callable[[], Any], inputs: int) -> float:
+        """Bytes of the largest tensor of a forward pass: in proportion to the numbers that are put in, from the first.
+
+        Counted, not timed: the same product is the same in every run.
+        """
+        if self._bytes_each is None:
+            with torch.no_grad(), TensorBytes() as made:
+                forward()
+            self._bytes_each = max(made.sizes, default=0) / max(inputs, 1)
+        return self._bytes_each * inputs
 
     def push(
-        self, f: Function, weights: Weights, tangents: Weights, size: int, *, graph: bool
+        self, f: Function, weights: Weights, tangents: Weights, size: float, *, graph: bool
     ) -> Float[Tensor, "K N C"]:
-        """`φ v_k`; `size` is that of the work of one, data times weights and inputs.
+        """`φ v_k`; `size` are the bytes of the largest tensor that the network makes.
 
         Raises:
             RuntimeError: if an operation has neither a forward derivative nor a second reverse one.
@@ -100,16 +114,19 @@ class JacobianProducts:
         message = f"The Jacobian-vector product of {type(self.module).__name__} {how}: {where(error, self.module)}."
         warnings.warn(message, stacklevel=2)
 
-    def _push_together(self, f: Function, weights: Weights, tangents: Weights, size: int, graph: bool) -> Tensor:
-        return vmap(lambda t: jvp(f, (weights,), (t,))[1], chunk_size=self._chunk(size))(tangents)
+    def _push_together(self, f: Function, weights: Weights, tangents: Weights, size: float, graph: bool) -> Tensor:
+        like = next(iter(tangents.values()))
+        num, few = len(like), self._at_once(len(like), like, size)
+        # Splitting takes as long as a small network.
+        return vmap(lambda t: jvp(f, (weights,), (t,))[1], chunk_size=few if few < num else None)(tangents)
 
-    def _push_each(self, f: Function, weights: Weights, tangents: Weights, size: int, graph: bool) -> Tensor:
+    def _push_each(self, f: Function, weights: Weights, tangents: Weights, size: float, graph: bool) -> Tensor:
         num = len(next(iter(tangents.values())))
         each = [{name: t[k] for name, t in tangents.items()} for k in range(num)]
         return torch.stack([jvp(f, (weights,), (t,))[1] for t in each])
 
     def _push_by_two_pullbacks(
-        self, f: Function, weights: Weights, tangents: Weights, size: int, graph: bool
+        self, f: Function, weights: Weights, tangents: Weights, size: float, graph: bool
     ) -> Tensor:
         leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
         outputs = f(leaves)
@@ -128,7 +145,7 @@ class JacobianProducts:
         return torch.stack(rows)
 
     def pull(
-        self, outputs: Tensor, weights: list[Tensor], cotangents: Float[Tensor, "K ..."], size: int
+        self, outputs: Tensor, weights: list[Tensor], cotangents: Float[Tensor, "K ..."], size: float
     ) -> Iterator[list[Tensor | None]]:
         """`φᵀ u_k` of a few cotangents after the other, by weight, `[k, ...]`; None where outputs do not depend on it.
 
@@ -150,9 +167,8 @@ class JacobianProducts:
                     outputs, weights, u, retain_graph=True, allow_unused=True, is_grads_batched=batched
                 )
 
-        # Measured: calling a long pullback often costs nothing, and large batches leave the caches of a CPU.
-        together = self._pulls_together and (size < _LONG or outputs.device.type != "cpu")
-        for part in cotangents.split(self._chunk(size) if together else 1):
+        together = self._at_once(len(cotangents), outputs, size) if self._pulls_together else 1
+        for part in cotangents.split(together):
             if len(part) > 1 and self._pulls_together:
                 result, error = _attempt(partial(grads, part, batched=True), partial(grads, part[0]))
                 if error is None:
@@ -182,12 +198,14 @@ class JacobianProducts:
             seen.add(node)
             nodes += [before for before, _ in node.next_functions]
 
-    def _chunk(self, size: int) -> int:
-        """Vectors at a time; more where the calls are what costs."""
-        return 4 * self.chunk_size if size < _LONG / 4 else self.chunk_size
+    def _at_once(self, num: int, like: Tensor, size: float) -> int:
+        """How many of `num` vectors at a time: as many as a CPU's caches hold, in parts of one size."""
+        fewest = min(_FEWEST, self.chunk_size) if like.device.type == "cpu" else self.chunk_size
+        most = min(max(int(_CACHED / max(size, 1)), fewest), 4 * self.chunk_size)
+        return -(-num // -(-num // most))
 
     def push_and_pull(
-        self, f: Function, weights: Weights, tangent: Weights, curvature: Callable[[Tensor], Tensor], size: int
+        self, f: Function, weights: Weights, tangent: Weights, curvature: Callable[[Tensor], Tensor], size: float
     ) -> list[Tensor | None] | None:
         """`φᵀ B φ v` of one vector by one forward pass, of dual numbers; None where torch lacks a derivative."""
         if self._pushes[0] == self._push_by_two_pullbacks:

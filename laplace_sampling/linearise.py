@@ -9,7 +9,7 @@ import copy
 import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -29,8 +29,8 @@ __all__ = ["Linearisation", "Selection"]
 
 Selection = Sequence[str] | str | Callable[[str, nn.Parameter], bool] | None
 
-# Jacobian products evaluated together under `vmap`, which is measured to be up to 10 times faster than a loop, and
-# never slower by more than 15 % (`benchmarks/products.py`). Most of the gain is there at 16; memory grows with it.
+# Jacobian products evaluated together under `vmap`. Most of the gain over a loop is there at 16 of them
+# (`benchmarks/products.py`); memory grows with it.
 DEFAULT_CHUNK = 16
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -47,7 +47,8 @@ class Linearisation:
         parameters: which weights are random: names, globs (`"head.*"`), those with a leading `"!"` left out, or a
             predicate `(name, parameter) -> bool`. By default all that require a gradient. A glob may also be of the
             class of the module that owns a weight: `"Linear.*"`, `"!*Norm*.*"`.
-        chunk_size: how many vectors are pushed through the network together.
+        chunk_size: how many vectors are pushed through the network together, or four times as many of a network whose
+            tensors are small; on a CPU fewer, but no fewer than 4, where caches do not hold them.
         autocast: dtype of the operations that `torch.autocast` lowers, within Jacobian products only. Products are
             given and returned in `dtype`, and summed over data in it.
 
@@ -77,6 +78,7 @@ class Linearisation:
         self.chunk_size = chunk_size
         self.names = _select(module, parameters)
         self.shapes = {name: parameter.shape for name, parameter in self._selected().items()}
+        self._all_random = len(self.names) == len(dict(module.named_parameters()))
         self.num_parameters = sum(shape.numel() for shape in self.shapes.values())
         self.products = {"jvp": 0, "vjp": 0}
         self._ways = JacobianProducts(module, chunk_size)
@@ -92,17 +94,26 @@ class Linearisation:
         parameters = dict(self.module.named_parameters())
         return {name: parameters[name].detach() for name in self.names}
 
+    def _one(self) -> Tensor:
+        """One of the random weights, without a walk through the module, which takes as long as a small layer."""
+        owner, _, name = self.names[0].rpartition(".")
+        one = self.module.get_submodule(owner)._parameters[name]
+        assert one is not None
+        return one
+
     def _fixed(self) -> dict[str, Tensor]:
         """The weights that are not random, so that no gradient reaches those of the module."""
+        if self._all_random:
+            return {}
         return {name: p.detach() for name, p in self.module.named_parameters() if name not in self.shapes}
 
     @property
     def device(self) -> torch.device:
-        return next(iter(self._selected().values())).device
+        return self._one().device
 
     @property
     def module_dtype(self) -> torch.dtype:
-        return next(iter(self._selected().values())).dtype
+        return self._one().dtype
 
     @property
     def dtype(self) -> torch.dtype:
@@ -184,14 +195,14 @@ class Linearisation:
         fixed, num = self._fixed(), num_rows(x)
 
         def outputs(w: dict[str, Tensor]) -> Tensor:
-            with ComposedLayers():
-                return self._apply({**fixed, **w}, x).reshape(num, -1)
+            output = self._apply({**fixed, **w}, x, composed=True)
+            return output if output.dim() == 2 else output.reshape(num, -1)
 
         return outputs
 
-    def _size(self, x: Any) -> int:
-        """Of the work of a product: weights that data meet, and inputs, of which convolutions make several maps."""
-        return num_rows(x) * self.num_parameters + 16 * sum(t.numel() for t in batched(x)[0])
+    def _size(self, x: Any) -> float:
+        """Bytes of the largest tensor of a forward pass."""
+        return self._ways.size(lambda: self._outputs(x)(self._selected()), sum(t.numel() for t in batched(x)[0]))
 
     def vjp(self, x: Any, u: Float[Tensor, "K N C"], *, graph: bool = False) -> Float[Tensor, "K P"]:
         """`Σ_n φ(x_n)ᵀ u_kn` for each of `K` cotangents: one forward pass, `K` pullbacks.
@@ -223,13 +234,16 @@ class Linearisation:
             return self._apply(weights, x), weights
 
     def _rows(self, gradients: Iterable[list[Tensor | None]], like: Tensor) -> Float[Tensor, "K P"]:
-        rows = torch.zeros(len(like), self.num_parameters, dtype=like.dtype, device=like.device)
-        start = 0
+        rows = torch.empty(len(like), self.num_parameters, dtype=like.dtype, device=like.device)
+        zero, start = rows.new_zeros(1, 1), 0
         for grads in gradients:
             num = next((len(grad) for grad in grads if grad is not None), 1)
-            for part, grad in zip(rows[start : start + num].split(self._sizes, 1), grads, strict=True):
-                if grad is not None:  # a weight that the output does not depend on has derivative zero
-                    part.copy_(grad.reshape(num, -1))
+            # A weight that the output does not depend on has derivative zero.
+            flat = [
+                zero.expand(num, size) if grad is None else grad.reshape(num, -1)
+                for size, grad in zip(self._sizes, grads, strict=True)
+            ]
+            torch.cat(flat, 1, out=rows[start : start + num])
             start += num
         return rows
 
@@ -359,11 +373,16 @@ class Linearisation:
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
 
-    def _apply(self, weights: dict[str, Tensor], x: Any) -> Tensor:
+    def _apply(self, weights: dict[str, Tensor], x: Any, *, composed: bool = False) -> Tensor:
         called = arguments(self._narrowed(x))
-        lowered = torch.autocast(self.device.type, self.autocast, self.autocast is not None, cache_enabled=False)
-        with lowered, cpu_out_of_memory():
-            return read(functional_call(self.module, weights, *called), num_rows(x))[0].to(self.dtype)
+        one = self._one()
+        dtype = torch.float32 if one.dtype in _HALF else one.dtype
+        lowered = torch.autocast(one.device.type, self.autocast, self.autocast is not None, cache_enabled=False)
+        # The mode takes time for every call on a tensor, so there is none but the network's inside.
+        with lowered, cpu_out_of_memory(), ComposedLayers() if composed else nullcontext():
+            output = functional_call(self.module, weights, *called)
+        output = read(output, num_rows(x))[0]
+        return output if output.dtype == dtype else output.to(dtype)  # what does nothing takes time under `vmap`
 
     def _narrowed(self, x: Any) -> Any:
         """Inputs of a network in half precision."""

@@ -118,7 +118,7 @@ def tangent_model(
     features = kept_features(network, data, layout, kept)
     f = outputs.reshape(data.num_data, -1)
     targets = _placed(data.targets, network.device)
-    model = LinearModel(features, torch.zeros_like(f), f, targets, likelihood)
+    model = LinearModel(features, _zero(f), f, targets, likelihood)
     if observation is not None:
         model = observe(model, observation, targets)
         likelihood.check_targets(model.network_outputs.shape, model.targets)
@@ -179,5 +179,10 @@ def _outputs(network: Linearisation, data: TrainingData, first: Tensor) -> tuple
 def _with_offset(model: LinearModel, network: Linearisation, kind: str) -> LinearModel:
     f, features = model.network_outputs, model.features
     if kind == "homogeneous":
-        return replace(model, offset=torch.zeros_like(f))
+        return replace(model, offset=_zero(f))
     return replace(model, offset=f - features.outputs(network.weights[None].to(features.dtype))[0])
+
+
+def _zero(f: Tensor) -> Tensor:
+    """Zeros of the shape of outputs, which take no memory."""
+    return f.new_zeros(1, 1).expand_as(f)

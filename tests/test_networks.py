@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from benchmarks.compatibility import run
 from benchmarks.compatible_layers import NETWORKS, Mixture
+from laplace_sampling.budgets import TensorBytes
 from laplace_sampling.forward_mode import forward_mode_kernels
 from laplace_sampling.linearise import Linearisation
 from laplace_sampling.operators import DenseFeatures
@@ -281,6 +283,52 @@ def test_weights_before_a_quantised_layer_are_refused(num: int) -> None:
     head = Linearisation(module[4])
     v, hidden = torch.ones(num, 8), module[:4](x).detach()
     assert_close(after.ggn(x, v, lambda u: u), head.ggn(hidden, v, lambda u: u))
+
+
+class Attention(nn.Module):
+    """Self-attention and a linear layer of sequences `[N, T, 4]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.linear = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.attention(x, x, x, need_weights=False)[0]).mean(1)
+
+
+def test_tangents_of_linear_layers_are_not_repeated_for_each_index_of_a_sequence() -> None:
+    num, length, K = 40, 7, 5
+    network, x = Linearisation(Attention().double()), random(num, length, 4)
+    v = random(K, network.num_parameters)
+    expected = DenseFeatures(network.jacobian(x)).jvp(v, torch.arange(num))
+    with TensorBytes() as made:
+        assert_close(network.jvp(x, v), expected)
+    # that of a weight for each datum takes four times as much
+    assert max(made.sizes) <= K * num * length * 64 * x.element_size()
+    before = F.linear
+    with pytest.raises(AssertionError, match="expecting embedding dimension of 4"):
+        network.jvp(random(num, length, 3), v)
+    assert F.linear is before
+
+
+@pytest.mark.parametrize(("width", "chunk_size", "calls"), [(2, 16, 1), (2, 1, 2), (2**16, 16, 2), (2**17, 2, 3)])
+def test_vectors_go_together_while_caches_hold_them(width: int, chunk_size: int, calls: int) -> None:
+    seen = []
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(random(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(1)
+            return (x @ self.weight)[:, None].expand(-1, width).contiguous().mean(1)  # 4 MiB, or 8, if wide
+
+    network, x, v = Linearisation(Counted(), chunk_size=chunk_size), random(8, 3), random(6, 3)
+    assert_close(network.jvp(x, v), (v @ x.mT)[:, :, None])
+    seen.clear()
+    assert_close(network.jvp(x, v), (v @ x.mT)[:, :, None])
+    assert len(seen) == calls
 
 
 def test_groups_of_rows_are_multiplied_by_their_matrices() -> None:
