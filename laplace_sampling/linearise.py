@@ -275,15 +275,16 @@ class Linearisation:
         return _joined(parts, 0)
 
     def _vjp_each(self, x: Any, u: Tensor) -> Tensor:
-        weights, num = self._selected(), num_rows(x)
+        weights, fixed, num = self._selected(), self._fixed(), num_rows(x)
         tensors, rebuild = batched(x)
 
         def single(w: dict[str, Tensor], x_n: list[Tensor], u_n: Tensor) -> dict[str, Tensor]:
             datum = rebuild([t[None] for t in x_n])
-            return vjp(lambda w: self._apply(w, datum).reshape(-1), w)[1](u_n)[0]
+            return vjp(lambda w: self._apply({**fixed, **w}, datum).reshape(-1), w)[1](u_n)[0]
 
         self.products["vjp"] += num
-        with torch.no_grad(), evaluation_mode(self.module), forward_mode_kernels():
+        # under `no_grad` torch's derivatives of `linalg.solve` and determinants are wrong
+        with torch.enable_grad(), evaluation_mode(self.module), forward_mode_kernels():
             each = vmap(single, in_dims=(None, 0, 0), chunk_size=4 * self.chunk_size)
             gradients = self._ways.of_each_datum(
                 lambda: each(weights, tensors, u.to(self.dtype)),
@@ -291,7 +292,7 @@ class Linearisation:
                 weights,
                 num,
             )
-            return torch.cat([g.reshape(num, -1) for g in gradients.values()], dim=1).to(u.dtype)
+            return torch.cat([g.reshape(num, -1) for g in gradients.values()], dim=1).to(u.dtype).detach()
 
     def _vjp_with_graph(self, x: Any, u: Tensor) -> Tensor:
         self.products["vjp"] += len(u) * num_rows(x)
@@ -313,7 +314,7 @@ class Linearisation:
         return _joined(parts, 0)
 
     def _jacobian(self, x: Any, *, graph: bool) -> Tensor:
-        weights, fixed = self._selected(), self._fixed() if graph else {}
+        weights, fixed = self._selected(), self._fixed()
         tensors, rebuild = batched(x)
 
         def single(w: dict[str, Tensor], x_n: list[Tensor]) -> Tensor:
@@ -324,7 +325,8 @@ class Linearisation:
             columns = torch.eye(self.num_parameters, dtype=self.dtype, device=self.device)
             return self._jvp(x, columns, graph=False).permute(1, 2, 0)
         self.products["vjp"] += num * outputs
-        with differentiable(graph), evaluation_mode(self.module), forward_mode_kernels():
+        # `enable_grad` also without a graph: see `_vjp_each`
+        with differentiable(graph), torch.enable_grad(), evaluation_mode(self.module), forward_mode_kernels():
             together = vmap(torch.func.jacrev(single), in_dims=(None, 0))
             rows = self._ways.of_each_datum(
                 lambda: together(weights, tensors),
@@ -332,7 +334,8 @@ class Linearisation:
                 weights,
                 num,
             )
-            return torch.cat([row.flatten(2) if row.dim() > 2 else row[..., None] for row in rows.values()], dim=-1)
+            full = torch.cat([row.flatten(2) if row.dim() > 2 else row[..., None] for row in rows.values()], dim=-1)
+            return full if graph else full.detach()
 
     def _alone(self, x: Any, u: Tensor | None, graph: bool = False) -> list[Tensor]:
         """`φᵀu` of one datum, or its whole Jacobian, by weight."""

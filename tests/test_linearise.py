@@ -129,6 +129,38 @@ def test_works_under_no_grad() -> None:
     assert_close(inside, network.vjp(case.x, u))
 
 
+MATRICES = {
+    "logdet": lambda A: torch.logdet(A)[:, None],
+    "slogdet": lambda A: torch.linalg.slogdet(A)[1][:, None],
+    "det": lambda A: torch.linalg.det(A)[:, None],
+    "solve": lambda A: torch.linalg.solve(A, torch.ones(len(A), 3, 1).to(A))[..., 0],
+    "cholesky": lambda A: torch.linalg.cholesky(A).flatten(1),
+}
+
+
+class OfMatrices(nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(4, 9), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        A = self.linear(x).reshape(-1, 3, 3)
+        return self.function(A @ A.mT + torch.eye(3).to(A))
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_derivatives_of_linear_algebra(name: str) -> None:
+    """Those of torch for solves and determinants are wrong under `vmap` and `no_grad`."""
+    model = OfMatrices(MATRICES[name]).double()
+    network, x = Linearisation(model), random(5, 4)
+    J = reference.jacobian(model, x)
+    u = random(*J.shape[:2])
+    assert_close(network.jacobian(x), J)
+    assert_close(network.vjp_each(x, u), torch.einsum("ncp,nc->np", J, u))
+    assert not network.jacobian(x.requires_grad_()).requires_grad
+    assert not network.vjp_each(x, u).requires_grad
+
+
 @pytest.mark.parametrize(
     ("selection", "expected"),
     [
