@@ -4,8 +4,8 @@ Inputs are a tensor; a tuple or list, for positional arguments; or a mapping, fo
 is one). They may be nested. The rows of a batch are the first axis of its tensors; what is no tensor, or a tensor
 without an axis, goes through as it is.
 
-Outputs are a tensor `[N, ...]`; an object or mapping with `logits`, which are taken; or a dictionary of tensors, the
-heads of a network. The outputs of a datum are flattened, head after head, to `C` numbers where algebra needs it.
+Outputs are a tensor `[N, ...]`; a dictionary of tensors, the heads of a network; or another object or mapping with
+`logits`, which are taken. The outputs of a datum are flattened, head after head, to `C` numbers where algebra needs it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -222,7 +222,7 @@ def read(output: Any, num: int) -> tuple[Float[Tensor, "N ..."], Layout]:
         _check_rows(output, num)
         return output, Layout.single(output.shape[1:])
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    if isinstance(logits, Tensor):
+    if isinstance(logits, Tensor) and not _has_heads(output, num):
         return read(logits, num)
     if not isinstance(output, Mapping) or not output or not all(isinstance(v, Tensor) for v in output.values()):
         kind = type(output).__name__
@@ -235,6 +235,16 @@ def read(output: Any, num: int) -> tuple[Float[Tensor, "N ..."], Layout]:
         _check_rows(head, num)
     flat = torch.cat([head.reshape(num, -1) for head in output.values()], dim=1)
     return flat, Layout(tuple((str(name), tuple(head.shape[1:])) for name, head in output.items()))
+
+
+def _has_heads(output: Any, num: int) -> bool:
+    """Whether `logits` are one head of several, rather than the outputs among what else an object holds."""
+    rows = (
+        [isinstance(v, Tensor) and v.dim() > 0 and len(v) == num for v in output.values()]
+        if type(output) is dict
+        else []
+    )
+    return len(rows) > 1 and all(rows)
 
 
 def _check_rows(output: Tensor, num: int) -> None:

@@ -9,6 +9,7 @@ import itertools
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class TrainingData:
         fill: int | None = None,
         cache_bytes: float = DEFAULT_CACHE_BYTES,
     ) -> None:
-        source = _source(loader, num_data, unpack or _pair)
+        source = _source(loader, num_data, _pair if unpack is None else partial(_unpacked, unpack))
         _check_repeatable(source)
         inputs, targets, sizes, kept, shapes, same = [], [], [], 0, set(), None
         for number, (x, y) in enumerate(source):
@@ -268,6 +269,17 @@ def _pair(batch: Any) -> tuple[Any, Any]:
             "returns (inputs, targets)."
         )
     return batch[0], batch[1]
+
+
+def _unpacked(unpack: Unpack, batch: Any) -> tuple[Any, Any]:
+    pair = unpack(batch)
+    if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(batched(part)[0] for part in pair):
+        found = [type(part).__name__ for part in pair] if isinstance(pair, list | tuple) else type(pair).__name__
+        raise TypeError(
+            "`unpack(batch)` must return (inputs, targets), both tensors or tuples or dictionaries of them, but "
+            f"returned {found}."
+        )
+    return pair[0], pair[1]
 
 
 def _joined(targets: list[Any], fill: int | None) -> Any:

@@ -1,8 +1,9 @@
 """Kernels with the derivatives that Jacobian products take, switched inside a context only.
 
 torch has no forward derivative of fused attention, of recurrent layers on oneDNN and cuDNN, of fused weight
-normalisation and of embedding bags. The same functions from elementary operations have. And its forward derivatives
-pass through `torch.no_grad()` where its reverse ones stop: here both stop, else the two products would not be adjoint.
+normalisation and of embedding bags, and its two of embeddings with padding are not the same. The same functions from
+elementary operations have both. And its forward derivatives pass through `torch.no_grad()` where its reverse ones
+stop: here both stop, else the two products would not be adjoint.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -69,7 +70,7 @@ def _folded_linear() -> Iterator[None]:
 
 
 class ComposedLayers(TorchFunctionMode):
-    """Recurrent layers, embedding bags and weight normalisation from elementary operations; `no_grad` that stops.
+    """Recurrent layers, embeddings and weight normalisation from elementary operations; `no_grad` that stops.
 
     And linear layers of matrices: derivatives in the weights of three axes and more are up to six times slower.
     """
@@ -90,6 +91,8 @@ class ComposedLayers(TorchFunctionMode):
                 return func(*args, **kwargs)
         if func is torch._weight_norm:  # pyright: ignore
             return _weight_norm(*args, **kwargs)
+        if func is F.embedding:
+            return _embedding(*args, **kwargs)
         if func is F.embedding_bag:
             return _embedding_bag(*args, **kwargs)
         if func is torch._grouped_mm and args[0].dim() == 2 and args[1].dim() == 3:  # pyright: ignore
@@ -110,6 +113,31 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / v.square().sum(axes, keepdim=True).sqrt())
 
 
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """With one derivative by both modes: torch's reverse one leaves out the row of padding, and may be scaled."""
+    _check_norm(max_norm, "Embedding")
+    rows = F.embedding(input, weight)
+    if padding_idx is None:
+        return rows
+    return torch.where((input == padding_idx % len(weight))[..., None], rows.detach(), rows)
+
+
+def _check_norm(max_norm: float | None, layer: str) -> None:
+    if max_norm is not None:
+        raise ValueError(
+            f"`nn.{layer}(max_norm=...)` changes its weights in the forward pass. Renormalise them once, and set "
+            "`max_norm` to None."
+        )
+
+
 def _embedding_bag(
     input: Tensor,
     weight: Tensor,
@@ -123,11 +151,7 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    if max_norm is not None:
-        raise ValueError(
-            "`nn.EmbeddingBag(max_norm=...)` changes its weights in the forward pass. Renormalise them once, and set "
-            "`max_norm` to None."
-        )
+    _check_norm(max_norm, "EmbeddingBag")
     if input.dim() == 2:
         bags = torch.arange(len(input), device=input.device).repeat_interleave(input.shape[1])
         num = len(input)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 __all__ = ["evaluation_mode", "unwrapped", "where"]
 
@@ -32,13 +33,67 @@ def unwrapped(module: nn.Module) -> nn.Module:
         elif "_orig_mod" in module._modules:
             module = module._modules["_orig_mod"]  # pyright: ignore
         else:
+            _check_parts(module)
             return module
+
+
+def _check_parts(module: nn.Module) -> None:
+    """Raise for parts that cannot be differentiated, or whose weights change when they are called."""
+    for name, part in module.named_modules():
+        at = f"`{name}` of the model is" if name else "The model is"
+        if isinstance(part, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{at} a {type(part).__name__} of torch.jit, which has no Jacobian products. Put the module that was "
+                "scripted or traced in its place."
+            )
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise ValueError(
+                f"{at} an `nn.{type(part).__name__}(max_norm=...)`, which changes its weights in the forward pass. "
+                "Renormalise them once, and set `max_norm` to None."
+            )
+        for kind, p in [*part._parameters.items(), *part._buffers.items()]:
+            if p is None:
+                continue
+            if is_lazy(p):
+                raise ValueError(
+                    f"{at} a {type(part).__name__} without weights as yet: run the model on a batch first."
+                )
+            if p.is_meta:
+                raise ValueError(
+                    f"`{kind}` of {name or 'the model'} is on the device 'meta', which holds no numbers: load its "
+                    "weights first."
+                )
+            if p.is_inference():
+                raise ValueError(
+                    f"`{kind}` of {name or 'the model'} was made in `torch.inference_mode()`, so that torch does not "
+                    "differentiate it: make or load the model outside of it, or pass `copy.deepcopy(model)`."
+                )
+
+
+# Attributes of every module, which are not its user's.
+_OF_ALL = frozenset(nn.Module().__dict__)
+
+
+def _containers(module: nn.Module) -> list[tuple[Any, Any]]:
+    """The lists, dictionaries and sets among the attributes of a module, and copies of them."""
+    found = [value for name, value in module.__dict__.items() if name not in _OF_ALL]
+    return [(value, value.copy()) for value in found if type(value) in (list, dict, set)]
+
+
+def _put_back(value: Any, before: Any) -> None:
+    """The elements of a container that a forward pass may have written to."""
+    if isinstance(value, list):
+        value[:] = before
+    else:
+        value.clear()
+        value.update(before)
 
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
     """Evaluation mode in every submodule; modes, parameters, buffers and attributes are put back to what they were."""
     saved = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in module.modules()]
+    containers = [pair for m, *_ in saved for pair in _containers(m)]
     # A forward pass may write to buffers, as counters and caches do.
     values = [(b, b._version, b.detach().clone()) for b in module.buffers()]
     try:
@@ -59,6 +114,8 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
                 m._parameters.update(parameters)
             if any(m._buffers.get(name) is not b for name, b in buffers.items()):
                 m._buffers.update(buffers)
+        for pair in containers:
+            _put_back(*pair)
         with torch.no_grad():
             for buffer, version, value in values:
                 if buffer._version != version:

@@ -29,7 +29,7 @@ Function = Callable[[Weights], Tensor]
 _CACHED, _FEWEST = 12 * 2**20, 4
 
 # Exceptions of operations that lack a derivative or a rule for batches.
-_LACKING = (RuntimeError, NotImplementedError)
+_LACKING = (RuntimeError, NotImplementedError, KeyError)
 
 
 def _attempt(way: Callable[[], Any], plain: Callable[[], Any]) -> tuple[Any, Exception | None]:
@@ -64,7 +64,7 @@ class JacobianProducts:
         self.module, self.chunk_size = module, chunk_size
         self._pushes = [self._push_together, self._push_each, self._push_by_two_pullbacks]
         self._pulls_together = self._data_together = True
-        self._checked = False
+        self._checked, self._dual = False, True
         self._bytes_each: float | None = None
 
     def size(self, forward: Callable[[], Any], inputs: int) -> float:
@@ -208,18 +208,21 @@ class JacobianProducts:
         self, f: Function, weights: Weights, tangent: Weights, curvature: Callable[[Tensor], Tensor], size: float
     ) -> list[Tensor | None] | None:
         """`φᵀ B φ v` of one vector by one forward pass, of dual numbers; None where torch lacks a derivative."""
-        if self._pushes[0] == self._push_by_two_pullbacks:
+        if self._pushes[0] == self._push_by_two_pullbacks or not self._dual:
             return None
         leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
-        with torch.enable_grad(), dual_level():
-            outputs, error = _attempt(
-                lambda: f({name: make_dual(w, tangent[name]) for name, w in leaves.items()}), partial(f, weights)
-            )
-            if error is not None:
-                return None
-            value, change = unpack_dual(outputs)
-            change = torch.zeros_like(value) if change is None else change.detach()
-        return next(iter(self.pull(value, list(leaves.values()), curvature(change[None]), size)))
+
+        def both() -> list[Tensor | None]:
+            with torch.enable_grad(), dual_level():
+                outputs = f({name: make_dual(w, tangent[name]) for name, w in leaves.items()})
+                value, change = unpack_dual(outputs)
+                change = torch.zeros_like(value) if change is None else change.detach()
+            return next(iter(self.pull(value, list(leaves.values()), curvature(change[None]), size)))
+
+        # The pullback as well: checkpoints run a part of the network again, then without dual numbers.
+        grads, error = _attempt(both, partial(f, weights))
+        self._dual = error is None
+        return grads
 
     def of_each_datum(
         self, together: Callable[[], Weights], alone: Callable[[int], list[Tensor]], weights: Weights, num: int

@@ -205,7 +205,7 @@ class LinearisedLaplace:
         precision_bounds: tuple[float, float] = (1e-8, 1e12),
         noise_bounds: tuple[float, float] = (1e-12, 1e12),
         noise_variances: Tensor | None = None,
-        weights: Tensor | None = None,
+        weights: Tensor | Sequence[float] | None = None,
         unpack: Unpack | None = None,
         num_data: int | None = None,
         val_loader: Iterable[Any] | None = None,
@@ -282,7 +282,7 @@ class LinearisedLaplace:
         *,
         tolerance: float = _TOLERANCE,
         noise_variances: Tensor | None = None,
-        weights: Tensor | None = None,
+        weights: Tensor | Sequence[float] | None = None,
         unpack: Unpack | None = None,
         num_data: int | None = None,
         progress: bool = True,
@@ -383,6 +383,7 @@ class LinearisedLaplace:
             noise_variances=noise_variances,
             observation=self.observe,
             observed=observed,
+            layout=None if self._tangent is None else self._tangent.layout,
             check=lambda: self._check_fingerprint(posterior.fingerprint, "predict"),
         )
 
@@ -619,6 +620,12 @@ class LinearisedLaplace:
         return self._posterior
 
     def _check_fingerprint(self, fingerprint: Tensor, call: str) -> None:
+        held, now = None if self._posterior is None else self._posterior.samples.device, self.network.device
+        if held not in (None, now) and call != "load_state_dict":
+            raise ValueError(
+                f"`{call}`: the model is on {now}, but was on {held} at the fit. Move it back; or `save`, and `load` "
+                "with the model where it is now; or fit again."
+            )
         if not torch.equal(fingerprint.cpu(), self.network.fingerprint()):
             raise ValueError(
                 f"`{call}`: the weights or buffers of the model are not those of the fit, so its error bars do not "

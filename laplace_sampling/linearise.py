@@ -8,8 +8,8 @@ which the exact method calls on small problems).
 import copy
 import hashlib
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -160,8 +160,9 @@ class Linearisation:
 
         def outputs(rows: slice) -> tuple[Tensor, Layout]:
             part = _rows_of(x, rows)
-            args, kwargs = arguments(self._narrowed(part))
-            return read(self.module(*args, **kwargs), num_rows(part))
+            args, kwargs = arguments(self._copied(part))
+            with self._dtypes_shown(part):
+                return read(self.module(*args, **kwargs), num_rows(part))
 
         with torch.no_grad(), evaluation_mode(self.module), users_precision():
             parts = self.limit.in_parts(num_rows(x), outputs)
@@ -284,15 +285,16 @@ class Linearisation:
         return _joined(parts, 0)
 
     def _vjp_each(self, x: Any, u: Tensor) -> Tensor:
-        weights, num = self._selected(), num_rows(x)
+        weights, fixed, num = self._selected(), self._fixed(), num_rows(x)
         tensors, rebuild = batched(x)
 
         def single(w: dict[str, Tensor], x_n: list[Tensor], u_n: Tensor) -> dict[str, Tensor]:
             datum = rebuild([t[None] for t in x_n])
-            return vjp(lambda w: self._apply(w, datum).reshape(-1), w)[1](u_n)[0]
+            return vjp(lambda w: self._apply({**fixed, **w}, datum).reshape(-1), w)[1](u_n)[0]
 
         self.products["vjp"] += num
-        with torch.no_grad(), evaluation_mode(self.module), forward_mode_kernels():
+        # under `no_grad` torch's derivatives of `linalg.solve` and determinants are wrong
+        with torch.enable_grad(), evaluation_mode(self.module), forward_mode_kernels():
             each = vmap(single, in_dims=(None, 0, 0), chunk_size=4 * self.chunk_size)
             gradients = self._ways.of_each_datum(
                 lambda: each(weights, tensors, u.to(self.dtype)),
@@ -300,7 +302,7 @@ class Linearisation:
                 weights,
                 num,
             )
-            return torch.cat([g.reshape(num, -1) for g in gradients.values()], dim=1).to(u.dtype)
+            return torch.cat([g.reshape(num, -1) for g in gradients.values()], dim=1).to(u.dtype).detach()
 
     def _vjp_with_graph(self, x: Any, u: Tensor) -> Tensor:
         self.products["vjp"] += len(u) * num_rows(x)
@@ -322,7 +324,7 @@ class Linearisation:
         return _joined(parts, 0)
 
     def _jacobian(self, x: Any, *, graph: bool) -> Tensor:
-        weights, fixed = self._selected(), self._fixed() if graph else {}
+        weights, fixed = self._selected(), self._fixed()
         tensors, rebuild = batched(x)
 
         def single(w: dict[str, Tensor], x_n: list[Tensor]) -> Tensor:
@@ -333,7 +335,8 @@ class Linearisation:
             columns = torch.eye(self.num_parameters, dtype=self.dtype, device=self.device)
             return self._jvp(x, columns, graph=False).permute(1, 2, 0)
         self.products["vjp"] += num * outputs
-        with differentiable(graph), evaluation_mode(self.module), forward_mode_kernels():
+        # `enable_grad` also without a graph: see `_vjp_each`
+        with differentiable(graph), torch.enable_grad(), evaluation_mode(self.module), forward_mode_kernels():
             together = vmap(torch.func.jacrev(single), in_dims=(None, 0))
             rows = self._ways.of_each_datum(
                 lambda: together(weights, tensors),
@@ -341,7 +344,8 @@ class Linearisation:
                 weights,
                 num,
             )
-            return torch.cat([row.flatten(2) if row.dim() > 2 else row[..., None] for row in rows.values()], dim=-1)
+            full = torch.cat([row.flatten(2) if row.dim() > 2 else row[..., None] for row in rows.values()], dim=-1)
+            return full if graph else full.detach()
 
     def _alone(self, x: Any, u: Tensor | None, graph: bool = False) -> list[Tensor]:
         """`φᵀu` of one datum, or its whole Jacobian, by weight."""
@@ -374,7 +378,7 @@ class Linearisation:
         return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
 
     def _apply(self, weights: dict[str, Tensor], x: Any, *, composed: bool = False) -> Tensor:
-        called = arguments(self._narrowed(x))
+        called = arguments(self._copied(x))
         one = self._one()
         dtype = torch.float32 if one.dtype in _HALF else one.dtype
         lowered = torch.autocast(one.device.type, self.autocast, self.autocast is not None, cache_enabled=False)
@@ -384,12 +388,27 @@ class Linearisation:
         output = read(output, num_rows(x))[0]
         return output if output.dtype == dtype else output.to(dtype)  # what does nothing takes time under `vmap`
 
-    def _narrowed(self, x: Any) -> Any:
-        """Inputs of a network in half precision."""
-        if self.module_dtype not in _HALF:
-            return x
+    def _copied(self, x: Any) -> Any:
+        """Inputs that the network may change in place, narrowed to its own precision if that is half."""
         tensors, rebuild = batched(x)
-        return rebuild([t.to(self.module_dtype) if t.is_floating_point() else t for t in tensors])
+        dtype = self._one().dtype
+        narrow = dtype in _HALF
+        return rebuild([t.to(dtype, copy=True) if narrow and t.is_floating_point() else t.clone() for t in tensors])
+
+    @contextmanager
+    def _dtypes_shown(self, x: Any) -> Iterator[None]:
+        """An error of the network that is about types is shown with those of its inputs."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            found = sorted({str(t.dtype) for t in batched(x)[0] if t.dtype != self.module_dtype})
+            if not found or "type" not in str(error):
+                raise
+            raise TypeError(
+                f"{type(self.module).__name__}, whose weights are in {self.module_dtype}, fails on inputs in "
+                f"{', '.join(found)}: {error} Convert the inputs, as by `x.to({self.module_dtype})` (numbers of numpy "
+                "are in float64), or the model."
+            ) from error
 
     def _check_width(self, v: Tensor, call: str) -> None:
         if v.dim() != 2 or v.shape[1] != self.num_parameters:
@@ -415,7 +434,7 @@ def _select(module: nn.Module, selection: Selection) -> list[str]:
     """Names of the random weights, in the order of `module.named_parameters()`."""
     parameters = dict(module.named_parameters())
     if selection is None:
-        names = [name for name, p in parameters.items() if p.requires_grad]
+        names = [name for name, p in parameters.items() if p.requires_grad and p.is_floating_point()]
         fixed = [name for name, p in parameters.items() if not p.is_floating_point()]
         if fixed:
             warnings.warn(
@@ -429,7 +448,16 @@ def _select(module: nn.Module, selection: Selection) -> list[str]:
     elif callable(selection):
         names = [name for name, p in parameters.items() if selection(name, p)]
     else:
-        names = _matching(module, [selection] if isinstance(selection, str) else list(selection))
+        patterns = [selection] if isinstance(selection, str) else selection
+        if not isinstance(patterns, Iterable) or not all(isinstance(pattern, str) for pattern in patterns):
+            found = type(patterns).__name__
+            if isinstance(patterns, Sequence):
+                found += f" of {', '.join(sorted({type(pattern).__name__ for pattern in patterns}))}"
+            raise TypeError(
+                f"`parameters` takes names, globs, a predicate `(name, parameter) -> bool` or masks by name, but got a "
+                f"{found}; the names are those of `model.named_parameters()`."
+            )
+        names = _matching(module, list(patterns))
     if not names:
         raise ValueError(f"`parameters` selects nothing; the model has {list(parameters)}.")
     wrong = [name for name in names if not parameters[name].is_floating_point()]
@@ -439,15 +467,25 @@ def _select(module: nn.Module, selection: Selection) -> list[str]:
 
 
 def _matching(module: nn.Module, patterns: list[str]) -> list[str]:
-    """Names that match a pattern and none with a leading `"!"`; with these alone, of all that require a gradient."""
+    """Names that match a pattern and none with a leading `"!"`; with these alone, of all that require a gradient.
+
+    What is a name is no pattern. Tied weights have several names.
+    """
     parameters = dict(module.named_parameters())
-    aliases = {}
-    for name in parameters:
+    first = {id(p): name for name, p in parameters.items()}
+    names_of: dict[str, list[str]] = {name: [] for name in parameters}
+    aliases: dict[str, list[str]] = {name: [] for name in parameters}
+    for name, p in module.named_parameters(remove_duplicate=False):
         owner, _, own = name.rpartition(".")
-        aliases[name] = (name, f"{type(module.get_submodule(owner)).__name__}.{own}")
+        names_of[first[id(p)]].append(name)
+        aliases[first[id(p)]] += [name, f"{type(module.get_submodule(owner)).__name__}.{own}"]
+    exact = {name for names in names_of.values() for name in names}
 
     def matches(name: str, pattern: str) -> bool:
-        return any(fnmatchcase(alias, pattern.removeprefix("!")) for alias in aliases[name])
+        pattern = pattern.removeprefix("!")
+        if pattern in exact:
+            return pattern in names_of[name]
+        return any(fnmatchcase(alias, pattern) for alias in aliases[name])
 
     unknown = [pattern for pattern in patterns if not any(matches(name, pattern) for name in parameters)]
     if unknown:

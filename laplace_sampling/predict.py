@@ -54,6 +54,16 @@ def check_inputs(x: Any, num_samples: int | None, available: int) -> None:
         )
 
 
+def _check_axes(outputs: Tensor, layout: Layout, fitted: Layout | None) -> None:
+    """Raise if the outputs of a datum have other axes than those of the training data; lengths may differ."""
+    if fitted is not None and [len(shape) for _, shape in layout.heads] != [len(shape) for _, shape in fitted.heads]:
+        expected = ["N", *fitted.shape]
+        raise ValueError(
+            f"`predict(x)`: the model gives outputs {list(outputs.shape)} for x, but those of the training data were "
+            f"[{', '.join(map(str, expected))}]. x must have the axis of the batch also for one datum, as `x[None]`."
+        )
+
+
 def predict(
     network: Linearisation,
     posterior: Posterior,
@@ -64,6 +74,7 @@ def predict(
     noise_variances: Tensor | None,
     observation: Observation | None,
     observed: bool,
+    layout: Layout | None,
     check: Callable[[], None],
 ) -> RegressionPrediction | Prediction:
     """Predictions of the outputs, or of measurements of them.
@@ -77,10 +88,12 @@ def predict(
         noise_variances: `R` at the inputs.
         observation: `T`, if the posterior was fitted to measurements.
         observed: whether these are to be predicted.
+        layout: of the outputs of a datum of the training data, where these are at hand.
         check: raises if the network is another one when covariances are asked for.
     """
     x = place(x, network.device, network.dtype)
-    outputs, layout = network.evaluate(x)
+    fitted, (outputs, layout) = layout, network.evaluate(x)
+    _check_axes(outputs, layout, fitted)
     deviations = torch.cat([network.jvp(part, samples) for part in split(x, posterior.rows)], dim=1)
     features: Features = features_at(network, x, posterior.rows, layout)
     if observed and observation is not None:

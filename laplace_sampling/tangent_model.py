@@ -1,6 +1,6 @@
 """The linear model of a network on training data; what can be wrong with network, data or targets is found here."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from laplace_sampling.calling import Layout, batched, place
 from laplace_sampling.composite_likelihoods import check_weights, weighted
+from laplace_sampling.consistency import check_consistency
 from laplace_sampling.data import TrainingData, Unpack
 from laplace_sampling.last_layer import keep_inputs, kept_features
 from laplace_sampling.likelihoods import Gaussian, Likelihood
@@ -35,6 +36,7 @@ class TangentModel:
         data: the training data.
         kind: `"affine"` or `"homogeneous"`.
         weights: `R^{-1/2}` of noise variances that were given, `[N, C]`.
+        layout: of the outputs of a datum.
         in_order: whether the features read the data in their order only, so that there are no mini-batches.
     """
 
@@ -42,6 +44,7 @@ class TangentModel:
     network: Linearisation
     data: TrainingData
     kind: str
+    layout: Layout
     weights: Float[Tensor, "N C"] | None = None
     in_order: bool = False
 
@@ -79,7 +82,7 @@ def tangent_model(
     kind: str,
     observation: Observation | None = None,
     noise_variances: Tensor | None = None,
-    weights: Tensor | None = None,
+    weights: Tensor | Sequence[float] | None = None,
     unpack: Unpack | None = None,
     num_data: int | None = None,
 ) -> TangentModel:
@@ -109,6 +112,7 @@ def tangent_model(
     if not bool(network.weights.isfinite().all()):
         raise ValueError("The weights of the model contain NaN or infinity; train or load it again.")
     if weights is not None:
+        weights = _as_tensor(weights)
         check_weights(weights, data.num_data)
         if isinstance(likelihood, Gaussian):
             noise_variances = _as_variances(weights, noise_variances)
@@ -116,6 +120,7 @@ def tangent_model(
     with keep_inputs(network, data) as kept:
         outputs, layout = _outputs(network, data, first)
     features = kept_features(network, data, layout, kept)
+    check_consistency(network, _inputs(network, data, torch.arange(min(2, data.num_data))))
     f = outputs.reshape(data.num_data, -1)
     targets = _placed(data.targets, network.device)
     model = LinearModel(features, _zero(f), f, targets, likelihood)
@@ -136,7 +141,16 @@ def tangent_model(
             torch.as_tensor(noise_variances, device=network.device), (data.num_data, model.network_outputs.shape[1])
         )
         model = weigh(model, scale)
-    return TangentModel(_with_offset(model, network, kind), network, data, kind, scale, features.data.in_order)
+    return TangentModel(_with_offset(model, network, kind), network, data, kind, layout, scale, features.data.in_order)
+
+
+def _as_tensor(weights: Any) -> Tensor:
+    try:
+        return torch.as_tensor(weights)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"`weights` must be numbers, one for each datum, as a tensor, an array or a list, but are {weights!r:.40}."
+        ) from error
 
 
 def _as_variances(weights: Tensor, noise_variances: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
 """From the settings of a `LinearisedLaplace` and training data to what is to be fitted, and from a saved fit back."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -60,7 +60,7 @@ class DataArguments:
 
     loader: Iterable[Any]
     noise_variances: Tensor | None = None
-    weights: Tensor | None = None
+    weights: Tensor | Sequence[float] | None = None
     unpack: Unpack | None = None
     num_data: int | None = None
 

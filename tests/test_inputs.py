@@ -324,6 +324,32 @@ def test_weights_that_are_none_are_refused() -> None:
         fit([(X, VALUES)], "regression", weights=torch.tensor([0.0] + [1.0] * 8))
 
 
+def test_weights_in_any_form() -> None:
+    given = [2.0] * 3 + [1.0] * 6
+    expected = fit([(X, Y)], method="exact", weights=torch.tensor(given)).samples_
+    for weights in (given, torch.tensor(given).numpy()):
+        assert torch.equal(fit([(X, Y)], method="exact", weights=weights).samples_, expected)
+    with pytest.raises(TypeError, match=r"`weights` must be numbers, one for each datum, .* but are 'balanced'"):
+        fit([(X, Y)], weights="balanced")
+
+
+def test_unpack_must_give_inputs_and_targets() -> None:
+    for wrong, found in ((lambda b: b[0], "Tensor"), (lambda b: (*b, 1), r"\['Tensor', 'Tensor', 'int'\]")):
+        with pytest.raises(TypeError, match=rf"`unpack\(batch\)` must return \(inputs, targets\).* returned {found}"):
+            fit([(X, Y)], unpack=wrong)
+
+
+def test_numbers_of_numpy_for_a_network_in_float32() -> None:
+    la = LinearisedLaplace(nn.Linear(3, 3), "classification", num_samples=4)
+    with pytest.raises(
+        TypeError, match=r"fails on inputs in torch.float64: .* `x.to\(torch.float32\)` \(numbers of numpy"
+    ):
+        la.fit([(X, Y)], progress=False)
+    la.fit([(X.float(), Y)], progress=False)
+    with pytest.raises(TypeError, match=r"fails on inputs in torch.float64"):
+        la.predict(X)
+
+
 def test_what_differs_between_batches_must_be_a_tensor() -> None:
     batches = [{"a": X[:4], "labels": Y[:4], "name": "one"}, {"a": X[4:], "labels": Y[4:], "name": "two"}]
     with pytest.raises(

@@ -611,6 +611,27 @@ def test_a_model_whose_output_is_not_a_tensor() -> None:
         LinearisedLaplace(Tuple(2, 3).double(), "classification").fit(loader(case), progress=False)
 
 
+def test_one_datum_without_the_axis_of_the_batch() -> None:
+    x, y = torch.randn(6, 3, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 3
+    la = LinearisedLaplace(nn.Linear(3, 3), "classification", num_samples=2).fit([(x, y)], progress=False)
+    with pytest.raises(
+        ValueError, match=r"gives outputs \[3\] for x, but those of the training data were \[N, 3\]. .*`x\[None\]`"
+    ):
+        la.predict(x[0])
+    assert la.predict(x[0][None]).probs.shape == (1, 3)
+
+
+def test_a_model_that_was_moved_after_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case("classification")
+    la = fitted(case, num_samples=2)
+    monkeypatch.setattr(type(la.network), "device", torch.device("cuda:0"))
+    for call in (lambda: la.predict(case.x), lambda: la.sample(1), la.log_marginal_likelihood):
+        with pytest.raises(
+            ValueError, match=r"the model is on cuda:0, but was on cpu at the fit. Move it back; or `save`"
+        ):
+            call()
+
+
 def test_bad_predictions_and_samples() -> None:
     la = fitted(CLASSES)
     with pytest.raises(

@@ -9,7 +9,7 @@ LEVELS = {
     "calling": -1,
     "budgets": -2, "forward_mode": -2, "held_module": -2, "operations": -2, "precision": -2, "jacobian_products": -1,
     "data": 0, "energy_tests": 0, "lapack": 0, "likelihoods": 0, "linear_operators": 0, "linearise": 0,
-    "calibration": 1, "composite_likelihoods": 1, "diagnostics": 1, "leave_one_out": 1,
+    "calibration": 1, "composite_likelihoods": 1, "consistency": 1, "diagnostics": 1, "leave_one_out": 1,
     "loss_likelihoods": 1, "operators": 1, "subnetwork": 1, "tangent_kernel": 1,
     "cost": 2, "gram": 2, "preconditioners": 2, "predictive": 2, "priors": 2, "solvers": 2, "whitened_gram": 2,
     "last_layer": 3,

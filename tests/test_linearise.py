@@ -129,6 +129,38 @@ def test_works_under_no_grad() -> None:
     assert_close(inside, network.vjp(case.x, u))
 
 
+MATRICES = {
+    "logdet": lambda A: torch.logdet(A)[:, None],
+    "slogdet": lambda A: torch.linalg.slogdet(A)[1][:, None],
+    "det": lambda A: torch.linalg.det(A)[:, None],
+    "solve": lambda A: torch.linalg.solve(A, torch.ones(len(A), 3, 1).to(A))[..., 0],
+    "cholesky": lambda A: torch.linalg.cholesky(A).flatten(1),
+}
+
+
+class OfMatrices(nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(4, 9), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        A = self.linear(x).reshape(-1, 3, 3)
+        return self.function(A @ A.mT + torch.eye(3).to(A))
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_derivatives_of_linear_algebra(name: str) -> None:
+    """Those of torch for solves and determinants are wrong under `vmap` and `no_grad`."""
+    model = OfMatrices(MATRICES[name]).double()
+    network, x = Linearisation(model), random(5, 4)
+    J = reference.jacobian(model, x)
+    u = random(*J.shape[:2])
+    assert_close(network.jacobian(x), J)
+    assert_close(network.vjp_each(x, u), torch.einsum("ncp,nc->np", J, u))
+    assert not network.jacobian(x.requires_grad_()).requires_grad
+    assert not network.vjp_each(x, u).requires_grad
+
+
 @pytest.mark.parametrize(
     ("selection", "expected"),
     [
@@ -188,6 +220,13 @@ def test_errors_say_what_was_found_and_what_to_do() -> None:
     quantised.table = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
     with pytest.raises(ValueError, match=r"\['table'\] are not floating point"):
         Linearisation(quantised, "table")
+    for wrong, found in (
+        (list(model.parameters()), "a list of Parameter"),
+        (3, "a int"),
+        (model.parameters(), "generator"),
+    ):
+        with pytest.raises(TypeError, match=rf"`parameters` takes names, globs, .* but got .*{found}; the names are"):
+            Linearisation(model, wrong)  # pyright: ignore
     with pytest.raises(ValueError, match=r"needs `v` of shape \[K, P\] with P = 3, but got \[3, 2\]"):
         Linearisation(model).jvp(torch.zeros(1, 2), torch.zeros(3, 2))
 
@@ -211,6 +250,66 @@ def test_patterns_of_names_classes_and_exclusions() -> None:
         names(["1.*", "!*"])
     with pytest.raises(ValueError, match="`parameters` selects nothing"):
         names([])
+
+
+def test_complex_weights_are_left_out() -> None:
+    class Spectral(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.filter, self.head = nn.Parameter(torch.ones(3, dtype=torch.complex128)), nn.Linear(4, 2).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=4))
+
+    model, x = Spectral(), random(3, 4)
+    with pytest.warns(UserWarning, match=r"Parameters \['filter'\] are not floating point: they are left out"):
+        network = Linearisation(model)
+    assert_close(network.jacobian(x), reference.jacobian(model.head, torch.fft.irfft(torch.fft.rfft(x), n=4)))
+
+
+def test_a_name_is_no_pattern() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.Linear = nn.Linear(2, 3), nn.Linear(3, 1)
+            self.table = nn.ParameterDict({"a[0]": nn.Parameter(torch.ones(2)), "a0": nn.Parameter(torch.ones(2))})
+
+    def names(selection) -> list[str]:
+        return Linearisation(Named(), selection).names
+
+    assert names("Linear.weight") == ["Linear.weight"]
+    assert names("table.a[0]") == ["table.a[0]"]
+    assert names(["Linear.*", "!Linear.weight"]) == ["first.weight", "first.bias", "Linear.bias"]
+    assert names(["table.*", "!table.a[0]"]) == ["table.a0"]
+    assert names(names(None)) == names(None)
+
+
+def test_tied_weights_have_the_names_of_all_their_modules() -> None:
+    model = nn.Module()
+    model.table, model.head = nn.Embedding(5, 3), nn.Linear(3, 5)
+    model.head.weight = model.table.weight
+    for selection in ("head.weight", "table.weight", "Linear.weight", "Embedding.*", ["*", "!*.bias"]):
+        assert Linearisation(model, selection).names == ["table.weight"]
+    assert Linearisation(model, "head.*").names == ["table.weight", "head.bias"]
+    assert Linearisation(model, "!head.weight").names == ["head.bias"]
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (nn.Linear(3, 2), torch.ones(4, 3).double()),
+        (nn.Linear(3, 2), torch.ones(4, 3).long()),
+        (nn.Conv1d(1, 2, 2), torch.ones(4, 1, 3).double()),
+        (nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 2)), torch.ones(4, 3).double()),
+        (nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)), torch.ones(4, 3).double()),
+    ],
+)
+def test_inputs_of_another_type_than_the_weights(model: nn.Module, x: Tensor) -> None:
+    message = (
+        rf"{type(model).__name__}, whose weights are in torch.float32, fails on inputs in {x.dtype}: .* Convert the"
+    )
+    with pytest.raises(TypeError, match=message + r" inputs, as by `x.to\(torch.float32\)`"):
+        Linearisation(model)(x)
 
 
 class Wrong(nn.Module):

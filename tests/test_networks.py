@@ -1,14 +1,20 @@
 """Networks of every kind: their products, and what is said where forward mode is missing."""
 
+import copy
+
 import pytest
+import reference
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.compatibility import run
 from benchmarks.compatible_layers import NETWORKS, Mixture
 from laplace_sampling.budgets import TensorBytes
+from laplace_sampling.calling import batched
 from laplace_sampling.forward_mode import forward_mode_kernels
 from laplace_sampling.linearise import Linearisation
 from laplace_sampling.operators import DenseFeatures
@@ -346,9 +352,176 @@ def test_other_errors() -> None:
     with pytest.raises(ValueError, match="depend on none of the random weights"):
         detached.vjp(random(4, 3), random(1, 4, 2))
     assert not Linearisation(constant).vjp(random(4, 3), random(1, 4, 2)).any()
-    bag = nn.EmbeddingBag(5, 2, max_norm=1.0)
-    with pytest.raises(ValueError, match=r"`nn.EmbeddingBag\(max_norm=...\)` changes its weights in the forward pass"):
-        Linearisation(bag).jvp(torch.tensor([[1, 2]]), torch.zeros(1, 10))
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_embeddings_that_change_their_weights_are_refused_before_they_do(layer) -> None:
+    module = nn.Sequential(layer(5, 2, max_norm=0.1), nn.Flatten())
+    with pytest.raises(
+        ValueError, match=rf"`0` of the model is an `nn.{layer.__name__}\(max_norm=...\)`, which changes"
+    ):
+        Linearisation(module)
+
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.ones(5, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            function = getattr(nn.functional, "embedding" if layer is nn.Embedding else "embedding_bag")
+            return function(x, self.table, max_norm=0.1).flatten(1)
+
+    with pytest.raises(ValueError, match=rf"`nn.{layer.__name__}\(max_norm=...\)` changes its weights in the forward"):
+        Linearisation(Functional()).jvp(torch.tensor([[1, 2]]), torch.zeros(1, 10))
+
+
+def assert_products_are_of(J: Tensor, network: Linearisation, x) -> None:
+    v, u = random(2, J.shape[2]), random(2, *J.shape[:2])
+    Jv, Ju = torch.einsum("ncp,kp->knc", J, v), torch.einsum("ncp,knc->kp", J, u)
+    assert_close(network.jvp(x, v), Jv)
+    assert_close(network.jvp(x, v[:1]), Jv[:1])
+    assert_close(network.vjp(x, u), Ju)
+    assert_close(network.vjp_each(x, u[0]).sum(0), Ju[0])
+    assert_close(network.ggn(x, v[:1], lambda u: 2 * u), 2 * torch.einsum("ncp,knc->kp", J, Jv[:1]))
+    assert_close(network.jacobian(x), J)
+
+
+def test_the_row_of_padding_has_no_derivative_and_gradients_are_not_scaled() -> None:
+    x = torch.tensor([[1, 2, 0], [3, 3, 3], [0, 0, 4]])
+    for settings in ({"padding_idx": 0}, {"padding_idx": -5}, {"scale_grad_by_freq": True}, {"sparse": True}):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            module = nn.Sequential(nn.Embedding(5, 2, **settings), nn.Tanh(), nn.Flatten(), nn.Linear(6, 2)).double()
+        plain = nn.Sequential(nn.Embedding(5, 2), *module[1:]).double()
+        plain[0].load_state_dict(module[0].state_dict())
+        J = reference.jacobian(plain, x)
+        if "padding_idx" in settings:
+            J[..., :2] = 0
+        assert_products_are_of(J, Linearisation(module), x)
+
+
+def test_the_row_of_padding_has_one_where_its_weights_are_tied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(5, 3, padding_idx=0), nn.Linear(3, 5, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.table(x).mean(1).tanh())
+
+    model, x = Tied().double(), torch.tensor([[1, 2, 0], [3, 3, 3], [0, 0, 4]])
+    assert_products_are_of(reference.jacobian(model, x), Linearisation(model), x)
+
+
+class InPlace(nn.Module):
+    """Standardises its inputs in place."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.body, self.in_place = mlp(), in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.in_place else x.clone()
+        x.mul_(2.0)
+        x -= x.mean(1, keepdim=True)
+        return self.body(x)
+
+
+@pytest.mark.parametrize("form", ["tensor", "tuple", "keyword"])
+def test_networks_that_change_their_inputs_in_place(form: str) -> None:
+    model, plain, x = InPlace(True), InPlace(False), random(4, 3)
+    plain.load_state_dict(model.state_dict())
+    given = {"tensor": x.clone(), "tuple": (x.clone(),), "keyword": {"x": x.clone()}}[form]
+    network = Linearisation(model)
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(network(given), plain(x))
+        assert_products_are_of(reference.jacobian(plain, x), network, given)
+    assert torch.equal(batched(given)[0][0], x)
+
+
+def test_what_a_forward_pass_writes_to_lists_dictionaries_and_sets_is_undone() -> None:
+    class Collecting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.seen, self.cache, self.sizes = mlp(), ["first"], {"kept": 1, "written": 2}, {0}
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.body(x)
+            self.seen[0] = self.seen.append(h)
+            self.cache["h"], self.cache["written"] = h, 3
+            self.sizes.add(len(x))
+            return h
+
+    model, x = Collecting(), random(4, 3)
+    held = model.seen, model.cache, model.sizes
+    network = Linearisation(model)
+    network(x)
+    network.jvp(x, random(2, 26))
+    network.vjp(x, random(2, 4, 2))
+    network.jacobian(x)
+    assert (model.seen, model.cache, model.sizes) == (["first"], {"kept": 1, "written": 2}, {0})
+    assert all(a is b for a, b in zip(held, (model.seen, model.cache, model.sizes), strict=True))
+
+
+def test_a_ggn_product_through_a_checkpoint() -> None:
+    """Whose part is run again in the pullback, then without dual numbers."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Sequential(nn.Linear(3, 4), nn.Tanh()), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(checkpoint(self.body, x, use_reentrant=False))
+
+    model, x = Checkpointed().double(), random(4, 3)
+    plain = nn.Sequential(*model.body, model.head)
+    J, network = reference.jacobian(plain, x), Linearisation(model)
+    v, u = random(1, 26), random(1, 4, 2)
+    for _ in range(2):
+        expected = torch.einsum("ncp,ncq,kq->kp", J, J, v)
+        assert_close(network.ggn(x, v, lambda u: u), expected)
+        assert_close(network.vjp(x, u), torch.einsum("ncp,knc->kp", J, u))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_attention_from_scores_of_the_users_own() -> None:
+    """`flex_attention`, which is not known to forward derivatives."""
+
+    class Flexible(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 12)
+
+        def forward(self, x: Tensor, function=flex_attention) -> Tensor:
+            q, k, v = self.linear(x).reshape(len(x), -1, 3, 4).transpose(1, 2).chunk(3, 1)
+            return function(q.contiguous(), k.contiguous(), v.contiguous()).flatten(1)
+
+    network, x = Linearisation(Flexible().double()), random(2, 3, 4)
+    with pytest.raises(RuntimeError, match=r"Flexible has no Jacobian-vector product. By forward mode: .*Flexible"):
+        network.jvp(x, random(2, network.num_parameters))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_parts_that_cannot_be_differentiated_are_named() -> None:
+    with pytest.raises(TypeError, match=r"`0` of the model is a .* of torch.jit, .* Put the module that was scripted"):
+        Linearisation(nn.Sequential(torch.jit.script(nn.Linear(3, 4)), nn.Linear(4, 2)))
+    with pytest.raises(
+        ValueError, match=r"`0` of the model is a LazyLinear without weights as yet: run the model on a"
+    ):
+        Linearisation(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)))
+    with pytest.raises(ValueError, match=r"`weight` of 1 is on the device 'meta', which holds no numbers"):
+        Linearisation(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2, device="meta")))
+    with torch.inference_mode():
+        made = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
+    with pytest.raises(
+        ValueError, match=r"`weight` of 0 was made in `torch.inference_mode\(\)`.*`copy.deepcopy\(model\)`"
+    ):
+        Linearisation(made)
+    copied, x = copy.deepcopy(made), random(4, 3)
+    assert_close(Linearisation(copied).jacobian(x), reference.jacobian(copied.eval(), x))
 
 
 class Detached(nn.Module):

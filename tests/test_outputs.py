@@ -1,5 +1,7 @@
 """Outputs of any shape and every likelihood, from fit to prediction, against dense references."""
 
+from collections import UserDict
+
 import pytest
 import reference
 import torch
@@ -229,6 +231,32 @@ def test_losses_that_are_no_scalars_are_refused() -> None:
 
 
 # Several heads -----------------------------------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    """A dictionary with a head called `logits`."""
+
+    def __init__(self, kind: type = dict) -> None:
+        super().__init__()
+        self.a, self.b, self.kind = nn.Linear(2, 3), nn.Linear(2, 1), kind
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return self.kind(logits=self.a(x), depth=self.b(x))
+
+
+def test_a_head_may_be_called_logits() -> None:
+    case = make_case("multi_task")
+    y = {"logits": case.given[1]["kind"], "depth": case.given[1]["value"][:, :1]}
+    heads = {"logits": "classification", "depth": Gaussian(2.0, learn=False)}
+    pred = LinearisedLaplace(Two().double(), heads).fit([(case.x, y)], progress=False).predict(case.x)
+    assert pred["logits"].outputs.shape == (6, 3)
+    assert pred["depth"].outputs.shape == (6, 1)
+    with pytest.raises(
+        ValueError, match=r"returns a dictionary of outputs, \['logits', 'depth'\]: give a likelihood for"
+    ):
+        LinearisedLaplace(Two().double(), "classification").fit([(case.x, y["logits"])], progress=False)
+    other = LinearisedLaplace(Two(UserDict).double(), "classification")  # an object with `logits`, as of Hugging Face
+    assert other.fit([(case.x, y["logits"])], progress=False).predict(case.x).probs.shape == (6, 3)
 
 
 def test_heads_that_do_not_fit_are_refused() -> None:
