@@ -74,7 +74,7 @@ def predict(
     noise_variances: Tensor | None,
     observation: Observation | None,
     observed: bool,
-    layout: Layout | None,
+    layout: Layout | None = None,
     check: Callable[[], None],
 ) -> RegressionPrediction | Prediction:
     """Predictions of the outputs, or of measurements of them.
