@@ -82,6 +82,8 @@ class BatchLimit:
 class TensorBytes(TorchDispatchMode):
     """The bytes of each new tensor, in the order in which they are made."""
 
+    supports_higher_order_operators = True  # as `flex_attention` is
+
     def __init__(self) -> None:
         super().__init__()
         self.sizes: list[int] = []

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_sampling.calling import place, take
+from laplace_sampling.calling import num_rows, place, take
 from laplace_sampling.linearise import Linearisation
 
 __all__ = ["check_consistency"]
@@ -25,15 +25,20 @@ def check_consistency(network: Linearisation, x: Any) -> None:
 
     Args:
         network: the linearised network.
-        x: inputs, of which the first two are taken.
+        x: inputs, of which the first two are taken; where the network fails on these, it is run on all.
 
     Raises:
-        ValueError: if either is not so, or if the network fails on so few data.
+        ValueError: if either is not so, or if the network fails on so few data but not on all. What else it raises is
+            raised as it is.
     """
-    x = take(x, slice(0, 2))
+    everything, x = x, take(x, slice(0, 2))
     counts = dict(network.products)
     try:
-        problem = _problem(network, x)
+        try:
+            problem = _problem(network, x)
+        except _Fails as failure:
+            network(everything)
+            raise ValueError(str(failure)) from failure.__cause__
         if problem is not None and network.dtype != torch.float64:
             problem = _in_float64(network, x, problem)
     finally:
@@ -42,20 +47,24 @@ def check_consistency(network: Linearisation, x: Any) -> None:
         raise ValueError(problem)
 
 
+class _Fails(Exception):
+    """The network does not run on few data."""
+
+
 def _problem(network: Linearisation, x: Any) -> str | None:
     """What is wrong, in words."""
     name, generator = type(network.module).__name__, torch.Generator().manual_seed(0)
     v = torch.randn(2, network.num_parameters, generator=generator).to(network.device, network.dtype)
     alone = take(x, slice(0, 1))
     try:
-        outputs, own = network(x).flatten(1), network(alone).flatten(1)
-    except (RuntimeError, ValueError, IndexError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        return (
+        outputs, own = (network(part).reshape(num_rows(part), -1) for part in (x, alone))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise _Fails(
             f"{name} runs on the first batch of the data, but not on one or two of them: {type(error).__name__}, "
             f"{error} {_INDEPENDENT}"
-        )
+        ) from error
     product, by_itself = network.jvp(x, v), network.jvp(alone, v)
     dtype = network.module_dtype if network.autocast is None else network.autocast
     allowed = torch.finfo(dtype).eps ** _EXPONENT

@@ -120,7 +120,7 @@ def tangent_model(
     with keep_inputs(network, data) as kept:
         outputs, layout = _outputs(network, data, first)
     features = kept_features(network, data, layout, kept)
-    check_consistency(network, _inputs(network, data, torch.arange(min(2, data.num_data))))
+    check_consistency(network, _inputs(network, data, torch.arange(min(data.batch_size, data.num_data))))
     f = outputs.reshape(data.num_data, -1)
     targets = _placed(data.targets, network.device)
     model = LinearModel(features, _zero(f), f, targets, likelihood)

@@ -78,6 +78,19 @@ def test_nodes_of_one_graph() -> None:
         LinearisedLaplace(OfNodes(), "classification").fit([(X, Y)], progress=False)
 
 
+def test_an_error_of_the_network_itself_is_shown() -> None:
+    class Broken(Centred):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("the sensor is switched off")
+
+    with pytest.raises(RuntimeError, match=r"^the sensor is switched off$"):
+        check(Broken())
+
+
+def test_one_number_a_datum() -> None:
+    check(nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)))
+
+
 def test_a_derivative_that_only_one_mode_has() -> None:
     class Scaled(nn.Module):
         """A hook on gradients, which forward mode knows nothing of."""

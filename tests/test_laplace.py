@@ -1,6 +1,7 @@
 import copy
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import reference
@@ -284,7 +285,7 @@ def test_unfinished_em_and_unfinished_samples_warn() -> None:
 
 def test_repr_tells_the_state() -> None:
     case = make_case("conv_batch_norm")
-    la = LinearisedLaplace(case.model, "classification")
+    la = LinearisedLaplace(case.model, "classification", prior="g-prior")
     assert "P=88" in repr(la)
     assert "not fitted" in repr(la)
     with torch.no_grad():
@@ -316,11 +317,12 @@ class Bomb(nn.Module):
 
     def __init__(self, fuse: int) -> None:
         super().__init__()
-        self.body, self.fuse = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 3)), [fuse]
+        self.body = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 3))
+        self.fuse = SimpleNamespace(left=fuse)  # attributes are put back, and what is in lists
 
     def forward(self, x: Tensor) -> Tensor:
-        self.fuse[0] -= 1  # in place: attributes are put back
-        if self.fuse[0] <= 0:  # and from then on: what fails once only is tried another way
+        self.fuse.left -= 1
+        if self.fuse.left <= 0:  # and from then on: what fails once only is tried another way
             raise RuntimeError("boom")
         return self.body(x)
 
@@ -333,11 +335,11 @@ def test_after_an_exception_the_network_is_unchanged_and_nothing_is_lost(fuse: i
     la.fit(loader(case), progress=False)
     expected = la.predict(case.x).samples
     before = snapshot(model)
-    model.fuse[0] = fuse
+    model.fuse.left = fuse
     with pytest.raises(RuntimeError, match="boom"):
         la.fit_hyperparameters(loader(case), progress=False)
     assert_unchanged(model, before)
-    model.fuse[0] = 10**9
+    model.fuse.left = 10**9
     assert torch.equal(la.predict(case.x).samples, expected)
 
 
