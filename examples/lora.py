@@ -30,7 +30,8 @@ for _ in range(60):
 
 # --8<-- [start:example]
 loader = DataLoader(rows, batch_size=8)  # of dictionaries with `input_ids`, `attention_mask` and `labels`
-la = LinearisedLaplace(model, "classification", parameters="*lora*", num_samples=16)
+# The two factors of LoRA differ in scale, so the prior is one that does not depend on it.
+la = LinearisedLaplace(model, "classification", parameters="*lora*", prior="g-prior", num_samples=16)
 la.fit_hyperparameters(loader, progress=False)
 pred = la.predict({"input_ids": ids[:4], "attention_mask": torch.ones(4, 8, dtype=torch.long)})
 print(pred.probs, pred.mutual_information)

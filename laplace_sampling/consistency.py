@@ -66,6 +66,8 @@ def _problem(network: Linearisation, x: Any) -> str | None:
             f"{error} {_INDEPENDENT}"
         ) from error
     product, by_itself = network.jvp(x, v), network.jvp(alone, v)
+    if not all(bool(values.isfinite().all()) for values in (outputs, own, product, by_itself)):
+        return None  # the fit says what is not finite
     dtype = network.module_dtype if network.autocast is None else network.autocast
     allowed = torch.finfo(dtype).eps ** _EXPONENT
     for what, together, single in (("outputs", outputs[:1], own), ("products `φv`", product[:, :1], by_itself)):

@@ -186,10 +186,11 @@ class Watched(nn.Module):
 
     def __init__(self, seen: list[int]) -> None:
         super().__init__()
-        self.tied, self.last, self.seen = nn.Linear(3, 3), nn.Linear(3, 2), seen
+        # a list of the module would be put back
+        self.tied, self.last, self.see = nn.Linear(3, 3), nn.Linear(3, 2), seen.append
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(len(self.tied._forward_hooks))
+        self.see(len(self.tied._forward_hooks))
         return self.last(self.tied(x).tanh() @ self.tied.weight)
 
 
