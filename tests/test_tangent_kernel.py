@@ -344,8 +344,9 @@ def test_inference_mode_leaves_nothing_that_cannot_be_differentiated(dense_size:
 def test_parts_of_a_kernel_are_where_the_network_is(monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing is computed on this device: GPyTorch would look at the value.
     monkeypatch.setattr(TangentKernel, "initialize", lambda self, **values: self)
-    net = nn.Linear(2, 1).to("meta")
-    kernel = TangentKernel(net, scale=torch.ones(3))
+    network = Linearisation(nn.Linear(2, 1))
+    network.module.to("meta")
+    kernel = TangentKernel(network, scale=torch.ones(3))
     assert {t.device.type for t in (kernel.raw_prior_precision, kernel.variance)} == {"meta"}
 
 
