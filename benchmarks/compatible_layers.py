@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 Build = Callable[[], tuple[nn.Module, Any]]
 
@@ -360,18 +361,19 @@ def _():
     return Counting(), torch.randn(4, 3)
 
 
+class Checkpointed(nn.Module):
+    """A part of which is run again in the pullback."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(3, 4), nn.Tanh()), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.body, x, use_reentrant=False))
+
+
 @entry("torch.nn", "gradient checkpointing")
 def _():
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.Sequential(nn.Linear(3, 4), nn.Tanh()), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            from torch.utils.checkpoint import checkpoint
-
-            return self.head(checkpoint(self.body, x, use_reentrant=False))
-
     return Checkpointed(), torch.randn(4, 3)
 
 

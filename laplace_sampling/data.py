@@ -10,7 +10,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -97,9 +97,7 @@ class TrainingData:
                 "that data cannot be batched anew: pass a DataLoader of a map-style dataset, whose `collate_fn` pads, "
                 "or pad all data to one length."
             )
-        if inputs and not self.ragged:
-            source = _Held(concatenate(inputs))
-        self._source = source
+        self._source: _Inputs = _Held(concatenate(inputs)) if inputs and not self.ragged else source
 
     @classmethod
     def unlabelled(cls, x: Any, batch_size: int) -> "TrainingData":
@@ -118,6 +116,22 @@ class TrainingData:
         return self._source.inputs(indices)
 
 
+class _Inputs(Protocol):
+    """The inputs of some data."""
+
+    def inputs(self, indices: Tensor) -> Any: ...
+
+
+class _Held:
+    """Inputs in memory."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def inputs(self, indices: Tensor) -> Any:
+        return take(self.x, indices)
+
+
 class _Source(ABC):
     """Where data come from: all of them in batches, and the inputs of some.
 
@@ -132,21 +146,6 @@ class _Source(ABC):
 
     @abstractmethod
     def inputs(self, indices: Tensor) -> Any: ...
-
-
-class _Held(_Source):
-    """Inputs in memory."""
-
-    in_memory = True
-
-    def __init__(self, x: Any) -> None:
-        self.x = x
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        raise NotImplementedError
-
-    def inputs(self, indices: Tensor) -> Any:
-        return take(self.x, indices)
 
 
 class _RandomAccess(_Source):

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 
 from benchmarks.compatibility import run
-from benchmarks.compatible_layers import NETWORKS, Mixture
+from benchmarks.compatible_layers import NETWORKS, Checkpointed, Mixture
 from laplace_sampling.budgets import TensorBytes
 from laplace_sampling.calling import batched
 from laplace_sampling.forward_mode import forward_mode_kernels
@@ -467,15 +466,6 @@ def test_what_a_forward_pass_writes_to_lists_dictionaries_and_sets_is_undone() -
 
 def test_a_ggn_product_through_a_checkpoint() -> None:
     """Whose part is run again in the pullback, then without dual numbers."""
-
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.Sequential(nn.Linear(3, 4), nn.Tanh()), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(checkpoint(self.body, x, use_reentrant=False))
-
     model, x = Checkpointed().double(), random(4, 3)
     plain = nn.Sequential(*model.body, model.head)
     J, network = reference.jacobian(plain, x), Linearisation(model)
