@@ -76,6 +76,7 @@ def _ours() -> dict[str, Method]:
         "ours": own(ours.setting(), tier=0),
         "ours, not scaled": own(ours.setting(scale=1.0), classes, tier=0),
         "ours, validation": own(ours.with_validation, sees="validation", tier=0),
+        "ours, trained with dropout, validation": own(ours.with_dropout, sees="validation", tier=1),
         "ours, scale by test oracle": own(ours.with_best_scale, sees="test", tier=0),
         **{
             f"ours, {prior}, B at the {at}": own(

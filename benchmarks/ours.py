@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.metrics import best_scale
+from benchmarks.peers import DROPOUT_RATES, best_dropout
 from benchmarks.predictions import (
     Classified,
     Fitted,
@@ -29,7 +30,7 @@ from laplace_sampling.held_out import HeldOut
 from laplace_sampling.saving import Posterior
 from laplace_sampling.solvers import ConvergenceWarning
 
-__all__ = ["chosen_precision", "defaults", "setting", "with_best_scale", "with_validation"]
+__all__ = ["chosen_precision", "defaults", "setting", "with_best_scale", "with_dropout", "with_validation"]
 
 BATCH = 200
 PRECISION_FACTORS = (1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -58,6 +59,13 @@ def with_validation(problem: Problem) -> Fitted:
     la = with_posterior(la, held_out.calibrated(la.network, la._posterior, la._fit))
     seconds = details["seconds"] + time.perf_counter() - started
     return fitted_predictions(problem, la, details | hyperparameters(la) | {"seconds": seconds})
+
+
+def with_dropout(problem: Problem) -> Fitted:
+    """As `with_validation`, of the network that is best with Monte Carlo dropout, which is not used to predict."""
+    rate, _ = best_dropout(problem)
+    fit = with_validation(replace(problem, dropout=rate))
+    return replace(fit, details={**fit.details, "rate": rate}, passes=fit.passes + len(DROPOUT_RATES) * problem.epochs)
 
 
 def with_posterior(la: LinearisedLaplace, posterior: Posterior) -> LinearisedLaplace:

@@ -17,7 +17,7 @@ from benchmarks.metrics import best_scale, label_log_likelihoods
 from benchmarks.predictions import Fitted, log_mean_exp, prediction, targets
 from benchmarks.training import Problem, loss_of, outputs_of
 
-__all__ = ["deep_ensemble", "mc_dropout", "mean_field", "network_alone", "swag", "temperature_scaling"]
+__all__ = ["best_dropout", "deep_ensemble", "mc_dropout", "mean_field", "network_alone", "swag", "temperature_scaling"]
 
 Draw = Callable[[Tensor], Tensor]  # outputs of K networks, `[K, N, ...]`
 
@@ -97,6 +97,12 @@ def deep_ensemble(problem: Problem) -> Fitted:
 
 def mc_dropout(problem: Problem) -> Fitted:
     """Trained and evaluated with dropout (Gal & Ghahramani 2016)."""
+    rate, draw = best_dropout(problem)
+    return by_members(problem, draw, len(DROPOUT_RATES) * problem.epochs, DROPOUT_SAMPLES, rate=rate)
+
+
+def best_dropout(problem: Problem) -> tuple[float, Draw]:
+    """The rate of the best predictions with dropout, and these."""
 
     def draws(network: nn.Module) -> Draw:
         def draw(x: Tensor) -> Tensor:
@@ -109,9 +115,7 @@ def mc_dropout(problem: Problem) -> Fitted:
 
         return draw
 
-    candidates = [(rate, draws(problem.trained(dropout=rate))) for rate in DROPOUT_RATES]
-    rate, draw = best(problem, candidates)
-    return by_members(problem, draw, len(candidates) * problem.epochs, DROPOUT_SAMPLES, rate=rate)
+    return best(problem, [(rate, draws(problem.trained(dropout=rate))) for rate in DROPOUT_RATES])
 
 
 def swag(problem: Problem) -> Fitted:

@@ -170,8 +170,8 @@ def segmentation(train: int, side: int = 16) -> Callable[[int], Data]:
 
     def load(seed: int) -> Data:
         generator = torch.Generator().manual_seed(seed)
-        parts = [part(num, 0.4, generator) for num in (train, 20, 60)]
-        return data_of(parts, shifts={"more noise": part(60, 0.8, generator)})
+        parts = [part(num, 0.4, generator) for num in (train, 20, 30)]
+        return data_of(parts, shifts={"more noise": part(30, 0.8, generator)})
 
     return load
 

@@ -90,6 +90,7 @@ class Problem:
         seed: of the first network, and of methods.
         name: of the task.
         networks: a folder for trained networks.
+        dropout: the rate with which the network is trained that error bars are for.
     """
 
     task: Task
@@ -99,6 +100,7 @@ class Problem:
     seed: int = 0
     name: str = ""
     networks: Path | None = None
+    dropout: float = 0.0
 
     @property
     def likelihood(self) -> str:
@@ -132,7 +134,7 @@ class Problem:
     @cached_property
     def network(self) -> nn.Module:
         """What error bars are for."""
-        return self.trained()
+        return self.trained(dropout=self.dropout) if self.dropout else self.trained()
 
     def residual_variance(self, part: Part, outputs: Tensor) -> float:
         """Mean squared residual of a regression."""

@@ -37,6 +37,11 @@ _SCALES = torch.logspace(-2, 2, 17, dtype=torch.float64)
 _MARGIN = 1.25
 # The largest leverage of a datum that estimates from samples are believed.
 _LEVERAGE = 0.95
+# Standard deviations of Gaussian priors of `log τ`, so of `log √τ` one, and of `log T`. Of error bars and a temperature
+# that explain held-out data equally well, the error bars are believed: they tell data far from the training data.
+_LOG_SCALE, _LOG_TEMPERATURE = 2.0, 0.5
+# Of the temperature of the network alone where it is below one: surer than the network only where many data say so.
+_LOG_SHARPER = 0.1
 
 
 @dataclass(frozen=True)
@@ -119,10 +124,11 @@ def leave_one_out_scale(
 ) -> float:
     r"""`τ` under which the training labels are likeliest, each at its `left_out_outputs`, without validation data.
 
-    `argmax_τ Σ_i log (1/2K) Σ_k Σ_± p(y_i | f_i^{-i} ± √τ φ_i ζ_k)`, between 0.01 and 100; where a datum has several
-    labels, each by itself. Arguments as there.
+    `argmax_τ log N(log √τ | 0, 1) + Σ_i log (1/2K) Σ_k Σ_± p(y_i | f_i^{-i} ± √τ φ_i ζ_k)`, between 0.01 and 100; where
+    a datum has several labels, each by itself. The prior matters where data are few and none of them is predicted
+    wrongly: no error bars at all would then be likeliest. Arguments as there.
     """
-    total = torch.zeros(len(_SCALES), dtype=torch.float64, device=deviations.device)
+    total = 0.5 * (_SCALES.log() / _LOG_SCALE).square().to(deviations.device)
     for n in parts_of(deviations):
         y, d = targets[n], deviations[:, n]
         outputs = left_out_outputs(likelihood, y, network_outputs[n], mode_outputs[n], d)
@@ -151,8 +157,10 @@ def held_out_classification(
 ) -> Calibration:
     r"""Scale and temperature under which held-out data are likeliest, `p = (1/2K) Σ_k Σ_± σ((f ± √τ φζ_k)/T)`.
 
-    `log τ` and `log T` have standard normal priors, which matter where data are few: without an error among them, the
-    likeliest temperature of a few dozen is zero.
+    `log √τ` has a standard normal prior, `log T` one of half that width, which matter where data are few. `T` is at
+    least one, or the temperature of the network without error bars where the network is not sure enough. Below, it
+    would take back what the error bars widen: no loss among data like the held-out ones, but others would be predicted
+    more surely than by the network.
 
     Args:
         likelihood: categorical or Bernoulli.
@@ -162,12 +170,19 @@ def held_out_classification(
     """
     outputs, parts = outputs.double(), parts_of(deviations)
 
-    def losses(at: Tensor) -> Iterator[Tensor]:
+    def losses(deviations: Tensor, log_scale: Tensor, log_temperature: Tensor) -> Iterator[Tensor]:
+        scale, T = log_scale.exp(), log_temperature.exp()
         for n in parts:
-            T = at[1].exp()
-            yield label_losses(likelihood, targets[n], outputs[n] / T, deviations[:, n] / T, at[0].exp()).sum()
+            yield label_losses(likelihood, targets[n], outputs[n] / T, deviations[:, n] / T, scale).sum()
 
-    scale, temperature = _likeliest(losses, len(outputs), [(-9.0, 5.0), (-3.0, 5.0)])
+    none = torch.zeros_like(deviations[:1])
+    (least,) = _likeliest(lambda at: losses(none, torch.zeros(()), at[0]), len(outputs), [(-3.0, 0.0)], (_LOG_SHARPER,))
+    scale, temperature = _likeliest(
+        lambda at: losses(deviations, at[0], at[1]),
+        len(outputs),
+        [(-9.0, 5.0), (math.log(least), 5.0)],
+        (_LOG_SCALE, _LOG_TEMPERATURE),
+    )
     return Calibration(scale=scale, temperature=temperature)
 
 
@@ -179,7 +194,7 @@ def held_out_regression(
 ) -> Calibration:
     r"""The scale of the covariance, and a factor of the noise variance, under which held-out data are likeliest.
 
-    Their logarithms have standard normal priors.
+    `log √τ`, and the logarithm of the factor, have standard normal priors.
 
     Args:
         targets: of the held-out data.
@@ -193,17 +208,21 @@ def held_out_regression(
         total = at[0].exp() * S + torch.diag_embed(at[1].exp() * noise)
         yield -torch.distributions.MultivariateNormal(torch.zeros_like(error), total).log_prob(error).sum()
 
-    scale, factor = _likeliest(losses, len(error), [(-9.0, 5.0), (-9.0, 9.0)])
+    scale, factor = _likeliest(losses, len(error), [(-9.0, 5.0), (-9.0, 9.0)], (_LOG_SCALE, 1.0))
     return Calibration(scale=scale, noise=factor)
 
 
 def _likeliest(
-    losses: Callable[[Tensor], Iterator[Tensor]], num_data: int, bounds: list[tuple[float, float]]
+    losses: Callable[[Tensor], Iterator[Tensor]],
+    num_data: int,
+    bounds: list[tuple[float, float]],
+    stddevs: tuple[float, ...],
 ) -> tuple[float, ...]:
     """Exponentials of the arguments of largest posterior, from two starts: as it is, and hardly any spread."""
+    precisions = np.array(stddevs) ** -2.0
 
     def value_and_gradient(at: np.ndarray) -> tuple[float, np.ndarray]:
-        value, gradient = 0.5 * float(at @ at), at.copy()
+        value, gradient = 0.5 * float(at @ (precisions * at)), precisions * at
         point = torch.from_numpy(at).requires_grad_()
         with torch.enable_grad():
             # A part at a time, so that memory holds the graph.
@@ -212,6 +231,7 @@ def _likeliest(
                 gradient += torch.autograd.grad(loss, point)[0].numpy()
         return value / num_data, gradient / num_data
 
-    starts = ([0.0] * len(bounds), [-4.0] + [0.0] * (len(bounds) - 1))
+    rest = [0.0] * (len(bounds) - 1)
+    starts = ([0.0, *rest], [max(-4.0, bounds[0][0]), *rest])
     found = [minimize(value_and_gradient, start, jac=True, bounds=bounds, method="L-BFGS-B") for start in starts]
     return tuple(float(v) for v in np.exp(min(found, key=lambda result: result.fun).x))

@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
+from scipy.optimize import minimize_scalar
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -155,9 +157,43 @@ def test_few_labels_without_an_error_do_not_take_the_temperature_to_zero(num: in
     logits = torch.tensor([[2.0, 0.0], [0.0, 2.0]], dtype=torch.float64).repeat(num // 2, 1)
     y, deviations = logits.argmax(1), 1e-6 * normal(8, num, 2)
     T = held_out_classification(Categorical(), y, logits, deviations).temperature
-    # N d/d(log T) softplus(−2/T) = −log T, the prior's slope
-    assert num * 2 / T / (1 + math.exp(2 / T)) == pytest.approx(-math.log(T), rel=1e-3)
+    # N d/d(log T) softplus(−2/T) = −log T / 0.1², the prior's slope
+    assert num * 2 / T / (1 + math.exp(2 / T)) == pytest.approx(-100 * math.log(T), rel=1e-3)
     assert T < 1
+
+
+def test_labels_of_a_network_that_is_not_sure_enough() -> None:
+    """Logits half as large as they should be, and no error bars: many labels say so."""
+    torch.manual_seed(0)
+    y, logits = overlapping(0.5)
+    found = held_out_classification(Categorical(), y, logits, 1e-6 * normal(8, len(y), 3, seed=5))
+    alone = minimize_scalar(
+        lambda t: float(F.cross_entropy(logits / math.exp(t), y, reduction="sum")) + 50 * t**2, bounds=(-3, 0)
+    )
+    assert found.temperature == pytest.approx(math.exp(alone.x), rel=1e-3)
+    assert found.temperature < 0.75
+
+
+def test_a_temperature_does_not_take_back_what_the_error_bars_widen() -> None:
+    """Labels of a network that is right, and error bars that are as large for all: with them alone it is too unsure."""
+    logits, deviations = 2 * normal(60, 3, seed=1), 2 * normal(64, 60, 3, seed=2)
+    y = torch.distributions.Categorical(logits=logits).sample()
+
+    def loss(scale: float, temperature: float) -> float:
+        losses = label_losses(Categorical(), y, logits / temperature, deviations / temperature, scale)
+        return float(losses.sum()) + math.log(scale) ** 2 / 8 + 2 * math.log(temperature) ** 2
+
+    found = held_out_classification(Categorical(), y, logits, deviations)
+    assert loss(found.scale, 0.8 * found.temperature) < loss(found.scale, found.temperature)
+    for scale, temperature in ((0.8, 1), (1.25, 1), (1, 1.25)):
+        assert loss(scale * found.scale, temperature * found.temperature) > loss(found.scale, found.temperature)
+    alone = minimize_scalar(lambda t: float(F.cross_entropy(logits / math.exp(t), y, reduction="sum")) + 50 * t**2)
+    assert found.temperature == pytest.approx(min(1.0, math.exp(alone.x)), rel=1e-3)
+
+
+def test_a_scale_that_labels_say_nothing_about_is_one() -> None:
+    y, logits = torch.arange(3).repeat(4), 30 * torch.eye(3, dtype=torch.float64).repeat(4, 1)
+    assert leave_one_out_scale(Categorical(), y, logits, logits, 1e-9 * normal(8, 12, 3)) == pytest.approx(1.0)
 
 
 def test_leverages_from_few_samples_are_clipped() -> None:
