@@ -1,8 +1,11 @@
 """One GGN product of `K` vectors, against one gradient, curvlinops, a loop and `vmap`, all in one run.
 
-`python -m benchmarks.products [--networks LeNet] [--vectors 1 8 64] [--repeats 9]`. Contenders alternate; printed is
-the least processor time, of one thread, in gradients of the same network and batch. The floor is that of arithmetic,
-`(1 + 4K)/3` gradients: one forward pass, and two passes' worth for each tangent and each pullback.
+`python -m benchmarks.products [--networks LeNet] [--vectors 1 8 64] [--repeats 9] [--compile]`. Contenders alternate;
+printed is the least processor time, of one thread, in gradients of the same network and batch. The floor is that of
+arithmetic, `(1 + 4K)/3` gradients: one forward pass, and two passes' worth for each tangent and each pullback.
+
+With `--compile` also the product that is compiled, the seconds that compiling takes, and the JVP of a trace that is
+kept for a batch which comes again (`torch.func.linearize`): it holds what a forward pass makes, and pushes tangents.
 """
 
 import argparse
@@ -12,7 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, jvp, vjp, vmap
+from torch.func import functional_call, jvp, linearize, vjp, vmap
 
 from benchmarks.compatible_layers import UNet
 from laplace_sampling.forward_mode import forward_mode_kernels
@@ -65,7 +68,9 @@ NETWORKS = {
 }  # fmt: skip
 
 
-def contenders(module: nn.Module, x: Tensor, K: int, chunk: int) -> dict[str, Callable[[], Tensor]]:
+def contenders(
+    module: nn.Module, x: Tensor, K: int, chunk: int, *, compile: bool = False
+) -> dict[str, Callable[[], Tensor]]:
     """What computes the product of the same `K` vectors, and one gradient."""
     network = Linearisation(module)
     weights, f = network._selected(), network(x)
@@ -97,6 +102,15 @@ def contenders(module: nn.Module, x: Tensor, K: int, chunk: int) -> dict[str, Ca
         "vmap": torch.no_grad()(lambda: vmap(one, chunk_size=chunk)(tangents)),
         "vmap of all": torch.no_grad()(lambda: vmap(one)(tangents)),
     }
+    if compile:
+        compiled = Linearisation(module, compile=True)
+
+        def outputs(w: dict[str, Tensor]) -> Tensor:
+            return functional_call(module, w, (x,))
+
+        _, push = linearize(outputs, weights)
+        found["compiled"] = lambda: compiled.ggn(x, v, curvature)
+        found["trace"] = torch.no_grad()(lambda: vmap(push, chunk_size=chunk)(tangents))
     try:
         from curvlinops import GGNLinearOperator  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -129,6 +143,7 @@ def main() -> None:
     parser.add_argument("--vectors", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--chunk", type=int, default=16)
+    parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -137,23 +152,33 @@ def main() -> None:
 
 
 def compare(args: argparse.Namespace) -> None:
-    print("| network | K | gradient, ms | floor | jvp | vjp | ours | curvlinops | loop | vmap | curvlinops / ours |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    ways = ["jvp", "vjp", "ours", "curvlinops", "loop", "vmap"]
+    ways += ["compiled", "trace"] if args.compile else []
+    heads = ["network", "K", "gradient, ms", "floor", *ways, "curvlinops / ours"]
+    heads += ["curvlinops / compiled", "compiling, s"] if args.compile else []
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for name in args.networks:
         module, x = NETWORKS[name]()
         module.eval()
         for K in args.vectors:
-            found = contenders(module, x, K, args.chunk)
-            results = {way: found[way]() for way in ("ours", "loop", "vmap", "curvlinops") if way in found}
+            found = contenders(module, x, K, args.chunk, compile=args.compile)
+            started = time.perf_counter()
+            for _ in range(5 if args.compile else 0):  # the fourth product is the first that is compiled
+                found["compiled"]()
+            compiling = time.perf_counter() - started
+            results = {way: found[way]() for way in ("ours", "loop", "vmap", "curvlinops", "compiled") if way in found}
             for way, result in results.items():
                 torch.testing.assert_close(result, results["ours"], rtol=1e-3, atol=1e-4, msg=f"{way} differs")
+            if args.compile:
+                torch.testing.assert_close(found["trace"](), found["jvp"](), rtol=1e-3, atol=1e-4)
             seconds = processor_seconds(found, args.repeats)
             unit = seconds["gradient"]
             seconds["vmap"] = min(seconds["vmap"], seconds["vmap of all"])
-            ways = [seconds.get(w, float("nan")) / unit for w in ("jvp", "vjp", "ours", "curvlinops", "loop", "vmap")]
-            cells = " | ".join(f"{way:.2f}" for way in ways)
-            ratio = seconds.get("curvlinops", float("nan")) / seconds["ours"]
-            print(f"| {name} | {K} | {1e3 * unit:.1f} | {(1 + 4 * K) / 3:.1f} | {cells} | {ratio:.2f} |", flush=True)
+            cells = [f"{seconds.get(way, float('nan')) / unit:.2f}" for way in ways]
+            for way in ("ours", "compiled") if args.compile else ("ours",):
+                cells.append(f"{seconds.get('curvlinops', float('nan')) / seconds[way]:.2f}")
+            cells += [f"{compiling:.0f}"] if args.compile else []
+            print(f"| {name} | {K} | {1e3 * unit:.1f} | {(1 + 4 * K) / 3:.1f} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -199,10 +199,14 @@ class JacobianProducts:
             nodes += [before for before, _ in node.next_functions]
 
     def _at_once(self, num: int, like: Tensor, size: float) -> int:
-        """How many of `num` vectors at a time: as many as a CPU's caches hold, in parts of one size."""
-        fewest = min(_FEWEST, self.chunk_size) if like.device.type == "cpu" else self.chunk_size
-        most = min(max(int(_CACHED / max(size, 1)), fewest), 4 * self.chunk_size)
+        """How many of `num` vectors at a time, in parts of one size."""
+        most = self.most_at_once(like.device, size)
         return -(-num // -(-num // most))
+
+    def most_at_once(self, device: torch.device, size: float) -> int:
+        """As many vectors as a CPU's caches hold."""
+        fewest = min(_FEWEST, self.chunk_size) if device.type == "cpu" else self.chunk_size
+        return min(max(int(_CACHED / max(size, 1)), fewest), 4 * self.chunk_size)
 
     def push_and_pull(
         self, f: Function, weights: Weights, tangent: Weights, curvature: Callable[[Tensor], Tensor], size: float

@@ -7,10 +7,8 @@ which the exact method calls on small problems).
 
 import copy
 import hashlib
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -20,14 +18,14 @@ from torch.func import functional_call, vjp, vmap
 
 from laplace_sampling.budgets import BatchLimit, cpu_out_of_memory
 from laplace_sampling.calling import Layout, arguments, batched, num_rows, read, take
+from laplace_sampling.compiled import CompiledProducts
 from laplace_sampling.forward_mode import ComposedLayers, differentiable, forward_mode_kernels
 from laplace_sampling.held_module import evaluation_mode, unwrapped
 from laplace_sampling.jacobian_products import JacobianProducts
 from laplace_sampling.precision import users_precision
+from laplace_sampling.selection import Selection, select
 
-__all__ = ["Linearisation", "Selection"]
-
-Selection = Sequence[str] | str | Callable[[str, nn.Parameter], bool] | None
+__all__ = ["Linearisation"]
 
 # Jacobian products evaluated together under `vmap`. Most of the gain over a loop is there at 16 of them
 # (`benchmarks/products.py`); memory grows with it.
@@ -51,6 +49,8 @@ class Linearisation:
             tensors are small; on a CPU fewer, but no fewer than 4, where caches do not hold them.
         autocast: dtype of the operations that `torch.autocast` lowers, within Jacobian products only. Products are
             given and returned in `dtype`, and summed over data in it.
+        compile: whether products of shapes that come again are compiled by `torch.compile`, or by which of its
+            backends. Where that fails, or gives other products, they are not; a notice says so.
 
     Attributes:
         limit: of the data that go through the network at once; a batch of more goes in pieces.
@@ -61,7 +61,7 @@ class Linearisation:
     Raises:
         TypeError: if `module` is not an `nn.Module`.
         ValueError: if the selection names nothing, something unknown, or weights that are not floating point; for
-            an `autocast` that is not narrower than `dtype`.
+            an `autocast` that is not narrower than `dtype`, or that is to be compiled.
     """
 
     def __init__(
@@ -71,12 +71,13 @@ class Linearisation:
         *,
         chunk_size: int = DEFAULT_CHUNK,
         autocast: torch.dtype | None = None,
+        compile: bool | str = False,
     ) -> None:
         if chunk_size < 1:
             raise ValueError(f"`chunk_size` must be at least 1, but is {chunk_size}.")
         self.module = module = unwrapped(module)
         self.chunk_size = chunk_size
-        self.names = _select(module, parameters)
+        self.names = select(module, parameters)
         self.shapes = {name: parameter.shape for name, parameter in self._selected().items()}
         self._all_random = len(self.names) == len(dict(module.named_parameters()))
         self.num_parameters = sum(shape.numel() for shape in self.shapes.values())
@@ -89,6 +90,14 @@ class Linearisation:
                 f"`autocast={autocast}` must be torch.bfloat16 or torch.float16, of a network in float32, but the "
                 f"network is in {self.module_dtype}; leave it out, or call `model.float()`."
             )
+        if compile and autocast is not None:
+            raise ValueError("`compile` and `autocast` do not go together: leave one of them out.")
+        self.compile = compile
+        self._compiled = self._programs() if compile else None
+
+    def _programs(self) -> CompiledProducts:
+        backend = self.compile if isinstance(self.compile, str) else "inductor"
+        return CompiledProducts(self.module, self.shapes, self.dtype, backend)
 
     def _selected(self) -> dict[str, Tensor]:
         parameters = dict(self.module.named_parameters())
@@ -185,9 +194,17 @@ class Linearisation:
 
     def _push(self, x: Any, v: Tensor, graph: bool = False) -> Tensor:
         weights = self._selected()
-        tangents = {name: t.to(weights[name].dtype) for name, t in self.unflatten(v).items()}
+
+        def push(v: Tensor) -> Tensor:
+            tangents = {name: t.to(weights[name].dtype) for name, t in self.unflatten(v).items()}
+            return self._ways.push(self._outputs(x), weights, tangents, self._size(x), graph=graph)
+
         with differentiable(graph):
-            product = self._ways.push(self._outputs(x), weights, tangents, self._size(x), graph=graph)
+            if graph or self._compiled is None:
+                product = push(v)
+            else:
+                most = self._ways.most_at_once(v.device, self._size(x))
+                product = self._compiled.push({**self._fixed(), **weights}, x, v, most, push)
         self.products["jvp"] += len(v) * num_rows(x)
         return product
 
@@ -220,11 +237,18 @@ class Linearisation:
             return self._pull(x, u)
 
     def _pull(self, x: Any, u: Tensor) -> Tensor:
-        weights = {name: w.requires_grad_() for name, w in self._selected().items()}
-        with torch.enable_grad():
-            outputs = self._outputs(x)(weights)
-            cotangents = u.to(outputs.dtype).reshape(len(u), *outputs.shape)
-            rows = self._rows(self._ways.pull(outputs, list(weights.values()), cotangents, self._size(x)), u)
+        def pull(u: Tensor) -> Tensor:
+            weights = {name: w.requires_grad_() for name, w in self._selected().items()}
+            with torch.enable_grad():
+                outputs = self._outputs(x)(weights)
+                cotangents = u.to(outputs.dtype).reshape(len(u), *outputs.shape)
+                return self._rows(self._ways.pull(outputs, list(weights.values()), cotangents, self._size(x)), u)
+
+        if self._compiled is None:
+            rows = pull(u)
+        else:
+            most = self._ways.most_at_once(u.device, self._size(x))
+            rows = self._compiled.pull({**self._fixed(), **self._selected()}, x, u.flatten(2), most, pull)
         self.products["vjp"] += len(u) * num_rows(x)
         return rows
 
@@ -269,7 +293,7 @@ class Linearisation:
     def _ggn(self, x: Any, v: Tensor, curvature: Callable[[Tensor], Tensor]) -> Tensor:
         """Of data that go through the network at once."""
         with evaluation_mode(self.module), forward_mode_kernels(layers=False):
-            if len(v) == 1:
+            if len(v) == 1 and self._compiled is None:
                 weights = self._selected()
                 tangent = {name: t[0].to(weights[name].dtype) for name, t in self.unflatten(v).items()}
                 grads = self._ways.push_and_pull(self._outputs(x), weights, tangent, curvature, self._size(x))
@@ -358,7 +382,9 @@ class Linearisation:
 
     def with_names(self, names: list[str]) -> "Linearisation":
         """The same network with other weights random; what was found of its ways of products is shared."""
-        other = Linearisation(self.module, names, chunk_size=self.chunk_size, autocast=self.autocast)
+        other = Linearisation(
+            self.module, names, chunk_size=self.chunk_size, autocast=self.autocast, compile=self.compile
+        )
         other._ways, other.products, other.limit = self._ways, self.products, self.limit
         return other
 
@@ -366,6 +392,7 @@ class Linearisation:
         """The same on a copy of the module in float64; products are counted together."""
         other = copy.copy(self)
         other.module, other.autocast = copy.deepcopy(self.module).double(), None
+        other.compile, other._compiled = False, None
         return other
 
     def fingerprint(self) -> Tensor:
@@ -428,71 +455,3 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor:
 
 def _summed(parts: list[Tensor]) -> Tensor:
     return sum(parts[1:], parts[0])
-
-
-def _select(module: nn.Module, selection: Selection) -> list[str]:
-    """Names of the random weights, in the order of `module.named_parameters()`."""
-    parameters = dict(module.named_parameters())
-    if selection is None:
-        names = [name for name, p in parameters.items() if p.requires_grad and p.is_floating_point()]
-        fixed = [name for name, p in parameters.items() if not p.is_floating_point()]
-        if fixed:
-            warnings.warn(
-                f"Parameters {fixed} are not floating point: they are left out and stay as they are.", stacklevel=4
-            )
-        if not names:
-            raise ValueError(
-                "No parameter of the model requires a gradient, so none is random. "
-                "Name some with `parameters=[...]`, or call `requires_grad_(True)` on them."
-            )
-    elif callable(selection):
-        names = [name for name, p in parameters.items() if selection(name, p)]
-    else:
-        patterns = [selection] if isinstance(selection, str) else selection
-        if not isinstance(patterns, Iterable) or not all(isinstance(pattern, str) for pattern in patterns):
-            found = type(patterns).__name__
-            if isinstance(patterns, Sequence):
-                found += f" of {', '.join(sorted({type(pattern).__name__ for pattern in patterns}))}"
-            raise TypeError(
-                f"`parameters` takes names, globs, a predicate `(name, parameter) -> bool` or masks by name, but got a "
-                f"{found}; the names are those of `model.named_parameters()`."
-            )
-        names = _matching(module, list(patterns))
-    if not names:
-        raise ValueError(f"`parameters` selects nothing; the model has {list(parameters)}.")
-    wrong = [name for name in names if not parameters[name].is_floating_point()]
-    if wrong:
-        raise ValueError(f"Parameters {wrong} are not floating point; leave them out with `parameters=`.")
-    return names
-
-
-def _matching(module: nn.Module, patterns: list[str]) -> list[str]:
-    """Names that match a pattern and none with a leading `"!"`; with these alone, of all that require a gradient.
-
-    What is a name is no pattern. Tied weights have several names.
-    """
-    parameters = dict(module.named_parameters())
-    first = {id(p): name for name, p in parameters.items()}
-    names_of: dict[str, list[str]] = {name: [] for name in parameters}
-    aliases: dict[str, list[str]] = {name: [] for name in parameters}
-    for name, p in module.named_parameters(remove_duplicate=False):
-        owner, _, own = name.rpartition(".")
-        names_of[first[id(p)]].append(name)
-        aliases[first[id(p)]] += [name, f"{type(module.get_submodule(owner)).__name__}.{own}"]
-    exact = {name for names in names_of.values() for name in names}
-
-    def matches(name: str, pattern: str) -> bool:
-        pattern = pattern.removeprefix("!")
-        if pattern in exact:
-            return pattern in names_of[name]
-        return any(fnmatchcase(alias, pattern) for alias in aliases[name])
-
-    unknown = [pattern for pattern in patterns if not any(matches(name, pattern) for name in parameters)]
-    if unknown:
-        raise ValueError(f"`parameters={unknown}` match no parameter of the model; it has {list(parameters)}.")
-    wanted = [pattern for pattern in patterns if not pattern.startswith("!")]
-    if wanted or not patterns:
-        names = [name for name in parameters if any(matches(name, pattern) for pattern in wanted)]
-    else:
-        names = [name for name, p in parameters.items() if p.requires_grad and p.is_floating_point()]
-    return [name for name in names if not any(matches(name, p) for p in patterns if p.startswith("!"))]

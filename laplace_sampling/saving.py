@@ -250,6 +250,7 @@ def recipe_of(settings: Any) -> dict[str, Any]:
         "max_memory": settings.max_memory,
         "observed": settings.observe is not None,
         "last_layer": isinstance(settings.network, LastLayer),
+        "compile": settings.network.compile,
         "autocast": None if settings.network.autocast is None else str(settings.network.autocast).split(".")[-1],
     }
     return {**recipe, "likelihood": recipe_of_likelihood(settings.likelihood)}
@@ -338,6 +339,7 @@ def arguments_of(settings: dict[str, Any], likelihood: Any, prior: Any) -> dict[
         "parameters": "last_layer" if recipe.get("last_layer") else settings["parameters"],
         "solver": solver_of(recipe["solver"]),
         "max_memory": recipe.get("max_memory"),
+        "compile": recipe.get("compile", False),
         "autocast": getattr(torch, recipe["autocast"]) if recipe.get("autocast") else None,
         "noise_at": recipe.get("noise_at", "auto"),
         "scale": recipe.get("scale", "auto"),

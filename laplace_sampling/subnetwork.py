@@ -45,11 +45,13 @@ class Subnetwork(Linearisation):
         *,
         chunk_size: int = DEFAULT_CHUNK,
         autocast: torch.dtype | None = None,
+        compile: bool | str = False,
     ) -> None:
         module = unwrapped(module)
         chosen = _indices(module, elements)
         super().__init__(module, list(chosen), chunk_size=chunk_size, autocast=autocast)
-        self.whole = Linearisation(module, list(chosen), chunk_size=chunk_size, autocast=autocast)
+        self.whole = Linearisation(module, list(chosen), chunk_size=chunk_size, autocast=autocast, compile=compile)
+        self.compile = compile
         self.whole.limit = self.limit
         self.whole.products = self.products
         starts = torch.tensor([0, *self._sizes]).cumsum(0).tolist()

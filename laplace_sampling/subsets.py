@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from laplace_sampling.last_layer import LastLayer
-from laplace_sampling.linearise import Linearisation, Selection
+from laplace_sampling.linearise import Linearisation
+from laplace_sampling.selection import Selection
 from laplace_sampling.subnetwork import Elements, Subnetwork
 
 __all__ = ["Subset", "linearise"]
@@ -14,14 +15,21 @@ __all__ = ["Subset", "linearise"]
 Subset = Selection | Elements
 
 
-def linearise(module: nn.Module, parameters: Subset, *, autocast: torch.dtype | None = None) -> Linearisation:
+def linearise(
+    module: nn.Module, parameters: Subset, *, autocast: torch.dtype | None = None, compile: bool | str = False
+) -> Linearisation:
     """The network with the random weights that `parameters` says.
 
     Raises:
-        TypeError, ValueError: as `Linearisation`, `LastLayer` and `Subnetwork`.
+        TypeError, ValueError: as `Linearisation`, `LastLayer` and `Subnetwork`; for a last layer to be compiled.
     """
     if isinstance(parameters, str) and parameters == "last_layer":
+        if compile:
+            raise ValueError(
+                '`compile` is for products of a network; those of `parameters="last_layer"` are matrix products of '
+                "features that are kept. Leave it out."
+            )
         return LastLayer(module, autocast=autocast)
     if isinstance(parameters, Mapping):
-        return Subnetwork(module, parameters, autocast=autocast)
-    return Linearisation(module, parameters, autocast=autocast)
+        return Subnetwork(module, parameters, autocast=autocast, compile=compile)
+    return Linearisation(module, parameters, autocast=autocast, compile=compile)

@@ -9,6 +9,7 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 from torch.testing import assert_close
 
+from laplace_sampling import calibration
 from laplace_sampling.calibration import (
     held_out_classification,
     held_out_regression,
@@ -194,6 +195,12 @@ def test_a_temperature_does_not_take_back_what_the_error_bars_widen() -> None:
 def test_a_scale_that_labels_say_nothing_about_is_one() -> None:
     y, logits = torch.arange(3).repeat(4), 30 * torch.eye(3, dtype=torch.float64).repeat(4, 1)
     assert leave_one_out_scale(Categorical(), y, logits, logits, 1e-9 * normal(8, 12, 3)) == pytest.approx(1.0)
+
+
+def test_parts_hold_no_more_numbers_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_NUMBERS", 8 * 3 * 5)
+    assert [len(part) for part in calibration.parts_of(normal(8, 12, 3))] == [5, 5, 2]
+    assert [len(part) for part in calibration.parts_of(normal(800, 2, 3))] == [1, 1]
 
 
 def test_leverages_from_few_samples_are_clipped() -> None:

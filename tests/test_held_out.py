@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_sampling import ConvergenceWarning, LinearisedLaplace, held_out
 from laplace_sampling.calibration import leave_one_out_scale
+from laplace_sampling.likelihoods import Bernoulli, Categorical
 
 
 def overfitted() -> tuple[nn.Module, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -75,7 +76,12 @@ def test_validation_data_choose_scale_and_temperature(tmp_path: Path) -> None:
 
     assert -float(pred.log_prob(valid[1]).mean()) == pytest.approx(loss(la.scale_, la.temperature_, *valid))
     grid = [penalised(s, t) for s in (0.01, 0.1, 0.5, 1.0, 2.0, 10.0) for t in (1.0, 1.5, 2.0, 3.0, 5.0)]
-    assert penalised(la.scale_, la.temperature_) < min(grid) + 1e-6
+    best = penalised(la.scale_, la.temperature_)
+    assert best < min(grid) + 1e-6
+    assert la.temperature_ > 1.05  # not at its bound
+    for factor in (0.97, 1.03):
+        assert best < penalised(factor * la.scale_, la.temperature_) < best + 1e-2
+        assert best < penalised(la.scale_, factor * la.temperature_) < best + 1e-2
     assert loss(la.scale_, la.temperature_, *test) < 0.9 * loss(1e-9, 1.0, *test)
     la.save(tmp_path / "la.pt")
     loaded = LinearisedLaplace.load(tmp_path / "la.pt", model)
@@ -145,6 +151,26 @@ def test_a_posterior_that_forgets_its_data_says_so() -> None:
     points = torch.randn(60, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     with pytest.warns(ConvergenceWarning, match="pass `val_loader`"):
         binary.fit_hyperparameters([(points, (points.sum(1, keepdim=True) > 0).double())], progress=False)
+
+
+def test_the_log_likelihood_without_inputs_is_that_of_frequencies() -> None:
+    """Of labels that are given, by weight: three of class 0, one of class 1; of two outputs, 3/4 and 1/2 ones."""
+    y, weights = torch.tensor([[0, -100], [1, 0]]), torch.tensor([[2.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
+    expected = 0.75 * math.log(0.75) + 0.25 * math.log(0.25)
+    assert held_out._without_inputs(Categorical(), y, weights) == pytest.approx(expected)
+    ones, weights = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[3.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
+    assert held_out._without_inputs(Bernoulli(), ones, weights) == pytest.approx((expected + math.log(0.5)) / 2)
+
+
+def test_validation_data_that_are_looked_at_are_few_and_of_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, train, (x, y) = overfitted()
+    monkeypatch.setattr(held_out, "_NUMBERS", 4 * 3 * 100)  # of 600 data every sixth
+    settings = {"prior": "isotropic", "method": "exact", "num_samples": 4}
+    few = LinearisedLaplace(model, "classification", **settings)
+    few.fit_hyperparameters([train], val_loader=[(x, y)], progress=False)
+    same = LinearisedLaplace(model, "classification", **settings)
+    same.fit_hyperparameters([train], val_loader=[(x[::6], y[::6])], progress=False)
+    assert (few.scale_, few.temperature_) == (same.scale_, same.temperature_)
 
 
 def test_ignored_labels_do_not_enter_the_scale() -> None:

@@ -1,0 +1,180 @@
+"""Products by `torch.compile`: the same as those that are not compiled, and what is said where there are none."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from cases import make_case
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from benchmarks.compatible_layers import Mixture
+from laplace_sampling import LinearisedLaplace
+from laplace_sampling.linearise import Linearisation
+from laplace_sampling.subnetwork import Subnetwork
+
+BEFORE = 3  # products of a shape that are not compiled
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 5)
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, x: Tensor, weight: Tensor) -> dict[str, Tensor]:
+        h = torch.tanh(self.body(x) * weight[:, None] + self.shift)
+        return {"a": self.a(h), "b": self.b(h).reshape(-1, 5, 1)}
+
+
+def networks() -> dict[str, tuple[nn.Module, object, object]]:
+    torch.manual_seed(0)
+    convolutions = nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(72, 3)
+    ).double()
+    heads = TwoHeads().double()
+    return {
+        "convolutions": (convolutions, random(5, 1, 8, 8), None),
+        "two heads": (heads, {"x": random(5, 3), "weight": random(5, seed=1)}, None),
+        "some weights": (heads, (random(5, 3), random(5, seed=1)), ["a.*", "body.bias"]),
+    }
+
+
+@pytest.mark.parametrize("name", ["convolutions", "two heads", "some weights"])
+def test_products_are_those_that_are_not_compiled(name: str) -> None:
+    module, x, parameters = networks()[name]
+    before = copy.deepcopy(module.state_dict())
+    plain, compiled = Linearisation(module, parameters), Linearisation(module, parameters, compile="aot_eager")
+    for num in (1, 5, 70):
+        v, u = random(num, plain.num_parameters), random(num, *plain(x).flatten(1).shape)
+        for call in range(BEFORE + 2):
+            assert_close(compiled.jvp(x, v), plain.jvp(x, v))
+            assert_close(compiled.vjp(x, u), plain.vjp(x, u))
+            assert_close(compiled.ggn(x, v, torch.tanh), plain.ggn(x, v, torch.tanh))
+            assert num > 1 or bool(compiled._compiled.programs) == (2 * call + 2 > BEFORE)
+    # one vector, 5 as 8 and 70 as 64 and 8, by forward and by reverse mode
+    assert compiled._compiled.programs == 6
+    assert compiled.products == plain.products
+    assert not compiled.jvp(x, v).requires_grad
+    for key, value in module.state_dict().items():
+        assert torch.equal(value, before[key])
+    assert module.training
+
+
+def test_products_with_a_graph_and_of_other_weights() -> None:
+    module, x, _ = networks()["convolutions"]
+    plain, compiled = Linearisation(module), Linearisation(module, compile="eager")
+    v = random(2, plain.num_parameters)
+    for _ in range(BEFORE + 1):
+        compiled.jvp(x, v)
+    inputs = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(compiled.jvp(inputs, v, graph=True).square().sum(), inputs)
+    (expected,) = torch.autograd.grad(plain.jvp(inputs, v, graph=True).square().sum(), inputs)
+    assert_close(gradient, expected)
+    with torch.no_grad():
+        module[4].weight.mul_(2.0)
+    assert_close(compiled.jvp(x, v), plain.jvp(x, v))  # weights are arguments of a program
+    bias = compiled.with_names(["4.bias"])
+    assert bias.compile == "eager"
+    for _ in range(BEFORE + 1):
+        assert_close(bias.jvp(x, random(2, 3)), plain.with_names(["4.bias"]).jvp(x, random(2, 3)))
+    assert bias._compiled.programs == 1
+    assert compiled.in_float64().compile is False
+
+
+def test_elements_of_weights() -> None:
+    module, x, _ = networks()["convolutions"]
+    masks = {"4.weight": torch.rand(3, 72, generator=torch.Generator().manual_seed(0)) < 0.1}
+    plain, compiled = Subnetwork(module, masks), Subnetwork(module, masks, compile="eager")
+    v = random(3, plain.num_parameters)
+    for _ in range(BEFORE + 1):
+        assert_close(compiled.ggn(x, v, torch.tanh), plain.ggn(x, v, torch.tanh))
+    assert compiled.whole._compiled.programs == 2
+
+
+def test_a_fit_is_the_same(tmp_path) -> None:
+    case = make_case("classification")
+    fits = []
+    for backend in (False, "eager"):
+        la = LinearisedLaplace(case.model, "classification", method="cg", num_samples=4, compile=backend)
+        fits.append(la.fit(case.batches, progress=False))
+    plain, compiled = fits
+    assert compiled.network._compiled.programs > 0
+    assert_close(compiled.samples_, plain.samples_)
+    assert_close(compiled.predict(case.x).probs, plain.predict(case.x).probs)
+    compiled.save(tmp_path / "la.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "la.pt", case.model)
+    assert loaded.network.compile == "eager"
+    assert_close(loaded.predict(case.x).probs, plain.predict(case.x).probs)
+
+
+def test_compiled_code_of_a_small_network() -> None:
+    """By the default backend, which writes C++."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), torch.compile(nn.Tanh()), nn.Linear(4, 2))
+    x, v = torch.randn(5, 3), torch.randn(2, 26)
+    plain, compiled = Linearisation(module), Linearisation(module, compile=True)
+    for _ in range(BEFORE + 2):
+        assert_close(compiled.jvp(x, v), plain.jvp(x, v))
+    assert compiled._compiled.programs == 1
+
+
+def test_what_is_not_compiled_is_said_once() -> None:
+    """Control flow by the data."""
+    torch.manual_seed(0)
+    module, x = Mixture().double(), random(6, 3)
+    plain, compiled = Linearisation(module), Linearisation(module, compile="eager")
+    v = random(2, plain.num_parameters)
+    for _ in range(BEFORE):
+        compiled.jvp(x, v)
+    with pytest.warns(UserWarning, match=r"Products of Mixture are not compiled: torch.compile fails, \w+: \w+"):
+        found = compiled.jvp(x, v)
+    assert_close(found, plain.jvp(x, v))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_close(compiled.jvp(x, v), plain.jvp(x, v))
+        assert_close(compiled.vjp(x, random(2, 6, 2)), plain.vjp(x, random(2, 6, 2)))
+    assert compiled._compiled.programs == 0
+
+
+def test_a_program_that_is_wrong_is_not_used() -> None:
+    def doubled(graph: torch.fx.GraphModule, inputs: list[Tensor]):
+        return lambda *args: [2 * output for output in graph(*args)]
+
+    torch._dynamo.register_backend(doubled, name="doubled")
+    module, x, _ = networks()["convolutions"]
+    plain, compiled = Linearisation(module), Linearisation(module, compile="doubled")
+    v = random(2, plain.num_parameters)
+    for _ in range(BEFORE):
+        compiled.jvp(x, v)
+    with pytest.warns(UserWarning, match="Products of Sequential are not compiled: a compiled product is off by 1 of"):
+        found = compiled.jvp(x, v)
+    assert_close(found, plain.jvp(x, v))
+    assert_close(compiled.jvp(x, v), plain.jvp(x, v))
+
+
+def test_inputs_that_are_no_tensors_are_not_compiled() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor, factor: float) -> Tensor:
+            return factor * super().forward(x)
+
+    module = Scaled(3, 2).double()
+    compiled, v = Linearisation(module, compile="eager"), random(2, 8)
+    for factor in (1.0, 2.0):
+        for _ in range(BEFORE + 1):
+            x = (random(4, 3), factor)
+            assert_close(compiled.jvp(x, v), Linearisation(module).jvp(x, v))
+    assert compiled._compiled.programs == 0
+
+
+def test_messages() -> None:
+    module = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="`compile` and `autocast` do not go together: leave one of them out"):
+        LinearisedLaplace(module, "regression", compile=True, autocast=torch.bfloat16)
+    with pytest.raises(ValueError, match=r'`compile` is for products of a network; those of `parameters="last_layer"`'):
+        LinearisedLaplace(module, "regression", compile=True, parameters="last_layer")
