@@ -10,7 +10,7 @@ from benchmarks.results import Results
 __all__ = ["checks"]
 
 OVERCONFIDENT, SLACK = 1.2, 0.005
-WITH_VALIDATION = "ours, validation"
+WITH_VALIDATION, OF_DROPOUT = "ours, validation", "ours, trained with dropout, validation"
 
 
 def checks(
@@ -52,8 +52,10 @@ def defaults(results: Results) -> list[tuple[str, str, str]]:
 def with_validation(results: Results) -> list[tuple[str, str, str]]:
     cases = [case for case in results.cases if results.likelihood(case) == "classification"]
 
-    def lead(over: str, metric: str = "log_likelihood", parts: Sequence[str] = ("test",)) -> tuple[float, int]:
-        found = [results.gain(case, WITH_VALIDATION, metric, part, over) for case in cases for part in parts]
+    def lead(
+        over: str, metric: str = "log_likelihood", parts: Sequence[str] = ("test",), own: str = WITH_VALIDATION
+    ) -> tuple[float, int]:
+        found = [results.gain(case, own, metric, part, over) for case in cases for part in parts]
         found = [value for value in found if not np.isnan(value)]
         return (float(np.mean(found)) if found else np.nan, len(found))
 
@@ -67,6 +69,8 @@ def with_validation(results: Results) -> list[tuple[str, str, str]]:
     kinds += [(f"joint log-likelihood, κ = {kappa}", f"joint_{kappa}", ["test"]) for kappa in (3, 4, 5)]
     compared = [("test data", "temperature scaling", lead("temperature scaling"), 0.0)]
     compared += [(name, peer, lead(peer, metric, parts), 1e-12) for name, metric, parts in kinds for peer in peers]
+    same = "MC dropout, of the network that it trained"
+    compared += [(name, same, lead("MC dropout", metric, parts, OF_DROPOUT), 1e-12) for name, metric, parts in kinds]
     for name, peer, (value, count), least in compared:
         if count:
             rows.append((f"with validation, {name}: against {peer}", f"{value:+.3f}", verdict(value >= least)))

@@ -35,6 +35,7 @@ MAIN = (
     "ours, isotropic, B at the mode",
     "ours, g-prior",
     "ours, validation",
+    "ours, trained with dropout, validation",
     "ours, scale by test oracle",
 )
 

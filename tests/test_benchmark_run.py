@@ -226,6 +226,15 @@ def test_claims_are_checked(results: Results) -> None:
     assert figure == f"{((0.8 / 0.75 - 1) + (1.1 / 0.75 - 1)) / 2:.1%} over 2 cases"
 
 
+def test_claims_about_networks_that_were_trained_with_dropout() -> None:
+    found = [result("a", "MC dropout", 0, -1.0), result("a", "ours, trained with dropout, validation", 0, -0.9)]
+    for line, joint in zip(found, (-5.0, -4.5), strict=True):
+        line["metrics"]["test"]["joint_3"] = joint
+    claims = {claim: (figure, verdict) for claim, figure, verdict in checks(Results(found), [], [])}
+    claim = "with validation, joint log-likelihood, κ = 3: against MC dropout, of the network that it trained"
+    assert claims[claim] == ("+0.500", "yes")
+
+
 def test_the_page_and_its_figures(results: Results, tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     for line in results.lines:
