@@ -3,7 +3,8 @@ r"""Prior and noise precision at MacKay's fixed point, and the mode, from a few 
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -68,9 +69,9 @@ class _Secant:
     def next(self, fixed_point: float, before: float, error: float, num_probes: int) -> float:
         """`α` to go to, from the fixed point of curves made at `before`, whose standard error (of `log α`) is given."""
         x, s = math.log(before), math.log(fixed_point)
-        trust = math.log(_TRUSTED) * 2 ** len(self.beyond)
-        if self.beyond and self.beyond[-1] * (s - x) < 0:
-            trust, self.beyond = math.log(_TRUSTED), []
+        trust = self.trust(s - x)
+        if trust == math.log(_TRUSTED):
+            self.beyond = []
         if abs(s - x) > trust:
             # Farther off than the curves hold: go so far, and twice as far (in log α) if that was not enough.
             self.visited.clear()
@@ -81,6 +82,11 @@ class _Secant:
         if self.spread > 0 and len(self.visited) > 1:
             self._measure(*self.visited[-2:])
         return math.exp(s + self.rate / (1 - self.rate) * (s - x))
+
+    def trust(self, move: float) -> float:
+        """How far curves are believed, in `log α`: farther each time that was not far enough, in one direction."""
+        onward = self.beyond and self.beyond[-1] * move >= 0
+        return math.log(_TRUSTED) * (2 ** len(self.beyond) if onward else 1)
 
     def _measure(self, last: tuple[float, float, float, int], this: tuple[float, float, float, int]) -> None:
         noise = math.hypot(last[2], this[2]) * (_OWN if last[3] == this[3] else 1.0)
@@ -201,7 +207,7 @@ class _Rounds:
         run = run_curves(
             expansion,
             Draws(self.schedule.num_probes, seed, stream),
-            self._fixed_point,
+            partial(self._sought, before),
             self.schedule.target * (1 - self.secant.rate),
             max_basis=self.schedule.max_basis,
             trace=self._trace,
@@ -213,6 +219,21 @@ class _Rounds:
 
     def _fixed_point(self, path: EvidencePath) -> FixedPoint:
         return path.fixed_point(self.precision_bounds, self.learn, follow=not self.quadratic)
+
+    def _sought(self, before: float, path: EvidencePath) -> FixedPoint:
+        """Where curves are to be accurate: at their fixed point, or as far toward it as `_next` goes.
+
+        At a bound of `α` hardly less than a basis of everything would do, and the next round has other curves.
+        """
+        at = self._fixed_point(path)
+        if math.isinf(at.error) and not self.schedule.last:
+            trust = math.log(_TRUSTED)
+        elif self.quadratic or (not self.history and math.isfinite(at.error)):
+            return at
+        else:
+            trust = self.secant.trust(math.log(at.precision / before))
+        move = min(max(math.log(at.precision / before), -trust), trust)
+        return replace(at, precision=before * math.exp(move))
 
     def _next(self, path: EvidencePath, end: FixedPoint, before: float, unsure: bool) -> float:
         """`α` to go to.
