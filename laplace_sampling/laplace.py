@@ -97,9 +97,9 @@ class LinearisedLaplace:
             Jacobian products, to about 1 %; sums over data, solvers and samples stay in float32, and so does the
             network's own output.
         compile: whether Jacobian products are compiled by `torch.compile` (or the name of one of its backends), each
-            shape of batch when it comes for the fourth time: a few times faster for small networks, after tens of
-            seconds for each shape. The first product of each is checked; where one is wrong or fails, a notice says so,
-            and none is used.
+            shape of batches and number of vectors when it comes for the fourth time: small networks are then up to a
+            few times faster, after tens of seconds for each. A program is first compared with the product that is not
+            compiled; where it is wrong or fails, a notice says so, and nothing more is compiled.
 
     Raises:
         ValueError: for settings that are not known or do not go together.

@@ -61,7 +61,7 @@ class Linearisation:
     Raises:
         TypeError: if `module` is not an `nn.Module`.
         ValueError: if the selection names nothing, something unknown, or weights that are not floating point; for
-            an `autocast` that is not narrower than `dtype`, or that is to be compiled.
+            an `autocast` that is not narrower than `dtype`; for `compile` with it, or of weights in several precisions.
     """
 
     def __init__(
@@ -90,14 +90,16 @@ class Linearisation:
                 f"`autocast={autocast}` must be torch.bfloat16 or torch.float16, of a network in float32, but the "
                 f"network is in {self.module_dtype}; leave it out, or call `model.float()`."
             )
-        if compile and autocast is not None:
-            raise ValueError("`compile` and `autocast` do not go together: leave one of them out.")
+        if compile and (autocast is not None or len({p.dtype for p in module.parameters()} | {self.dtype}) > 1):
+            raise ValueError(
+                "`compile` is for networks in one precision, float32 or float64, without `autocast`: leave it out."
+            )
         self.compile = compile
         self._compiled = self._programs() if compile else None
 
     def _programs(self) -> CompiledProducts:
         backend = self.compile if isinstance(self.compile, str) else "inductor"
-        return CompiledProducts(self.module, self.shapes, self.dtype, backend)
+        return CompiledProducts(self.module, self.shapes, backend)
 
     def _selected(self) -> dict[str, Tensor]:
         parameters = dict(self.module.named_parameters())

@@ -118,7 +118,7 @@ class Subnetwork(Linearisation):
         """The same on a copy of the module in float64."""
         other = copy.copy(self)
         other.whole = self.whole.in_float64()
-        other.module = other.whole.module
+        other.module, other.compile = other.whole.module, False
         return other
 
 

@@ -1,7 +1,10 @@
 """Products by `torch.compile`: the same as those that are not compiled, and what is said where there are none."""
 
 import copy
+import gc
+import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -172,9 +175,126 @@ def test_inputs_that_are_no_tensors_are_not_compiled() -> None:
     assert compiled._compiled.programs == 0
 
 
+def warmed(module: nn.Module, x: object, v: Tensor) -> Linearisation:
+    compiled = Linearisation(module, compile="eager")
+    for _ in range(BEFORE + 1):
+        compiled.jvp(x, v)
+    assert compiled._compiled.programs == 1
+    return compiled
+
+
+def test_arguments_in_another_order_and_other_strides_have_programs_of_their_own() -> None:
+    class Two(nn.Linear):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return super().forward(a) + 2 * b[:, :2]
+
+    module, v = Two(3, 2).double(), random(2, 8)
+    a, b = random(4, 3), random(4, 3, seed=1)
+    compiled, plain = warmed(module, {"a": a, "b": b}, v), Linearisation(module)
+    for x in ({"b": b, "a": a}, {"a": a.T.contiguous().T, "b": b}, {"a": b, "b": a}):
+        for _ in range(BEFORE + 2):
+            assert_close(compiled.jvp(x, v), plain.jvp(x, v))
+    assert compiled._compiled.programs == 3
+
+
+def test_rows_of_padding_in_later_batches_only() -> None:
+    module = nn.Sequential(nn.Embedding(7, 4, padding_idx=0), nn.Flatten(), nn.Linear(12, 2)).double()
+    nn.init.normal_(module[0].weight)
+    full = torch.arange(1, 7).repeat(2).reshape(4, 3)
+    padded = full.clone()
+    padded[:, 2] = 0
+    v = random(2, 54)
+    compiled, plain = warmed(module, full, v), Linearisation(module)
+    assert_close(compiled.jvp(padded, v), plain.jvp(padded, v))
+    assert compiled._compiled.programs == 1
+
+
+def test_what_changes_after_a_program_was_made() -> None:
+    class Scaled(nn.Linear):
+        factor = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.factor * super().forward(x)
+
+    module, x, v = nn.Sequential(Scaled(3, 2), nn.BatchNorm1d(2)).double(), random(4, 3), random(2, 12)
+    compiled, plain = warmed(module, x, v), Linearisation(module)
+    with torch.no_grad():
+        module[1].running_var.mul_(4)
+    assert_close(compiled.jvp(x, v), plain.jvp(x, v))
+    handle = module[0].register_forward_hook(lambda m, a, out: 3 * out)
+    for _ in range(BEFORE + 1):
+        assert_close(compiled.jvp(x, v), plain.jvp(x, v))
+    handle.remove()
+    assert_close(compiled.jvp(x, v), plain.jvp(x, v))
+    assert compiled._compiled.programs == 2
+    other = copy.deepcopy(compiled)
+    other.module[1].running_var.mul_(9)
+    assert_close(other.jvp(x, v), Linearisation(other.module).jvp(x, v))
+    assert other._compiled.programs == 0
+    assert pickle.loads(pickle.dumps(other._compiled.__getstate__()["_programs"])) == {}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_close(compiled.jvp(x, v), plain.jvp(x, v))
+    module[0].factor = 2.0
+    with pytest.warns(UserWarning, match="are not compiled: torch.compile fails, RecompileError"):
+        found = compiled.jvp(x, v)
+    assert_close(found, plain.jvp(x, v))
+
+
+def test_float32_and_products_that_are_zero() -> None:
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(5, 3)
+    compiled, plain = warmed(module, x, torch.zeros(2, 26)), Linearisation(module)
+    v = random(2, 26).float()
+    assert_close(compiled.jvp(x, v), plain.jvp(x, v))
+    dead = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    nn.init.constant_(dead[0].bias, -1e3)
+    nothing = Linearisation(dead, compile="eager")
+    for _ in range(BEFORE + 2):
+        assert_close(nothing.jvp(x, torch.ones(2, 8)), torch.zeros(2, 5, 2))
+    assert nothing._compiled.programs == 0  # a program would not have been checked
+
+
+def test_a_check_that_does_not_end_leaves_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x, _ = networks()["convolutions"]
+    compiled, v = Linearisation(module, compile="eager"), random(2, 243)
+    for _ in range(BEFORE):
+        compiled.jvp(x, v)
+
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled._compiled, "_run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            compiled.jvp(x, v)
+    assert compiled._compiled.programs == 0
+    assert_close(compiled.jvp(x, v), Linearisation(module).jvp(x, v))
+    assert compiled._compiled.programs == 1
+
+
+def test_batches_are_not_kept() -> None:
+    class Sum(nn.Linear):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return super().forward(a + b)
+
+    x = (random(4, 3), random(4, 3, seed=1))
+    kept = weakref.ref(x[0])
+    compiled = warmed(Sum(3, 2).double(), x, random(2, 8))
+    del x
+    gc.collect()
+    assert kept() is None
+    assert compiled._compiled.programs == 1
+
+
 def test_messages() -> None:
     module = nn.Linear(3, 2)
-    with pytest.raises(ValueError, match="`compile` and `autocast` do not go together: leave one of them out"):
+    one = "`compile` is for networks in one precision, float32 or float64, without `autocast`: leave it out"
+    with pytest.raises(ValueError, match=one):
         LinearisedLaplace(module, "regression", compile=True, autocast=torch.bfloat16)
+    for wrong in (nn.Linear(3, 2).bfloat16(), nn.Sequential(module, nn.Linear(2, 2).double())):
+        with pytest.raises(ValueError, match=one):
+            Linearisation(wrong, compile=True)
+    with pytest.raises(ValueError, match=r"`compile='indoctor'` must be True or a backend of torch.compile, one of \["):
+        Linearisation(module, compile="indoctor")
     with pytest.raises(ValueError, match=r'`compile` is for products of a network; those of `parameters="last_layer"`'):
         LinearisedLaplace(module, "regression", compile=True, parameters="last_layer")
