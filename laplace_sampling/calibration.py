@@ -157,10 +157,10 @@ def held_out_classification(
 ) -> Calibration:
     r"""Scale and temperature under which held-out data are likeliest, `p = (1/2K) Σ_k Σ_± σ((f ± √τ φζ_k)/T)`.
 
-    `log √τ` has a standard normal prior, `log T` one of half that width, which matter where data are few. `T` is at
-    least one, or the temperature of the network without error bars where the network is not sure enough. Below, it
-    would take back what the error bars widen: no loss among data like the held-out ones, but others would be predicted
-    more surely than by the network.
+    `log τ` and `log T` have normal priors of standard deviations 2 and ½, which matter where data are few. `T` is at
+    least one, or the temperature of the network without error bars (whose logarithm has 0.1) where the network is not
+    sure enough. Below, it would take back what the error bars widen: no loss among data like the held-out ones, but
+    others would be predicted more surely than by the network.
 
     Args:
         likelihood: categorical or Bernoulli.
@@ -194,7 +194,7 @@ def held_out_regression(
 ) -> Calibration:
     r"""The scale of the covariance, and a factor of the noise variance, under which held-out data are likeliest.
 
-    `log √τ`, and the logarithm of the factor, have standard normal priors.
+    Their logarithms have normal priors of standard deviations 2 and 1.
 
     Args:
         targets: of the held-out data.
@@ -218,7 +218,7 @@ def _likeliest(
     bounds: list[tuple[float, float]],
     stddevs: tuple[float, ...],
 ) -> tuple[float, ...]:
-    """Exponentials of the arguments of largest posterior, from two starts: as it is, and hardly any spread."""
+    """Exponentials of the arguments of largest posterior, from three starts: as it is; hardly any spread; less sure."""
     precisions = np.array(stddevs) ** -2.0
 
     def value_and_gradient(at: np.ndarray) -> tuple[float, np.ndarray]:
@@ -232,6 +232,6 @@ def _likeliest(
         return value / num_data, gradient / num_data
 
     rest = [0.0] * (len(bounds) - 1)
-    starts = ([0.0, *rest], [max(-4.0, bounds[0][0]), *rest])
+    starts = ([0.0, *rest], [max(-4.0, bounds[0][0]), *rest], [0.0, *(2.0 for _ in rest)])
     found = [minimize(value_and_gradient, start, jac=True, bounds=bounds, method="L-BFGS-B") for start in starts]
     return tuple(float(v) for v in np.exp(min(found, key=lambda result: result.fun).x))

@@ -95,6 +95,8 @@ class OnTrainingData:
         elif (labels := labelled(likelihood)) is not None:
             T, weights = calibration.temperature, likelihood.weights(y)[:, None]
             counts = weights * labels.given(likelihood.unweighted_targets(y))
+            if not bool((counts > 0).any()):
+                return []
 
             def mean(scale: float) -> float:
                 parts = (
@@ -166,7 +168,11 @@ class HeldOut:
         return cls(data, targets, likelihood)
 
     def calibrated(self, network: Linearisation, posterior: Posterior, fit: Fit) -> Posterior:
-        """With the scale, and the temperature or noise precision, under which some of these data are likeliest."""
+        """With the scale, and the temperature or noise precision, under which some of these data are likeliest.
+
+        Raises:
+            ValueError: if what is predicted is not finite.
+        """
         posterior = replace(posterior, calibration=Calibration())
         num = _enough(len(posterior.samples) * fit.model.features.num_outputs)
         some = torch.arange(0, self.data.num_data, math.ceil(self.data.num_data / num))
@@ -185,6 +191,11 @@ class HeldOut:
             for batch in some.split(posterior.rows)
         ]
         outputs = torch.cat([p.outputs.reshape(len(p.outputs), -1) for p in predictions])
+        if not all(bool(v.isfinite().all()) for p in predictions for v in (p.outputs, p.deviations)):
+            raise ValueError(
+                "The outputs of the model on the data of `val_loader`, or their error bars, contain NaN or infinity: "
+                "check these data, or leave them out."
+            )
         targets = self.targets[some]
         if isinstance(posterior.likelihood, Gaussian):
             covariance = torch.cat([p.covariance() for p in predictions])

@@ -244,7 +244,8 @@ class LinearisedLaplace:
             num_data: of an `IterableDataset`, which is read in its order; the order must repeat.
             val_loader: data that the network was not trained on, of the same form. At no further solve they choose the
                 scale of the posterior, `scale_`, and with it, in a classification, a temperature of the outputs, in a
-                regression the noise precision: those under which they are likeliest.
+                regression the noise precision: those under which they are likeliest
+                (`calibration.held_out_classification`, `calibration.held_out_regression`).
             progress: show progress bars.
             callback: called with the `EMStep` of each step.
 
