@@ -171,8 +171,8 @@ def held_out_classification(
     outputs, parts = outputs.double(), parts_of(deviations)
 
     def losses(deviations: Tensor, log_scale: Tensor, log_temperature: Tensor) -> Iterator[Tensor]:
-        scale, T = log_scale.exp(), log_temperature.exp()
-        for n in parts:
+        for n in parts:  # a graph for each, which is freed
+            scale, T = log_scale.exp(), log_temperature.exp()
             yield label_losses(likelihood, targets[n], outputs[n] / T, deviations[:, n] / T, scale).sum()
 
     none = torch.zeros_like(deviations[:1])

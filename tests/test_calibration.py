@@ -203,6 +203,16 @@ def test_parts_hold_no_more_numbers_than_memory(monkeypatch: pytest.MonkeyPatch)
     assert [len(part) for part in calibration.parts_of(normal(800, 2, 3))] == [1, 1]
 
 
+def test_held_out_labels_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    y, logits = overlapping(2.0)
+    deviations = normal(8, len(y), 3, seed=5)
+    whole = held_out_classification(Categorical(), y, logits, deviations)
+    monkeypatch.setattr(calibration, "_NUMBERS", 8 * 3 * 700)
+    parts = held_out_classification(Categorical(), y, logits, deviations)
+    assert (parts.scale, parts.temperature) == pytest.approx((whole.scale, whole.temperature), rel=1e-4)
+
+
 def test_leverages_from_few_samples_are_clipped() -> None:
     """One sample `d`: `h + d (dᵀ ∂ℓ/∂h) / (1 − l)` with `l = dᵀBd`, here far above one."""
     likelihood, y, h, d = Categorical(), torch.tensor([2]), normal(1, 3), 20 * normal(1, 1, 3, seed=1)
