@@ -187,7 +187,7 @@ def _push(function: Callable[[Weights, Sequence[Tensor]], Tensor], shapes: dict[
 def _pull(function: Callable[[Weights, Sequence[Tensor]], Tensor], shapes: dict[str, torch.Size]) -> Any:
     def pull(weights: Weights, tensors: Sequence[Tensor], u: Tensor) -> Tensor:
         random = {name: weights[name] for name in shapes}
-        _, back = vjp(lambda w: function({**weights, **w}, tensors), random)
+        back = vjp(lambda w: function({**weights, **w}, tensors), random)[1]
         (rows,) = vmap(back)(u)
         return torch.cat([rows[name].reshape(len(u), -1) for name in shapes], dim=1)
 
