@@ -70,7 +70,7 @@ def _ours() -> dict[str, Method]:
     ) -> Method:
         return Method(fit, sees, likelihoods, own=True, tier=tier)
 
-    tiers = {("g-prior", "mode"): 0, ("isotropic", "mode"): 0, ("layerwise", "mode"): 3, ("layerwise", "network"): 3}
+    tiers = {("g-prior", "mode"): 1, ("isotropic", "mode"): 0, ("layerwise", "mode"): 3, ("layerwise", "network"): 3}
     pairs = [(prior, at) for prior in ("g-prior", "isotropic", "layerwise") for at in ("mode", "network")]
     return {
         "ours": own(ours.setting(), tier=0),
