@@ -30,7 +30,7 @@ MOST_STEPS = 20  # of EM, where a fit takes it
 
 @dataclass(frozen=True)
 class Outcome:
-    """`α` of each group, mean test log-likelihood, log evidence a datum, and whether EM had ended."""
+    """`α` of each group, mean test log-likelihood, log evidence a datum, whether EM had ended; NaN without a fit."""
 
     precision: tuple[float, ...]
     log_likelihood: float
@@ -78,7 +78,10 @@ def fit(
     la = problem.laplace(**{k: v for k, v in given.items() if v is not None})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # it is in the outcome
-        la.fit_hyperparameters(problem.data.train.loader(200), max_steps=MOST_STEPS, progress=False)
+        try:
+            la.fit_hyperparameters(problem.data.train.loader(200), max_steps=MOST_STEPS, progress=False)
+        except ValueError:  # the mode has run away
+            return Outcome((math.nan,), math.nan, math.nan, False)
         evidence = float(la.log_marginal_likelihood()) / len(problem.data.train.y)
     precision = tuple(float(v) for v in la.prior_precision_)
     return Outcome(precision, log_likelihood(problem, la), evidence, la.converged_)

@@ -2,6 +2,7 @@ r"""Krylov runs behind `EvidencePath`: the loss expanded around a point, and wha
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -357,14 +358,25 @@ class ExactRun:
         blocks = [block.double() for block in operator.root_rows()]
         if sum(map(len, blocks)) < operator.size:
             root = torch.cat(blocks)
-            values, vectors = torch.linalg.eigh(root @ root.T)
+            values, vectors = _eigh(root @ root.T)
             scaled = (vectors.T @ root) / values.clamp_min(1e-300).sqrt()[:, None]
             return values.clamp_min(0), torch.where((values > 1e-14 * values[-1])[:, None], scaled, 0.0)
-        values, vectors = torch.linalg.eigh(sum(block.T @ block for block in blocks))
+        values, vectors = _eigh(sum(block.T @ block for block in blocks))
         return values.clamp_min(0), vectors.T
 
     def mode(self, alpha: float) -> Float[Tensor, "1 P"]:
         return ((self.rhs / (self.values + alpha)) @ self.vectors)[None].to(self.white) * self.white
+
+
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    if bool(matrix.isfinite().all()):
+        with suppress(torch.linalg.LinAlgError):
+            return torch.linalg.eigh(matrix)
+    raise ValueError(
+        "The curvature at the mode of the linear model has no eigenvalues in this precision: either the Jacobian of "
+        "the model contains NaN or infinity, or the mode has run away, as it may for an affine model of classes. Use "
+        '`linear_model="homogeneous"`, or a larger lower bound of `precision_bounds`.'
+    )
 
 
 def exact_path(

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from laplace_sampling.curves import EvidencePath, bai_golub_bound
 from laplace_sampling.dense import Dense
 from laplace_sampling.evidence import fit_em
-from laplace_sampling.evidence_path import Point, Run, evidence_path, expand
+from laplace_sampling.evidence_path import Point, Run, _eigh, evidence_path, expand
 from laplace_sampling.krylov import CG, Basis
 from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.operators import GGN, DenseFeatures, ScaledFeatures
@@ -501,3 +501,16 @@ def test_a_step_that_raises_the_objective_is_halved() -> None:
     assert_close(found.outputs, again.outputs)
     assert found.loss == pytest.approx(again.loss)
     assert Point.of(model, prior, 2 * found.theta).objective(0.5) > start.objective(0.5)  # the first that does
+
+
+def test_a_curvature_without_eigenvalues_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = r"has no eigenvalues in this precision: .* Use `linear_model=\"homogeneous\"`, or a larger lower bound"
+    with pytest.raises(ValueError, match=said):
+        _eigh(torch.full((2, 2), math.nan))
+
+    def fails(matrix: Tensor) -> None:
+        raise torch.linalg.LinAlgError
+
+    monkeypatch.setattr(torch.linalg, "eigh", fails)
+    with pytest.raises(ValueError, match=said):
+        _eigh(torch.eye(2))

@@ -127,11 +127,11 @@ def test_messages() -> None:
         la.fit_hyperparameters(case.batches, val_loader=case.batches, noise_variances=torch.ones(len(case.y)))
     with pytest.raises(ValueError, match="NaN or infinity in its targets"):
         la.fit_hyperparameters(case.batches, val_loader=[(case.x, case.y * math.nan)], progress=False)
+    line, x = nn.Linear(1, 1).double(), torch.linspace(-1, 1, 9, dtype=torch.float64)[:, None]
+    nn.init.constant_(line.weight, 2.0)
+    wide, far = LinearisedLaplace(line, "regression"), [(1.7e308 * x[-1:], x[-1:])]
     with pytest.raises(ValueError, match="The outputs of the model on the data of `val_loader`, or their error bars"):
-        line = LinearisedLaplace(nn.Linear(1, 1).double(), "regression")
-        nn.init.constant_(line.network.module.weight, 2.0)
-        x = torch.linspace(-1, 1, 9, dtype=torch.float64)[:, None]
-        line.fit_hyperparameters([(x, x + x**2)], val_loader=[(1.7e308 * x[-1:], x[-1:])], progress=False)
+        wide.fit_hyperparameters([(x, x + x**2)], val_loader=far, progress=False)
     counts = LinearisedLaplace(case.model, "poisson")
     with pytest.raises(ValueError, match=r"`val_loader` calibrates a regression or a classification, .* 'poisson'"):
         counts.fit_hyperparameters([(case.x, case.y.abs().round())], val_loader=[(case.x, case.y.abs().round())])
