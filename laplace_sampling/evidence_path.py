@@ -361,7 +361,7 @@ class ExactRun:
             values, vectors = _eigh(root @ root.T)
             scaled = (vectors.T @ root) / values.clamp_min(1e-300).sqrt()[:, None]
             return values.clamp_min(0), torch.where((values > 1e-14 * values[-1])[:, None], scaled, 0.0)
-        values, vectors = _eigh(sum(block.T @ block for block in blocks))
+        values, vectors = _eigh(sum((block.T @ block for block in blocks[1:]), blocks[0].T @ blocks[0]))
         return values.clamp_min(0), vectors.T
 
     def mode(self, alpha: float) -> Float[Tensor, "1 P"]:
@@ -370,7 +370,7 @@ class ExactRun:
 
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     if bool(matrix.isfinite().all()):
-        with suppress(torch.linalg.LinAlgError):
+        with suppress(torch.linalg.LinAlgError):  # pyright: ignore
             return torch.linalg.eigh(matrix)
     raise ValueError(
         "The curvature at the mode of the linear model has no eigenvalues in this precision: either the Jacobian of "
