@@ -219,8 +219,10 @@ class _Layer:
         """Whether the gradients of its weights are those by way of its calls."""
         if not self.calls:
             return False
-        pairs = zip(self.calls, gradients, strict=True)
-        found = torch.stack([self.by_row(gradient).T @ call.inputs for call, gradient in pairs]).sum(0)
+        pairs = [(self.by_row(g), call.inputs) for call, g in zip(self.calls, gradients, strict=True)]
+        if any(len(g) != len(a) for g, a in pairs):  # of a class that changes what the layer returns
+            return False
+        found = torch.stack([g.T @ a for g, a in pairs]).sum(0)
         expected = of_weights[self.weight].reshape(len(found), -1)
         if self.bias is not None:
             expected = torch.cat([expected, of_weights[self.bias][:, None]], dim=1)

@@ -126,6 +126,44 @@ def test_shared_layers_and_places_add_up_their_rows() -> None:
     assert_close(left, right)
 
 
+class First(nn.Module):
+    """The first of several places."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, 0]
+
+
+class FirstOfLinear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)[:, 0]
+
+
+def test_places_that_outputs_do_not_depend_on_do_not_count() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x, y, layer = torch.randn(4, 5, 2).double(), torch.zeros(4, 3).double(), nn.Linear(2, 3, bias=False).double()
+    cases = Case(nn.Sequential(layer, First()), Gaussian(1.5), x, y), Case(layer, Gaussian(1.5), x[:, 0], y)
+    left, right = (dense(curvature(case, "kfac")[0], 6) for case in cases)
+    assert_close(left, right)
+
+
+def test_a_linear_layer_that_returns_something_else_is_diagonal() -> None:
+    model, x = FirstOfLinear(2, 3).double(), torch.ones(4, 5, 2).double()
+    found = curvature(Case(model, Gaussian(1.5), x, torch.zeros(4, 3).double()), "kfac")[0]
+    assert isinstance(found, Kronecker)
+    assert found.num_factored == 0
+
+
+def test_dilated_and_strided_convolutions_are_factored() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layer = nn.Conv2d(1, 2, 2, stride=2, dilation=2, padding=1)
+        model, x = nn.Sequential(layer, nn.Flatten()).double(), torch.randn(4, 1, 6, 6).double()
+    found = curvature(Case(model, Gaussian(1.5), x, model(x).detach()), "kfac")[0]
+    assert isinstance(found, Kronecker)
+    assert found.num_factored == 10
+
+
 class SequenceFirst(nn.Module):
     """Two layers in a row, with the places of a sequence before the data."""
 
