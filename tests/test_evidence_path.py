@@ -7,14 +7,14 @@ from cases import make_case
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling.curves import EvidencePath, bai_golub_bound
+from laplace_sampling.curves import EvidencePath, FixedPoint, bai_golub_bound
 from laplace_sampling.dense import Dense
 from laplace_sampling.evidence import fit_em
 from laplace_sampling.evidence_path import Point, Run, _eigh, evidence_path, expand
 from laplace_sampling.krylov import CG, Basis
 from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.operators import GGN, DenseFeatures, ScaledFeatures
-from laplace_sampling.path_fit import _Secant, fit_path
+from laplace_sampling.path_fit import _Rounds, _Schedule, _Secant, fit_path
 from laplace_sampling.priors import GaussianPrior, as_prior
 from laplace_sampling.quadrature import Quadrature, TraceEstimator
 from laplace_sampling.sampling import Draws, LinearModel, linear_model_mode
@@ -514,3 +514,28 @@ def test_a_curvature_without_eigenvalues_is_an_error(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.linalg, "eigh", fails)
     with pytest.raises(ValueError, match=said):
         _eigh(torch.eye(2))
+
+
+@pytest.mark.parametrize(
+    ("found", "error", "quadratic", "level", "beyond", "expected"),
+    [
+        (1e-8, math.inf, False, 0, [], 0.5),  # nothing was seen: as far as the next round goes
+        (1e12, math.inf, True, 0, [], 8.0),
+        (1e12, math.inf, True, 1, [], 1e12),  # a bound that more probes have not changed
+        (1e-8, math.inf, False, 1, [-1.0], 2 / 16),  # and twice as far, in log α, the second time
+        (1e-8, math.inf, False, 1, [1.0], 0.5),  # but not the other way
+        (3.0, 0.1, False, 1, [], 3.0),
+        (100.0, 0.1, False, 1, [], 100.0),  # curves around zero weights are believed
+    ],
+)
+def test_curves_are_accurate_where_the_next_round_goes(
+    found: float, error: float, quadratic: bool, level: int, beyond: list[float], expected: float
+) -> None:
+    rounds = object.__new__(_Rounds)
+    rounds.quadratic, rounds.history, rounds.secant = quadratic, [], _Secant(True)
+    rounds.schedule, rounds.secant.beyond = _Schedule([0.1, 0.01], 8, None, level), beyond
+    rounds._fixed_point = lambda path: FixedPoint(found, 1.0, error, 1.0)
+    assert rounds._sought(2.0, None).precision == pytest.approx(expected)
+    rounds.history = [None]  # later rounds
+    if not quadratic:
+        assert rounds._sought(2.0, None).precision == pytest.approx(min(expected, 8.0))
