@@ -521,3 +521,17 @@ class Detached(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).detach()
+
+
+def test_a_row_of_padding_counted_from_the_end() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(random(5, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.embedding(x, self.table, padding_idx=-1).flatten(1)
+
+    x, network = torch.tensor([[0, 4], [4, 3]]), Linearisation(Table())
+    moved = network.jvp(x, torch.ones(1, 10, dtype=torch.float64))[0]
+    assert_close(moved, torch.tensor([[1.0, 1, 0, 0], [0, 0, 1, 1]], dtype=torch.float64))
