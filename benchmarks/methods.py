@@ -93,9 +93,6 @@ def _ours() -> dict[str, Method]:
         "ours, 256 samples": own(ours.setting(num_samples=256)),
         "ours, precision by validation": own(ours.chosen_precision(), sees="validation"),
         "ours, precision by test oracle": own(ours.chosen_precision(oracle=True), sees="test"),
-        "ours, isotropic, precision by test oracle": own(
-            ours.chosen_precision(oracle=True, prior="isotropic"), sees="test"
-        ),
     }
 
 

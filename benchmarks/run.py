@@ -79,7 +79,7 @@ def _small() -> tuple[Case, ...]:
         *grid(noisy, "ResNet", 1e-3, 0, others=False),
         *grid(noisy, "ViT", 1e-3, 0, others=False),
         *grid("digits, n=1400, noise 2", "LeNet with batch norm", 1e-3, 0, others=False),
-        *grid("glyphs, 10 classes, n=1000", "LeNet with batch norm", 1e-3, 1, others=False),
+        *grid("glyphs, 10 classes, n=600", "LeNet with batch norm", 1e-3, 1, others=False),
         *grid("segmentation", "pixels", 1e-3, 1),
         *grid("diabetes", "tanh MLP", 1e-2, 2),
         *grid("gap", "tanh MLP", 1e-3, 2),
