@@ -1,8 +1,9 @@
 """One GGN product of `K` vectors, against one gradient, curvlinops, a loop and `vmap`, all in one run.
 
-`python -m benchmarks.products [--networks LeNet] [--vectors 1 8 64] [--repeats 9] [--compile]`. Contenders alternate;
-printed is the least processor time, of one thread, in gradients of the same network and batch. The floor is that of
-arithmetic, `(1 + 4K)/3` gradients: one forward pass, and two passes' worth for each tangent and each pullback.
+`python -m benchmarks.products [--networks LeNet] [--vectors 1 8 64] [--repeats 9] [--compile] [--device cuda]`.
+Contenders alternate; printed is the least processor time, of one thread, or on a GPU the least time until it is done,
+in gradients of the same network and batch. The floor is that of arithmetic, `(1 + 4K)/3` gradients: one forward pass,
+and two passes' worth for each tangent and each pullback.
 
 With `--compile` also the product that is compiled, the seconds that compiling takes, and the JVP of a trace that is
 kept for a batch which comes again (`torch.func.linearize`): it holds what a forward pass makes, and pushes tangents.
@@ -74,9 +75,9 @@ def contenders(
     """What computes the product of the same `K` vectors, and one gradient."""
     network = Linearisation(module)
     weights, f = network._selected(), network(x)
-    labels = torch.randint(f.shape[1], (len(x),))
+    labels = torch.randint(f.shape[1], (len(x),), device=x.device)
     p = f.softmax(-1)
-    v = torch.randn(K, network.num_parameters)
+    v = torch.randn(K, network.num_parameters, device=x.device)
     tangents = network.unflatten(v)
 
     def curvature(u: Tensor) -> Tensor:
@@ -127,13 +128,19 @@ def contenders(
     return {**found, "curvlinops": lambda: (operator @ columns).reshape(-1, K).T}  # pyright: ignore
 
 
-def processor_seconds(found: dict[str, Callable[[], Tensor]], repeats: int) -> dict[str, float]:
+def least_seconds(found: dict[str, Callable[[], Tensor]], repeats: int, device: torch.device) -> dict[str, float]:
+    def now() -> float:
+        if device.type == "cpu":
+            return time.process_time()
+        torch.accelerator.synchronize(device)
+        return time.perf_counter()
+
     times = {name: [] for name in found}
     for _ in range(repeats + 1):
         for name, call in found.items():
-            started = time.process_time()
+            started = now()
             call()
-            times[name].append(time.process_time() - started)
+            times[name].append(now() - started)
     return {name: min(of_one[1:]) for name, of_one in times.items()}
 
 
@@ -144,6 +151,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--chunk", type=int, default=16)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -159,7 +167,7 @@ def compare(args: argparse.Namespace) -> None:
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for name in args.networks:
         module, x = NETWORKS[name]()
-        module.eval()
+        module, x = module.eval().to(args.device), x.to(args.device)
         for K in args.vectors:
             found = contenders(module, x, K, args.chunk, compile=args.compile)
             started = time.perf_counter()
@@ -171,7 +179,7 @@ def compare(args: argparse.Namespace) -> None:
                 torch.testing.assert_close(result, results["ours"], rtol=1e-3, atol=1e-4, msg=f"{way} differs")
             if args.compile:
                 torch.testing.assert_close(found["trace"](), found["jvp"](), rtol=1e-3, atol=1e-4)
-            seconds = processor_seconds(found, args.repeats)
+            seconds = least_seconds(found, args.repeats, args.device)
             unit = seconds["gradient"]
             seconds["vmap"] = min(seconds["vmap"], seconds["vmap of all"])
             cells = [f"{seconds.get(way, float('nan')) / unit:.2f}" for way in ways]
