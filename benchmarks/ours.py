@@ -26,7 +26,6 @@ from benchmarks.predictions import (
 from benchmarks.training import Problem
 from laplace_sampling import ClassificationPrediction, LinearisedLaplace, RegressionPrediction
 from laplace_sampling.calibration import Calibration
-from laplace_sampling.held_out import HeldOut
 from laplace_sampling.saving import Posterior
 from laplace_sampling.solvers import ConvergenceWarning
 
@@ -53,10 +52,7 @@ def with_validation(problem: Problem) -> Fitted:
     """Scale, and temperature or noise, by held-out data."""
     la, details = fitted(problem, ())
     started = time.perf_counter()
-    held_out = HeldOut.read(problem.data.validation.loader(BATCH), la.network, la.likelihood, None)
-    assert la._posterior is not None
-    assert la._fit is not None
-    la = with_posterior(la, held_out.calibrated(la.network, la._posterior, la._fit))
+    la = copy.copy(la).calibrate(problem.data.validation.loader(BATCH))
     seconds = details["seconds"] + time.perf_counter() - started
     return fitted_predictions(problem, la, details | hyperparameters(la) | {"seconds": seconds})
 

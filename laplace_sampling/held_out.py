@@ -142,11 +142,13 @@ class HeldOut:
         data: the inputs.
         targets: as the likelihood takes them.
         likelihood: of the targets.
+        num_outputs: of a datum.
     """
 
     data: TrainingData
     targets: Tensor
     likelihood: Likelihood
+    num_outputs: int
 
     @classmethod
     def read(
@@ -159,22 +161,24 @@ class HeldOut:
         """
         with torch.random.fork_rng(devices=[]):
             data = TrainingData(loader, unpack=unpack, fill=likelihood.fill)
-        _, layout = network.evaluate(data.inputs(torch.arange(1)))
+        outputs, layout = network.evaluate(data.inputs(torch.arange(1)))
         if not isinstance(data.targets, Tensor):
             raise _unknown(likelihood)
         likelihood, targets = likelihood.prepare(layout, data.targets.to(network.device))
         if not isinstance(likelihood, Gaussian) and labelled(likelihood) is None:
             raise _unknown(likelihood)
-        return cls(data, targets, likelihood)
+        return cls(data, targets, likelihood, outputs.numel())
 
-    def calibrated(self, network: Linearisation, posterior: Posterior, fit: Fit) -> Posterior:
+    def calibrated(self, network: Linearisation, posterior: Posterior, fit: Fit | None) -> Posterior:
         """With the scale, and the temperature or noise precision, under which some of these data are likeliest.
+
+        `fit` is None for a posterior that was loaded without its data.
 
         Raises:
             ValueError: if what is predicted is not finite.
         """
         posterior = replace(posterior, calibration=Calibration())
-        num = _enough(len(posterior.samples) * fit.model.features.num_outputs)
+        num = _enough(len(posterior.samples) * self.num_outputs)
         some = torch.arange(0, self.data.num_data, math.ceil(self.data.num_data / num))
         predictions = [
             predict(

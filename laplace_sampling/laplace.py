@@ -316,6 +316,32 @@ class LinearisedLaplace:
         self._adopt(self._posterior_of(fit, tangent), fit, tangent)
         return self
 
+    @solving()
+    def calibrate(self, val_loader: Iterable[Any], *, unpack: Unpack | None = None) -> "LinearisedLaplace":
+        """The fitted or loaded posterior with the scale that held-out data choose, without another solve.
+
+        Sets `scale_`, and with it in a classification the temperature of the outputs, `temperature_`, in a regression
+        the noise precision, `noise_precision_`, as `fit_hyperparameters(..., val_loader=...)` does; whatever scale and
+        temperature there were are replaced. Samples and prior stay.
+
+        Args:
+            val_loader: data that the network was not trained on, of the form of the training data. Those of a
+                regression have the noise of data of weight one.
+            unpack: as for `fit_hyperparameters`.
+
+        Raises:
+            NotFittedError: before a fit.
+            TypeError, ValueError: as of `val_loader` in `fit_hyperparameters`; if the weights of the model have changed
+                since the fit. The posterior stays what it was.
+        """
+        posterior = self._fitted("calibrate")
+        self._check_fingerprint(posterior.fingerprint, "calibrate")
+        if self.observe is not None:
+            raise ValueError("`calibrate(val_loader)` does not go with `observe`: there is no scale for measurements.")
+        held_out = HeldOut.read(val_loader, self.network, self.likelihood, unpack)
+        self._posterior = held_out.calibrated(self.network, posterior, self._fit)
+        return self
+
     def _posterior_of(self, fit: Fit, tangent: TangentModel) -> Posterior:
         assert fit.sampled is not None
         gamma, gamma_se = fit.sampled.effective_dimension()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_sampling import ConvergenceWarning, LinearisedLaplace, held_out
+from laplace_sampling import ConvergenceWarning, LinearisedLaplace, NotFittedError, held_out
 from laplace_sampling.calibration import leave_one_out_scale
 from laplace_sampling.likelihoods import Bernoulli, Categorical
 
@@ -115,6 +115,50 @@ def test_validation_data_of_a_regression_choose_scale_and_noise(method: str) -> 
     for scale in (0.8, 1.0, 1.25):
         for factor in (0.8, 1.0, 1.25):
             assert posterior(scale * found[0], factor * found[1]) <= posterior(*found) + 1e-4
+
+
+@pytest.mark.parametrize("method", ["exact", "cg"])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_fitted_posterior_is_calibrated_later(method: str, loaded: bool, tmp_path: Path) -> None:
+    """As if the held-out data had been there at the fit; what was chosen before does not matter."""
+    case = trained()
+    for likelihood, y in (("regression", case.y), ("classification", (case.y[:, 0] > 0).long())):
+        model, loader = case.model if likelihood == "regression" else nn.Linear(1, 2).double(), [(case.x, y)]
+        valid = [(case.x[:20], y[:20] + 0.3 if likelihood == "regression" else 1 - y[:20])]
+        settings = {"method": method, "num_samples": 8}
+        known = LinearisedLaplace(model, likelihood, **settings)
+        known.fit_hyperparameters(loader, val_loader=valid, progress=False)
+        la = LinearisedLaplace(model, likelihood, **settings).fit_hyperparameters(loader, progress=False)
+        samples = la.samples_
+        if loaded:
+            la.save(tmp_path / "la.pt")
+            la = LinearisedLaplace.load(tmp_path / "la.pt", model)
+        assert la.calibrate(loader) is la
+        assert la.scale_ != known.scale_
+        la.calibrate([(*valid[0], 0)], unpack=lambda batch: batch[:2])
+        assert (la.scale_, la.temperature_) == pytest.approx((known.scale_, known.temperature_))
+        assert_close(la.noise_precision_, known.noise_precision_)
+        assert_close(la.predict(case.x).variance, known.predict(case.x).variance)
+        assert_close(la.samples_, samples, rtol=0, atol=0)
+
+
+def test_messages_of_calibrating() -> None:
+    case = make_case("regression")
+    la = LinearisedLaplace(case.model, "regression")
+    with pytest.raises(NotFittedError, match="calibrate"):
+        la.calibrate(case.batches)
+    la.fit(case.batches, progress=False)
+    found = la.predict(case.x).variance
+    with pytest.raises(ValueError, match="NaN or infinity in its targets"):
+        la.calibrate([(case.x, case.y * math.nan)])
+    assert_close(la.predict(case.x).variance, found, rtol=0, atol=0)
+    next(case.model.parameters()).data += 1
+    with pytest.raises(ValueError, match="`calibrate`"):
+        la.calibrate(case.batches)
+    measured = LinearisedLaplace(case.model, "regression", observe=torch.ones(1, 1, dtype=torch.float64))
+    measured.fit(case.batches, progress=False)
+    with pytest.raises(ValueError, match=r"`calibrate\(val_loader\)` does not go with `observe`"):
+        measured.calibrate(case.batches)
 
 
 def test_messages() -> None:
