@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 # Numbers of deviations that are worked on at once.
-_NUMBERS = 2**19
+_NUMBERS = 2**17
 # Scales that are tried: error bars are never taken to nothing.
 _SCALES = torch.logspace(-2, 2, 17, dtype=torch.float64)
 # Logits of data left out, relative to the network's own on its training data. The features of the linear model have

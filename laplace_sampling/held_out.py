@@ -31,8 +31,6 @@ __all__ = ["HeldOut", "OnTrainingData"]
 
 # Training data that are looked at, as the scale is one number; and numbers of their deviations in memory.
 _ENOUGH, _NUMBERS = 4096, 2**24
-# Of these, how many are worked on at once.
-_PART = 2**19
 # Of what the network's log-likelihood of them gains over that without inputs, the part that must be left.
 _LEFT = 0.1
 
@@ -58,12 +56,15 @@ class OnTrainingData:
         features, samples = fit.model.features, fit.sampled.samples
         num = _enough(len(samples) * features.num_outputs)
         some = torch.arange(0, features.num_data, 1 if in_order else math.ceil(features.num_data / num))[:num]
-        chunks = features.chunks(some)
-        deviations = torch.cat([features.jvp(samples.to(features.dtype), part) for part in chunks], dim=1)
+        samples = samples.to(features.dtype)
+        deviations = samples.new_empty(len(samples), len(some), features.num_outputs)
+        for rows in features.chunks(torch.arange(len(some))):  # filled, for what is joined is there twice
+            deviations[:, rows] = features.jvp(samples, some[rows])
         labels, targets = labelled(fit.model.likelihood), fit.model.targets[some]
         if labels is not None:
             given = labels.given(fit.model.likelihood.unweighted_targets(targets)).any(1).cpu()
-            some, deviations = some[given], deviations[:, given.to(deviations.device)]
+            if not bool(given.all()):
+                some, deviations = some[given], deviations[:, given.to(deviations.device)]
         return cls(fit, some, deviations)
 
     @property
