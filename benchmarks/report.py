@@ -231,10 +231,12 @@ def page(
 def summary(results: Results) -> str:
     """How much there is, and of which versions."""
     seeds = len({line["seed"] for line in results.lines})
+    minutes = sum(line.get("seconds", 0.0) for line in results.lines) / 60
     versions = sorted({f"{k} {v}" for line in results.lines for k, v in line.get("versions", {}).items()})
     return (
         f"{len(results.lines)} results, {len(results.cases)} pairs of a network and its training on a task, up to "
-        f"{seeds} seed{'s' if seeds > 1 else ''}. {', '.join(versions)}."
+        f"{seeds} seed{'s' if seeds > 1 else ''}, {minutes:.0f} minutes one after another, on one thread each. "
+        f"{', '.join(versions)}."
     )
 
 

@@ -247,10 +247,11 @@ def test_the_page_and_its_figures(results: Results, tmp_path: Path) -> None:
         cell = {"study": "cost", "outputs": 10, "size": 1e3, "method": method, "mebibytes": 10.0}
         lines.append(out, cell | {f"seconds_{step}": seconds for step in ("fit", "tune", "predict")})
     later = tmp_path / "later.jsonl"
-    lines.append(later, result("b", "MAP", 0, -0.25))  # in the place of −0.5
+    lines.append(later, result("b", "MAP", 0, -0.25) | {"seconds": 180.0})  # in the place of −0.5
     command.main(["report", str(out), str(later), "--page", str(tmp_path / "results.md")])
     text = (tmp_path / "results.md").read_text()
     assert f"{len(results.lines)} results, 2 pairs" in text
+    assert "3 minutes one after another" in text
     assert "| a | 2 | 2.00 | -1.500 |" in text
     assert "| b | 2 | 1.00 | -0.875 |" in text
     assert "| SWAG | `ValueError: no` | a |" in text
