@@ -21,6 +21,12 @@ __all__ = ["ExactRun", "Expansion", "Point", "Run", "evidence_path", "exact_path
 
 # Up to so many outputs `Tr M` is worth its C VJPs a datum, C/2 products.
 _TRACE_OUTPUTS = 64
+# Vectors of a basis for each that is added to it before curves are looked at again.
+_LARGE = 50
+# Vectors of a basis that are always worth a trial: for twice as many it may see no progress.
+_PATIENCE = 100
+# Of the right-hand side, in units of the precision of its numbers.
+_ROUNDING = 4
 
 
 def one_noise(likelihood: Likelihood) -> float | None:
@@ -186,13 +192,22 @@ class Run:
         return not self._exact
 
     def grow_fit(self, alpha: float) -> bool:
-        """One vector more for the mode at some `α`; whether it was new."""
-        if self._fit_exact or not self._make_room(1):
-            return False
-        if self.fit_basis.extend(self._residual(alpha)[0]):
-            return True
-        self._fit_exact = True
-        return False
+        """A vector more for the mode at some `α`, a few of a large basis; whether there was a new one.
+
+        Curves are computed from all of the basis, which takes longer than a product where it is large.
+        """
+        grown = False
+        for _ in range(1 + self.fit_basis.size // _LARGE):
+            if self._fit_exact or not self._make_room(1):
+                break
+            residual = self._residual(alpha)[0]
+            # What rounding leaves has no new direction.
+            new = residual.norm() > _ROUNDING * torch.finfo(residual.dtype).eps * self.rhs.norm()
+            if not new or not self.fit_basis.extend(residual):
+                self._fit_exact = True
+                break
+            grown = True
+        return grown
 
     def _make_room(self, num: int) -> bool:
         total = self.basis.size + (0 if self.joint else self.fit_basis.size)
@@ -237,6 +252,23 @@ class Run:
         return self.fit_basis.combine(self._solve(alpha)) * self.expansion.white
 
 
+class _Progress:
+    """Whether the error of a mode still goes down as the basis grows.
+
+    At an `α` far too small, as of classes that are separated and a prior that is to vanish, hardly less than a basis of
+    all weights finds the mode, of which every vector takes longer than the last.
+    """
+
+    def __init__(self) -> None:
+        self.least, self.size, self.stalled = math.inf, 0, False
+
+    def of(self, error: float, size: int) -> float:
+        if error < self.least / 2:
+            self.least, self.size = error, size
+        self.stalled = size > 2 * max(self.size, _PATIENCE)
+        return error
+
+
 def run_curves(
     expansion: Expansion,
     draws: Draws,
@@ -258,7 +290,7 @@ def run_curves(
         run.find_trace()
     for _ in range(2):
         run.grow_traces()
-    error = math.inf
+    error, progress = math.inf, _Progress()
     while True:
         run.update()
         at = target(run.path)
@@ -272,7 +304,7 @@ def run_curves(
             needed, deeper = accuracy, False
         else:
             traces, fit = run.path.remaining(at.precision)
-            missing = [(at.precision, run.fit_error(at.precision))]
+            missing = [(at.precision, progress.of(run.fit_error(at.precision), run.fit_basis.size))]
             needed = accuracy * at.slope
             # A step more takes more eigenvectors out of the variance: as long as that pays better than more probes. The
             # first three steps take the same.
@@ -281,7 +313,7 @@ def run_curves(
         grown = (deeper or run.nearly_exhausted or not traces < needed) and run.grow_traces()
         for alpha, lacking in missing:
             wanted = not fit < needed or lacking > needed
-            grown = (wanted and run.grow_fit(alpha)) or grown
+            grown = (wanted and not progress.stalled and run.grow_fit(alpha)) or grown
         if not grown:
             run.update()
             return run

@@ -28,6 +28,9 @@ from laplace_sampling.solvers import (
 
 __all__ = ["CG", "Basis", "BlockKrylov"]
 
+# Vectors of a block of a basis, up to which blocks are joined.
+_JOINED = 32
+
 
 class Basis:
     """Orthonormal vectors `V`, `[m, P]`, their products `MV`, and `T = V M Vᵀ` in float64; it grows by blocks.
@@ -79,8 +82,8 @@ class Basis:
             return 0
         product = self.operator.matmul(new)
         self.passes += len(new)
-        self._vectors.append(new)
-        self._products.append(product)
+        _append(self._vectors, new)
+        _append(self._products, product)
         coupling = self.project(product)
         m = self.size
         T = torch.zeros(m + len(new), m + len(new), dtype=torch.float64, device=self.T.device)
@@ -111,6 +114,13 @@ class Basis:
             q, r = torch.linalg.qr(rows.T)
             rows = q.T[r.diagonal().abs() > small]
         return rows
+
+
+def _append(blocks: list[Tensor], new: Tensor) -> None:
+    """Joined to the last block while that is small: a basis that grows by single vectors is not a list of them."""
+    if blocks and len(blocks[-1]) + len(new) <= _JOINED:
+        new = torch.cat([blocks.pop(), new])
+    blocks.append(new)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import torch
 
 from laplace_sampling.diagnostics import Diagnosis
 from laplace_sampling.energy_tests import TestResult
+from laplace_sampling.fits import _data_test
 
 K = 64
 
@@ -125,3 +126,10 @@ def test_the_page_is_one_page() -> None:
     assert len(worst.problems) >= 11
     assert is_one_page(str(worst))
     assert str(worst).count("(a look)") == 2  # every problem is there, if not with all its sentences
+
+
+def test_energies_that_are_all_zero_have_no_test() -> None:
+    zero, some = torch.zeros(8), torch.arange(8.0) + 1
+    assert _data_test(zero, None) is None
+    assert _data_test(zero, (0.0, 0.0, 0.0)) is None
+    assert _data_test(some, None) is not None

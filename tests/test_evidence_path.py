@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from laplace_sampling.curves import EvidencePath, FixedPoint, bai_golub_bound
 from laplace_sampling.dense import Dense
 from laplace_sampling.evidence import fit_em
-from laplace_sampling.evidence_path import Point, Run, _eigh, evidence_path, expand
+from laplace_sampling.evidence_path import Point, Run, _eigh, _Progress, evidence_path, expand, run_curves
 from laplace_sampling.krylov import CG, Basis
 from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.operators import GGN, DenseFeatures, ScaledFeatures
@@ -539,3 +539,31 @@ def test_curves_are_accurate_where_the_next_round_goes(
     rounds.history = [None]  # later rounds
     if not quadratic:
         assert rounds._sought(2.0, None).precision == pytest.approx(min(expected, 8.0))
+
+
+def test_a_mode_out_of_reach_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its error does not go down, after some hundreds of vectors and not all."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(900, 1, 900, generator=generator) * torch.logspace(0, -4, 900)
+    outputs, y = torch.zeros(900, 1), torch.randn(900, 1, generator=generator)
+    model = LinearModel(DenseFeatures(rows), outputs, outputs, y, Gaussian(1.0))
+    prior = build("isotropic", model, 1.0)
+    expansion = expand(model, prior.to(rows.device, rows.dtype), Point.of(model, prior, torch.zeros(1, 900)), "network")
+    monkeypatch.setattr(EvidencePath, "remaining", lambda path, alpha: (0.0, 0.0))  # only the mode is at stake
+    monkeypatch.setattr(Run, "fit_error", lambda run, alpha: 12.0)
+
+    def target(path: EvidencePath) -> FixedPoint:
+        return replace(path.fixed_point((1e-8, 1e12), False, follow=False), precision=1e-9, slope=1.0, error=0.0)
+
+    run = run_curves(expansion, Draws(2, 0, 1), target, 1e-3, max_basis=None)
+    assert 200 < run.fit_basis.size < 220
+
+
+def test_progress_of_a_mode() -> None:
+    progress = _Progress()
+    for error, size, stalled in ((1.0, 10, False), (0.9, 200, False), (0.9, 201, True), (0.4, 202, False)):
+        assert progress.of(error, size) == error
+        assert progress.stalled == stalled
+    for size, stalled in ((404, False), (405, True)):  # twice as many as at the last halving
+        progress.of(0.3, size)
+        assert progress.stalled == stalled
