@@ -186,7 +186,7 @@ TASKS: dict[str, Task] = {
     "digits, n=1400": Task("classification", 10, digits(1400, 0.0)),
     "digits, n=1400, noise 1": Task("classification", 10, digits(1400, 1.0)),
     "digits, n=1400, noise 2": Task("classification", 10, digits(1400, 2.0)),
-    "glyphs, 10 classes, n=600": Task("classification", 10, glyph_images(600, string.digits, 0.5, test=400, side=12)),
+    "glyphs, 10 classes, n=600": Task("classification", 10, glyph_images(600, string.digits, test=400, side=12)),
     "glyphs, 10 classes, n=5000": Task("classification", 10, glyph_images(5000, string.digits)),
     "glyphs, 10 classes, n=60000": Task("classification", 10, glyph_images(60_000, string.digits, test=5000)),
     "glyphs, 62 classes, n=5000": Task("classification", 62, glyph_images(5000, glyphs.CHARACTERS)),
