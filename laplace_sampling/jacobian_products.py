@@ -27,6 +27,9 @@ Function = Callable[[Weights], Tensor]
 # Bytes of the largest tensor of a product that stay in the caches of a CPU, and the fewest vectors that are worth a
 # forward pass of their own (`benchmarks/products.py`).
 _CACHED, _FEWEST = 12 * 2**20, 4
+# Beyond so many bytes pullbacks go one by one on a CPU: the forward pass is there already, and torch's backward
+# convolutions run vector by vector anyway.
+_ALONE = 2 * 10**6
 
 # Exceptions of operations that lack a derivative or a rule for batches.
 _LACKING = (RuntimeError, NotImplementedError, KeyError)
@@ -167,7 +170,8 @@ class JacobianProducts:
                     outputs, weights, u, retain_graph=True, allow_unused=True, is_grads_batched=batched
                 )
 
-        together = self._at_once(len(cotangents), outputs, size) if self._pulls_together else 1
+        alone = not self._pulls_together or (outputs.device.type == "cpu" and size > _ALONE)
+        together = 1 if alone else self._at_once(len(cotangents), outputs, size)
         for part in cotangents.split(together):
             if len(part) > 1 and self._pulls_together:
                 result, error = _attempt(partial(grads, part, batched=True), partial(grads, part[0]))

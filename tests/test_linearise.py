@@ -8,6 +8,7 @@ from snapshot import assert_unchanged, snapshot
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from laplace_sampling import jacobian_products
 from laplace_sampling.calling import read
 from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.linearise import Linearisation
@@ -365,3 +366,22 @@ def test_products_are_differentiable_where_asked_for(name: str) -> None:
         assert_close(with_graph(*inputs).detach(), plain(*(t.detach() for t in inputs)))
         assert torch.autograd.gradcheck(with_graph, inputs, eps=1e-6, atol=1e-5, fast_mode=True)
     assert all(p.grad is None for p in case.model.parameters())
+
+
+@pytest.mark.parametrize(("most", "batched"), [(0, [False] * 5), (10**9, [True])])
+def test_pullbacks_of_large_tensors_go_one_by_one(
+    most: int, batched: list[bool], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, calls, grad = make_case("conv_batch_norm"), [], torch.autograd.grad
+    network = Linearisation(case.model)
+    u = torch.randn(5, len(case.x), 4, generator=generator, dtype=torch.float64)
+    known = network.vjp(case.x, u)
+
+    def spy(*args, **kwargs):
+        calls.append(kwargs.get("is_grads_batched", False))
+        return grad(*args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "grad", spy)
+    monkeypatch.setattr(jacobian_products, "_ALONE", most)
+    assert_close(network.vjp(case.x, u), known)
+    assert calls == batched
