@@ -368,9 +368,9 @@ def test_products_are_differentiable_where_asked_for(name: str) -> None:
     assert all(p.grad is None for p in case.model.parameters())
 
 
-@pytest.mark.parametrize(("most", "batched"), [(0, [False] * 5), (10**9, [True])])
+@pytest.mark.parametrize(("most", "batched"), [(0, False), (10**9, True)])
 def test_pullbacks_of_large_tensors_go_one_by_one(
-    most: int, batched: list[bool], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    most: int, batched: bool, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, calls, grad = make_case("conv_batch_norm"), [], torch.autograd.grad
     network = Linearisation(case.model)
@@ -384,4 +384,4 @@ def test_pullbacks_of_large_tensors_go_one_by_one(
     monkeypatch.setattr(torch.autograd, "grad", spy)
     monkeypatch.setattr(jacobian_products, "_ALONE", most)
     assert_close(network.vjp(case.x, u), known)
-    assert calls == batched
+    assert set(calls) == {batched}
