@@ -165,6 +165,7 @@ class Run:
         self._fit = Quadrature.of(self.fit_basis, self.rhs, self.fit_basis.size)
         self._exact = self._fit_exact = False  # nothing left to add: the space is invariant
         self.full = False
+        self.fit_vectors = 0  # that were added for the mode
         self.path = self._start
 
     def find_trace(self) -> None:
@@ -203,9 +204,12 @@ class Run:
             residual = self._residual(alpha)[0]
             # What rounding leaves has no new direction.
             new = residual.norm() > _ROUNDING * torch.finfo(residual.dtype).eps * self.rhs.norm()
-            if not new or not self.fit_basis.extend(residual):
+            if not new:
+                break  # at this `α`; at others there may be
+            if not self.fit_basis.extend(residual):
                 self._fit_exact = True
                 break
+            self.fit_vectors += 1
             grown = True
         return grown
 
@@ -253,20 +257,21 @@ class Run:
 
 
 class _Progress:
-    """Whether the error of a mode still goes down as the basis grows.
+    """Whether the error of a mode still goes down as vectors are added for it.
 
     At an `α` far too small, as of classes that are separated and a prior that is to vanish, hardly less than a basis of
     all weights finds the mode, of which every vector takes longer than the last.
     """
 
     def __init__(self) -> None:
-        self.least, self.size, self.stalled = math.inf, 0, False
+        self.alpha, self.least, self.num, self.stalled = math.nan, math.inf, 0, False
 
-    def of(self, error: float, size: int) -> float:
-        if error < self.least / 2:
-            self.least, self.size = error, size
-        self.stalled = size > 2 * max(self.size, _PATIENCE)
-        return error
+    def see(self, alpha: float, error: float, num: int) -> None:
+        """After so many vectors; errors at another `α` are not compared."""
+        moved = not 0.5 < alpha / self.alpha < 2
+        if moved or error < self.least / 2:
+            self.alpha, self.least, self.num = alpha if moved else self.alpha, error, num
+        self.stalled = num > 2 * max(self.num, _PATIENCE)
 
 
 def run_curves(
@@ -304,7 +309,8 @@ def run_curves(
             needed, deeper = accuracy, False
         else:
             traces, fit = run.path.remaining(at.precision)
-            missing = [(at.precision, progress.of(run.fit_error(at.precision), run.fit_basis.size))]
+            missing = [(at.precision, run.fit_error(at.precision))]
+            progress.see(*missing[0], run.fit_vectors)
             needed = accuracy * at.slope
             # A step more takes more eigenvectors out of the variance: as long as that pays better than more probes. The
             # first three steps take the same.

@@ -256,8 +256,8 @@ class Fit(ABC):
 def _data_test(energies: Tensor, moments: tuple[float, float, float] | None) -> TestResult | None:
     if moments is not None and moments[0] > 0:
         return data_energy_test(energies, *moments)
-    # Two numbers have no shape, nor have energies that are all zero, as where the curvature vanishes.
-    return data_energy_test(energies) if len(energies) > 2 and float(energies.std()) > 0 else None
+    # Two numbers have no shape, nor have energies that are all alike, as zero where the curvature vanishes.
+    return None if len(energies) <= 2 or float(energies.std()) == 0 else data_energy_test(energies)
 
 
 def problems_at_bounds(groups: list[str], noise: bool, tuning: Tuning) -> list[str]:

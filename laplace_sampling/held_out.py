@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ from laplace_sampling.calibration import (
     leave_one_out_scale,
     parts_of,
 )
+from laplace_sampling.calling import Layout, place
 from laplace_sampling.data import TrainingData, Unpack
 from laplace_sampling.fits import Fit
 from laplace_sampling.likelihoods import Categorical, Gaussian, Likelihood
 from laplace_sampling.linearise import Linearisation
 from laplace_sampling.predict import predict
+from laplace_sampling.predictive import Prediction, RegressionPrediction
 from laplace_sampling.saving import Posterior
 
 __all__ = ["HeldOut", "OnTrainingData"]
@@ -143,17 +146,22 @@ class HeldOut:
         data: the inputs.
         targets: as the likelihood takes them.
         likelihood: of the targets.
-        num_outputs: of a datum.
+        layout: of the outputs, the largest of all batches.
     """
 
     data: TrainingData
     targets: Tensor
     likelihood: Likelihood
-    num_outputs: int
+    layout: Layout
 
     @classmethod
     def read(
-        cls, loader: Iterable[Any], network: Linearisation, likelihood: Likelihood, unpack: Unpack | None
+        cls,
+        loader: Iterable[Any],
+        network: Linearisation,
+        likelihood: Likelihood,
+        unpack: Unpack | None,
+        num_data: int | None = None,
     ) -> "HeldOut":
         """The data of a loader.
 
@@ -161,14 +169,16 @@ class HeldOut:
             TypeError, ValueError: as for training data; for a likelihood that has no calibration.
         """
         with torch.random.fork_rng(devices=[]):
-            data = TrainingData(loader, unpack=unpack, fill=likelihood.fill)
-        outputs, layout = network.evaluate(data.inputs(torch.arange(1)))
+            data = TrainingData(loader, unpack=unpack, num_data=num_data, fill=likelihood.fill)
+        some = torch.arange(data.num_data).split(data.batch_size) if data.ragged else [torch.arange(1)]
+        inputs = (place(data.inputs(batch), network.device, network.dtype) for batch in some)
+        layout = reduce(Layout.union, (network.evaluate(x)[1] for x in inputs))
         if not isinstance(data.targets, Tensor):
             raise _unknown(likelihood)
         likelihood, targets = likelihood.prepare(layout, data.targets.to(network.device))
         if not isinstance(likelihood, Gaussian) and labelled(likelihood) is None:
             raise _unknown(likelihood)
-        return cls(data, targets, likelihood, outputs.numel())
+        return cls(data, targets, likelihood, layout)
 
     def calibrated(self, network: Linearisation, posterior: Posterior, fit: Fit | None) -> Posterior:
         """With the scale, and the temperature or noise precision, under which some of these data are likeliest.
@@ -179,8 +189,8 @@ class HeldOut:
             ValueError: if what is predicted is not finite.
         """
         posterior = replace(posterior, calibration=Calibration())
-        num = _enough(len(posterior.samples) * self.num_outputs)
-        some = torch.arange(0, self.data.num_data, math.ceil(self.data.num_data / num))
+        num, total = _enough(len(posterior.samples) * self.layout.size), self.data.num_data
+        some = torch.arange(0, total, 1 if self.data.in_order else math.ceil(total / num))[:num]
         predictions = [
             predict(
                 network,
@@ -195,7 +205,7 @@ class HeldOut:
             )
             for batch in some.split(posterior.rows)
         ]
-        outputs = torch.cat([p.outputs.reshape(len(p.outputs), -1) for p in predictions])
+        outputs = torch.cat([self._wide(p.outputs.flatten(1), p) for p in predictions])
         if not all(bool(v.isfinite().all()) for p in predictions for v in (p.outputs, p.deviations)):
             raise ValueError(
                 "The outputs of the model on the data of `val_loader`, or their error bars, contain NaN or infinity: "
@@ -208,13 +218,18 @@ class HeldOut:
             targets = targets.reshape(outputs.shape)
             found = held_out_regression(targets, outputs, covariance, (1 / precision).expand(outputs.shape))
             return replace(posterior, calibration=found)
-        deviations = torch.cat([p.deviations.flatten(2) for p in predictions], dim=1)
+        deviations = torch.cat([self._wide(p.deviations.flatten(2), p) for p in predictions], dim=1)
         found = held_out_classification(self.likelihood, targets, outputs, deviations)
         return replace(posterior, calibration=found)
+
+    def _wide(self, flat: Tensor, found: Prediction | RegressionPrediction) -> Tensor:
+        """What was predicted of padded data, as wide as the longest of them."""
+        own = Layout.single(found.outputs.shape[1:]) if self.data.ragged else self.layout
+        return own.widen(flat, self.layout)
 
 
 def _unknown(likelihood: Likelihood) -> ValueError:
     return ValueError(
-        f"`val_loader` calibrates a regression or a classification, but the likelihood is {likelihood.name!r}: leave "
-        "it out."
+        f"`val_loader` calibrates a regression or a classification, but the likelihood is {likelihood.name!r}, which "
+        "has no scale that held-out data choose."
     )

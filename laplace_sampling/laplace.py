@@ -194,6 +194,7 @@ class LinearisedLaplace:
         self.observe = observe
         self._posterior: Posterior | None = None
         self._fit: Fit | None = None
+        self._unequal_noise = False
         self._tangent: TangentModel | None = None
         self._drawn = 0
 
@@ -278,6 +279,7 @@ class LinearisedLaplace:
             posterior = held_out.calibrated(self.network, posterior, fit)
         elif self.scale == "auto":
             posterior = replace(posterior, calibration=trained.calibration())
+        self._unequal_noise = noise_variances is not None
         self._adopt(posterior, fit, tangent, trained.problems(posterior.calibration))
         return self
 
@@ -313,32 +315,38 @@ class LinearisedLaplace:
         else:
             solver = make_solver(task, tolerance, self.prior_precision)
             fit = fit_by_solver(task, Tuned(), solver, fit_kind_of(task))
+        self._unequal_noise = noise_variances is not None
         self._adopt(self._posterior_of(fit, tangent), fit, tangent)
         return self
 
     @solving()
-    def calibrate(self, val_loader: Iterable[Any], *, unpack: Unpack | None = None) -> "LinearisedLaplace":
+    def calibrate(
+        self, val_loader: Iterable[Any], *, unpack: Unpack | None = None, num_data: int | None = None
+    ) -> "LinearisedLaplace":
         """The fitted or loaded posterior with the scale that held-out data choose, without another solve.
 
         Sets `scale_`, and with it in a classification the temperature of the outputs, `temperature_`, in a regression
-        the noise precision, `noise_precision_`, as `fit_hyperparameters(..., val_loader=...)` does; whatever scale and
-        temperature there were are replaced. Samples and prior stay.
+        the noise precision, `noise_precision_`, also one that was given, as `fit_hyperparameters(..., val_loader=...)`
+        does; whatever scale and temperature there were are replaced. Samples and prior stay.
 
         Args:
             val_loader: data that the network was not trained on, of the form of the training data. Those of a
                 regression have the noise of data of weight one.
             unpack: as for `fit_hyperparameters`.
+            num_data: of an `IterableDataset`, likewise.
 
         Raises:
             NotFittedError: before a fit.
-            TypeError, ValueError: as of `val_loader` in `fit_hyperparameters`; if the weights of the model have changed
-                since the fit. The posterior stays what it was.
+            TypeError, ValueError: as of `val_loader` in `fit_hyperparameters`; after a fit with `noise_variances`; if
+                the weights of the model have changed since the fit. The posterior stays what it was.
         """
         posterior = self._fitted("calibrate")
         self._check_fingerprint(posterior.fingerprint, "calibrate")
         if self.observe is not None:
             raise ValueError("`calibrate(val_loader)` does not go with `observe`: there is no scale for measurements.")
-        held_out = HeldOut.read(val_loader, self.network, self.likelihood, unpack)
+        if self._unequal_noise:
+            raise ValueError("`calibrate(val_loader)` does not go with `noise_variances`, which the fit was given.")
+        held_out = HeldOut.read(val_loader, self.network, self.likelihood, unpack, num_data)
         self._posterior = held_out.calibrated(self.network, posterior, self._fit)
         return self
 

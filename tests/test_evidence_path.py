@@ -561,9 +561,31 @@ def test_a_mode_out_of_reach_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_progress_of_a_mode() -> None:
     progress = _Progress()
-    for error, size, stalled in ((1.0, 10, False), (0.9, 200, False), (0.9, 201, True), (0.4, 202, False)):
-        assert progress.of(error, size) == error
+    for error, num, stalled in ((1.0, 10, False), (0.9, 200, False), (0.9, 201, True), (0.4, 202, False)):
+        progress.see(1.0, error, num)
         assert progress.stalled == stalled
-    for size, stalled in ((404, False), (405, True)):  # twice as many as at the last halving
-        progress.of(0.3, size)
+    for num, stalled in ((404, False), (405, True)):  # twice as many as at the last halving
+        progress.see(0.9, 0.3, num)
         assert progress.stalled == stalled
+    progress.see(0.4, 5.0, 500)  # an error elsewhere is a new beginning
+    assert not progress.stalled
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_mode_that_is_found_at_one_precision_is_sought_at_others(dtype: torch.dtype) -> None:
+    """At a large `α` few vectors reach rounding; curves at a small one take more. Against dense algebra."""
+    generator = torch.Generator().manual_seed(0)
+    factors = [torch.linalg.qr(torch.randn(400, 400, generator=generator, dtype=torch.float64))[0] for _ in range(2)]
+    rows = ((factors[0] * torch.logspace(1.5, 0, 400, dtype=torch.float64)) @ factors[1])[:, None].to(dtype)
+    theta = torch.randn(400, 1, generator=generator, dtype=torch.float64).to(dtype)
+    y, zero = 0.5 * (rows[:, 0] @ theta + theta.flip(0)), torch.zeros(400, 1, dtype=dtype)
+    model = LinearModel(DenseFeatures(rows), zero, zero, y, Gaussian(1.0))
+    prior = build("isotropic", model, 1000.0).to(rows.device, dtype)
+    mode = torch.zeros(1, 400, dtype=dtype)
+    path, _ = evidence_path(model, prior, Draws(8, 0), mode, hessian_at="network", accuracy=1e-3, decades=3)
+    at = torch.tensor([1.0, 1e3, 1e6], dtype=torch.float64)
+    J, target = rows[:, 0].double(), y.double()
+    for alpha, found in zip(at.tolist(), path.data_fit(at).tolist(), strict=True):
+        theta = torch.linalg.solve(J.T @ J + alpha * torch.eye(400, dtype=torch.float64), J.T @ target)
+        exact = float(0.5 * (target - J @ theta).square().sum() + 200 * math.log(2 * math.pi))
+        assert found == pytest.approx(exact, rel=1e-3)

@@ -1,6 +1,7 @@
 """The scale of the posterior of a `LinearisedLaplace`, with validation data and without."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from cases import make_case
 from test_spaces import trained
 from torch import Tensor, nn
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from laplace_sampling import ConvergenceWarning, LinearisedLaplace, NotFittedError, held_out
 from laplace_sampling.calibration import leave_one_out_scale
@@ -142,6 +143,56 @@ def test_a_fitted_posterior_is_calibrated_later(method: str, loaded: bool, tmp_p
         assert_close(la.samples_, samples, rtol=0, atol=0)
 
 
+def padded(batch: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    x, y = zip(*batch, strict=True)
+    pad = nn.utils.rnn.pad_sequence
+    return pad(list(x), batch_first=True), pad(list(y), batch_first=True, padding_value=-100)
+
+
+def test_held_out_sequences_of_different_length() -> None:
+    """Of each batch as of one that is padded to the longest of all."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [3, 5, 2, 4, 6, 6, 2, 3]
+    x = [torch.randn(n, 2, generator=generator, dtype=torch.float64) for n in lengths]
+    data = [(v, (v[:, 0] > 0).long() + (torch.rand(len(v), generator=generator) > 0.5).long()) for v in x]
+    model = nn.Linear(2, 3).double()
+    la = LinearisedLaplace(model, Categorical(class_dim=-1), method="exact", prior_precision=1.0, num_samples=4)
+    la.fit(DataLoader(data, 8, collate_fn=padded), progress=False)
+    found = []
+    for batch_size in (8, 2):
+        la.calibrate(DataLoader(data, batch_size, collate_fn=padded))
+        found.append((la.scale_, la.temperature_))
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
+class Stream(IterableDataset):
+    """Without a length."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(zip(self.x, self.y, strict=True))
+
+
+def test_held_out_data_in_half_precision_and_as_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, train, test = overfitted()
+    model, (x, y) = model.float(), (test[0][:60].half(), test[1][:60])
+    la = LinearisedLaplace(model, "classification", prior_precision=1.0).fit(
+        [(train[0].float(), train[1])], progress=False
+    )
+    known = la.calibrate([(x.float(), y)]).scale_
+    assert la.calibrate([(x, y)]).scale_ == known
+    monkeypatch.setattr(held_out, "_ENOUGH", 40)
+    first = la.calibrate([(x[:40], y[:40])]).scale_
+    stream = DataLoader(Stream(x, y), 20)
+    # nothing is kept of the stream, so that it is read in its order: the first so many
+    monkeypatch.setattr(held_out.TrainingData, "in_order", True)
+    assert la.calibrate(stream, num_data=60).scale_ == first
+    with pytest.raises(ValueError, match="num_data"):
+        la.calibrate(stream)
+
+
 def test_messages_of_calibrating() -> None:
     case = make_case("regression")
     la = LinearisedLaplace(case.model, "regression")
@@ -154,6 +205,9 @@ def test_messages_of_calibrating() -> None:
     assert_close(la.predict(case.x).variance, found, rtol=0, atol=0)
     next(case.model.parameters()).data += 1
     with pytest.raises(ValueError, match="`calibrate`"):
+        la.calibrate(case.batches)
+    la.fit(case.batches, noise_variances=torch.ones(len(case.y)), progress=False)
+    with pytest.raises(ValueError, match=r"`calibrate\(val_loader\)` does not go with `noise_variances`"):
         la.calibrate(case.batches)
     measured = LinearisedLaplace(case.model, "regression", observe=torch.ones(1, 1, dtype=torch.float64))
     measured.fit(case.batches, progress=False)
