@@ -163,3 +163,12 @@ def test_gaussian_refuses_a_noise_precision_that_is_none(precision) -> None:
 def test_targets_that_do_not_fit_are_refused(likelihood, shape, y, error, message) -> None:
     with pytest.raises(error, match=message):
         likelihood.check_targets(torch.Size(shape), y)
+
+
+@pytest.mark.parametrize("classes", [2, 5, 15, 16, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_probabilities_of_few_and_many_classes(classes: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+    f = 300 * torch.randn(3, 4, classes, generator=generator, dtype=torch.float64).to(dtype)
+    likelihood = Categorical().prepare(Layout.single([classes]), torch.zeros(4, dtype=torch.long))[0]
+    assert_close(likelihood.link(f), f.softmax(-1))
+    assert_close(likelihood.link(f + 1e6), (f + 1e6).softmax(-1))
