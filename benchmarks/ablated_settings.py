@@ -113,9 +113,14 @@ def precisions(outcome: Outcome) -> str:
     return f"{low:.3g}" if low == high else f"{low:.1g} … {high:.1g}"
 
 
+def _stdev(values: Sequence[float]) -> float:
+    """NaN where a run ended at infinity."""
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+
+
 def spread(values: Sequence[float], form: str = "{:.3f}") -> str:
     """Mean ± standard deviation over seeds."""
-    return f"{form.format(statistics.mean(values))} ± {form.replace('+', '').format(statistics.stdev(values))}"
+    return f"{form.format(statistics.mean(values))} ± {form.replace('+', '').format(_stdev(values))}"
 
 
 def priors() -> Iterator[str]:

@@ -10,6 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from benchmarks import ablated_settings, ablations, digits
+from benchmarks.ablated_settings import spread
 from benchmarks.tangents import Spectrum, Trained, trained
 from laplace_sampling.dense import Dense, Factor
 from laplace_sampling.evidence import fit_em
@@ -200,3 +201,8 @@ def test_tables_of_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     row = next(line for line in tables["priors"].splitlines() if "isotropic" in line)
     assert f"{fits[0].precision[0]:.3g}, {fits[1].precision[0]:.3g}" in row
     assert [len(t.splitlines()) for t in tables.values()] == [6, 6, 5, 2]
+
+
+def test_seeds_of_which_one_ended_at_infinity() -> None:
+    assert spread([1.0, 2.0, 3.0]) == "2.000 ± 1.000"
+    assert spread([1.0, -math.inf]) == "-inf ± nan"
