@@ -143,6 +143,18 @@ def test_a_fitted_posterior_is_calibrated_later(method: str, loaded: bool, tmp_p
         assert_close(la.samples_, samples, rtol=0, atol=0)
 
 
+def test_some_of_the_training_data_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x, y), _ = overfitted()
+    monkeypatch.setattr(held_out, "_ENOUGH", 30)  # of 90, every third
+    la = LinearisedLaplace(model, "classification", num_samples=8).fit_hyperparameters([(x, y)], progress=False)
+    assert la._fit is not None
+    found = held_out.OnTrainingData.of(la._fit, False)
+    assert found.some.tolist() == list(range(0, 90, 3))
+    assert_close(found.deviations, la.network.jvp(x[::3], la.samples_))
+    in_order = held_out.OnTrainingData.of(la._fit, True)
+    assert_close(in_order.deviations, la.network.jvp(x[:30], la.samples_))
+
+
 def padded(batch: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     x, y = zip(*batch, strict=True)
     pad = nn.utils.rnn.pad_sequence
@@ -157,7 +169,7 @@ def test_held_out_sequences_of_different_length() -> None:
     data = [(v, (v[:, 0] > 0).long() + (torch.rand(len(v), generator=generator) > 0.5).long()) for v in x]
     model = nn.Linear(2, 3).double()
     la = LinearisedLaplace(model, Categorical(class_dim=-1), method="exact", prior_precision=1.0, num_samples=4)
-    la.fit(DataLoader(data, 8, collate_fn=padded), progress=False)
+    la.fit(DataLoader(data, 2, collate_fn=padded), progress=False)  # so that it predicts two at a time
     found = []
     for batch_size in (8, 2):
         la.calibrate(DataLoader(data, batch_size, collate_fn=padded))
