@@ -594,6 +594,7 @@ class LinearisedLaplace:
             "linear_model": self.linear_model,
             "hessian_at": self.hessian_at,
             "parameters": self.network.selection,
+            "unequal_noise": self._unequal_noise,
             "recipe": recipe_of(self),
         }
         return encode(self._fitted("state_dict"), settings)
@@ -619,7 +620,7 @@ class LinearisedLaplace:
         except Exception:
             self.linear_model, self.hessian_at = before
             raise
-        self._posterior = posterior
+        self._posterior, self._unequal_noise = posterior, settings.get("unequal_noise", False)
 
     def save(self, path: str | Path) -> None:
         """Write `state_dict()` to a file."""

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
-from laplace_sampling.budgets import BatchLimit, cpu_out_of_memory
+from laplace_sampling.budgets import BatchLimit, cpu_out_of_memory, keep_freed_memory
 from laplace_sampling.calling import Layout, arguments, batched, num_rows, read, take
 from laplace_sampling.compiled import CompiledProducts
 from laplace_sampling.forward_mode import ComposedLayers, differentiable, forward_mode_kernels
@@ -84,6 +84,7 @@ class Linearisation:
         self.products = {"jvp": 0, "vjp": 0}
         self._ways = JacobianProducts(module, chunk_size)
         self.limit = BatchLimit()
+        keep_freed_memory()
         self.autocast = autocast
         if autocast is not None and (autocast not in _HALF or self.module_dtype != torch.float32):
             raise ValueError(

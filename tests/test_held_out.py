@@ -219,6 +219,12 @@ def test_messages_of_calibrating() -> None:
     la.fit(case.batches, noise_variances=torch.ones(len(case.y)), progress=False)
     with pytest.raises(ValueError, match=r"`calibrate\(val_loader\)` does not go with `noise_variances`"):
         la.calibrate(case.batches)
+    loaded = LinearisedLaplace(case.model, "regression")
+    loaded.load_state_dict(la.state_dict())
+    with pytest.raises(ValueError, match="does not go with `noise_variances`"):  # also of what is loaded
+        loaded.calibrate(case.batches)
+    loaded.load_state_dict(LinearisedLaplace(case.model, "regression").fit(case.batches, progress=False).state_dict())
+    assert loaded.calibrate(case.batches) is loaded  # nothing is left of the fit before
     measured = LinearisedLaplace(case.model, "regression", observe=torch.ones(1, 1, dtype=torch.float64))
     measured.fit(case.batches, progress=False)
     with pytest.raises(ValueError, match=r"`calibrate\(val_loader\)` does not go with `observe`"):
