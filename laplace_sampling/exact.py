@@ -20,30 +20,31 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.gram import BLOCK_BYTES, cross_gram, gram, gram_blocks, row_blocks
+from laplace_sampling.gram import (
+    BLOCK_BYTES,
+    MAX_MEMORY,
+    check_gram_size,
+    cross_gram,
+    gram,
+    gram_blocks,
+    row_blocks,
+    transposed,
+)
 from laplace_sampling.lapack import symmetric_eigen
 from laplace_sampling.leave_one_out import LeaveOneOut
 from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.operators import Features
-from laplace_sampling.priors import GaussianPrior
+from laplace_sampling.priors import GaussianPrior, overall_precision, unit_variance
 from laplace_sampling.sampling import Draws, LinearModel
 
 __all__ = [
     "ExactPrediction",
     "ExactRegression",
     "Optimum",
-    "check_gram_size",
     "noise_scale",
-    "overall_precision",
     "overall_precisions",
-    "transposed",
-    "unit_variance",
 ]
 
-# Gram matrices that are in memory at most, with the workspace of the eigendecomposition.
-_GRAMS = 4
-# Bytes that the exact method takes for them, by default.
-MAX_MEMORY = 8 * 2**30
 PRECISION_BOUNDS, NOISE_BOUNDS = (1e-8, 1e12), (1e-12, 1e12)
 
 
@@ -432,24 +433,10 @@ class ExactRegression:
         return (found, b, count) if learn_precision else (alpha, found, count)
 
 
-def overall_precision(prior: GaussianPrior) -> float:
-    """`α`, the geometric mean over the weights of a prior's precisions."""
-    if len(prior.precision) == 1:  # without rounding
-        return float(prior.precision)
-    return float(prior.spread().double().log().mean().exp())
-
-
 def overall_precisions(model: LinearModel, prior: GaussianPrior) -> tuple[float, float]:
     """`α` and `b` of a prior and of the Gaussian likelihood of a model, geometric means where there are several."""
     assert isinstance(model.likelihood, Gaussian)
     return overall_precision(prior), _overall_noise(model.likelihood)
-
-
-def unit_variance(prior: GaussianPrior) -> Float[Tensor, " P"]:
-    """The diagonal of `A₁⁻¹`, where `A = α A₁` with the overall precision `α`."""
-    if len(prior.precision) == 1:  # without rounding, so that it is the same for every `α`
-        return prior.scale.double() ** 2
-    return prior.scale.double() ** 2 * overall_precision(prior) / prior.spread().double()
 
 
 def noise_scale(model: LinearModel, variances: Tensor | None) -> Float[Tensor, "N C"]:
@@ -473,32 +460,6 @@ def noise_scale(model: LinearModel, variances: Tensor | None) -> Float[Tensor, "
     if not bool((given > 0).all()) or not bool(given.isfinite().all()):
         raise ValueError("`noise_variances` must be positive and finite.")
     return R * given.reshape(shape[0], -1)
-
-
-def transposed(features: Features, u: Float[Tensor, "K N C"]) -> Float[Tensor, "K P"]:
-    """`Φᵀu`, in float64."""
-    total = torch.zeros(len(u), features.size, dtype=torch.float64, device=features.device)
-    for batch in features.chunks():
-        total += features.vjp(u[:, batch].to(features.dtype), batch)
-    return total
-
-
-def check_gram_size(features: Features, max_memory: float, dual: bool = True) -> None:
-    """Raise if four Gram matrices would not fit; `dual` tells whether conjugate gradients there are a way out."""
-    rows = features.num_data * features.num_outputs
-    needed = _GRAMS * 8.0 * rows**2
-    if needed > max_memory:
-        others = '"dual" (conjugate gradients in observation space), ' if dual else ""
-        raise ValueError(
-            f"The exact method in observation space would need about {size_of(needed)} for {features.num_data} "
-            f"data of {features.num_outputs} outputs, more than the {size_of(max_memory)} that it may take; use "
-            f'method={others}"cg" or "sgd".'
-        )
-
-
-def size_of(num_bytes: float) -> str:
-    """In GiB, or in MiB where that says more."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 0.1 * 2**30 else f"{num_bytes / 2**20:.3g} MiB"
 
 
 def _overall_noise(likelihood: Gaussian) -> float:

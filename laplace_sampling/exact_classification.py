@@ -18,21 +18,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.exact import (
-    MAX_MEMORY,
-    PRECISION_BOUNDS,
-    ExactPrediction,
-    check_gram_size,
-    overall_precision,
-    transposed,
-    unit_variance,
-)
-from laplace_sampling.gram import BLOCK_BYTES, cross_gram, gram
+from laplace_sampling.exact import PRECISION_BOUNDS, ExactPrediction
+from laplace_sampling.gram import BLOCK_BYTES, MAX_MEMORY, check_gram_size, cross_gram, gram, transposed
 from laplace_sampling.lapack import check_finite, inverse_, solve_, symmetric_eigen
 from laplace_sampling.leave_one_out import LeaveOneOut, leave_one_out
 from laplace_sampling.likelihoods import Likelihood
 from laplace_sampling.operators import Features
-from laplace_sampling.priors import GaussianPrior
+from laplace_sampling.priors import GaussianPrior, overall_precision, unit_variance
 from laplace_sampling.sampling import Draws, LinearModel
 
 __all__ = ["ExactClassification", "ExactMode", "ExactPosterior", "PosteriorAt"]

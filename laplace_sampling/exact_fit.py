@@ -22,21 +22,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.curves import EvidencePath
-from laplace_sampling.exact import (
-    MAX_MEMORY,
-    NOISE_BOUNDS,
-    PRECISION_BOUNDS,
-    ExactRegression,
-    Optimum,
-    check_gram_size,
-    noise_scale,
-    overall_precision,
-    unit_variance,
-)
-from laplace_sampling.gram import BLOCK_BYTES, gram
+from laplace_sampling.exact import NOISE_BOUNDS, PRECISION_BOUNDS, ExactRegression, Optimum, noise_scale
+from laplace_sampling.gram import BLOCK_BYTES, MAX_MEMORY, check_gram_size, gram
 from laplace_sampling.lapack import inverse_
 from laplace_sampling.likelihoods import Gaussian
-from laplace_sampling.priors import GaussianPrior
+from laplace_sampling.priors import GaussianPrior, overall_precision, unit_variance
 from laplace_sampling.quadrature import Quadrature
 from laplace_sampling.sampling import LinearModel
 

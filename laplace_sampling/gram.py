@@ -18,12 +18,28 @@ from laplace_sampling.linearise import Linearisation
 from laplace_sampling.operations import Operations
 from laplace_sampling.operators import Features, NetworkFeatures
 
-__all__ = ["BLOCK_BYTES", "cross_gram", "features_at", "gram", "gram_blocks", "gram_flops", "row_blocks"]
+__all__ = [
+    "BLOCK_BYTES",
+    "MAX_MEMORY",
+    "check_gram_size",
+    "cross_gram",
+    "features_at",
+    "gram",
+    "gram_blocks",
+    "gram_flops",
+    "row_blocks",
+    "size_of",
+    "transposed",
+]
 
 # Bytes that blocks of rows of the Jacobian take.
 BLOCK_BYTES = 2**28
 # An operation of a Jacobian-vector product, one of many small products, is taken for so many of one large product.
 _JVP_WEIGHT = 4.0
+# Gram matrices that are in memory at most, with the workspace of the eigendecomposition.
+_GRAMS = 4
+# Bytes that the exact method takes for them, by default.
+MAX_MEMORY = 8 * 2**30
 
 
 def features_at(
@@ -186,3 +202,29 @@ def _row_products(
         datum = held.stop // num_outputs
     for start, others in row_blocks(features, block_bytes / 2, datum):
         yield slice(start, start + len(others)), rows @ (others * root).T
+
+
+def transposed(features: Features, u: Float[Tensor, "K N C"]) -> Float[Tensor, "K P"]:
+    """`Φᵀu`, in float64."""
+    total = torch.zeros(len(u), features.size, dtype=torch.float64, device=features.device)
+    for batch in features.chunks():
+        total += features.vjp(u[:, batch].to(features.dtype), batch)
+    return total
+
+
+def check_gram_size(features: Features, max_memory: float, dual: bool = True) -> None:
+    """Raise if four Gram matrices would not fit; `dual` tells whether conjugate gradients there are a way out."""
+    rows = features.num_data * features.num_outputs
+    needed = _GRAMS * 8.0 * rows**2
+    if needed > max_memory:
+        others = '"dual" (conjugate gradients in observation space), ' if dual else ""
+        raise ValueError(
+            f"The exact method in observation space would need about {size_of(needed)} for {features.num_data} "
+            f"data of {features.num_outputs} outputs, more than the {size_of(max_memory)} that it may take; use "
+            f'method={others}"cg" or "sgd".'
+        )
+
+
+def size_of(num_bytes: float) -> str:
+    """In GiB, or in MiB where that says more."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 0.1 * 2**30 else f"{num_bytes / 2**20:.3g} MiB"

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from laplace_sampling.curves import EvidencePath
 from laplace_sampling.evidence import EMStep, check_bounds
-from laplace_sampling.exact import ExactPrediction, overall_precision
+from laplace_sampling.exact import ExactPrediction
 from laplace_sampling.exact_classification import ExactClassification, ExactPosterior
 from laplace_sampling.fits import Task, Tuned, Tuning, problems_at_bounds
 from laplace_sampling.gram_fit import UNLIMITED, GramFit
 from laplace_sampling.lapack import symmetric_eigen
 from laplace_sampling.leave_one_out import LeaveOneOut
 from laplace_sampling.operators import Features
+from laplace_sampling.priors import overall_precision
 from laplace_sampling.quadrature import Quadrature
 from laplace_sampling.sampling import Draws
 from laplace_sampling.solvers import Minimum

@@ -20,9 +20,8 @@ from torch import Tensor
 from laplace_sampling.cost import Cost, free_memory, measure
 from laplace_sampling.dense import Dense
 from laplace_sampling.dual import DualCG, WhitenedGram
-from laplace_sampling.exact import size_of
 from laplace_sampling.factored import FACTORED, FactoredSampler
-from laplace_sampling.gram import BLOCK_BYTES
+from laplace_sampling.gram import BLOCK_BYTES, size_of
 from laplace_sampling.krylov import CG, BlockKrylov
 from laplace_sampling.operators import GGN, Features
 from laplace_sampling.preconditioners import Nystrom

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from laplace_sampling.operators import GGN, WhiteNoise
 
-__all__ = ["GPrior", "GaussianPrior", "IsotropicPrior", "LayerwisePrior", "Prior", "as_prior"]
+__all__ = [
+    "GPrior",
+    "GaussianPrior",
+    "IsotropicPrior",
+    "LayerwisePrior",
+    "Prior",
+    "as_prior",
+    "overall_precision",
+    "unit_variance",
+]
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,20 @@ class GaussianPrior:
         r"""MacKay's update `α_g ← γ_g / ‖θ̄_g‖²` in scaled coordinates, within `bounds` (thesis eq. 6.4, 6.11)."""
         ratio = effective_dimension / mode_norm.clamp_min(torch.finfo(torch.float64).tiny)
         return ratio.double().cpu().clamp(*bounds)
+
+
+def overall_precision(prior: GaussianPrior) -> float:
+    """`α`, the geometric mean over the weights of a prior's precisions."""
+    if len(prior.precision) == 1:  # without rounding
+        return float(prior.precision)
+    return float(prior.spread().double().log().mean().exp())
+
+
+def unit_variance(prior: GaussianPrior) -> Float[Tensor, " P"]:
+    """The diagonal of `A₁⁻¹`, where `A = α A₁` with the overall precision `α`."""
+    if len(prior.precision) == 1:  # without rounding, so that it is the same for every `α`
+        return prior.scale.double() ** 2
+    return prior.scale.double() ** 2 * overall_precision(prior) / prior.spread().double()
 
 
 class Prior(ABC):

@@ -18,7 +18,7 @@ from laplace_sampling.calling import Layout
 from laplace_sampling.data import TrainingData
 from laplace_sampling.dense import Dense
 from laplace_sampling.evidence import fit_em
-from laplace_sampling.exact import ExactRegression, overall_precision, unit_variance
+from laplace_sampling.exact import ExactRegression
 from laplace_sampling.exact_fit import NoiseComponents, fit_exact_regression
 from laplace_sampling.gram import features_at, gram
 from laplace_sampling.lapack import inverse_, solve_, symmetric_eigen
@@ -26,7 +26,14 @@ from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.linearise import Linearisation
 from laplace_sampling.operators import DenseFeatures, NetworkFeatures
 from laplace_sampling.path_fit import fit_path
-from laplace_sampling.priors import GaussianPrior, GPrior, IsotropicPrior, LayerwisePrior
+from laplace_sampling.priors import (
+    GaussianPrior,
+    GPrior,
+    IsotropicPrior,
+    LayerwisePrior,
+    overall_precision,
+    unit_variance,
+)
 from laplace_sampling.sampling import Draws, LinearModel, sample_posterior
 
 REGRESSIONS = ["regression", "regression_many_data", "regression_per_output", "regression_flat", "image_regression"]

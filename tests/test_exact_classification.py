@@ -12,12 +12,11 @@ from torch.testing import assert_close
 
 from laplace_sampling.dense import Dense
 from laplace_sampling.evidence import fit_em
-from laplace_sampling.exact import overall_precision
 from laplace_sampling.exact_classification import ExactClassification
 from laplace_sampling.gram import features_at
 from laplace_sampling.linearise import Linearisation
 from laplace_sampling.operators import DenseFeatures
-from laplace_sampling.priors import GaussianPrior
+from laplace_sampling.priors import GaussianPrior, overall_precision
 from laplace_sampling.sampling import Draws, LinearModel, sample_posterior
 
 # Fisher scoring, of unequal noise, converges linearly.

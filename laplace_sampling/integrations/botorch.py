@@ -22,12 +22,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_sampling.exact import ExactRegression, Optimum, unit_variance
+from laplace_sampling.exact import ExactRegression, Optimum
 from laplace_sampling.gram import features_at, row_blocks
 from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.linear_operators import DenseLinearOperator, TriangularLinearOperator, gpytorch
 from laplace_sampling.linearise import Linearisation
-from laplace_sampling.priors import GaussianPrior
+from laplace_sampling.priors import GaussianPrior, unit_variance
 from laplace_sampling.sampling import Draws, LinearModel
 from laplace_sampling.solvers import ConvergenceWarning
 from laplace_sampling.tangent_kernel import NetworkMean, shape_inputs
