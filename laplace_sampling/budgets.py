@@ -1,4 +1,7 @@
-"""How many data go through a network at once: what memory is foretold to hold, and half of it where it does not."""
+"""How many data go through a network at once: what memory is foretold to hold, and half of it where it does not.
+
+And freed memory that is kept.
+"""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,12 +24,13 @@ _LARGEST_KEPT = 2**25 - 2**14
 
 @cache
 def keep_freed_memory() -> None:
-    """Lets the C library keep freed blocks of up to 32 MiB, of which each product makes many.
+    """Lets the C library keep freed blocks of less than 32 MiB, of which each product makes many.
 
-    glibc gives blocks back to the system beyond the size of the largest that was freed before, and pages that are got
-    anew cost as much as the arithmetic on them: a fit of a LeNet takes a fifth less time. Elsewhere it does nothing.
+    glibc gives those back to the system that are larger than any that was freed before, and getting pages anew takes
+    up to two fifths of a product of a small network. Elsewhere, and where `mallopt` was called, it does nothing.
     """
-    torch.empty(_LARGEST_KEPT, dtype=torch.uint8)  # nothing is written to it, so that it takes no memory
+    # A storage: a tensor would be on the user's default device, or filled. Nothing is written, so it takes no memory.
+    torch.UntypedStorage(_LARGEST_KEPT, device="cpu")
 
 
 @contextmanager
