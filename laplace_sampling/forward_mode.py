@@ -95,6 +95,8 @@ class ComposedLayers(TorchFunctionMode):
             return _embedding(*args, **kwargs)
         if func is F.embedding_bag:
             return _embedding_bag(*args, **kwargs)
+        if func is torch.cdist:
+            return _cdist(*args, **kwargs)
         if func is torch._grouped_mm and args[0].dim() == 2 and args[1].dim() == 3:  # pyright: ignore
             return _grouped_mm(*args, **kwargs)
         return func(*args, **kwargs)
@@ -174,6 +176,11 @@ def _embedding_bag(
     if mode == "sum":
         return total
     return total / bags.bincount(minlength=num).clamp(min=1)[:, None]
+
+
+def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Tensor:
+    """From norms: the kernel has no forward derivative, and its pullback under `vmap` is wrong (torch 2.15)."""
+    return torch.linalg.vector_norm(x1[..., :, None, :] - x2[..., None, :, :], ord=p, dim=-1)
 
 
 def _grouped_mm(

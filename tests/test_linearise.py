@@ -385,3 +385,32 @@ def test_pullbacks_of_large_tensors_go_one_by_one(
     monkeypatch.setattr(jacobian_products, "_ALONE", most)
     assert_close(network.vjp(case.x, u), known)
     assert set(calls) == {batched}
+
+
+class Distances(nn.Module):
+    """To four points, whose pullbacks torch gets wrong under `vmap`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3).double()
+        self.points = nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cdist(self.inner(x), self.points)
+
+
+def test_products_of_distances() -> None:
+    """Products and Jacobian against single derivatives of torch's own `cdist`."""
+    torch.manual_seed(0)
+    model, x = Distances(), torch.randn(5, 3, dtype=torch.float64)
+    network = Linearisation(model)
+    rows = [torch.autograd.grad(f, list(model.parameters()), retain_graph=True) for f in model(x).reshape(-1)]
+    full = torch.stack([torch.cat([g.reshape(-1) for g in row]) for row in rows])
+    u, v = torch.randn(6, 5, 4, dtype=torch.float64), torch.randn(6, full.shape[1], dtype=torch.float64)
+    names = [name for name, _ in model.named_parameters()]
+    assert network.names == names
+    assert_close(network.jacobian(x).reshape(full.shape), full, rtol=1e-10, atol=1e-12)
+    assert_close(network.vjp(x, u), u.flatten(1) @ full, rtol=1e-10, atol=1e-12)
+    assert_close(network.jvp(x, v).flatten(1), v @ full.T, rtol=1e-10, atol=1e-12)
+    each = (u[0].reshape(5, 4, 1) * full.reshape(5, 4, -1)).sum(1)
+    assert_close(network.vjp_each(x, u[0]), each, rtol=1e-10, atol=1e-12)
