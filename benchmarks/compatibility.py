@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks.compatible_networks import NETWORKS
 from laplace_sampling import LinearisedLaplace
-from laplace_sampling.calling import arguments, num_rows, place
+from laplace_sampling.calling import arguments, num_rows, place, take
 from laplace_sampling.forward_mode import forward_mode_kernels
 from laplace_sampling.held_module import evaluation_mode
 from laplace_sampling.linearise import Linearisation
@@ -37,9 +37,10 @@ Each network of this table was built with random weights and run by `python -m b
 Jacobian-vector products are compared in float64 with central differences; or with two reverse passes where a kink, as
 of a rectifier, is within the step, or where a network detaches a part of itself from its derivatives, as DoRA does.
 `error` is relative to the largest entry, and at most 1e-5 where it passes. What a network casts to float32 is left in
-float64. Products are adjoint to the gradient that `loss.backward()` gives, and vector-Jacobian products equal it, to
-1e-9. Then `LinearisedLaplace` is fitted on a few data and predicts. Afterwards the module is the same in weights,
-buffers, modes, hooks and attributes, bit for bit. The last column tells where a slower way is taken, or what failed.
+float64. Products are adjoint to the gradient that `loss.backward()` gives, vector-Jacobian products equal it, and so do
+rows of the Jacobian, which are computed for many data together, to 1e-9. Then `LinearisedLaplace` is fitted on a few
+data and predicts. Afterwards the module is the same in weights, buffers, modes, hooks and attributes, bit for bit. The
+last column tells where a slower way is taken, or what failed.
 
 | library | network | weights | against | error | fit and prediction | unchanged | notice or error |
 |---|---|---|---|---|---|---|---|
@@ -112,6 +113,7 @@ def product_error(network: Linearisation, x: Any) -> tuple[float, str]:
 
     - Of `φv`, against central differences at the best of four steps; or else against two reverse passes.
     - Of `φᵀu`, against the module's own gradient, to which `φv` has to be adjoint.
+    - Of the Jacobian times `v`, against `φv`.
     """
     generator = torch.Generator().manual_seed(1)
     v = torch.randn(2, network.num_parameters, generator=generator, dtype=torch.float64)
@@ -145,7 +147,10 @@ def product_error(network: Linearisation, x: Any) -> tuple[float, str]:
         own = torch.stack([torch.autograd.grad(f(w), w, u_k)[0] for u_k in u])
     left, right = (jv * u).sum((1, 2)), (v * own).sum(1)
     adjoint = float((left - right).abs().max() / (jv.norm() * u.norm()))
-    return max(error, 1e4 * relative(pulled, own), 1e4 * adjoint), against
+    # of each datum by itself, since a range of quantisation is of its batch
+    each = torch.cat([network.jvp(take(x, slice(n, n + 1)), v) for n in range(num_rows(x))], 1)
+    rows = relative(torch.einsum("ncp,kp->knc", network.jacobian(x), v), each)
+    return max(error, 1e4 * relative(pulled, own), 1e4 * adjoint, 1e4 * rows), against
 
 
 def relative(found: Tensor, expected: Tensor) -> float:

@@ -196,12 +196,11 @@ def _():
             super().__init__()
             self.lstm, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
 
-        def forward(self, x: Tensor) -> Tensor:
-            lengths = torch.tensor([5, 3, 4, 1])[: len(x)]
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
             packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
             return self.head(self.lstm(packed)[1][0][-1])
 
-    return Packed(), torch.randn(4, 5, 3)
+    return Packed(), (torch.randn(4, 5, 3), torch.tensor([5, 3, 4, 1]))
 
 
 @entry("torch.nn", "GRU, both directions")
@@ -370,6 +369,38 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(checkpoint(self.body, x, use_reentrant=False))
+
+
+class Radial(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.centres, self.head = nn.Linear(3, 4), nn.Parameter(torch.randn(5, 4)), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.exp(-(torch.cdist(self.embed(x), self.centres) ** 2)))
+
+
+@entry("torch.nn", "radial basis functions by `torch.cdist`")
+def _():
+    return Radial(), torch.randn(4, 3)
+
+
+class Spectral(nn.Module):
+    """Learnt filters of frequencies, as those of neural operators, and a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filters, self.head = nn.Parameter(torch.randn(2, 4, 5)), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        filters = torch.complex(self.filters[0], self.filters[1])
+        filtered = torch.fft.irfft(torch.fft.rfft(x) * filters, n=x.shape[-1]).cumsum(-1)
+        return nn.functional.glu(self.head(filtered).flatten(1))
+
+
+@entry("torch.nn", "filters of a Fourier transform, GLU")
+def _():
+    return Spectral(), torch.randn(3, 4, 8)
 
 
 @entry("torch.nn", "gradient checkpointing")

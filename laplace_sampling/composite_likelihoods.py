@@ -40,8 +40,9 @@ class MultiTask(Likelihood):
         learnt = [name for name, head in heads.items() if isinstance(head, Gaussian) and head.learn]
         if not heads or learnt:
             raise ValueError(
-                f"The noise precision of a head is not learnt, but of {learnt} it is to be: give it, as "
-                "`Gaussian(b, learn=False)`."
+                f"The noise precision of a head is not learnt, but of {learnt} it is to be: give it, in place of "
+                '"regression", as `Gaussian(b, learn=False)`, `b` being one over the mean squared error on data that '
+                "the network was not trained on."
                 if learnt
                 else "`MultiTask({})` needs at least one head."
             )
@@ -56,7 +57,10 @@ class MultiTask(Likelihood):
     def bind(self, layout: Layout) -> "MultiTask":
         if set(layout.names) != set(self.heads):
             found = f"the heads {layout.names}" if layout.names else "one tensor, not a dictionary"
-            raise ValueError(f"The likelihood has the heads {list(self.heads)}, but the model returns {found}.")
+            raise ValueError(
+                f"The likelihood has the heads {list(self.heads)}, but the model returns {found}. Give one for each "
+                "head; for some of them wrap the model in a module that returns these only."
+            )
         bound = {name: as_likelihood(self.heads[name]).bind(Layout.single(shape)) for name, shape in layout.heads}
         return replace(self, heads=bound, layout=layout)
 

@@ -6,6 +6,7 @@ dataset by index; the loader gives its batch size (what fits in memory), its sam
 """
 
 import itertools
+import warnings
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -194,6 +195,16 @@ class _Stream(_Source):
         self.sums: dict[int, tuple[int, ...]] = {}
         self.reader: Iterator[tuple[Any, Any]] = iter(())
         self.first, self.held = 0, None
+        self.behind_seen = False
+
+    def _say_more(self) -> None:
+        if not self.behind_seen:
+            warnings.warn(
+                f"The data go on after the first {self.num_data}, which is what `num_data=` or the length of the "
+                "dataset says there are: those behind are not used.",
+                stacklevel=2,
+            )
+        self.behind_seen = True
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         num = 0
@@ -201,6 +212,7 @@ class _Stream(_Source):
             x, y = self.unpack(batch)
             left = num_rows(x) if self.num_data is None else self.num_data - num
             if left < num_rows(x):
+                self._say_more()
                 x, y = take(x, slice(left)), take(y, slice(left))
             found = _checksum((x, y))
             if self.sums.setdefault(number, found) != found:
@@ -208,9 +220,10 @@ class _Stream(_Source):
             num += num_rows(x)
             if num_rows(x):
                 yield x, y
-            if num == self.num_data:
+            if num == self.num_data and self.behind_seen:  # the first pass looks whether there are more
                 return
-        if self.num_data is not None:
+        self.behind_seen = True
+        if self.num_data is not None and num < self.num_data:
             raise ValueError(f"The data end after {num} of `num_data={self.num_data}`; give the number that there are.")
 
     def inputs(self, indices: Tensor) -> Any:

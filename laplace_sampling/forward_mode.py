@@ -6,20 +6,33 @@ elementary operations have both. And its forward derivatives pass through `torch
 stop: here both stop, else the two products would not be adjoint.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.forward_ad import dual_level, make_dual
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["ComposedLayers", "differentiable", "forward_mode_kernels"]
+__all__ = ["ComposedLayers", "differentiable", "forward_mode_kernels", "load_decompositions"]
 
 _LINEAR = F.linear
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
+
+@cache
+def load_decompositions() -> None:
+    """What torch imports at the first dual number, without the warning that it uses `torch.jit`."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.jit.*", category=FutureWarning)
+        warnings.filterwarnings("ignore", message=".*torch.jit.*", category=DeprecationWarning)
+        with torch.inference_mode(False), suppress(RuntimeError), dual_level():  # within a level they are there
+            make_dual(torch.zeros(1, device="cpu"), torch.zeros(1, device="cpu"))
 
 
 @contextmanager
@@ -97,6 +110,12 @@ class ComposedLayers(TorchFunctionMode):
             return _embedding_bag(*args, **kwargs)
         if func is torch.cdist:
             return _cdist(*args, **kwargs)
+        if func is torch.prelu:
+            return _prelu(*args, **kwargs)
+        if func is F.batch_norm and len(args[0]) == 1:
+            return _batch_norm(*args, **kwargs)
+        if func is F.instance_norm:
+            return _instance_norm(*args, **kwargs)
         if func is torch._grouped_mm and args[0].dim() == 2 and args[1].dim() == 3:  # pyright: ignore
             return _grouped_mm(*args, **kwargs)
         return func(*args, **kwargs)
@@ -181,6 +200,59 @@ def _embedding_bag(
 def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Tensor:
     """From norms: the kernel has no forward derivative, and its pullback under `vmap` is wrong (torch 2.15)."""
     return torch.linalg.vector_norm(x1[..., :, None, :] - x2[..., None, :, :], ord=p, dim=-1)
+
+
+def _prelu(input: Tensor, weight: Tensor) -> Tensor:
+    """From elementary operations: the kernel's pullback under two `vmap` is wrong (torch 2.15)."""
+    slopes = weight if weight.numel() == 1 or input.dim() < 2 else weight.reshape(-1, *[1] * (input.dim() - 2))
+    return torch.where(input > 0, input, slopes * input)
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Of one datum, from elementary operations.
+
+    The kernel's pullback is wrong on a CPU where cotangents are contiguous in another order of axes than the input, as
+    those from a transposition are (torch 2.15).
+    """
+    if training or running_mean is None or running_var is None:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    return _scaled(input, running_mean[None], running_var[None], weight, bias, eps)
+
+
+def _instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """As `_batch_norm`, since for torch it is that of one datum whose channels are those of all."""
+    if use_input_stats or running_mean is None or running_var is None:
+        axes = tuple(range(2, input.dim()))
+        mean, var = input.mean(axes), input.var(axes, correction=0)
+    else:
+        mean, var = running_mean[None], running_var[None]
+    return _scaled(input, mean, var, weight, bias, eps)
+
+
+def _scaled(input: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Normalised by `mean` and `var` of channels, `[1 or N, C]`."""
+    scale = (var + eps).rsqrt() if weight is None else (var + eps).rsqrt() * weight
+    shape = (-1, input.shape[1], *[1] * (input.dim() - 2))
+    scaled = (input - mean.reshape(shape)) * scale.reshape(shape)
+    return (scaled if bias is None else scaled + bias.reshape(shape[1:])).to(input.dtype)
 
 
 def _grouped_mm(

@@ -1,5 +1,6 @@
 """A module that is held and never changed: what is inside its wrappers, its evaluation mode, where it failed."""
 
+import linecache
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -127,16 +128,21 @@ def _same(found: dict[str, Any], saved: dict[str, Any]) -> bool:
 
 
 def where(error: BaseException, module: nn.Module) -> str:
-    """The innermost module whose `forward` an error came from, and what the error says."""
-    names = {id(m): name for name, m in module.named_modules()}
-    found = module
+    """What an error of a module, or of a copy of it, says, the innermost part that it came from, and the line there."""
+    names: dict[int, str] = {}
+    found, line = module, ""
     traceback: TracebackType | None = error.__traceback__
     while traceback is not None:
-        owner = traceback.tb_frame.f_locals.get("self")
+        owner, code = traceback.tb_frame.f_locals.get("self"), traceback.tb_frame.f_code
+        if not names and isinstance(owner, type(module)):
+            names = {id(m): name for name, m in owner.named_modules()}
         if isinstance(owner, nn.Module) and id(owner) in names:
             found = owner
+            # of the module's own code: torch does not name custom functions
+            own = code.co_name not in ("_call_impl", "_wrapped_call_impl")
+            line = linecache.getline(code.co_filename, traceback.tb_lineno).strip()[:80] if own else ""
         traceback = traceback.tb_next
-    name = names[id(found)]
+    name = names.get(id(found), "")
     # torch explains at length what a user can do about `vmap`
     said = next(iter(str(error).strip().splitlines()), type(error).__name__).split(". ")[0].removesuffix(".")
-    return f"{said} — in {f'`{name}`, ' if name else ''}a {type(found).__name__}"
+    return f"{said} — in {f'`{name}`, ' if name else ''}a {type(found).__name__}{line and f': `{line}`'}"

@@ -31,6 +31,10 @@ _CACHED, _FEWEST = 12 * 2**20, 4
 # convolutions run vector by vector anyway.
 _ALONE = 2 * 10**6
 
+# How far rows that are computed together may be from those computed alone: in float32 a unit of almost no input is on
+# in one pass and off in another.
+_DIFFERENT = 0.05
+
 # Exceptions of operations that lack a derivative or a rule for batches.
 _LACKING = (RuntimeError, NotImplementedError, KeyError)
 
@@ -61,6 +65,9 @@ class JacobianProducts:
     Args:
         module: the network, to be named in notices.
         chunk_size: how many vectors are pushed through the network together.
+
+    Attributes:
+        lacking: what has no forward derivative, and where, once that is known.
     """
 
     def __init__(self, module: nn.Module, chunk_size: int) -> None:
@@ -69,6 +76,8 @@ class JacobianProducts:
         self._pulls_together = self._data_together = True
         self._checked, self._dual = False, True
         self._bytes_each: float | None = None
+        self._compared: set[bool] = set()
+        self.lacking: str | None = None
 
     def size(self, forward: Callable[[], Any], inputs: int) -> float:
         """Bytes of the largest tensor of a forward pass: in proportion to the numbers that are put in, from the first.
@@ -102,6 +111,8 @@ class JacobianProducts:
             if errors:
                 self._pushes = self._pushes[self._pushes.index(way) :]
                 self._say(way, errors[-1])
+                if way == self._push_by_two_pullbacks:
+                    self.lacking = where(errors[-1], self.module)
             return result if graph else result.detach()
         raise RuntimeError(
             f"{type(self.module).__name__} has no Jacobian-vector product. By forward mode: "
@@ -233,20 +244,38 @@ class JacobianProducts:
         return grads
 
     def of_each_datum(
-        self, together: Callable[[], Weights], alone: Callable[[int], list[Tensor]], weights: Weights, num: int
+        self, together: Callable[[], Weights], alone: Callable[[int, slice], list[Tensor]], weights: Weights, num: int
     ) -> Weights:
-        """`together()`, under `vmap`; where that fails `alone(n)` for each datum, stacked."""
+        """`together()`, `[N, R, ...]`, under `vmap`; where that fails, or is wrong, of each datum by itself, stacked.
+
+        `alone(n, some)` are some of the `R` rows of a datum, by weight.
+        """
         failed = None
         if self._data_together:
-            rows, failed = _attempt(together, partial(alone, 0))
-            if failed is None:
+            rows, error = _attempt(together, lambda: alone(0, slice(1)))
+            if error is None and self._are_alike(rows, alone):
                 return rows
-        rows = [alone(n) for n in range(num)]
+            failed = "torch's rule for many of them at once is wrong" if error is None else where(error, self.module)
+        rows = [alone(n, slice(None)) for n in range(num)]
         if failed is not None:
             self._data_together = False
             message = f"Jacobians of {type(self.module).__name__} take one datum at a time, which is slower"
-            warnings.warn(f"{message}: {where(failed, self.module)}.", stacklevel=2)
+            warnings.warn(f"{message}: {failed}.", stacklevel=2)
         return {name: torch.stack([row[n] for row in rows]) for n, name in enumerate(weights)}
+
+    def _are_alike(self, together: Weights, alone: Callable[[int, slice], list[Tensor]]) -> bool:
+        """Whether rows of the first datum are what it has by itself; looked at once for one row and once for several.
+
+        Some of torch's derivatives are wrong under `vmap`, as that of `cdist` was: silently, or this would not be here.
+        """
+        num = next(iter(together.values())).shape[1]
+        if (num > 1) in self._compared:
+            return True
+        self._compared.add(num > 1)
+        some = slice(None, None, max(1, num // 2))  # the first, one in the middle, and one at the end
+        first = torch.cat([rows[0, some].reshape(-1) for rows in together.values()])
+        itself = torch.cat([rows.reshape(-1) for rows in alone(0, some)])
+        return not bool((first - itself).norm() > _DIFFERENT * itself.norm())
 
     def rows(self, outputs: Tensor, weights: list[Tensor], cotangents: Tensor, *, graph: bool) -> list[Tensor]:
         """`φᵀ u_k` of each cotangent, stacked, by weight."""

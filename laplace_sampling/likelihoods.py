@@ -314,11 +314,13 @@ class Categorical(Likelihood):
             )
         if y.is_floating_point() or y.dtype == torch.bool:
             raise TypeError(f"Class labels must be integers, but have dtype {y.dtype}; call `y.long()`.")
-        classes, shape = output_shape[axis], [*output_shape[:axis], *output_shape[axis + 1 :]]
+        classes, shape = output_shape[axis], _without(output_shape, axis)
         if list(y.shape) != shape:
+            fitting = [n for n in range(1, len(output_shape)) if _without(output_shape, n) == list(y.shape)]
+            cure = f" They fit classes on axis {fitting[0]}: `Categorical(class_dim={fitting[0]})`." if fitting else ""
             raise ValueError(
                 f"Class labels must have shape {shape} for outputs {list(output_shape)} with the classes on axis "
-                f"{axis}, but have {list(y.shape)}."
+                f"{axis}, but have {list(y.shape)}.{cure}"
             )
         given = y[y != self.ignore_index]
         if not given.numel():
@@ -476,6 +478,10 @@ def as_likelihood(likelihood: str | Likelihood, noise_precision: float | Tensor 
         names = ", ".join(f'"{name}"' for name in _NAMES)
         raise ValueError(f"`likelihood={likelihood!r}` is not known; use {names} or a Likelihood.")
     return Gaussian(noise_precision) if likelihood == "regression" else _NAMES[likelihood]()
+
+
+def _without(shape: torch.Size, axis: int) -> list[int]:
+    return [*shape[:axis], *shape[axis + 1 :]]
 
 
 def _check_shape(kind: str, output_shape: torch.Size, y: Tensor, what: str = "the model's output") -> None:

@@ -19,7 +19,7 @@ from torch.func import functional_call, vjp, vmap
 from laplace_sampling.budgets import BatchLimit, cpu_out_of_memory, keep_freed_memory
 from laplace_sampling.calling import Layout, arguments, batched, num_rows, read, take
 from laplace_sampling.compiled import CompiledProducts
-from laplace_sampling.forward_mode import ComposedLayers, differentiable, forward_mode_kernels
+from laplace_sampling.forward_mode import ComposedLayers, differentiable, forward_mode_kernels, load_decompositions
 from laplace_sampling.held_module import evaluation_mode, unwrapped
 from laplace_sampling.jacobian_products import JacobianProducts
 from laplace_sampling.precision import users_precision
@@ -85,6 +85,7 @@ class Linearisation:
         self._ways = JacobianProducts(module, chunk_size)
         self.limit = BatchLimit()
         keep_freed_memory()
+        load_decompositions()
         self.autocast = autocast
         if autocast is not None and (autocast not in _HALF or self.module_dtype != torch.float32):
             raise ValueError(
@@ -138,6 +139,11 @@ class Linearisation:
         return torch.cat([w.reshape(-1) for w in self._selected().values()]).to(self.dtype)
 
     @property
+    def lacking(self) -> str | None:
+        """The operation without a forward derivative and its module, if one was met."""
+        return self._ways.lacking
+
+    @property
     def selection(self) -> Any:
         """What `parameters=` has to be for the same random weights, as JSON."""
         return self.names
@@ -173,7 +179,7 @@ class Linearisation:
         def outputs(rows: slice) -> tuple[Tensor, Layout]:
             part = _rows_of(x, rows)
             args, kwargs = arguments(self._copied(part))
-            with self._dtypes_shown(part):
+            with self._explained(part):
                 return read(self.module(*args, **kwargs), num_rows(part))
 
         with torch.no_grad(), evaluation_mode(self.module), users_precision():
@@ -317,7 +323,8 @@ class Linearisation:
 
         def single(w: dict[str, Tensor], x_n: list[Tensor], u_n: Tensor) -> dict[str, Tensor]:
             datum = rebuild([t[None] for t in x_n])
-            return vjp(lambda w: self._apply({**fixed, **w}, datum).reshape(-1), w)[1](u_n)[0]
+            pulled = vjp(lambda w: self._apply({**fixed, **w}, datum).reshape(-1), w)[1](u_n)[0]
+            return {name: g[None] for name, g in pulled.items()}
 
         self.products["vjp"] += num
         # under `no_grad` torch's derivatives of `linalg.solve` and determinants are wrong
@@ -325,7 +332,7 @@ class Linearisation:
             each = vmap(single, in_dims=(None, 0, 0), chunk_size=4 * self.chunk_size)
             gradients = self._ways.of_each_datum(
                 lambda: each(weights, tensors, u.to(self.dtype)),
-                lambda n: self._alone(take(x, slice(n, n + 1)), u[n : n + 1]),
+                lambda n, some: self._alone(take(x, slice(n, n + 1)), u[n : n + 1]),
                 weights,
                 num,
             )
@@ -357,7 +364,7 @@ class Linearisation:
         def single(w: dict[str, Tensor], x_n: list[Tensor]) -> Tensor:
             return self._apply({**fixed, **w}, rebuild([t[None] for t in x_n])).reshape(-1)
 
-        num, outputs = num_rows(x), self(x)[:1].numel()
+        num, outputs = num_rows(x), self._num_outputs(x)
         if self.num_parameters < outputs and not graph:  # columns are fewer than rows
             columns = torch.eye(self.num_parameters, dtype=self.dtype, device=self.device)
             return self._jvp(x, columns, graph=False).permute(1, 2, 0)
@@ -367,21 +374,25 @@ class Linearisation:
             together = vmap(torch.func.jacrev(single), in_dims=(None, 0))
             rows = self._ways.of_each_datum(
                 lambda: together(weights, tensors),
-                lambda n: self._alone(take(x, slice(n, n + 1)), None, graph),
+                lambda n, some: self._alone(take(x, slice(n, n + 1)), some, graph),
                 weights,
                 num,
             )
             full = torch.cat([row.flatten(2) if row.dim() > 2 else row[..., None] for row in rows.values()], dim=-1)
             return full if graph else full.detach()
 
-    def _alone(self, x: Any, u: Tensor | None, graph: bool = False) -> list[Tensor]:
-        """`φᵀu` of one datum, or its whole Jacobian, by weight."""
+    def _num_outputs(self, x: Any) -> int:
+        """`C`."""
+        with torch.no_grad(), evaluation_mode(self.module), forward_mode_kernels(layers=False):
+            return self._outputs(take(x, slice(1)))(self._selected()).numel()
+
+    def _alone(self, x: Any, u: Tensor | slice, graph: bool = False) -> list[Tensor]:
+        """`φᵀ u_k` of one datum, or some rows of its Jacobian, by weight, `[R, ...]`."""
         with torch.enable_grad():
             weights = {name: w.requires_grad_() for name, w in self._selected().items()}
             outputs = self._apply({**(self._fixed() if graph else {}), **weights}, x).reshape(-1)
-            cotangents = torch.eye(len(outputs)).to(outputs) if u is None else u.to(outputs.dtype)
-            rows = self._ways.rows(outputs, list(weights.values()), cotangents, graph=graph)
-        return rows if u is None else [row[0] for row in rows]
+            cotangents = torch.eye(len(outputs))[u] if isinstance(u, slice) else u
+            return self._ways.rows(outputs, list(weights.values()), cotangents.to(outputs), graph=graph)
 
     def with_names(self, names: list[str]) -> "Linearisation":
         """The same network with other weights random; what was found of its ways of products is shared."""
@@ -426,11 +437,16 @@ class Linearisation:
         return rebuild([t.to(dtype, copy=True) if narrow and t.is_floating_point() else t.clone() for t in tensors])
 
     @contextmanager
-    def _dtypes_shown(self, x: Any) -> Iterator[None]:
-        """An error of the network that is about types is shown with those of its inputs."""
+    def _explained(self, x: Any) -> Iterator[None]:
+        """An error of the network that is about types is shown with those of its inputs, one about gradients too."""
         try:
             yield
         except (RuntimeError, ValueError) as error:
+            if "does not require grad" in str(error):
+                raise RuntimeError(
+                    f"{type(self.module).__name__} differentiates in its forward, which is run under "
+                    f"`torch.no_grad()`: {error}. Put `with torch.enable_grad():` around that part of it."
+                ) from error
             found = sorted({str(t.dtype) for t in batched(x)[0] if t.dtype != self.module_dtype})
             if not found or "type" not in str(error):
                 raise

@@ -37,8 +37,8 @@ def from_loss(loss: Loss, name: str = "custom") -> "LossLikelihood":
         name: in messages and saved files, which do not hold the function: `load` needs the likelihood again.
 
     Raises:
-        ValueError: (when it is used) if a Hessian has a negative eigenvalue: `B` would be no covariance; or if the loss
-            has no second derivative, or cannot be mapped over data.
+        ValueError: (when it is used) if a Hessian has a negative eigenvalue: `B` would be no covariance; if all are 0,
+            as those of an absolute error; or if the loss has no second derivative, or cannot be mapped over data.
 
     Example:
         >>> from laplace_sampling import LinearisedLaplace, from_loss
@@ -122,14 +122,21 @@ class LossLikelihood(Likelihood):
         try:
             replace(self, shape=tuple(output_shape[1:])).curvature(flat, flat, y[:1])
         except RuntimeError as error:
+            said = next(iter(str(error).splitlines()), "")
             raise ValueError(
-                f"The loss of likelihood {self.name!r} cannot be differentiated twice for many data together: "
-                f"{str(error).splitlines()[0]} Write it with torch operations of tensors that have second derivatives, "
-                "with `torch.where` in place of `if`, and without `.item()` or `float(...)`."
+                f"The loss of likelihood {self.name!r} cannot be differentiated twice for many data together. Write it "
+                "with torch operations of tensors that have second derivatives, with `torch.where` in place of `if`, "
+                f"and without `.item()` or `float(...)`. torch says: {said}"
             ) from error
 
     def check_curvature(self, f: Tensor, y: Tensor) -> None:
-        self.root(f, torch.zeros_like(f), y)
+        probe = torch.randn(f.shape, generator=torch.Generator().manual_seed(0)).to(f)
+        if not bool(self.root(f, probe, y).any()):
+            raise ValueError(
+                f"The loss of likelihood {self.name!r} has no curvature in the outputs at any datum: its Hessian is 0, "
+                "so that the posterior would be the prior. Give a loss that is no straight line there, such as a Huber "
+                "loss of a larger `delta` for an absolute error, and that nothing in it detaches."
+            )
 
     def _needed(self, y: Tensor | None) -> Tensor:
         if y is None:

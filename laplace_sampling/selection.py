@@ -24,7 +24,7 @@ def select(module: nn.Module, selection: Selection) -> list[str]:
         if not names:
             raise ValueError(
                 "No parameter of the model requires a gradient, so none is random. "
-                "Name some with `parameters=[...]`, or call `requires_grad_(True)` on them."
+                f"{_quantised(module) or 'Name some with `parameters=[...]`, or call `requires_grad_(True)` on them.'}"
             )
     elif callable(selection):
         names = [name for name, p in parameters.items() if selection(name, p)]
@@ -45,6 +45,11 @@ def select(module: nn.Module, selection: Selection) -> list[str]:
     if wrong:
         raise ValueError(f"Parameters {wrong} are not floating point; leave them out with `parameters=`.")
     return names
+
+
+def _quantised(module: nn.Module) -> str:
+    layers = sorted({type(m).__name__ for m in module.modules() if ".quantized" in type(m).__module__})
+    return f"Its layers {layers} are quantised and have none: pass the model before it was quantised." if layers else ""
 
 
 def _matching(module: nn.Module, patterns: list[str]) -> list[str]:

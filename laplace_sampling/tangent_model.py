@@ -154,9 +154,12 @@ def _as_tensor(weights: Any) -> Tensor:
 
 
 def _as_variances(weights: Tensor, noise_variances: Tensor | None) -> Tensor:
-    if noise_variances is not None or not bool((weights > 0).all()):
+    if noise_variances is not None:
+        raise ValueError("`weights` of a regression are `1/noise_variances`: give one of them.")
+    if not bool((weights > 0).all()):
         raise ValueError(
-            "`weights` of a regression are `1/noise_variances`: positive, and not given together with those."
+            f"`weights` of a regression are `1/noise_variances`, so positive, but {int((weights == 0).sum())} are 0: "
+            "leave these data out, as by `torch.utils.data.Subset(dataset, weights.nonzero()[:, 0].tolist())`."
         )
     return 1 / weights.double()
 

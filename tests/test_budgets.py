@@ -30,9 +30,12 @@ class Hungry(nn.Sequential):
     most, error, largest = 8, torch.OutOfMemoryError("CUDA out of memory."), 0
 
     def forward(self, input: Tensor) -> Tensor:
-        if len(input) > self.most:
+        data = input
+        while torch._C._functorch.is_functorch_wrapped_tensor(data):  # one by one under `vmap`
+            data = torch._C._functorch.get_unwrapped(data)
+        if len(data) > self.most:
             raise self.error
-        Hungry.largest = max(Hungry.largest, len(input))
+        Hungry.largest = max(Hungry.largest, len(data))
         return super().forward(input)
 
 

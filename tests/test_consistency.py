@@ -27,6 +27,37 @@ class Centred(nn.Module):
         return h - h.mean(0)
 
 
+def test_what_depends_on_the_place_in_the_batch() -> None:
+    class Placed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * torch.arange(1, len(x) + 1)[:, None]
+
+    with pytest.raises(ValueError, match="the outputs of the second datum by itself and beside the first differ"):
+        check(Placed())
+
+
+def test_a_derivative_that_is_wrong_for_one_datum() -> None:
+    class Single(nn.Module):
+        """As torch's batch normalisation was, of contiguous inputs and cotangents in another order."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            if h.requires_grad and len(h) == 1:
+                h.register_hook(lambda g: 2 * g)
+            return h
+
+    with pytest.raises(ValueError, match="by forward and by reverse mode are not of the same Jacobian"):
+        check(Single())
+
+
 class OfNodes(nn.Module):
     """Each row is a node of one graph."""
 
@@ -69,7 +100,7 @@ def test_products_that_depend_on_the_batch_where_outputs_do_not() -> None:
             h = self.linear(x)
             return h + h.mean(0) - h.mean(0).detach()
 
-    with pytest.raises(ValueError, match="the products `φv` of the first datum by itself and beside the second differ"):
+    with pytest.raises(ValueError, match="the products `φv` of the second datum by itself and beside the first differ"):
         check(Hidden())
 
 
@@ -109,6 +140,33 @@ def test_a_derivative_that_only_one_mode_has() -> None:
         ValueError, match="products of Scaled by forward and by reverse mode are not of the same Jacobian"
     ):
         check(Scaled())
+
+
+class Squared(torch.autograd.Function):
+    """No forward derivative, and a reverse one through numpy, that autograd takes for a constant."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**2
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return torch.from_numpy(2 * x.detach().numpy() * g.detach().numpy())
+
+
+def test_a_derivative_that_cannot_be_differentiated_is_named() -> None:
+    class Square(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Squared.apply(x)
+
+    said = r"of the same Jacobian.* through numpy: .* in `1`, a Square: `return Squared.apply\(x\)`\. Replace"
+    with (
+        pytest.warns(UserWarning, match="two reverse passes are taken instead"),
+        pytest.raises(ValueError, match=said),
+    ):
+        check(nn.Sequential(nn.Linear(3, 4), Square(), nn.Linear(4, 2)))
 
 
 def conv() -> nn.Sequential:

@@ -92,6 +92,7 @@ HASTY = SGD(epochs=1, mode_epochs=1, min_steps=20, batch_size=4)
 
 
 @pytest.mark.filterwarnings("ignore:The posterior has not converged:laplace_sampling.ConvergenceWarning")
+@pytest.mark.filterwarnings("ignore:The data go on after the first 9")  # of the endless one
 @pytest.mark.parametrize("method", ["exact", "cg", "sgd"])
 @pytest.mark.parametrize("form", list(FORMS))
 def test_every_form_is_the_same_posterior(form: str, method: str) -> None:
@@ -185,6 +186,19 @@ class Wandering(IterableDataset):
         yield from zip(X[4:] + self.passes, Y[4:], strict=True)
 
 
+def test_a_stream_that_goes_on_is_said_once() -> None:
+    said = "The data go on after the first 6, which is what `num_data=` .*: those behind are not used"
+    for batch_size in (3, 4):  # the end of a batch, and the middle of one
+        loader = DataLoader(Stream(), batch_size=batch_size)
+        with pytest.warns(UserWarning, match=said) as found:
+            data = TrainingData(loader, num_data=6, cache_bytes=0)
+        assert len(found) == 1
+        assert data.num_data == 6
+        assert_close(data.inputs(torch.arange(6)), X[:6])
+        assert_close(data.inputs(torch.arange(2)), X[:2])  # another pass
+
+
+@pytest.mark.filterwarnings("ignore:The data go on after the first 8")
 def test_a_stream_whose_order_does_not_repeat_is_refused() -> None:
     loader = DataLoader(Wandering(), batch_size=4)
     data = TrainingData(loader, num_data=8, cache_bytes=0)
@@ -320,8 +334,11 @@ def test_weights_that_are_none_are_refused() -> None:
     for wrong in (-torch.ones(9), torch.zeros(9), torch.full((9,), torch.nan)):
         with pytest.raises(ValueError, match="`weights` must be finite and at least 0, and not all 0"):
             fit([(X, Y)], weights=wrong)
-    with pytest.raises(ValueError, match="`weights` of a regression are `1/noise_variances`: positive"):
+    ones = torch.ones(9)
+    with pytest.raises(ValueError, match=r"`1/noise_variances`, so positive, but 1 are 0: leave these data out, as by"):
         fit([(X, VALUES)], "regression", weights=torch.tensor([0.0] + [1.0] * 8))
+    with pytest.raises(ValueError, match="`weights` of a regression are `1/noise_variances`: give one of them"):
+        LinearisedLaplace(network(), "regression").fit([(X, VALUES)], weights=ones, noise_variances=ones)
 
 
 def test_weights_in_any_form() -> None:

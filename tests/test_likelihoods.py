@@ -6,6 +6,7 @@ from cases import Case, make_case
 from torch import Tensor
 from torch.testing import assert_close
 
+from laplace_sampling import LinearisedLaplace
 from laplace_sampling.calling import Layout, read
 from laplace_sampling.likelihoods import (
     Bernoulli,
@@ -92,9 +93,27 @@ def test_losses_without_forward_derivatives(generator: torch.Generator) -> None:
 )
 def test_losses_that_look_at_values_are_refused(loss) -> None:
     with pytest.raises(
-        ValueError, match=r"of likelihood 'own' cannot be differentiated twice for many .*: .*`torch.where` in place"
+        ValueError,
+        match=r"of likelihood 'own' cannot be differentiated twice for many .*`torch.where` in.* torch says: ",
     ):
         from_loss(loss, "own").check_targets(torch.Size((3, 2)), torch.ones(3, 2))
+
+
+@pytest.mark.parametrize(
+    "loss", [lambda f, y: (f - y).abs().sum(), lambda f, y: ((f - y).detach() ** 2).sum() + 0 * f.sum()]
+)
+def test_losses_without_curvature_are_refused(loss) -> None:
+    x, y = torch.randn(2, 6, 2, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match="loss of likelihood 'own' has no curvature in the outputs at any datum"):
+        LinearisedLaplace(torch.nn.Linear(2, 2), from_loss(loss, "own")).fit([(x, y)], progress=False)
+
+
+def test_labels_of_another_axis_say_which() -> None:
+    y = torch.zeros(8, 5, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"have \[8, 5\]. They fit classes on axis 2: `Categorical\(class_dim=2\)`\.$"):
+        Categorical().check_targets(torch.Size((8, 5, 3)), y)
+    with pytest.raises(ValueError, match=r"but have \[8, 7\]\.$"):
+        Categorical().check_targets(torch.Size((8, 5, 3)), torch.zeros(8, 7, dtype=torch.long))
 
 
 def test_saturated_logits_stay_finite() -> None:

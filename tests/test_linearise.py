@@ -215,7 +215,7 @@ def test_errors_say_what_was_found_and_what_to_do() -> None:
         Linearisation(model, ["head.weight"])
     with pytest.raises(ValueError, match="selects nothing"):
         Linearisation(model, lambda name, p: False)
-    with pytest.raises(ValueError, match=r"No parameter of the model requires a gradient.*requires_grad_\(True\)"):
+    with pytest.raises(ValueError, match=r"No parameter of the model requires a gradient.*requires_grad_\(True\)` on"):
         Linearisation(nn.Linear(2, 1).requires_grad_(False))
     quantised = nn.Linear(2, 1)
     quantised.table = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)

@@ -1,6 +1,9 @@
 """Networks of every kind: their products, and what is said where forward mode is missing."""
 
 import copy
+import subprocess
+import sys
+from contextlib import nullcontext
 
 import pytest
 import reference
@@ -90,7 +93,7 @@ def test_a_notice_is_given_once_and_names_operation_and_module() -> None:
     network, x = Linearisation(module), random(5, 3)
     v = random(2, network.num_parameters)
     with pytest.warns(
-        UserWarning, match=r"The Jacobian-vector product of Sequential has no forward derivative.*in `0`, a Cubed"
+        UserWarning, match=r"of Sequential has no forward derivative.*in `0`, a Cubed: `return Cube.apply\("
     ):
         first = network.jvp(x, v)
     assert_close(network.jvp(x, v), first)  # said once
@@ -151,9 +154,121 @@ class Failing(nn.Module):
         return Opaque.apply(self.linear(x))
 
 
+class Tokens(nn.Module):
+    """Convolution, layer, and attention to positions: cotangents of the layer are those of a transposition."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.layer, self.head = nn.Conv2d(2, 3, 2), layer, nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(self.conv(x)).flatten(2).transpose(1, 2)
+        return self.head(torch.softmax(h @ h.mT, -1) @ h).mean(1)
+
+
+_NORMS = [
+    nn.BatchNorm2d(3),
+    nn.BatchNorm2d(3, affine=False),
+    nn.InstanceNorm2d(3),
+    nn.InstanceNorm2d(3, affine=True, track_running_stats=True),
+    nn.PReLU(3),
+    nn.PReLU(),
+]
+
+
+@pytest.mark.parametrize("layer", _NORMS, ids=[f"{layer}" for layer in _NORMS])
+@pytest.mark.parametrize("num", [1, 3])
+def test_layers_whose_derivatives_torch_has_wrong_in_some_layouts(layer: nn.Module, num: int) -> None:
+    module, x = Tokens(copy.deepcopy(layer)).double(), random(num, 2, 4, 4)
+    generator = torch.Generator().manual_seed(0)
+    for value in (p for p in module.layer.state_dict().values() if p.is_floating_point()):
+        value.uniform_(0.2, 2, generator=generator)
+    network = Linearisation(module)
+    J = by_differences(module.eval(), x)  # autograd itself is wrong
+    v, u = random(2, network.num_parameters), random(2, num, 2)
+    close = {"rtol": 1e-6, "atol": 1e-8}
+    assert_close(network.jvp(x, v), torch.einsum("ncp,kp->knc", J, v), **close)
+    assert_close(network.vjp(x, u), torch.einsum("knc,ncp->kp", u, J), **close)
+    assert_close(network.vjp(x, u, graph=True), torch.einsum("knc,ncp->kp", u, J), **close)
+    assert_close(network.vjp_each(x, u[0]), torch.einsum("nc,ncp->np", u[0], J), **close)
+    assert_close(network.jacobian(x), J, **close)
+
+
+@torch.no_grad()
+def by_differences(module: nn.Module, x: Tensor, step: float = 1e-6) -> Tensor:
+    """The Jacobian in the weights by central differences, `[N, C, P]`."""
+    weights = nn.utils.parameters_to_vector(module.parameters())
+
+    def outputs(w: Tensor) -> Tensor:
+        nn.utils.vector_to_parameters(w, module.parameters())
+        return module(x)
+
+    moved = [
+        (outputs(weights + e) - outputs(weights - e)) / (2 * step) for e in step * torch.eye(len(weights)).double()
+    ]
+    nn.utils.vector_to_parameters(weights, module.parameters())
+    return torch.stack(moved, dim=-1)
+
+
+def test_a_rule_for_many_data_that_is_wrong_is_not_taken() -> None:
+    for each in (True, False):
+        module = nn.Sequential(mlp(), Doubled()).double()
+        network, x = Linearisation(module), random(4, 3)
+        first, u = module[0], random(4, 2)
+        with torch.no_grad():
+            J = 2 * Linearisation(first).jacobian(x)
+        said = "Jacobians of Sequential take one datum at a time, which is slower: torch's rule for many .* is wrong"
+        with pytest.warns(UserWarning, match=said):
+            found = network.vjp_each(x, u) if each else network.jacobian(x)
+        assert_close(found, torch.einsum("nc,ncp->np", u, J) if each else J)
+        assert_close(network.jacobian(x), J)  # without another notice
+
+
+def test_rows_are_compared_once() -> None:
+    network, x = Linearisation(mlp().double()), random(4, 3)
+    calls = []
+    network.module.register_forward_hook(lambda *_: calls.append(1))
+    for count in (4, 2, 2):  # the outputs' shape, all data at once, and the first datum
+        before = len(calls)
+        network.jacobian(x)
+        assert len(calls) - before <= count
+
+
+class Doubled(nn.Module):
+    """`2x`, whose pullback under `vmap` is that of `3x`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Double.apply(x)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return 2 * x, in_dims[0]
+
+    @staticmethod
+    def backward(ctx, g):
+        return Pullback.apply(g)
+
+
+class Pullback(Double):
+    @staticmethod
+    def vmap(info, in_dims, g):
+        return 3 * g, in_dims[0]
+
+
 def test_where_nothing_works_an_error_names_operation_and_module() -> None:
     network = Linearisation(nn.Sequential(nn.Linear(3, 3), Failing()).double())
-    with pytest.raises(RuntimeError, match=r"has no Jacobian-vector product. By forward mode.*in `1`, a Failing"):
+    said = r"has no Jacobian-vector product. By forward mode.*in `1`, a Failing: `return Opaque.apply\("
+    with pytest.raises(RuntimeError, match=said):
         network.jvp(random(4, 3), random(2, network.num_parameters))
 
 
@@ -272,6 +387,48 @@ def test_a_traced_module_is_refused() -> None:
 def test_a_scripted_module_is_refused() -> None:
     with pytest.raises(TypeError, match=r"which has no Jacobian products. Pass the module that was scripted"):
         Linearisation(torch.jit.script(mlp()))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantised_network_is_refused() -> None:
+    module = torch.ao.quantization.quantize_dynamic(mlp().float(), {nn.Linear})
+    with pytest.raises(
+        ValueError, match=r"none is random\. Its layers \['Linear'.*\] are quantised and have none: pass"
+    ):
+        Linearisation(module)
+
+
+class Force(nn.Module):
+    """The gradient of an energy in the inputs."""
+
+    def __init__(self, itself: bool) -> None:
+        super().__init__()
+        self.energy, self.itself = mlp(), itself
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad() if self.itself else nullcontext():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*which is slower")
+def test_networks_that_differentiate() -> None:
+    x, network = random(4, 3), Linearisation(Force(True))
+    v, u = random(2, network.num_parameters), random(2, 4, 3)
+    assert_close((network.jvp(x, v) * u).sum((1, 2)), (network.vjp(x, u) * v).sum(1))
+    assert_close(torch.einsum("ncp,kp->knc", network.jacobian(x), v), network.jvp(x, v))
+    with pytest.raises(
+        RuntimeError, match=r"Force differentiates in its forward.* Put `with torch.enable_grad\(\):` ar"
+    ):
+        Linearisation(Force(False))(x)
+
+
+def test_nothing_is_said_of_what_torch_imports() -> None:
+    code = "import torch; from laplace_sampling.linearise import Linearisation as L; n = L(torch.nn.Linear(2, 1)); "
+    code += "n.jvp(torch.ones(3, 2), torch.ones(2, 3)); n.vjp(torch.ones(3, 2), torch.ones(2, 3, 1))"
+    for before in ("", "import torch; torch.inference_mode(True).__enter__(); "):
+        run = [sys.executable, "-W", "error::FutureWarning", "-W", "error::DeprecationWarning", "-c"]
+        subprocess.run([*run, before + code], check=True)
 
 
 @pytest.mark.filterwarnings("ignore")
