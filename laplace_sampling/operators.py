@@ -34,7 +34,7 @@ __all__ = [
 Curvature = Callable[[Tensor], Tensor]
 
 # Numbers of the Jacobian in memory at once where it is needed row by row, and of random signs.
-_BLOCK, _SIGNS = 2**24, 2**20
+_BLOCK, _SIGNS = 2**24, 2**18
 
 
 class Features(ABC):

@@ -189,23 +189,28 @@ class Nystrom(Preconditioner):
             max_rank: the small eigenvalues of a sample are mostly its noise: few times fewer than `n`.
             generator: of the rows.
         """
-        rows = torch.cat([operator.random_rows(batch, generator) for batch in data.split(_ROWS_TOGETHER)])
-        rows = rows * weights.sqrt().to(rows)[:, None]
+        rows = torch.empty(len(data), operator.size, dtype=operator.dtype, device=operator.device)
+        for part, at in zip(rows.split(_ROWS_TOGETHER), data.split(_ROWS_TOGETHER), strict=True):
+            part.copy_(operator.random_rows(at, generator))
+        rows *= weights.sqrt().to(rows)[:, None]
         wide = len(rows) <= operator.size
         gram = (rows @ rows.T if wide else rows.T @ rows).double()
+        if not wide:
+            rows = rows[:0].clone()  # freed: the decomposition takes several times the memory of `gram`
         if not bool(gram.isfinite().all()):
             raise FloatingPointError(
                 "The rows of the curvature are not finite: the Jacobian products of the model contain NaN or infinity."
             )
-        eigenvalues, vectors = (t.flip(-1) for t in torch.linalg.eigh(gram))
+        eigenvalues, vectors = torch.linalg.eigh(gram)
+        eigenvalues = eigenvalues.flip(-1)
         # The Gram matrix has the squares of the singular values, and their rounding errors.
         large = eigenvalues > 10 * torch.finfo(operator.dtype).eps * eigenvalues[0]
         rank = max(1, min(max_rank, int(large.sum())))
-        eigenvalues, vectors = eigenvalues[:rank].clamp_min(0), vectors[:, :rank].T
+        eigenvalues, vectors = eigenvalues[:rank].clamp_min(0), vectors[:, -rank:].flip(-1).T
         if wide:
             root = eigenvalues.sqrt()[:, None]
             vectors = (vectors / torch.where(root > 0, root, 1.0)).to(rows) @ rows
-        return cls(vectors.to(rows), eigenvalues.to(operator.dtype), len(data) / (2 * operator.num_data))
+        return cls(vectors.to(operator.dtype), eigenvalues.to(operator.dtype), len(data) / (2 * operator.num_data))
 
     def solve(self, v: Tensor, shift: float) -> Tensor:
         return self._apply(v, 1 / (self.eigenvalues + shift))
