@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.lapack import symmetric_eigen
 from laplace_sampling.operators import Operator
 
 __all__ = ["Factored", "Jacobi", "Nystrom", "Preconditioner"]
@@ -201,12 +202,12 @@ class Nystrom(Preconditioner):
             raise FloatingPointError(
                 "The rows of the curvature are not finite: the Jacobian products of the model contain NaN or infinity."
             )
-        eigenvalues, vectors = torch.linalg.eigh(gram)
+        eigenvalues, vectors = symmetric_eigen(gram)
         eigenvalues = eigenvalues.flip(-1)
         # The Gram matrix has the squares of the singular values, and their rounding errors.
         large = eigenvalues > 10 * torch.finfo(operator.dtype).eps * eigenvalues[0]
         rank = max(1, min(max_rank, int(large.sum())))
-        eigenvalues, vectors = eigenvalues[:rank].clamp_min(0), vectors[:, -rank:].flip(-1).T
+        eigenvalues, vectors = eigenvalues[:rank], vectors[:, -rank:].flip(-1).T
         if wide:
             root = eigenvalues.sqrt()[:, None]
             vectors = (vectors / torch.where(root > 0, root, 1.0)).to(rows) @ rows
