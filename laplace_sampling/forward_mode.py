@@ -9,7 +9,7 @@ stop: here both stop, else the two products would not be adjoint.
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 __all__ = ["ComposedLayers", "differentiable", "forward_mode_kernels", "load_decompositions"]
 
 _LINEAR = F.linear
-_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
 @cache
@@ -94,30 +93,16 @@ class ComposedLayers(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch._C._set_grad_enabled:
             torch._C._set_fwd_grad_enabled(*args)
-        if func is _LINEAR:
-            return _linear(*args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            with _folded_linear():
-                return func(*args, **kwargs)
-        if func in _RECURRENT:
-            with _composed_recurrence():
-                return func(*args, **kwargs)
-        if func is torch._weight_norm:  # pyright: ignore
-            return _weight_norm(*args, **kwargs)
-        if func is F.embedding:
-            return _embedding(*args, **kwargs)
-        if func is F.embedding_bag:
-            return _embedding_bag(*args, **kwargs)
-        if func is torch.cdist:
-            return _cdist(*args, **kwargs)
-        if func is torch.prelu:
-            return _prelu(*args, **kwargs)
-        if func is F.batch_norm and len(args[0]) == 1:
-            return _batch_norm(*args, **kwargs)
-        if func is F.instance_norm:
-            return _instance_norm(*args, **kwargs)
-        if func is torch._grouped_mm and args[0].dim() == 2 and args[1].dim() == 3:  # pyright: ignore
-            return _grouped_mm(*args, **kwargs)
+        return _COMPOSED.get(func, func)(*args, **kwargs)
+
+
+def _attention(*args: Any, **kwargs: Any) -> Any:
+    with _folded_linear():
+        return F.multi_head_attention_forward(*args, **kwargs)
+
+
+def _recurrent(func: Callable, *args: Any, **kwargs: Any) -> Any:
+    with _composed_recurrence():
         return func(*args, **kwargs)
 
 
@@ -223,9 +208,23 @@ def _batch_norm(
     The kernel's pullback is wrong on a CPU where cotangents are contiguous in another order of axes than the input, as
     those from a transposition are (torch 2.15).
     """
-    if training or running_mean is None or running_var is None:
+    if len(input) > 1 or (training and running_mean is not None):
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    return _scaled(input, running_mean[None], running_var[None], weight, bias, eps)
+    return _instance_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def _torch_batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    return _batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
 def _instance_norm(
@@ -247,6 +246,20 @@ def _instance_norm(
     return _scaled(input, mean, var, weight, bias, eps)
 
 
+def _torch_instance_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    return _instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+
+
 def _scaled(input: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Normalised by `mean` and `var` of channels, `[1 or N, C]`."""
     scale = (var + eps).rsqrt() if weight is None else (var + eps).rsqrt() * weight
@@ -258,16 +271,36 @@ def _scaled(input: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bia
 def _grouped_mm(
     rows: Tensor,
     weights: Tensor,
-    offs: Tensor,
+    offs: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Each group of rows times its matrix, `offs` being where groups end; zero after the last."""
+    if offs is None or rows.dim() != 2 or weights.dim() != 3:
+        return torch._grouped_mm(rows, weights, offs, bias, out_dtype)  # pyright: ignore
     ends = offs.tolist()
     parts = rows.tensor_split(ends)
     product = torch.cat([*[a @ b for a, b in zip(parts, weights, strict=False)], parts[-1] @ weights[0] * 0])
     product = product if bias is None else product + bias
     return product if out_dtype is None else product.to(out_dtype)
+
+
+# What `ComposedLayers` calls in their place.
+_COMPOSED: dict[Callable, Callable] = {
+    _LINEAR: _linear,
+    F.multi_head_attention_forward: _attention,
+    **{func: partial(_recurrent, func) for func in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
+    torch._weight_norm: _weight_norm,  # pyright: ignore
+    F.embedding: _embedding,
+    F.embedding_bag: _embedding_bag,
+    torch.cdist: _cdist,
+    torch.prelu: _prelu,
+    F.batch_norm: _batch_norm,
+    torch.batch_norm: _torch_batch_norm,
+    F.instance_norm: _instance_norm,
+    torch.instance_norm: _torch_instance_norm,
+    torch._grouped_mm: _grouped_mm,  # pyright: ignore
+}
 
 
 class _ComposedNorms(TorchFunctionMode):

@@ -166,17 +166,32 @@ class Tokens(nn.Module):
         return self.head(torch.softmax(h @ h.mT, -1) @ h).mean(1)
 
 
+class OfTorch(nn.Module):
+    """The same norms by the functions of `torch`, not of `torch.nn.functional`."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.instance = norm, isinstance(norm, nn.InstanceNorm2d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm
+        func = torch.instance_norm if self.instance else torch.batch_norm
+        return func(x, n.weight, n.bias, n.running_mean, n.running_var, n.running_mean is None, 0.1, n.eps, True)
+
+
 _NORMS = [
     nn.BatchNorm2d(3),
     nn.BatchNorm2d(3, affine=False),
     nn.InstanceNorm2d(3),
     nn.InstanceNorm2d(3, affine=True, track_running_stats=True),
+    OfTorch(nn.BatchNorm2d(3)),
+    OfTorch(nn.InstanceNorm2d(3)),
     nn.PReLU(3),
     nn.PReLU(),
 ]
 
 
-@pytest.mark.parametrize("layer", _NORMS, ids=[f"{layer}" for layer in _NORMS])
+@pytest.mark.parametrize("layer", _NORMS, ids=[f"{layer}".replace("\n", "") for layer in _NORMS])
 @pytest.mark.parametrize("num", [1, 3])
 def test_layers_whose_derivatives_torch_has_wrong_in_some_layouts(layer: nn.Module, num: int) -> None:
     module, x = Tokens(copy.deepcopy(layer)).double(), random(num, 2, 4, 4)
