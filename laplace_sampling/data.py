@@ -10,6 +10,7 @@ import warnings
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -197,6 +198,16 @@ class _Stream(_Source):
         self.first, self.held = 0, None
         self.behind_seen = False
 
+    def _look_behind(self, batches: Iterator[Any]) -> None:
+        """In the first pass, for a batch that is not used: what is wrong with it is nobody's concern."""
+        more = None
+        if not self.behind_seen:
+            with suppress(Exception):
+                more = next(batches, None)
+        if more is not None:
+            self._say_more()
+        self.behind_seen = True
+
     def _say_more(self) -> None:
         if not self.behind_seen:
             warnings.warn(
@@ -208,7 +219,8 @@ class _Stream(_Source):
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         num = 0
-        for number, batch in enumerate(self.batches):
+        batches = iter(self.batches)
+        for number, batch in enumerate(batches):
             x, y = self.unpack(batch)
             left = num_rows(x) if self.num_data is None else self.num_data - num
             if left < num_rows(x):
@@ -220,10 +232,10 @@ class _Stream(_Source):
             num += num_rows(x)
             if num_rows(x):
                 yield x, y
-            if num == self.num_data and self.behind_seen:  # the first pass looks whether there are more
+            if num == self.num_data:
+                self._look_behind(batches)
                 return
-        self.behind_seen = True
-        if self.num_data is not None and num < self.num_data:
+        if self.num_data is not None:
             raise ValueError(f"The data end after {num} of `num_data={self.num_data}`; give the number that there are.")
 
     def inputs(self, indices: Tensor) -> Any:

@@ -190,7 +190,7 @@ def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = No
 def _prelu(input: Tensor, weight: Tensor) -> Tensor:
     """From elementary operations: the kernel's pullback under two `vmap` is wrong (torch 2.15)."""
     slopes = weight if weight.numel() == 1 or input.dim() < 2 else weight.reshape(-1, *[1] * (input.dim() - 2))
-    return torch.where(input > 0, input, slopes * input)
+    return torch.where(input > 0, input, slopes.to(input.dtype) * input)
 
 
 def _batch_norm(
@@ -238,12 +238,17 @@ def _instance_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """As `_batch_norm`, since for torch it is that of one datum whose channels are those of all."""
+    given = input.dtype
+    input = input.to(torch.promote_types(given, torch.float32))  # variances of half precision overflow
     if use_input_stats or running_mean is None or running_var is None:
         axes = tuple(range(2, input.dim()))
         mean, var = input.mean(axes), input.var(axes, correction=0)
     else:
         mean, var = running_mean[None], running_var[None]
-    return _scaled(input, mean, var, weight, bias, eps)
+    scale = (var + eps).rsqrt() if weight is None else (var + eps).rsqrt() * weight
+    shape = (-1, input.shape[1], *[1] * (input.dim() - 2))
+    scaled = (input - mean.reshape(shape)) * scale.reshape(shape)
+    return (scaled if bias is None else scaled + bias.reshape(shape[1:])).to(given)
 
 
 def _torch_instance_norm(
@@ -258,14 +263,6 @@ def _torch_instance_norm(
     cudnn_enabled: bool,
 ) -> Tensor:
     return _instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
-
-
-def _scaled(input: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Normalised by `mean` and `var` of channels, `[1 or N, C]`."""
-    scale = (var + eps).rsqrt() if weight is None else (var + eps).rsqrt() * weight
-    shape = (-1, input.shape[1], *[1] * (input.dim() - 2))
-    scaled = (input - mean.reshape(shape)) * scale.reshape(shape)
-    return (scaled if bias is None else scaled + bias.reshape(shape[1:])).to(input.dtype)
 
 
 def _grouped_mm(
@@ -285,7 +282,7 @@ def _grouped_mm(
     return product if out_dtype is None else product.to(out_dtype)
 
 
-# What `ComposedLayers` calls in their place.
+# What `ComposedLayers` calls in their place; exported networks call those of `aten`.
 _COMPOSED: dict[Callable, Callable] = {
     _LINEAR: _linear,
     F.multi_head_attention_forward: _attention,
@@ -293,12 +290,12 @@ _COMPOSED: dict[Callable, Callable] = {
     torch._weight_norm: _weight_norm,  # pyright: ignore
     F.embedding: _embedding,
     F.embedding_bag: _embedding_bag,
-    torch.cdist: _cdist,
-    torch.prelu: _prelu,
+    **dict.fromkeys((torch.cdist, torch.ops.aten.cdist.default), _cdist),
+    **dict.fromkeys((torch.prelu, Tensor.prelu, torch.ops.aten.prelu.default), _prelu),
     F.batch_norm: _batch_norm,
-    torch.batch_norm: _torch_batch_norm,
+    **dict.fromkeys((torch.batch_norm, torch.ops.aten.batch_norm.default), _torch_batch_norm),
     F.instance_norm: _instance_norm,
-    torch.instance_norm: _torch_instance_norm,
+    **dict.fromkeys((torch.instance_norm, torch.ops.aten.instance_norm.default), _torch_instance_norm),
     torch._grouped_mm: _grouped_mm,  # pyright: ignore
 }
 

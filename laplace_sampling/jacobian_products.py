@@ -31,10 +31,6 @@ _CACHED, _FEWEST = 12 * 2**20, 4
 # convolutions run vector by vector anyway.
 _ALONE = 2 * 10**6
 
-# How far rows that are computed together may be from those computed alone: in float32 a unit of almost no input is on
-# in one pass and off in another.
-_DIFFERENT = 0.05
-
 # Exceptions of operations that lack a derivative or a rule for batches.
 _LACKING = (RuntimeError, NotImplementedError, KeyError)
 
@@ -68,15 +64,15 @@ class JacobianProducts:
 
     Attributes:
         lacking: what has no forward derivative, and where, once that is known.
+        data_together: whether Jacobians of many data are computed together.
     """
 
     def __init__(self, module: nn.Module, chunk_size: int) -> None:
         self.module, self.chunk_size = module, chunk_size
         self._pushes = [self._push_together, self._push_each, self._push_by_two_pullbacks]
-        self._pulls_together = self._data_together = True
+        self._pulls_together = self.data_together = True
         self._checked, self._dual = False, True
         self._bytes_each: float | None = None
-        self._compared: set[bool] = set()
         self.lacking: str | None = None
 
     def size(self, forward: Callable[[], Any], inputs: int) -> float:
@@ -244,38 +240,24 @@ class JacobianProducts:
         return grads
 
     def of_each_datum(
-        self, together: Callable[[], Weights], alone: Callable[[int, slice], list[Tensor]], weights: Weights, num: int
+        self, together: Callable[[], Weights], alone: Callable[[int], list[Tensor]], weights: Weights, num: int
     ) -> Weights:
-        """`together()`, `[N, R, ...]`, under `vmap`; where that fails, or is wrong, of each datum by itself, stacked.
-
-        `alone(n, some)` are some of the `R` rows of a datum, by weight.
-        """
+        """`together()`, under `vmap`; where that fails `alone(n)` for each datum, stacked."""
         failed = None
-        if self._data_together:
-            rows, error = _attempt(together, lambda: alone(0, slice(1)))
-            if error is None and self._are_alike(rows, alone):
+        if self.data_together:
+            rows, failed = _attempt(together, partial(alone, 0))
+            if failed is None:
                 return rows
-            failed = "torch's rule for many of them at once is wrong" if error is None else where(error, self.module)
-        rows = [alone(n, slice(None)) for n in range(num)]
+        rows = [alone(n) for n in range(num)]
         if failed is not None:
-            self._data_together = False
-            message = f"Jacobians of {type(self.module).__name__} take one datum at a time, which is slower"
-            warnings.warn(f"{message}: {failed}.", stacklevel=2)
+            self.take_data_alone(where(failed, self.module))
         return {name: torch.stack([row[n] for row in rows]) for n, name in enumerate(weights)}
 
-    def _are_alike(self, together: Weights, alone: Callable[[int, slice], list[Tensor]]) -> bool:
-        """Whether rows of the first datum are what it has by itself; looked at once for one row and once for several.
-
-        Some of torch's derivatives are wrong under `vmap`, as that of `cdist` was: silently, or this would not be here.
-        """
-        num = next(iter(together.values())).shape[1]
-        if (num > 1) in self._compared:
-            return True
-        self._compared.add(num > 1)
-        some = slice(None, None, max(1, num // 2))  # the first, one in the middle, and one at the end
-        first = torch.cat([rows[0, some].reshape(-1) for rows in together.values()])
-        itself = torch.cat([rows.reshape(-1) for rows in alone(0, some)])
-        return not bool((first - itself).norm() > _DIFFERENT * itself.norm())
+    def take_data_alone(self, reason: str) -> None:
+        """From here on `of_each_datum` takes no data together."""
+        self.data_together = False
+        message = f"Jacobians of {type(self.module).__name__} take one datum at a time, which is slower"
+        warnings.warn(f"{message}: {reason}.", stacklevel=2)
 
     def rows(self, outputs: Tensor, weights: list[Tensor], cotangents: Tensor, *, graph: bool) -> list[Tensor]:
         """`φᵀ u_k` of each cotangent, stacked, by weight."""

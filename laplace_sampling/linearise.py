@@ -7,6 +7,7 @@ which the exact method calls on small problems).
 
 import copy
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
 from laplace_sampling.budgets import BatchLimit, cpu_out_of_memory, keep_freed_memory
-from laplace_sampling.calling import Layout, arguments, batched, num_rows, read, take
+from laplace_sampling.calling import Layout, arguments, batched, num_rows, place, read, take
 from laplace_sampling.compiled import CompiledProducts
 from laplace_sampling.forward_mode import ComposedLayers, differentiable, forward_mode_kernels, load_decompositions
 from laplace_sampling.held_module import evaluation_mode, unwrapped
@@ -30,6 +31,10 @@ __all__ = ["Linearisation"]
 # Jacobian products evaluated together under `vmap`. Most of the gain over a loop is there at 16 of them
 # (`benchmarks/products.py`); memory grows with it.
 DEFAULT_CHUNK = 16
+
+# How far rows of a Jacobian may be from forward mode: in float32 a unit of almost no input is on in one and off in the
+# other.
+_DIFFERENT = 0.05
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -83,6 +88,7 @@ class Linearisation:
         self.num_parameters = sum(shape.numel() for shape in self.shapes.values())
         self.products = {"jvp": 0, "vjp": 0}
         self._ways = JacobianProducts(module, chunk_size)
+        self._compared: set[bool] = set()
         self.limit = BatchLimit()
         keep_freed_memory()
         load_decompositions()
@@ -314,8 +320,55 @@ class Linearisation:
 
     def vjp_each(self, x: Any, u: Float[Tensor, "N C"]) -> Float[Tensor, "N P"]:
         """`φ(x_n)ᵀ u_n` of each datum by itself: as many products as one cotangent of `vjp`."""
-        parts = self.limit.in_parts(num_rows(x), lambda rows: self._vjp_each(_rows_of(x, rows), u[rows]))
-        return _joined(parts, 0)
+
+        def product(rows: slice) -> Tensor:
+            cotangents = u[rows]
+            return self._watched(_rows_of(x, rows), cotangents, lambda net, part: net._vjp_each(part, cotangents))
+
+        return _joined(self.limit.in_parts(num_rows(x), product), 0)
+
+    def _watched(self, x: Any, u: Tensor | None, rows: Callable[["Linearisation", Any], Tensor]) -> Tensor:
+        """Rows of a Jacobian, `φ(x_n)` or `φ(x_n)ᵀ u_n`, one by one if those of all data together are wrong.
+
+        Some of torch's derivatives are, under `vmap`, and nothing says so: forward mode tells, once for either kind.
+        """
+        found = rows(self, x)
+        if (u is None) in self._compared or not self._ways.data_together:
+            return found
+        counts = dict(self.products)
+        try:
+            off = self._distance(x, u, found)
+            if off is None:
+                return found
+            self._compared.add(u is None)
+            if off <= _DIFFERENT or self._right_in_float64(x, u, rows):
+                return found
+            self._ways.take_data_alone("torch's derivatives of many of them at once are wrong")
+            return rows(self, x)
+        finally:
+            self.products.update(counts)
+
+    def _distance(self, x: Any, u: Tensor | None, rows: Tensor) -> float | None:
+        """Of rows from those of forward mode, by a random vector, relative; None if that says nothing."""
+        try:
+            v = torch.randn(1, self.num_parameters, generator=torch.Generator().manual_seed(0)).to(rows)
+            pushed = self._jvp(x, v, graph=False)[0].reshape(len(rows), -1)
+            expected = pushed if u is None else (u * pushed).sum(-1)
+            off, size = float((rows.detach() @ v[0] - expected).norm()), float(expected.norm())
+        except RuntimeError:  # within transforms of `torch.func`, or without any Jacobian-vector product
+            return None
+        return off / size if size > 0 and math.isfinite(off) else None
+
+    def _right_in_float64(self, x: Any, u: Tensor | None, rows: Callable[["Linearisation", Any], Tensor]) -> bool:
+        """Whether what differs does so by rounding only, which decides which way a unit goes."""
+        if self.module_dtype == torch.float64:
+            return False
+        try:
+            precise, wide = self.in_float64(), place(x, self.device, torch.float64)
+            off = precise._distance(wide, u, rows(precise, wide))
+        except Exception:  # a network may hold anything: one that cannot be copied or computes in its own dtype
+            return False
+        return off is not None and off <= _DIFFERENT
 
     def _vjp_each(self, x: Any, u: Tensor) -> Tensor:
         weights, fixed, num = self._selected(), self._fixed(), num_rows(x)
@@ -323,8 +376,7 @@ class Linearisation:
 
         def single(w: dict[str, Tensor], x_n: list[Tensor], u_n: Tensor) -> dict[str, Tensor]:
             datum = rebuild([t[None] for t in x_n])
-            pulled = vjp(lambda w: self._apply({**fixed, **w}, datum).reshape(-1), w)[1](u_n)[0]
-            return {name: g[None] for name, g in pulled.items()}
+            return vjp(lambda w: self._apply({**fixed, **w}, datum).reshape(-1), w)[1](u_n)[0]
 
         self.products["vjp"] += num
         # under `no_grad` torch's derivatives of `linalg.solve` and determinants are wrong
@@ -332,7 +384,7 @@ class Linearisation:
             each = vmap(single, in_dims=(None, 0, 0), chunk_size=4 * self.chunk_size)
             gradients = self._ways.of_each_datum(
                 lambda: each(weights, tensors, u.to(self.dtype)),
-                lambda n, some: self._alone(take(x, slice(n, n + 1)), u[n : n + 1]),
+                lambda n: self._alone(take(x, slice(n, n + 1)), u[n : n + 1]),
                 weights,
                 num,
             )
@@ -353,9 +405,12 @@ class Linearisation:
         Without gradient; with `graph`, autograd differentiates it in `x`.
         """
         if graph:
-            return self._jacobian(x, graph=True)
-        parts = self.limit.in_parts(num_rows(x), lambda rows: self._jacobian(_rows_of(x, rows), graph=False))
-        return _joined(parts, 0)
+            return self._watched(x, None, lambda net, part: net._jacobian(part, graph=True))
+
+        def product(rows: slice) -> Tensor:
+            return self._watched(_rows_of(x, rows), None, lambda net, part: net._jacobian(part, graph=False))
+
+        return _joined(self.limit.in_parts(num_rows(x), product), 0)
 
     def _jacobian(self, x: Any, *, graph: bool) -> Tensor:
         weights, fixed = self._selected(), self._fixed()
@@ -374,7 +429,7 @@ class Linearisation:
             together = vmap(torch.func.jacrev(single), in_dims=(None, 0))
             rows = self._ways.of_each_datum(
                 lambda: together(weights, tensors),
-                lambda n, some: self._alone(take(x, slice(n, n + 1)), some, graph),
+                lambda n: self._alone(take(x, slice(n, n + 1)), None, graph),
                 weights,
                 num,
             )
@@ -386,13 +441,14 @@ class Linearisation:
         with torch.no_grad(), evaluation_mode(self.module), forward_mode_kernels(layers=False):
             return self._outputs(take(x, slice(1)))(self._selected()).numel()
 
-    def _alone(self, x: Any, u: Tensor | slice, graph: bool = False) -> list[Tensor]:
-        """`φᵀ u_k` of one datum, or some rows of its Jacobian, by weight, `[R, ...]`."""
+    def _alone(self, x: Any, u: Tensor | None, graph: bool = False) -> list[Tensor]:
+        """`φᵀu` of one datum, or its whole Jacobian, by weight."""
         with torch.enable_grad():
             weights = {name: w.requires_grad_() for name, w in self._selected().items()}
             outputs = self._apply({**(self._fixed() if graph else {}), **weights}, x).reshape(-1)
-            cotangents = torch.eye(len(outputs))[u] if isinstance(u, slice) else u
-            return self._ways.rows(outputs, list(weights.values()), cotangents.to(outputs), graph=graph)
+            cotangents = torch.eye(len(outputs)).to(outputs) if u is None else u.to(outputs.dtype)
+            rows = self._ways.rows(outputs, list(weights.values()), cotangents, graph=graph)
+        return rows if u is None else [row[0] for row in rows]
 
     def with_names(self, names: list[str]) -> "Linearisation":
         """The same network with other weights random; what was found of its ways of products is shared."""
@@ -445,7 +501,8 @@ class Linearisation:
             if "does not require grad" in str(error):
                 raise RuntimeError(
                     f"{type(self.module).__name__} differentiates in its forward, which is run under "
-                    f"`torch.no_grad()`: {error}. Put `with torch.enable_grad():` around that part of it."
+                    f"`torch.no_grad()`: {error}. Put `with torch.enable_grad():` around that part of it, "
+                    "and call `requires_grad_()` there on what it differentiates in."
                 ) from error
             found = sorted({str(t.dtype) for t in batched(x)[0] if t.dtype != self.module_dtype})
             if not found or "type" not in str(error):

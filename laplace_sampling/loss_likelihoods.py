@@ -133,9 +133,9 @@ class LossLikelihood(Likelihood):
         probe = torch.randn(f.shape, generator=torch.Generator().manual_seed(0)).to(f)
         if not bool(self.root(f, probe, y).any()):
             raise ValueError(
-                f"The loss of likelihood {self.name!r} has no curvature in the outputs at any datum: its Hessian is 0, "
-                "so that the posterior would be the prior. Give a loss that is no straight line there, such as a Huber "
-                "loss of a larger `delta` for an absolute error, and that nothing in it detaches."
+                f"The loss of likelihood {self.name!r} has no curvature in the outputs at any datum: its Hessian is 0 "
+                f"in {f.dtype}, so that these outputs say nothing of the weights. Give a loss that is no straight line "
+                "there, such as a Huber loss of a larger `delta` for an absolute error, and detach nothing in it."
             )
 
     def _needed(self, y: Tensor | None) -> Tensor:

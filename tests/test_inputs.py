@@ -198,6 +198,15 @@ def test_a_stream_that_goes_on_is_said_once() -> None:
         assert_close(data.inputs(torch.arange(2)), X[:2])  # another pass
 
 
+def test_what_is_wrong_behind_the_data_is_nobodys_concern() -> None:
+    class Torn(IterableDataset):
+        def __iter__(self):
+            yield from zip(X[:6], Y[:6], strict=True)
+            raise OSError("the tape is torn")
+
+    assert TrainingData(DataLoader(Torn(), batch_size=3), num_data=6).num_data == 6
+
+
 @pytest.mark.filterwarnings("ignore:The data go on after the first 8")
 def test_a_stream_whose_order_does_not_repeat_is_refused() -> None:
     loader = DataLoader(Wandering(), batch_size=4)

@@ -225,59 +225,153 @@ def by_differences(module: nn.Module, x: Tensor, step: float = 1e-6) -> Tensor:
     return torch.stack(moved, dim=-1)
 
 
-def test_a_rule_for_many_data_that_is_wrong_is_not_taken() -> None:
-    for each in (True, False):
-        module = nn.Sequential(mlp(), Doubled()).double()
-        network, x = Linearisation(module), random(4, 3)
-        first, u = module[0], random(4, 2)
-        with torch.no_grad():
-            J = 2 * Linearisation(first).jacobian(x)
-        said = "Jacobians of Sequential take one datum at a time, which is slower: torch's rule for many .* is wrong"
-        with pytest.warns(UserWarning, match=said):
-            found = network.vjp_each(x, u) if each else network.jacobian(x)
-        assert_close(found, torch.einsum("nc,ncp->np", u, J) if each else J)
-        assert_close(network.jacobian(x), J)  # without another notice
+SAID = "Jacobians of Sequential take one datum at a time, which is slower: torch's derivatives of many .* are wrong"
 
 
-def test_rows_are_compared_once() -> None:
+@pytest.mark.parametrize("each", [True, False])
+def test_a_rule_for_many_data_that_is_wrong_is_not_taken(each: bool) -> None:
+    module = nn.Sequential(mlp(), Doubled()).double()
+    network, x = Linearisation(module), random(4, 3)
+    u, J = random(4, 2), 2 * Linearisation(module[0]).jacobian(x)  # pyright: ignore
+    whole = Linearisation(copy.deepcopy(module))
+    network.vjp_each(x, 0 * u)  # says nothing
+    with pytest.warns(UserWarning, match=SAID):
+        found = network.vjp_each(x, u) if each else network.jacobian(x)
+    assert_close(found, torch.einsum("nc,ncp->np", u, J) if each else J)
+    assert_close(network.jacobian(x), J)  # without another notice
+    assert network.products == {"jvp": 0, "vjp": 16 if each else 20}
+    with pytest.warns(UserWarning, match=SAID):
+        whole.with_names(["0.2.bias"]).jacobian(x)
+
+
+def test_a_rule_that_is_wrong_for_a_few_weights_or_data() -> None:
+    x, u = random(4, 3), random(4, 2)
+    module = nn.Sequential(mlp(), Doubled(from_=1)).double()
+    J = 2 * Linearisation(module[0]).jacobian(x)  # pyright: ignore
+    with pytest.warns(UserWarning, match=SAID):
+        rows = Linearisation(module).jacobian(x)  # wrong for the second output
+    assert_close(rows, J)
+    with pytest.warns(UserWarning, match=SAID):
+        each = Linearisation(module).vjp_each(x, u)  # wrong for all data but one
+    assert_close(each, torch.einsum("nc,ncp->np", u, J))
+    mixed = nn.Sequential(nn.Linear(3, 4), Doubled(), nn.Linear(4, 2)).double()
+    head = Linearisation(mixed).with_names(["2.weight"])
+    head.jacobian(x)  # which is right, and tells nothing of the others
+    with pytest.warns(UserWarning, match=SAID):
+        head.with_names(["0.weight"]).jacobian(x)
+
+
+def test_rows_are_compared_once_and_not_in_transforms() -> None:
     network, x = Linearisation(mlp().double()), random(4, 3)
+    expected = network.jacobian(x)
+    network = Linearisation(network.module)
+    # cannot look at values
+    assert_close(torch.vmap(lambda x: network.jacobian(x[None], graph=True)[0])(x), expected)
     calls = []
     network.module.register_forward_hook(lambda *_: calls.append(1))
-    for count in (4, 2, 2):  # the outputs' shape, all data at once, and the first datum
+    taken = []
+    for _ in range(3):
         before = len(calls)
         network.jacobian(x)
-        assert len(calls) - before <= count
+        taken.append(len(calls) - before)
+    assert taken[0] > taken[1] == taken[2] == 2  # the number of outputs, and all data at once
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_honest_networks_in_low_precision_go_on_together(dtype: torch.dtype) -> None:
+    for seed in range(4):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            layers = [nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.InstanceNorm1d(4), nn.PReLU()) for _ in range(12)]
+            module = nn.Sequential(nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 4, 1), *layers, nn.Flatten(), nn.Linear(32, 2))
+            Linearisation(module.to(dtype)).jacobian(torch.randn(5, 8).to(dtype))  # a notice would be an error
+
+
+def test_norms_in_half_precision_do_not_overflow() -> None:
+    module, x = nn.Sequential(nn.InstanceNorm1d(3), nn.Flatten(), nn.Linear(24, 2)).half(), 600 * random(4, 3, 8)
+    v = random(2, 50)
+    found = Linearisation(module).jvp(x.half(), v.float())
+    assert_close(found.double(), Linearisation(copy.deepcopy(module).double()).jvp(x, v), rtol=0.02, atol=0.02)
+
+
+def test_types_under_autocast_are_those_of_torch() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.act = nn.Linear(3, 4), nn.PReLU(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            return torch.zeros_like(h).index_add(0, torch.arange(len(x)), self.act(h))
+
+    network = Linearisation(Pooled(), autocast=torch.bfloat16)
+    assert bool(network.jvp(random(4, 3).float(), torch.ones(1, network.num_parameters)).isfinite().all())
+
+
+def test_prelu_at_zero_has_the_derivative_of_torch() -> None:
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.PReLU(init=0.3)).double()
+    nn.init.eye_(module[0].weight)  # pyright: ignore
+    x = torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
+    network = Linearisation(module)
+    expected = torch.stack([torch.stack(rows) for rows in zip(*[iter(gradients(module, x))] * 2, strict=True)])
+    assert_close(network.jacobian(x), expected)
+    assert_close(network.jvp(x, torch.eye(5).double()), expected.permute(2, 0, 1))
+
+
+def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
+    weights = list(module.parameters())
+    grads = [torch.autograd.grad(f, weights, retain_graph=True) for f in module(x).reshape(-1)]
+    return [torch.cat([g.reshape(-1) for g in grad]) for grad in grads]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(3), nn.InstanceNorm2d(3, affine=True), nn.PReLU(3)])
+def test_exported_networks(norm: nn.Module) -> None:
+    module, x = Tokens(copy.deepcopy(norm)).double().eval(), random(4, 2, 4, 4)
+    exported = torch.export.export(module, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},)).module()
+    found = Linearisation(exported).jacobian(x)
+    assert_close(found, by_differences(module, x), rtol=1e-6, atol=1e-8)
 
 
 class Doubled(nn.Module):
-    """`2x`, whose pullback under `vmap` is that of `3x`."""
+    """`2x`, whose pullback under `vmap` is that of `3x`, from one of the data or cotangents on."""
+
+    def __init__(self, from_: int = 0) -> None:
+        super().__init__()
+        self.from_ = from_
 
     def forward(self, x: Tensor) -> Tensor:
-        return Double.apply(x)
+        return Double.apply(x, self.from_)
 
 
 class Double(torch.autograd.Function):
     @staticmethod
-    def forward(x):
+    def forward(x, from_):
         return 2 * x
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        pass
+        ctx.from_ = inputs[1]
 
     @staticmethod
-    def vmap(info, in_dims, x):
-        return 2 * x, in_dims[0]
+    def vmap(info, in_dims, x, from_):
+        return Double.apply(x.movedim(in_dims[0], 0), from_), 0
 
     @staticmethod
     def backward(ctx, g):
-        return Pullback.apply(g)
+        return Pullback.apply(g, ctx.from_), None
+
+    @staticmethod
+    def jvp(ctx, t, _):
+        return 2 * t
 
 
 class Pullback(Double):
     @staticmethod
-    def vmap(info, in_dims, g):
-        return 3 * g, in_dims[0]
+    def vmap(info, in_dims, g, from_):
+        g = g.movedim(in_dims[0], 0)
+        right = torch.arange(len(g)).reshape(-1, *[1] * (g.dim() - 1)) < from_
+        return torch.where(right, 2 * g, 3 * g), 0
 
 
 def test_where_nothing_works_an_error_names_operation_and_module() -> None:
