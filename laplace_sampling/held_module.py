@@ -96,7 +96,8 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
     saved = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in module.modules()]
     containers = [pair for m, *_ in saved for pair in _containers(m)]
     # A forward pass may write to buffers, as counters and caches do.
-    values = [(b, b._version, b.detach().clone()) for b in module.buffers()]
+    held = [b for *_, buffers in saved for b in buffers.values() if b is not None]
+    values = [(b, b._version, b.detach().clone()) for b in held]
     try:
         # The attribute, not `eval()`: modules that override `train` would not come back as they were.
         for m, *_ in saved:
