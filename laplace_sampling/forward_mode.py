@@ -189,7 +189,16 @@ def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = No
 
 def _prelu(input: Tensor, weight: Tensor) -> Tensor:
     """From elementary operations: the kernel's pullback under two `vmap` is wrong (torch 2.15)."""
-    slopes = weight if weight.numel() == 1 or input.dim() < 2 else weight.reshape(-1, *[1] * (input.dim() - 2))
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind) and input.dtype == torch.float32:  # as torch's own does
+        input = input.to(torch.get_autocast_dtype(kind))
+    slopes = (
+        weight.reshape(())
+        if weight.numel() == 1
+        else weight
+        if input.dim() < 2
+        else weight.reshape(-1, *[1] * (input.dim() - 2))
+    )
     return torch.where(input > 0, input, slopes.to(input.dtype) * input)
 
 
@@ -208,7 +217,7 @@ def _batch_norm(
     The kernel's pullback is wrong on a CPU where cotangents are contiguous in another order of axes than the input, as
     those from a transposition are (torch 2.15).
     """
-    if len(input) > 1 or (training and running_mean is not None):
+    if len(input) > 1 or training != (running_mean is None) or (training and input.dim() < 3):
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     return _instance_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
@@ -245,6 +254,7 @@ def _instance_norm(
         mean, var = input.mean(axes), input.var(axes, correction=0)
     else:
         mean, var = running_mean[None], running_var[None]
+    mean, var = mean.to(input.dtype), var.to(input.dtype)
     scale = (var + eps).rsqrt() if weight is None else (var + eps).rsqrt() * weight
     shape = (-1, input.shape[1], *[1] * (input.dim() - 2))
     scaled = (input - mean.reshape(shape)) * scale.reshape(shape)

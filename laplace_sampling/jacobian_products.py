@@ -6,6 +6,7 @@ JVPs of many vectors are tried under `vmap`, then one by one, both by forward mo
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -74,6 +75,17 @@ class JacobianProducts:
         self._checked, self._dual = False, True
         self._bytes_each: float | None = None
         self.lacking: str | None = None
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """What fails within is not said, and tried again behind it."""
+        pushes, lacking = self._pushes, self.lacking
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            self._pushes, self.lacking = pushes, lacking
 
     def size(self, forward: Callable[[], Any], inputs: int) -> float:
         """Bytes of the largest tensor of a forward pass: in proportion to the numbers that are put in, from the first.

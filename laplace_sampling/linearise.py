@@ -35,6 +35,8 @@ DEFAULT_CHUNK = 16
 # How far rows of a Jacobian may be from forward mode: in float32 a unit of almost no input is on in one and off in the
 # other.
 _DIFFERENT = 0.05
+# Data of which they are compared.
+_COMPARED = 16
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -88,7 +90,7 @@ class Linearisation:
         self.num_parameters = sum(shape.numel() for shape in self.shapes.values())
         self.products = {"jvp": 0, "vjp": 0}
         self._ways = JacobianProducts(module, chunk_size)
-        self._compared: set[bool] = set()
+        self._compared: set[tuple[bool, bool]] = set()
         self.limit = BatchLimit()
         keep_freed_memory()
         load_decompositions()
@@ -333,14 +335,16 @@ class Linearisation:
         Some of torch's derivatives are, under `vmap`, and nothing says so: forward mode tells, once for either kind.
         """
         found = rows(self, x)
-        if (u is None) in self._compared or not self._ways.data_together:
+        columns = u is None and self.num_parameters < found.shape[1] and not found.requires_grad  # by forward mode
+        kind = (u is None, len(found) > 1)
+        if columns or kind in self._compared or not self._ways.data_together:
             return found
         counts = dict(self.products)
         try:
             off = self._distance(x, u, found)
             if off is None:
                 return found
-            self._compared.add(u is None)
+            self._compared.add(kind)
             if off <= _DIFFERENT or self._right_in_float64(x, u, rows):
                 return found
             self._ways.take_data_alone("torch's derivatives of many of them at once are wrong")
@@ -350,12 +354,15 @@ class Linearisation:
 
     def _distance(self, x: Any, u: Tensor | None, rows: Tensor) -> float | None:
         """Of rows from those of forward mode, by a random vector, relative; None if that says nothing."""
+        few = slice(0, _COMPARED)
         try:
-            v = torch.randn(1, self.num_parameters, generator=torch.Generator().manual_seed(0)).to(rows)
-            pushed = self._jvp(x, v, graph=False)[0].reshape(len(rows), -1)
-            expected = pushed if u is None else (u * pushed).sum(-1)
-            off, size = float((rows.detach() @ v[0] - expected).norm()), float(expected.norm())
-        except RuntimeError:  # within transforms of `torch.func`, or without any Jacobian-vector product
+            v = torch.randn(1, self.num_parameters, generator=torch.Generator().manual_seed(0))
+            v = v.to(self.device, self.dtype)
+            with self._ways.trial():
+                pushed = self._jvp(_rows_of(x, few), v, graph=False)[0].reshape(len(rows[few]), -1)
+            expected = pushed if u is None else (u[few] * pushed).sum(-1)
+            off, size = float((rows[few].detach().to(v) @ v[0] - expected).norm()), float(expected.norm())
+        except Exception:  # within transforms of `torch.func`, or without any Jacobian-vector product
             return None
         return off / size if size > 0 and math.isfinite(off) else None
 
@@ -522,7 +529,7 @@ class Linearisation:
 
 def _rows_of(x: Any, rows: slice) -> Any:
     """Some of the data; all of them as they are."""
-    return x if rows == slice(0, num_rows(x)) else take(x, rows)
+    return x if rows.stop >= num_rows(x) and not rows.start else take(x, rows)
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:

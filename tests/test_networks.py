@@ -287,6 +287,32 @@ def test_honest_networks_in_low_precision_go_on_together(dtype: torch.dtype) -> 
             Linearisation(module.to(dtype)).jacobian(torch.randn(5, 8).to(dtype))  # a notice would be an error
 
 
+def test_what_the_comparison_meets_has_no_effect() -> None:
+    network, x = Linearisation(mlp()), random(4, 3)
+    expected = network.jacobian(x)
+    other = Linearisation(network.module)
+    with torch.autograd.forward_ad.dual_level():  # where forward mode cannot be nested
+        assert_close(other.jacobian(x, graph=True), expected)
+    assert_close(other.jvp(x, torch.eye(26).double()), expected.permute(2, 0, 1))  # without a notice
+    single = Linearisation(nn.Sequential(mlp(), Doubled(from_=1)).double())
+    single.vjp_each(x[:1], random(1, 2))  # which is right, and tells nothing of more data
+    with pytest.warns(UserWarning, match=SAID):
+        single.vjp_each(x, random(4, 2))
+
+
+def test_batch_norm_of_one_number_a_channel_is_left_to_torch() -> None:
+    class Raw(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.batch_norm(x, None, None, self.weight, None, training=True)
+
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        Linearisation(Raw()).jvp(torch.ones(1, 4), torch.ones(1, 4))
+
+
 def test_norms_in_half_precision_do_not_overflow() -> None:
     module, x = nn.Sequential(nn.InstanceNorm1d(3), nn.Flatten(), nn.Linear(24, 2)).half(), 600 * random(4, 3, 8)
     v = random(2, 50)
@@ -298,11 +324,11 @@ def test_types_under_autocast_are_those_of_torch() -> None:
     class Pooled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear, self.act = nn.Linear(3, 4), nn.PReLU(4)
+            self.linear, self.norm, self.act = nn.Linear(3, 4), nn.LayerNorm(4), nn.PReLU(4)
 
         def forward(self, x: Tensor) -> Tensor:
             h = self.linear(x)
-            return torch.zeros_like(h).index_add(0, torch.arange(len(x)), self.act(h))
+            return torch.zeros_like(h).index_add(0, torch.arange(len(x)), self.act(self.norm(h).float()))
 
     network = Linearisation(Pooled(), autocast=torch.bfloat16)
     assert bool(network.jvp(random(4, 3).float(), torch.ones(1, network.num_parameters)).isfinite().all())
