@@ -23,6 +23,12 @@ def example() -> dict:
         return runpy.run_path(str(Path(__file__).parents[1] / "examples" / "lora.py"))
 
 
+def test_the_example_is_shown_in_the_guide() -> None:
+    """A formatter once took the line that includes it for Python."""
+    guide = (Path(__file__).parents[1] / "docs" / "guide.md").read_text()
+    assert '--8<-- "examples/lora.py:example"' in guide
+
+
 def test_the_example_runs_with_lora_weights_only(example: dict) -> None:
     la, pred = example["la"], example["pred"]
     assert all("lora" in name for name in la.network.names)
