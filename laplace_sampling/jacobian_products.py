@@ -31,6 +31,8 @@ _CACHED, _FEWEST = 12 * 2**20, 4
 # Beyond so many bytes pullbacks go one by one on a CPU: the forward pass is there already, and torch's backward
 # convolutions run vector by vector anyway.
 _ALONE = 2 * 10**6
+# And so many beyond which they are slower compiled: their convolutions are torch's own again, and vector by vector.
+_COMPILED = 10**6
 
 # Exceptions of operations that lack a derivative or a rule for batches.
 _LACKING = (RuntimeError, NotImplementedError, KeyError)
@@ -200,6 +202,10 @@ class JacobianProducts:
                 self._pulls_together = False  # said by nobody: one by one is as fast where the network is not tiny
             for u in part:
                 yield [None if g is None else g[None] for g in grads(u)]
+
+    def pays_compiled(self, device: torch.device, size: float) -> bool:
+        """Whether pullbacks are faster compiled."""
+        return device.type != "cpu" or size <= _COMPILED
 
     def _check(self, outputs: Tensor) -> None:
         """Raises where torch takes a derivative that it does not have for zero, as those of quantised layers."""

@@ -57,7 +57,8 @@ class Linearisation:
         autocast: dtype of the operations that `torch.autocast` lowers, within Jacobian products only. Products are
             given and returned in `dtype`, and summed over data in it.
         compile: whether products of shapes that come again are compiled by `torch.compile`, or by which of its
-            backends. Where that fails, or gives other products, they are not; a notice says so.
+            backends. Where that fails, or gives other products, they are not; a notice says so. Where it is slower
+            they are not either: GGN products of one vector, and on a CPU pullbacks through large tensors.
 
     Attributes:
         limit: of the data that go through the network at once; a batch of more goes in pieces.
@@ -261,7 +262,7 @@ class Linearisation:
                 cotangents = u.to(outputs.dtype).reshape(len(u), *outputs.shape)
                 return self._rows(self._ways.pull(outputs, list(weights.values()), cotangents, self._size(x)), u)
 
-        if self._compiled is None:
+        if self._compiled is None or not self._ways.pays_compiled(u.device, self._size(x)):
             rows = pull(u)
         else:
             most = self._ways.most_at_once(u.device, self._size(x))
