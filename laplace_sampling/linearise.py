@@ -311,7 +311,7 @@ class Linearisation:
     def _ggn(self, x: Any, v: Tensor, curvature: Callable[[Tensor], Tensor]) -> Tensor:
         """Of data that go through the network at once."""
         with evaluation_mode(self.module), forward_mode_kernels(layers=False):
-            if len(v) == 1 and self._compiled is None:
+            if len(v) == 1:  # also with `compile`: two programs would take a forward pass each
                 weights = self._selected()
                 tangent = {name: t[0].to(weights[name].dtype) for name, t in self.unflatten(v).items()}
                 grads = self._ways.push_and_pull(self._outputs(x), weights, tangent, curvature, self._size(x))
@@ -330,13 +330,15 @@ class Linearisation:
 
         return _joined(self.limit.in_parts(num_rows(x), product), 0)
 
-    def _watched(self, x: Any, u: Tensor | None, rows: Callable[["Linearisation", Any], Tensor]) -> Tensor:
+    def _watched(
+        self, x: Any, u: Tensor | None, rows: Callable[["Linearisation", Any], Tensor], graph: bool = False
+    ) -> Tensor:
         """Rows of a Jacobian, `φ(x_n)` or `φ(x_n)ᵀ u_n`, one by one if those of all data together are wrong.
 
         Some of torch's derivatives are, under `vmap`, and nothing says so: forward mode tells, once for either kind.
         """
         found = rows(self, x)
-        columns = u is None and self.num_parameters < found.shape[1] and not found.requires_grad  # by forward mode
+        columns = u is None and not graph and self.num_parameters < found.shape[1]  # by forward mode themselves
         kind = (u is None, len(found) > 1)
         if columns or kind in self._compared or not self._ways.data_together:
             return found
@@ -413,7 +415,7 @@ class Linearisation:
         Without gradient; with `graph`, autograd differentiates it in `x`.
         """
         if graph:
-            return self._watched(x, None, lambda net, part: net._jacobian(part, graph=True))
+            return self._watched(x, None, lambda net, part: net._jacobian(part, graph=True), graph)
 
         def product(rows: slice) -> Tensor:
             return self._watched(_rows_of(x, rows), None, lambda net, part: net._jacobian(part, graph=False))

@@ -287,6 +287,22 @@ def test_honest_networks_in_low_precision_go_on_together(dtype: torch.dtype) -> 
             Linearisation(module.to(dtype)).jacobian(torch.randn(5, 8).to(dtype))  # a notice would be an error
 
 
+def test_what_differs_by_rounding_only_is_taken() -> None:
+    network = Linearisation(nn.Sequential(mlp(), Doubled(float64=False)).float())
+    network.jacobian(random(4, 3).float())  # a notice would be an error
+    network.vjp_each(random(4, 3).float(), random(4, 2).float())
+    assert network._ways.data_together
+
+
+def test_columns_by_forward_mode_tell_nothing_of_rows() -> None:
+    module, x = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 5), Doubled()).double(), random(4, 1)
+    network = Linearisation(module, ["0.*"])
+    J = network.jacobian(x)
+    with pytest.warns(UserWarning, match=SAID):
+        rows = network.jacobian(x, graph=True)
+    assert_close(rows.detach(), J)
+
+
 def test_what_the_comparison_meets_has_no_effect() -> None:
     network, x = Linearisation(mlp()), random(4, 3)
     expected = network.jacobian(x)
@@ -360,14 +376,15 @@ def test_exported_networks(norm: nn.Module) -> None:
 
 
 class Doubled(nn.Module):
-    """`2x`, whose pullback under `vmap` is that of `3x`, from one of the data or cotangents on."""
+    """`2x`, whose pullback under `vmap` is that of `3x`, from one of the data or cotangents on; or in float32 only."""
 
-    def __init__(self, from_: int = 0) -> None:
+    def __init__(self, from_: int = 0, *, float64: bool = True) -> None:
         super().__init__()
-        self.from_ = from_
+        self.from_, self.float64 = from_, float64
 
     def forward(self, x: Tensor) -> Tensor:
-        return Double.apply(x, self.from_)
+        right = x.dtype == torch.float64 and not self.float64
+        return Double.apply(x, 10**9 if right else self.from_)
 
 
 class Double(torch.autograd.Function):

@@ -43,6 +43,9 @@ class Rows(Operator):
     def root_rows(self) -> Iterator[Tensor]:
         yield self.rows
 
+    def random_rows(self, batch: Tensor, generator: torch.Generator) -> Tensor:
+        return self.rows[batch]
+
 
 def operator(eigenvalues: Tensor, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Rows:
     """A matrix with these eigenvalues, times `scale`."""
@@ -161,6 +164,20 @@ def test_a_subsample_estimates_the_sum_over_all_data() -> None:
         rtol=1e-6,
         atol=1e-6,
     )
+
+
+@pytest.mark.parametrize("num", [P // 2, 3 * P])  # decomposed as products of rows and of columns
+@pytest.mark.parametrize("max_rank", [5, 1000])
+def test_rows_of_data_have_the_leading_eigenvectors_of_their_sum(num: int, max_rank: int) -> None:
+    op, generator = operator(falling(power=1.0)), torch.Generator().manual_seed(0)
+    data, weights = torch.randperm(N, generator=generator)[:num], 1 + torch.rand(num, generator=generator)
+    found = Nystrom.of_rows(op, data, weights.double(), max_rank=max_rank, generator=generator)
+    rows = op.rows[data]
+    eigenvalues, vectors = torch.linalg.eigh((rows.T * weights.double()) @ rows)
+    rank = min(max_rank, num, P)
+    assert_close(found.eigenvalues, eigenvalues.flip(0)[:rank])
+    assert_close((found.vectors * (vectors.T.flip(0)[:rank])).sum(1).abs(), torch.ones(rank, dtype=torch.float64))
+    assert found.passes == num / (2 * N)
 
 
 def test_the_rank_follows_what_it_saves() -> None:
