@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["BatchLimit", "TensorBytes", "cpu_out_of_memory", "keep_freed_memory"]
+__all__ = ["LARGEST_KEPT", "BatchLimit", "TensorBytes", "cpu_out_of_memory", "keep_freed_memory"]
 
 T = TypeVar("T")
 
 # The largest block that glibc keeps (`DEFAULT_MMAP_THRESHOLD_MAX`, mallopt(3)), less what it and torch add to it.
-_LARGEST_KEPT = 2**25 - 2**14
+LARGEST_KEPT = 2**25 - 2**14
 
 
 @cache
@@ -30,7 +30,7 @@ def keep_freed_memory() -> None:
     up to two fifths of a product of a small network. Elsewhere, and where `mallopt` was called, it does nothing.
     """
     # A storage: a tensor would be on the user's default device, or filled. Nothing is written, so it takes no memory.
-    torch.UntypedStorage(_LARGEST_KEPT, device="cpu")
+    torch.UntypedStorage(LARGEST_KEPT, device="cpu")
 
 
 @contextmanager

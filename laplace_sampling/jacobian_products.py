@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import jvp, vmap
 
-from laplace_sampling.budgets import TensorBytes
+from laplace_sampling.budgets import LARGEST_KEPT, TensorBytes
 from laplace_sampling.forward_mode import ComposedLayers
 from laplace_sampling.held_module import where
 
@@ -36,6 +36,12 @@ _COMPILED = 10**6
 
 # Exceptions of operations that lack a derivative or a rule for batches.
 _LACKING = (RuntimeError, NotImplementedError, KeyError)
+
+
+def _bytes_made(forward: Callable[[], Any]) -> list[int]:
+    with torch.no_grad(), TensorBytes() as made:
+        forward()
+    return made.sizes
 
 
 def _attempt(way: Callable[[], Any], plain: Callable[[], Any]) -> tuple[Any, Exception | None]:
@@ -75,7 +81,8 @@ class JacobianProducts:
         self._pushes = [self._push_together, self._push_each, self._push_by_two_pullbacks]
         self._pulls_together = self.data_together = True
         self._checked, self._dual = False, True
-        self._bytes_each: float | None = None
+        self._bytes_each: list[float] = []
+        self._in_proportion: bool | None = None
         self.lacking: str | None = None
 
     @contextmanager
@@ -94,11 +101,33 @@ class JacobianProducts:
 
         Counted, not timed: the same product is the same in every run.
         """
-        if self._bytes_each is None:
-            with torch.no_grad(), TensorBytes() as made:
-                forward()
-            self._bytes_each = max(made.sizes, default=0) / max(inputs, 1)
-        return self._bytes_each * inputs
+        if not self._bytes_each:
+            self._bytes_each = sorted(size / max(inputs, 1) for size in _bytes_made(forward) or [0])
+        return self._bytes_each[-1] * inputs
+
+    def pieces(self, num: int, inputs: int, vectors: int, weights: int, device: torch.device) -> int:
+        """In how many pieces `num` data go through a CPU with some vectors for its C library to keep their tensors.
+
+        Pages of larger ones are got anew each time, but each piece reads and writes as many vectors of `weights` bytes.
+        """
+        largest = self._bytes_each[-1] * inputs * vectors
+        if largest <= LARGEST_KEPT or device.type != "cpu" or self._in_proportion is False:
+            return 1
+        most = int(num * LARGEST_KEPT / largest)
+        if not most:
+            return 1
+        few = -(-num // most)
+        # Of one size, which compile to one program, if that takes few more.
+        pieces = next((n for n in range(few, 2 * few) if num % n == 0), few)
+        sizes = [size * inputs for size in self._bytes_each]
+        anew = sum(size for size in sizes if size * vectors > LARGEST_KEPT)
+        return pieces if anew > (pieces - 1) * weights else 1
+
+    def check_proportion(self, forward: Callable[[], Any], inputs: int) -> bool:
+        """Whether tensors are as large as `size` foretells for other data: those of a graph in the module are not."""
+        if self._in_proportion is None:
+            self._in_proportion = max(_bytes_made(forward), default=0) < 1.5 * self._bytes_each[-1] * inputs
+        return self._in_proportion
 
     def push(
         self, f: Function, weights: Weights, tangents: Weights, size: float, *, graph: bool
@@ -140,7 +169,7 @@ class JacobianProducts:
 
     def _push_together(self, f: Function, weights: Weights, tangents: Weights, size: float, graph: bool) -> Tensor:
         like = next(iter(tangents.values()))
-        num, few = len(like), self._at_once(len(like), like, size)
+        num, few = len(like), self.at_once(len(like), like.device, size)
         # Splitting takes as long as a small network.
         return vmap(lambda t: jvp(f, (weights,), (t,))[1], chunk_size=few if few < num else None)(tangents)
 
@@ -192,7 +221,7 @@ class JacobianProducts:
                 )
 
         alone = not self._pulls_together or (outputs.device.type == "cpu" and size > _ALONE)
-        together = 1 if alone else self._at_once(len(cotangents), outputs, size)
+        together = 1 if alone else self.at_once(len(cotangents), outputs.device, size)
         for part in cotangents.split(together):
             if len(part) > 1 and self._pulls_together:
                 result, error = _attempt(partial(grads, part, batched=True), partial(grads, part[0]))
@@ -227,9 +256,9 @@ class JacobianProducts:
             seen.add(node)
             nodes += [before for before, _ in node.next_functions]
 
-    def _at_once(self, num: int, like: Tensor, size: float) -> int:
+    def at_once(self, num: int, device: torch.device, size: float) -> int:
         """How many of `num` vectors at a time, in parts of one size."""
-        most = self.most_at_once(like.device, size)
+        most = self.most_at_once(device, size)
         return -(-num // -(-num // most))
 
     def most_at_once(self, device: torch.device, size: float) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
 from laplace_sampling.budgets import BatchLimit, cpu_out_of_memory, keep_freed_memory
-from laplace_sampling.calling import Layout, arguments, batched, num_rows, place, read, take
+from laplace_sampling.calling import Layout, arguments, batched, num_rows, place, read, split, take
 from laplace_sampling.compiled import CompiledProducts
 from laplace_sampling.forward_mode import ComposedLayers, differentiable, forward_mode_kernels, load_decompositions
 from laplace_sampling.held_module import evaluation_mode, unwrapped
@@ -213,18 +213,37 @@ class Linearisation:
     def _push(self, x: Any, v: Tensor, graph: bool = False) -> Tensor:
         weights = self._selected()
 
-        def push(v: Tensor) -> Tensor:
-            tangents = {name: t.to(weights[name].dtype) for name, t in self.unflatten(v).items()}
-            return self._ways.push(self._outputs(x), weights, tangents, self._size(x), graph=graph)
+        def product(x: Any) -> Tensor:
+            def push(v: Tensor) -> Tensor:
+                tangents = {name: t.to(weights[name].dtype) for name, t in self.unflatten(v).items()}
+                return self._ways.push(self._outputs(x), weights, tangents, self._size(x), graph=graph)
+
+            if graph or self._compiled is None:
+                return push(v)
+            most = self._ways.most_at_once(v.device, self._size(x))
+            return self._compiled.push({**self._fixed(), **weights}, x, v, most, push)
 
         with differentiable(graph):
-            if graph or self._compiled is None:
-                product = push(v)
-            else:
-                most = self._ways.most_at_once(v.device, self._size(x))
-                product = self._compiled.push({**self._fixed(), **weights}, x, v, most, push)
+            result = product(x) if graph else _joined([product(piece) for piece in self._pieces(x, len(v))], 1)
         self.products["jvp"] += len(v) * num_rows(x)
-        return product
+        return result
+
+    def _pieces(self, x: Any, num: int, pull: bool = False) -> list[Any]:
+        """The data in pieces, if products of `num` vectors are faster by them."""
+        size, device = self._size(x), self.device
+        vectors = 1 if pull else self._ways.at_once(num, device, size)
+        inputs, weights = self._num_inputs(x), self.num_parameters * self.dtype.itemsize
+        pieces = self._ways.pieces(num_rows(x), inputs, vectors, weights, device)
+        if pieces == 1:
+            return [x]
+        parts = split(x, -(-num_rows(x) // pieces))
+        first = parts[0]
+        same = self._ways.check_proportion(lambda: self._outputs(first)(self._selected()), self._num_inputs(first))
+        return parts if same else [x]
+
+    @staticmethod
+    def _num_inputs(x: Any) -> int:
+        return sum(t.numel() for t in batched(x)[0])
 
     def _outputs(self, x: Any) -> Callable[[dict[str, Tensor]], Tensor]:
         """`w ↦ f(w, x)`, `[N, C]`, from layers with forward derivatives."""
@@ -238,7 +257,7 @@ class Linearisation:
 
     def _size(self, x: Any) -> float:
         """Bytes of the largest tensor of a forward pass."""
-        return self._ways.size(lambda: self._outputs(x)(self._selected()), sum(t.numel() for t in batched(x)[0]))
+        return self._ways.size(lambda: self._outputs(x)(self._selected()), self._num_inputs(x))
 
     def vjp(self, x: Any, u: Float[Tensor, "K N C"], *, graph: bool = False) -> Float[Tensor, "K P"]:
         """`Σ_n φ(x_n)ᵀ u_kn` for each of `K` cotangents: one forward pass, `K` pullbacks.
@@ -255,12 +274,18 @@ class Linearisation:
             return self._pull(x, u)
 
     def _pull(self, x: Any, u: Tensor) -> Tensor:
+        pieces = self._pieces(x, len(u), pull=True)
+
         def pull(u: Tensor) -> Tensor:
-            weights = {name: w.requires_grad_() for name, w in self._selected().items()}
-            with torch.enable_grad():
-                outputs = self._outputs(x)(weights)
-                cotangents = u.to(outputs.dtype).reshape(len(u), *outputs.shape)
-                return self._rows(self._ways.pull(outputs, list(weights.values()), cotangents, self._size(x)), u)
+            rows = u.new_empty(len(u), self.num_parameters)
+            for piece, part in zip(pieces, u.split([num_rows(piece) for piece in pieces], 1), strict=True):
+                weights = {name: w.requires_grad_() for name, w in self._selected().items()}
+                with torch.enable_grad():
+                    outputs = self._outputs(piece)(weights)
+                    cotangents = part.to(outputs.dtype).reshape(len(u), *outputs.shape)
+                    pulled = self._ways.pull(outputs, list(weights.values()), cotangents, self._size(piece))
+                    self._write(pulled, rows, add=piece is not pieces[0])
+            return rows
 
         if self._compiled is None or not self._ways.pays_compiled(u.device, self._size(x)):
             rows = pull(u)
@@ -276,8 +301,10 @@ class Linearisation:
         with torch.enable_grad(), evaluation_mode(self.module), forward_mode_kernels():
             return self._apply(weights, x), weights
 
-    def _rows(self, gradients: Iterable[list[Tensor | None]], like: Tensor) -> Float[Tensor, "K P"]:
-        rows = torch.empty(len(like), self.num_parameters, dtype=like.dtype, device=like.device)
+    def _write(
+        self, gradients: Iterable[list[Tensor | None]], rows: Float[Tensor, "K P"], *, add: bool = False
+    ) -> None:
+        """Gradients of some vectors after others, by weight, as rows, or added to what is there."""
         zero, start = rows.new_zeros(1, 1), 0
         for grads in gradients:
             num = next((len(grad) for grad in grads if grad is not None), 1)
@@ -286,9 +313,13 @@ class Linearisation:
                 zero.expand(num, size) if grad is None else grad.reshape(num, -1)
                 for size, grad in zip(self._sizes, grads, strict=True)
             ]
-            torch.cat(flat, 1, out=rows[start : start + num])
+            part = rows[start : start + num]
+            if add:
+                for row, grad in zip(part.split(self._sizes, 1), flat, strict=True):
+                    row += grad
+            else:
+                torch.cat(flat, 1, out=part)
             start += num
-        return rows
 
     @property
     def _sizes(self) -> list[int]:
@@ -311,14 +342,17 @@ class Linearisation:
     def _ggn(self, x: Any, v: Tensor, curvature: Callable[[Tensor], Tensor]) -> Tensor:
         """Of data that go through the network at once."""
         with evaluation_mode(self.module), forward_mode_kernels(layers=False):
-            if len(v) == 1:  # also with `compile`: two programs would take a forward pass each
+            # Also with `compile`: two programs would take a forward pass each.
+            if len(v) == 1 and len(self._pieces(x, 1)) == 1:
                 weights = self._selected()
                 tangent = {name: t[0].to(weights[name].dtype) for name, t in self.unflatten(v).items()}
                 grads = self._ways.push_and_pull(self._outputs(x), weights, tangent, curvature, self._size(x))
                 if grads is not None:
                     self.products["jvp"] += num_rows(x)
                     self.products["vjp"] += num_rows(x)
-                    return self._rows([grads], v)
+                    rows = torch.empty_like(v)
+                    self._write([grads], rows)
+                    return rows
             return self._pull(x, curvature(self._push(x, v)))
 
     def vjp_each(self, x: Any, u: Float[Tensor, "N C"]) -> Float[Tensor, "N P"]:

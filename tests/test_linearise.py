@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 from laplace_sampling import jacobian_products
 from laplace_sampling.calling import read
+from laplace_sampling.jacobian_products import JacobianProducts
 from laplace_sampling.likelihoods import Gaussian
 from laplace_sampling.linearise import Linearisation
 
@@ -385,6 +386,98 @@ def test_pullbacks_of_large_tensors_go_one_by_one(
     monkeypatch.setattr(jacobian_products, "_ALONE", most)
     assert_close(network.vjp(case.x, u), known)
     assert set(calls) == {batched}
+
+
+def passes(model: nn.Module) -> list[int]:
+    """How many data each forward pass has from here on."""
+    seen: list[int] = []
+    model.register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
+    return seen
+
+
+@pytest.mark.parametrize("num", [1, 5])
+@pytest.mark.parametrize("pieces", [2, 3])
+def test_products_of_pieces_are_those_of_the_whole(
+    case: Case, pieces: int, num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, split = Linearisation(case.model), Linearisation(case.model)
+    f = whole(case.x).reshape(len(case.x), -1)
+    v, u = random(num, whole.num_parameters), random(num, *f.shape)
+    expected = [whole.jvp(case.x, v), whole.vjp(case.x, u), whole.ggn(case.x, v, lambda g: g * u)]
+    monkeypatch.setattr(JacobianProducts, "pieces", lambda *args: pieces)
+    monkeypatch.setattr(JacobianProducts, "check_proportion", lambda *args: True)
+    split.jvp(case.x, v)  # the first product counts what a forward pass of all data makes
+    seen = passes(case.model)
+    found = [split.jvp(case.x, v), split.vjp(case.x, u), split.ggn(case.x, v, lambda g: g * u)]
+    for product, right in zip(found, expected, strict=True):
+        assert_close(product, right, rtol=1e-9, atol=1e-10)
+        assert not product.requires_grad
+    assert max(seen) == -(-len(f) // pieces)
+    assert split.products == {"jvp": 3 * num * len(f), "vjp": 2 * num * len(f)}
+
+
+@pytest.mark.parametrize(
+    ("kept", "call", "num", "K", "seen"),
+    [
+        (2**25, "jvp", 100, 4, [100]),
+        (200 * 1280, "jvp", 50, 4, [50]),
+        (200 * 1280, "jvp", 100, 4, [50, 50]),
+        (200 * 1280, "jvp", 101, 4, [34, 34, 33]),
+        (200 * 1280, "jvp", 104, 4, [26] * 4),  # of one size
+        (200 * 1280, "vjp", 200, 4, [200]),  # vector by vector
+        (200 * 1280, "vjp", 300, 4, [150, 150]),
+        (200 * 1280, "ggn", 200, 1, [200]),  # one forward pass for both
+        (200 * 1280, "ggn", 300, 1, [150] * 4),
+        (1000, "jvp", 2, 1, [2]),  # one image is too large
+        (1280, "jvp", 2, 1, [1, 1]),
+        (1280, "jvp", 40, 1, [40]),  # weights 39 times more would be more than what is made
+    ],
+)
+def test_data_go_in_pieces_whose_tensors_the_c_library_keeps(
+    kept: int, call: str, num: int, K: int, seen: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of images of 256 bytes, with 1,280 in each of two tensors more, and 4,052 of weights."""
+    monkeypatch.setattr(jacobian_products, "LARGEST_KEPT", kept)
+    model = nn.Sequential(nn.Conv2d(1, 5, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(320, 3))
+    network, x = Linearisation(model), torch.randn(num, 1, 8, 8)
+    vectors = torch.randn(K, num, 3) if call == "vjp" else torch.randn(K, 1013)
+
+    def product() -> None:
+        getattr(network, call)(x, vectors, *([torch.tanh] if call == "ggn" else []))
+
+    product()  # counts what is made
+    found = passes(model)
+    product()
+    assert found == seen
+
+
+def test_data_on_a_gpu_go_together() -> None:
+    ways = JacobianProducts(nn.Linear(1, 1), 16)
+    ways.size(lambda: torch.ones(10, 2**20), 10)
+    assert ways.pieces(1000, 1000, 4, 8, torch.device("cpu")) > 100
+    assert ways.pieces(1000, 1000, 4, 8, torch.device("cuda")) == 1
+
+
+class Graph(nn.Module):
+    """600 nodes, all of which go through the network whichever are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 20), nn.Linear(20, 2)
+        self.register_buffer("nodes", torch.randn(600, 3))
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.outer(self.inner(self.nodes).relu())[index]
+
+
+def test_what_is_no_smaller_for_fewer_data_does_not_go_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jacobian_products, "LARGEST_KEPT", 24_000)  # of 48,000 bytes
+    model, index = Graph(), torch.arange(100)
+    network, seen = Linearisation(model), passes(model)
+    network.jvp(index, torch.randn(1, network.num_parameters))
+    assert seen == [100, 50, 100]  # what they make is counted, of all and of half of them
+    network.vjp(index, torch.randn(1, 100, 2))
+    assert seen == [100, 50, 100, 100]
 
 
 class Distances(nn.Module):
