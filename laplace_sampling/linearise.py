@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
@@ -342,18 +343,31 @@ class Linearisation:
     def _ggn(self, x: Any, v: Tensor, curvature: Callable[[Tensor], Tensor]) -> Tensor:
         """Of data that go through the network at once."""
         with evaluation_mode(self.module), forward_mode_kernels(layers=False):
-            # Also with `compile`: two programs would take a forward pass each.
-            if len(v) == 1 and len(self._pieces(x, 1)) == 1:
-                weights = self._selected()
-                tangent = {name: t[0].to(weights[name].dtype) for name, t in self.unflatten(v).items()}
-                grads = self._ways.push_and_pull(self._outputs(x), weights, tangent, curvature, self._size(x))
-                if grads is not None:
-                    self.products["jvp"] += num_rows(x)
-                    self.products["vjp"] += num_rows(x)
-                    rows = torch.empty_like(v)
-                    self._write([grads], rows)
-                    return rows
+            rows = self._of_dual_numbers(x, v, curvature) if len(v) == 1 else None
+            if rows is not None:
+                return rows
             return self._pull(x, curvature(self._push(x, v)))
+
+    def _of_dual_numbers(self, x: Any, v: Tensor, curvature: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """By one forward pass, also with `compile`, which would take two; None where torch lacks a derivative."""
+        weights, rows = self._selected(), torch.empty_like(v)
+        tangent = {name: t[0].to(weights[name].dtype) for name, t in self.unflatten(v).items()}
+        start, num = 0, num_rows(x)
+        for piece in (pieces := self._pieces(x, 1)):
+            stop = start + num_rows(piece)
+
+            def of_piece(u: Tensor, start: int = start, stop: int = stop) -> Tensor:
+                return curvature(F.pad(u, (0, 0, start, num - stop)))[:, start:stop]
+
+            here = curvature if len(pieces) == 1 else of_piece
+            grads = self._ways.push_and_pull(self._outputs(piece), weights, tangent, here, self._size(piece))
+            if grads is None:
+                return None
+            self._write([grads], rows, add=start > 0)
+            start = stop
+        self.products["jvp"] += num
+        self.products["vjp"] += num
+        return rows
 
     def vjp_each(self, x: Any, u: Float[Tensor, "N C"]) -> Float[Tensor, "N P"]:
         """`φ(x_n)ᵀ u_n` of each datum by itself: as many products as one cotangent of `vjp`."""
