@@ -20,14 +20,14 @@ from laplace_sampling.budgets import LARGEST_KEPT, TensorBytes
 from laplace_sampling.forward_mode import ComposedLayers
 from laplace_sampling.held_module import where
 
-__all__ = ["JacobianProducts"]
+__all__ = ["FEWEST", "JacobianProducts"]
 
 Weights = dict[str, Tensor]
 Function = Callable[[Weights], Tensor]
 
 # Bytes of the largest tensor of a product that stay in the caches of a CPU, and the fewest vectors that are worth a
 # forward pass of their own (`benchmarks/products.py`).
-_CACHED, _FEWEST = 12 * 2**20, 4
+_CACHED, FEWEST = 12 * 2**20, 4
 # Beyond so many bytes pullbacks go one by one on a CPU: the forward pass is there already, and torch's backward
 # convolutions run vector by vector anyway.
 _ALONE = 2 * 10**6
@@ -38,10 +38,11 @@ _COMPILED = 10**6
 _LACKING = (RuntimeError, NotImplementedError, KeyError)
 
 
-def _bytes_made(forward: Callable[[], Any]) -> list[int]:
+def _bytes_made(forward: Callable[[], Tensor]) -> tuple[list[int], Tensor]:
+    """Of each tensor of a forward pass, and its output."""
     with torch.no_grad(), TensorBytes() as made:
-        forward()
-    return made.sizes
+        output = forward()
+    return made.sizes, output
 
 
 def _attempt(way: Callable[[], Any], plain: Callable[[], Any]) -> tuple[Any, Exception | None]:
@@ -82,6 +83,7 @@ class JacobianProducts:
         self._pulls_together = self.data_together = True
         self._checked, self._dual = False, True
         self._bytes_each: list[float] = []
+        self._output_bytes_each = 0.0
         self._in_proportion: bool | None = None
         self.lacking: str | None = None
 
@@ -96,14 +98,20 @@ class JacobianProducts:
         finally:
             self._pushes, self.lacking = pushes, lacking
 
-    def size(self, forward: Callable[[], Any], inputs: int) -> float:
+    def size(self, forward: Callable[[], Tensor], inputs: int) -> float:
         """Bytes of the largest tensor of a forward pass: in proportion to the numbers that are put in, from the first.
 
         Counted, not timed: the same product is the same in every run.
         """
         if not self._bytes_each:
-            self._bytes_each = sorted(size / max(inputs, 1) for size in _bytes_made(forward) or [0])
+            made, output = _bytes_made(forward)
+            self._bytes_each = sorted(size / max(inputs, 1) for size in made or [0])
+            self._output_bytes_each = output.numel() * output.element_size() / max(inputs, 1)
         return self._bytes_each[-1] * inputs
+
+    def output_bytes(self, inputs: int) -> float:
+        """Of a forward pass, as `size`."""
+        return self._output_bytes_each * inputs
 
     def pieces(self, num: int, inputs: int, vectors: int, weights: int, device: torch.device) -> int:
         """In how many pieces `num` data go through a CPU with some vectors for its C library to keep their tensors.
@@ -123,10 +131,20 @@ class JacobianProducts:
         anew = sum(size for size in sizes if size * vectors > LARGEST_KEPT)
         return pieces if anew > (pieces - 1) * weights else 1
 
-    def check_proportion(self, forward: Callable[[], Any], inputs: int) -> bool:
-        """Whether tensors are as large as `size` foretells for other data: those of a graph in the module are not."""
+    def check_proportion(self, forward: Callable[[], Tensor], inputs: int) -> bool:
+        """Whether fewer data make what `size` foretells: not if a graph or weights that belong to the module do.
+
+        Nor does what cannot do without the other data.
+        """
         if self._in_proportion is None:
-            self._in_proportion = max(_bytes_made(forward), default=0) < 1.5 * self._bytes_each[-1] * inputs
+            try:
+                made, _ = _bytes_made(forward)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # a network may raise anything
+                made = []
+            pairs = [(max(made, default=0), self._bytes_each[-1]), (sum(made), sum(self._bytes_each))]
+            self._in_proportion = all(2 / 3 < found / (each * inputs) < 1.5 for found, each in pairs)
         return self._in_proportion
 
     def push(
@@ -226,7 +244,8 @@ class JacobianProducts:
             if len(part) > 1 and self._pulls_together:
                 result, error = _attempt(partial(grads, part, batched=True), partial(grads, part[0]))
                 if error is None:
-                    yield list(result)
+                    some = any(g is not None for g in result)
+                    yield from [list(result)] * (1 if some else len(part))
                     continue
                 self._pulls_together = False  # said by nobody: one by one is as fast where the network is not tiny
             for u in part:
@@ -263,7 +282,7 @@ class JacobianProducts:
 
     def most_at_once(self, device: torch.device, size: float) -> int:
         """As many vectors as a CPU's caches hold."""
-        fewest = min(_FEWEST, self.chunk_size) if device.type == "cpu" else self.chunk_size
+        fewest = min(FEWEST, self.chunk_size) if device.type == "cpu" else self.chunk_size
         return min(max(int(_CACHED / max(size, 1)), fewest), 4 * self.chunk_size)
 
     def push_and_pull(

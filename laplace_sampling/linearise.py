@@ -18,12 +18,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
-from laplace_sampling.budgets import BatchLimit, cpu_out_of_memory, keep_freed_memory
+from laplace_sampling.budgets import LARGEST_KEPT, BatchLimit, cpu_out_of_memory, keep_freed_memory
 from laplace_sampling.calling import Layout, arguments, batched, num_rows, place, read, split, take
 from laplace_sampling.compiled import CompiledProducts
 from laplace_sampling.forward_mode import ComposedLayers, differentiable, forward_mode_kernels, load_decompositions
 from laplace_sampling.held_module import evaluation_mode, unwrapped
-from laplace_sampling.jacobian_products import JacobianProducts
+from laplace_sampling.jacobian_products import FEWEST, JacobianProducts
 from laplace_sampling.precision import users_precision
 from laplace_sampling.selection import Selection, select
 
@@ -231,7 +231,10 @@ class Linearisation:
 
     def _pieces(self, x: Any, num: int, pull: bool = False) -> list[Any]:
         """The data in pieces, if products of `num` vectors are faster by them."""
-        size, device = self._size(x), self.device
+        size = self._size(x)
+        if FEWEST * size <= LARGEST_KEPT:
+            return [x]
+        device = self.device
         vectors = 1 if pull else self._ways.at_once(num, device, size)
         inputs, weights = self._num_inputs(x), self.num_parameters * self.dtype.itemsize
         pieces = self._ways.pieces(num_rows(x), inputs, vectors, weights, device)
@@ -278,14 +281,18 @@ class Linearisation:
         pieces = self._pieces(x, len(u), pull=True)
 
         def pull(u: Tensor) -> Tensor:
-            rows = u.new_empty(len(u), self.num_parameters)
+            add, without = len(pieces) > 1, 0
+            rows = (u.new_zeros if add else u.new_empty)(len(u), self.num_parameters)
             for piece, part in zip(pieces, u.split([num_rows(piece) for piece in pieces], 1), strict=True):
                 weights = {name: w.requires_grad_() for name, w in self._selected().items()}
                 with torch.enable_grad():
                     outputs = self._outputs(piece)(weights)
+                    without += add and not outputs.requires_grad
+                    if add and not outputs.requires_grad and without < len(pieces):
+                        continue  # it is enough that one of the pieces depends on the weights
                     cotangents = part.to(outputs.dtype).reshape(len(u), *outputs.shape)
                     pulled = self._ways.pull(outputs, list(weights.values()), cotangents, self._size(piece))
-                    self._write(pulled, rows, add=piece is not pieces[0])
+                    self._write(pulled, rows, add=add)
             return rows
 
         if self._compiled is None or not self._ways.pays_compiled(u.device, self._size(x)):
@@ -352,15 +359,24 @@ class Linearisation:
         """By one forward pass, also with `compile`, which would take two; None where torch lacks a derivative."""
         weights, rows = self._selected(), torch.empty_like(v)
         tangent = {name: t[0].to(weights[name].dtype) for name, t in self.unflatten(v).items()}
-        start, num = 0, num_rows(x)
-        for piece in (pieces := self._pieces(x, 1)):
+        pieces, num = self._pieces(x, 1), num_rows(x)
+        many, start = len(pieces) > 1, 0
+        # The curvature is that of all data, once for each piece.
+        if many and len(pieces) * self._ways.output_bytes(self._num_inputs(x)) > LARGEST_KEPT:
+            return None
+        for piece in pieces:
             stop = start + num_rows(piece)
 
             def of_piece(u: Tensor, start: int = start, stop: int = stop) -> Tensor:
                 return curvature(F.pad(u, (0, 0, start, num - stop)))[:, start:stop]
 
-            here = curvature if len(pieces) == 1 else of_piece
-            grads = self._ways.push_and_pull(self._outputs(piece), weights, tangent, here, self._size(piece))
+            here = of_piece if many else curvature
+            try:
+                grads = self._ways.push_and_pull(self._outputs(piece), weights, tangent, here, self._size(piece))
+            except ValueError:  # a piece may not depend on the weights
+                if not many:
+                    raise
+                return None
             if grads is None:
                 return None
             self._write([grads], rows, add=start > 0)

@@ -1,4 +1,6 @@
 import copy
+import math
+from collections.abc import Callable
 
 import pytest
 import reference
@@ -8,7 +10,7 @@ from snapshot import assert_unchanged, snapshot
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling import jacobian_products
+from laplace_sampling import jacobian_products, linearise
 from laplace_sampling.calling import read
 from laplace_sampling.jacobian_products import JacobianProducts
 from laplace_sampling.likelihoods import Gaussian
@@ -395,6 +397,17 @@ def passes(model: nn.Module) -> list[int]:
     return seen
 
 
+@pytest.fixture
+def keep(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets the largest block that the C library keeps."""
+
+    def keep(num_bytes: int) -> None:
+        for module in (jacobian_products, linearise):
+            monkeypatch.setattr(module, "LARGEST_KEPT", num_bytes)
+
+    return keep
+
+
 @pytest.mark.parametrize("num", [1, 5])
 @pytest.mark.parametrize("pieces", [2, 3])
 def test_products_of_pieces_are_those_of_the_whole(
@@ -406,6 +419,7 @@ def test_products_of_pieces_are_those_of_the_whole(
     expected = [whole.jvp(case.x, v), whole.vjp(case.x, u), whole.ggn(case.x, v, lambda g: g * u)]
     monkeypatch.setattr(JacobianProducts, "pieces", lambda *args: pieces)
     monkeypatch.setattr(JacobianProducts, "check_proportion", lambda *args: True)
+    monkeypatch.setattr(linearise, "FEWEST", math.inf)
     split.jvp(case.x, v)  # the first product counts what a forward pass of all data makes
     seen = passes(case.model)
     found = [split.jvp(case.x, v), split.vjp(case.x, u), split.ggn(case.x, v, lambda g: g * u)]
@@ -434,10 +448,10 @@ def test_products_of_pieces_are_those_of_the_whole(
     ],
 )
 def test_data_go_in_pieces_whose_tensors_the_c_library_keeps(
-    kept: int, call: str, num: int, K: int, seen: list[int], monkeypatch: pytest.MonkeyPatch
+    kept: int, call: str, num: int, K: int, seen: list[int], keep: Callable[[int], None]
 ) -> None:
     """Of images of 256 bytes, with 1,280 in each of two tensors more, and 4,052 of weights."""
-    monkeypatch.setattr(jacobian_products, "LARGEST_KEPT", kept)
+    keep(kept)
     model = nn.Sequential(nn.Conv2d(1, 5, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(320, 3))
     network, x = Linearisation(model), torch.randn(num, 1, 8, 8)
     vectors = torch.randn(K, num, 3) if call == "vjp" else torch.randn(K, 1013)
@@ -470,14 +484,108 @@ class Graph(nn.Module):
         return self.outer(self.inner(self.nodes).relu())[index]
 
 
-def test_what_is_no_smaller_for_fewer_data_does_not_go_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jacobian_products, "LARGEST_KEPT", 24_000)  # of 48,000 bytes
+@pytest.mark.parametrize("first", [2, 100])
+def test_what_is_no_smaller_for_fewer_data_does_not_go_in_pieces(first: int, keep: Callable[[int], None]) -> None:
+    keep(24_000)  # of 48,000 bytes
     model, index = Graph(), torch.arange(100)
-    network, seen = Linearisation(model), passes(model)
-    network.jvp(index, torch.randn(1, network.num_parameters))
-    assert seen == [100, 50, 100]  # what they make is counted, of all and of half of them
-    network.vjp(index, torch.randn(1, 100, 2))
-    assert seen == [100, 50, 100, 100]
+    network = Linearisation(model)
+    v = torch.randn(1, network.num_parameters)
+    network.jvp(index[:first], v)
+    network.jvp(index, v)
+    seen = passes(model)
+    for product in (
+        network.jvp(index, v),
+        network.vjp(index, torch.randn(1, 100, 2)),
+        network.ggn(index, v, torch.tanh),
+    ):
+        assert product.isfinite().all()
+    assert seen == [100] * 3
+
+
+class Together(nn.Module):
+    """Does not do with fewer data than all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.points = nn.Linear(3, 20), nn.Buffer(torch.randn(100, 20))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.inner(x) + self.points).tanh()
+
+
+def test_what_fails_for_fewer_data_does_not_go_in_pieces(keep: Callable[[int], None]) -> None:
+    keep(4_000)  # of 8,000 bytes
+    network = Linearisation(Together())
+    assert network.vjp(torch.randn(100, 3), torch.randn(1, 100, 20)).isfinite().all()
+
+
+class Routed(nn.Module):
+    """Data of positive `x_0` go through `a`, others through `b`, which nothing is sent to if there are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 20), nn.Linear(3, 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros(len(x), 20, dtype=x.dtype)
+        for expert, here in ((self.a, x[:, 0] > 0), (self.b, x[:, 0] <= 0)):
+            if here.any():
+                out = out.index_add(0, here.nonzero()[:, 0], expert(x[here]).tanh())
+        return out
+
+
+@pytest.mark.parametrize("num", [1, 3])
+@pytest.mark.parametrize("parameters", [["a.*"], ["b.*"], None])
+def test_pieces_that_do_not_depend_on_the_weights(
+    parameters: list[str] | None, num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = random(40, 3)
+    x = x[x[:, 0].argsort()]
+    network = Linearisation(Routed().double(), parameters)
+    v, u = random(num, network.num_parameters), random(num, 40, 20)
+
+    def products() -> list[Tensor]:
+        return [network.jvp(x, v), network.vjp(x, u), network.ggn(x, v, torch.tanh)]
+
+    expected = products()
+    monkeypatch.setattr(Linearisation, "_pieces", lambda self, x, *args, **kwargs: list(x.split(10)))
+    for found, right in zip(products(), expected, strict=True):
+        assert_close(found, right)
+    with pytest.raises(ValueError, match="depend on none of the random weights"):
+        network.with_names(["a.bias"]).vjp(-x.abs(), u)
+
+
+class Forces(nn.Module):
+    """The gradient of an energy, which some random weights are only part of where a datum asks for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = self.a(x).tanh().sum()
+            if (x[:, 0] > 0).any():
+                energy = energy + (self.b(x).sin().sum(1) * (x[:, 0] > 0)).sum()
+            return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+def test_cotangents_of_a_piece_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, u = random(40, 3), random(3, 40, 3)
+    x = x[x[:, 0].argsort()]
+    network = Linearisation(Forces().double(), ["b.*"])
+    expected = network.vjp(x, u)
+    monkeypatch.setattr(Linearisation, "_pieces", lambda self, x, *args, **kwargs: list(x.split(10)))
+    assert_close(network.vjp(x, u), expected)
+
+
+def test_where_outputs_are_large_the_curvature_is_not_asked_for_each_piece(keep: Callable[[int], None]) -> None:
+    keep(20_000)
+    x, asked = torch.randn(100, 3), []
+    network = Linearisation(nn.Sequential(nn.Linear(3, 60), nn.Tanh()))
+    network.ggn(x, torch.randn(1, network.num_parameters), lambda u: asked.append(u.shape) or u)
+    assert asked == [(1, 100, 60)]
 
 
 class Distances(nn.Module):
