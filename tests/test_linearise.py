@@ -580,6 +580,17 @@ def test_cotangents_of_a_piece_without_gradients(monkeypatch: pytest.MonkeyPatch
     assert_close(network.vjp(x, u), expected)
 
 
+def test_cotangents_without_gradients_give_zeros() -> None:
+    """Of which torch gives none, so that nothing says how many there were."""
+    network = Linearisation(Forces().double(), ["b.*"])
+    torch.use_deterministic_algorithms(True)  # what is not written is NaN
+    try:
+        found = network.vjp(-random(10, 3).abs(), random(3, 10, 3))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_close(found, torch.zeros_like(found))
+
+
 def test_where_outputs_are_large_the_curvature_is_not_asked_for_each_piece(keep: Callable[[int], None]) -> None:
     keep(20_000)
     x, asked = torch.randn(100, 3), []
