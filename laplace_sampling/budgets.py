@@ -108,8 +108,11 @@ class TensorBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in given:
-                self.sizes.append(t.numel() * t.element_size())
+        given = {t.untyped_storage()._cdata for t in _dense(args, kwargs)}
+        self.sizes += [t.numel() * t.element_size() for t in _dense(out) if t.untyped_storage()._cdata not in given]
         return out
+
+
+def _dense(*tree: Any) -> list[Tensor]:
+    """The tensors that have a storage, as sparse ones have not."""
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.layout == torch.strided]

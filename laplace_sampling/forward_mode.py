@@ -19,9 +19,11 @@ from torch.autograd.forward_ad import dual_level, make_dual
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from laplace_sampling.tangents import addmm, affine, batch_norm, bilinear, einsum
+
 __all__ = ["ComposedLayers", "differentiable", "forward_mode_kernels", "load_decompositions"]
 
-_LINEAR = F.linear
+_LINEAR = affine(F.linear, 0)
 
 
 @cache
@@ -218,7 +220,7 @@ def _batch_norm(
     those from a transposition are (torch 2.15).
     """
     if len(input) > 1 or training != (running_mean is None) or (training and input.dim() < 3):
-        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     return _instance_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
@@ -292,9 +294,16 @@ def _grouped_mm(
     return product if out_dtype is None else product.to(out_dtype)
 
 
+_CONVOLUTIONS = [(F.conv1d, F.conv_transpose1d), (F.conv2d, F.conv_transpose2d), (F.conv3d, F.conv_transpose3d)]
+_MATMULS = [getattr(owner, name) for owner in (torch, Tensor) for name in ("matmul", "mm", "bmm")] + [torch.sparse.mm]
+
 # What `ComposedLayers` calls in their place; exported networks call those of `aten`.
 _COMPOSED: dict[Callable, Callable] = {
-    _LINEAR: _linear,
+    F.linear: _linear,
+    **{func: affine(func, n) for n, both in enumerate(_CONVOLUTIONS, 1) for func in both},
+    **{func: bilinear(func) for func in _MATMULS},
+    torch.addmm: addmm,
+    torch.einsum: einsum,
     F.multi_head_attention_forward: _attention,
     **{func: partial(_recurrent, func) for func in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
     torch._weight_norm: _weight_norm,  # pyright: ignore

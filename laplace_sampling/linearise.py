@@ -545,7 +545,8 @@ class Linearisation:
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
         for name, tensor in tensors:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            for part in _dense_parts(tensor.detach().cpu()):
+                digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
 
     def _apply(self, weights: dict[str, Tensor], x: Any, *, composed: bool = False) -> Tensor:
@@ -592,6 +593,18 @@ class Linearisation:
             raise ValueError(
                 f"`{call}(x, v)` needs `v` of shape [K, P] with P = {self.num_parameters}, but got {list(v.shape)}."
             )
+
+
+def _dense_parts(tensor: Tensor) -> list[Tensor]:
+    """The indices and values of a sparse tensor; a dense one itself."""
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return [tensor.indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
 
 
 def _rows_of(x: Any, rows: slice) -> Any:

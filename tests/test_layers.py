@@ -6,6 +6,7 @@ from pathlib import Path
 import laplace_sampling
 
 LEVELS = {
+    "tangents": -3,
     "calling": -2, "compiled": -1, "selection": -1,
     "budgets": -2, "forward_mode": -2, "held_module": -2, "operations": -2, "precision": -2, "jacobian_products": -1,
     "data": 0, "energy_tests": 0, "lapack": 0, "likelihoods": 0, "linear_operators": 0, "linearise": 0,
