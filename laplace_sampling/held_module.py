@@ -3,6 +3,7 @@
 import linecache
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import is_
 from types import TracebackType
 from typing import Any
 
@@ -11,8 +12,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 __all__ = ["evaluation_mode", "unwrapped", "where"]
-
-_NONE = object()
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -125,7 +124,9 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 
 def _same(found: dict[str, Any], saved: dict[str, Any]) -> bool:
-    return len(found) == len(saved) and all(found.get(name, _NONE) is value for name, value in saved.items())
+    """Whether two dictionaries have the same objects in the same order."""
+    same = len(found) == len(saved) and all(map(is_, found, saved))
+    return same and all(map(is_, found.values(), saved.values()))
 
 
 def where(error: BaseException, module: nn.Module) -> str:
