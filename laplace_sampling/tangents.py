@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
 __all__ = ["addmm", "affine", "batch_norm", "bilinear", "einsum"]
@@ -23,8 +24,8 @@ def _halves(tensor: Any) -> tuple[Any, Tensor | None]:
 
 
 def _plain(*tensors: Tensor | None) -> bool:
-    """Whether torch has dual numbers of them: not of every subclass."""
-    return all(t is None or type(t) in (Tensor, nn.Parameter) for t in tensors)
+    """Whether their tangents can be asked for: not of every subclass, nor within a `vmap` of the network's own."""
+    return all(t is None or (type(t) in (Tensor, nn.Parameter) and not is_batchedtensor(t)) for t in tensors)
 
 
 def _product(func: Callable, a: Tensor, b: Tensor) -> Tensor | None:

@@ -219,6 +219,26 @@ def test_a_sparse_matrix_has_forward_derivatives() -> None:
     assert network.lacking is None
 
 
+class Batches(nn.Module):
+    """`torch.vmap` over the data, within the network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 5).double(), nn.Linear(5, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: self.outer((row @ self.inner.weight.T).sin()))(x)
+
+
+def test_a_network_that_takes_batches_itself() -> None:
+    network, x = Linearisation(Batches(), ["*.weight"]), torch.randn(4, 3, dtype=torch.float64)
+    v = torch.randn(3, network.num_parameters, dtype=torch.float64)
+    expected = torch.einsum("ncp,kp->knc", network.jacobian(x), v)
+    assert_close(network.jvp(x, v), expected)
+    assert_close(network.jvp(x, v[:1]), expected[:1])
+    assert network.lacking is None
+
+
 @pytest.mark.parametrize("parameters", [["2.*"], ["0.*"], ["!0.*"], ["*.bias"], None])
 def test_a_product_with_frozen_layers_costs_no_more_than_its_factors(parameters: list[str] | None) -> None:
     """Operations of a JVP of one vector, in those of the layers."""
