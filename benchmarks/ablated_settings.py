@@ -18,7 +18,7 @@ from benchmarks.fidelity import log_probs
 from benchmarks.report import table
 from benchmarks.tangents import Spectrum, Trained, root, trained
 from laplace_sampling import LinearisedLaplace
-from laplace_sampling.solvers import ConvergenceWarning
+from laplace_sampling.solvers.solver import ConvergenceWarning
 
 __all__ = ["ABLATIONS", "Outcome", "alone", "fit", "precision_of_weights", "spread"]
 

@@ -20,11 +20,11 @@ from benchmarks import ablated_settings, digits
 from benchmarks.ablated_settings import SEEDS, spread
 from benchmarks.report import table
 from benchmarks.tangents import Spectrum, root, trained
-from laplace_sampling.operators import DenseFeatures
-from laplace_sampling.priors import GaussianPrior
-from laplace_sampling.sampling import Draws, LinearModel
-from laplace_sampling.solvers import ConvergenceWarning
-from laplace_sampling.stochastic import SGD
+from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.linear_model.priors import GaussianPrior
+from laplace_sampling.linear_model.sampling import Draws, LinearModel
+from laplace_sampling.solvers.sgd import SGD
+from laplace_sampling.solvers.solver import ConvergenceWarning
 
 __all__ = ["ABLATIONS", "UPDATES", "em_trace", "objective_errors", "spectrum", "updates"]
 

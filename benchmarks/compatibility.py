@@ -24,10 +24,10 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks.compatible_networks import NETWORKS
 from laplace_sampling import LinearisedLaplace
-from laplace_sampling.calling import arguments, num_rows, place, take
-from laplace_sampling.forward_mode import forward_mode_kernels
-from laplace_sampling.held_module import evaluation_mode
-from laplace_sampling.linearise import Linearisation
+from laplace_sampling.data.batches import arguments, num_rows, place, take
+from laplace_sampling.networks.forward_mode import forward_mode_kernels
+from laplace_sampling.networks.held_module import evaluation_mode
+from laplace_sampling.networks.linearisation import Linearisation
 
 TABLE = Path(__file__).parents[1] / "docs" / "compatibility.md"
 TOLERANCE = 1e-5

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from laplace_sampling.__main__ import cnn, digits, train
-from laplace_sampling.dense import Dense
-from laplace_sampling.evidence import EMResult, fit_em
-from laplace_sampling.krylov import CG, BlockKrylov
-from laplace_sampling.likelihoods import Categorical
-from laplace_sampling.linearise import Linearisation
-from laplace_sampling.operators import GGN, DenseFeatures
-from laplace_sampling.path_fit import fit_path
-from laplace_sampling.priors import GaussianPrior, GPrior
-from laplace_sampling.sampling import Draws, LinearModel, sample_posterior
-from laplace_sampling.solvers import Solution, Solver
-from laplace_sampling.stochastic import SGD
+from laplace_sampling.evidence.em import EMResult, fit_em
+from laplace_sampling.evidence.path_fit import fit_path
+from laplace_sampling.likelihoods.likelihood import Categorical
+from laplace_sampling.linear_model.features import GGN, DenseFeatures
+from laplace_sampling.linear_model.priors import GaussianPrior, GPrior
+from laplace_sampling.linear_model.sampling import Draws, LinearModel, sample_posterior
+from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.solvers.dense import Dense
+from laplace_sampling.solvers.krylov import CG, BlockKrylov
+from laplace_sampling.solvers.sgd import SGD
+from laplace_sampling.solvers.solver import Solution, Solver
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ def train(make: Callable[[], nn.Module], data: Data, epochs: int = 5, batch_size
 def main(arguments: list[str] | None = None) -> None:
     from benchmarks import large
     from benchmarks.stored import StoredFeatures
-    from laplace_sampling.operators import DenseFeatures
+    from laplace_sampling.linear_model.features import DenseFeatures
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("comparison", choices=("solvers", "samples"))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.predictions import Classified, Fitted, Prediction, Regressed, prediction
 from benchmarks.training import Problem, outputs_of
-from laplace_sampling.linearise import Linearisation
+from laplace_sampling.networks.linearisation import Linearisation
 
 __all__ = ["GRID", "STRUCTURES", "build", "laplace_torch", "weight_samples"]
 

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.stored import StoredFeatures
-from laplace_sampling import krylov
 from laplace_sampling.__main__ import Data
-from laplace_sampling.contour import sample_contour
-from laplace_sampling.energy_tests import TestResult, chi_squared_test, data_energy_test
-from laplace_sampling.krylov import CG, BlockKrylov
-from laplace_sampling.likelihoods import Categorical
-from laplace_sampling.linearise import Linearisation
-from laplace_sampling.operators import GGN, Features, ScaledFeatures
-from laplace_sampling.preconditioners import Nystrom
-from laplace_sampling.priors import GaussianPrior, GPrior, IsotropicPrior
-from laplace_sampling.sampling import Draws, sample_posterior
-from laplace_sampling.solvers import Quadratic, Solution, Solver
-from laplace_sampling.stochastic import SGD
-from laplace_sampling.variance_reduced import SVRG
+from laplace_sampling.likelihoods.likelihood import Categorical
+from laplace_sampling.linear_model.features import GGN, Features, ScaledFeatures
+from laplace_sampling.linear_model.priors import GaussianPrior, GPrior, IsotropicPrior
+from laplace_sampling.linear_model.sampling import Draws, sample_posterior
+from laplace_sampling.methods.contour import sample_contour
+from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.predictions.energy_tests import TestResult, chi_squared_test, data_energy_test
+from laplace_sampling.solvers import krylov
+from laplace_sampling.solvers.krylov import CG, BlockKrylov
+from laplace_sampling.solvers.preconditioners import Nystrom
+from laplace_sampling.solvers.sgd import SGD
+from laplace_sampling.solvers.solver import Quadratic, Solution, Solver
+from laplace_sampling.solvers.svrg import SVRG
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.products import NETWORKS, check
-from laplace_sampling import jacobian_products, linearise
-from laplace_sampling.linearise import Linearisation
+from laplace_sampling.networks import jacobian_products, linearisation
+from laplace_sampling.networks.linearisation import Linearisation
 
 # Batches, and sizes of images where they are not those of `benchmarks.products`.
 BATCHES = {"LeNet": (4096, 28), "LeNet of 1998": (2048, 28), "U-Net": (32, 64), "ResNet-18": (256, 32)}
@@ -49,10 +49,10 @@ def main() -> None:
                 times, pages, products = {}, {}, {}
                 for _ in range(args.repeats):
                     for most in (kept, math.inf):
-                        jacobian_products.LARGEST_KEPT = linearise.LARGEST_KEPT = most
+                        jacobian_products.LARGEST_KEPT = linearisation.LARGEST_KEPT = most
                         seconds, pages[most], products[most] = measured(network, call, x, vectors)
                         times[most] = min(times.get(most, math.inf), seconds)
-                jacobian_products.LARGEST_KEPT = linearise.LARGEST_KEPT = kept
+                jacobian_products.LARGEST_KEPT = linearisation.LARGEST_KEPT = kept
                 check(products[kept], products[math.inf], "the product of pieces")
                 pieces = len(network._pieces(x, K, pull=call == "vjp" or (call == "ggn" and K == 1)))
                 a, b = times[kept], times[math.inf]

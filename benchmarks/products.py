@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, linearize, vjp, vmap
 
 from benchmarks.compatible_layers import UNet
-from laplace_sampling.forward_mode import forward_mode_kernels
-from laplace_sampling.linearise import Linearisation
+from laplace_sampling.networks.forward_mode import forward_mode_kernels
+from laplace_sampling.networks.linearisation import Linearisation
 
 WAYS = ["jvp", "vjp", "ours", "curvlinops", "loop", "vmap", "compiled", "trace"]
 # Of the largest tensor of a forward pass with all vectors at a time, which hundreds of others are as large as.

@@ -21,14 +21,13 @@ from torch.distributions import Categorical, MixtureSameFamily, Normal
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_sampling.exact_fit import ExactFit, fit_exact_regression
-from laplace_sampling.gram import features_at
-from laplace_sampling.likelihoods import Gaussian
-from laplace_sampling.linear_operators import gpytorch, settings, to_dense, to_linear_operator
-from laplace_sampling.linearise import Linearisation
-from laplace_sampling.operators import DenseFeatures
-from laplace_sampling.priors import as_prior
-from laplace_sampling.sampling import Draws, LinearModel
+from laplace_sampling.gp.exact_evidence import ExactFit, fit_exact_regression
+from laplace_sampling.gp.linear_operators import gpytorch, settings, to_dense, to_linear_operator
+from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.linear_model.features import DenseFeatures, features_at
+from laplace_sampling.linear_model.priors import as_prior
+from laplace_sampling.linear_model.sampling import Draws, LinearModel
+from laplace_sampling.networks.linearisation import Linearisation
 
 __all__ = ["METHODS", "Outcome", "Task", "fit_tangent", "gaussian", "train"]
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laplace_sampling.operators import Features
+from laplace_sampling.linear_model.features import Features
 
 
 @dataclass

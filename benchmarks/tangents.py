@@ -16,13 +16,13 @@ from benchmarks.networks import lenet, mlp, tanh_mlp
 from benchmarks.tasks import TASKS, Data
 from benchmarks.training import Recipe, train
 from laplace_sampling import LinearisedLaplace
-from laplace_sampling.dense import Dense
-from laplace_sampling.likelihoods import Categorical, Gaussian
-from laplace_sampling.linearise import Linearisation
-from laplace_sampling.operators import DenseFeatures, ScaledFeatures
-from laplace_sampling.priors import GaussianPrior, as_prior
-from laplace_sampling.sampling import Draws, LinearModel, linear_model_mode
-from laplace_sampling.tangent_model import tangent_model
+from laplace_sampling.likelihoods.likelihood import Categorical, Gaussian
+from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
+from laplace_sampling.linear_model.priors import GaussianPrior, as_prior
+from laplace_sampling.linear_model.sampling import Draws, LinearModel, linear_model_mode
+from laplace_sampling.linear_model.tangent_model import tangent_model
+from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.solvers.dense import Dense
 
 __all__ = ["CASES", "Case", "Spectrum", "Trained", "root", "trained"]
 

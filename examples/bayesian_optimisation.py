@@ -22,7 +22,7 @@ with warnings.catch_warnings():
     from botorch.test_functions import Branin, Hartmann
     from gpytorch.mlls import ExactMarginalLogLikelihood
 
-    from laplace_sampling.integrations.botorch import TangentSurrogate
+    from laplace_sampling.gp.botorch import TangentSurrogate
 
 METHODS = ("SingleTaskGP, EI", "tangent, EI", "tangent, Thompson")
 

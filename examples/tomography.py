@@ -23,10 +23,10 @@ from scipy.stats import norm
 from torch import Tensor, nn
 
 from laplace_sampling import Gaussian, LinearisedLaplace
-from laplace_sampling.dual import sample_matheron
-from laplace_sampling.sampling import Draws
-from laplace_sampling.tangent_model import tangent_model
-from laplace_sampling.whitened_gram import WhitenedGram, randomised_svd
+from laplace_sampling.gp.dual_cg import sample_matheron
+from laplace_sampling.gp.whitened_gram import WhitenedGram, randomised_svd
+from laplace_sampling.linear_model.sampling import Draws
+from laplace_sampling.linear_model.tangent_model import tangent_model
 
 SIDE = 28
 

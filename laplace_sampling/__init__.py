@@ -2,18 +2,26 @@
 
 from importlib.metadata import version
 
-from laplace_sampling.composite_likelihoods import MultiTask
-from laplace_sampling.curves import EvidenceCurves, MarginalLikelihood
-from laplace_sampling.diagnostics import Diagnosis
-from laplace_sampling.dual import DualCG
-from laplace_sampling.evidence import EMStep
+from laplace_sampling.evidence.curves import EvidenceCurves, MarginalLikelihood
+from laplace_sampling.evidence.em import EMStep
+from laplace_sampling.evidence.plots import plot_evidence
+from laplace_sampling.gp.dual_cg import DualCG
 from laplace_sampling.laplace import LinearisedLaplace, NotFittedError
 from laplace_sampling.largest_variance import largest_variance
-from laplace_sampling.leave_one_out import LeaveOneOut
-from laplace_sampling.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
-from laplace_sampling.loss_likelihoods import from_loss
-from laplace_sampling.plotting import plot_evidence
-from laplace_sampling.predictive import (
+from laplace_sampling.likelihoods.composite import MultiTask
+from laplace_sampling.likelihoods.from_loss import from_loss
+from laplace_sampling.likelihoods.likelihood import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+    Poisson,
+)
+from laplace_sampling.linear_model.priors import GPrior, IsotropicPrior, LayerwisePrior, Prior
+from laplace_sampling.predictions.diagnosis import Diagnosis
+from laplace_sampling.predictions.leave_one_out import LeaveOneOut
+from laplace_sampling.predictions.prediction import (
     ClassificationPrediction,
     CountPrediction,
     HeteroscedasticPrediction,
@@ -21,9 +29,8 @@ from laplace_sampling.predictive import (
     Prediction,
     RegressionPrediction,
 )
-from laplace_sampling.priors import GPrior, IsotropicPrior, LayerwisePrior, Prior
-from laplace_sampling.solvers import ConvergenceWarning
-from laplace_sampling.stochastic import SGD
+from laplace_sampling.solvers.sgd import SGD
+from laplace_sampling.solvers.solver import ConvergenceWarning
 
 __all__ = [
     "SGD",

@@ -11,7 +11,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Normal
 
-from laplace_sampling.calibration import (
+from laplace_sampling.data.batches import Layout, place
+from laplace_sampling.data.training_data import TrainingData, Unpack
+from laplace_sampling.likelihoods.likelihood import Categorical, Gaussian, Likelihood
+from laplace_sampling.methods.fits import Fit
+from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.predict import predict
+from laplace_sampling.predictions.calibration import (
     Calibration,
     Labelled,
     held_out_classification,
@@ -21,13 +27,7 @@ from laplace_sampling.calibration import (
     leave_one_out_scale,
     parts_of,
 )
-from laplace_sampling.calling import Layout, place
-from laplace_sampling.data import TrainingData, Unpack
-from laplace_sampling.fits import Fit
-from laplace_sampling.likelihoods import Categorical, Gaussian, Likelihood
-from laplace_sampling.linearise import Linearisation
-from laplace_sampling.predict import predict
-from laplace_sampling.predictive import Prediction, RegressionPrediction
+from laplace_sampling.predictions.prediction import Prediction, RegressionPrediction
 from laplace_sampling.saving import Posterior
 
 __all__ = ["HeldOut", "OnTrainingData"]

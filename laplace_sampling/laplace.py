@@ -11,31 +11,31 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_sampling.calibration import Calibration
-from laplace_sampling.composite_likelihoods import MultiTask
-from laplace_sampling.curves import EvidenceCurves, EvidencePath, MarginalLikelihood
-from laplace_sampling.data import Unpack
-from laplace_sampling.diagnostics import Diagnosis, advice
-from laplace_sampling.dual import DualCG
-from laplace_sampling.evidence import EMStep
-from laplace_sampling.fits import SAMPLE_STREAM, Fit, Tuned, Tuning
+from laplace_sampling.data.training_data import Unpack
+from laplace_sampling.evidence.curves import EvidenceCurves, EvidencePath, MarginalLikelihood
+from laplace_sampling.evidence.em import EMStep
+from laplace_sampling.gp.dual_cg import DualCG
 from laplace_sampling.held_out import HeldOut, OnTrainingData
-from laplace_sampling.last_layer import LastLayer
-from laplace_sampling.leave_one_out import LeaveOneOut
-from laplace_sampling.likelihoods import Gaussian, Likelihood, as_likelihood
-from laplace_sampling.methods import METHODS
-from laplace_sampling.precision import solving
+from laplace_sampling.likelihoods.composite import MultiTask
+from laplace_sampling.likelihoods.likelihood import Gaussian, Likelihood, as_likelihood
+from laplace_sampling.linear_model.priors import Prior, as_prior
+from laplace_sampling.linear_model.sampling import Draws
+from laplace_sampling.linear_model.tangent_model import Observation, TangentModel
+from laplace_sampling.methods.fits import SAMPLE_STREAM, Fit, Tuned, Tuning
+from laplace_sampling.methods.plan import METHODS
+from laplace_sampling.methods.solver_fit import fit_by_solver, make_solver, tune_by_solver
+from laplace_sampling.methods.tasks import DataArguments, exact_tensors, fit_kind_of, gram_fit_of, prepare, restore_fit
+from laplace_sampling.networks.last_layer import LastLayer
+from laplace_sampling.networks.precision import solving
+from laplace_sampling.networks.random_weights import Subset, linearise
 from laplace_sampling.predict import check_inputs, predict
-from laplace_sampling.predictive import Prediction, RegressionPrediction
-from laplace_sampling.priors import Prior, as_prior
-from laplace_sampling.sampling import Draws
+from laplace_sampling.predictions.calibration import Calibration
+from laplace_sampling.predictions.diagnosis import Diagnosis, advice
+from laplace_sampling.predictions.leave_one_out import LeaveOneOut
+from laplace_sampling.predictions.prediction import Prediction, RegressionPrediction
 from laplace_sampling.saving import Posterior, arguments_of, check_observed, encode, recipe_of, restore, settings_of
-from laplace_sampling.solver_fit import fit_by_solver, make_solver, tune_by_solver
-from laplace_sampling.solvers import ConvergenceWarning
-from laplace_sampling.stochastic import SGD
-from laplace_sampling.subsets import Subset, linearise
-from laplace_sampling.tangent_model import Observation, TangentModel
-from laplace_sampling.tasks import DataArguments, exact_tensors, fit_kind_of, gram_fit_of, prepare, restore_fit
+from laplace_sampling.solvers.sgd import SGD
+from laplace_sampling.solvers.solver import ConvergenceWarning
 
 __all__ = ["LinearisedLaplace", "NotFittedError"]
 
@@ -230,8 +230,8 @@ class LinearisedLaplace:
             max_steps: EM steps at most; a `ConvergenceWarning` tells if they were not enough.
             tolerance: relative error of predicted standard deviations, `τ`. Where the prior decides, they go with
                 `α^{-1/2}`, so `log α` is found to `2τ` (and `log b` likewise): it stops when it changes by less, or is
-                known so well. Samples are solved for to the same `τ`, as `Plan.solver` in `laplace_sampling.methods`
-                derives. The noise of `K` samples, `1/√(2K)`, comes on top.
+                known so well. Samples are solved for to the same `τ`, as `Plan.solver` derives. The noise of `K`
+                samples, `1/√(2K)`, comes on top.
             num_samples: samples during EM (which `"cg"` needs for layer-wise priors only); the relative standard error
                 of `γ` is about `√(2/(Kγ))`.
             precision_bounds: within which `α` is kept.
@@ -512,7 +512,7 @@ class LinearisedLaplace:
     def diagnose(self) -> Diagnosis:
         """Whether solves, samples and hyperparameters of the last fit are right; `print` it for one page in words.
 
-        The energies of the samples are tested against their distributions; see `laplace_sampling.energy_tests`.
+        The energies of the samples are tested against their distributions; see `predictions.energy_tests`.
         """
         self._fitted("diagnose")
         if self._fit is None or self._fit.sampled is None:

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_sampling.factored_fit import FactoredFit
-from laplace_sampling.fits import Tuned
 from laplace_sampling.laplace import LinearisedLaplace
-from laplace_sampling.likelihoods import Likelihood
-from laplace_sampling.solver_fit import fit_by_solver, make_solver
-from laplace_sampling.tasks import DataArguments, prepare
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.methods.factored_fit import FactoredFit
+from laplace_sampling.methods.fits import Tuned
+from laplace_sampling.methods.solver_fit import fit_by_solver, make_solver
+from laplace_sampling.methods.tasks import DataArguments, prepare
 
 __all__ = ["largest_variance"]
 

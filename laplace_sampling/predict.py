@@ -9,16 +9,16 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from laplace_sampling.calibration import Calibration
-from laplace_sampling.calling import Layout, batched, num_rows, place, split
-from laplace_sampling.dense_covariance import DenseCovariance
-from laplace_sampling.factored import Inverse
-from laplace_sampling.fits import Fit
-from laplace_sampling.gram import features_at
-from laplace_sampling.linearise import Linearisation
-from laplace_sampling.measurements import ObservedFeatures, as_measurement, noise_weights
-from laplace_sampling.operators import Features
-from laplace_sampling.predictive import (
+from laplace_sampling.data.batches import Layout, batched, num_rows, place, split
+from laplace_sampling.linear_model.factored import Inverse
+from laplace_sampling.linear_model.features import Features, features_at
+from laplace_sampling.linear_model.measurements import ObservedFeatures, as_measurement, noise_weights
+from laplace_sampling.linear_model.tangent_model import Observation
+from laplace_sampling.methods.fits import Fit
+from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.predictions.calibration import Calibration
+from laplace_sampling.predictions.dense_covariance import DenseCovariance
+from laplace_sampling.predictions.prediction import (
     FunctionCovariance,
     Guarded,
     Prediction,
@@ -27,7 +27,6 @@ from laplace_sampling.predictive import (
     prediction,
 )
 from laplace_sampling.saving import Posterior
-from laplace_sampling.tangent_model import Observation
 
 __all__ = ["check_inputs", "predict"]
 

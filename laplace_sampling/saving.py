@@ -12,14 +12,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.calibration import Calibration
-from laplace_sampling.calling import batched, plain
-from laplace_sampling.composite_likelihoods import MultiTask
-from laplace_sampling.dual import DualCG
-from laplace_sampling.evidence import EMStep
-from laplace_sampling.factored import restored_curvature
-from laplace_sampling.last_layer import LastLayer
-from laplace_sampling.likelihoods import (
+from laplace_sampling.data.batches import batched, plain
+from laplace_sampling.evidence.em import EMStep
+from laplace_sampling.gp.dual_cg import DualCG
+from laplace_sampling.likelihoods.composite import MultiTask
+from laplace_sampling.likelihoods.likelihood import (
     Bernoulli,
     Categorical,
     Gaussian,
@@ -28,9 +25,12 @@ from laplace_sampling.likelihoods import (
     Poisson,
     as_likelihood,
 )
-from laplace_sampling.preconditioners import Factored
-from laplace_sampling.priors import GaussianPrior, GPrior, IsotropicPrior, LayerwisePrior, Prior
-from laplace_sampling.stochastic import SGD
+from laplace_sampling.linear_model.factored import restored_curvature
+from laplace_sampling.linear_model.priors import GaussianPrior, GPrior, IsotropicPrior, LayerwisePrior, Prior
+from laplace_sampling.networks.last_layer import LastLayer
+from laplace_sampling.predictions.calibration import Calibration
+from laplace_sampling.solvers.preconditioners import Factored
+from laplace_sampling.solvers.sgd import SGD
 
 __all__ = [
     "CURVATURE",

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_sampling.calling import split
-from laplace_sampling.composite_likelihoods import MultiTask
-from laplace_sampling.data import TrainingData
-from laplace_sampling.likelihoods import (
+from laplace_sampling.data.batches import split
+from laplace_sampling.data.training_data import TrainingData
+from laplace_sampling.likelihoods.composite import MultiTask
+from laplace_sampling.likelihoods.from_loss import from_loss
+from laplace_sampling.likelihoods.likelihood import (
     Bernoulli,
     Categorical,
     Gaussian,
@@ -18,10 +19,9 @@ from laplace_sampling.likelihoods import (
     Likelihood,
     Poisson,
 )
-from laplace_sampling.linearise import Linearisation
-from laplace_sampling.loss_likelihoods import from_loss
-from laplace_sampling.operators import NetworkFeatures
-from laplace_sampling.sampling import LinearModel
+from laplace_sampling.linear_model.features import NetworkFeatures
+from laplace_sampling.linear_model.sampling import LinearModel
+from laplace_sampling.networks.linearisation import Linearisation
 
 
 @dataclass

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laplace_sampling.composite_likelihoods import MultiTask
-from laplace_sampling.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
-from laplace_sampling.loss_likelihoods import LossLikelihood
+from laplace_sampling.likelihoods.composite import MultiTask
+from laplace_sampling.likelihoods.from_loss import LossLikelihood
+from laplace_sampling.likelihoods.likelihood import Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
 
 
 def jacobian(model: nn.Module, x: Tensor) -> Tensor:

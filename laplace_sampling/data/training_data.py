@@ -1,0 +1,355 @@
+"""Training data by index: the same datum under the same index in every pass, whatever order the loader has.
+
+Frozen noise belongs to a datum, and mini-batches are ours to choose, so data are fetched from the loader's
+dataset by index; the loader gives its batch size (what fits in memory), its sampler (which data) and its
+`collate_fn`. A stream has no index but its order, which must repeat.
+"""
+
+import itertools
+import warnings
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import suppress
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+
+from laplace_sampling.data.batches import batched, concatenate, constants, num_bytes, num_rows, take
+
+__all__ = ["TrainingData", "Unpack"]
+
+Unpack = Callable[[Any], tuple[Any, Any]]
+
+# Inputs up to this size are kept in memory, as tensors, and the dataset is read once.
+DEFAULT_CACHE_BYTES = 2**31
+# Of the loader that a dataset gets.
+_BATCH_SIZE = 256
+
+
+class TrainingData:
+    """Inputs and targets of a loader, by index.
+
+    Args:
+        loader: a `DataLoader`, a dataset, or any iterable of batches that can be read again.
+        unpack: `batch -> (inputs, targets)`; by default batches are pairs, or mappings with `labels`.
+        num_data: how many data of a stream there are.
+        fill: pads targets of different length, if the likelihood knows such a label.
+        cache_bytes: inputs larger than this are read from the dataset at each pass instead of being kept.
+
+    Attributes:
+        num_data: `N`, counted, not taken from `len(dataset)`.
+        batch_size: rows that go through the network together in a pass.
+        targets: all `y`, `[N, ...]`, or a dictionary of them.
+        in_order: whether data can be read in their order only, so that there are no mini-batches.
+        ragged: whether the shapes of inputs differ from batch to batch, by padding.
+
+    Raises:
+        TypeError: if the loader is a one-shot iterator, or its batches are none of the forms above.
+        ValueError: if it is empty, has NaN or infinity in it (the message names the batch), or gives different
+            data at each pass.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        unpack: Unpack | None = None,
+        num_data: int | None = None,
+        fill: int | None = None,
+        cache_bytes: float = DEFAULT_CACHE_BYTES,
+    ) -> None:
+        source = _source(loader, num_data, _pair if unpack is None else partial(_unpacked, unpack))
+        _check_repeatable(source)
+        inputs, targets, sizes, kept, shapes, same = [], [], [], 0, set(), None
+        for number, (x, y) in enumerate(source):
+            _check_finite(x, "inputs", number)
+            _check_finite(y, "targets", number)
+            if num_rows(x) != num_rows(y):
+                raise ValueError(f"Batch {number} has {num_rows(x)} inputs and {num_rows(y)} targets.")
+            same = constants(x) if same is None else same
+            if constants(x) != same:
+                raise ValueError(
+                    f"What is no tensor of rows in the inputs must be the same for all data, but is {same} in the "
+                    f"first batch and {constants(x)} in batch {number}; leave out by `unpack=` what is not needed."
+                )
+            kept += 0 if source.in_memory else num_bytes(x)
+            shapes.add(tuple(tensor.shape[1:] for tensor in batched(x)[0]))
+            if source.kept or (kept <= cache_bytes and not source.in_memory):
+                inputs.append(x)
+            else:
+                inputs.clear()
+            targets.append(y)
+            sizes.append(num_rows(x))
+        self.num_data = sum(sizes)
+        if self.num_data == 0:
+            raise ValueError(
+                "The loader is empty: it gave no data. Check the dataset, and `drop_last=True` with a "
+                "batch size larger than the dataset."
+            )
+        self.batch_size, self.ragged = max(sizes), len(shapes) > 1
+        self.targets = _joined(targets, fill)
+        if self.ragged and not isinstance(source, _RandomAccess):
+            raise ValueError(
+                f"Batches have inputs of different shapes, {sorted(shapes, key=str)[:2]}, and are given ready-made, so "
+                "that data cannot be batched anew: pass a DataLoader of a map-style dataset, whose `collate_fn` pads, "
+                "or pad all data to one length."
+            )
+        self._source: _Inputs = _Held(concatenate(inputs)) if inputs and not self.ragged else source
+
+    @classmethod
+    def unlabelled(cls, x: Any, batch_size: int) -> "TrainingData":
+        """Inputs in memory, without targets."""
+        data = cls.__new__(cls)
+        data._source, data.num_data, data.batch_size, data.ragged = _Held(x), num_rows(x), batch_size, False
+        data.targets = torch.zeros(data.num_data)
+        return data
+
+    @property
+    def in_order(self) -> bool:
+        return isinstance(self._source, _Stream)
+
+    def inputs(self, indices: Tensor) -> Any:
+        """The inputs of some data, `[n, ...]`."""
+        return self._source.inputs(indices)
+
+
+class _Inputs(Protocol):
+    """The inputs of some data."""
+
+    def inputs(self, indices: Tensor) -> Any: ...
+
+
+class _Held:
+    """Inputs in memory."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def inputs(self, indices: Tensor) -> Any:
+        return take(self.x, indices)
+
+
+class _Source(ABC):
+    """Where data come from: all of them in batches, and the inputs of some.
+
+    `in_memory`: they are there already; `kept`: they are held whatever their size.
+    """
+
+    in_memory = False
+    kept = False
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[tuple[Any, Any]]: ...
+
+    @abstractmethod
+    def inputs(self, indices: Tensor) -> Any: ...
+
+
+class _RandomAccess(_Source):
+    """The data of a `DataLoader` in a fixed order, with its own sampler, collation and batch size."""
+
+    def __init__(self, loader: DataLoader, batch_sampler: Iterable[Any], unpack: Unpack) -> None:
+        self.dataset, self.collate, self.unpack = loader.dataset, loader.collate_fn, unpack
+        if type(batch_sampler) is BatchSampler:
+            # The sampler, not the batches: `drop_last` would leave out different data at each pass.
+            drawn, self.batch_size = list(batch_sampler.sampler), batch_sampler.batch_size
+        else:
+            batches = [list(batch) for batch in batch_sampler]
+            drawn = [index for batch in batches for index in batch]
+            self.batch_size = max(map(len, batches), default=1)
+        # Sorted, so that a shuffled loader gives the same order, hence the same samples, every time.
+        self.order = sorted(drawn) if all(isinstance(i, int) for i in drawn) else drawn
+        # Tensors that the dataset holds are not copied.
+        self.in_memory = type(self.dataset) is TensorDataset and self.collate is default_collate
+        self.index = torch.tensor(self.order) if self.in_memory else None
+
+    def fetch(self, positions: Tensor) -> tuple[Any, Any]:
+        if self.index is not None:
+            assert isinstance(self.dataset, TensorDataset)
+            chosen = self.index[positions]
+            return self.unpack([tensor[chosen] for tensor in self.dataset.tensors])
+        return self.unpack(self.collate([self.dataset[self.order[i]] for i in positions.tolist()]))
+
+    def inputs(self, indices: Tensor) -> Any:
+        return self.fetch(indices)[0]
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        for positions in torch.arange(len(self.order)).split(self.batch_size):
+            if len(positions):  # `split` of nothing gives one empty piece
+                yield self.fetch(positions)
+
+
+class _Stream(_Source):
+    """Batches in their order, read afresh in each pass; a datum is known by its place, so that the order must repeat.
+
+    What is too large to be kept is held one request at a time: a request for data behind it begins a new pass.
+    """
+
+    def __init__(self, batches: Iterable[Any], num_data: int | None, unpack: Unpack) -> None:
+        self.kept = not isinstance(batches, DataLoader)  # a list is in memory, as it is
+        self.batches, self.num_data, self.unpack = batches, num_data, unpack
+        self.sums: dict[int, tuple[int, ...]] = {}
+        self.reader: Iterator[tuple[Any, Any]] = iter(())
+        self.first, self.held = 0, None
+        self.behind_seen = False
+
+    def _look_behind(self, batches: Iterator[Any]) -> None:
+        """In the first pass, for a batch that is not used: what is wrong with it is nobody's concern."""
+        more = None
+        if not self.behind_seen:
+            with suppress(Exception):
+                more = next(batches, None)
+        if more is not None:
+            self._say_more()
+        self.behind_seen = True
+
+    def _say_more(self) -> None:
+        if not self.behind_seen:
+            warnings.warn(
+                f"The data go on after the first {self.num_data}, which is what `num_data=` or the length of the "
+                "dataset says there are: those behind are not used.",
+                stacklevel=2,
+            )
+        self.behind_seen = True
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        num = 0
+        batches = iter(self.batches)
+        for number, batch in enumerate(batches):
+            x, y = self.unpack(batch)
+            left = num_rows(x) if self.num_data is None else self.num_data - num
+            if left < num_rows(x):
+                self._say_more()
+                x, y = take(x, slice(left)), take(y, slice(left))
+            found = _checksum((x, y))
+            if self.sums.setdefault(number, found) != found:
+                raise _unrepeatable(number)
+            num += num_rows(x)
+            if num_rows(x):
+                yield x, y
+            if num == self.num_data:
+                self._look_behind(batches)
+                return
+        if self.num_data is not None:
+            raise ValueError(f"The data end after {num} of `num_data={self.num_data}`; give the number that there are.")
+
+    def inputs(self, indices: Tensor) -> Any:
+        start, stop = int(indices[0]), int(indices[-1]) + 1
+        if len(indices) != stop - start or bool((indices.diff() != 1).any()):
+            raise ValueError(
+                "A stream of data can be read in its order only, not by index, which mini-batches need: use "
+                'method="cg", or a map-style dataset.'
+            )
+        if self.held is None or start < self.first:
+            self.reader, self.first, self.held = iter(self), 0, None
+        while self.held is None or self.first + num_rows(self.held) < stop:
+            x, _ = next(self.reader)
+            if self.held is None or self.first + num_rows(self.held) <= start:
+                self.first += 0 if self.held is None else num_rows(self.held)
+                self.held = x
+            else:
+                self.held = concatenate([self.held, x])
+        return take(self.held, slice(start - self.first, stop - self.first))
+
+
+def _source(loader: Iterable[Any], num_data: int | None, unpack: Unpack) -> _Source:
+    if isinstance(loader, Iterator):
+        raise TypeError(
+            f"The data are a one-shot iterator ({type(loader).__name__}): they can be read only once, and fitting "
+            "makes many passes. Pass a DataLoader or a list of batches, for example `list(iterator)`."
+        )
+    if isinstance(loader, Dataset):
+        loader = DataLoader(loader, batch_size=_BATCH_SIZE)
+    if not isinstance(loader, Iterable):
+        raise TypeError(f"The data must be a DataLoader of (x, y) batches, but are a {type(loader).__name__}.")
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        if num_data is None and not isinstance(loader.dataset, Sized):
+            raise ValueError(
+                "The data are an IterableDataset, which may have no end: say how many there are with `num_data=`."
+            )
+        return _Stream(loader, len(loader.dataset) if num_data is None else num_data, unpack)  # pyright: ignore
+    if num_data is not None:
+        raise ValueError(f"`num_data` is for an IterableDataset; the data of a {type(loader).__name__} are counted.")
+    if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
+        return _RandomAccess(loader, loader.batch_sampler, unpack)
+    return _Stream(loader, None, unpack)
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if isinstance(batch, Mapping) and "labels" in batch:
+        return {name: value for name, value in batch.items() if name != "labels"}, batch["labels"]
+    known = isinstance(batch, list | tuple) and len(batch) == 2
+    if not known or not batched(batch[0])[0] or not batched(batch[1])[0]:
+        found = [type(part).__name__ for part in batch] if isinstance(batch, list | tuple) else type(batch).__name__
+        hint = " To give all data at once, pass the list [(x, y)]." if isinstance(batch, Tensor) else ""
+        raise TypeError(
+            "Batches of the loader must be pairs (x, y) of tensors (or of tuples or dictionaries of them), or "
+            f"mappings with `labels`, but one is {found}.{hint} Others take `unpack=`, a function of a batch that "
+            "returns (inputs, targets)."
+        )
+    return batch[0], batch[1]
+
+
+def _unpacked(unpack: Unpack, batch: Any) -> tuple[Any, Any]:
+    pair = unpack(batch)
+    if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(batched(part)[0] for part in pair):
+        found = [type(part).__name__ for part in pair] if isinstance(pair, list | tuple) else type(pair).__name__
+        raise TypeError(
+            "`unpack(batch)` must return (inputs, targets), both tensors or tuples or dictionaries of them, but "
+            f"returned {found}."
+        )
+    return pair[0], pair[1]
+
+
+def _joined(targets: list[Any], fill: int | None) -> Any:
+    """All targets as one; of different lengths padded with a label that is ignored."""
+    shapes = {tuple(tensor.shape[1:] for tensor in batched(y)[0]) for y in targets}
+    if len(shapes) == 1:
+        return concatenate(targets)
+    if fill is None or not all(isinstance(y, Tensor) for y in targets) or len(set(map(Tensor.dim, targets))) > 1:
+        raise ValueError(
+            f"Batches have targets of different shapes, {sorted(shapes, key=str)[:2]}: only labels of a categorical "
+            "likelihood, of as many axes, are padded, with its `ignore_index`. Pad the targets to one shape."
+        )
+    sizes = [max(lengths) for lengths in zip(*(y.shape[1:] for y in targets), strict=True)]
+
+    def padded(y: Tensor) -> Tensor:
+        y = y if y.is_floating_point() or y.dtype == torch.bool else y.long()  # bytes do not hold every label
+        missing = [
+            m for have, want in zip(reversed(y.shape[1:]), reversed(sizes), strict=True) for m in (0, want - have)
+        ]
+        return F.pad(y, missing, value=fill)
+
+    return torch.cat([padded(y) for y in targets])
+
+
+def _check_finite(x: Any, what: str, number: int) -> None:
+    if any(t.is_floating_point() and not bool(t.isfinite().all()) for t in batched(x)[0]):
+        raise ValueError(f"Batch {number} (counted from 0) has NaN or infinity in its {what}; clean the data first.")
+
+
+def _checksum(pair: tuple[Any, Any]) -> tuple[int, ...]:
+    return tuple(
+        zlib.crc32(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data) for t in batched(pair)[0]
+    )
+
+
+def _unrepeatable(number: int) -> ValueError:
+    which = "the first batch" if number == 0 else f"batch {number} (counted from 0)"
+    return ValueError(
+        f"The loader gives different data at each pass: {which} differs between two passes over the same "
+        "indices. Random augmentation (or an iterable that shuffles itself) makes the likelihood ill-defined and "
+        "the error bars too small; pass the training data without augmentation."
+    )
+
+
+def _check_repeatable(source: _Source) -> None:
+    """Compare the checksum of the first batch in two passes."""
+    first, second = (next(itertools.islice(source, 1), None) for _ in range(2))
+    if first is not None and (second is None or _checksum(first) != _checksum(second)):
+        raise _unrepeatable(0)

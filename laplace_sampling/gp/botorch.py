@@ -1,0 +1,322 @@
+r"""The tangent model as a surrogate of BoTorch: `pip install laplace_sampling[botorch]`.
+
+A trained network is the prior mean, or its linearisation is; observations correct it through the tangent kernel
+`k(x, x') = φ(x) A⁻¹ φ(x')ᵀ`. Posterior mean and covariance at `x` are
+
+    m(x) + φ(x) θ̄,    φ(x) A⁻¹ φ(x)ᵀ − Rᵀ R,    R = F⁻¹ k(X, x),    F Fᵀ = K/α + I/b,
+
+differentiable in `x`; joint samples of the function at all inputs are `m(x) + φ(x)(θ̄ + ζ_k)` (pathwise conditioning).
+
+Acquisition functions that take a posterior work: `LogExpectedImprovement`, `UpperConfidenceBound`, `PosteriorMean`, and
+those by Monte Carlo, such as `qLogExpectedImprovement`, `qLogNoisyExpectedImprovement` and `qUpperConfidenceBound`. For
+Thompson sampling maximise `PosteriorMean(surrogate.sample_paths())`. Those that look ahead (`qKnowledgeGradient`,
+`qNegIntegratedPosteriorVariance`) need fantasies, and `PathwiseThompsonSampling` paths of a `SingleTaskGP`: both raise.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from laplace_sampling.gp.exact_regression import ExactRegression, Optimum
+from laplace_sampling.gp.linear_operators import DenseLinearOperator, TriangularLinearOperator, gpytorch
+from laplace_sampling.gp.tangent_kernel import NetworkMean, shape_inputs
+from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.linear_model.features import features_at, row_blocks
+from laplace_sampling.linear_model.priors import GaussianPrior, unit_variance
+from laplace_sampling.linear_model.sampling import Draws, LinearModel
+from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.solvers.solver import ConvergenceWarning
+
+try:
+    from botorch.models.deterministic import GenericDeterministicModel
+    from botorch.models.model import Model
+    from botorch.posteriors.gpytorch import GPyTorchPosterior
+    from botorch.sampling.pathwise.posterior_samplers import DrawMatheronPaths
+except ImportError as error:  # pragma: no cover
+    raise ImportError(
+        "`laplace_sampling.gp.botorch` needs BoTorch: `pip install laplace_sampling[botorch]`."
+    ) from error
+
+__all__ = ["TangentSurrogate"]
+
+# Factors of ten that the jitter of a Cholesky factor is raised by at most.
+_JITTERS = 16
+
+
+class _Covariance(DenseLinearOperator):
+    """A covariance as it is; only its Cholesky factor is of one with jitter, relative to its largest variance."""
+
+    def _cholesky(self, upper: bool | None = False) -> TriangularLinearOperator:
+        matrix = self.tensor
+        largest = matrix.detach().diagonal(dim1=-1, dim2=-2).abs().amax(-1).clamp_min(1e-30)
+        jitter = 10 * torch.finfo(matrix.dtype).eps * largest
+        for _ in range(_JITTERS):
+            raised = matrix + torch.diag_embed(jitter[..., None].expand(matrix.shape[:-1]))
+            factor, failed = torch.linalg.cholesky_ex(raised)
+            if not bool(failed.any()):
+                return TriangularLinearOperator(factor.mT if upper else factor, upper=bool(upper))
+            jitter = torch.where(failed > 0, 10 * jitter, jitter)
+        raise FloatingPointError(
+            "The posterior covariance of a TangentSurrogate is not finite: check `X`, and the Jacobian of the network."
+        )
+
+
+class TangentSurrogate(Model):
+    r"""A BoTorch model of one or several outputs: a Gaussian process with the tangent kernel of a trained network.
+
+    Unless they are given, the prior precision and the noise precision are those of largest evidence, exactly. The rows
+    of the Jacobian at the observations are kept, `[N·C, P]`: for some hundreds of observations.
+
+    Args:
+        network: a trained network, or its linearisation.
+        train_X: `[N, D]`.
+        train_Y: `[N, C]`, best standardised. GPyTorch raises variances below 1e-10 to that, in float32 below 1e-6.
+        mean: `"network"`, `"affine"` or `"homogeneous"`, see `NetworkMean`.
+        scale: `s`, `[P]`, prior standard deviations at `α = 1`, by default one.
+        prior_precision: `α`, learnt by default.
+        noise_precision: `b`, learnt by default.
+        input_shape: of one input, where it is not the row itself.
+
+    Raises:
+        ValueError: for shapes that do not fit, data that are not finite, precisions that are not positive; and by all
+            methods once the weights or buffers of the network have changed.
+
+    Attributes:
+        optimum: how the hyperparameters were found; a `ConvergenceWarning` tells if the evidence has no maximum.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(
+        self,
+        network: nn.Module | Linearisation,
+        train_X: Float[Tensor, "N D"],
+        train_Y: Float[Tensor, "N C"],
+        *,
+        mean: str = "affine",
+        scale: Float[Tensor, " P"] | None = None,
+        prior_precision: float | None = None,
+        noise_precision: float | None = None,
+        input_shape: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        if train_Y.dim() != 2 or len(train_Y) != len(train_X):
+            raise ValueError(
+                f"`train_Y` must have shape [N, C] with N = {len(train_X)}, but has {list(train_Y.shape)}."
+            )
+        for name, data in (("train_X", train_X), ("train_Y", train_Y)):
+            if not bool(data.isfinite().all()):
+                rows = (~data.isfinite()).flatten(1).any(1).nonzero()[:, 0].tolist()
+                raise ValueError(f"`{name}` contains NaN or infinity, in rows {rows[:5]}: leave these data out.")
+        for name, value in (("prior_precision", prior_precision), ("noise_precision", noise_precision)):
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"`{name}` must be positive and finite, or None to be learnt, but is {value}.")
+        # A linearisation is no module: the weights are not parameters of this one.
+        self.network = network if isinstance(network, Linearisation) else Linearisation(network)
+        self.mean_module = NetworkMean(self.network, mean, input_shape=input_shape)
+        self._input_shape = input_shape
+        self.options = {
+            "mean": mean,
+            "scale": scale,
+            "prior_precision": prior_precision,
+            "noise_precision": noise_precision,
+            "input_shape": input_shape,
+        }
+        train_X, train_Y = train_X.detach().clone(), train_Y.detach().clone()
+        self.train_inputs, self.train_targets = (train_X,), train_Y
+        self._fingerprint = self.network.fingerprint()
+        size, C = self.network.num_parameters, train_Y.shape[1]
+        unit = torch.ones(size, dtype=torch.float64, device=self.network.device)
+        prior = GaussianPrior(
+            torch.tensor([1.0 if prior_precision is None else prior_precision], dtype=torch.float64),
+            torch.zeros(size, dtype=torch.long, device=unit.device),
+            unit if scale is None else scale.to(unit),
+            ("all",),
+        )
+        features = features_at(self.network, shape_inputs(self.network, train_X, input_shape))
+        if features.num_outputs != C:
+            raise ValueError(f"`train_Y` has {C} outputs, but the network has {features.num_outputs}.")
+        with torch.no_grad():
+            offset = self._mean(train_X).double()
+        likelihood = Gaussian(1.0 if noise_precision is None else noise_precision, learn=noise_precision is None)
+        model = LinearModel(features, offset, offset, train_Y.double(), likelihood)
+        self.exact = ExactRegression.of(model, prior)
+        self.optimum: Optimum = self.exact.fit(learn_precision=prior_precision is None)
+        self.prior_precision, self.noise_precision = self.optimum.precision, self.optimum.noise_precision
+        if not self.optimum.converged:
+            warnings.warn(_problem(self.optimum), ConvergenceWarning, stacklevel=3)
+        self._condition(prior)
+
+    def _condition(self, prior: GaussianPrior) -> None:
+        exact, alpha, b = self.exact, self.prior_precision, self.noise_precision
+        self._variance = unit_variance(prior) / alpha
+        rows = torch.cat([block for _, block in row_blocks(exact.model.features)])
+        v = exact.eigenvalues / alpha + 1 / b
+        # Any root of (K/α + I/b)⁻¹ will do: here V diag(v)^{-1/2}.
+        self._reduction = (exact.vectors / v.sqrt()).T @ (rows * self._variance)
+        self._mode = exact.mode(alpha, b)
+
+    @property
+    def num_outputs(self) -> int:
+        """`C`."""
+        return self.train_targets.shape[1]
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """Empty: there is one model."""
+        return torch.Size([])
+
+    def posterior(
+        self,
+        X: Float[Tensor, "*B Q D"],
+        output_indices: list[int] | None = None,
+        observation_noise: bool | Tensor = False,
+        posterior_transform: Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The joint posterior of the function at `Q` inputs of each batch, differentiable in `X`.
+
+        Args:
+            X: inputs.
+            output_indices: which outputs, by default all.
+            observation_noise: whether to add the noise variance `1/b`, or a variance that is given.
+            posterior_transform: applied to the posterior.
+            kwargs: none are known.
+        """
+        if kwargs:
+            raise TypeError(f"`posterior` does not know {sorted(kwargs)}.")
+        self._check_network("posterior")
+        shape, C = X.shape[:-1], self.num_outputs
+        mean: Tensor
+        flat = X.reshape(-1, X.shape[-1])
+        graph = torch.is_grad_enabled() and X.requires_grad
+        with torch.set_grad_enabled(graph):
+            x = shape_inputs(self.network, flat, self._input_shape)
+            rows = self.network.jacobian(x, graph=graph).double()
+            mean = self._mean(flat).reshape(*shape, C).double() + (rows @ self._mode).reshape(*shape, C)
+            rows = rows.reshape(*shape[:-1], shape[-1] * C, -1)
+            reduced = rows @ self._reduction.T
+            covariance = (rows * self._variance) @ rows.mT - reduced @ reduced.mT
+        if output_indices is not None:
+            keep = (torch.arange(shape[-1])[:, None] * C + torch.tensor(output_indices)).flatten()
+            covariance = covariance[..., keep, :][..., keep]
+            mean = mean[..., output_indices]
+        if isinstance(observation_noise, Tensor) or observation_noise:
+            fixed = torch.tensor(1 / self.noise_precision)
+            noise = (observation_noise if isinstance(observation_noise, Tensor) else fixed).to(covariance)
+            covariance = covariance + torch.diag_embed(noise.expand_as(mean).reshape(*shape[:-1], -1))
+        mean, covariance = mean.to(X.dtype), _Covariance(covariance.to(X.dtype))
+        distributions = gpytorch.distributions
+        if mean.shape[-1] == 1:
+            distribution = distributions.MultivariateNormal(mean[..., 0], covariance)
+        else:
+            distribution = distributions.MultitaskMultivariateNormal(mean, covariance)
+        posterior = GPyTorchPosterior(distribution)
+        return posterior if posterior_transform is None else posterior_transform(posterior)
+
+    def _check_network(self, call: str) -> None:
+        if not torch.equal(self._fingerprint, self.network.fingerprint()):
+            raise ValueError(
+                f"`{call}`: the weights or buffers of the network are not those that this TangentSurrogate was made "
+                "with. Load those, or make another surrogate."
+            )
+
+    def sample_paths(self, num_samples: int | None = None, seed: int = 0) -> GenericDeterministicModel:
+        r"""Functions drawn from the posterior, `f_k(x) = m(x) + φ(x)(θ̄ + ζ_k)`, by pathwise conditioning.
+
+        As a deterministic model of BoTorch: differentiable, and the same at every call, so that Thompson sampling can
+        maximise it, by `PosteriorMean` for instance.
+
+        Args:
+            num_samples: `K`; the model then has batch shape `[K]`, and takes `X` of shape `[…, K, Q, D]`, inputs of
+                each function, or `[…, 1, Q, D]` or `[Q, D]`, the same for all. By default one function of any `X`.
+            seed: of the draws.
+        """
+        if num_samples is not None and num_samples < 1:
+            raise ValueError(f"`sample_paths(num_samples)` needs at least 1, got {num_samples}.")
+        self._check_network("sample_paths")
+        zeta = self.exact.sample(Draws(num_samples or 1, seed), self.prior_precision, self.noise_precision)
+        weights = (self._mode + zeta).to(self.network.dtype)
+
+        def function(X: Tensor, k: int) -> Tensor:
+            flat = X.reshape(-1, X.shape[-1])
+            graph = torch.is_grad_enabled() and X.requires_grad
+            x = shape_inputs(self.network, flat, self._input_shape)
+            deviation = self.network.jvp(x, weights[k : k + 1], graph=graph)[0]
+            return (self._mean(flat) + deviation).reshape(*X.shape[:-1], -1).to(X.dtype)
+
+        def functions(X: Tensor) -> Tensor:
+            self._check_network("a path of sample_paths")
+            if num_samples is None:
+                return function(X, 0)
+            X = X[None] if X.dim() < 3 else X
+            X = X.expand(*X.shape[:-3], num_samples, *X.shape[-2:])
+            return torch.stack([function(X[..., k, :, :], k) for k in range(num_samples)], dim=-3)
+
+        batch_shape = torch.Size([] if num_samples is None else [num_samples])
+        return GenericDeterministicModel(functions, num_outputs=self.num_outputs, batch_shape=batch_shape)
+
+    def _mean(self, rows: Float[Tensor, "n D"]) -> Float[Tensor, "n C"]:
+        return cast(Tensor, self.mean_module(rows)).reshape(len(rows), -1)
+
+    def condition_on_observations(
+        self, X: Float[Tensor, "M D"], Y: Float[Tensor, "M C"], **kwargs: Any
+    ) -> "TangentSurrogate":
+        """A surrogate of more data, with the same network and the same hyperparameters.
+
+        Args:
+            X: further inputs.
+            Y: further observations.
+            kwargs: `noise`, which is not supported.
+        """
+        if X.dim() != 2 or kwargs.get("noise") is not None:
+            raise NotImplementedError(
+                f"`condition_on_observations` takes X of shape [M, D] and no noise, got {list(X.shape)}; fantasies of "
+                "several batches are not supported."
+            )
+        self._check_network("condition_on_observations")
+        options = {**self.options, "prior_precision": self.prior_precision, "noise_precision": self.noise_precision}
+        data = (torch.cat([self.train_inputs[0], X.detach()]), torch.cat([self.train_targets, Y.detach()]))
+        return TangentSurrogate(self.network, *data, **cast(dict[str, Any], options))
+
+    def fantasize(self, X: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Not supported: there are no surrogates of a batch of data sets."""
+        raise NotImplementedError(
+            "`fantasize`: a TangentSurrogate has no fantasies, which acquisition functions that look ahead take, such "
+            "as qKnowledgeGradient and qNegIntegratedPosteriorVariance. Use one of the posterior, such as "
+            "qLogExpectedImprovement, or `sample_paths` for Thompson sampling; `condition_on_observations` adds data."
+        )
+
+    def subset_output(self, idcs: list[int]) -> Model:
+        """Not supported: `posterior` has `output_indices`."""
+        raise NotImplementedError(
+            f"`subset_output({idcs})`: a TangentSurrogate of some outputs only is not supported. Use "
+            f"`posterior(X, output_indices={idcs})`, or an objective or a posterior transform that selects them."
+        )
+
+
+@DrawMatheronPaths.register(TangentSurrogate)
+def _draw_matheron_paths(model: TangentSurrogate, **kwargs: Any) -> Any:
+    raise NotImplementedError(
+        "`draw_matheron_paths`, as of PathwiseThompsonSampling, does not take a TangentSurrogate; maximise "
+        "`PosteriorMean(surrogate.sample_paths())`, whose functions are drawn from its posterior."
+    )
+
+
+def _problem(optimum: Optimum) -> str:
+    if not optimum.at_bounds:
+        return (
+            "`TangentSurrogate` found no maximum of the evidence to rounding: its gradient in log α and log b is "
+            f"{optimum.gradient[0]:.2g}, {optimum.gradient[1]:.2g}. Check the data, or use `network.double()`."
+        )
+    values = {"precision": optimum.precision, "noise_precision": optimum.noise_precision}
+    ended = ", ".join(f"{'prior_' * (n == 'precision')}{n} = {values[n]:.3g}" for n in optimum.at_bounds)
+    return (
+        f"The evidence of a `TangentSurrogate` has no maximum: it ended at a bound, {ended}. The network fits "
+        "`train_Y` exactly, or its tangent has no part in it. Check the data, or give `prior_precision` and "
+        "`noise_precision`."
+    )

@@ -1,0 +1,407 @@
+r"""Any likelihood in observation space, by dense algebra on `S = LᵀKL`, `L Lᵀ = B`, for `N·C` up to some thousands.
+
+With `K = Φ A₁⁻¹ Φᵀ`, `A = α A₁`, and weights `θ = A⁻¹Φᵀa` (Rasmussen & Williams 2006, ch. 3, for any `C`; `B` may be
+singular, as it is for the softmax)
+
+    mode        a = −∂ℓ/∂h at h = o + K a/α;  Newton: a ← b − L(I + S/α)⁻¹LᵀK b/α,  b = B(h − o) − ∂ℓ/∂h
+    evidence    log p(y) ≈ −Σ_i ℓ(y_i, h_i) − ½ aᵀ(h − o) − ½ log|I + S/α|
+    γ           Tr (I + S/α)⁻¹ S/α
+    covariance  (k(x, x) − k(x, X) L (αI + S)⁻¹ Lᵀ k(X, x)) / α      of φ(x)θ, with k at α = 1
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.gp.exact_regression import PRECISION_BOUNDS, ExactPrediction
+from laplace_sampling.gp.gram import MAX_MEMORY, check_gram_size, cross_gram, gram, transposed
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
+from laplace_sampling.linear_model.priors import GaussianPrior, overall_precision, unit_variance
+from laplace_sampling.linear_model.sampling import Draws, LinearModel
+from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
+from laplace_sampling.solvers.lapack import check_finite, inverse_, solve_, symmetric_eigen
+
+__all__ = ["ExactClassification", "ExactMode", "ExactPosterior", "PosteriorAt"]
+
+# Rows of a matrix that a root of the curvature is applied to at once.
+_ROWS = 64
+
+
+@dataclass(frozen=True)
+class ExactMode:
+    """The mode of the linear model in observation space, `θ̄ = A⁻¹Φᵀa`.
+
+    Attributes:
+        coefficients: `a`, `[N, C]`.
+        outputs: `h(θ̄, x_i)`, `[N, C]`.
+        loss: `Σ_i ℓ(y_i, h_i)`.
+        norm: `θ̄ᵀA₁θ̄`.
+        residual: `‖a + ∂ℓ/∂h‖` relative to that at `θ = 0`.
+        converged: whether it is below the tolerance.
+    """
+
+    coefficients: Float[Tensor, "N C"]
+    outputs: Float[Tensor, "N C"]
+    loss: float
+    norm: float
+    residual: float
+    converged: bool
+
+
+@dataclass(frozen=True)
+class PosteriorAt:
+    """Posterior of the function at some inputs: mean `[M, C]` of `φ(x)θ`, to which the offset is to be added."""
+
+    mean: Float[Tensor, "M C"]
+    precision: float
+    prediction: ExactPrediction
+
+    def covariance(self) -> Float[Tensor, "M C C"]:
+        """Covariance of the outputs of each input."""
+        return self.prediction.covariance(self.precision, 1.0)
+
+    def stddev(self) -> Float[Tensor, "M C"]:
+        """Standard deviation of each output of each input."""
+        return self.prediction.stddev(self.precision, 1.0)
+
+    def joint_covariance(self) -> Float[Tensor, "MC MC"]:
+        """Covariance over all inputs and outputs, the outputs of an input adjacent."""
+        return self.prediction.joint_covariance(self.precision, 1.0)
+
+
+@dataclass(frozen=True)
+class ExactPosterior:
+    """The posterior at one prior precision.
+
+    Attributes:
+        owner: the Gram matrix and the data.
+        precision: `α`.
+        mode: at `α`.
+        curvature_outputs: where `B` was taken, `[N, C]`.
+        eigenvalues: of `S`, rising, `[N·C]`.
+        vectors: `U`, `[N·C, N·C]`.
+        converged: whether the mode is, and `α` if it was learnt.
+        at_bounds: `("precision",)` if `α` ended at one of its bounds.
+    """
+
+    owner: "ExactClassification"
+    precision: float
+    mode: ExactMode
+    curvature_outputs: Float[Tensor, "N C"]
+    eigenvalues: Float[Tensor, " NC"]
+    vectors: Float[Tensor, "NC NC"]
+    converged: bool
+    at_bounds: tuple[str, ...] = ()
+
+    @property
+    def prior(self) -> GaussianPrior:
+        """With the precision of this posterior."""
+        prior = self.owner.prior
+        return prior.with_precision(prior.precision * (self.precision / overall_precision(prior)))
+
+    @property
+    def effective_dimension(self) -> float:
+        """`γ = Tr(H⁻¹M)`."""
+        return float((self.eigenvalues / (self.eigenvalues + self.precision)).sum())
+
+    @property
+    def log_evidence(self) -> float:
+        """Laplace's approximation of `log p(y)`, a sum over the data."""
+        logdet = float((self.eigenvalues / self.precision).log1p().sum())
+        return -self.mode.loss - 0.5 * self.precision * self.mode.norm - 0.5 * logdet
+
+    def _likelihood(self) -> Likelihood:
+        return self.owner.model.likelihood
+
+    def mode_weights(self) -> Float[Tensor, " P"]:
+        """`θ̄`, unscaled."""
+        return self._to_weights(self.mode.coefficients[None])[0]
+
+    def _to_weights(self, u: Float[Tensor, "K N C"]) -> Float[Tensor, "K P"]:
+        return transposed(self.owner.model.features, u) * unit_variance(self.owner.prior) / self.precision
+
+    def at(self, features: Features) -> PosteriorAt:
+        """The posterior at other inputs; see `features_at`."""
+        owner, (N, C) = self.owner, self.curvature_outputs.shape
+        variance = unit_variance(owner.prior)
+        K = cross_gram(features, owner.model.features, variance, block_bytes=owner.block_bytes)
+        mean = (K @ self.mode.coefficients.flatten() / self.precision).reshape(-1, features.num_outputs)
+        targets = owner.model.targets
+        for rows in K.split(_ROWS):
+            stack = rows.reshape(-1, N, C)
+            rows.copy_(self._likelihood().root_transpose(self.curvature_outputs, stack, targets).flatten(1))
+        rotated, nothing = K @ self.vectors, torch.zeros_like(self.eigenvalues)
+        prediction = ExactPrediction(features, variance, rotated, self.eigenvalues, nothing, owner.block_bytes)
+        return PosteriorAt(mean, self.precision, prediction)
+
+    def sample(self, draws: Draws) -> Float[Tensor, "K P"]:
+        r"""Zero-mean posterior samples, unscaled: those of `sample_posterior` with the same draws.
+
+        `ζ = θ⁰ + A⁻¹ΦᵀL(I + S/α)⁻¹(z − LᵀΦθ⁰)`: Matheron's rule where `B` may be singular.
+        """
+        features, (N, C) = self.owner.model.features, self.curvature_outputs.shape
+        centre = draws.prior(features.size).to(self.vectors)
+        centre = centre * (unit_variance(self.owner.prior) / self.precision).sqrt()
+        outputs, likelihood, targets = self.curvature_outputs, self._likelihood(), self.owner.model.targets
+        at = features.outputs(centre.to(features.dtype)).double()
+        difference = draws.noise(C)(torch.arange(N)).to(at) - likelihood.root_transpose(outputs, at, targets)
+        solved = (difference.flatten(1) @ self.vectors / (self.eigenvalues / self.precision + 1)) @ self.vectors.T
+        return centre + self._to_weights(likelihood.root(outputs, solved.reshape(at.shape), targets))
+
+    def leave_one_out(self, num_samples: int = 512, seed: int = 0) -> LeaveOneOut:
+        r"""Each datum from the others, to first order: `Σ_i(I − B_iΣ_i)⁻¹`, `h_i + Σ_i(I − B_iΣ_i)⁻¹ ∂ℓ/∂h_i`.
+
+        `Σ_i` is the posterior covariance of its outputs; mean and covariance are of the outputs, without noise. The log
+        probability is that of the mean of the likelihood over so many samples.
+        """
+        owner, (N, C) = self.owner, self.curvature_outputs.shape
+        likelihood, outputs, targets = self._likelihood(), self.curvature_outputs, owner.model.targets
+        blocks = []
+        for batch in torch.arange(N).split(max(1, _ROWS // C)):
+            rows = owner.gram.reshape(N, C, N, C)[batch].reshape(-1, N, C)
+            Q = (likelihood.root_transpose(outputs, rows, targets).flatten(1) @ self.vectors).reshape(len(batch), C, -1)
+            prior = owner.gram.reshape(N, C, N, C)[batch, :, batch]
+            blocks.append((prior - (Q / (self.eigenvalues + self.precision)) @ Q.mT) / self.precision)
+        covariance = torch.cat(blocks)
+        return leave_one_out(likelihood, targets, self.mode.outputs, outputs, covariance, num_samples, seed)
+
+
+@dataclass(frozen=True)
+class ExactClassification:
+    """The Gram matrix of a problem of any likelihood; `posterior` and `fit` do the rest.
+
+    Attributes:
+        model: the linear model on the training data.
+        prior: its precisions in ratio are those of `A₁`.
+        products: how the Gram matrix is built, see `gram`.
+        block_bytes: memory for rows of the Jacobian.
+    """
+
+    model: LinearModel
+    prior: GaussianPrior
+    products: str = "auto"
+    block_bytes: float = BLOCK_BYTES
+
+    @classmethod
+    def of(
+        cls,
+        model: LinearModel,
+        prior: GaussianPrior,
+        *,
+        products: str = "auto",
+        block_bytes: float = BLOCK_BYTES,
+        max_memory: float = MAX_MEMORY,
+    ) -> "ExactClassification":
+        """With a Gram matrix that fits in memory.
+
+        Args:
+            model: the linear model on the training data.
+            prior: of its weights.
+            products: how the Gram matrix is built, see `gram`.
+            block_bytes: memory for rows of the Jacobian.
+            max_memory: bytes that four Gram matrices may take.
+
+        Raises:
+            ValueError: if it is too large.
+        """
+        check_gram_size(model.features, max_memory, dual=False)
+        return cls(model, prior, products, block_bytes)
+
+    @cached_property
+    def gram(self) -> Float[Tensor, "NC NC"]:
+        """`K` at `α = 1`, built when it is first needed."""
+        variance = unit_variance(self.prior)
+        K = gram(self.model.features, variance, products=self.products, block_bytes=self.block_bytes)
+        check_finite(K)
+        return K
+
+    def whitened(self, outputs: Float[Tensor, "N C"], keep: bool = True) -> Float[Tensor, "NC NC"]:
+        """`S = LᵀKL`, with `L Lᵀ = B` at some outputs; in the memory of `K`, to be built again, if it is not kept."""
+        K, (N, C), likelihood = self.gram, outputs.shape, self.model.likelihood
+        S = K.clone() if keep else K
+        if not keep:
+            del vars(self)["gram"]
+        # Along rows, then along columns.
+        for view in (S, S.T):
+            for rows in view.split(_ROWS):
+                stack = rows.reshape(-1, N, C)
+                rows.copy_(likelihood.root_transpose(outputs, stack, self.model.targets).flatten(1))
+        return S
+
+    def mode(
+        self,
+        precision: float,
+        start: ExactMode | None = None,
+        *,
+        tolerance: float = 1e-12,
+        max_steps: int = 100,
+    ) -> ExactMode:
+        """`θ̄` by Newton's method, steps halved until the objective goes down.
+
+        Args:
+            precision: `α`.
+            start: a mode at another precision.
+            tolerance: of the residual.
+            max_steps: at most so many.
+        """
+        offset, targets, likelihood = self.model.offset.double(), self.model.targets, self.model.likelihood
+        (N, C), K = offset.shape, self.gram
+        a = torch.zeros_like(offset) if start is None else start.coefficients
+        h = offset + (K @ a.flatten()).reshape(N, C) / precision
+        scale = float(likelihood.gradient(offset, targets).norm())
+
+        def loss(h: Tensor) -> float:
+            return float(likelihood.loss(h, targets).sum())
+
+        value, slope = loss(h) + 0.5 * float((a * (h - offset)).sum()), likelihood.gradient(h, targets)
+        for _ in range(max_steps):
+            if float((a + slope).norm()) <= tolerance * scale:
+                break
+            b = likelihood.curvature(h, h - offset, targets) - slope
+            S = self.whitened(h)
+            S /= precision
+            S.diagonal().add_(1)
+            right = likelihood.root_transpose(h, (K @ b.flatten()).reshape(N, C) / precision, targets).reshape(-1, 1)
+            step = b - likelihood.root(h, solve_(S, right).reshape(N, C), targets) - a
+            del S
+            change = (K @ step.flatten()).reshape(N, C) / precision
+            length, moved = 1.0, False
+            while length > 1e-8 and not moved:
+                a_new, h_new = a + length * step, h + length * change
+                candidate = loss(h_new) + 0.5 * float((a_new * (h_new - offset)).sum())
+                if moved := candidate <= value + 1e-13 * abs(value):
+                    a, h, value = a_new, h_new, candidate
+                else:
+                    length /= 2
+            if not moved:
+                break
+            slope = likelihood.gradient(h, targets)
+        return self.mode_of(precision, a, h, tolerance)
+
+    def mode_of(
+        self, precision: float, a: Float[Tensor, "N C"], h: Float[Tensor, "N C"], tolerance: float = 1e-12
+    ) -> ExactMode:
+        """What is known of a mode from its coefficients and outputs; arguments as of `mode`."""
+        offset, targets, likelihood = self.model.offset.double(), self.model.targets, self.model.likelihood
+        scale = float(likelihood.gradient(offset, targets).norm())
+        residual = float((a + likelihood.gradient(h, targets)).norm()) / max(scale, 1e-300)
+        norm = float((a * (h - offset)).sum()) / precision
+        # Rounding of K a leaves more than the tolerance where the data determine much.
+        converged = residual <= max(tolerance, 1e-8)
+        return ExactMode(a, h, float(likelihood.loss(h, targets).sum()), norm, residual, converged)
+
+    def posterior(
+        self, precision: float, *, hessian_at: str = "mode", start: ExactMode | None = None
+    ) -> ExactPosterior:
+        """The posterior at a prior precision.
+
+        Args:
+            precision: `α`.
+            hessian_at: `"mode"`, `B` at `h(θ̄, x)`, or `"network"`, at `f(w̄, x)`.
+            start: a mode at another precision.
+        """
+        _check_place(hessian_at)
+        mode = self.mode(precision, start)
+        outputs = mode.outputs if hessian_at == "mode" else self.model.network_outputs.double()
+        values, vectors = symmetric_eigen(self.whitened(outputs))
+        return ExactPosterior(self, precision, mode, outputs, values, vectors, mode.converged)
+
+    def fit(
+        self,
+        *,
+        hessian_at: str = "mode",
+        precision_bounds: tuple[float, float] = PRECISION_BOUNDS,
+        tolerance: float = 1e-10,
+    ) -> ExactPosterior:
+        r"""The posterior at MacKay's fixed point `α = γ/θ̄ᵀA₁θ̄`, to rounding; the search starts at the prior's `α`.
+
+        With `B` at the network's outputs this is where the evidence has its derivative zero. With `B` at the mode it is
+        not, for then `B` moves with `α`, and the evidence is no guide.
+
+        Args:
+            hessian_at: `"mode"` or `"network"`.
+            precision_bounds: within which `α` is kept.
+            tolerance: of `log α`.
+        """
+        _check_place(hessian_at)
+        if not 0 < precision_bounds[0] < precision_bounds[1]:
+            raise ValueError(f"`precision_bounds` must be positive and in order, but is {precision_bounds}.")
+        fixed = None
+        if hessian_at == "network":
+            fixed = symmetric_eigen(self.whitened(self.model.network_outputs.double()))
+        last: ExactMode | None = None
+
+        def excess(u: float) -> float:
+            """`log` of MacKay's update over `α`: rising `α` is right where it is positive."""
+            nonlocal last
+            alpha = math.exp(u)
+            last = self.mode(alpha, last)
+            if fixed is not None:
+                gamma = float((fixed[0] / (fixed[0] + alpha)).sum())
+            else:
+                S = self.whitened(last.outputs)
+                S /= alpha
+                S.diagonal().add_(1)
+                inverse_(S)
+                gamma = float((1 - S.diagonal()).sum())
+            tiny = 1e-300
+            return math.log(max(gamma, tiny)) - math.log(max(alpha * last.norm, tiny))
+
+        bounds = (math.log(precision_bounds[0]), math.log(precision_bounds[1]))
+        start = min(max(math.log(overall_precision(self.prior)), bounds[0]), bounds[1])
+        u, inside = _root(excess, start, bounds, tolerance)
+        alpha = math.exp(u) if inside else precision_bounds[bounds.index(u)]
+        at_bounds = () if inside else ("precision",)
+        if fixed is None:
+            found = self.posterior(alpha, start=last)
+            return replace(found, converged=found.converged and inside, at_bounds=at_bounds)
+        mode = self.mode(alpha, last)
+        outputs = self.model.network_outputs.double()
+        return ExactPosterior(self, alpha, mode, outputs, *fixed, mode.converged and inside, at_bounds)
+
+
+def _check_place(hessian_at: str) -> None:
+    if hessian_at not in ("mode", "network"):
+        raise ValueError(f'`hessian_at={hessian_at!r}` is not known; use "mode" or "network".')
+
+
+def _root(
+    function: Callable[[float], float], start: float, bounds: tuple[float, float], tolerance: float
+) -> tuple[float, bool]:
+    """Where a function goes from positive to negative, by doubled steps and then regula falsi (Illinois)."""
+    u, value, stride = start, function(start), 1.0
+    while True:
+        edge = bounds[1] if value > 0 else bounds[0]
+        if u == edge:
+            return edge, False
+        proposal = min(u + stride, edge) if value > 0 else max(u - stride, edge)
+        found = function(proposal)
+        if (found > 0) != (value > 0):
+            break
+        u, value, stride = proposal, found, 2 * stride
+    (low, f_low), (high, f_high) = sorted([(u, value), (proposal, found)])
+    side = 0
+    for _ in range(200):
+        if high - low <= tolerance or f_low == 0 or f_high == 0:
+            break
+        middle = (low * f_high - high * f_low) / (f_high - f_low)
+        # Both ends are to come close: a step of the tolerance beyond the root closes the bracket.
+        middle = min(max(middle, low + 0.5 * tolerance), high - 0.5 * tolerance)
+        value = function(middle)
+        if abs(value) <= 1e-14:
+            return middle, True
+        if value > 0:
+            low, f_low = middle, value
+            f_high = f_high / 2 if side == 1 else f_high
+            side = 1
+        else:
+            high, f_high = middle, value
+            f_low = f_low / 2 if side == -1 else f_low
+            side = -1
+    return (low + high) / 2 if f_low != 0 and f_high != 0 else (low if f_low == 0 else high), True

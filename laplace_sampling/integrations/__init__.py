@@ -1,1 +1,0 @@
-"""Adapters to other libraries, each with an extra of its own."""

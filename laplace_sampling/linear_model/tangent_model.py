@@ -1,0 +1,205 @@
+"""The linear model of a network on training data; what can be wrong with network, data or targets is found here."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.data.batches import Layout, batched, place
+from laplace_sampling.data.training_data import TrainingData, Unpack
+from laplace_sampling.gp.linear_operators import LinearOperator
+from laplace_sampling.likelihoods.composite import check_weights, weighted
+from laplace_sampling.likelihoods.likelihood import Gaussian, Likelihood
+from laplace_sampling.linear_model.features import DenseFeatures, NetworkFeatures
+from laplace_sampling.linear_model.measurements import Measurement, noise_weights, observe, weigh
+from laplace_sampling.linear_model.sampling import LinearModel
+from laplace_sampling.networks.consistency import check_consistency
+from laplace_sampling.networks.last_layer import keep_inputs, shortened
+from laplace_sampling.networks.linearisation import Linearisation
+
+__all__ = ["Observation", "TangentModel", "tangent_model"]
+
+Observation = Measurement | Tensor | LinearOperator | tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+
+
+@dataclass(frozen=True)
+class TangentModel:
+    """A linear model, and where it comes from.
+
+    Attributes:
+        model: of the targets; of targets times `weights`, if there are any.
+        network: the linearised network.
+        data: the training data.
+        kind: `"affine"` or `"homogeneous"`.
+        weights: `R^{-1/2}` of noise variances that were given, `[N, C]`.
+        layout: of the outputs of a datum.
+        in_order: whether the features read the data in their order only, so that there are no mini-batches.
+    """
+
+    model: LinearModel
+    network: Linearisation
+    data: TrainingData
+    kind: str
+    layout: Layout
+    weights: Float[Tensor, "N C"] | None = None
+    in_order: bool = False
+
+    @property
+    def log_scale(self) -> float:
+        """`½ Σ log R`: losses of the targets are those of the model and this."""
+        return 0.0 if self.weights is None else -float(self.weights.log().sum())
+
+    def in_float64(self) -> LinearModel:
+        """The model in float64, with the Jacobian of the network in float64 where the network allows.
+
+        In float32 a Jacobian computed twice may differ by much more than rounding: a unit of almost no input is on in
+        one pass and off in another. Covariances in observation space are differences that take them for the same.
+        """
+        precise = replace(
+            self.model, features=self.model.features.in_float64(), network_outputs=self.model.network_outputs.double()
+        )
+        return _with_offset(precise, self.network, self.kind)
+
+    def dense(self) -> LinearModel:
+        """The model with its Jacobian in memory, in float64."""
+        dense = replace(
+            self.model,
+            features=DenseFeatures.of(self.model.features),
+            network_outputs=self.model.network_outputs.double(),
+        )
+        return _with_offset(dense, self.network, self.kind)
+
+
+def tangent_model(
+    network: Linearisation,
+    likelihood: Likelihood,
+    loader: Iterable[Any],
+    *,
+    kind: str,
+    observation: Observation | None = None,
+    noise_variances: Tensor | None = None,
+    weights: Tensor | Sequence[float] | None = None,
+    unpack: Unpack | None = None,
+    num_data: int | None = None,
+) -> TangentModel:
+    r"""The tangent model on training data.
+
+    Args:
+        network: the linearised network.
+        likelihood: of the targets.
+        loader: of batches of inputs and targets.
+        kind: `"affine"`, with the offset `f − φw̄`, or `"homogeneous"`.
+        observation: `T` of targets `y = T f(x) + noise`, of the outputs of each datum.
+        noise_variances: `R`, the noise variance of each datum or of each of its outputs, in units of `1/b`.
+        weights: of each datum in the sum of losses; for a Gaussian likelihood `1/R`.
+        unpack: `batch -> (inputs, targets)`.
+        num_data: of a stream.
+
+    Raises:
+        TypeError, ValueError: for data that do not fit the model or the likelihood, or that cannot be read twice.
+    """
+    with torch.random.fork_rng(devices=[]):  # a shuffled loader draws from the global generator
+        data = TrainingData(loader, unpack=unpack, num_data=num_data, fill=likelihood.fill)
+    if noise_variances is not None and not isinstance(likelihood, Gaussian):
+        raise ValueError(
+            f"`noise_variances` are of a regression, but the likelihood is {likelihood.name!r}, which has no noise "
+            "variance; leave them out."
+        )
+    if not bool(network.weights.isfinite().all()):
+        raise ValueError("The weights of the model contain NaN or infinity; train or load it again.")
+    if weights is not None:
+        weights = _as_tensor(weights)
+        check_weights(weights, data.num_data)
+        if isinstance(likelihood, Gaussian):
+            noise_variances = _as_variances(weights, noise_variances)
+    first = network(_inputs(network, data, torch.arange(min(data.batch_size, data.num_data))))
+    with keep_inputs(network, data) as kept:
+        outputs, layout = _outputs(network, data, first)
+    features = NetworkFeatures(*shortened(network, data, kept), layout)
+    check_consistency(network, _inputs(network, data, torch.arange(min(data.batch_size, data.num_data))))
+    f = outputs.reshape(data.num_data, -1)
+    targets = _placed(data.targets, network.device)
+    model = LinearModel(features, _zero(f), f, targets, likelihood)
+    if observation is not None:
+        model = observe(model, observation, targets)
+        likelihood.check_targets(model.network_outputs.shape, model.targets)
+    else:
+        likelihood, targets = likelihood.prepare(layout, targets)
+        if weights is not None and not isinstance(likelihood, Gaussian):
+            likelihood, targets = weighted(likelihood, targets, weights)
+        model = replace(model, targets=targets, likelihood=likelihood)
+    if not bool(likelihood.loss(model.network_outputs, model.targets).isfinite().all()):
+        raise ValueError("The loss of the model on the data is not finite; check targets and noise precision.")
+    likelihood.check_curvature(model.network_outputs, model.targets)
+    scale = None
+    if noise_variances is not None:
+        scale = noise_weights(
+            torch.as_tensor(noise_variances, device=network.device), (data.num_data, model.network_outputs.shape[1])
+        )
+        model = weigh(model, scale)
+    return TangentModel(_with_offset(model, network, kind), network, data, kind, layout, scale, features.data.in_order)
+
+
+def _as_tensor(weights: Any) -> Tensor:
+    try:
+        return torch.as_tensor(weights)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"`weights` must be numbers, one for each datum, as a tensor, an array or a list, but are {weights!r:.40}."
+        ) from error
+
+
+def _as_variances(weights: Tensor, noise_variances: Tensor | None) -> Tensor:
+    if noise_variances is not None:
+        raise ValueError("`weights` of a regression are `1/noise_variances`: give one of them.")
+    if not bool((weights > 0).all()):
+        raise ValueError(
+            f"`weights` of a regression are `1/noise_variances`, so positive, but {int((weights == 0).sum())} are 0: "
+            "leave these data out, as by `torch.utils.data.Subset(dataset, weights.nonzero()[:, 0].tolist())`."
+        )
+    return 1 / weights.double()
+
+
+def _placed(y: Any, device: torch.device) -> Any:
+    tensors, rebuild = batched(y)
+    return rebuild([tensor.detach().to(device) for tensor in tensors])
+
+
+def _inputs(network: Linearisation, data: TrainingData, batch: Tensor) -> Any:
+    return place(data.inputs(batch), network.device, network.dtype)
+
+
+def _outputs(network: Linearisation, data: TrainingData, first: Tensor) -> tuple[Float[Tensor, "N *C"], Layout]:
+    """The outputs on all data and their layout, which is the largest of all batches; `first` is of another run."""
+    outputs: list[Tensor] = []
+    layouts: list[Layout] = []
+    for number, batch in enumerate(torch.arange(data.num_data).split(data.batch_size)):
+        output, layout = network.evaluate(_inputs(network, data, batch))
+        outputs.append(output.reshape(len(batch), -1))
+        layouts.append(layout)
+        if not bool(output.isfinite().all()):
+            raise ValueError(f"The model gives NaN or infinity on batch {number} (counted from 0) of the data.")
+        if number == 0 and not torch.equal(first, output):
+            raise ValueError(
+                "The model gives different outputs for the same input in evaluation mode. Remove what is random "
+                "in its forward (for example `F.dropout(..., training=True)`)."
+            )
+    layout = reduce(Layout.union, layouts)
+    wide = [own.widen(output, layout) for own, output in zip(layouts, outputs, strict=True)]
+    return torch.cat(wide).reshape(data.num_data, *layout.shape), layout
+
+
+def _with_offset(model: LinearModel, network: Linearisation, kind: str) -> LinearModel:
+    f, features = model.network_outputs, model.features
+    if kind == "homogeneous":
+        return replace(model, offset=_zero(f))
+    return replace(model, offset=f - features.outputs(network.weights[None].to(features.dtype))[0])
+
+
+def _zero(f: Tensor) -> Tensor:
+    """Zeros of the shape of outputs, which take no memory."""
+    return f.new_zeros(1, 1).expand_as(f)

@@ -1,0 +1,156 @@
+"""Some weights of a network, down to single elements of its tensors, in a flat vector of their own."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from laplace_sampling.data.batches import split, take
+from laplace_sampling.networks.held_module import unwrapped
+from laplace_sampling.networks.linearisation import DEFAULT_CHUNK, Linearisation
+
+__all__ = ["Elements", "Subnetwork"]
+
+# For each parameter by name: a mask of its shape, or indices into its flattened elements.
+Elements = Mapping[str, Tensor | Sequence[int]]
+
+# Numbers of rows of the Jacobian in all elements of these parameters, in memory together.
+_BLOCK = 2**25
+
+
+class Subnetwork(Linearisation):
+    """A network of whose parameters some elements are random: `P` is the number of these, in every product.
+
+    The network is differentiated in the whole tensors that have such elements, few vectors at a time.
+
+    Args:
+        module: the trained network.
+        elements: masks or indices by name of parameter.
+        chunk_size: as for `Linearisation`.
+
+    Attributes:
+        index: of the random elements among those of the parameters in `names`, `[P]`, rising.
+
+    Raises:
+        ValueError: for names or elements that the module does not have, or none at all.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        elements: Elements,
+        *,
+        chunk_size: int = DEFAULT_CHUNK,
+        autocast: torch.dtype | None = None,
+        compile: bool | str = False,
+    ) -> None:
+        module = unwrapped(module)
+        chosen = _indices(module, elements)
+        super().__init__(module, list(chosen), chunk_size=chunk_size, autocast=autocast)
+        self.whole = Linearisation(module, list(chosen), chunk_size=chunk_size, autocast=autocast, compile=compile)
+        self.compile = compile
+        self.whole.limit = self.limit
+        self.whole.products = self.products
+        starts = torch.tensor([0, *self._sizes]).cumsum(0).tolist()
+        index = torch.cat([chosen[name] + start for name, start in zip(self.names, starts, strict=False)])
+        self.index, self.num_parameters = index.to(self.device), len(index)
+
+    @property
+    def selection(self) -> dict[str, list[int]]:
+        """The indices of the random elements by name."""
+        parts = torch.zeros(self.whole.num_parameters, dtype=torch.bool).index_fill(0, self.index.cpu(), True)
+        found = zip(self.names, parts.split(self._sizes), strict=True)
+        return {name: part.nonzero()[:, 0].tolist() for name, part in found}
+
+    @property
+    def weights(self) -> Float[Tensor, " P"]:
+        """The trained weights `w̄` that are random."""
+        return super().weights[self.index]
+
+    def layers(self) -> tuple[list[str], Tensor]:
+        """The names of the modules that own random weights, and for each weight the index of its module, `[P]`."""
+        names, groups = super().layers()
+        present, groups = groups[self.index.to(groups.device)].unique(return_inverse=True)
+        return [names[i] for i in present.tolist()], groups
+
+    def embed(self, v: Float[Tensor, "*K P"]) -> Float[Tensor, "*K Q"]:
+        """The vectors of all elements of the parameters, zero where these are not random."""
+        return v.new_zeros(*v.shape[:-1], self.whole.num_parameters).index_copy(-1, self.index.to(v.device), v)
+
+    def unflatten(self, v: Tensor) -> dict[str, Tensor]:
+        """`[..., P]` in the shapes of the parameters, by name; zero in the elements that are not random."""
+        return self.whole.unflatten(self.embed(v))
+
+    def jvp(self, x: Any, v: Float[Tensor, "K P"], *, graph: bool = False) -> Float[Tensor, "K N C"]:
+        """As of a `Linearisation`."""
+        self._check_width(v, "jvp")
+        parts = [self.whole.jvp(x, self.embed(part), graph=graph) for part in v.split(self.chunk_size)]
+        return torch.cat(parts)
+
+    def vjp(self, x: Any, u: Float[Tensor, "K N C"], *, graph: bool = False) -> Float[Tensor, "K P"]:
+        """As of a `Linearisation`."""
+        parts = [self.whole.vjp(x, part, graph=graph)[:, self.index] for part in u.split(4 * self.chunk_size)]
+        return torch.cat(parts)
+
+    def ggn(self, x: Any, v: Float[Tensor, "K P"], curvature: Callable[[Tensor], Tensor]) -> Float[Tensor, "K P"]:
+        """As of a `Linearisation`."""
+        self._check_width(v, "ggn")
+        if len(v) == 1:
+            return self.whole.ggn(x, self.embed(v), curvature)[:, self.index]
+        return self.vjp(x, curvature(self.jvp(x, v)))
+
+    def vjp_each(self, x: Any, u: Float[Tensor, "N C"]) -> Float[Tensor, "N P"]:
+        """As of a `Linearisation`."""
+        few = max(1, _BLOCK // self.whole.num_parameters)
+        parts = zip(split(x, few), u.split(few), strict=True)
+        return torch.cat([self.whole.vjp_each(part, of_part)[:, self.index] for part, of_part in parts])
+
+    def jacobian(self, x: Any, *, graph: bool = False) -> Float[Tensor, "N C P"]:
+        """As of a `Linearisation`."""
+        outputs = self.evaluate(take(x, slice(1)))[0].numel()
+        few = max(1, _BLOCK // (outputs * self.whole.num_parameters))
+        return torch.cat([self.whole.jacobian(part, graph=graph)[..., self.index] for part in split(x, few)])
+
+    def in_float64(self) -> "Subnetwork":
+        """The same on a copy of the module in float64."""
+        other = copy.copy(self)
+        other.whole = self.whole.in_float64()
+        other.module, other.compile = other.whole.module, False
+        return other
+
+
+def _indices(module: nn.Module, elements: Elements) -> dict[str, Tensor]:
+    """The chosen elements of each parameter that has any, rising."""
+    parameters = dict(module.named_parameters())
+    unknown = [name for name in elements if name not in parameters]
+    if unknown:
+        raise ValueError(
+            f"`parameters={{...}}` has masks for {unknown}, which are no parameters of the model; it has "
+            f"{list(parameters)}."
+        )
+    chosen = {}
+    for name, of_name in elements.items():
+        shape, mask = parameters[name].shape, torch.as_tensor(of_name)
+        if mask.dtype == torch.bool:
+            if mask.shape != shape:
+                raise ValueError(
+                    f"The mask for `{name}` has shape {list(mask.shape)}, but the parameter {list(shape)}; give one of "
+                    "its shape, or indices into its flattened elements."
+                )
+            index = mask.reshape(-1).nonzero()[:, 0].cpu()
+        else:
+            index = mask.reshape(-1).long().cpu()
+            inside = (index >= 0) & (index < shape.numel())
+            if not bool(inside.all()) or len(index.unique()) < len(index):
+                raise ValueError(
+                    f"The indices for `{name}` must be different, from 0 to {shape.numel() - 1}, the elements of the "
+                    "flattened parameter."
+                )
+        if len(index):
+            chosen[name] = index.sort().values
+    if not chosen:
+        raise ValueError("`parameters={...}` selects nothing: all masks are empty.")
+    return chosen

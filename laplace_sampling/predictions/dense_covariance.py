@@ -1,0 +1,77 @@
+"""The covariance of the function in weight space, `φ(x) H⁻¹ φ(x)ᵀ`, by a factor of `H`: for small problems."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
+from laplace_sampling.linear_model.priors import GaussianPrior
+from laplace_sampling.predictions.prediction import FunctionCovariance
+from laplace_sampling.solvers.dense import Factor
+from laplace_sampling.solvers.operator import Operator
+
+__all__ = ["DenseCovariance"]
+
+
+class Solves(Protocol):
+    """What gives `H⁻¹v` of rows."""
+
+    def solve(self, rhs: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class DenseCovariance(FunctionCovariance):
+    """At some inputs.
+
+    Attributes:
+        features: `φ(x)`.
+        prior: `A`.
+        factor: solves with `H` in the scaled coordinates of the prior.
+    """
+
+    features: Features
+    prior: GaussianPrior
+    factor: Solves
+
+    @staticmethod
+    def tensors(operator: Operator, prior: GaussianPrior) -> dict[str, Tensor]:
+        """A factor of `H` as tensors, to be kept.
+
+        Args:
+            operator: `M` in scaled coordinates.
+            prior: `A`.
+        """
+        factor = Factor.of(operator, prior.spread())
+        return {"factor": factor.factor} if factor.root is None else {"factor": factor.factor, "root": factor.root}
+
+    @classmethod
+    def of(cls, features: Features, prior: GaussianPrior, tensors: dict[str, Tensor]) -> "DenseCovariance":
+        """The covariance at some inputs, from what `tensors` gave."""
+        return cls(features, prior, Factor(prior.spread().double(), tensors["factor"], tensors.get("root")))
+
+    def _parts(self) -> list[Float[Tensor, "n C C"]]:
+        features = self.features
+        few = max(1, int(BLOCK_BYTES / (16 * features.num_outputs * features.size)))
+        batches = torch.arange(features.num_data).split(min(few, features.batch_size))
+        found = []
+        for batch in batches:
+            rows = features.rows(batch).double() * self.prior.scale.double()
+            solved = self.factor.solve(rows.flatten(0, 1)).reshape(rows.shape)
+            block = rows @ solved.mT
+            found.append((block + block.mT) / 2)
+        return found
+
+    def blocks(self) -> Float[Tensor, "N C C"]:
+        return torch.cat(self._parts())
+
+    def variance(self) -> Float[Tensor, "N C"]:
+        return torch.cat([block.diagonal(dim1=1, dim2=2) for block in self._parts()]).clamp_min(0)
+
+    def joint(self) -> Float[Tensor, "NC NC"]:
+        rows = torch.cat([self.features.rows(batch).double() for batch in self.features.chunks()]).flatten(0, 1)
+        rows = rows * self.prior.scale.double()
+        covariance = rows @ self.factor.solve(rows).T
+        return (covariance + covariance.T) / 2

@@ -1,0 +1,91 @@
+r"""Each training datum predicted from the others, from the posterior covariance of its outputs.
+
+With `Σ_i` the covariance of the outputs of datum `i`, taking it out leaves, to first order (exactly for a Gaussian
+likelihood),
+
+    Σ_i^{-i} = Σ_i (I − B_i Σ_i)⁻¹,      h_i^{-i} = h_i + Σ_i^{-i} ∂ℓ/∂h_i.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.likelihoods.likelihood import Gaussian, Likelihood
+
+__all__ = ["LeaveOneOut", "leave_one_out"]
+
+# Samples of all data in memory together.
+_SAMPLES = 16
+
+
+@dataclass(frozen=True)
+class LeaveOneOut:
+    """Predictions of each datum from the others, of the linear model; the features stay as they are.
+
+    Attributes:
+        mean: `[N, C]`; of the outputs, where the likelihood is not Gaussian.
+        covariance: `[N, C, C]`; noise included for a Gaussian likelihood, of the outputs for others.
+        log_prob: log density of each datum, joint over its outputs, `[N]`.
+    """
+
+    mean: Float[Tensor, "N C"]
+    covariance: Float[Tensor, "N C C"]
+    log_prob: Float[Tensor, " N"]
+
+    @classmethod
+    def gaussian(
+        cls, mean: Float[Tensor, "N C"], covariance: Float[Tensor, "N C C"], targets: Float[Tensor, "N C"]
+    ) -> "LeaveOneOut":
+        """With the log density of targets, from a covariance that includes the noise."""
+        normal = torch.distributions.MultivariateNormal(mean, covariance)
+        return cls(mean, covariance, normal.log_prob(targets))
+
+    def scaled(self, unit: Float[Tensor, "N C"]) -> "LeaveOneOut":
+        """Of targets times `unit`."""
+        covariance = self.covariance * unit[:, :, None] * unit[:, None]
+        return LeaveOneOut(self.mean * unit, covariance, self.log_prob - unit.log().sum(1))
+
+
+def leave_one_out(
+    likelihood: Likelihood,
+    targets: Tensor,
+    mode_outputs: Float[Tensor, "N C"],
+    curvature_outputs: Float[Tensor, "N C"],
+    covariance: Float[Tensor, "N C C"],
+    num_samples: int = 512,
+    seed: int = 0,
+) -> LeaveOneOut:
+    r"""Predictions of each datum from the others.
+
+    Args:
+        likelihood: of the targets.
+        targets: `y`.
+        mode_outputs: `h(θ̄, x_i)`.
+        curvature_outputs: where `B` is taken.
+        covariance: `Σ_i`, without noise.
+        num_samples: over which the likelihood is averaged, if it is not Gaussian.
+        seed: of these.
+    """
+    N, C = mode_outputs.shape
+    eye = torch.eye(C).to(covariance)
+    B = likelihood.curvature(curvature_outputs, eye[:, None].expand(C, N, C), targets).permute(1, 0, 2)
+    without = covariance @ torch.linalg.inv(eye - B @ covariance)
+    without = (without + without.mT) / 2
+    slope = likelihood.gradient(mode_outputs, targets)
+    mean = mode_outputs + (without @ slope[..., None])[..., 0]
+    if isinstance(likelihood, Gaussian):
+        noise = torch.diag_embed((1 / likelihood.precision(mean)).expand(N, C))
+        return LeaveOneOut.gaussian(mean, without + noise, targets.reshape(N, C).to(mean))
+    values, vectors = torch.linalg.eigh(without)
+    # The symmetric root: another sign of an eigenvector would be another draw.
+    root = (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT
+    plain, targets = likelihood.unweighted, likelihood.unweighted_targets(targets)
+    generator, losses = torch.Generator().manual_seed(seed), []
+    for part in torch.arange(num_samples).split(_SAMPLES):
+        white = torch.randn(len(part), N, C, generator=generator, dtype=torch.float64)
+        losses.append(plain.loss(mean + torch.einsum("ncd,knd->knc", root, white.to(root)), targets))
+    log_prob = (-torch.cat(losses)).logsumexp(0) - math.log(num_samples)
+    return LeaveOneOut(mean, without, log_prob)

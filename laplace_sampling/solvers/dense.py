@@ -1,0 +1,90 @@
+"""Dense algebra in float64: exact, for small problems."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laplace_sampling.solvers.newton import newton
+from laplace_sampling.solvers.operator import Operator
+from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution, Solver, relative_residual
+
+__all__ = ["Dense", "Factor"]
+
+
+@dataclass(frozen=True)
+class Dense(Solver):
+    """Dense algebra in float64: a Cholesky factor of `H` (`P` small) or of `I + R A⁻¹ Rᵀ` (few outputs)."""
+
+    tolerance: float = 1e-10
+    max_steps: int = 100
+
+    def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
+        factor = Factor.of(problem.operator, problem.precision)
+        centre, linear = problem.centre.double(), problem.linear.double()
+        delta = factor.solve(linear - factor.matmul(centre))
+        zeta = centre + delta
+        residual = relative_residual(factor.matmul(zeta) - linear, factor.precision * delta)
+        error = torch.zeros_like(residual)
+        return Solution(zeta, delta, residual, factor.leverage()[None], 0.0, converged=True, exact=True, error=error)
+
+    def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
+        """Newton's method, steps halved until the objective goes down."""
+
+        def direction(operator: Operator, precision: Tensor, gradient: Tensor, _: float) -> tuple[Tensor, float]:
+            return Factor.of(operator, precision).solve(gradient), 0.0
+
+        return newton(objective, init.double(), direction, tolerance=self.tolerance, max_steps=self.max_steps)
+
+
+@dataclass(frozen=True)
+class Factor:
+    """`H⁻¹` by dense algebra in float64, by the smaller of two matrices.
+
+    Attributes:
+        precision: the diagonal of `A`.
+        factor: of `H`, if `root` is `None`; else of `I + R A⁻¹ Rᵀ`.
+        root: `R` with `RᵀR = M`.
+        matrix: `M`, if it was formed.
+    """
+
+    precision: Tensor
+    factor: Tensor
+    root: Tensor | None = None
+    matrix: Tensor | None = None
+
+    @classmethod
+    def of(cls, operator: Operator, precision: Tensor) -> "Factor":
+        precision = precision.double()
+        blocks = [block.double() for block in operator.root_rows()]
+        if operator.size <= sum(len(block) for block in blocks):
+            matrix = blocks[0].T @ blocks[0]
+            for block in blocks[1:]:
+                matrix.addmm_(block.T, block)
+            return cls(precision, torch.linalg.cholesky(matrix + torch.diag(precision)), matrix=matrix)
+        root = torch.cat(blocks)
+        inner = (root / precision) @ root.T
+        factor = torch.linalg.cholesky(inner + torch.eye(len(inner), dtype=inner.dtype, device=inner.device))
+        return cls(precision, factor, root)
+
+    def matmul(self, v: Tensor) -> Tensor:
+        """`Mv`."""
+        if self.root is not None:
+            return (v @ self.root.T) @ self.root
+        assert self.matrix is not None
+        return v @ self.matrix
+
+    def solve(self, rhs: Tensor) -> Tensor:
+        """`H⁻¹v`."""
+        if self.root is None:
+            return torch.cholesky_solve(rhs.T, self.factor).T
+        scaled = rhs / self.precision
+        correction = torch.cholesky_solve(self.root @ scaled.T, self.factor)
+        return scaled - (self.root.T @ correction).T / self.precision
+
+    def leverage(self) -> Tensor:
+        """The diagonal of `H⁻¹M`."""
+        if self.root is None:
+            return 1 - self.precision * torch.cholesky_inverse(self.factor).diagonal()
+        half = torch.linalg.solve_triangular(self.factor, self.root, upper=False)
+        return (half**2).sum(0) / self.precision

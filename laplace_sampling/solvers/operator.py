@@ -1,0 +1,125 @@
+"""Matrices that solvers see: their products, and nothing of where they come from.
+
+A mini-batch is a tensor of data indices; `None` means all data. Sums are over the data of the batch, unscaled.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+__all__ = ["Congruent", "Operator", "largest_eigenvalue", "make_dense", "row_products", "tiny"]
+
+
+class Operator(ABC):
+    """A symmetric positive semi-definite matrix `Σᵢ Mᵢ` of size `P`, a sum over data: what solvers see."""
+
+    @property
+    def like(self) -> Any:
+        """What has the same data, size, device and dtype: to be given, or else these four."""
+        raise NotImplementedError(f"{type(self).__name__} has no `like`.")
+
+    @property
+    def num_data(self) -> int:
+        return self.like.num_data
+
+    @property
+    def size(self) -> int:
+        return self.like.size
+
+    @property
+    def device(self) -> torch.device:
+        return self.like.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.like.dtype
+
+    @abstractmethod
+    def matmul(
+        self, v: Float[Tensor, "K P"], batch: Tensor | None = None, weights: Float[Tensor, " n"] | None = None
+    ) -> Float[Tensor, "K P"]:
+        """`Σ_{i∈batch} w_i Mᵢ v_k`, by default with weights of one."""
+
+    def sizes(self) -> Float[Tensor, " N"]:
+        """How much each datum contributes to `M`, up to a common factor, roughly: what to draw data by. No product."""
+        return torch.ones(self.num_data, dtype=torch.float64)
+
+    def random_rows(self, batch: Tensor, generator: torch.Generator) -> Float[Tensor, "n P"]:
+        """A random row `g_i` of each datum of a batch, with `E[g_i g_iᵀ] = Mᵢ`: half a product a datum."""
+        raise NotImplementedError(f"{type(self).__name__} has no `random_rows`, which `SVRG` needs.")
+
+    @abstractmethod
+    def root_rows(self) -> Iterator[Float[Tensor, "m P"]]:
+        """Blocks of rows of a matrix `R` with `RᵀR = M`: for dense algebra only."""
+
+
+@dataclass(frozen=True)
+class Congruent(Operator):
+    """`R M R` for a symmetric `R`."""
+
+    operator: Operator
+    root: Callable[[Tensor], Tensor]
+
+    @property
+    def like(self) -> Operator:
+        return self.operator
+
+    def matmul(self, v: Tensor, batch: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        # Operators that are used without weights need not know of them.
+        extra = () if weights is None else (weights,)
+        return self.root(self.operator.matmul(self.root(v), batch, *extra))
+
+    def sizes(self) -> Tensor:
+        return self.operator.sizes()
+
+    def random_rows(self, batch: Tensor, generator: torch.Generator) -> Tensor:
+        return self.root(self.operator.random_rows(batch, generator))
+
+    def root_rows(self) -> Iterator[Tensor]:
+        for rows in self.operator.root_rows():
+            yield self.root(rows)
+
+
+def make_dense(operator: Operator) -> Float[Tensor, "P P"]:
+    """`M` in full, in float64, from its products: for tests and small problems."""
+    eye = torch.eye(operator.size, dtype=operator.dtype, device=operator.device)
+    return operator.matmul(eye).double()
+
+
+def largest_eigenvalue(
+    operator: Operator,
+    batch: Tensor | None,
+    iterations: int,
+    generator: torch.Generator,
+    weights: Float[Tensor, " n"] | None = None,
+) -> float:
+    """The largest eigenvalue of `Σ_{i∈batch} w_i Mᵢ` by power iteration, a lower bound that converges fast enough.
+
+    By default weights are `N/n`.
+    """
+    weight = operator.num_data / len(batch) if batch is not None and weights is None else 1.0
+    extra = () if weights is None else (weights,)
+    v = torch.randn(1, operator.size, generator=generator).to(operator.device, operator.dtype)
+    norm = v.norm()
+    for _ in range(iterations):
+        v = v / norm.clamp_min(tiny(v))
+        v = weight * operator.matmul(v, batch, *extra)
+        norm = v.norm()
+    return float(norm)
+
+
+def row_products(a: Float[Tensor, "K P"], b: Float[Tensor, "K P"]) -> Float[Tensor, " K"]:
+    """`⟨a_k, b_k⟩` in float64; a row at a time, so that no stack is copied."""
+    if a.dtype == torch.float64:
+        return torch.linalg.vecdot(a, b)
+    return torch.stack([torch.dot(x.double(), y.double()) for x, y in zip(a, b, strict=True)])
+
+
+def tiny(t: Tensor) -> float:
+    """The smallest positive normal number: a floor against zero by zero."""
+    return torch.finfo(t.dtype).tiny

@@ -1,0 +1,269 @@
+"""Approximate inverses of `M + shift·I`, built once from `M` and used for every shift."""
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.solvers.lapack import symmetric_eigen
+from laplace_sampling.solvers.operator import Operator
+
+__all__ = ["Factored", "Jacobi", "Nystrom", "Preconditioner"]
+
+_ROWS_TOGETHER = 256
+
+
+class Preconditioner(ABC):
+    """A symmetric positive definite `P ≈ M + shift·I`, for every `shift > 0`.
+
+    `passes` counts the products that it took to build, in units of all data and one vector.
+    """
+
+    passes: float
+
+    @abstractmethod
+    def solve(self, v: Float[Tensor, "K P"], shift: float) -> Float[Tensor, "K P"]:
+        """`P⁻¹ v_k`."""
+
+    @abstractmethod
+    def solve_root(self, v: Float[Tensor, "K P"], shift: float) -> Float[Tensor, "K P"]:
+        """`P^{-1/2} v_k`, the symmetric root."""
+
+    @abstractmethod
+    def congruent(self, w: Float[Tensor, " P"]) -> "Preconditioner":
+        """That of `WMW`, `W = diag(w)`: no product is made."""
+
+    def adapted(self, operator: Operator) -> "Preconditioner":
+        """That of a matrix which is about a multiple of `M`, where one product finds the factor."""
+        return self
+
+
+class Factored(Preconditioner):
+    """An approximation `M̂` of `M` with all eigenvalues at hand: a posterior of its own, as well as a preconditioner.
+
+    A shift may be a tensor `[P]` that is the same for weights which belong together, as of one layer.
+    """
+
+    @abstractmethod
+    def solve(self, v: Float[Tensor, "K P"], shift: float | Tensor) -> Float[Tensor, "K P"]:
+        """`(M̂ + shift)⁻¹ v_k`."""
+
+    @abstractmethod
+    def solve_root(self, v: Float[Tensor, "K P"], shift: float | Tensor) -> Float[Tensor, "K P"]:
+        """`(M̂ + shift)^{-1/2} v_k`, the symmetric root."""
+
+    @abstractmethod
+    def congruent(self, w: Float[Tensor, " P"]) -> "Factored": ...
+
+    @abstractmethod
+    def matmul(self, v: Float[Tensor, "K P"]) -> Float[Tensor, "K P"]:
+        """`M̂ v_k`."""
+
+    @abstractmethod
+    def variance(self, shift: float | Tensor) -> Float[Tensor, " P"]:
+        """The diagonal of `(M̂ + shift)⁻¹`."""
+
+    @abstractmethod
+    def leverage(self, shift: float | Tensor) -> Float[Tensor, " P"]:
+        """The diagonal of `(M̂ + shift)⁻¹M̂`."""
+
+    @abstractmethod
+    def eigenvalues(self) -> Float[Tensor, " P"]:
+        """All of `M̂`, in no order."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """All that it is made of, to be kept."""
+
+
+class Jacobi(Factored):
+    """`P = diag(M) + shift·I`."""
+
+    def __init__(self, diagonal: Float[Tensor, " P"], passes: float = 0.0) -> None:
+        self.diagonal, self.passes = diagonal, passes
+
+    def solve(self, v: Tensor, shift: float | Tensor) -> Tensor:
+        return v / (self.diagonal + shift)
+
+    def solve_root(self, v: Tensor, shift: float | Tensor) -> Tensor:
+        return v / (self.diagonal + shift).sqrt()
+
+    def congruent(self, w: Tensor) -> "Jacobi":
+        return Jacobi(self.diagonal * w**2, self.passes)
+
+    def matmul(self, v: Tensor) -> Tensor:
+        return v * self.diagonal
+
+    def variance(self, shift: float | Tensor) -> Tensor:
+        return 1 / (self.diagonal + shift)
+
+    def leverage(self, shift: float | Tensor) -> Tensor:
+        return self.diagonal / (self.diagonal + shift)
+
+    def eigenvalues(self) -> Tensor:
+        return self.diagonal
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"diagonal": self.diagonal}
+
+
+class Nystrom(Preconditioner):
+    r"""`P = U(Λ + shift)Uᵀ + (λ_r + shift)(I − UUᵀ)`, with `UΛUᵀ` the Nyström approximation of `M`.
+
+    `UΛUᵀ = (MΩ)(ΩᵀMΩ)⁺(MΩ)ᵀ` for a random orthonormal `Ω` of `r` columns, computed by the stable algorithm of
+    Frangella, Tropp and Udell (2023), "Randomized Nyström preconditioning", Alg. 2.1. `M` may be estimated from a
+    subsample of the data. Up to the factor `λ_r + shift`, `P` is that paper's preconditioner.
+
+    Attributes:
+        vectors: `U`, one eigenvector a row, `[r, P]`.
+        eigenvalues: `Λ`, falling, `[r]`.
+        passes: products spent, of all data and one vector.
+    """
+
+    def __init__(self, vectors: Float[Tensor, "r P"], eigenvalues: Float[Tensor, " r"], passes: float) -> None:
+        self.vectors, self.eigenvalues, self.passes = vectors, eigenvalues, passes
+
+    @classmethod
+    def of(
+        cls,
+        operator: Operator,
+        batch: Tensor | None = None,
+        *,
+        block: int = 16,
+        max_rank: int = 256,
+        shift: float | None = None,
+        num_rhs: int = 1,
+        decay: float = 1e-3,
+        seed: int = 0,
+    ) -> "Nystrom":
+        r"""The approximation of `M`, or of `(N/n) Σ_{i∈batch} Mᵢ`, its rank chosen by the decay that it sees.
+
+        The rank doubles from `block` on; products made are kept. With a hint of the shift the rank doubles while that
+        saves more than it costs: conjugate gradients take about `½ ln(2/ε) √κ` iterations at `κ = 1 + λ_r/shift`, each
+        one pass for every right-hand side; `λ_2r` is foretold as `λ_r²/λ_{r/2}`, a power law; and the next block
+        costs `r` products. Without a hint it doubles until `λ_r < decay · λ_1`.
+
+        Args:
+            operator: `M`.
+            batch: indices of the data to estimate `M` from, by default all.
+            block: the first rank.
+            max_rank: the largest.
+            shift: the shift at which the preconditioner will be used, if it is known.
+            num_rhs: how many right-hand sides there will be.
+            decay: how far the eigenvalues have to fall where no shift is given.
+            seed: of `Ω`.
+        """
+        share = 1.0 if batch is None else len(batch) / operator.num_data
+        generator = torch.Generator().manual_seed(seed)
+        max_rank = min(max_rank, operator.size)
+        test = torch.zeros(0, operator.size, dtype=torch.float64, device=operator.device)
+        sketch = test
+        while True:
+            new = min(max_rank - len(test), max(block, len(test)))
+            draw = torch.randn(new, operator.size, generator=generator, dtype=torch.float64).to(operator.device)
+            for _ in range(2):  # twice is enough for rows orthogonal to working precision
+                draw = draw - (draw @ test.T) @ test
+                draw = torch.linalg.qr(draw.T)[0].T
+            product = operator.matmul(draw.to(operator.dtype), batch).double() / share
+            test, sketch = torch.cat([test, draw]), torch.cat([sketch, product])
+            vectors, eigenvalues = _nystrom(test, sketch, torch.finfo(operator.dtype).eps)
+            rank = len(eigenvalues)
+            if rank >= max_rank or not _pays(eigenvalues, share, shift, num_rhs, decay):
+                break
+        return cls(vectors.to(operator.dtype), eigenvalues.to(operator.dtype), rank * share)
+
+    @classmethod
+    def of_rows(
+        cls, operator: Operator, data: Tensor, weights: Tensor, *, max_rank: int, generator: torch.Generator
+    ) -> "Nystrom":
+        r"""The leading eigenvectors of `Σ_j w_j g_j g_jᵀ`, with one random row `g_j` of each of some data.
+
+        It estimates `M` if the weights are those of the data drawn. A row is half a product of one datum, so that this
+        costs `n/2N` passes whatever the rank, and much less than the sketch of `of`.
+
+        Args:
+            operator: `M`.
+            data: indices, `[n]`; a datum may come twice.
+            weights: `[n]`.
+            max_rank: the small eigenvalues of a sample are mostly its noise: few times fewer than `n`.
+            generator: of the rows.
+        """
+        rows = torch.empty(len(data), operator.size, dtype=operator.dtype, device=operator.device)
+        for part, at in zip(rows.split(_ROWS_TOGETHER), data.split(_ROWS_TOGETHER), strict=True):
+            part.copy_(operator.random_rows(at, generator))
+        rows *= weights.sqrt().to(rows)[:, None]
+        wide = len(rows) <= operator.size
+        gram = (rows @ rows.T if wide else rows.T @ rows).double()
+        if not wide:
+            rows = rows[:0].clone()  # freed: the decomposition takes several times the memory of `gram`
+        if not bool(gram.isfinite().all()):
+            raise FloatingPointError(
+                "The rows of the curvature are not finite: the Jacobian products of the model contain NaN or infinity."
+            )
+        eigenvalues, vectors = symmetric_eigen(gram)
+        eigenvalues = eigenvalues.flip(-1)
+        # The Gram matrix has the squares of the singular values, and their rounding errors.
+        large = eigenvalues > 10 * torch.finfo(operator.dtype).eps * eigenvalues[0]
+        rank = max(1, min(max_rank, int(large.sum())))
+        eigenvalues, vectors = eigenvalues[:rank], vectors[:, -rank:].flip(-1).T
+        if wide:
+            root = eigenvalues.sqrt()[:, None]
+            vectors = (vectors / torch.where(root > 0, root, 1.0)).to(rows) @ rows
+        return cls(vectors.to(operator.dtype), eigenvalues.to(operator.dtype), len(data) / (2 * operator.num_data))
+
+    def solve(self, v: Tensor, shift: float) -> Tensor:
+        return self._apply(v, 1 / (self.eigenvalues + shift))
+
+    def solve_root(self, v: Tensor, shift: float) -> Tensor:
+        return self._apply(v, (self.eigenvalues + shift) ** -0.5)
+
+    def congruent(self, w: Tensor) -> "Nystrom":
+        half = self.eigenvalues.sqrt()[:, None] * self.vectors * w
+        _, singular, vectors = torch.linalg.svd(half, full_matrices=False)
+        return Nystrom(vectors, singular**2, self.passes)
+
+    def adapted(self, operator: Operator) -> "Nystrom":
+        leading = self.vectors[:1]
+        ratio = float((leading * operator.matmul(leading)).sum() / self.eigenvalues[0].clamp_min(1e-30))
+        return Nystrom(self.vectors, self.eigenvalues * ratio, self.passes + 1)
+
+    def _apply(self, v: Tensor, inside: Tensor) -> Tensor:
+        """`U diag(inside) Uᵀ v`, and outside the span of `U` the last entry of `inside` times `v`."""
+        return inside[-1] * v + ((v @ self.vectors.T) * (inside - inside[-1])) @ self.vectors
+
+
+def _nystrom(test: Tensor, sketch: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Eigenvectors `[r, P]` and eigenvalues of the Nyström approximation from `Ωᵀ` and `(MΩ)ᵀ`, in float64."""
+    norm = float(sketch.norm())
+    # The shift hides the rounding of the products, which may make ΩᵀMΩ indefinite; it is taken off in the end.
+    shift = max(eps * norm, 1e-290)
+    core = test @ sketch.T
+    core = (core + core.T) / 2
+    eye = torch.eye(len(core), dtype=core.dtype, device=core.device)
+    for _ in range(6):
+        factor, failed = torch.linalg.cholesky_ex(core + shift * eye)
+        if math.isfinite(norm) and not bool(failed):
+            break
+        shift *= 10
+    else:
+        raise FloatingPointError(
+            "The sketch of the curvature is not finite or not positive semi-definite: the Jacobian products of the "
+            "model contain NaN or infinity, or are too inaccurate in its precision."
+        )
+    half = torch.linalg.solve_triangular(factor, sketch + shift * test, upper=False)
+    _, singular, vectors = torch.linalg.svd(half, full_matrices=False)
+    return vectors, (singular**2 - shift).clamp_min(0)
+
+
+def _pays(eigenvalues: Tensor, share: float, shift: float | None, num_rhs: int, decay: float) -> bool:
+    """Whether to double the rank; `Nystrom.of` says how."""
+    rank = len(eigenvalues)
+    first, middle, last = (float(eigenvalues[i]) for i in (0, (rank - 1) // 2, rank - 1))
+    if shift is None:
+        return last > decay * first
+    if last <= 0:
+        return False
+    saved = math.sqrt(1 + last / shift) - math.sqrt(1 + last * (last / middle) / shift)
+    return num_rhs * 0.5 * math.log(2 / 0.1) * saved > rank * share

@@ -1,0 +1,219 @@
+r"""Solvers for the two convex problems of the library; they see products and mini-batches, never a network.
+
+- `Quadratic`: `½ζᵀMζ − ⟨u, ζ⟩ + ½‖ζ − θ⁰‖²_A` for `K` rows at once, with minimiser `ζ = H⁻¹(u + Aθ⁰)`, `H = M + A`.
+- `Objective`: a smooth convex sum over data plus `½‖θ‖²_A`, for one row.
+
+Both run in coordinates in which the prior is (nearly) isotropic. Iterates are `δ = ζ − θ⁰`: they stay in the range
+of `A⁻¹Φᵀ`, so directions that the data leave free are exact from the start, also after `A` and `θ⁰` were rescaled.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.solvers.operator import Congruent, Operator, row_products, tiny
+
+__all__ = [
+    "ConvergenceWarning",
+    "InGroups",
+    "Minimum",
+    "Objective",
+    "Quadratic",
+    "Solution",
+    "Solver",
+    "function_error",
+    "relative_residual",
+    "whiten",
+]
+
+
+class ConvergenceWarning(UserWarning):
+    """An iterative method stopped before it reached its tolerance."""
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    r"""`½ζᵀMζ − ⟨u, ζ⟩ + ½‖ζ − θ⁰‖²_A`, `K` rows.
+
+    Attributes:
+        operator: `M`.
+        precision: the diagonal of `A`, `[P]`.
+        centre: `θ⁰`.
+        linear: `u`.
+        linear_batch: `u` restricted to a mini-batch of the data, if the linear term is to be subsampled as well (the
+            high-variance objective `L`); by default it enters in full at every step (`L'`).
+    """
+
+    operator: Operator
+    precision: Float[Tensor, " P"]
+    centre: Float[Tensor, "K P"]
+    linear: Float[Tensor, "K P"]
+    linear_batch: Callable[[Tensor], Tensor] | None = None
+
+    def gradient(self, delta: Float[Tensor, "K P"], batch: Tensor) -> Float[Tensor, "K P"]:
+        """An unbiased estimate of the gradient at `ζ = θ⁰ + δ` from a mini-batch."""
+        weight = self.operator.num_data / len(batch)
+        fit = weight * self.operator.matmul(self.centre + delta, batch)
+        linear = self.linear if self.linear_batch is None else weight * self.linear_batch(batch)
+        return fit + self.precision * delta - linear
+
+
+class Objective(ABC):
+    """`Σ_i ℓ_i(θ) + ½‖θ‖²_A`, smooth and convex, of one row `[1, P]`."""
+
+    num_data: int
+    precision: Float[Tensor, " P"]
+
+    @abstractmethod
+    def value(self, theta: Float[Tensor, "1 P"]) -> float:
+        """The whole objective."""
+
+    @abstractmethod
+    def gradient(self, theta: Float[Tensor, "1 P"], batch: Tensor | None) -> Float[Tensor, "1 P"]:
+        """Gradient of the whole objective, the sum over data estimated from a mini-batch; `None` is exact."""
+
+    @abstractmethod
+    def curvature(self, theta: Float[Tensor, "1 P"]) -> Operator:
+        """The Hessian of the sum over data."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    r"""Minimisers of a `Quadratic`, and how good they are.
+
+    Attributes:
+        value: `ζ`.
+        delta: `ζ − θ⁰`, the warm start of a later solve.
+        residual: one a row: `‖Mζ − u + Aδ‖ / (‖Mζ − u‖ + ‖Aδ‖)`, 0 at the solution and at most 1.
+        leverage: `ζ ⊙ Mζ`, `[K, P]`, an unbiased sample of the diagonal of `H⁻¹M` when the rows are posterior
+            samples; `[1, P]`, that diagonal itself, from a solver that has it exactly.
+        passes: Jacobian products spent, in units of all data, one vector, JVP and VJP.
+        converged: whether all residuals are below the solver's tolerance.
+        exact: whether `leverage` is the diagonal itself.
+        error: one a row, a bound of the error of the function on the training data, `‖Φ(ζ − ζ*)‖_B / ‖Φζ‖_B`
+            (see `function_error`); of `SVRG` and contour quadrature an estimate.
+        traces: one a row, unbiased estimates of `Tr(H⁻¹M)` of less variance than the sums of `leverage`, if the solver
+            has any.
+    """
+
+    value: Float[Tensor, "K P"]
+    delta: Float[Tensor, "K P"]
+    residual: Float[Tensor, " K"]
+    leverage: Float[Tensor, "L P"]
+    passes: float
+    converged: bool
+    exact: bool = False
+    error: Float[Tensor, " K"] = field(kw_only=True)
+    traces: Float[Tensor, " K"] | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Minimum:
+    """The minimiser of an `Objective`: `value` `[1, P]`, the norm of its gradient relative to that at zero, passes."""
+
+    value: Float[Tensor, "1 P"]
+    residual: float
+    passes: float
+    converged: bool
+
+
+class Solver(ABC):
+    """Solves both problems. `init` is a warm start: `δ` for `solve`, `θ` for `minimise`."""
+
+    @abstractmethod
+    def solve(
+        self, problem: Quadratic, init: Float[Tensor, "K P"] | None = None, *, description: str | None = None
+    ) -> Solution: ...
+
+    @abstractmethod
+    def minimise(
+        self, objective: Objective, init: Float[Tensor, "1 P"], *, description: str | None = None
+    ) -> Minimum: ...
+
+
+def relative_residual(fit: Float[Tensor, "K P"], pull: Float[Tensor, "K P"]) -> Float[Tensor, " K"]:
+    """The gradient of each row relative to the two terms that cancel in it at the solution."""
+    return (fit + pull).norm(dim=1) / (fit.norm(dim=1) + pull.norm(dim=1)).clamp_min(tiny(fit))
+
+
+def function_error(
+    residual: Float[Tensor, "K P"],
+    zeta: Float[Tensor, "K P"],
+    product: Float[Tensor, "K P"],
+    precision: float,
+) -> Float[Tensor, " K"]:
+    r"""Relative error of the function of each row, `‖Φ(ζ − ζ*)‖_B / ‖Φζ‖_B`, in float64.
+
+    A bound: with residual `r = H(ζ* − ζ)`, `‖Φ(ζ − ζ*)‖²_B = rᵀH⁻¹MH⁻¹r ≤ ‖r‖²/(4α)`, as no eigenvalue of `H⁻¹MH⁻¹` is
+    larger. Estimates from the last steps of a solver would be closer, but fail on plateaus of ill-conditioned problems.
+
+    Args:
+        residual: `r`.
+        zeta: the iterate.
+        product: `Mζ`.
+        precision: `α`, the least.
+    """
+    squared = row_products(residual, residual) / (4 * precision)
+    energy = row_products(zeta, product)
+    return torch.where(squared > 0, (squared / energy.clamp_min(tiny(energy))).sqrt(), 0.0)
+
+
+@dataclass(frozen=True)
+class InGroups(Solver):
+    """Another solver, on a few rows at a time: for less memory."""
+
+    solver: Solver
+    rows: int
+
+    def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
+        parts = []
+        for rows in torch.arange(len(problem.centre)).split(self.rows):
+            batch, here = problem.linear_batch, slice(int(rows[0]), int(rows[-1]) + 1)
+            part = replace(
+                problem,
+                centre=problem.centre[here],
+                linear=problem.linear[here],
+                linear_batch=None if batch is None else lambda b, here=here, batch=batch: batch(b)[here],
+            )
+            parts.append(self.solver.solve(part, None if init is None else init[here], description=description))
+
+        def all_of(name: str) -> Tensor:
+            return torch.cat([getattr(part, name) for part in parts])
+
+        exact = parts[0].exact
+        return Solution(
+            all_of("value"),
+            all_of("delta"),
+            all_of("residual"),
+            parts[0].leverage if exact else all_of("leverage"),
+            sum(part.passes for part in parts),
+            all(part.converged for part in parts),
+            exact,
+            error=all_of("error"),
+        )
+
+    def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
+        """One row: as the other solver does."""
+        return self.solver.minimise(objective, init, description=description)
+
+
+def whiten(problem: Quadratic) -> tuple[Quadratic, float, Float[Tensor, " P"]]:
+    """The same problem in coordinates `ζ/w` in which `A = αI`, with `α` and `w`; `w = 1` if it is so already."""
+    precision = problem.precision
+    mean = float(precision.double().log().mean().exp())
+    if bool((precision == precision[0]).all()):
+        return problem, float(precision[0]), torch.ones_like(precision)
+    w = (mean / precision).sqrt()
+    linear_batch = problem.linear_batch
+    white = Quadratic(
+        Congruent(problem.operator, lambda v: v * w),
+        torch.full_like(precision, mean),
+        problem.centre / w,
+        problem.linear * w,
+        None if linear_batch is None else lambda batch: linear_batch(batch) * w,
+    )
+    return white, mean, w

@@ -1,0 +1,144 @@
+"""The figures that `benchmarks/digits.py` prints, on digits; EM on a smaller set than there."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.digits import (
+    Problem,
+    dense_fixed_point,
+    em,
+    exact,
+    function_error,
+    jump,
+    path_fit,
+    problem,
+    solve,
+)
+from laplace_sampling import LinearisedLaplace
+from laplace_sampling.__main__ import cnn
+from laplace_sampling.__main__ import digits as digits_data
+from laplace_sampling.evidence.expansion import evidence_path
+from laplace_sampling.linear_model.sampling import Draws, linear_model_mode
+from laplace_sampling.solvers.krylov import CG, BlockKrylov
+from laplace_sampling.solvers.sgd import SGD
+
+
+@pytest.fixture(scope="module")
+def digits() -> Problem:
+    return problem(1400)
+
+
+@pytest.fixture(scope="module")
+def few_digits() -> Problem:
+    return problem(120)
+
+
+def test_sgd_is_accurate_in_40_epochs_without_a_step_size(digits: Problem) -> None:
+    prior, draws = digits.prior(3.5), Draws(8, 0)
+    truth = exact(digits, prior, draws)
+    solution = solve(digits, prior, draws, SGD(epochs=40, max_doublings=0))
+    error = function_error(digits, prior, solution.value, truth)
+    print(f"function-space error after 40 epochs {error:.3%}")
+    assert error <= 0.03
+    assert solution.converged
+
+
+def test_low_variance_objective_needs_an_eighth_of_the_batch(digits: Problem) -> None:
+    prior, draws = digits.prior(3.5), Draws(4, 0)
+    truth = exact(digits, prior, draws)
+    errors = []
+    for objective, batch in (("L", 400), ("L'", 50)):
+        solver = SGD(epochs=40, min_steps=1, batch_size=batch, max_doublings=0)
+        samples = solve(digits, prior, draws, solver, objective=objective).value
+        errors.append(function_error(digits, prior, samples, truth))
+    print(f"L at 400: {errors[0]:.3%}, L' at 50: {errors[1]:.3%}")
+    assert errors[1] <= errors[0]
+
+
+@pytest.mark.parametrize("hessian_at", ["network", "mode"])
+def test_em_ends_near_the_dense_fixed_point_from_both_sides(few_digits: Problem, hessian_at: str) -> None:
+    # From one side each: the paths below come from both.
+    ends = [float(em(few_digits, 100.0 if hessian_at == "network" else 0.01, hessian_at).prior.precision)]
+    truth = dense_fixed_point(few_digits, ends[0], hessian_at)
+    print(f"EM: {ends}, dense {truth}")
+    for end in ends:
+        assert end == pytest.approx(truth, rel=0.05)
+    for start, seed in ((1.0, 1), (100.0, 2), (0.01, 3)):
+        alpha, passes = path_fit(few_digits, start, hessian_at, seed)
+        print(f"evidence path from {start}: {alpha}, {passes} passes")
+        assert alpha == pytest.approx(truth, rel=0.03)
+        assert passes <= 400
+
+
+@pytest.mark.parametrize("hessian_at", ["network", "mode"])
+def test_evidence_over_six_decades_is_the_dense_one(few_digits: Problem, hessian_at: str) -> None:
+    prior = few_digits.prior(4.0, hessian_at)
+    model, alphas = few_digits.model, torch.logspace(-3, 3, 13, dtype=torch.float64) * 4
+    mode = linear_model_mode(model, prior, CG(1e-4)).value
+    # Dense algebra that shares nothing with the curves: the expansion at the mode is linear regression.
+    features = model.features.rows(torch.arange(len(model.targets))).double() * prior.scale.double()
+    roots = []
+    outputs = model.outputs(mode * prior.scale)[0].double()
+    for at in (outputs, outputs if hessian_at == "mode" else model.network_outputs.double()):
+        p = at.softmax(-1)
+        weight, vectors = torch.linalg.eigh(torch.diag_embed(p) - p[:, :, None] * p[:, None])
+        half = weight.clamp_min(0).sqrt()[:, :, None] * vectors.mT
+        roots.append((half @ features).flatten(0, 1))
+    spectrum = torch.linalg.eigvalsh(roots[1] @ roots[1].T).clamp_min(0)
+    slope = outputs.softmax(-1) - torch.nn.functional.one_hot(model.targets, 10)
+    gradient, theta = torch.einsum("nc,ncp->p", slope, features), mode[0].double()
+    b = roots[0].T @ (roots[0] @ theta) - gradient
+    _, singular, vectors = torch.linalg.svd(roots[0], full_matrices=False)
+    inside = vectors @ b
+    loss = torch.nn.functional.cross_entropy(outputs, model.targets, reduction="sum")
+    truth = []
+    for alpha in alphas.tolist():
+        move = vectors.T @ (inside / (singular**2 + alpha)) + (b - vectors.T @ inside) / alpha - theta
+        fit = loss + gradient @ move + 0.5 * (roots[0] @ move).square().sum()
+        truth.append(-fit - 0.5 * alpha * (theta + move).square().sum() - 0.5 * (spectrum / alpha).log1p().sum())
+    for seed in range(2):
+        path, _ = evidence_path(model, prior, Draws(24, seed), mode, hessian_at=hessian_at, accuracy=3e-3, decades=3.0)
+        value, se = path.log_marginal_likelihood(alphas)
+        error = value - torch.stack(truth)
+        relative, sigmas = (error / torch.stack(truth)).abs().max(), (error.abs() / (se + 1e-6 * value.abs())).max()
+        print(f"largest error {relative:.3%}, {sigmas:.2f} s.e., {path.passes} passes")
+        assert relative <= 0.01
+        assert (error.abs() <= 3 * se + 1e-6 * torch.stack(truth).abs()).all()
+
+
+def test_64_samples_by_block_krylov(digits: Problem) -> None:
+    prior, draws = digits.prior(3.5), Draws(64, 0)
+    solution = solve(digits, prior, draws, BlockKrylov())
+    error = function_error(digits, prior, solution.value, exact(digits, prior, draws))
+    passes = solution.passes + 32
+    print(f"64 samples: error {error:.3%}, {passes} passes")
+    assert error <= 1e-3
+    assert error <= float(solution.error.max()) ** 2
+    assert passes <= 500
+
+
+def test_after_a_jump_of_alpha_the_test_variance_is_right() -> None:
+    ratios = jump(problem(200), Draws(4, 0))
+    print(f"test variance over the exact one: {ratios}")
+    assert ratios["delta"] == pytest.approx(1, abs=0.1)
+    assert ratios["raw"] < 0.9  # data determine much of these weights; see test_sampling for where they do not
+
+
+def test_test_features_are_those_of_the_network(few_digits: Problem) -> None:
+    assert few_digits.test_features.shape == (100, 10, len(few_digits.prior(1.0).scale))
+    assert torch.isfinite(few_digits.test_features).all()
+
+
+def test_samples_do_not_depend_on_the_batch_size_of_the_loader() -> None:
+    data, samples = digits_data(300), {}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = cnn().double().eval()
+    solver = SGD(epochs=1, min_steps=10, mode_epochs=1, tolerance=1.0)
+    for size in (10, 64, 300):
+        loader = DataLoader(TensorDataset(data.x.double(), data.y), batch_size=size, shuffle=True)
+        la = LinearisedLaplace(model, "classification", method="sgd", num_samples=2, solver=solver)
+        samples[size] = la.fit(loader, progress=False).samples_
+    for size in (10, 64):
+        torch.testing.assert_close(samples[size], samples[300], rtol=1e-8, atol=1e-10)

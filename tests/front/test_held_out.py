@@ -1,0 +1,315 @@
+"""The scale of the posterior of a `LinearisedLaplace`, with validation data and without."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from cases import make_case
+from problems import trained
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from laplace_sampling import ConvergenceWarning, LinearisedLaplace, NotFittedError, held_out
+from laplace_sampling.likelihoods.likelihood import Bernoulli, Categorical
+from laplace_sampling.predictions.calibration import leave_one_out_scale
+
+
+def overfitted() -> tuple[nn.Module, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Three noisy classes in the plane, a network that has learnt 90 points by heart, and new ones."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(690) % 3
+    centres = torch.tensor([[0.0, 1.0], [1.0, -0.5], [-1.0, -0.5]])
+    x = (centres[y] + 0.8 * torch.randn(690, 2, generator=generator)).double()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, 3)).double()
+    optimiser = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(600):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x[:90]), y[:90]).backward()
+        optimiser.step()
+    return model.eval(), (x[:90], y[:90]), (x[90:], y[90:])
+
+
+def test_a_classification_is_scaled_by_its_own_data() -> None:
+    model, train, test = overfitted()
+    la = LinearisedLaplace(model, "classification", prior="isotropic").fit_hyperparameters([train], progress=False)
+    plain = LinearisedLaplace(model, "classification", prior="isotropic", scale=1.0)
+    plain.fit_hyperparameters([train], progress=False)
+    assert plain.scale_ == plain.temperature_ == la.temperature_ == 1
+    assert_close(la.samples_, plain.samples_, rtol=0, atol=0)
+    deviations = plain.predict(train[0]).deviations
+    mode_outputs = la.network.jvp(train[0], la.mode_[None])[0]
+    assert la.scale_ == leave_one_out_scale(plain.likelihood, train[1], la.network(train[0]), mode_outputs, deviations)
+    for found, unscaled in ((la.predict(test[0]), plain.predict(test[0])),):
+        assert_close(found.deviations, math.sqrt(la.scale_) * unscaled.deviations)
+        assert_close(found.covariance(), la.scale_ * unscaled.covariance())
+        assert_close(found.variance, la.scale_ * unscaled.variance)
+        assert_close(found.joint_covariance(), la.scale_ * unscaled.joint_covariance())
+        assert_close(found.logits, la.network(test[0]), rtol=0, atol=0)
+    network = float(nn.functional.cross_entropy(la.network(test[0]), test[1]))
+    ours = -float(la.predict(test[0]).log_prob(test[1]).mean())
+    print(f"test loss: network {network:.3f}, ours {ours:.3f} at scale {la.scale_:.3g}")
+    assert ours < network
+    # hyperparameters that are given are left alone
+    assert la.fit([train], progress=False).scale_ == 1
+
+
+def test_validation_data_choose_scale_and_temperature(tmp_path: Path) -> None:
+    model, train, test = overfitted()
+    valid, test = (test[0][:200], test[1][:200]), (test[0][200:], test[1][200:])
+    la = LinearisedLaplace(model, "classification", prior="isotropic")
+    la.fit_hyperparameters([train], val_loader=DataLoader(TensorDataset(*valid), batch_size=64), progress=False)
+    pred = la.predict(valid[0])
+    assert_close(pred.logits, la.network(valid[0]) / la.temperature_)
+
+    def loss(scale: float, temperature: float, x: Tensor, y: Tensor) -> float:
+        f, d = la.network(x), math.sqrt(scale) * la.network.jvp(x, la.samples_)
+        p = (torch.cat([f + d, f - d]) / temperature).softmax(-1).mean(0)
+        return -float((p[torch.arange(len(y)), y]).log().mean())
+
+    def penalised(scale: float, temperature: float) -> float:
+        prior = math.log(scale) ** 2 / 8 + 2 * math.log(temperature) ** 2
+        return loss(scale, temperature, *valid) + prior / len(valid[1])
+
+    assert -float(pred.log_prob(valid[1]).mean()) == pytest.approx(loss(la.scale_, la.temperature_, *valid))
+    grid = [penalised(s, t) for s in (0.01, 0.1, 0.5, 1.0, 2.0, 10.0) for t in (1.0, 1.5, 2.0, 3.0, 5.0)]
+    best = penalised(la.scale_, la.temperature_)
+    assert best < min(grid) + 1e-6
+    assert la.temperature_ > 1.05  # not at its bound
+    for factor in (0.97, 1.03):
+        assert best < penalised(factor * la.scale_, la.temperature_) < best + 1e-2
+        assert best < penalised(la.scale_, factor * la.temperature_) < best + 1e-2
+    assert loss(la.scale_, la.temperature_, *test) < 0.9 * loss(1e-9, 1.0, *test)
+    la.save(tmp_path / "la.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "la.pt", model)
+    assert (loaded.scale_, loaded.temperature_, loaded.scale) == (la.scale_, la.temperature_, "auto")
+    assert_close(loaded.predict(test[0]).probs, la.predict(test[0]).probs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("method", ["exact", "cg"])
+def test_validation_data_of_a_regression_choose_scale_and_noise(method: str) -> None:
+    case = trained()
+    x, y = case.x, case.y
+    la = LinearisedLaplace(case.model, "regression", method=method, prior="isotropic", num_samples=32)
+    la.fit_hyperparameters(case.batches, val_loader=[(x, y + 0.3)], progress=False)
+    before = LinearisedLaplace(case.model, "regression", method=method, prior="isotropic", num_samples=32)
+    before.fit_hyperparameters(case.batches, progress=False)
+    assert before.scale_ == 1
+    best = float(la.predict(x).log_prob(y + 0.3).mean())
+    assert best > float(before.predict(x).log_prob(y + 0.3).mean())
+    assert la.noise_precision_ is not None
+    assert before.noise_precision_ is not None
+    mean, covariance = before.predict(x).mean, before.predict(x).covariance()
+    eye = torch.eye(mean.shape[1], dtype=mean.dtype)
+
+    def posterior(scale: float, factor: float) -> float:
+        total = scale * covariance + factor / before.noise_precision_ * eye
+        normal = torch.distributions.MultivariateNormal(mean, total)
+        prior = -(math.log(scale) ** 2) / 8 - math.log(factor) ** 2 / 2
+        return float(normal.log_prob(y + 0.3).sum()) + prior
+
+    found = la.scale_, float(before.noise_precision_ / la.noise_precision_)
+    for scale in (0.8, 1.0, 1.25):
+        for factor in (0.8, 1.0, 1.25):
+            assert posterior(scale * found[0], factor * found[1]) <= posterior(*found) + 1e-4
+
+
+@pytest.mark.parametrize("method", ["exact", "cg"])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_fitted_posterior_is_calibrated_later(method: str, loaded: bool, tmp_path: Path) -> None:
+    """As if the held-out data had been there at the fit; what was chosen before does not matter."""
+    case = trained()
+    for likelihood, y in (("regression", case.y), ("classification", (case.y[:, 0] > 0).long())):
+        model, loader = case.model if likelihood == "regression" else nn.Linear(1, 2).double(), [(case.x, y)]
+        valid = [(case.x[:20], y[:20] + 0.3 if likelihood == "regression" else 1 - y[:20])]
+        settings = {"method": method, "num_samples": 8}
+        known = LinearisedLaplace(model, likelihood, **settings)
+        known.fit_hyperparameters(loader, val_loader=valid, progress=False)
+        la = LinearisedLaplace(model, likelihood, **settings).fit_hyperparameters(loader, progress=False)
+        samples = la.samples_
+        if loaded:
+            la.save(tmp_path / "la.pt")
+            la = LinearisedLaplace.load(tmp_path / "la.pt", model)
+        assert la.calibrate(loader) is la
+        assert la.scale_ != known.scale_
+        la.calibrate([(*valid[0], 0)], unpack=lambda batch: batch[:2])
+        assert (la.scale_, la.temperature_) == pytest.approx((known.scale_, known.temperature_))
+        assert_close(la.noise_precision_, known.noise_precision_)
+        assert_close(la.predict(case.x).variance, known.predict(case.x).variance)
+        assert_close(la.samples_, samples, rtol=0, atol=0)
+
+
+def test_some_of_the_training_data_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x, y), _ = overfitted()
+    monkeypatch.setattr(held_out, "_ENOUGH", 30)  # of 90, every third
+    seen, calibration = [], held_out.OnTrainingData.calibration
+    monkeypatch.setattr(held_out.OnTrainingData, "calibration", lambda data: seen.append(data) or calibration(data))
+    la = LinearisedLaplace(model, "classification", num_samples=8).fit_hyperparameters([(x, y)], progress=False)
+    assert seen[0].some.tolist() == list(range(0, 90, 3))
+    assert_close(seen[0].deviations, la.network.jvp(x[::3], la.samples_))
+
+
+def padded(batch: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    x, y = zip(*batch, strict=True)
+    pad = nn.utils.rnn.pad_sequence
+    return pad(list(x), batch_first=True), pad(list(y), batch_first=True, padding_value=-100)
+
+
+def test_held_out_sequences_of_different_length() -> None:
+    """Of each batch as of one that is padded to the longest of all."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [3, 5, 2, 4, 6, 6, 2, 3]
+    x = [torch.randn(n, 2, generator=generator, dtype=torch.float64) for n in lengths]
+    data = [(v, (v[:, 0] > 0).long() + (torch.rand(len(v), generator=generator) > 0.5).long()) for v in x]
+    model = nn.Linear(2, 3).double()
+    la = LinearisedLaplace(model, Categorical(class_dim=-1), method="exact", prior_precision=1.0, num_samples=4)
+    la.fit(DataLoader(data, 2, collate_fn=padded), progress=False)  # so that it predicts two at a time
+    found = []
+    for batch_size in (8, 2):
+        la.calibrate(DataLoader(data, batch_size, collate_fn=padded))
+        found.append((la.scale_, la.temperature_))
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
+class Stream(IterableDataset):
+    """Without a length."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(zip(self.x, self.y, strict=True))
+
+
+def test_held_out_data_in_half_precision_and_as_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, train, test = overfitted()
+    model, (x, y) = model.float(), (test[0][:60].half(), test[1][:60])
+    la = LinearisedLaplace(model, "classification", prior_precision=1.0).fit(
+        [(train[0].float(), train[1])], progress=False
+    )
+    known = la.calibrate([(x.float(), y)]).scale_
+    assert la.calibrate([(x, y)]).scale_ == known
+    monkeypatch.setattr(held_out, "_ENOUGH", 40)
+    first = la.calibrate([(x[:40], y[:40])]).scale_
+    stream = DataLoader(Stream(x, y), 20)
+    # nothing is kept of the stream, so that it is read in its order: the first so many
+    monkeypatch.setattr(held_out.TrainingData, "in_order", True)
+    assert la.calibrate(stream, num_data=60).scale_ == first
+    with pytest.raises(ValueError, match="num_data"):
+        la.calibrate(stream)
+
+
+def test_messages_of_calibrating() -> None:
+    case = make_case("regression")
+    la = LinearisedLaplace(case.model, "regression")
+    with pytest.raises(NotFittedError, match="calibrate"):
+        la.calibrate(case.batches)
+    la.fit(case.batches, progress=False)
+    found = la.predict(case.x).variance
+    with pytest.raises(ValueError, match="NaN or infinity in its targets"):
+        la.calibrate([(case.x, case.y * math.nan)])
+    assert_close(la.predict(case.x).variance, found, rtol=0, atol=0)
+    next(case.model.parameters()).data += 1
+    with pytest.raises(ValueError, match="`calibrate`"):
+        la.calibrate(case.batches)
+    la.fit(case.batches, noise_variances=torch.ones(len(case.y)), progress=False)
+    with pytest.raises(ValueError, match=r"`calibrate\(val_loader\)` does not go with `noise_variances`"):
+        la.calibrate(case.batches)
+    loaded = LinearisedLaplace(case.model, "regression")
+    loaded.load_state_dict(la.state_dict())
+    with pytest.raises(ValueError, match="does not go with `noise_variances`"):  # also of what is loaded
+        loaded.calibrate(case.batches)
+    loaded.load_state_dict(LinearisedLaplace(case.model, "regression").fit(case.batches, progress=False).state_dict())
+    assert loaded.calibrate(case.batches) is loaded  # nothing is left of the fit before
+    measured = LinearisedLaplace(case.model, "regression", observe=torch.ones(1, 1, dtype=torch.float64))
+    measured.fit(case.batches, progress=False)
+    with pytest.raises(ValueError, match=r"`calibrate\(val_loader\)` does not go with `observe`"):
+        measured.calibrate(case.batches)
+
+
+def test_messages() -> None:
+    case = make_case("regression")
+    for scale in (0, -1.0, math.inf, "mode"):
+        with pytest.raises(ValueError, match='`scale` must be a positive number or "auto", but is'):
+            LinearisedLaplace(case.model, "regression", scale=scale)
+    la = LinearisedLaplace(case.model, "regression")
+    with pytest.raises(ValueError, match="`val_loader` goes with neither `noise_variances` nor `observe`"):
+        la.fit_hyperparameters(case.batches, val_loader=case.batches, noise_variances=torch.ones(len(case.y)))
+    with pytest.raises(ValueError, match="NaN or infinity in its targets"):
+        la.fit_hyperparameters(case.batches, val_loader=[(case.x, case.y * math.nan)], progress=False)
+    line, x = nn.Linear(1, 1).double(), torch.linspace(-1, 1, 9, dtype=torch.float64)[:, None]
+    nn.init.constant_(line.weight, 2.0)
+    wide, far = LinearisedLaplace(line, "regression"), [(1.7e308 * x[-1:], x[-1:])]
+    with pytest.raises(ValueError, match="The outputs of the model on the data of `val_loader`, or their error bars"):
+        wide.fit_hyperparameters([(x, x + x**2)], val_loader=far, progress=False)
+    counts = LinearisedLaplace(case.model, "poisson")
+    with pytest.raises(ValueError, match=r"`val_loader` calibrates a regression or a classification, .* 'poisson'"):
+        counts.fit_hyperparameters([(case.x, case.y.abs().round())], val_loader=[(case.x, case.y.abs().round())])
+
+
+def test_a_posterior_that_forgets_its_data_says_so() -> None:
+    model, train, _ = overfitted()
+    la = LinearisedLaplace(model, "classification", prior="isotropic", scale=1e4)
+    with pytest.warns(ConvergenceWarning, match=r"hardly better, with a mean .* without inputs \(-1\.1; the network"):
+        la.fit_hyperparameters([train], progress=False)
+    line = nn.Linear(1, 1).double()
+    nn.init.ones_(line.weight)
+    nn.init.zeros_(line.bias)
+    x = torch.linspace(-1, 1, 40, dtype=torch.float64)[:, None]
+    noisy = x + 0.1 * torch.randn(40, 1, generator=torch.Generator().manual_seed(0))
+    la = LinearisedLaplace(line, "regression", prior="isotropic", scale=1e6)
+    with pytest.warns(ConvergenceWarning, match="With its error bars the posterior predicts the training data hardly"):
+        la.fit_hyperparameters([(x, noisy)], progress=False)
+    one = nn.Linear(2, 1).double()
+    nn.init.constant_(one.weight, 5.0)
+    binary = LinearisedLaplace(one, "binary", prior="isotropic", scale=1e9)
+    points = torch.randn(60, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with pytest.warns(ConvergenceWarning, match="pass `val_loader`"):
+        binary.fit_hyperparameters([(points, (points.sum(1, keepdim=True) > 0).double())], progress=False)
+
+
+def test_the_log_likelihood_without_inputs_is_that_of_frequencies() -> None:
+    """Of labels that are given, by weight: three of class 0, one of class 1; of two outputs, 3/4 and 1/2 ones."""
+    y, weights = torch.tensor([[0, -100], [1, 0]]), torch.tensor([[2.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
+    expected = 0.75 * math.log(0.75) + 0.25 * math.log(0.25)
+    assert held_out._without_inputs(Categorical(), y, weights) == pytest.approx(expected)
+    ones, weights = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[3.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
+    assert held_out._without_inputs(Bernoulli(), ones, weights) == pytest.approx((expected + math.log(0.5)) / 2)
+
+
+def test_validation_data_that_are_looked_at_are_few_and_of_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, train, (x, y) = overfitted()
+    monkeypatch.setattr(held_out, "_NUMBERS", 4 * 3 * 100)  # of 600 data every sixth
+    settings = {"prior": "isotropic", "method": "exact", "num_samples": 4}
+    few = LinearisedLaplace(model, "classification", **settings)
+    few.fit_hyperparameters([train], val_loader=[(x, y)], progress=False)
+    same = LinearisedLaplace(model, "classification", **settings)
+    same.fit_hyperparameters([train], val_loader=[(x[::6], y[::6])], progress=False)
+    assert (few.scale_, few.temperature_) == (same.scale_, same.temperature_)
+
+
+def test_ignored_labels_do_not_enter_the_scale() -> None:
+    model, (x, y), _ = overfitted()
+    settings = {"prior": "isotropic", "method": "exact", "num_samples": 8}
+    whole = LinearisedLaplace(model, "classification", **settings).fit_hyperparameters(
+        [(x[:60], y[:60])], progress=False
+    )
+    ignored = torch.cat([y[:60], torch.full((30,), -100)])
+    some = LinearisedLaplace(model, "classification", **settings).fit_hyperparameters([(x, ignored)], progress=False)
+    assert_close(some.prior_precision_, whole.prior_precision_, rtol=1e-4, atol=0)
+    assert 0.3 < some.scale_ / whole.scale_ < 3  # other noise in the samples
+
+
+def test_few_data_are_looked_at_and_the_first_ones_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_out, "_ENOUGH", 20)
+    model, (x, y), _ = overfitted()
+    la = LinearisedLaplace(model, "classification", num_samples=8).fit_hyperparameters([(x, y)], progress=False)
+    fit = replace(la._fit, sampled=replace(la._fit.sampled, samples=la.samples_))
+    assert held_out.OnTrainingData.of(fit, False).some.tolist() == list(range(0, 90, 5))
+    assert held_out.OnTrainingData.of(fit, True).some.tolist() == list(range(20))
+    monkeypatch.setattr(held_out, "_NUMBERS", 8 * 3 * 10)
+    assert held_out.OnTrainingData.of(fit, True).deviations.shape == (8, 10, 3)

@@ -1,0 +1,148 @@
+"""Exact classification in observation space, against dense algebra in weight space."""
+
+import math
+
+import pytest
+import reference
+import torch
+from cases import CASES, Case, make_case
+from problems import CLOSE, make_prior, many
+from torch import Tensor
+from torch.testing import assert_close
+
+from laplace_sampling.evidence.em import fit_em
+from laplace_sampling.gp.exact_classification import ExactClassification
+from laplace_sampling.linear_model.features import DenseFeatures, features_at
+from laplace_sampling.linear_model.priors import GaussianPrior, overall_precision
+from laplace_sampling.linear_model.sampling import Draws, LinearModel, sample_posterior
+from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.solvers.dense import Dense
+
+# Fisher scoring, of unequal noise, converges linearly.
+NAMES = [name for name in CASES if name not in ("attention", "heteroscedastic")]
+
+
+def setting(name: str, prior: str) -> tuple[Case, LinearModel, GaussianPrior]:
+    case = make_case(name)
+    model = case.linear_model("homogeneous")
+    return case, model, make_prior(model, case, prior)
+
+
+def hessian(case: Case, J: Tensor, A: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """`M` and `H`."""
+    M = reference.ggn(J, reference.curvature(case.likelihood, outputs, case.y))
+    return M, M + torch.diag(A)
+
+
+@pytest.mark.parametrize("hessian_at", ["mode", "network"])
+@pytest.mark.parametrize("prior", ["isotropic", "g-prior", "layerwise"])
+@pytest.mark.parametrize("name", NAMES)
+def test_everything_agrees_with_weight_space(name: str, prior: str, hessian_at: str) -> None:
+    case, model, built = setting(name, prior)
+    alpha = 0.6
+    A = built.diagonal() * alpha / overall_precision(built)
+    J = reference.jacobian(case.model, case.x)
+    exact = ExactClassification.of(model, built)
+    posterior = exact.posterior(alpha, hessian_at=hessian_at)
+    assert posterior.converged
+    theta = reference.mode(case.likelihood, J, model.offset, case.y, A)
+    h = model.offset + J @ theta
+    assert_close(posterior.mode_weights(), theta, rtol=1e-6, atol=1e-7)
+    assert_close(posterior.mode.outputs, h, rtol=1e-6, atol=1e-7)
+    M, H = hessian(case, J, A, h if hessian_at == "mode" else model.network_outputs)
+    assert posterior.effective_dimension == pytest.approx(reference.effective_dimension(M, A), rel=1e-6)
+    loss = sum(float(reference.loss(case.likelihood, h[i], case.y[i])) for i in range(len(h)))
+    logdet = torch.linalg.slogdet(H / A.sqrt() / A.sqrt()[:, None])[1]
+    evidence = -loss - 0.5 * float((A * theta**2).sum()) - 0.5 * float(logdet)
+    assert posterior.log_evidence == pytest.approx(evidence, rel=1e-6)
+    assert_close(posterior.prior.diagonal(), A)
+    x = case.x[:2] * 1.3
+    J_x = reference.jacobian(case.model, x)
+    at = posterior.at(features_at(Linearisation(case.model), x))
+    flat = J_x.flatten(0, 1)
+    joint = flat @ torch.linalg.solve(H, flat.T)
+    C = J_x.shape[1]
+    assert_close(at.mean, J_x @ theta, rtol=1e-6, atol=1e-7)
+    assert_close(at.joint_covariance(), joint, **CLOSE)
+    assert_close(at.covariance()[1], joint[C : 2 * C, C : 2 * C], **CLOSE)
+    assert_close(at.stddev().flatten() ** 2, joint.diagonal(), **CLOSE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_same_draws_give_the_same_samples_as_weight_space(name: str) -> None:
+    _, model, built = setting(name, "g-prior")
+    posterior = ExactClassification.of(model, built).posterior(overall_precision(built), hessian_at="network")
+    draws = Draws(3, 2)
+    expected = sample_posterior(model.ggn(model.network_outputs), built, draws, Dense()).value * built.scale
+    assert_close(posterior.sample(draws), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("hessian_at", ["mode", "network"])
+@pytest.mark.parametrize("name", ["classification", "binary", "multi_label"])
+def test_the_fixed_point_is_that_of_em(name: str, hessian_at: str) -> None:
+    _, model, prior = many(name)
+    found = ExactClassification.of(model, prior).fit(hessian_at=hessian_at)
+    assert found.converged
+    assert found.effective_dimension / found.mode.norm == pytest.approx(found.precision, rel=1e-8)
+    dense = LinearModel(
+        DenseFeatures.of(model.features), model.offset, model.network_outputs, model.targets, model.likelihood
+    )
+    em = fit_em(dense, prior, Draws(1, 0), Dense(), hessian_at=hessian_at, max_steps=200, tolerance=1e-9)
+    assert found.precision == pytest.approx(float(em.prior.precision), rel=1e-6)
+    assert found.effective_dimension == pytest.approx(float(em.effective_dimension), rel=1e-6)
+
+
+def test_the_evidence_is_flat_at_the_fixed_point_with_the_curvature_of_the_network() -> None:
+    _, model, prior = many("classification")
+    exact = ExactClassification.of(model, prior)
+    found = exact.fit(hessian_at="network")
+    ends = [
+        exact.posterior(found.precision * math.exp(d), hessian_at="network").log_evidence for d in (-1e-3, 0.0, 1e-3)
+    ]
+    assert abs(ends[2] - ends[0]) / 2e-3 < 1e-6
+    assert ends[1] > max(ends[0], ends[2])
+
+
+def test_leaving_a_datum_out_is_nearly_fitting_without_it() -> None:
+    case, model, prior = many("classification")
+    alpha = 3.0
+    out = ExactClassification.of(model, prior).posterior(alpha).leave_one_out()
+    J = reference.jacobian(case.model, case.x)
+    A = prior.diagonal() * alpha / overall_precision(prior)
+    full = reference.mode(case.likelihood, J, model.offset, case.y, A, steps=12)
+    for i in range(2):
+        rest = [j for j in range(40) if j != i]
+        theta = reference.mode(case.likelihood, J[rest], model.offset[rest], case.y[rest], A, steps=12)
+        moved = J[i] @ (theta - full)
+        # The first order leaves a small part of what leaving out changes.
+        assert (out.mean[i] - J[i] @ theta).norm() < 0.15 * moved.norm()
+        B = reference.curvature(case.likelihood, J[rest] @ theta, case.y[rest])
+        H = reference.ggn(J[rest], B) + torch.diag(A)
+        assert_close(out.covariance[i], J[i] @ torch.linalg.solve(H, J[i].T), rtol=0.1, atol=0.02)
+        samples = torch.distributions.MultivariateNormal(out.mean[i], out.covariance[i] + 1e-9 * torch.eye(4))
+        torch.manual_seed(0)
+        expected = samples.sample((20_000,)).softmax(-1).mean(0)[case.y[i]].log()
+        assert float(out.log_prob[i]) == pytest.approx(float(expected), abs=0.1)
+    more = ExactClassification.of(model, prior).posterior(alpha).leave_one_out(num_samples=8, seed=1)
+    assert_close(more.mean, out.mean)
+    assert not torch.equal(more.log_prob, out.log_prob)
+
+
+def test_bounds_are_kept_and_told() -> None:
+    _, model, prior = many("classification")
+    exact = ExactClassification.of(model, prior)
+    inside = exact.fit().precision
+    for bounds, end in (((1e-6, inside / 3), 1), ((inside * 3, 1e9), 0)):
+        found = exact.fit(precision_bounds=bounds)
+        assert found.precision == bounds[end]
+        assert found.at_bounds == ("precision",)
+        assert not found.converged
+    with pytest.raises(ValueError, match="`precision_bounds` must be positive and in order"):
+        exact.fit(precision_bounds=(1.0, 1.0))
+    for call in (exact.fit, lambda **k: exact.posterior(1.0, **k)):
+        with pytest.raises(ValueError, match="`hessian_at='here'` is not known"):
+            call(hessian_at="here")
+    with pytest.raises(ValueError, match='that it may take; use method="cg" or "sgd"'):
+        ExactClassification.of(model, prior, max_memory=1e4)
+    assert not exact.mode(inside, max_steps=1).converged
+    assert exact.mode(inside, tolerance=1e-3).residual < 1e-3

@@ -1,0 +1,426 @@
+"""The tangent kernel in linear_operator and GPyTorch."""
+
+import copy
+import math
+import unittest
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import reference
+import torch
+from cases import Case, make_case
+from problems import noisy
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from laplace_sampling import LinearisedLaplace
+from laplace_sampling.gp.exact_regression import ExactRegression
+from laplace_sampling.gp.linear_operators import gpytorch, settings
+from laplace_sampling.gp.tangent_kernel import NetworkMean, TangentGP, TangentKernel, TangentKernelOperator
+from laplace_sampling.networks.linearisation import Linearisation
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from linear_operator.test.linear_operator_test_case import (
+        LinearOperatorTestCase,
+        RectangularLinearOperatorTestCase,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _settings() -> Iterator[None]:
+    """New torch warns where linear_operator does not choose; BoTorch switches conjugate gradients off at its import."""
+    with torch.sparse.check_sparse_tensor_invariants(False), settings.fast_computations(True, True, True):
+        yield
+
+
+def network(outputs: int, inputs: int = 3, width: int = 40, dtype: torch.dtype = torch.float32) -> Linearisation:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, outputs))
+    return Linearisation(net.to(dtype))
+
+
+def dense(network: Linearisation, variance: Tensor, x: Tensor, other: Tensor) -> Tensor:
+    """`φ(X) diag(v) φ(X')ᵀ` with gradients in all three, by reverse mode on the module itself."""
+    names = network.names
+
+    def rows(x: Tensor) -> Tensor:
+        x = x.to(network.dtype)
+        weights = {name: p.detach() for name, p in network.module.named_parameters()}
+
+        def f(*values: Tensor) -> Tensor:
+            return torch.func.functional_call(network.module, dict(zip(names, values, strict=True)), (x,)).reshape(-1)
+
+        parts = torch.autograd.functional.jacobian(f, tuple(weights[n] for n in names), create_graph=True)
+        return torch.cat([part.reshape(len(part), -1) for part in parts], dim=1).to(variance.dtype)
+
+    return (rows(x) * variance) @ rows(other).mT
+
+
+class _Contract:
+    seed = 0
+    should_test_sample = True
+    outputs = 1
+
+    def create_linear_op(self) -> TangentKernelOperator:
+        net = network(self.outputs)
+        with torch.random.fork_rng():
+            torch.manual_seed(2)
+            x = 3 * torch.randn(6 // self.outputs, 3)
+        return TangentKernelOperator(torch.linspace(0.5, 1.5, net.num_parameters), x=x, network=net)
+
+    def evaluate_linear_op(self, linear_op: TangentKernelOperator) -> Tensor:
+        variance, x = linear_op.representation()[:2]
+        return dense(linear_op._kwargs["network"], variance, x, x)
+
+
+@pytest.mark.filterwarnings("ignore")
+class TestOperator(_Contract, LinearOperatorTestCase, unittest.TestCase): ...
+
+
+@pytest.mark.filterwarnings("ignore")
+class TestOperatorOfSeveralOutputs(_Contract, LinearOperatorTestCase, unittest.TestCase):
+    outputs = 2
+
+
+@pytest.mark.filterwarnings("ignore")
+class TestRectangularOperator(RectangularLinearOperatorTestCase, unittest.TestCase):
+    seed = 0
+
+    def create_linear_op(self) -> TangentKernelOperator:
+        net = network(2)
+        with torch.random.fork_rng():
+            torch.manual_seed(2)
+            x, other = torch.randn(4, 3), torch.randn(2, 3)
+        return TangentKernelOperator(torch.ones(net.num_parameters), x=x, other=other, network=net)
+
+    def evaluate_linear_op(self, linear_op: TangentKernelOperator) -> Tensor:
+        variance, other, x = linear_op.representation()
+        return dense(linear_op._kwargs["network"], variance, x, other)
+
+
+def test_the_operator_is_the_dense_matrix(case: Case) -> None:
+    net = Linearisation(case.model)
+    J = reference.jacobian(case.model, case.x).flatten(0, 1)
+    v = torch.rand(net.num_parameters, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
+    K = (J * v) @ J.T
+    operator = TangentKernelOperator(v, x=case.x, network=net)
+    assert operator.shape == K.shape
+    b = torch.randn(2, len(K), 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for rhs in (b, b[0], b[0, :, 0]):
+        assert_close(operator @ rhs, K @ rhs)
+    assert_close(operator.to_dense(), K)
+    assert_close(operator.diagonal(), K.diagonal())
+    assert_close(operator[1, 2], K[1, 2])
+    C = len(K) // len(case.x)
+    other = TangentKernelOperator(v, x=case.x[:2], other=case.x, network=net)
+    assert_close(other.to_dense(), K[: 2 * C])
+    assert_close(other.mT @ b[0, : 2 * C], K[:, : 2 * C] @ b[0, : 2 * C])
+
+
+def test_no_gradient_reaches_the_network() -> None:
+    case = make_case("classification")
+    net = Linearisation(case.model, ["2.*"])  # the first layer is not random, but has gradients
+    x = case.x.clone().requires_grad_()
+    variance = torch.ones(net.num_parameters, dtype=torch.float64, requires_grad=True)
+    operator = TangentKernelOperator(variance, x=x, network=net)
+    operator.to_dense().sum().backward()
+    (operator @ torch.ones(len(x) * 4, 1, dtype=torch.float64)).sum().backward()
+    (NetworkMean(net)(x).sum() + NetworkMean(net, "affine")(x).sum()).backward()
+    assert x.grad is not None
+    assert variance.grad is not None
+    assert all(p.grad is None for p in case.model.parameters())
+
+
+def fixed_noise(b: float) -> gpytorch.likelihoods.GaussianLikelihood:
+    likelihood = gpytorch.likelihoods.GaussianLikelihood(
+        noise_constraint=gpytorch.constraints.GreaterThan(1e-8)
+    ).double()
+    likelihood.noise = 1 / b
+    return likelihood
+
+
+@pytest.mark.parametrize("mean", ["network", "affine", "homogeneous"])
+def test_the_gaussian_process_is_the_exact_posterior(mean: str) -> None:
+    case, model, prior = noisy(30)
+    net = Linearisation(case.model)
+    if mean == "affine":
+        model = case.linear_model("affine")
+    elif mean == "network":
+        model = case.linear_model("homogeneous")
+        model = type(model)(
+            model.features, model.network_outputs, model.network_outputs, model.targets, model.likelihood
+        )
+    exact = ExactRegression.of(model, prior)
+    alpha, b = 0.6, 7.0
+    likelihood = fixed_noise(b)
+    gp = TangentGP(case.x, case.y[:, 0], likelihood, case.model, mean=mean, prior_precision=alpha)
+    mll = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp)
+    gp.train()
+    value = mll(gp(case.x), case.y[:, 0]) * 30
+    assert_close(value.detach(), exact.log_evidence(alpha, b), rtol=1e-6, atol=1e-6)
+    value.backward()
+    # α is trained through its logarithm.
+    assert_close(
+        gp.covar_module.raw_prior_precision.grad[0], exact.log_evidence_gradient(alpha, b)[0], rtol=1e-6, atol=1e-6
+    )
+    gp.eval()
+    x = case.x[:4] + 0.3
+    with torch.no_grad(), settings.fast_computations(solves=False):
+        posterior = gp(x)
+    theta = exact.mode(alpha, b)
+    J = reference.jacobian(case.model, x).flatten(0, 1)
+    H = reference.ggn(reference.jacobian(case.model, case.x), torch.full((30, 1, 1), b).double())
+    H = H + alpha * torch.eye(len(H), dtype=torch.float64)
+    offset = {"network": net(x), "affine": net(x) - net.jvp(x, net.weights[None])[0], "homogeneous": 0 * net(x)}[mean]
+    assert_close(posterior.mean, (offset[:, 0] + J @ theta), rtol=1e-6, atol=1e-6)
+    assert_close(posterior.covariance_matrix, J @ torch.linalg.solve(H, J.T), rtol=1e-6, atol=1e-6)
+
+
+def test_hyperparameters_are_trained_by_the_marginal_likelihood() -> None:
+    case, model, prior = noisy(60)
+    best = ExactRegression.of(model, prior).fit()
+    likelihood = fixed_noise(1.0)
+    gp = TangentGP(case.x, case.y[:, 0], likelihood, case.model, mean="homogeneous")
+    mll = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp)
+    network_calls = gp.covar_module.network.products
+    gp.train()
+    optimiser = torch.optim.LBFGS(gp.parameters(), lr=0.5, max_iter=60, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimiser.zero_grad()
+        loss = -mll(gp(case.x), case.y[:, 0])
+        loss.backward()
+        return loss
+
+    optimiser.step(closure)
+    assert float(gp.covar_module.prior_precision.detach()) == pytest.approx(best.precision, rel=1e-2)
+    assert float(likelihood.noise.detach()) == pytest.approx(1 / best.noise_precision, rel=1e-2)
+    assert network_calls["vjp"] == 60  # the matrix at α = 1 was made once
+
+
+def test_a_batch_of_prior_variances_is_a_batch_of_matrices() -> None:
+    case = make_case("classification")
+    net = Linearisation(case.model)
+    J = reference.jacobian(case.model, case.x).flatten(0, 1)
+    v = torch.rand(3, 2, net.num_parameters, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    K = (J * v[..., None, :]) @ J.T
+    operator = TangentKernelOperator(v, x=case.x, network=net)
+    assert_close(operator.to_dense(), K)
+    assert_close(operator.diagonal(), K.diagonal(dim1=-2, dim2=-1))
+    b = torch.randn(len(J), 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert_close(operator @ b, K @ b)
+    assert_close(operator[1].to_dense(), K[1])
+    assert_close(operator[1, 0, 3, 4], K[1, 0, 3, 4])
+
+
+@pytest.mark.parametrize("prior", ["g-prior", "isotropic"])
+def test_the_gaussian_process_of_a_fitted_posterior(prior: str) -> None:
+    case, _, _ = noisy(30)
+    la = LinearisedLaplace(case.model, "regression", prior=prior, method="exact")
+    la.fit_hyperparameters([(case.x, case.y)], progress=False)
+    assert la.prior_scale_.shape == la.mode_.shape
+    assert bool((la.prior_scale_ == 1).all()) == (prior == "isotropic")
+    assert la.noise_precision_ is not None
+    likelihood = fixed_noise(float(la.noise_precision_))
+    options = {"scale": la.prior_scale_, "prior_precision": float(la.prior_precision_)}
+    x = case.x[:4] + 0.3
+    pred = la.predict(x)
+    with torch.no_grad(), settings.fast_computations(solves=False):
+        outputs = TangentGP(case.x, la.network(case.x)[:, 0], likelihood, case.model, **options).eval()(x)
+        mode = TangentGP(case.x, case.y[:, 0], likelihood, case.model, mean="affine", **options).eval()(x)
+    # On the network's outputs as targets nothing corrects it.
+    assert_close(outputs.mean, pred.mean[:, 0])
+    for posterior in (outputs, mode):
+        assert_close(posterior.covariance_matrix, pred.joint_covariance(), rtol=1e-6, atol=1e-9)
+    linear = la.network(x) + la.network.jvp(x, (la.mode_ - la.network.weights)[None])[0]
+    assert_close(mode.mean, linear[:, 0], rtol=1e-6, atol=1e-6)
+
+
+def test_kernels_are_combined() -> None:
+    case, _, _ = noisy(20)
+    kernel = TangentKernel(case.model, prior_precision=2.0) + gpytorch.kernels.RBFKernel().double()
+    K = kernel(case.x).to_dense()
+    J = reference.jacobian(case.model, case.x).flatten(0, 1)
+    rbf = torch.exp(-0.5 * torch.cdist(case.x, case.x) ** 2 / math.log(2) ** 2)
+    assert_close(K, J @ J.T / 2 + rbf)
+    gp = TangentGP(case.x, case.y[:, 0], fixed_noise(4.0), case.model, kernel=kernel)
+    gp.eval()
+    x = case.x[:3].clone().requires_grad_()
+    gp(x).variance.sum().backward()
+    assert x.grad is not None
+    assert bool(x.grad.isfinite().all())
+    gp.train()
+    mll = gpytorch.mlls.ExactMarginalLogLikelihood(gp.likelihood, gp)
+    mll(gp(case.x), case.y[:, 0]).backward()
+    assert all(p.grad is not None for p in gp.parameters())
+
+
+def test_several_outputs_are_a_multitask_process() -> None:
+    case, model, prior = noisy(25, outputs=2)
+    likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=2, rank=0, has_task_noise=False).double()
+    likelihood.noise = 0.2
+    gp = TangentGP(case.x, case.y, likelihood, case.model, mean="homogeneous", prior_precision=0.7)
+    gp.train()
+    mll = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp)
+    value = mll(gp(case.x), case.y)
+    exact = ExactRegression.of(model, prior)
+    assert_close(value.detach() * 50, exact.log_evidence(0.7, 5.0), rtol=1e-6, atol=1e-6)
+    gp.eval()
+    with torch.no_grad():
+        assert_close(gp(case.x[:5]).mean, exact.mode_outputs(0.7, 5.0)[:5], rtol=1e-5, atol=1e-5)
+
+
+def test_batches_shapes_and_large_matrices() -> None:
+    net = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 1)).double()
+    x = torch.randn(2, 5, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    scale = torch.linspace(0.5, 2, Linearisation(net).num_parameters, dtype=torch.float64)
+    kernel = TangentKernel(net, scale=scale, input_shape=(1, 3, 3), prior_precision=3.0)
+    J = [reference.jacobian(net, rows.reshape(-1, 1, 3, 3)).flatten(0, 1) * scale for rows in x]
+    assert_close(kernel(x).to_dense(), torch.stack([j @ j.T / 3 for j in J]))
+    assert_close(kernel(x, x[:1]).to_dense()[1], J[1] @ J[0].T / 3)
+    assert_close(kernel(x).diagonal(), torch.stack([(j**2).sum(1) / 3 for j in J]))
+    assert_close(kernel(x[0]).diagonal(), (J[0] ** 2).sum(1) / 3)
+    large = TangentKernel(net, scale=scale, input_shape=(1, 3, 3), prior_precision=3.0, dense_size=2)
+    assert_close(large(x[0]) @ torch.ones(5, 1, dtype=torch.float64), (J[0] @ J[0].T / 3).sum(1, keepdim=True))
+    assert_close(large(x[0], x[1]).to_dense(), J[0] @ J[1].T / 3)
+    with pytest.raises(NotImplementedError, match="no batches of input dimensions"):
+        kernel.forward(x, x, last_dim_is_batch=True)
+
+
+def test_the_matrix_that_is_kept_is_of_the_present_network_scale_and_inputs() -> None:
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    kernel = TangentKernel(net)
+    x = torch.randn(5, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def check() -> None:
+        J = reference.jacobian(net, x).flatten(0, 1)
+        assert_close(kernel(x).to_dense(), (J * kernel.variance) @ J.T)
+
+    check()
+    net[2].weight.data.mul_(2)  # which no version counter sees
+    check()
+    x.mul_(2)
+    check()
+    kernel.load_state_dict({**kernel.state_dict(), "variance": torch.linspace(0.5, 2, 17).double()})
+    check()
+    kept = kernel._kept
+    check()
+    assert kernel._kept is kept
+
+
+def test_predictions_are_of_the_present_network() -> None:
+    case, _, _ = noisy(20)
+    net = copy.deepcopy(case.model)
+    gp = TangentGP(case.x, case.y[:, 0], fixed_noise(4.0), net).eval()
+    x = case.x[:3] + 0.1
+    gp(x).mean.sum().backward()
+    with torch.no_grad():
+        net[0].weight.mul_(1.5)
+    again = TangentGP(case.x, case.y[:, 0], fixed_noise(4.0), net).eval()
+    with torch.no_grad():
+        assert_close(gp(x).mean, again(x).mean)
+        assert_close(gp(x).variance, again(x).variance)
+
+
+@pytest.mark.parametrize("dense_size", [4000, 2])
+def test_inference_mode_leaves_nothing_that_cannot_be_differentiated(dense_size: int) -> None:
+    case, _, _ = noisy(6)
+    kernel = TangentKernel(case.model, dense_size=dense_size)
+    J = reference.jacobian(case.model, case.x).flatten(0, 1)
+    ones = torch.ones(6, 1, dtype=torch.float64)
+    with torch.inference_mode():
+        x = case.x.clone()
+        assert_close(kernel(x) @ ones, J @ J.T @ ones)
+        assert_close(kernel(x).diagonal(), (J**2).sum(1))
+    for inputs in (case.x, x):  # the second is an inference tensor
+        kernel.zero_grad()
+        (kernel(inputs) @ ones).sum().backward()
+        assert_close(kernel.raw_prior_precision.grad, -(J @ J.T).sum()[None])
+
+
+def test_parts_of_a_kernel_are_where_the_network_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nothing is computed on this device: GPyTorch would look at the value.
+    monkeypatch.setattr(TangentKernel, "initialize", lambda self, **values: self)
+    network = Linearisation(nn.Linear(2, 1))
+    network.module.to("meta")
+    kernel = TangentKernel(network, scale=torch.ones(3))
+    assert {t.device.type for t in (kernel.raw_prior_precision, kernel.variance)} == {"meta"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_kernel_of_a_network_on_a_gpu() -> None:
+    case, _, _ = noisy(6)
+    K = TangentKernel(case.model, prior_precision=2.0)(case.x).to_dense()
+    assert_close(
+        TangentKernel(copy.deepcopy(case.model).cuda(), prior_precision=2.0)(case.x.cuda()).to_dense().cpu(), K
+    )
+
+
+def test_state_and_prior_of_the_precision() -> None:
+    net = network(1, dtype=torch.float64)
+    prior = gpytorch.priors.GammaPrior(2.0, 1.0)
+    kernel = TangentKernel(net, precision_prior=prior, prior_precision=0.5)
+    assert float(kernel.prior_precision.detach()) == pytest.approx(0.5)
+    kernel.prior_precision = 9.0
+    again = TangentKernel(net, precision_prior=gpytorch.priors.GammaPrior(2.0, 1.0))
+    again.load_state_dict(kernel.state_dict())
+    assert float(again.prior_precision.detach()) == pytest.approx(9.0)
+    assert [name for name, _ in kernel.named_parameters()] == ["raw_prior_precision"]
+    assert len(list(kernel.named_priors())) == 1
+
+
+def test_kernels_of_several_outputs_are_combined() -> None:
+    case, _, _ = noisy(12, outputs=2)
+    rbf = gpytorch.kernels.RBFKernel() + gpytorch.kernels.MaternKernel()
+    kernel = TangentKernel(case.model) + gpytorch.kernels.MultitaskKernel(rbf, num_tasks=2, rank=1).double()
+    likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=2).double()
+    gp = TangentGP(case.x, case.y, likelihood, case.model, kernel=kernel).train()
+    gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp)(gp(case.x), case.y).backward()
+    assert all(p.grad is not None for p in gp.parameters())
+    assert gp.eval()(case.x[:3] + 0.1).mean.shape == (3, 2)
+
+
+def test_refusals_of_the_gaussian_process() -> None:
+    one, two = noisy(6)[0], noisy(6, outputs=2)[0]
+    single, multiple = fixed_noise(1.0), gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=2).double()
+    kernel = TangentKernel(one.model)
+    message = r"`TangentGP\(kernel=...\)` was also given \['nonsense', 'prior_precision', 'scale'\]"
+    with pytest.raises(ValueError, match=message):
+        TangentGP(
+            one.x,
+            one.y[:, 0],
+            single,
+            one.model,
+            kernel=kernel,
+            prior_precision=5.0,
+            scale=torch.ones(2),
+            nonsense=1,
+        )
+    with pytest.raises(ValueError, match=r"network of one output needs `train_y` of shape \[6\], but got \[6, 1\]"):
+        TangentGP(one.x, one.y, single, one.model)
+    with pytest.raises(ValueError, match=r"network of 2 outputs needs `train_y` of shape \[6, 2\], but got \[6\]"):
+        TangentGP(two.x, two.y[:, 0], multiple, two.model)
+    for likelihood in (single, gpytorch.likelihoods.FixedNoiseGaussianLikelihood(torch.ones(6).double())):
+        with pytest.raises(ValueError, match=r"as `MultitaskGaussianLikelihood\(num_tasks=2\)`, but got a .* of 1"):
+            TangentGP(two.x, two.y, likelihood, two.model)
+    with pytest.raises(ValueError, match=r"as `GaussianLikelihood\(\)`, but got a MultitaskGaussianLikelihood of 2"):
+        TangentGP(one.x, one.y[:, 0], multiple, one.model)
+    with pytest.raises(ValueError, match=r"of 2 outputs here, but RBFKernel is of 1; `MultitaskKernel"):
+        TangentGP(
+            two.x, two.y, multiple, two.model, kernel=TangentKernel(two.model) + gpytorch.kernels.RBFKernel().double()
+        )
+    with pytest.raises(ValueError, match="of 2 outputs here, but RBFKernel is of 1"):
+        TangentGP(two.x, two.y, multiple, two.model, kernel=gpytorch.kernels.RBFKernel().double())
+
+
+def test_refusals() -> None:
+    net = network(1)
+    with pytest.raises(ValueError, match=r"`scale` must have one entry a weight, \[201\], but has shape \[3\]"):
+        TangentKernel(net, scale=torch.ones(3))
+    with pytest.raises(ValueError, match=r"`prior_precision` must be positive and finite, but is 0"):
+        TangentKernel(net, prior_precision=0.0)
+    with pytest.raises(ValueError, match=r"`NetworkMean\(kind='zero'\)` is not known"):
+        NetworkMean(net, "zero")

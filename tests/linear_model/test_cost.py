@@ -1,0 +1,165 @@
+"""Cost, counted in products and in bytes, not in seconds."""
+
+import warnings
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from cases import make_case
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from laplace_sampling import SGD, LinearisedLaplace
+from laplace_sampling.likelihoods.likelihood import Categorical
+from laplace_sampling.linear_model.tangent_model import tangent_model
+from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.solvers import svrg
+
+
+class PeakMemory(TorchDispatchMode):
+    """The largest number of bytes that tensors made inside it held at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live, self.now, self.peak = set(), 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in self.live:
+                    self.live.add(key)
+                    self.now += size
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self._free, key, size)
+        return out
+
+    def _free(self, key: int, size: int) -> None:
+        self.live.discard(key)
+        self.now -= size
+
+
+def test_predict_takes_k_jvps_and_no_vjp() -> None:
+    case = make_case("classification")
+    la = LinearisedLaplace(case.model, "classification", num_samples=12).fit([(case.x, case.y)], progress=False)
+    la.network.products.update(jvp=0, vjp=0)
+    la.predict(case.x)
+    assert la.network.products == {"jvp": 12 * len(case.x), "vjp": 0}
+    la.predict(case.x, num_samples=5)
+    assert la.network.products == {"jvp": 17 * len(case.x), "vjp": 0}
+
+
+def test_calls_of_the_model_do_not_grow_with_outputs_or_samples() -> None:
+    calls = 0
+
+    class Counted(nn.Linear):
+        def forward(self, x):
+            nonlocal calls
+            calls += 1
+            return super().forward(x)
+
+    counts = {}
+    for outputs, samples in ((2, 4), (50, 4), (2, 16)):
+        la = LinearisedLaplace(Counted(3, outputs), "classification", num_samples=samples, method="exact")
+        la.fit([(torch.randn(6, 3), torch.arange(6) % 2)], progress=False)
+        calls = 0
+        la.predict(torch.randn(6, 3))
+        counts[outputs, samples] = calls
+    assert set(counts.values()) == {2}  # one forward pass, one of forward mode
+
+
+def _body() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(32, 8),
+    )  # fmt: skip
+
+
+def _peak(run) -> int:
+    run()  # warm: caches of the first call do not count
+    with PeakMemory() as memory:
+        run()
+    return memory.peak
+
+
+def test_peak_memory_of_products_does_not_grow_with_the_number_of_outputs() -> None:
+    x = torch.randn(4, 1, 32, 32)
+    peaks = {}
+    for outputs in (10, 1000):
+        network = Linearisation(nn.Sequential(_body(), nn.Linear(8, outputs)))
+        v, u = torch.randn(4, network.num_parameters), torch.randn(4, 4, outputs)
+        peaks[outputs] = [_peak(lambda n=network, v=v: n.jvp(x, v)), _peak(lambda n=network, u=u: n.vjp(x, u))]
+    print("peak bytes of jvp and vjp", peaks)
+    for few, many in zip(peaks[10], peaks[1000], strict=True):
+        assert many < 1.2 * few
+
+
+def test_peak_memory_of_predict_does_not_grow_with_the_number_of_outputs() -> None:
+    x, peaks = torch.randn(4, 1, 32, 32), {}
+    for outputs in (10, 1000):
+        model = nn.Sequential(_body(), nn.Linear(8, outputs))
+        la = LinearisedLaplace(model, "classification", num_samples=16, prior="isotropic", method="exact")
+        la.fit([(x[:1], torch.zeros(1).long())], progress=False)
+        la._posterior = type(la._posterior)(**{**vars(la._posterior), "rows": 4})
+        peaks[outputs] = _peak(lambda la=la: la.predict(x))
+    print("peak bytes of predict", peaks, "ratio", peaks[1000] / peaks[10])
+    assert peaks[1000] < 1.2 * peaks[10]
+
+
+def test_peak_memory_of_products_does_not_grow_with_the_data() -> None:
+    model, peaks = _body(), {}
+    for num in (4, 16):
+        batches = [(torch.randn(1, 1, 32, 32), torch.zeros(1).long()) for _ in range(num)]
+        linear = tangent_model(Linearisation(model), Categorical(), batches, kind="homogeneous").model
+        ggn = linear.ggn(linear.network_outputs)
+        v = torch.randn(4, ggn.size)
+        peaks[num] = _peak(lambda g=ggn, v=v: g.matmul(v))
+    assert peaks[16] < 1.05 * peaks[4]
+
+
+@pytest.mark.parametrize("hyperparameters", [False, True])
+@pytest.mark.parametrize("prior", ["g-prior", "isotropic"])
+@pytest.mark.parametrize("method", ["cg", "sgd", "svrg"])
+def test_a_fit_keeps_to_its_memory(method: str, prior: str, hyperparameters: bool, monkeypatch) -> None:
+    """The budget, and on top of it what one product takes and a few copies of the weights and of the data."""
+    g = torch.Generator().manual_seed(0)
+    model, x, y = nn.Linear(3000, 3), torch.randn(4, 3000, generator=g) / 55, torch.arange(4) % 3
+    size = sum(p.numel() for p in model.parameters())
+    network = Linearisation(model)
+    short = partial(SGD, epochs=1, min_steps=5, mode_epochs=1, max_doublings=0, tolerance=1.0)
+    monkeypatch.setattr(svrg, "SGD", short)  # with which svrg finds the mode
+    solver = short()
+    for vectors in (40, 100, 300):
+        la = LinearisedLaplace(
+            model,
+            "classification",
+            prior=prior,
+            prior_precision=0.1,
+            method=method,
+            num_samples=16,
+            max_memory=4 * size * vectors,
+            solver=solver if method == "sgd" else None,
+        )
+        fit = partial(la.fit_hyperparameters, max_steps=2) if hyperparameters else la.fit
+        with warnings.catch_warnings(), PeakMemory() as memory:
+            warnings.simplefilter("ignore")
+            fit([(x, y)], progress=False)
+        product = _peak(lambda: network.vjp(x, torch.ones(1, 4, 3)) + network.jvp(x, torch.ones(1, size)).sum())
+        beside = product + 6 * 4 * size + 4 * x.numel() * 4
+        print(method, prior, "peak", memory.peak / (4 * size), "vectors of", vectors, "and", beside / (4 * size))
+        assert memory.peak <= la.max_memory + beside
+        assert la.samples_.shape == (16, size)
+
+
+def test_memory_meter_sees_what_it_should() -> None:
+    def run() -> None:
+        a = torch.zeros(1000)
+        b = a + 1
+        del a, b
+        torch.zeros(500)
+
+    assert _peak(run) == 8000

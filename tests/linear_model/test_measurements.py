@@ -1,0 +1,138 @@
+"""Linear measurements of the outputs, against the dense matrix."""
+
+import pytest
+import reference
+import torch
+from cases import Case, make_case
+from problems import CLOSE, make_prior
+from torch import Tensor
+from torch.testing import assert_close
+
+from laplace_sampling.gp.dual_cg import WhitenedGram, dual_mode, randomised_svd, sample_matheron, solve_shifted
+from laplace_sampling.gp.exact_regression import ExactRegression
+from laplace_sampling.gp.gram import gram
+from laplace_sampling.gp.linear_operators import to_linear_operator
+from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.linear_model.features import features_at
+from laplace_sampling.linear_model.measurements import as_measurement, noise_weights, observe
+from laplace_sampling.linear_model.sampling import Draws, linear_model_mode, sample_posterior
+from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.solvers.dense import Dense
+
+
+def setting() -> tuple[Case, Tensor, Tensor]:
+    """Images of 18 numbers, of which 5 sums are measured."""
+    case = make_case("image_regression")
+    generator = torch.Generator().manual_seed(0)
+    T = torch.randn(5, 18, generator=generator, dtype=torch.float64)
+    return case, T, torch.randn(4, 5, generator=generator, dtype=torch.float64)
+
+
+def forms(T: Tensor) -> dict:
+    return {
+        "matrix": T,
+        "sparse": T.to_sparse(),
+        "operator": to_linear_operator(T),
+        "functions": (lambda f: T @ f, lambda u: T.T @ u),
+    }
+
+
+@pytest.mark.parametrize("form", ["matrix", "sparse", "operator", "functions"])
+def test_measurements_of_each_datum(form: str) -> None:
+    case, T, y = setting()
+    model = case.linear_model("affine")
+    observed = observe(model, forms(T)[form], y)
+    J = torch.einsum("mc,ncp->nmp", T, reference.jacobian(case.model, case.x))
+    features, everything = observed.features, torch.arange(4)
+    v = torch.randn(2, features.size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    u = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert_close(features.jvp(v, everything), torch.einsum("nmp,kp->knm", J, v))
+    assert_close(features.vjp(u, everything), torch.einsum("nmp,knm->kp", J, u))
+    assert_close(features.rows(everything[1:3]), J[1:3])
+    assert_close(observed.offset, model.offset @ T.T)
+    assert_close(observed.network_outputs, model.network_outputs @ T.T)
+    variance = torch.ones(features.size, dtype=torch.float64)
+    for products in ("rows", "jvp"):
+        assert_close(gram(features, variance, products=products), J.flatten(0, 1) @ J.flatten(0, 1).T)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_the_dual_methods_and_weight_space_agree(joint: bool) -> None:
+    """Posterior of the image: mean and covariance of the outputs, from measurements of them."""
+    case, T, y = setting()
+    if joint:
+        generator = torch.Generator().manual_seed(2)
+        T, y = torch.randn(7, 72, generator=generator).double(), torch.randn(7, generator=generator).double()
+    model = case.linear_model("affine").with_likelihood(Gaussian(3.0, learn=False))
+    observed = observe(model, T, y, joint=joint)
+    prior = make_prior(observed, case, "isotropic", 0.5)
+    J = reference.jacobian(case.model, case.x)
+    rows = (T @ J.flatten(0, 1)) if joint else torch.einsum("mc,ncp->nmp", T, J).flatten(0, 1)
+    H = 3.0 * rows.T @ rows + 0.5 * torch.eye(rows.shape[1], dtype=torch.float64)
+    residual = y.flatten() - observed.offset.flatten()
+    theta = torch.linalg.solve(H, 3.0 * rows.T @ residual)
+    exact = ExactRegression.of(observed, prior)
+    assert_close(exact.mode(0.5, 3.0), theta, **CLOSE)
+    assert_close(dual_mode(observed, prior, tolerance=1e-10).value[0], theta, **CLOSE)
+    assert_close(linear_model_mode(observed, prior, Dense()).value[0], theta, **CLOSE)
+    at = exact.at(features_at(Linearisation(case.model), case.x[:1]))
+    image = J[0]
+    assert_close(at.mean(0.5, 3.0)[0], image @ theta, **CLOSE)
+    assert_close(at.joint_covariance(0.5, 3.0), image @ torch.linalg.solve(H, image.T), **CLOSE)
+    ggn = observed.ggn(observed.network_outputs)
+    expected = sample_posterior(ggn, prior, Draws(2, 0), Dense()).value
+    assert_close(sample_matheron(ggn, prior, Draws(2, 0), tolerance=1e-10).value, expected, rtol=1e-5, atol=1e-6)
+    assert_close(exact.sample(Draws(2, 0), 0.5, 3.0), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_few_iterations_with_the_preconditioner() -> None:
+    """Blurred sums of an image: a matrix whose singular values fall."""
+    case, _, _ = setting()
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(15, 18, generator=generator, dtype=torch.float64)
+    left, _, right = torch.linalg.svd(base, full_matrices=False)
+    T = left * torch.logspace(1.5, -1.5, 15, dtype=torch.float64) @ right
+    observed = observe(case.linear_model().with_likelihood(Gaussian(100.0)), T, torch.zeros(4, 15).double())
+    ggn = observed.ggn(observed.network_outputs)
+    S = WhitenedGram(torch.ones(ggn.size, dtype=torch.float64), ggn)
+    b = torch.randn(2, len(S), generator=generator, dtype=torch.float64)
+    plain, helped = (
+        solve_shifted(S, b, tolerance=1e-3, preconditioner=p).iterations for p in (None, randomised_svd(S, 30))
+    )
+    print(f"iterations to 1e-3: {plain} without, {helped} with a preconditioner")
+    assert helped <= 10 < plain
+
+
+def test_refusals() -> None:
+    case, T, y = setting()
+    model = case.linear_model()
+    with pytest.raises(ValueError, match=r"needs a matrix \[m, n\], but got a tensor of shape \[5\]"):
+        observe(model, T[:, 0], y)
+    with pytest.raises(ValueError, match="has 17 columns, but the model gives 18 outputs a datum"):
+        observe(model, T[:, 1:], y)
+    with pytest.raises(ValueError, match="has 18 columns, but the model gives 72 outputs for all data together"):
+        observe(model, T, y, joint=True)
+    with pytest.raises(ValueError, match=r"must be measurements of shape \[4, 5\], but have shape \[5, 4\]"):
+        observe(model, T, y.T)
+    with pytest.raises(TypeError, match=r"needs a matrix, a LinearOperator or a pair of functions.*but got str"):
+        observe(model, "radon", y)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="they are not adjoint, ⟨Tf, u⟩"):
+        observe(model, (lambda f: T @ f, lambda u: 2 * T.T @ u), y)
+    with pytest.raises(ValueError, match=r"the adjoint of a vector \[5\] has 5 entries, but the outputs have 18"):
+        observe(model, (lambda f: T @ f, lambda u: u), y)
+    measurement = as_measurement(T, 18)
+    assert as_measurement(measurement, 18) is measurement
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS:UserWarning")
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc"])
+def test_sparse_matrices_of_any_layout(layout: str) -> None:
+    dense = torch.tensor([[1.0, 0, 2], [0, 0, 3]], dtype=torch.float64)
+    sparse = {"coo": dense.to_sparse_coo, "csr": dense.to_sparse_csr, "csc": dense.to_sparse_csc}[layout]()
+    T, f, u = as_measurement(sparse, 3), torch.randn(2, 4, 3).double(), torch.randn(5, 2).double()
+    assert_close(T.apply(f), f @ dense.T)
+    assert_close(T.adjoint(u), u @ dense)
+
+
+def test_noise_variances_as_lists() -> None:
+    assert_close(noise_weights([1.0, 4.0], (2, 3)), torch.tensor([[1.0] * 3, [0.5] * 3], dtype=torch.float64))

@@ -1,0 +1,359 @@
+import pytest
+import torch
+from snapshot import assert_unchanged, snapshot
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from laplace_sampling import SGD, Categorical, Gaussian, LinearisedLaplace
+from laplace_sampling.networks import last_layer as module_of_last_layer
+from laplace_sampling.networks.last_layer import LastLayer
+from laplace_sampling.networks.linearisation import Linearisation
+
+
+class Counted(nn.Module):
+    """Adds up in `counts` the data that go through it; attributes would be put back."""
+
+    def __init__(self, body: nn.Module, counts: list[int]) -> None:
+        super().__init__()
+        self.body, self.counts = body, counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts.append(len(x))
+        return self.body(x)
+
+
+def body(width: int = 5) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, width), nn.Tanh())
+
+
+class BackToFront(nn.Module):
+    """Registered in another order than it is called in."""
+
+    def __init__(self, counts: list[int] | None = None) -> None:
+        super().__init__()
+        self.head = nn.Linear(5, 3)
+        self.body = Counted(body(), [] if counts is None else counts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+class NormAfter(nn.Module):
+    """What follows the layer, a norm with weights of its own, is in one module with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = body()
+        self.top = nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.top(self.body(x))
+
+
+class Squeezed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = body(), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)).squeeze(-1)
+
+
+class Scaled(BackToFront):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 1.5
+
+
+class Tied(nn.Module):
+    """The weights of the last layer are used before it as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
+        self.head.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.first(x).tanh())
+
+
+class Twice(nn.Module):
+    """The last layer is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = body(2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.head(self.body(x)).tanh())
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.a, self.b = body(), nn.Linear(5, 3), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.body(x)
+        return {"a": self.a(h), "b": self.b(h)}
+
+
+class Lengths(nn.Module):
+    """The layer is called with the whole sequence, padded to the longest of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embed(x).tanh())
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Conv2d(1, 3, 3, padding=1), nn.Conv2d(3, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.first(x).tanh())
+
+
+def randomised(model: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    for p in model.double().parameters():
+        p.data = 0.7 * torch.randn(p.shape, generator=generator, dtype=torch.float64)
+    return model
+
+
+def data(num: int = 20, classes: int = 3) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(num, 2, generator=generator, dtype=torch.float64)
+    return x, torch.randint(classes, (num,), generator=generator)
+
+
+def numbers(la: LinearisedLaplace, loader, x: Tensor, tune: bool, **arguments) -> list[Tensor]:
+    fit = la.fit_hyperparameters if tune else la.fit
+    fit(loader, progress=False, tolerance=0.05, **arguments)
+    pred = la.predict(x[:4])
+    evidence = torch.tensor(float(la.log_marginal_likelihood()), dtype=torch.float64)
+    return [la.samples_, la.mode_, la.prior_precision_, pred.samples, pred.variance, pred.covariance(), evidence]
+
+
+def assert_same(
+    model: nn.Module,
+    names: list[str],
+    loader,
+    x: Tensor,
+    likelihood="classification",
+    tune=False,
+    arguments=None,
+    **settings,
+) -> LinearisedLaplace:
+    """All numbers of a fit with `"last_layer"` are those of the same weights by name."""
+    las = [
+        LinearisedLaplace(model, likelihood, parameters=parameters, num_samples=8, **settings)
+        for parameters in ("last_layer", names)
+    ]
+    for left, right in zip(*(numbers(la, loader, x, tune, **(arguments or {})) for la in las), strict=True):
+        assert_close(left, right, rtol=1e-10, atol=1e-10)
+    assert las[0].network.names == names
+    return las[0]
+
+
+@pytest.mark.parametrize("method", ["exact", "cg"])
+def test_equal_to_the_same_weights_by_name(method: str) -> None:
+    model, (x, y) = randomised(BackToFront()), data()
+    before = snapshot(model)
+    la = assert_same(
+        model,
+        ["head.weight", "head.bias"],
+        DataLoader(TensorDataset(x, y), 6, shuffle=True),
+        x,
+        tune=True,
+        method=method,
+    )
+    assert la.network.layer == "head"
+    assert_unchanged(model, before)
+
+
+NETWORKS = {
+    "norm_after": (NormAfter, ["top.0.weight", "top.0.bias"], "top"),
+    "sequential": (lambda: nn.Sequential(body(), nn.Linear(5, 3)), ["1.weight", "1.bias"], "1"),
+    "weight_norm": (
+        lambda: nn.Sequential(body(), nn.utils.parametrizations.weight_norm(nn.Linear(5, 3))),
+        ["1.bias", "1.parametrizations.weight.original0", "1.parametrizations.weight.original1"],
+        "1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_the_layer_and_what_is_run_again(name: str) -> None:
+    make, names, root = NETWORKS[name]
+    model, (x, y) = randomised(make()), data()
+    la = assert_same(model, names, [(x, y)], x, method="cg")
+    assert la.network.head is not None
+    assert la.network.head.module is model.get_submodule(root)
+
+
+def test_outputs_of_another_shape_and_convolutions() -> None:
+    model, (x, y) = randomised(Squeezed()), data()
+    la = assert_same(model, ["head.weight", "head.bias"], [(x, y.double())], x, "regression", method="cg")
+    assert la.network.head is not None
+    model, images = randomised(Convolution()), torch.randn(5, 1, 3, 3, dtype=torch.float64)
+    loader = [(images, torch.randint(2, (5, 3, 3)))]
+    la = assert_same(model, ["head.weight", "head.bias"], loader, images, method="cg")
+    assert la.network.head is not None
+
+
+def test_every_datum_goes_through_the_body_once() -> None:
+    counts: list[int] = []
+    model, (x, y) = randomised(BackToFront(counts)), data(40)
+    la = LinearisedLaplace(model, "classification", parameters="last_layer", method="cg")
+    la.fit_hyperparameters(DataLoader(TensorDataset(x, y), 4), progress=False)
+    # Besides: the first batch again, to see whether outputs are random, and two data, four times, to find the layer.
+    assert sum(counts) <= 40 + 4 + 4 * 2
+    counts.clear()
+    la.log_marginal_likelihood()
+    la.sample(3)
+    assert counts == []
+
+
+def test_weights_and_noise_variances_and_streams() -> None:
+    model, (x, y) = randomised(BackToFront()), data()
+    names, weights = ["head.weight", "head.bias"], torch.rand(20) + 0.5
+    loader = DataLoader(TensorDataset(x, y), 6)
+    assert_same(model, names, loader, x, method="cg", arguments={"weights": weights})
+    loader = DataLoader(TensorDataset(x, torch.randn(20, 3).double()), 6)
+    assert_same(model, names, loader, x, "regression", method="exact", arguments={"noise_variances": weights})
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return zip(x, y, strict=True)
+
+    assert_same(model, names, DataLoader(Stream(), 6), x, method="cg", arguments={"num_data": 20})
+
+
+def test_a_stream_whose_features_are_kept_has_mini_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x, y) = randomised(BackToFront()), data()
+    monkeypatch.setattr("laplace_sampling.data.training_data.DEFAULT_CACHE_BYTES", 0)
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return zip(x, y, strict=True)
+
+    settings = {"method": "sgd", "solver": SGD(tolerance=1.0, epochs=1, min_steps=20), "num_samples": 4}
+    found = []
+    for loader, num_data in ((DataLoader(Stream(), 6), 20), (DataLoader(TensorDataset(x, y), 6), None)):
+        la = LinearisedLaplace(model, "classification", parameters="last_layer", **settings)
+        found.append(la.fit(loader, num_data=num_data, progress=False).samples_)
+    assert_close(*found)
+
+
+@pytest.mark.parametrize(
+    ("make", "names", "why"),
+    [
+        (Scaled, ["head.weight", "head.bias"], "what `head` returns is changed before the network returns it"),
+        (Twice, ["head.weight", "head.bias"], "what `head` returns is changed before the network returns it"),
+        (Tied, ["first.weight", "head.bias"], "weights of `head` are used outside of `head` as well"),
+    ],
+)
+def test_where_inputs_cannot_be_kept_products_take_the_network_and_say_so(make, names: list[str], why: str) -> None:
+    model = randomised(make())
+    x, y = data(classes=2)
+    with pytest.warns(UserWarning, match="the inputs of `head` are not kept, so that each product runs the whole") as w:
+        la = assert_same(model, names, [(x, y)], x, method="cg")
+    assert [str(warning.message).endswith(f": {why}.") for warning in w] == [True]
+    assert la.network.head is None
+
+
+def test_inputs_of_different_shapes_or_too_large_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = randomised(Lengths())
+    rows = [(torch.arange(1, 3 + n), torch.arange(2 + n) % 3) for n in range(4)]
+
+    def padded(batch):
+        x, y = zip(*batch, strict=True)
+        pad = nn.utils.rnn.pad_sequence
+        return pad(x, batch_first=True), pad(y, batch_first=True, padding_value=-100)
+
+    loader = DataLoader(rows, 2, collate_fn=padded)
+    la = LinearisedLaplace(model, Categorical(class_dim=-1), parameters="last_layer", method="cg")
+    with pytest.warns(UserWarning, match="batches have inputs of it that differ in more than their rows"):
+        la.fit(loader, progress=False)
+    monkeypatch.setattr(module_of_last_layer, "free_memory", lambda device: 1000.0)
+    model, (x, y) = randomised(BackToFront()), data(40)
+    la = LinearisedLaplace(model, "classification", parameters="last_layer", method="cg")
+    with pytest.warns(UserWarning, match=r"they would take 1.6e\+03 bytes, of 5e\+02 that they may take"):
+        la.fit([(x, y)], progress=False)
+
+
+def test_errors() -> None:
+    x, _ = data()
+    model = randomised(TwoHeads())
+    la = LinearisedLaplace(model, {"a": "classification", "b": Gaussian(1.0, learn=False)}, parameters="last_layer")
+    y = {"a": torch.zeros(20, dtype=torch.long), "b": torch.zeros(20, 1).double()}
+    with pytest.raises(ValueError, match=r"is for one layer, but the model returns the heads \['a', 'b'\]. Name their"):
+        la.fit([(x, y)], progress=False)
+    with pytest.raises(ValueError, match='`parameters="last_layer"` finds no layer: no module with floating-point'):
+        LinearisedLaplace(nn.Tanh(), "regression", parameters="last_layer")
+
+
+def test_products_of_the_whole_network_are_those_of_the_head() -> None:
+    model, (x, _) = randomised(BackToFront()), data(6)
+    network = LastLayer(model)
+    whole = Linearisation(model, ["head.*"])
+    generator = torch.Generator().manual_seed(2)
+    v = torch.randn(3, 18, generator=generator, dtype=torch.float64)
+    u = torch.randn(3, 6, 3, generator=generator, dtype=torch.float64)
+    assert network.layer == "body.body.0"  # as yet, the one registered last
+    network.find(x, 6)
+    assert network.layer == "head"
+    head = network.head
+    for network.head in (head, None):
+        assert_close(network.jvp(x, v), whole.jvp(x, v))
+        assert_close(network.vjp(x, u), whole.vjp(x, u))
+        assert_close(network.vjp_each(x, u[0]), whole.vjp_each(x, u[0]))
+        assert_close(network.jacobian(x), whole.jacobian(x))
+        assert_close(network.ggn(x, v, lambda u: 2 * u), whole.ggn(x, v, lambda u: 2 * u))
+        assert_close(network.in_float64().jvp(x, v), whole.jvp(x, v))
+    # Autograd in the inputs goes through the whole network.
+    x.requires_grad_()
+    gradients = [torch.autograd.grad(n.jvp(x, v, graph=True).sum(), x)[0] for n in (network, whole)]
+    assert_close(*gradients)
+    gradients = [torch.autograd.grad((n.vjp(x, u, graph=True) ** 2).sum(), x)[0] for n in (network, whole)]
+    assert_close(*gradients)
+    gradients = [torch.autograd.grad((n.jacobian(x, graph=True) ** 2).sum(), x)[0] for n in (network, whole)]
+    assert_close(*gradients)
+
+
+def test_float32_keeps_its_features_and_predicts(tmp_path) -> None:
+    model, (x, y) = randomised(BackToFront()).float(), data()
+    la = LinearisedLaplace(model, "classification", parameters="last_layer", method="exact")
+    la.fit([(x.float(), y)], progress=False)
+    other = LinearisedLaplace(model, "classification", parameters=["head.*"], method="exact")
+    other.fit([(x.float(), y)], progress=False)
+    assert_close(la.predict(x.float()).variance, other.predict(x.float()).variance, rtol=1e-3, atol=1e-6)
+    la.save(tmp_path / "posterior.pt")
+    loaded = LinearisedLaplace(model, "classification", parameters="last_layer")
+    loaded.load_state_dict(la.state_dict())
+    assert loaded.network.layer == "head"
+    assert_close(loaded.predict(x.float()).samples, la.predict(x.float()).samples)
+    loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", model)
+    assert_close(loaded.predict(x.float()).samples, la.predict(x.float()).samples)
+
+
+def test_a_fit_after_loading_keeps_inputs_too(tmp_path) -> None:
+    counts: list[int] = []
+    model, (x, y) = randomised(BackToFront(counts)), data()
+    la = LinearisedLaplace(model, "classification", parameters="last_layer", method="cg", prior="isotropic")
+    la.fit([(x, y)], progress=False).save(tmp_path / "posterior.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", model)
+    assert_close(loaded.predict(x).samples, la.predict(x).samples)
+    runs = []
+    for each in (la, loaded):
+        counts.clear()
+        each.fit([(x, y)], progress=False)
+        runs.append(sum(counts))
+        assert each.network.head is not None
+    assert runs[1] <= runs[0] + 2 * len(x)  # the layer is found again
+    assert_close(loaded.samples_, la.samples_)

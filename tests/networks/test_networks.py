@@ -1,0 +1,847 @@
+"""Networks of every kind: their products, and what is said where forward mode is missing."""
+
+import copy
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+from torch.testing import assert_close
+
+from benchmarks.compatibility import run
+from benchmarks.compatible_layers import NETWORKS, Checkpointed, Mixture
+from laplace_sampling.data.batches import batched
+from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.networks.forward_mode import forward_mode_kernels
+from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.networks.memory import TensorBytes
+
+_SAID = {
+    "a custom `autograd.Function` without `jvp`": "has no forward derivative; two reverse passes are taken instead",
+    "buffers written in evaluation mode": "mutate a captured Tensor",
+    "LSTM on packed sequences": "in `lstm`, a LSTM",
+    "weights of 8 bits": r"['0.weight'] are not floating point: they are left out",
+}
+_OF_TORCH = [(name, build) for library, name, build in NETWORKS if library == "torch.nn"]
+
+
+@pytest.mark.parametrize(("name", "build"), _OF_TORCH, ids=[name for name, _ in _OF_TORCH])
+def test_network_works_and_is_unchanged(name: str, build) -> None:
+    outcome = run("torch.nn", name, build)
+    if name == "dynamically quantised head":
+        assert "`quantized::linear_dynamic`, which torch does not differentiate" in outcome.row()
+        return
+    assert outcome.works, outcome.row()
+    assert _SAID.get(name, "") in " ".join(outcome.notices)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def test_a_ggn_product_of_one_vector_is_that_of_many() -> None:
+    network, x = Linearisation(mlp()), random(5, 3)
+    v, B = random(3, network.num_parameters), random(2, 2)
+    expected = DenseFeatures(network.jacobian(x)).ggn(v, torch.arange(5), lambda u: u @ B)
+    assert_close(network.ggn(x, v, lambda u: u @ B), expected)
+    network.products.update(jvp=0, vjp=0)
+    assert_close(network.ggn(x, v[:1], lambda u: u @ B), expected[:1])
+    assert network.products == {"jvp": 5, "vjp": 5}
+
+
+def test_no_grad_stops_both_products() -> None:
+    class Stopped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                h = self.body(x)
+            return self.head(h)
+
+    network, x = Linearisation(Stopped().double()), random(5, 3)
+    v = random(2, network.num_parameters)
+    expected = torch.einsum("ncp,kp->knc", network.jacobian(x), v)
+    assert_close(network.jvp(x, v), expected)
+    assert_close(network.jvp(x, v[:1]), expected[:1])
+    assert torch._C._is_fwd_grad_enabled()
+
+
+def test_a_notice_is_given_once_and_names_operation_and_module() -> None:
+    class Written(nn.Module):
+        """Writes what depends on the weights into memory that does not, which `vmap` refuses."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            return h * float(h.sum() > 1e9) + torch.tanh(h) if bool(torch.isfinite(h).all()) else h
+
+    module = nn.Sequential(Cubed(), Written()).double()
+    network, x = Linearisation(module), random(5, 3)
+    v = random(2, network.num_parameters)
+    with pytest.warns(
+        UserWarning, match=r"of Sequential has no forward derivative.*in `0`, a Cubed: `return Cube.apply\("
+    ):
+        first = network.jvp(x, v)
+    assert_close(network.jvp(x, v), first)  # said once
+    u = random(2, 5, 2)
+    assert_close((first * u).sum((1, 2)), (network.vjp(x, u) * v).sum(1))
+
+
+def test_routing_that_depends_on_data_is_that_of_each_datum() -> None:
+    network, x = Linearisation(Mixture().double()), random(6, 3)
+    v = random(2, network.num_parameters)
+    with pytest.warns(
+        UserWarning, match="Jacobians of Mixture take one datum at a time, which is slower: .*in a Mixture"
+    ):
+        J = network.jacobian(x)
+    assert_close(network.jvp(x, v), torch.einsum("ncp,kp->knc", J, v))
+
+
+class Cubed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Cube.apply(self.scale * x)
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * g
+
+
+class Opaque(torch.autograd.Function):
+    """No forward derivative, and a reverse one that cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x**2
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        return g
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Opaque.apply(self.linear(x))
+
+
+class Tokens(nn.Module):
+    """Convolution, layer, and attention to positions: cotangents of the layer are those of a transposition."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.layer, self.head = nn.Conv2d(2, 3, 2), layer, nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(self.conv(x)).flatten(2).transpose(1, 2)
+        return self.head(torch.softmax(h @ h.mT, -1) @ h).mean(1)
+
+
+class OfTorch(nn.Module):
+    """The same norms by the functions of `torch`, not of `torch.nn.functional`."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.instance = norm, isinstance(norm, nn.InstanceNorm2d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm
+        func = torch.instance_norm if self.instance else torch.batch_norm
+        return func(x, n.weight, n.bias, n.running_mean, n.running_var, n.running_mean is None, 0.1, n.eps, True)
+
+
+_NORMS = [
+    nn.BatchNorm2d(3),
+    nn.BatchNorm2d(3, affine=False),
+    nn.InstanceNorm2d(3),
+    nn.InstanceNorm2d(3, affine=True, track_running_stats=True),
+    OfTorch(nn.BatchNorm2d(3)),
+    OfTorch(nn.InstanceNorm2d(3)),
+    nn.PReLU(3),
+    nn.PReLU(),
+]
+
+
+@pytest.mark.parametrize("layer", _NORMS, ids=[f"{layer}".replace("\n", "") for layer in _NORMS])
+@pytest.mark.parametrize("num", [1, 3])
+def test_layers_whose_derivatives_torch_has_wrong_in_some_layouts(layer: nn.Module, num: int) -> None:
+    module, x = Tokens(copy.deepcopy(layer)).double(), random(num, 2, 4, 4)
+    generator = torch.Generator().manual_seed(0)
+    for value in (p for p in module.layer.state_dict().values() if p.is_floating_point()):
+        value.uniform_(0.2, 2, generator=generator)
+    network = Linearisation(module)
+    J = by_differences(module.eval(), x)  # autograd itself is wrong
+    v, u = random(2, network.num_parameters), random(2, num, 2)
+    close = {"rtol": 1e-6, "atol": 1e-8}
+    assert_close(network.jvp(x, v), torch.einsum("ncp,kp->knc", J, v), **close)
+    assert_close(network.vjp(x, u), torch.einsum("knc,ncp->kp", u, J), **close)
+    assert_close(network.vjp(x, u, graph=True), torch.einsum("knc,ncp->kp", u, J), **close)
+    assert_close(network.vjp_each(x, u[0]), torch.einsum("nc,ncp->np", u[0], J), **close)
+    assert_close(network.jacobian(x), J, **close)
+
+
+@torch.no_grad()
+def by_differences(module: nn.Module, x: Tensor, step: float = 1e-6) -> Tensor:
+    """The Jacobian in the weights by central differences, `[N, C, P]`."""
+    weights = nn.utils.parameters_to_vector(module.parameters())
+
+    def outputs(w: Tensor) -> Tensor:
+        nn.utils.vector_to_parameters(w, module.parameters())
+        return module(x)
+
+    moved = [
+        (outputs(weights + e) - outputs(weights - e)) / (2 * step) for e in step * torch.eye(len(weights)).double()
+    ]
+    nn.utils.vector_to_parameters(weights, module.parameters())
+    return torch.stack(moved, dim=-1)
+
+
+SAID = "Jacobians of Sequential take one datum at a time, which is slower: torch's derivatives of many .* are wrong"
+
+
+@pytest.mark.parametrize("each", [True, False])
+def test_a_rule_for_many_data_that_is_wrong_is_not_taken(each: bool) -> None:
+    module = nn.Sequential(mlp(), Doubled()).double()
+    network, x = Linearisation(module), random(4, 3)
+    u, J = random(4, 2), 2 * Linearisation(module[0]).jacobian(x)  # pyright: ignore
+    whole = Linearisation(copy.deepcopy(module))
+    network.vjp_each(x, 0 * u)  # says nothing
+    with pytest.warns(UserWarning, match=SAID):
+        found = network.vjp_each(x, u) if each else network.jacobian(x)
+    assert_close(found, torch.einsum("nc,ncp->np", u, J) if each else J)
+    assert_close(network.jacobian(x), J)  # without another notice
+    assert network.products == {"jvp": 0, "vjp": 16 if each else 20}
+    with pytest.warns(UserWarning, match=SAID):
+        whole.with_names(["0.2.bias"]).jacobian(x)
+
+
+def test_a_rule_that_is_wrong_for_a_few_weights_or_data() -> None:
+    x, u = random(4, 3), random(4, 2)
+    module = nn.Sequential(mlp(), Doubled(from_=1)).double()
+    J = 2 * Linearisation(module[0]).jacobian(x)  # pyright: ignore
+    with pytest.warns(UserWarning, match=SAID):
+        rows = Linearisation(module).jacobian(x)  # wrong for the second output
+    assert_close(rows, J)
+    with pytest.warns(UserWarning, match=SAID):
+        each = Linearisation(module).vjp_each(x, u)  # wrong for all data but one
+    assert_close(each, torch.einsum("nc,ncp->np", u, J))
+    mixed = nn.Sequential(nn.Linear(3, 4), Doubled(), nn.Linear(4, 2)).double()
+    head = Linearisation(mixed).with_names(["2.weight"])
+    head.jacobian(x)  # which is right, and tells nothing of the others
+    with pytest.warns(UserWarning, match=SAID):
+        head.with_names(["0.weight"]).jacobian(x)
+
+
+def test_rows_are_compared_once_and_not_in_transforms() -> None:
+    network, x = Linearisation(mlp().double()), random(4, 3)
+    expected = network.jacobian(x)
+    network = Linearisation(network.module)
+    # cannot look at values
+    assert_close(torch.vmap(lambda x: network.jacobian(x[None], graph=True)[0])(x), expected)
+    calls = []
+    network.module.register_forward_hook(lambda *_: calls.append(1))
+    taken = []
+    for _ in range(3):
+        before = len(calls)
+        network.jacobian(x)
+        taken.append(len(calls) - before)
+    assert taken[0] > taken[1] == taken[2] == 2  # the number of outputs, and all data at once
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_honest_networks_in_low_precision_go_on_together(dtype: torch.dtype) -> None:
+    for seed in range(4):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            layers = [nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.InstanceNorm1d(4), nn.PReLU()) for _ in range(12)]
+            module = nn.Sequential(nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 4, 1), *layers, nn.Flatten(), nn.Linear(32, 2))
+            Linearisation(module.to(dtype)).jacobian(torch.randn(5, 8).to(dtype))  # a notice would be an error
+
+
+def test_what_differs_by_rounding_only_is_taken() -> None:
+    network = Linearisation(nn.Sequential(mlp(), Doubled(float64=False)).float())
+    network.jacobian(random(4, 3).float())  # a notice would be an error
+    network.vjp_each(random(4, 3).float(), random(4, 2).float())
+    assert network._ways.data_together
+
+
+def test_columns_by_forward_mode_tell_nothing_of_rows() -> None:
+    module, x = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 5), Doubled()).double(), random(4, 1)
+    network = Linearisation(module, ["0.*"])
+    J = network.jacobian(x)
+    with pytest.warns(UserWarning, match=SAID):
+        rows = network.jacobian(x, graph=True)
+    assert_close(rows.detach(), J)
+
+
+def test_what_the_comparison_meets_has_no_effect() -> None:
+    network, x = Linearisation(mlp()), random(4, 3)
+    expected = network.jacobian(x)
+    other = Linearisation(network.module)
+    with torch.autograd.forward_ad.dual_level():  # where forward mode cannot be nested
+        assert_close(other.jacobian(x, graph=True), expected)
+    assert_close(other.jvp(x, torch.eye(26).double()), expected.permute(2, 0, 1))  # without a notice
+    single = Linearisation(nn.Sequential(mlp(), Doubled(from_=1)).double())
+    single.vjp_each(x[:1], random(1, 2))  # which is right, and tells nothing of more data
+    with pytest.warns(UserWarning, match=SAID):
+        single.vjp_each(x, random(4, 2))
+
+
+def test_batch_norm_of_one_number_a_channel_is_left_to_torch() -> None:
+    class Raw(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.batch_norm(x, None, None, self.weight, None, training=True)
+
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        Linearisation(Raw()).jvp(torch.ones(1, 4), torch.ones(1, 4))
+
+
+def test_norms_in_half_precision_do_not_overflow() -> None:
+    module, x = nn.Sequential(nn.InstanceNorm1d(3), nn.Flatten(), nn.Linear(24, 2)).half(), 600 * random(4, 3, 8)
+    v = random(2, 50)
+    found = Linearisation(module).jvp(x.half(), v.float())
+    assert_close(found.double(), Linearisation(copy.deepcopy(module).double()).jvp(x, v), rtol=0.02, atol=0.02)
+
+
+def test_types_under_autocast_are_those_of_torch() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm, self.act = nn.Linear(3, 4), nn.LayerNorm(4), nn.PReLU(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            return torch.zeros_like(h).index_add(0, torch.arange(len(x)), self.act(self.norm(h).float()))
+
+    network = Linearisation(Pooled(), autocast=torch.bfloat16)
+    assert bool(network.jvp(random(4, 3).float(), torch.ones(1, network.num_parameters)).isfinite().all())
+
+
+def test_prelu_at_zero_has_the_derivative_of_torch() -> None:
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.PReLU(init=0.3)).double()
+    nn.init.eye_(module[0].weight)  # pyright: ignore
+    x = torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
+    network = Linearisation(module)
+    expected = torch.stack([torch.stack(rows) for rows in zip(*[iter(gradients(module, x))] * 2, strict=True)])
+    assert_close(network.jacobian(x), expected)
+    assert_close(network.jvp(x, torch.eye(5).double()), expected.permute(2, 0, 1))
+
+
+def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
+    weights = list(module.parameters())
+    grads = [torch.autograd.grad(f, weights, retain_graph=True) for f in module(x).reshape(-1)]
+    return [torch.cat([g.reshape(-1) for g in grad]) for grad in grads]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(3), nn.InstanceNorm2d(3, affine=True), nn.PReLU(3)])
+def test_exported_networks(norm: nn.Module) -> None:
+    module, x = Tokens(copy.deepcopy(norm)).double().eval(), random(4, 2, 4, 4)
+    exported = torch.export.export(module, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},)).module()
+    found = Linearisation(exported).jacobian(x)
+    assert_close(found, by_differences(module, x), rtol=1e-6, atol=1e-8)
+
+
+class Doubled(nn.Module):
+    """`2x`, whose pullback under `vmap` is that of `3x`, from one of the data or cotangents on; or in float32 only."""
+
+    def __init__(self, from_: int = 0, *, float64: bool = True) -> None:
+        super().__init__()
+        self.from_, self.float64 = from_, float64
+
+    def forward(self, x: Tensor) -> Tensor:
+        right = x.dtype == torch.float64 and not self.float64
+        return Double.apply(x, 10**9 if right else self.from_)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(x, from_):
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.from_ = inputs[1]
+
+    @staticmethod
+    def vmap(info, in_dims, x, from_):
+        return Double.apply(x.movedim(in_dims[0], 0), from_), 0
+
+    @staticmethod
+    def backward(ctx, g):
+        return Pullback.apply(g, ctx.from_), None
+
+    @staticmethod
+    def jvp(ctx, t, _):
+        return 2 * t
+
+
+class Pullback(Double):
+    @staticmethod
+    def vmap(info, in_dims, g, from_):
+        g = g.movedim(in_dims[0], 0)
+        right = torch.arange(len(g)).reshape(-1, *[1] * (g.dim() - 1)) < from_
+        return torch.where(right, 2 * g, 3 * g), 0
+
+
+def test_where_nothing_works_an_error_names_operation_and_module() -> None:
+    network = Linearisation(nn.Sequential(nn.Linear(3, 3), Failing()).double())
+    said = r"has no Jacobian-vector product. By forward mode.*in `1`, a Failing: `return Opaque.apply\("
+    with pytest.raises(RuntimeError, match=said):
+        network.jvp(random(4, 3), random(2, network.num_parameters))
+
+
+def test_where_only_vmap_fails_vectors_go_one_by_one_and_it_is_said_once() -> None:
+    network, x = Linearisation(nn.Sequential(mlp(), Fourth()).double()), random(4, 3)
+    v = random(3, network.num_parameters)
+    said = r"Jacobian-vector product of Sequential takes one vector at a time, which is slower: .* in `1`, a Fourth"
+    with pytest.warns(UserWarning, match=said):
+        found = network.jvp(x, v)
+    with pytest.warns(UserWarning, match="take one datum at a time"):
+        expected = torch.einsum("ncp,kp->knc", network.jacobian(x), v)
+    assert_close(found, expected)
+    assert_close(network.jvp(x, v), expected)  # without another notice
+
+
+class Fourth(nn.Module):
+    """`x⁴` by an operation with both derivatives, which `vmap` does not know."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return FourthPower.apply(x)
+
+
+class FourthPower(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return x**4
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        return 4 * ctx.saved_tensors[0] ** 3 * g
+
+    @staticmethod
+    def jvp(ctx, t):
+        return 4 * ctx.saved_tensors[0] ** 3 * t
+
+
+class Unreliable(nn.Module):
+    """Raises an error of its own at some calls."""
+
+    def __init__(self, *failures: int) -> None:
+        super().__init__()
+        self.body, self.calls, self.failures = mlp(), [], failures
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(len(x))
+        if len(self.calls) - 1 in self.failures:
+            raise RuntimeError("the sensor is switched off")
+        return self.body(x)
+
+
+PRODUCTS = {
+    "jvp of many": lambda network, x: network.jvp(x, random(3, network.num_parameters)),
+    "jvp of one": lambda network, x: network.jvp(x, random(1, network.num_parameters)),
+    "ggn of one": lambda network, x: network.ggn(x, random(1, network.num_parameters), lambda u: u),
+    "vjp": lambda network, x: network.vjp(x, random(3, 4, 2)),
+    "vjp of each": lambda network, x: network.vjp_each(x, random(4, 2)),
+    "jacobian": lambda network, x: network.jacobian(x),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("failures", [(0,), range(100)], ids=["once", "always"])
+def test_an_error_of_the_network_itself_is_shown_and_no_other_way_is_taken(name: str, failures) -> None:
+    x, unreliable = random(4, 3), Unreliable(*failures)
+    network = Linearisation(unreliable)
+    with pytest.raises(RuntimeError, match=r"^the sensor is switched off$"):
+        PRODUCTS[name](network, x)
+    unreliable.failures = ()
+    assert_close(PRODUCTS[name](network, x), PRODUCTS[name](Linearisation(unreliable.body), x))  # without a notice
+
+
+def test_wrappers_are_taken_off() -> None:
+    model = mlp()
+    for wrapped in (torch.compile(model), nn.DataParallel(model), torch.compile(nn.DataParallel(model))):
+        network = Linearisation(wrapped)
+        assert network.module is model
+        assert network.names == ["0.weight", "0.bias", "2.weight", "2.bias"]
+        assert_close(network(random(4, 3)), model(random(4, 3)), rtol=0, atol=0)
+
+
+def test_a_part_that_is_compiled_runs_without_its_compiler() -> None:
+    plain = mlp()
+    network, x = Linearisation(nn.Sequential(plain[0], torch.compile(plain[1:]))), random(4, 3)
+    assert_close(network.jacobian(x), Linearisation(plain).jacobian(x))
+    assert_close(network.jvp(x, random(2, 26)), Linearisation(plain).jvp(x, random(2, 26)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_distributed_data_parallel_is_taken_off(tmp_path) -> None:
+    model, x = mlp(), random(4, 3)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        network = Linearisation(nn.parallel.DistributedDataParallel(model))
+        assert network.module is model
+        assert network.names == Linearisation(model).names
+        v = random(2, network.num_parameters)
+        assert_close(network.jvp(x, v), Linearisation(model).jvp(x, v), rtol=0, atol=0)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_traced_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"of torch.jit, which has no Jacobian products. Pass the module that was"):
+        Linearisation(torch.jit.trace(mlp(), random(4, 3)))
+    with pytest.raises(TypeError, match=r"needs a torch.nn.Module, but got function"):
+        Linearisation(lambda x: x)  # pyright: ignore
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_scripted_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"which has no Jacobian products. Pass the module that was scripted"):
+        Linearisation(torch.jit.script(mlp()))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantised_network_is_refused() -> None:
+    module = torch.ao.quantization.quantize_dynamic(mlp().float(), {nn.Linear})
+    with pytest.raises(
+        ValueError, match=r"none is random\. Its layers \['Linear'.*\] are quantised and have none: pass"
+    ):
+        Linearisation(module)
+
+
+class Force(nn.Module):
+    """The gradient of an energy in the inputs."""
+
+    def __init__(self, itself: bool) -> None:
+        super().__init__()
+        self.energy, self.itself = mlp(), itself
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad() if self.itself else nullcontext():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*which is slower")
+def test_networks_that_differentiate() -> None:
+    x, network = random(4, 3), Linearisation(Force(True))
+    v, u = random(2, network.num_parameters), random(2, 4, 3)
+    assert_close((network.jvp(x, v) * u).sum((1, 2)), (network.vjp(x, u) * v).sum(1))
+    assert_close(torch.einsum("ncp,kp->knc", network.jacobian(x), v), network.jvp(x, v))
+    with pytest.raises(
+        RuntimeError, match=r"Force differentiates in its forward.* Put `with torch.enable_grad\(\):` ar"
+    ):
+        Linearisation(Force(False))(x)
+
+
+def test_nothing_is_said_of_what_torch_imports() -> None:
+    code = "import torch; from laplace_sampling.networks.linearisation import Linearisation as L; "
+    code += "n = L(torch.nn.Linear(2, 1)); "
+    code += "n.jvp(torch.ones(3, 2), torch.ones(2, 3)); n.vjp(torch.ones(3, 2), torch.ones(2, 3, 1))"
+    for before in ("", "import torch; torch.inference_mode(True).__enter__(); "):
+        run = [sys.executable, "-W", "error::FutureWarning", "-W", "error::DeprecationWarning", "-c"]
+        subprocess.run([*run, before + code], check=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("num", [1, 2])
+def test_weights_before_a_quantised_layer_are_refused(num: int) -> None:
+    body = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    module, x = torch.ao.quantization.quantize_dynamic(body, {"2"}), torch.randn(4, 3)
+    network, after = Linearisation(module), Linearisation(module, "4.*")
+    with pytest.raises(
+        ValueError,
+        match=r"outputs of Sequential depend on random weights by `quantized::linear_dynamic`, which torch does not",
+    ):
+        network.ggn(x, torch.ones(num, network.num_parameters), lambda u: u)
+    head = Linearisation(module[4])
+    v, hidden = torch.ones(num, 8), module[:4](x).detach()
+    assert_close(after.ggn(x, v, lambda u: u), head.ggn(hidden, v, lambda u: u))
+
+
+class Attention(nn.Module):
+    """Self-attention and a linear layer of sequences `[N, T, 4]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.linear = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.attention(x, x, x, need_weights=False)[0]).mean(1)
+
+
+def test_tangents_of_linear_layers_are_not_repeated_for_each_index_of_a_sequence() -> None:
+    num, length, K = 40, 7, 5
+    network, x = Linearisation(Attention().double()), random(num, length, 4)
+    v = random(K, network.num_parameters)
+    expected = DenseFeatures(network.jacobian(x)).jvp(v, torch.arange(num))
+    with TensorBytes() as made:
+        assert_close(network.jvp(x, v), expected)
+    # that of a weight for each datum takes four times as much
+    assert max(made.sizes) <= K * num * length * 64 * x.element_size()
+    before = F.linear
+    with pytest.raises(AssertionError, match="expecting embedding dimension of 4"):
+        network.jvp(random(num, length, 3), v)
+    assert F.linear is before
+
+
+@pytest.mark.parametrize(("width", "chunk_size", "calls"), [(2, 16, 1), (2, 1, 2), (2**16, 16, 2), (2**17, 2, 3)])
+def test_vectors_go_together_while_caches_hold_them(width: int, chunk_size: int, calls: int) -> None:
+    seen = []
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(random(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(1)
+            return (x @ self.weight)[:, None].expand(-1, width).contiguous().mean(1)  # 4 MiB, or 8, if wide
+
+    network, x, v = Linearisation(Counted(), chunk_size=chunk_size), random(8, 3), random(6, 3)
+    assert_close(network.jvp(x, v), (v @ x.mT)[:, :, None])
+    seen.clear()
+    assert_close(network.jvp(x, v), (v @ x.mT)[:, :, None])
+    assert len(seen) == calls
+
+
+def test_groups_of_rows_are_multiplied_by_their_matrices() -> None:
+    rows, weights, ends = random(7, 4).float(), random(3, 4, 8).float(), torch.tensor([2, 2, 6], dtype=torch.int32)
+    expected = torch._grouped_mm(rows, weights, offs=ends)  # pyright: ignore
+    with forward_mode_kernels():
+        found = torch._grouped_mm(rows, weights, offs=ends)  # pyright: ignore
+    assert_close(found, torch.cat([rows[:2] @ weights[0], rows[2:6] @ weights[2], torch.zeros(1, 8)]))
+    assert_close(found[:6], expected[:6])
+
+
+def test_other_errors() -> None:
+    constant = nn.Sequential(mlp(), nn.Threshold(1e9, 0.0))
+    detached = Linearisation(Detached().double())
+    with pytest.raises(ValueError, match="depend on none of the random weights"):
+        detached.vjp(random(4, 3), random(1, 4, 2))
+    assert not Linearisation(constant).vjp(random(4, 3), random(1, 4, 2)).any()
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_embeddings_that_change_their_weights_are_refused_before_they_do(layer) -> None:
+    module = nn.Sequential(layer(5, 2, max_norm=0.1), nn.Flatten())
+    with pytest.raises(
+        ValueError, match=rf"`0` of the model is an `nn.{layer.__name__}\(max_norm=...\)`, which changes"
+    ):
+        Linearisation(module)
+
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.ones(5, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            function = getattr(nn.functional, "embedding" if layer is nn.Embedding else "embedding_bag")
+            return function(x, self.table, max_norm=0.1).flatten(1)
+
+    with pytest.raises(ValueError, match=rf"`nn.{layer.__name__}\(max_norm=...\)` changes its weights in the forward"):
+        Linearisation(Functional()).jvp(torch.tensor([[1, 2]]), torch.zeros(1, 10))
+
+
+def assert_products_are_of(J: Tensor, network: Linearisation, x) -> None:
+    v, u = random(2, J.shape[2]), random(2, *J.shape[:2])
+    Jv, Ju = torch.einsum("ncp,kp->knc", J, v), torch.einsum("ncp,knc->kp", J, u)
+    assert_close(network.jvp(x, v), Jv)
+    assert_close(network.jvp(x, v[:1]), Jv[:1])
+    assert_close(network.vjp(x, u), Ju)
+    assert_close(network.vjp_each(x, u[0]).sum(0), Ju[0])
+    assert_close(network.ggn(x, v[:1], lambda u: 2 * u), 2 * torch.einsum("ncp,knc->kp", J, Jv[:1]))
+    assert_close(network.jacobian(x), J)
+
+
+def test_the_row_of_padding_has_no_derivative_and_gradients_are_not_scaled() -> None:
+    x = torch.tensor([[1, 2, 0], [3, 3, 3], [0, 0, 4]])
+    for settings in ({"padding_idx": 0}, {"padding_idx": -5}, {"scale_grad_by_freq": True}, {"sparse": True}):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            module = nn.Sequential(nn.Embedding(5, 2, **settings), nn.Tanh(), nn.Flatten(), nn.Linear(6, 2)).double()
+        plain = nn.Sequential(nn.Embedding(5, 2), *module[1:]).double()
+        plain[0].load_state_dict(module[0].state_dict())
+        J = reference.jacobian(plain, x)
+        if "padding_idx" in settings:
+            J[..., :2] = 0
+        assert_products_are_of(J, Linearisation(module), x)
+
+
+def test_the_row_of_padding_has_one_where_its_weights_are_tied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(5, 3, padding_idx=0), nn.Linear(3, 5, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.table(x).mean(1).tanh())
+
+    model, x = Tied().double(), torch.tensor([[1, 2, 0], [3, 3, 3], [0, 0, 4]])
+    assert_products_are_of(reference.jacobian(model, x), Linearisation(model), x)
+
+
+class InPlace(nn.Module):
+    """Standardises its inputs in place."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.body, self.in_place = mlp(), in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.in_place else x.clone()
+        x.mul_(2.0)
+        x -= x.mean(1, keepdim=True)
+        return self.body(x)
+
+
+@pytest.mark.parametrize("form", ["tensor", "tuple", "keyword"])
+def test_networks_that_change_their_inputs_in_place(form: str) -> None:
+    model, plain, x = InPlace(True), InPlace(False), random(4, 3)
+    plain.load_state_dict(model.state_dict())
+    given = {"tensor": x.clone(), "tuple": (x.clone(),), "keyword": {"x": x.clone()}}[form]
+    network = Linearisation(model)
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(network(given), plain(x))
+        assert_products_are_of(reference.jacobian(plain, x), network, given)
+    assert torch.equal(batched(given)[0][0], x)
+
+
+def test_what_a_forward_pass_writes_to_lists_dictionaries_and_sets_is_undone() -> None:
+    class Collecting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.seen, self.cache, self.sizes = mlp(), ["first"], {"kept": 1, "written": 2}, {0}
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.body(x)
+            self.seen[0] = self.seen.append(h)
+            self.cache["h"], self.cache["written"] = h, 3
+            self.sizes.add(len(x))
+            return h
+
+    model, x = Collecting(), random(4, 3)
+    held = model.seen, model.cache, model.sizes
+    network = Linearisation(model)
+    network(x)
+    network.jvp(x, random(2, 26))
+    network.vjp(x, random(2, 4, 2))
+    network.jacobian(x)
+    assert (model.seen, model.cache, model.sizes) == (["first"], {"kept": 1, "written": 2}, {0})
+    assert all(a is b for a, b in zip(held, (model.seen, model.cache, model.sizes), strict=True))
+
+
+def test_a_ggn_product_through_a_checkpoint() -> None:
+    """Whose part is run again in the pullback, then without dual numbers."""
+    model, x = Checkpointed().double(), random(4, 3)
+    plain = nn.Sequential(*model.body, model.head)
+    J, network = reference.jacobian(plain, x), Linearisation(model)
+    v, u = random(1, 26), random(1, 4, 2)
+    for _ in range(2):
+        expected = torch.einsum("ncp,ncq,kq->kp", J, J, v)
+        assert_close(network.ggn(x, v, lambda u: u), expected)
+        assert_close(network.vjp(x, u), torch.einsum("ncp,knc->kp", J, u))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_attention_from_scores_of_the_users_own() -> None:
+    """`flex_attention`, which is not known to forward derivatives."""
+
+    class Flexible(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 12)
+
+        def forward(self, x: Tensor, function=flex_attention) -> Tensor:
+            q, k, v = self.linear(x).reshape(len(x), -1, 3, 4).transpose(1, 2).chunk(3, 1)
+            return function(q.contiguous(), k.contiguous(), v.contiguous()).flatten(1)
+
+    network, x = Linearisation(Flexible().double()), random(2, 3, 4)
+    with pytest.raises(RuntimeError, match=r"Flexible has no Jacobian-vector product. By forward mode: .*Flexible"):
+        network.jvp(x, random(2, network.num_parameters))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_parts_that_cannot_be_differentiated_are_named() -> None:
+    with pytest.raises(TypeError, match=r"`0` of the model is a .* of torch.jit, .* Put the module that was scripted"):
+        Linearisation(nn.Sequential(torch.jit.script(nn.Linear(3, 4)), nn.Linear(4, 2)))
+    with pytest.raises(
+        ValueError, match=r"`0` of the model is a LazyLinear without weights as yet: run the model on a"
+    ):
+        Linearisation(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)))
+    with pytest.raises(ValueError, match=r"`weight` of 1 is on the device 'meta', which holds no numbers"):
+        Linearisation(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2, device="meta")))
+    with torch.inference_mode():
+        made = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
+    with pytest.raises(
+        ValueError, match=r"`weight` of 0 was made in `torch.inference_mode\(\)`.*`copy.deepcopy\(model\)`"
+    ):
+        Linearisation(made)
+    copied, x = copy.deepcopy(made), random(4, 3)
+    assert_close(Linearisation(copied).jacobian(x), reference.jacobian(copied.eval(), x))
+
+
+class Detached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).detach()
+
+
+def test_a_row_of_padding_counted_from_the_end() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(random(5, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.embedding(x, self.table, padding_idx=-1).flatten(1)
+
+    x, network = torch.tensor([[0, 4], [4, 3]]), Linearisation(Table())
+    moved = network.jvp(x, torch.ones(1, 10, dtype=torch.float64))[0]
+    assert_close(moved, torch.tensor([[1.0, 1, 0, 0], [0, 0, 1, 1]], dtype=torch.float64))

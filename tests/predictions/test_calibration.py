@@ -1,0 +1,227 @@
+"""Scales of the posterior from held-out data, and from the training data left out one at a time."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy.optimize import minimize_scalar
+from torch import Tensor
+from torch.testing import assert_close
+
+from laplace_sampling.likelihoods.composite import weighted
+from laplace_sampling.likelihoods.likelihood import Bernoulli, Categorical
+from laplace_sampling.predictions import calibration
+from laplace_sampling.predictions.calibration import (
+    held_out_classification,
+    held_out_regression,
+    label_losses,
+    leave_one_out_scale,
+    left_out_outputs,
+)
+from laplace_sampling.predictions.leave_one_out import leave_one_out
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+LABELS = {
+    "a class": Categorical(),
+    "classes of pixels": Categorical(class_dim=1, shape=(3, 2, 2)),
+    "classes of tokens": Categorical(class_dim=-1, shape=(4, 3)),
+    "zeros and ones": Bernoulli(),
+}
+
+
+def drawn_labels(kind: str) -> Tensor:
+    """Of seven data with twelve outputs; some are ignored."""
+    if kind == "a class":
+        return torch.arange(7) % 12
+    if kind == "zeros and ones":
+        return (normal(7, 12) > 0).double()
+    labels = torch.randint(3, (7, 4), generator=torch.Generator().manual_seed(0))
+    labels[0, 1] = labels[3, :3] = -100
+    return labels.reshape(7, 2, 2) if "pixels" in kind else labels
+
+
+def by_label(kind: str, f: Tensor) -> Tensor:
+    """Logits `[N, S, c]` of `S` labels, without what their probabilities do not depend on."""
+    if kind == "zeros and ones":
+        return f[..., None]
+    f = {"a class": f[:, None], "classes of pixels": f.reshape(7, 3, 4).mT}.get(kind, f.reshape(7, 4, -1))
+    return f - f.mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("num", [40, 4])
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("kind", LABELS)
+def test_outputs_left_out_are_those_of_the_linear_model_at_the_size_of_the_network(
+    kind: str, weights: bool, num: int
+) -> None:
+    """For fewer samples than outputs too; `leave_one_out` has the `C × C` covariances of the same samples."""
+    likelihood, y = LABELS[kind], drawn_labels(kind)
+    if weights:
+        likelihood, y = weighted(likelihood, y, torch.arange(7) / 7 + 0.2)
+    f, h, d = normal(7, 12, seed=1), normal(7, 12, seed=2), 0.3 * normal(num, 7, 12, seed=3)
+    covariance = torch.einsum("knc,knd->ncd", d, d) / num
+    expected = by_label(kind, leave_one_out(likelihood, y, h, h, covariance).mean)
+    found, own = (by_label(kind, v) for v in (left_out_outputs(likelihood, y, f, h, d), f))
+    direction = expected / expected.norm(dim=-1, keepdim=True)
+    assert_close(found, 1.25 * own.norm(dim=-1, keepdim=True) * direction)
+
+
+@pytest.mark.parametrize("kind", ["classes of pixels", "classes of tokens", "zeros and ones"])
+def test_labels_of_a_datum_are_scored_one_by_one(kind: str) -> None:
+    """As though each were a datum; ignored ones are worth nothing, and a datum of weight 2 is there twice."""
+    likelihood, y = LABELS[kind], drawn_labels(kind)
+    f, d = normal(7, 12, seed=1), normal(5, 7, 12, seed=3)
+    found = label_losses(likelihood, y, f, d, 2.0)
+    samples = torch.cat([f + math.sqrt(2) * d, f - math.sqrt(2) * d])
+    expected = torch.zeros_like(found)
+    for n, s in torch.cartesian_prod(torch.arange(7), torch.arange(found.shape[1])).tolist():
+        label = y.reshape(7, -1)[n, s]
+        if kind == "zeros and ones":
+            p = (samples[:, n, s] * (2 * label - 1)).sigmoid()
+        elif int(label) < 0:
+            continue
+        else:
+            logits = (
+                samples[:, n].reshape(-1, 3, 4)[..., s] if "pixels" in kind else samples[:, n].reshape(-1, 4, 3)[:, s]
+            )
+            p = logits.softmax(-1)[:, label]
+        expected[n, s] = -p.mean().log()
+    assert_close(found, expected)
+    twice = weighted(likelihood, y, torch.full((7,), 2.0))
+    assert_close(label_losses(*twice, f, d, 2.0), 2 * expected)
+
+
+NUM = 3000
+
+
+def overlapping(size: float, num: int = NUM) -> tuple[Tensor, Tensor]:
+    """Labels drawn from the softmax of logits, and these logits times a factor."""
+    logits = 2 * normal(num, 3)
+    y = torch.distributions.Categorical(logits=logits).sample()
+    return y, size * logits
+
+
+def test_overconfident_networks_keep_their_error_bars_and_cautious_ones_lose_them() -> None:
+    """On logits that leaving a datum out hardly changes; a margin of 1.25 makes of 0.8 the right size."""
+    torch.manual_seed(0)
+    deviations = normal(32, NUM, 3, seed=5)
+    scales = {}
+    for size in (0.2, 0.8, 4.0):
+        y, logits = overlapping(size)
+        scales[size] = leave_one_out_scale(Categorical(), y, logits, 100 * logits, deviations)
+    assert scales[0.2] == pytest.approx(0.01)
+    assert scales[0.8] <= 0.1 + 1e-9
+    # 1.25 · 4 = √(1 + πτ/8), up to the grid's steps of 1.8
+    assert scales[4.0] == pytest.approx(61, rel=0.35)
+
+
+def test_scale_and_temperature_of_held_out_labels() -> None:
+    """Logits four times too large: a temperature of four, up to the error of the labels; without error bars."""
+    torch.manual_seed(0)
+    y, logits = overlapping(4.0)
+    found = held_out_classification(Categorical(), y, logits, 1e-6 * normal(32, NUM, 3, seed=5))
+    assert found.temperature == pytest.approx(4.0, rel=0.1)
+    # where labels vary more than the network says, and the error bars know where, these are scaled to it
+    varies = (torch.arange(NUM) % 2)[:, None].double()
+    logits = 2 * normal(NUM, 3, seed=7)
+    y = torch.distributions.Categorical(logits=logits + 3 * varies * normal(NUM, 3, seed=6)).sample()
+    found = held_out_classification(Categorical(), y, logits, varies * normal(32, NUM, 3, seed=5))
+    assert found.scale == pytest.approx(9.0, rel=0.35)
+    assert found.temperature == pytest.approx(1.0, rel=0.15)
+
+
+def test_scale_and_noise_of_held_out_targets() -> None:
+    """Errors of variance `4 v + 0.25` where `v` varies: both factors are found, up to their error for 20,000 data."""
+    v = torch.logspace(-2, 1, 20_000, dtype=torch.float64)[:, None]
+    targets = (4 * v + 0.25).sqrt() * normal(20_000, 1)
+    found = held_out_regression(targets, torch.zeros_like(v), v[..., None], torch.ones_like(v))
+    assert found.scale == pytest.approx(4.0, rel=0.1)
+    assert found.noise == pytest.approx(0.25, rel=0.1)
+    assert found.temperature == 1.0
+
+
+def test_binary_labels() -> None:
+    logits = 2 * normal(NUM, 1)
+    y = (torch.rand(NUM, 1, generator=torch.Generator().manual_seed(1)).double() < logits.sigmoid()).double()
+    found = held_out_classification(Bernoulli(), y, 3 * logits, 1e-6 * normal(8, NUM, 1))
+    assert found.temperature == pytest.approx(3.0, rel=0.15)
+    assert math.isfinite(leave_one_out_scale(Bernoulli(), y, 3 * logits, logits, normal(8, NUM, 1)))
+
+
+@pytest.mark.parametrize("num", [10, 1000])
+def test_few_labels_without_an_error_do_not_take_the_temperature_to_zero(num: int) -> None:
+    logits = torch.tensor([[2.0, 0.0], [0.0, 2.0]], dtype=torch.float64).repeat(num // 2, 1)
+    y, deviations = logits.argmax(1), 1e-6 * normal(8, num, 2)
+    T = held_out_classification(Categorical(), y, logits, deviations).temperature
+    # N d/d(log T) softplus(−2/T) = −log T / 0.1², the prior's slope
+    assert num * 2 / T / (1 + math.exp(2 / T)) == pytest.approx(-100 * math.log(T), rel=1e-3)
+    assert T < 1
+
+
+def test_labels_of_a_network_that_is_not_sure_enough() -> None:
+    """Logits half as large as they should be, and no error bars: many labels say so."""
+    torch.manual_seed(0)
+    y, logits = overlapping(0.5)
+    found = held_out_classification(Categorical(), y, logits, 1e-6 * normal(8, len(y), 3, seed=5))
+    alone = minimize_scalar(
+        lambda t: float(F.cross_entropy(logits / math.exp(t), y, reduction="sum")) + 50 * t**2, bounds=(-3, 0)
+    )
+    assert found.temperature == pytest.approx(math.exp(alone.x), rel=1e-3)
+    assert found.temperature < 0.75
+
+
+def test_a_temperature_does_not_take_back_what_the_error_bars_widen() -> None:
+    """Labels of a network that is right, and error bars that are as large for all: with them alone it is too unsure."""
+    logits, deviations = 2 * normal(60, 3, seed=1), 2 * normal(64, 60, 3, seed=2)
+    y = torch.distributions.Categorical(logits=logits).sample()
+
+    def loss(scale: float, temperature: float) -> float:
+        losses = label_losses(Categorical(), y, logits / temperature, deviations / temperature, scale)
+        return float(losses.sum()) + math.log(scale) ** 2 / 8 + 2 * math.log(temperature) ** 2
+
+    found = held_out_classification(Categorical(), y, logits, deviations)
+    assert loss(found.scale, 0.8 * found.temperature) < loss(found.scale, found.temperature)
+    for scale, temperature in ((0.8, 1), (1.25, 1), (1, 1.25)):
+        assert loss(scale * found.scale, temperature * found.temperature) > loss(found.scale, found.temperature)
+    alone = minimize_scalar(lambda t: float(F.cross_entropy(logits / math.exp(t), y, reduction="sum")) + 50 * t**2)
+    assert found.temperature == pytest.approx(min(1.0, math.exp(alone.x)), rel=1e-3)
+
+
+def test_a_scale_that_labels_say_nothing_about_is_one() -> None:
+    y, logits = torch.arange(3).repeat(4), 30 * torch.eye(3, dtype=torch.float64).repeat(4, 1)
+    assert leave_one_out_scale(Categorical(), y, logits, logits, 1e-9 * normal(8, 12, 3)) == pytest.approx(1.0)
+
+
+def test_parts_hold_no_more_numbers_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_NUMBERS", 8 * 3 * 5)
+    assert [len(part) for part in calibration.parts_of(normal(8, 12, 3))] == [5, 5, 2]
+    assert [len(part) for part in calibration.parts_of(normal(800, 2, 3))] == [1, 1]
+
+
+def test_held_out_labels_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    y, logits = overlapping(2.0)
+    deviations = normal(8, len(y), 3, seed=5)
+    whole = held_out_classification(Categorical(), y, logits, deviations)
+    monkeypatch.setattr(calibration, "_NUMBERS", 8 * 3 * 700)
+    parts = held_out_classification(Categorical(), y, logits, deviations)
+    assert (parts.scale, parts.temperature) == pytest.approx((whole.scale, whole.temperature), rel=1e-4)
+
+
+def test_leverages_from_few_samples_are_clipped() -> None:
+    """One sample `d`: `h + d (dᵀ ∂ℓ/∂h) / (1 − l)` with `l = dᵀBd`, here far above one."""
+    likelihood, y, h, d = Categorical(), torch.tensor([2]), normal(1, 3), 20 * normal(1, 1, 3, seed=1)
+    leverage = float((d * likelihood.curvature(h, d, y)).sum())
+    assert leverage > 1
+    step = d[0] * (d[0] * likelihood.gradient(h, y)).sum()
+    for ratio in (0.95, 0.9):
+        expected = h + step / (1 - ratio)
+        expected = expected - expected.mean()
+        found = left_out_outputs(likelihood, y, h, h, d)
+        same = torch.allclose(found / found.norm(), expected / expected.norm(), rtol=1e-9)
+        assert same == (ratio == 0.95)

@@ -1,0 +1,86 @@
+"""Problems that several tests solve, in float64."""
+
+from dataclasses import replace
+
+import torch
+from cases import Case, make_case
+from torch import Tensor, nn
+
+from laplace_sampling import Gaussian, GPrior, IsotropicPrior, LayerwisePrior
+from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.linear_model.priors import GaussianPrior
+from laplace_sampling.linear_model.sampling import Draws, LinearModel
+from laplace_sampling.networks.linearisation import Linearisation
+
+PRIORS = {"isotropic": IsotropicPrior(), "g-prior": GPrior(), "layerwise": LayerwisePrior()}
+
+
+def setting(case: Case, prior: str, precision: float = 0.8):
+    """The linear model with dense features (fast), its GGN and a prior."""
+    model = case.linear_model("affine")
+    model = replace(model, features=DenseFeatures.of(model.features))
+    ggn = model.ggn(model.network_outputs)
+    layers = ([f"l{i}" for i in range(2)], (torch.arange(ggn.size) > ggn.size // 2).long())
+    built = PRIORS[prior].build(ggn, layers, precision, Draws(64, 0, 1).noise(ggn.features.num_outputs))
+    if prior == "layerwise":
+        built = built.with_precision(torch.tensor([0.5, 3.0]))
+    return model, ggn, built
+
+
+# Agreement of observation space and weight space, relative to the largest entry.
+CLOSE = {"rtol": 1e-6, "atol": 1e-8}
+
+
+def make_prior(model: LinearModel, case: Case, prior: str, precision: float = 0.8) -> GaussianPrior:
+    ggn, network = model.ggn(model.network_outputs), Linearisation(case.model)
+    built = PRIORS[prior].build(ggn, network.layers(), precision, Draws(8, 0, 1).noise(model.features.num_outputs))
+    if prior == "layerwise":
+        built = built.with_precision(torch.logspace(-0.3, 0.5, len(built.names), dtype=torch.float64))
+    return built
+
+
+def noisy(num: int, outputs: int = 1, noise: float = 0.3, seed: int = 0) -> tuple[Case, LinearModel, GaussianPrior]:
+    """A problem whose targets come from the tangent model itself, so that evidence has a maximum inside."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
+    x = normal(num, 2)
+    case = Case(net, Gaussian(1.0), x, torch.zeros(num, outputs, dtype=torch.float64), 10)
+    model = case.linear_model("homogeneous")
+    theta = normal(model.features.size) * 0.7
+    case.y = model.outputs(theta[None])[0] + noise * normal(num, outputs)
+    model = case.linear_model("homogeneous")
+    return case, model, make_prior(model, case, "isotropic")
+
+
+def many(name: str) -> tuple[Case, LinearModel, GaussianPrior]:
+    """Labels that the inputs decide in part, so that there is something to learn and `α` has an end."""
+    case = make_case(name)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(40, *case.x.shape[1:], generator=generator, dtype=torch.float64)
+    logits = 6 * Linearisation(case.model)(x)
+    noise = torch.rand(logits.shape, generator=generator, dtype=torch.float64)
+    y = (logits - (-noise.log()).log()).argmax(1) if name.startswith("class") else (logits.sigmoid() > noise).double()
+    case = Case(case.model, case.likelihood, x, y, 10)
+    model = case.linear_model("homogeneous")
+    return case, model, make_prior(model, case, "isotropic")
+
+
+def trained(num_data: int = 24) -> Case:
+    """A network that has been fitted to a sine, so that its data do determine weights."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x = torch.rand(num_data, 1).double() * 4 - 2
+        y = torch.sin(2 * x) + 0.2 * torch.randn(num_data, 1).double()
+        model = nn.Sequential(nn.Linear(1, 12), nn.Tanh(), nn.Linear(12, 1)).double()
+        optimiser = torch.optim.Adam(model.parameters(), 0.02)
+        for _ in range(300):
+            optimiser.zero_grad()
+            (((model(x) - y) ** 2).sum() * 10 + sum((p**2).sum() for p in model.parameters())).backward()
+            optimiser.step()
+    return Case(model, Gaussian(20.0), x, y, 7)

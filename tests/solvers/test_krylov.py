@@ -1,0 +1,346 @@
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import make_case
+from torch import Tensor
+from torch.testing import assert_close
+
+from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.linear_model.features import GGN, DenseFeatures
+from laplace_sampling.linear_model.priors import GaussianPrior
+from laplace_sampling.linear_model.sampling import ModeObjective
+from laplace_sampling.solvers.dense import Dense
+from laplace_sampling.solvers.krylov import CG, Basis, BlockKrylov
+from laplace_sampling.solvers.newton import newton
+from laplace_sampling.solvers.operator import Operator, make_dense
+from laplace_sampling.solvers.preconditioners import Jacobi, Nystrom
+from laplace_sampling.solvers.solver import Quadratic, function_error, whiten
+
+SOLVERS = {"block": BlockKrylov, "cg": CG}
+
+
+@pytest.fixture(params=list(SOLVERS))
+def kind(request: pytest.FixtureRequest) -> type[BlockKrylov] | type[CG]:
+    return SOLVERS[request.param]
+
+
+class Counted(Operator):
+    """Another operator, the rows given to it counted."""
+
+    def __init__(self, operator: Operator) -> None:
+        self.operator, self.count = operator, 0
+
+    like = property(lambda self: self.operator)
+
+    def matmul(self, v: Tensor, batch: Tensor | None = None) -> Tensor:
+        self.count += len(v)
+        return self.operator.matmul(v, batch)
+
+    def root_rows(self) -> Iterator[Tensor]:
+        return self.operator.root_rows()
+
+
+def spectral(
+    condition: float, size: int = 80, rows: int = 4, scale: float = 1.0, uniform: bool = True, samples: bool = True
+) -> Quadratic:
+    """Eigenvalues of `M` from `condition` down to 0.01 in equal ratios and random eigenvectors, `A` about 1."""
+    g = torch.Generator().manual_seed(1)
+    basis = torch.linalg.qr(torch.randn(size, size, generator=g, dtype=torch.float64))[0]
+    spectrum = scale * torch.logspace(math.log10(condition), -2, size, dtype=torch.float64)
+    features = DenseFeatures((spectrum.sqrt()[:, None] * basis)[:, None])
+    ggn = GGN(features, Gaussian(1.0), torch.zeros(size, 1, dtype=torch.float64))
+    precision = torch.ones(size, dtype=torch.float64)
+    if not uniform:
+        precision = 10 ** (2 * torch.rand(size, generator=g, dtype=torch.float64) - 1)
+    precision = scale * precision
+    prior, data = torch.randn(2, rows, size, generator=g, dtype=torch.float64)
+    centre = prior / precision.sqrt()
+    return Quadratic(Counted(ggn), precision, centre if samples else 0 * centre, (data * spectrum.sqrt()) @ basis)
+
+
+def exact(p: Quadratic) -> Tensor:
+    H = make_dense(p.operator) + torch.diag(p.precision)
+    root = p.precision.sqrt()
+    return torch.linalg.solve(H / root / root[:, None], ((p.linear + p.precision * p.centre) / root).T).T / root
+
+
+def true_error(p: Quadratic, value: Tensor) -> Tensor:
+    """`‖Φ(ζ − ζ*)‖_B / ‖Φζ‖_B`."""
+    root = torch.cat(list(p.operator.root_rows()))
+    return ((value - exact(p)) @ root.T).norm(dim=1) / (value @ root.T).norm(dim=1)
+
+
+def true_residual(p: Quadratic, delta: Tensor) -> Tensor:
+    """From the products anew, in the coordinates of an isotropic prior."""
+    white, shift, w = whiten(p)
+    d = delta / w
+    fit = (white.centre + d) @ make_dense(white.operator) - white.linear
+    return (fit + shift * d).norm(dim=1) / (fit.norm(dim=1) + (shift * d).norm(dim=1))
+
+
+@pytest.mark.parametrize("uniform", [True, False], ids=["uniform", "non-uniform"])
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_solutions_equal_dense_ones_at_every_scale(kind, scale: float, uniform: bool) -> None:
+    p = spectral(1e2, scale=scale, uniform=uniform)
+    solution, dense = kind(tolerance=1e-6).solve(p), Dense().solve(p)
+    assert solution.converged
+    assert not solution.exact
+    assert float(true_error(p, solution.value).max()) < 3e-6
+    size = dense.value.norm(dim=1).max()
+    assert_close(solution.value / size, dense.value / size, rtol=0, atol=1e-5)
+    assert_close(solution.value, p.centre + solution.delta)
+    assert_close(solution.leverage, solution.value * p.operator.matmul(solution.value), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("tolerance", [0.1, 1e-3])
+@pytest.mark.parametrize("uniform", [True, False], ids=["uniform", "non-uniform"])
+@pytest.mark.parametrize("condition", [1e2, 1e4, 1e6])
+def test_reported_errors_are_true(kind, condition: float, uniform: bool, tolerance: float) -> None:
+    p = spectral(condition, size=150, uniform=uniform)
+    solution = kind(tolerance=tolerance, max_iterations=5000).solve(p)
+    assert solution.converged
+    assert float(solution.error.max()) <= tolerance
+    assert_close(solution.residual, true_residual(p, solution.delta), rtol=1e-6, atol=0)
+    truth = true_error(p, solution.value)
+    assert float(truth.max()) <= 3 * tolerance
+    assert bool((truth <= 5 * solution.error).all())
+
+
+@pytest.mark.parametrize("max_basis", [4, 16])
+@pytest.mark.parametrize("condition", [1e2, 1e4])
+def test_a_small_basis_converges_too(condition: float, max_basis: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, extend = [], Basis.extend
+
+    def watched(self: Basis, rows: Tensor) -> int:
+        new = extend(self, rows)
+        sizes.append(self.size)
+        return new
+
+    monkeypatch.setattr(Basis, "extend", watched)
+    p = spectral(condition, rows=6)
+    p.operator.count = 0
+    solution = BlockKrylov(tolerance=1e-2, max_iterations=2000, max_basis=max_basis).solve(p)
+    assert solution.converged
+    assert float(true_error(p, solution.value).max()) < 3e-2
+    assert max(sizes) <= max_basis
+    assert len(sizes) > max_basis  # it was restricted
+    assert_close(solution.residual, true_residual(p, solution.delta), rtol=1e-6, atol=0)
+
+
+def test_restricting_a_basis_keeps_its_products() -> None:
+    p = spectral(1e2)
+    basis = Basis(p.operator)
+    assert basis.extend(p.linear) == 4
+    new_product = basis.combine_products(torch.eye(4, dtype=torch.float64))
+    assert basis.extend(torch.cat([p.linear[:2] @ torch.eye(80).double(), new_product])) == 4
+    assert basis.extend(p.linear.flip(0)) == 0  # nothing new
+    assert basis.passes == p.operator.count == 8
+    rotation = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0][
+        :3
+    ]
+    before = basis.combine(rotation)
+    basis.restrict(rotation)
+    assert p.operator.count == 8
+    V = basis.combine(torch.eye(3, dtype=torch.float64))
+    assert_close(V, before)
+    assert_close(V @ V.T, torch.eye(3, dtype=torch.float64))
+    M = make_dense(p.operator)
+    assert_close(basis.T, V @ M @ V.T)
+    assert_close(basis.combine_products(torch.eye(3, dtype=torch.float64)), V @ M)
+
+
+def test_converged_rows_cost_no_product(kind) -> None:
+    p = spectral(10.0, rows=2)
+    best = exact(p) - p.centre
+    solver = kind(tolerance=1e-3)
+    init = torch.stack([best[0], torch.zeros_like(best[1])])
+    alone = replace(p, centre=p.centre[1:], linear=p.linear[1:])
+    p.operator.count = 0
+    one = solver.solve(alone, init[1:])
+    spent, p.operator.count = p.operator.count, 0
+    both = solver.solve(p, init)
+    assert p.operator.count == spent + 1  # its residual
+    assert both.passes == one.passes + 1
+    assert_close(both.value[1:], one.value, rtol=0, atol=1e-3)  # rounding grows in conjugate gradients
+    assert_close(both.value[0], exact(p)[0])
+    p.operator.count = 0
+    assert solver.solve(p, best).passes == p.operator.count == 2
+    # Zero is the solution.
+    easy = replace(p, linear=p.linear * 0, centre=p.centre * 0)
+    p.operator.count = 0
+    assert solver.solve(easy).converged
+    assert p.operator.count == 0
+
+
+def test_a_warm_start_helps(kind) -> None:
+    p = spectral(1e4)
+    solver = kind(tolerance=1e-2)
+    cold = solver.solve(p)
+    near = replace(p, precision=1.1 * p.precision, centre=p.centre / 1.1**0.5)
+    warm, again = solver.solve(near, cold.delta / 1.1**0.5), solver.solve(near)
+    assert warm.converged
+    assert float(true_error(near, warm.value).max()) < 0.03
+    assert warm.passes < 0.8 * again.passes
+
+
+@pytest.mark.parametrize("samples", [True, False], ids=["samples", "zero-centre"])
+@pytest.mark.parametrize("uniform", [True, False], ids=["uniform", "non-uniform"])
+def test_passes_count_the_products_that_were_made(kind, uniform: bool, samples: bool) -> None:
+    p = spectral(1e3, uniform=uniform, samples=samples)
+    solution = kind(tolerance=0.01).solve(p)
+    assert solution.passes == p.operator.count
+    p.operator.count = 0
+    again = kind(tolerance=0.01).solve(p, init=torch.ones_like(p.centre))
+    assert again.passes == p.operator.count
+
+
+def test_a_budget_too_small_is_reported(kind) -> None:
+    p = spectral(1e4)
+    solution = kind(tolerance=1e-3, max_iterations=1).solve(p)
+    assert not solution.converged
+    assert float(solution.error.max()) > 1e-3
+    assert_close(solution.residual, true_residual(p, solution.delta), rtol=1e-6, atol=0)
+    objective, zero = classification()
+    assert not newton(objective, zero, lambda M, A, g, _: (0 * g, 0.0), tolerance=1e-3, max_steps=0).converged
+
+
+@pytest.mark.parametrize("setting", [{"tolerance": 0.0}, {"tolerance": 1.0}, {"max_iterations": 0}])
+def test_bad_settings_are_refused(kind, setting: dict) -> None:
+    with pytest.raises(ValueError, match="tolerance must lie between 0 and 1, and max_iterations be at least 1"):
+        kind(**setting)
+
+
+def test_a_basis_of_three_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_basis=\.\.\.\)` must be at least 4, but is 3"):
+        BlockKrylov(max_basis=3)
+
+
+@pytest.mark.parametrize("condition", [1e4, 1e6])
+def test_a_preconditioner_saves_passes(condition: float) -> None:
+    p = spectral(condition, size=150)
+    plain = CG(tolerance=1e-2).solve(p)
+    nystrom = Nystrom.of(p.operator, shift=1.0, num_rhs=4, max_rank=64)
+    solution = CG(tolerance=1e-2, preconditioner=nystrom).solve(p)
+    assert solution.converged
+    assert float(true_error(p, solution.value).max()) < 0.03
+    assert solution.passes < plain.passes
+    jacobi = CG(tolerance=1e-2, preconditioner=Jacobi(p.operator.operator.diagonal())).solve(p)
+    assert jacobi.converged
+    assert float(true_error(p, jacobi.value).max()) < 0.03
+
+
+def test_many_rows_need_fewer_products_each() -> None:
+    p = spectral(1e4, size=300, rows=16)
+    first = replace(p, centre=p.centre[:1], linear=p.linear[:1])
+    many, one = (BlockKrylov(tolerance=0.03).solve(q).passes for q in (p, first))
+    assert many / 16 < 0.7 * one
+    # In conjugate gradients rows share nothing.
+    assert CG(0.03).solve(p).passes / 16 > 0.7 * CG(0.03).solve(first).passes
+
+
+def classification(name: str = "classification", alpha: float = 0.3) -> tuple[ModeObjective, Tensor]:
+    model = make_case(name).linear_model()
+    prior = GaussianPrior(
+        torch.tensor([alpha, 5 * alpha], dtype=torch.float64),
+        (torch.arange(model.features.size) % 3 == 0).long(),
+        torch.ones(model.features.size, dtype=torch.float64),
+        ("a", "b"),
+    )
+    return ModeObjective(model, prior), torch.zeros(1, model.features.size, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("name", "start"), [("classification", 0.0), ("classification_many_data", 3.0), ("regression", 0.0)]
+)
+def test_newton_finds_the_mode(kind, name: str, start: float) -> None:
+    objective, zero = classification(name)
+    init = zero + start
+    dense = Dense().minimise(objective, init)
+    counted = objective.model.features.features.network.products
+    counted.update(jvp=0, vjp=0)
+    minimum = kind(tolerance=1e-8).minimise(objective, init)
+    assert minimum.converged
+    assert_close(minimum.value, dense.value, rtol=1e-6, atol=1e-7)
+    assert minimum.residual < 1e-6
+    assert minimum.passes == pytest.approx((counted["jvp"] + counted["vjp"]) / (2 * objective.num_data))
+    # A loose one is as good as it says, and cheaper.
+    rough = kind(tolerance=0.01).minimise(objective, init)
+    assert rough.converged
+    error = ((rough.value - dense.value).square() * objective.precision).sum().sqrt()
+    assert float(error) < 0.03 * float((dense.value.square() * objective.precision).sum().sqrt())
+    assert rough.passes < minimum.passes
+    assert kind(tolerance=0.01).minimise(objective, dense.value.clone()).passes <= rough.passes
+
+
+def test_newton_halves_steps_that_go_up() -> None:
+    objective, zero = classification()
+    dense = Dense().minimise(objective, zero).value
+
+    def too_far(operator: Operator, precision: Tensor, gradient: Tensor, _: float) -> tuple[Tensor, float]:
+        H = make_dense(operator) + torch.diag(precision)
+        return 3 * torch.linalg.solve(H, gradient.T).T, 0.0
+
+    minimum = newton(objective, zero, too_far, tolerance=1e-6, max_steps=100)
+    assert objective.value(minimum.value) <= objective.value(zero)
+    assert_close(minimum.value, dense, rtol=1e-3, atol=1e-3)
+
+
+def test_whitening_is_a_change_of_coordinates() -> None:
+    p = spectral(1e2, uniform=False)
+    white, alpha, w = whiten(p)
+    assert_close(p.precision * w**2, torch.full_like(w, alpha))
+    assert_close(white.precision, torch.full_like(w, alpha))
+    assert_close(make_dense(white.operator), w[:, None] * make_dense(p.operator) * w)
+    root = torch.cat(list(white.operator.root_rows()))
+    assert_close(root.T @ root, make_dense(white.operator))
+    assert_close(exact(white) * w, exact(p))
+    batch = torch.tensor([0, 5, 7])
+    zeta = torch.ones_like(p.centre)
+    assert_close(white.operator.matmul(zeta, batch), w * p.operator.matmul(zeta * w, batch))
+    assert white.operator.size == p.operator.size
+    assert white.operator.num_data == p.operator.num_data
+    uniform = spectral(1e2)
+    same, alpha, w = whiten(uniform)
+    assert same is uniform
+    assert alpha == 1.0
+    assert bool((w == 1).all())
+
+
+def test_function_error_is_a_bound() -> None:
+    p = spectral(1e4, rows=20)
+    M, shift = make_dense(p.operator), 1.0
+    zeta = exact(p) + 0.1 * torch.randn(20, 80, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    residual = (exact(p) - zeta) @ (M + shift * torch.eye(80, dtype=torch.float64))
+    bound = function_error(residual, zeta, zeta @ M, shift)
+    truth = true_error(p, zeta)
+    assert bool((truth <= bound * (1 + 1e-9)).all())
+    zero = torch.zeros_like(zeta)
+    assert float(function_error(zero, zeta, zeta @ M, shift).max()) == 0
+    assert float(function_error(zero, zero, zero, shift).max()) == 0
+
+
+def test_function_error_is_exact_where_an_eigenvalue_equals_the_prior_precision() -> None:
+    shift, values = 0.3, torch.tensor([0.3, 2.0, 5.0], dtype=torch.float64)
+    truth = torch.tensor([[1.0, -2.0, 0.5]], dtype=torch.float64)
+    zeta = truth + torch.tensor([[0.7, 0.0, 0.0]], dtype=torch.float64)  # wrong along that eigenvector only
+    residual = (values + shift) * (truth - zeta)
+    error = (values * (zeta - truth) ** 2).sum(1).sqrt() / (values * zeta**2).sum(1).sqrt()
+    assert_close(function_error(residual, zeta, values * zeta, shift), error)
+
+
+def test_a_preconditioner_of_all_of_the_curvature_needs_one_step_with_unequal_priors_too() -> None:
+    p = spectral(1e4, uniform=False)
+    preconditioner = Nystrom.of(p.operator, block=80, max_rank=80)
+    solution = CG(1e-6, preconditioner=preconditioner).solve(p)
+    assert solution.converged
+    assert solution.passes <= 1 + 4 * 3  # the factor of M; for each row the residual at the start and two steps
+
+
+def test_an_empty_basis_spans_nothing() -> None:
+    basis = Basis(spectral(1e2, size=5).operator)
+    assert basis.extend(torch.zeros(2, 5, dtype=torch.float64)) == 0
+    assert basis.project(torch.ones(3, 5, dtype=torch.float64)).shape == (3, 0)
+    assert torch.equal(basis.combine(torch.zeros(3, 0, dtype=torch.float64)), torch.zeros(3, 5, dtype=torch.float64))

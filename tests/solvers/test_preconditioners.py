@@ -1,0 +1,212 @@
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from laplace_sampling.solvers.operator import Operator
+from laplace_sampling.solvers.preconditioners import Jacobi, Nystrom, Preconditioner, _nystrom, _pays
+
+P, N = 40, 300
+
+
+@dataclass
+class Rows(Operator):
+    """`RᵀR`, a datum a row, counting products of one datum and one vector."""
+
+    rows: Tensor
+    products: int = field(default=0)
+
+    @property
+    def num_data(self) -> int:
+        return len(self.rows)
+
+    @property
+    def size(self) -> int:
+        return self.rows.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.rows.dtype
+
+    def matmul(self, v: Tensor, batch: Tensor | None = None) -> Tensor:
+        rows = self.rows if batch is None else self.rows[batch]
+        self.products += len(rows) * len(v)
+        return (v @ rows.T) @ rows
+
+    def root_rows(self) -> Iterator[Tensor]:
+        yield self.rows
+
+    def random_rows(self, batch: Tensor, generator: torch.Generator) -> Tensor:
+        return self.rows[batch]
+
+
+def operator(eigenvalues: Tensor, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Rows:
+    """A matrix with these eigenvalues, times `scale`."""
+    g = torch.Generator().manual_seed(0)
+    left = torch.linalg.qr(torch.randn(N, len(eigenvalues), generator=g, dtype=torch.float64))[0]
+    right = torch.linalg.qr(torch.randn(P, len(eigenvalues), generator=g, dtype=torch.float64))[0]
+    return Rows(((left * (scale * eigenvalues).sqrt()) @ right.T).to(dtype))
+
+
+def falling(rank: int = P, power: float = 2.0) -> Tensor:
+    return torch.arange(1, rank + 1, dtype=torch.float64) ** -power
+
+
+def dense(op: Rows) -> Tensor:
+    return op.rows.double().T @ op.rows.double()
+
+
+def matrix(preconditioner: Preconditioner, shift: float, root: bool = False) -> Tensor:
+    """`P⁻¹`, or its root, in full."""
+    eye = torch.eye(P, dtype=torch.float64)
+    return (preconditioner.solve_root if root else preconditioner.solve)(eye, shift)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("rank", [1, 7, P])
+@pytest.mark.parametrize("max_rank", [10, 1000])
+def test_a_sketch_larger_than_the_rank_is_exact(scale: float, rank: int, max_rank: int) -> None:
+    op = operator(falling(rank, 1.0), scale)
+    preconditioner = Nystrom.of(op, max_rank=max_rank, block=10, decay=0.0)
+    M = dense(op)
+    U, eigenvalues = preconditioner.vectors, preconditioner.eigenvalues
+    assert len(U) <= P
+    assert_close(U @ U.T, torch.eye(len(U), dtype=torch.float64))
+    if len(U) >= rank:
+        assert_close((U.T * eigenvalues) @ U / scale, M / scale, rtol=1e-7, atol=1e-10)
+        for shift in (1e-3 * scale, 10 * scale):
+            eye = torch.eye(P, dtype=torch.float64)
+            assert_close(
+                matrix(preconditioner, shift) * scale, torch.linalg.inv(M + shift * eye) * scale, rtol=1e-6, atol=1e-6
+            )
+    else:
+        assert len(U) == max_rank
+        assert float(eigenvalues[0]) == pytest.approx(scale, rel=0.3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_the_preconditioned_condition_is_small(scale: float, dtype: torch.dtype) -> None:
+    op = operator(falling(), scale, dtype)
+    preconditioner = Nystrom.of(op, block=16, max_rank=16)
+    vectors, eigenvalues = preconditioner.vectors.double(), preconditioner.eigenvalues.double()
+    preconditioner = Nystrom(vectors, eigenvalues, preconditioner.passes)
+    for shift in (1e-4 * scale, 1e-2 * scale):
+        H = dense(op) + shift * torch.eye(P, dtype=torch.float64)
+        root = matrix(preconditioner, shift, root=True)
+        spectrum = torch.linalg.eigvalsh(root @ H @ root)
+        # What is left is about (λ_16 + shift) / shift, from a condition of 1e4 and 1e2.
+        assert float(spectrum[-1] / spectrum[0]) < 4 * (1 + float(falling()[15]) * scale / shift)
+        assert float(spectrum[-1]) < 10  # the last eigenvalues of a sketch are too small by a small factor
+        assert_close(root @ root * scale, matrix(preconditioner, shift) * scale, rtol=1e-4, atol=1e-4)
+        assert float(torch.linalg.eigvalsh(root)[0]) > 0
+
+
+def test_float32_matches_float64() -> None:
+    wide, narrow = (
+        Nystrom.of(operator(falling(), 1.0, d), block=8, max_rank=8) for d in (torch.float64, torch.float32)
+    )
+    assert_close(narrow.eigenvalues.double(), wide.eigenvalues, rtol=1e-3, atol=1e-6)
+
+
+def test_nothing_to_precondition_leaves_the_shift() -> None:
+    op = Rows(torch.zeros(5, P, dtype=torch.float64))
+    assert_close(matrix(Nystrom.of(op), 0.5), 2 * torch.eye(P, dtype=torch.float64))
+
+
+def test_the_stabilising_shift_is_taken_off() -> None:
+    basis = torch.linalg.qr(torch.randn(P, P, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0]
+    M = dense(operator(falling()))
+    vectors, eigenvalues = _nystrom(basis, basis @ M, 0.1)
+    assert_close((vectors.T * eigenvalues) @ vectors, M)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_the_rule_of_decay_is_relative(scale: float) -> None:
+    assert len(Nystrom.of(operator(falling(), scale), block=4, decay=1e-2).eigenvalues) == 8
+
+
+def test_no_product_is_made_twice_and_all_are_counted() -> None:
+    op = operator(falling())
+    preconditioner = Nystrom.of(op, block=4, decay=1e-3)
+    # Doubling from 4, λ_i = i⁻² is seen to be below 1e-3 of the first at 32 only.
+    assert len(preconditioner.eigenvalues) == 32
+    assert op.products == 32 * N
+    assert preconditioner.passes == 32
+    batch = torch.arange(0, N, 3)
+    op.products = 0
+    preconditioner = Nystrom.of(op, batch, block=4, max_rank=4)
+    assert op.products == 4 * 100
+    assert preconditioner.passes == pytest.approx(4 / 3)
+
+
+def test_growing_in_blocks_is_the_same_as_one_sketch() -> None:
+    op = operator(falling())
+    grown, whole = Nystrom.of(op, block=5, max_rank=40, decay=0.0), Nystrom.of(op, block=40)
+    assert_close(grown.eigenvalues, whole.eigenvalues, rtol=1e-6, atol=1e-12)
+
+
+def test_a_subsample_estimates_the_sum_over_all_data() -> None:
+    g = torch.Generator().manual_seed(0)
+    op = Rows(torch.randn(3000, P, generator=g, dtype=torch.float64))
+    preconditioner = Nystrom.of(op, torch.arange(1000), block=P)
+    batch = op.rows[:1000].T @ op.rows[:1000]
+    assert_close(
+        (preconditioner.vectors.T * preconditioner.eigenvalues) @ preconditioner.vectors,
+        3 * batch,
+        rtol=1e-6,
+        atol=1e-6,
+    )
+
+
+@pytest.mark.parametrize("num", [P // 2, 3 * P])  # decomposed as products of rows and of columns
+@pytest.mark.parametrize("max_rank", [5, 1000])
+def test_rows_of_data_have_the_leading_eigenvectors_of_their_sum(num: int, max_rank: int) -> None:
+    op, generator = operator(falling(power=1.0)), torch.Generator().manual_seed(0)
+    data, weights = torch.randperm(N, generator=generator)[:num], 1 + torch.rand(num, generator=generator)
+    found = Nystrom.of_rows(op, data, weights.double(), max_rank=max_rank, generator=generator)
+    rows = op.rows[data]
+    eigenvalues, vectors = torch.linalg.eigh((rows.T * weights.double()) @ rows)
+    rank = min(max_rank, num, P)
+    assert_close(found.eigenvalues, eigenvalues.flip(0)[:rank])
+    assert_close((found.vectors * (vectors.T.flip(0)[:rank])).sum(1).abs(), torch.ones(rank, dtype=torch.float64))
+    assert found.passes == num / (2 * N)
+
+
+def test_the_rank_follows_what_it_saves() -> None:
+    def rank(shift: float, num_rhs: int, batch: Tensor | None = None) -> int:
+        return len(Nystrom.of(operator(falling()), batch, block=2, shift=shift, num_rhs=num_rhs).eigenvalues)
+
+    # Of 1e6 right-hand sides each saved iteration counts; where the shift drowns M, none is saved.
+    assert rank(1e-4, 1) < rank(1e-4, 10) <= rank(1e-4, 10**6) == P
+    assert rank(1e3, 1) == 2
+    # From a twentieth of the data a product costs a twentieth.
+    assert rank(1e-4, 1, torch.arange(15)) > rank(1e-4, 1)
+    # By hand: λ = 1, 1/4 at rank 2 foretell 1/16 at rank 4. At shift 1/100 that saves ½ ln 20 (√26 − √7.25) = 3.6
+    # iterations and costs 2 products of the share of the data; at shift 1/2 it saves 0.25.
+    eigenvalues = torch.tensor([1.0, 0.25])
+    assert _pays(eigenvalues, 1.78, 1e-2, 1, 0.0)
+    assert not _pays(eigenvalues, 1.82, 1e-2, 1, 0.0)
+    assert not _pays(eigenvalues, 1.82, 0.5, 1, 0.0)
+
+
+def test_jacobi_is_the_diagonal() -> None:
+    op = operator(falling())
+    jacobi = Jacobi(dense(op).diagonal(), passes=3.0)
+    expected = torch.diag(1 / (dense(op).diagonal() + 0.1))
+    assert_close(matrix(jacobi, 0.1), expected)
+    assert_close(matrix(jacobi, 0.1, root=True), expected.sqrt())
+    assert jacobi.passes == 3
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_products_that_are_not_finite_are_refused(bad: float) -> None:
+    with pytest.raises(FloatingPointError, match="not finite or not positive semi-definite"):
+        Nystrom.of(Rows(torch.full((5, P), bad, dtype=torch.float64)))

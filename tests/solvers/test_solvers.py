@@ -1,0 +1,153 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import make_case
+from torch import Tensor
+from torch.testing import assert_close
+
+from laplace_sampling.likelihoods.likelihood import Categorical, Gaussian
+from laplace_sampling.linear_model.features import GGN, DenseFeatures
+from laplace_sampling.solvers.dense import Dense
+from laplace_sampling.solvers.operator import make_dense
+from laplace_sampling.solvers.sgd import SGD
+from laplace_sampling.solvers.solver import Quadratic
+
+
+def problem(num_data: int = 300, outputs: int = 2, size: int = 8, rows: int = 3, scale: float = 1.0) -> Quadratic:
+    """A quadratic of moderate condition; `scale` multiplies the whole objective."""
+    g = torch.Generator().manual_seed(0)
+    features = torch.randn(num_data, outputs, size, generator=g, dtype=torch.float64)
+    features *= torch.linspace(0.3, 1, size, dtype=torch.float64)
+    ggn = GGN(DenseFeatures(features), Gaussian(scale), torch.zeros(num_data, outputs, dtype=torch.float64))
+    precision = scale * (1 + 20 * torch.rand(size, generator=g, dtype=torch.float64))
+    centre, linear = torch.randn(2, rows, size, generator=g, dtype=torch.float64)
+    return Quadratic(ggn, precision, centre, scale * 30 * linear)
+
+
+def exact(p: Quadratic) -> Tensor:
+    H = make_dense(p.operator) + torch.diag(p.precision)
+    return torch.linalg.solve(H, (p.linear + p.precision * p.centre).T).T
+
+
+@pytest.mark.parametrize("shape", [(30, 2, 8), (3, 2, 20)], ids=["primal", "dual"])
+def test_dense_solves_both_ways(shape: tuple[int, int, int]) -> None:
+    p = problem(*shape)
+    solution = Dense().solve(p)
+    M = make_dense(p.operator)
+    H = M + torch.diag(p.precision)
+    assert_close(solution.value, exact(p))
+    assert_close(solution.delta, exact(p) - p.centre)
+    assert_close(solution.leverage[0], torch.linalg.solve(H, M).diagonal())
+    assert solution.converged
+    assert solution.exact
+    assert float(solution.residual.max()) < 1e-10
+
+
+@pytest.mark.parametrize("averaging", ["decay", "geometric"])
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_sgd_converges_at_every_scale_without_a_step_size(scale: float, averaging: str) -> None:
+    p = problem(scale=scale)
+    solution = SGD(epochs=400, batch_size=50, averaging=averaging, momentum=0.9).solve(p)
+    assert_close(solution.value, exact(p), rtol=0.02, atol=0.02)
+    assert solution.converged
+    assert not solution.exact
+    assert_close(solution.value, p.centre + solution.delta)
+    assert_close(solution.leverage, solution.value * p.operator.matmul(solution.value))
+
+
+def test_sgd_on_full_batches_is_exact() -> None:
+    p = problem()
+    solution = SGD(min_steps=2000, batch_size=300).solve(p)
+    assert_close(solution.value, exact(p), rtol=1e-8, atol=1e-10)
+    assert float(solution.residual.max()) < 1e-8
+
+
+def test_rows_do_not_know_of_each_other() -> None:
+    p = problem()
+    # One row with a gradient a million times larger must not throttle the others by clipping.
+    loud = replace(p, linear=p.linear * torch.tensor([[1.0], [1e6], [1.0]], dtype=torch.float64))
+    solver = SGD(epochs=30)
+    assert_close(solver.solve(loud).value[0], solver.solve(p).value[0])
+    first = replace(p, centre=p.centre[:1], linear=p.linear[:1])
+    assert_close(solver.solve(first).value[0], solver.solve(p).value[0])
+
+
+def test_a_warm_start_helps_and_a_bad_one_is_dropped() -> None:
+    p = problem()
+    best, short = Dense().solve(p).delta, SGD(epochs=1, min_steps=10, step=0.3, max_doublings=0)
+    cold = (short.solve(p).delta - best).norm()
+    assert (short.solve(p, init=best).delta - best).norm() < 0.5 * cold
+    assert_close(short.solve(p, init=best + 1e9).delta, short.solve(p).delta)
+
+
+def test_clipping_bounds_the_first_step() -> None:
+    p = problem()
+    free, clipped = (
+        SGD(epochs=1, min_steps=1, batch_size=300, clip=c, max_doublings=0).solve(p).delta.norm(dim=1)
+        for c in (1e9, 0.1)
+    )
+    assert_close(clipped, 0.1 * free)
+
+
+def test_divergence_restarts_with_a_smaller_step() -> None:
+    p = problem()
+    solution = SGD(epochs=200, batch_size=50, step=100.0, clip=1e9).solve(p)
+    assert_close(solution.value, exact(p), rtol=0.1, atol=0.05)
+
+
+def test_unstable_problems_are_refused_in_words() -> None:
+    p = problem()
+    broken = replace(p, linear=p.linear * float("nan"))
+    with pytest.raises(FloatingPointError, match=r"SGD diverged 6 times.*Try float64 or a larger"):
+        SGD().solve(broken)
+    features = DenseFeatures(torch.full((4, 1, 2), float("nan"), dtype=torch.float64))
+    ggn = GGN(features, Gaussian(), torch.zeros(4, 1, dtype=torch.float64))
+    zeros = torch.zeros(1, 2, dtype=torch.float64)
+    with pytest.raises(FloatingPointError, match="contain NaN or infinity"):
+        SGD().solve(Quadratic(ggn, torch.ones(2, dtype=torch.float64), zeros, zeros))
+
+
+def test_an_unfinished_solve_says_so() -> None:
+    p = replace(problem(), precision=torch.full((8,), 1e-6, dtype=torch.float64))
+    solution = SGD(epochs=1, min_steps=2, tolerance=1e-3, max_doublings=0).solve(p)
+    assert not solution.converged
+    # It goes on with twice the steps until it has converged.
+    longer = SGD(epochs=1, min_steps=2, tolerance=1e-3, max_doublings=2).solve(p)
+    assert float(longer.residual.max()) < float(solution.residual.max())
+    assert longer.passes == pytest.approx(
+        solution.passes + 3 * ((6 + 6) + (12 + 6)) / 3 + 3 * 2
+    )  # steps and probes of 3 rows, 2 residuals
+
+
+def test_passes_count_the_products_that_were_made() -> None:
+    case = make_case("classification_many_data")
+    model = case.linear_model()
+    network = model.features.network
+    ggn = model.ggn(model.network_outputs)
+    zeros = torch.zeros(4, ggn.size, dtype=torch.float64)
+    network.products.update(jvp=0, vjp=0)
+    solution = SGD(epochs=3, min_steps=1, batch_size=5, tolerance=1.0).solve(
+        Quadratic(ggn, torch.ones(ggn.size).double(), zeros, zeros + 1)
+    )
+    # 5 batches of 5 × 8 power iterations, 6 probe gradients of 4 rows, 15 steps of 4 rows, and the residual.
+    assert network.products["jvp"] == network.products["vjp"] == 25 * 8 + 6 * 5 * 4 + 15 * 5 * 4 + 25 * 4
+    assert solution.passes == pytest.approx(network.products["jvp"] / 25)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"), [({"averaging": "polyak"}, 'must be "decay"'), ({"step": 0.0}, "positive")]
+)
+def test_bad_settings_are_refused(setting: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SGD(**setting)
+
+
+def test_likelihoods_of_the_objective_do_not_matter_to_a_solver() -> None:
+    case = make_case("classification_many_data")
+    model = case.linear_model()
+    assert isinstance(model.likelihood, Categorical)
+    ggn = model.ggn(model.network_outputs)
+    noise = torch.randn(2, 2, ggn.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    p = Quadratic(ggn, torch.ones(ggn.size).double(), noise[0], noise[1])
+    assert_close(SGD(min_steps=1500, batch_size=25).solve(p).value, Dense().solve(p).value, rtol=1e-6, atol=1e-8)
