@@ -5,7 +5,6 @@ from importlib.metadata import version
 from laplace_sampling.evidence.curves import EvidenceCurves, MarginalLikelihood
 from laplace_sampling.evidence.em import EMStep
 from laplace_sampling.evidence.plots import plot_evidence
-from laplace_sampling.gp.dual_cg import DualCG
 from laplace_sampling.laplace import LinearisedLaplace, NotFittedError
 from laplace_sampling.largest_variance import largest_variance
 from laplace_sampling.likelihoods.composite import MultiTask
@@ -19,6 +18,14 @@ from laplace_sampling.likelihoods.likelihood import (
     Poisson,
 )
 from laplace_sampling.linear_model.priors import GPrior, IsotropicPrior, LayerwisePrior, Prior
+from laplace_sampling.methods.auto import Auto
+from laplace_sampling.methods.contour import Contour
+from laplace_sampling.methods.dual import Dual
+from laplace_sampling.methods.exact import Exact
+from laplace_sampling.methods.factored import Factored
+from laplace_sampling.methods.krylov import Krylov
+from laplace_sampling.methods.method import Method
+from laplace_sampling.methods.stochastic import Stochastic
 from laplace_sampling.predictions.diagnosis import Diagnosis
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
 from laplace_sampling.predictions.prediction import (
@@ -31,28 +38,36 @@ from laplace_sampling.predictions.prediction import (
 )
 from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.solver import ConvergenceWarning
+from laplace_sampling.solvers.svrg import SVRG
 
 __all__ = [
     "SGD",
+    "SVRG",
+    "Auto",
     "Bernoulli",
     "Categorical",
     "ClassificationPrediction",
+    "Contour",
     "ConvergenceWarning",
     "CountPrediction",
     "Diagnosis",
-    "DualCG",
+    "Dual",
     "EMStep",
     "EvidenceCurves",
+    "Exact",
+    "Factored",
     "GPrior",
     "Gaussian",
     "HeteroscedasticGaussian",
     "HeteroscedasticPrediction",
     "IsotropicPrior",
+    "Krylov",
     "LayerwisePrior",
     "LeaveOneOut",
     "Likelihood",
     "LinearisedLaplace",
     "MarginalLikelihood",
+    "Method",
     "MultiTask",
     "MultiTaskPrediction",
     "NotFittedError",
@@ -60,6 +75,7 @@ __all__ = [
     "Prediction",
     "Prior",
     "RegressionPrediction",
+    "Stochastic",
     "from_loss",
     "largest_variance",
     "plot_evidence",

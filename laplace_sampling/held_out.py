@@ -14,7 +14,7 @@ from torch.distributions import Normal
 from laplace_sampling.data.batches import Layout, place
 from laplace_sampling.data.training_data import TrainingData, Unpack
 from laplace_sampling.likelihoods.likelihood import Categorical, Gaussian, Likelihood
-from laplace_sampling.methods.fits import Fit
+from laplace_sampling.methods.fit import Fit
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predict import predict
 from laplace_sampling.predictions.calibration import (
@@ -28,7 +28,7 @@ from laplace_sampling.predictions.calibration import (
     parts_of,
 )
 from laplace_sampling.predictions.prediction import Prediction, RegressionPrediction
-from laplace_sampling.saving import Posterior
+from laplace_sampling.posterior import Posterior
 
 __all__ = ["HeldOut", "OnTrainingData"]
 
@@ -192,18 +192,7 @@ class HeldOut:
         num, total = _enough(len(posterior.samples) * self.layout.size), self.data.num_data
         some = torch.arange(0, total, 1 if self.data.in_order else math.ceil(total / num))[:num]
         predictions = [
-            predict(
-                network,
-                posterior,
-                fit,
-                self.data.inputs(batch),
-                samples=posterior.samples,
-                noise_variances=None,
-                observation=None,
-                observed=False,
-                check=lambda: None,
-            )
-            for batch in some.split(posterior.rows)
+            predict(network, posterior, fit, self.data.inputs(batch)) for batch in some.split(posterior.rows)
         ]
         outputs = torch.cat([self._wide(p.outputs.flatten(1), p) for p in predictions])
         if not all(bool(v.isfinite().all()) for p in predictions for v in (p.outputs, p.deviations)):

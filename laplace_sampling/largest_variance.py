@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.methods.factored_fit import FactoredFit
-from laplace_sampling.methods.fits import Tuned
-from laplace_sampling.methods.solver_fit import fit_by_solver, make_solver
-from laplace_sampling.methods.tasks import DataArguments, prepare
+from laplace_sampling.methods.factored import FactoredFit
+from laplace_sampling.methods.fit import Tuned
+from laplace_sampling.preparation import prepare
 
 __all__ = ["largest_variance"]
 
@@ -59,13 +58,13 @@ def largest_variance(
         )
     settings = {"prior": "isotropic", **settings, "method": "diagonal", "num_samples": 2}
     la = LinearisedLaplace(model, likelihood, **settings)
-    _, task = prepare(la, DataArguments(loader, **of_fit), progress=False)
+    task = la.settings.method.prepare(prepare(la.settings, la.network, loader, progress=False, **of_fit))
     size = la.network.num_parameters
     if not 1 <= k <= size:
         raise ValueError(
             f"`largest_variance(k={k})`: there are {size} weights to choose from; give a k from 1 to that."
         )
-    fit = fit_by_solver(task, Tuned(), make_solver(task, _TOLERANCE, None), FactoredFit)
+    fit = task.method.fit(task, Tuned(), _TOLERANCE)
     assert isinstance(fit, FactoredFit)
     variance, seen = fit.marginal_variance(), fit.curvature.eigenvalues() > 0
     first = torch.where(seen, variance, 0)

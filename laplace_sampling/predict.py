@@ -13,8 +13,7 @@ from laplace_sampling.data.batches import Layout, batched, num_rows, place, spli
 from laplace_sampling.linear_model.factored import Inverse
 from laplace_sampling.linear_model.features import Features, features_at
 from laplace_sampling.linear_model.measurements import ObservedFeatures, as_measurement, noise_weights
-from laplace_sampling.linear_model.tangent_model import Observation
-from laplace_sampling.methods.fits import Fit
+from laplace_sampling.methods.fit import Fit
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
@@ -26,7 +25,7 @@ from laplace_sampling.predictions.prediction import (
     Scaled,
     prediction,
 )
-from laplace_sampling.saving import Posterior
+from laplace_sampling.posterior import Posterior
 
 __all__ = ["check_inputs", "predict"]
 
@@ -69,12 +68,11 @@ def predict(
     fit: Fit | None,
     x: Any,
     *,
-    samples: Float[Tensor, "K P"],
-    noise_variances: Tensor | None,
-    observation: Observation | None,
-    observed: bool,
-    layout: Layout | None = None,
-    check: Callable[[], None],
+    num_samples: int | None = None,
+    noise_variances: Tensor | None = None,
+    observed: bool = False,
+    fitted_layout: Layout | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> RegressionPrediction | Prediction:
     """Predictions of the outputs, or of measurements of them.
 
@@ -83,30 +81,25 @@ def predict(
         posterior: what was fitted.
         fit: with the training data, where these are at hand.
         x: inputs.
-        samples: of the posterior, `ζ`.
+        num_samples: use only the first so many of the samples.
         noise_variances: `R` at the inputs.
-        observation: `T`, if the posterior was fitted to measurements.
-        observed: whether these are to be predicted.
-        layout: of the outputs of a datum of the training data, where these are at hand.
+        observed: whether measurements of the outputs are to be predicted.
+        fitted_layout: of the outputs of a datum of the training data, where these are at hand.
         check: raises if the network is another one when covariances are asked for.
     """
-    x = place(x, network.device, network.dtype)
-    fitted, (outputs, layout) = layout, network.evaluate(x)
-    _check_axes(outputs, layout, fitted)
+    x, samples = place(x, network.device, network.dtype), posterior.samples[:num_samples]
+    outputs, layout = network.evaluate(x)
+    _check_axes(outputs, layout, fitted_layout)
     deviations = torch.cat([network.jvp(part, samples) for part in split(x, posterior.rows)], dim=1)
     features: Features = features_at(network, x, posterior.rows, layout)
+    observation = getattr(posterior.likelihood, "observe", None)
     if observed and observation is not None:
         measurement = as_measurement(observation, features.num_outputs, outputs.dtype)
         features = ObservedFeatures(features, measurement)
         outputs, deviations = measurement.apply(outputs.reshape(len(outputs), -1)), measurement.apply(deviations)
         layout = Layout.single(outputs.shape[1:])
     deviations = deviations.reshape(len(samples), *outputs.shape)
-    function: FunctionCovariance | None = None if fit is None else fit.covariance_at(features)
-    if "factor" in posterior.exact:
-        function = DenseCovariance.of(features, posterior.prior, posterior.exact)
-    elif function is None and posterior.curvature is not None:
-        inverse = Inverse(posterior.curvature, posterior.prior.spread())
-        function = DenseCovariance(features, posterior.prior, inverse)
+    function = _covariance(posterior, fit, features)
     if function is not None:
         function = Guarded(function, check)
     if posterior.calibration != Calibration():
@@ -114,10 +107,27 @@ def predict(
         factor = calibration.scale / calibration.temperature**2
         outputs, deviations = outputs / calibration.temperature, math.sqrt(factor) * deviations
         function = None if function is None else Scaled(function, factor)
-    likelihood = posterior.calibration.likelihood(posterior.likelihood).bind(layout)
-    scale = None
-    if noise_variances is not None:
-        weights = noise_weights(noise_variances, (len(outputs), outputs[0].numel()))
-        scale = (weights**-2).to(outputs).reshape(outputs.shape)
-    noise = {"noise_scale": scale, "has_noise": observation is None or observed}
-    return prediction(outputs, deviations, likelihood, function=function, **noise)
+    return prediction(
+        outputs,
+        deviations,
+        posterior.calibration.likelihood(posterior.likelihood).bind(layout),
+        function=function,
+        noise_scale=None if noise_variances is None else _noise_scale(noise_variances, outputs),
+        has_noise=observation is None or observed,
+    )
+
+
+def _covariance(posterior: Posterior, fit: Fit | None, features: Features) -> FunctionCovariance | None:
+    """The covariance of the function at some inputs where it is known exactly."""
+    if "factor" in posterior.exact:
+        return DenseCovariance.of(features, posterior.prior, posterior.exact)
+    function = None if fit is None else fit.covariance_at(features)
+    if function is None and posterior.curvature is not None:
+        inverse = Inverse(posterior.curvature, posterior.prior.spread())
+        return DenseCovariance(features, posterior.prior, inverse)
+    return function
+
+
+def _noise_scale(noise_variances: Tensor, outputs: Float[Tensor, "N *C"]) -> Float[Tensor, "N *C"]:
+    weights = noise_weights(noise_variances, (len(outputs), outputs[0].numel()))
+    return (weights**-2).to(outputs).reshape(outputs.shape)

@@ -1,178 +1,103 @@
-r"""Posterior samples by an inverse square root: `ζ = H^{-1/2} z`, `z ~ N(0, I)`, with `H = M + A`.
+"""`Contour`: samples by the inverse square root of the posterior precision, for comparison."""
 
-The root is taken by contour integral quadrature (Pleiss et al. 2020, "Fast Matrix Square Roots with Applications to
-Gaussian Processes and Bayesian Optimization", eq. 2–4),
+from dataclasses import dataclass
+from typing import Any
 
-    H^{-1/2} z ≈ Σ_q w_q (H + t_q I)⁻¹ z,        q = 1 … Q,
-
-all `Q` systems solved at once by MINRES with products of `H` with one vector a row, from `linear_operator`. Unlike
-sample-then-optimise it needs full-batch products, and `Q` stacks of vectors in memory.
-"""
-
-import warnings
-from dataclasses import replace
-
-import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.linear_model.features import GGN, ScaledFeatures
+from laplace_sampling.linear_model.features import GGN
+from laplace_sampling.linear_model.posterior_samples import Sampled, draw
 from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.linear_model.sampling import Draws
-from laplace_sampling.solvers.operator import Operator, largest_eigenvalue
-from laplace_sampling.solvers.solver import Solution
+from laplace_sampling.linear_model.sampling import Draws, Sampler
+from laplace_sampling.methods.krylov import Krylov
+from laplace_sampling.methods.problem import Memory, Problem
+from laplace_sampling.methods.solver_method import SolverFit
+from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution, Solver
 
-with warnings.catch_warnings():
-    # linear_operator uses torch.jit.script at import, deprecated in new versions of torch.
-    warnings.filterwarnings("ignore", message=".*torch.jit.*", category=FutureWarning)
-    warnings.filterwarnings("ignore", message=".*torch.jit.*", category=DeprecationWarning)
-    from linear_operator import LinearOperator, settings
-    from linear_operator.operators import DiagLinearOperator
-    from linear_operator.operators._linear_operator import IndexType
-    from linear_operator.utils.contour_integral_quad import contour_integral_quad
-
-__all__ = ["PosteriorPrecision", "quadrature", "sample_contour"]
+__all__ = ["Contour"]
 
 
-class PosteriorPrecision(LinearOperator):
-    """`H = M + diag(A)`, `[P, P]`, as `linear_operator` sees matrices: vectors are columns, `[P, K]`.
+@dataclass(frozen=True, kw_only=True)
+class Contour(Krylov):
+    """Samples `ζ = H^{-1/2} z` by contour integral quadrature; mode and hyperparameters as `Krylov` finds them.
 
-    Device and dtype are those of the operator. `rows` counts the vectors that `M` was multiplied with. Small matrices
-    are made dense by `linear_operator` where it sees fit, from products. Gradients are not supported.
+    `gp.contour_quadrature` has the equations. It takes full passes and much memory, and is here for comparison.
 
     Args:
-        precision: the diagonal of `A`, `[P]`.
-        operator: `M`.
+        num_quadrature: points of the quadrature, `Q`.
+        max_iterations: of MINRES.
+        minres_tolerance: under which MINRES stops.
+        residual_tolerance: residual under which a sample counts as converged.
     """
 
-    def __init__(self, precision: Float[Tensor, " P"], operator: Operator) -> None:
-        precision = precision.detach().to(operator.device, operator.dtype)
-        # Tensors are positional and others keywords in the representation that linear_operator rebuilds objects from.
-        super().__init__(precision, operator=operator)
-        self.precision, self.operator = precision, operator
-        self.rows = 0
+    num_quadrature: int = 10
+    max_iterations: int = 1000
+    minres_tolerance: float = 1e-4
+    residual_tolerance: float = 0.1
 
-    def _size(self) -> torch.Size:
-        return torch.Size([self.operator.size, self.operator.size])
+    @property
+    def name(self) -> str:
+        return "ciq"
 
-    def _transpose_nonbatch(self) -> "PosteriorPrecision":
-        return self
+    @property
+    def stacks(self) -> int:
+        return 80
 
-    def _matmul(self, rhs: Float[Tensor, "*B P K"]) -> Float[Tensor, "*B P K"]:
-        columns = rhs[:, None] if rhs.dim() == 1 else rhs
-        stack = columns.mT.reshape(-1, self.operator.size)
-        self.rows += len(stack)
-        product = (self.operator.matmul(stack) + self.precision * stack).reshape(columns.mT.shape).mT
-        # A copy, for linear_operator's solvers write into what they get and expect it contiguous.
-        return product.reshape(rhs.shape) if rhs.dim() == 1 else product.contiguous()
+    def remark(self, problem: Problem, memory: Memory) -> str:
+        return ""
 
-    def _get_indices(self, row_index: IndexType, col_index: IndexType, *batch_indices: IndexType) -> Tensor:
-        # By unit vectors, a product for each column asked for, the whole diagonal too: for small problems.
-        assert isinstance(row_index, Tensor)
-        assert isinstance(col_index, Tensor)
-        rows, columns = torch.broadcast_tensors(row_index, col_index)
-        distinct, place = columns.unique(return_inverse=True)
-        units = torch.zeros(self.operator.size, len(distinct), device=self.device, dtype=self.dtype)
-        units[distinct, torch.arange(len(distinct), device=distinct.device)] = 1
-        return self._matmul(units)[rows, place]
+    def _rank(self, memory: Memory, num_samples: int) -> int:
+        return 0
+
+    def preconditioner_vectors(self, memory: Memory, num_samples: int) -> int:
+        return 0
+
+    def fit_of(self, *parts: Any) -> "ContourFit":
+        return ContourFit(*parts)
+
+    def judge(self, sampled: Sampled, solver: Solver) -> tuple[Tensor, float]:
+        return sampled.residual, self.residual_tolerance
 
 
-def quadrature(smallest: float, largest: float, num_quadrature: int) -> tuple[Float[Tensor, " Q"], Float[Tensor, " Q"]]:
-    r"""Shifts `t_q > 0` and weights `w_q > 0` with `x^{-1/2} ≈ Σ_q w_q / (x + t_q)` for `smallest ≤ x ≤ largest`.
+@dataclass(frozen=True)
+class _ContourSampler(Sampler):
+    """Draws by contour quadrature; it solves nothing."""
 
-    The relative error falls as `exp(−2π²Q / (log κ + 3))`, `κ = largest / smallest` (Pleiss et al. 2020, lemma 1; the
-    rule is that of Hale, Higham & Trefethen 2008).
-    """
-    # linear_operator has the rule inside its solver only: the solver on diag(smallest, largest), whose eigenvalues its
-    # Lanczos steps find exactly, gives it away.
-    ends = torch.tensor([smallest, largest], dtype=torch.float64)
-    _, weights, _, shifts = contour_integral_quad(
-        DiagLinearOperator(ends),
-        torch.ones(2, 1, dtype=torch.float64),
-        inverse=True,
-        num_contour_quadrature=num_quadrature,
-    )
-    assert weights is not None
-    # It solves (t_q − H) x = z with t_q < 0 and w_q < 0; the first shift, zero, is not of the rule.
-    return -shifts[1:].flatten(), -weights.flatten()
+    method: Contour
 
+    def sample(self, ggn: GGN, prior: GaussianPrior, draws: Draws, init: Tensor | None = None) -> Solution:
+        # It needs linear_operator, which takes seconds to import.
+        from laplace_sampling.gp.contour_quadrature import sample_contour
 
-def sample_contour(
-    ggn: GGN,
-    prior: GaussianPrior,
-    draws: Draws,
-    *,
-    num_quadrature: int = 10,
-    max_iterations: int = 1000,
-    tolerance: float = 1e-4,
-    residual_tolerance: float = 0.1,
-) -> Solution:
-    r"""Zero-mean posterior samples `ζ = H^{-1/2} z ~ N(0, (M + A)⁻¹)` in the scaled coordinates `ζ/s` of the prior.
-
-    The rule covers eigenvalues from the smallest `α`, a bound by Weyl's inequality, to above the largest eigenvalue of
-    `M`, by power iteration, plus the largest `α`. So its error is that of `num_quadrature` alone.
-
-    Of the `Solution`:
-
-    - `residual` is `|ζᵀHζ / ‖z‖² − 1|^{1/2}`, of the size of the whitened error `‖H^{1/2}ζ − z‖ / ‖z‖`: with
-      `e = H^{1/2}ζ − z` what is under the root is `|2⟨z, e⟩ + ‖e‖²| / ‖z‖²`, which is above the squared error unless
-      the two terms cancel. It is no bound, and it is relative to all `P` directions, of which the data may determine
-      few. Rounding leaves some `3e-4` of it in float32.
-    - `converged` says that MINRES reached its tolerance within `max_iterations` and all residuals are below
-      `residual_tolerance`.
-    - `delta` is zero: there is no prior sample that `ζ` started from, and no warm start for a later solve.
-    - `passes` counts the products that were made, those of power iteration and of the residual among them.
-
-    Args:
-        ggn: `M`, unscaled.
-        prior: `A`.
-        draws: `z` is `draws.prior`. For the same draws the samples are others than those of `sample_posterior`, of the
-            same distribution.
-        num_quadrature: `Q`. MINRES holds about five times `Q + 1` stacks of samples in memory.
-        max_iterations: limit to the iterations of MINRES, a product a row each; never more than `P + 3`, which rounding
-            errors can make too few for a small ill-conditioned problem.
-        tolerance: MINRES stops when the last update, relative to the solution and averaged over rows and systems,
-            falls below; looked at every ten iterations. The error left is larger, and grows with the condition number:
-            where the data determine few of many weights, those few directions were off by 0.04 %, 3 % and 22 % at
-            condition numbers of 1e2, 1e4 and 1e6, with 1e-6 by 0.0004 %, 0.01 % and 0.3 %.
-        residual_tolerance: residual under which a row counts as converged.
-    """
-    if num_quadrature < 1 or max_iterations < 1:
-        raise ValueError(
-            f"num_quadrature and max_iterations must be at least 1, but are {num_quadrature} and {max_iterations}."
+        return sample_contour(
+            ggn,
+            prior,
+            draws,
+            num_quadrature=self.method.num_quadrature,
+            max_iterations=self.method.max_iterations,
+            tolerance=self.method.minres_tolerance,
+            residual_tolerance=self.method.residual_tolerance,
         )
-    scaled = replace(ggn, features=ScaledFeatures(ggn.features, prior.scale))
-    spread = prior.spread()
-    H = PosteriorPrecision(spread, scaled)
-    z = draws.prior(ggn.size).to(ggn.device, ggn.dtype)
 
-    # Power iteration comes from below, and a rule for a range somewhat too wide costs next to nothing.
-    generator = torch.Generator().manual_seed(draws.seed)
-    largest = 1.25 * largest_eigenvalue(scaled, None, _POWER_ITERATIONS, generator) + float(spread.max())
-    shifts, weights = quadrature(float(spread.min()), largest, num_quadrature)
+    def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
+        raise NotImplementedError("Contour quadrature draws samples; it solves no linear system.")
 
-    # `LinearOperator.sqrt_inv_matmul` cannot be given the range: it takes that from 20 Lanczos steps, whose smallest
-    # Ritz value is far above the smallest eigenvalue of an ill-conditioned matrix. On 600 eigenvalues spread evenly on
-    # a log scale from 1 to 1e4 its ζ was off by 11 %, 1.2 % and 0.013 % at 5, 10 and 20 points; with the range known
-    # 0.09 % and 0.0005 % at 5 and 10. Hence the function below it, with a rule of our own range as it expects it.
-    shifts = torch.cat([torch.zeros(1, dtype=shifts.dtype), -shifts]).to(z)
-    weights = -weights.to(z)[:, None, None]
-    with settings.minres_tolerance(tolerance), settings.max_cg_iterations(max_iterations):
-        solves, *_ = contour_integral_quad(H, z.mT.contiguous(), inverse=True, weights=weights, shifts=shifts)
-    zeta = (solves * weights).sum(0).mT.contiguous()
-    # MINRES makes a product before the first iteration, and allows itself two more iterations than it is told and, in
-    # exact arithmetic enough, no more than P + 1.
-    iterations = H.rows // len(z) - 1
-    finished = iterations < max_iterations + 2 or ggn.size < max_iterations
-
-    product = scaled.matmul(zeta)
-    energy = (zeta.double() * (product + spread * zeta).double()).sum(1)
-    residual = (energy / z.double().square().sum(1) - 1).abs().sqrt()
-    converged = finished and bool((residual < residual_tolerance).all())
-    passes = float(_POWER_ITERATIONS + H.rows + len(z))
-    return Solution(
-        zeta, torch.zeros_like(zeta), residual.to(zeta.dtype), zeta * product, passes, converged, error=residual
-    )
+    def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
+        raise NotImplementedError("Contour quadrature draws samples; it minimises no objective.")
 
 
-_POWER_ITERATIONS = 10
+class ContourFit(SolverFit):
+    """A fit whose samples are those of contour quadrature, and whose mode the solver found."""
+
+    def draw(self, draws: Draws, description: str | None = None) -> Sampled:
+        method = self.method
+        assert isinstance(method, Contour)
+        return draw(
+            self.ggn,
+            self.prior,
+            draws,
+            _ContourSampler(method),
+            rows=method.rows(self.task.memory, self.task.num_samples),
+            dtype=self.task.dtype,
+            description=description,
+        )

@@ -56,6 +56,13 @@ class Calibration:
     temperature: float = 1.0
     noise: float = 1.0
 
+    @classmethod
+    def of_scale(cls, scale: float) -> "Calibration":
+        """A scale that the user gives."""
+        if not (isinstance(scale, float | int) and 0 < scale < math.inf):
+            raise ValueError(f'`scale` must be a positive number or "auto", but is {scale!r}.')
+        return cls(scale=float(scale))
+
     def likelihood(self, fitted: Likelihood) -> Likelihood:
         """That of predictions."""
         if self.noise == 1.0 or not isinstance(fitted, Gaussian):

@@ -1,0 +1,242 @@
+"""`Fitted`: what a fit leaves behind, and `FittedModel`: what one may ask of it, beside predictions."""
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.evidence.curves import EvidenceCurves, EvidencePath, MarginalLikelihood
+from laplace_sampling.evidence.em import EMStep
+from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.linear_model.sampling import Draws
+from laplace_sampling.linear_model.tangent_model import TangentModel
+from laplace_sampling.methods.fit import Fit
+from laplace_sampling.methods.problem import SAMPLE_STREAM
+from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.networks.precision import solving
+from laplace_sampling.posterior import Posterior
+from laplace_sampling.predictions.diagnosis import Diagnosis
+from laplace_sampling.predictions.leave_one_out import LeaveOneOut
+from laplace_sampling.settings import Settings
+from laplace_sampling.solvers.solver import ConvergenceWarning
+
+__all__ = ["Fitted", "FittedModel", "NotFittedError"]
+
+_MOST_DECADES = 12
+
+
+class NotFittedError(ValueError, AttributeError):
+    """A method that needs a fitted posterior was called before `fit_hyperparameters`, `fit` or `load`."""
+
+
+@dataclass
+class Fitted:
+    """What a fit leaves in a `LinearisedLaplace`.
+
+    Attributes:
+        posterior: all that predictions need.
+        fit: with the training data; `None` for a posterior that was loaded without them, and so is `tangent`.
+        tangent: the linear model on the training data.
+        num_draws: how often new samples were drawn, so that each call draws others.
+    """
+
+    posterior: Posterior
+    fit: Fit | None = None
+    tangent: TangentModel | None = None
+    num_draws: int = 0
+
+
+class FittedModel:
+    """Fitted attributes and questions about the fit; `LinearisedLaplace` adds fits, predictions and files."""
+
+    network: Linearisation
+    settings: Settings
+    _fitted: Fitted | None = None
+
+    @solving()
+    def sample(self, num_samples: int) -> Float[Tensor, "K P"]:
+        """New zero-mean posterior samples `ζ ~ N(0, H⁻¹)`, independent of `samples_` and of earlier calls."""
+        fitted = self._require("sample")
+        if num_samples < 1:
+            raise ValueError(f"`sample(num_samples)` needs at least 1, got {num_samples}.")
+        if fitted.fit is None:
+            raise NotFittedError(
+                "`sample` needs the training data, which a loaded posterior does not have: call `fit(loader)`, or use "
+                "the samples that were saved, `samples_`."
+            )
+        self._check_network("sample")
+        fitted.num_draws += 1
+        sampled = fitted.fit.draw(Draws(num_samples, self.settings.seed, SAMPLE_STREAM + fitted.num_draws))
+        if not sampled.converged:
+            warnings.warn(
+                f"{fitted.fit.unconverged(sampled)} {fitted.fit.method.advice}", ConvergenceWarning, stacklevel=3
+            )
+        return sampled.samples
+
+    @solving()
+    def log_marginal_likelihood(self) -> MarginalLikelihood:
+        r"""`log p(y)` of the linear model at the fitted hyperparameters, a sum over the data, with its standard error.
+
+        `−Σ_i ℓ(y_i, h(θ̄, x_i)) − ½ θ̄ᵀAθ̄ − ½ log|I + A⁻¹M|`: the log determinant exactly from the exact method, else by
+        stochastic Lanczos quadrature. For a loss that is not quadratic it is Laplace's approximation, and with
+        `hessian_at="mode"` no guide to the prior precision, as the curvature moves with it. What validation data
+        chose (`scale_`, and the noise of predictions) has no part in it.
+        """
+        path, alpha, shift = self._evidence("log_marginal_likelihood")
+        return MarginalLikelihood.of(path, alpha).shifted(shift)
+
+    @solving()
+    def evidence_path(self, decades: float = 3.0, num: int = 121) -> EvidenceCurves:
+        """Effective dimension, norm of the mode and log marginal likelihood as functions of the prior precision.
+
+        The curvature is that at the fitted hyperparameters. Several precisions go up and down together; the axis is
+        their geometric mean over the weights.
+
+        Args:
+            decades: to both sides of the fitted precision.
+            num: points.
+        """
+        if not (0 < decades <= _MOST_DECADES and num >= 2):
+            raise ValueError(
+                f"`evidence_path` needs 0 < decades <= {_MOST_DECADES} and num of at least 2, got {decades}, {num}."
+            )
+        path, alpha, shift = self._evidence("evidence_path", decades)
+        grid = alpha * torch.logspace(-decades, decades, num, dtype=torch.float64)
+        return EvidenceCurves.of(path, grid).shifted(shift)
+
+    def _evidence(self, call: str, decades: float | None = None) -> tuple[EvidencePath, float, float]:
+        fit, tangent = self._with_data(call)
+        path, problems = fit.evidence(decades)
+        if problems:
+            warnings.warn(f"`{call}` is inaccurate: {'; '.join(problems)}.", ConvergenceWarning, stacklevel=4)
+        return path, fit.alpha, tangent.log_scale
+
+    @solving()
+    def leave_one_out(self) -> LeaveOneOut:
+        r"""Each training datum predicted from all others, noise included, at the fitted hyperparameters.
+
+        `log_prob`, `[N]`, is `log p(y_i | y_{−i})`, joint over the outputs of a datum; `mean` and `covariance` are
+        those of the *linear model*, in the units of the targets. From the decomposition of an exact fit, without
+        fitting again (Rasmussen & Williams 2006, eq. 5.10–5.12); weights and features stay those of all data.
+
+        Raises:
+            ValueError: if the fit is not by the exact method.
+        """
+        fit, tangent = self._with_data("leave_one_out")
+        prediction = fit.leave_one_out()
+        return prediction if tangent.weights is None else prediction.scaled(1 / tangent.weights)
+
+    def diagnose(self) -> Diagnosis:
+        """Whether solves, samples and hyperparameters of the last fit are right; `print` it for one page in words.
+
+        The energies of the samples are tested against their distributions; see `predictions.energy_tests`.
+        """
+        fit = self._require("diagnose").fit
+        if fit is None or fit.sampled is None:
+            raise NotFittedError("`diagnose` needs the fit itself, which a loaded posterior does not have: call `fit`.")
+        return fit.diagnosis(self.network.weights, self.settings.linear_model)
+
+    @property
+    def prior_precision_(self) -> Float[Tensor, " G"]:
+        return self._require("prior_precision_").posterior.prior.precision
+
+    @property
+    def prior_scale_(self) -> Float[Tensor, " P"]:
+        return self._require("prior_scale_").posterior.prior.scale
+
+    @property
+    def noise_precision_(self) -> Tensor | None:
+        posterior = self._require("noise_precision_").posterior
+        likelihood = posterior.calibration.likelihood(posterior.likelihood)
+        return torch.as_tensor(likelihood.noise_precision) if isinstance(likelihood, Gaussian) else None
+
+    @property
+    def effective_dimension_(self) -> Float[Tensor, " G"]:
+        return self._require("effective_dimension_").posterior.effective_dimension
+
+    @property
+    def scale_(self) -> float:
+        return self._require("scale_").posterior.calibration.scale
+
+    @property
+    def temperature_(self) -> float:
+        return self._require("temperature_").posterior.calibration.temperature
+
+    @property
+    def converged_(self) -> bool:
+        return self._require("converged_").posterior.converged
+
+    @property
+    def samples_(self) -> Float[Tensor, "K P"]:
+        return self._require("samples_").posterior.samples
+
+    @property
+    def mode_(self) -> Float[Tensor, " P"]:
+        return self._require("mode_").posterior.mode
+
+    @property
+    def history_(self) -> list[EMStep]:
+        return self._require("history_").posterior.history
+
+    def __repr__(self) -> str:
+        settings, fitted = self.settings, self._fitted
+        head = (
+            f"LinearisedLaplace({type(self.network.module).__name__}, {settings.likelihood.name!r}, "
+            f"P={self.network.num_parameters}, prior={type(settings.prior).__name__}, "
+            f"linear_model={settings.linear_model!r}, hessian_at={settings.hessian_at!r}, "
+            f"method={settings.method.name!r}"
+        )
+        if fitted is None:
+            return head + ", not fitted)"
+        if fitted.fit is not None:
+            head += f" → {fitted.fit.method.name!r}: {fitted.fit.task.reason}"
+        prior, gamma = fitted.posterior.prior, float(fitted.posterior.effective_dimension.sum())
+        alpha = ", ".join(f"{name}: {float(a):.3g}" for name, a in zip(prior.names, prior.precision, strict=True))
+        floored = f", {prior.num_floored} weights floored" if prior.num_floored else ""
+        return head + f", prior_precision_={{{alpha}}}, effective_dimension_={gamma:.1f}{floored})"
+
+    def __str__(self) -> str:
+        """As `repr`, and the time of products if it was measured, which is not the same in two runs."""
+        fit = None if self._fitted is None else self._fitted.fit
+        if fit is None or fit.task.cost is None:
+            return repr(self)
+        return f"{repr(self)[:-1]}, a pass of products takes about {fit.task.cost.seconds:.1g} s)"
+
+    def _require(self, what: str) -> Fitted:
+        """What was fitted, or a `NotFittedError`."""
+        if self._fitted is None:
+            raise NotFittedError(
+                f"`{what}` needs a fitted posterior: call `fit_hyperparameters(loader)`, `fit(loader)` or `load` first."
+            )
+        return self._fitted
+
+    def _with_data(self, call: str) -> tuple[Fit, TangentModel]:
+        fitted = self._require(call)
+        if fitted.fit is None or fitted.tangent is None:
+            raise NotFittedError(
+                f"`{call}` needs the training data, which a loaded posterior does not have: call `fit(loader)`."
+            )
+        self._check_network(call)
+        return fitted.fit, fitted.tangent
+
+    def _check_network(self, call: str) -> None:
+        """Raise if the network is not the one that was fitted, or not where it was."""
+        posterior = self._require(call).posterior
+        held, now = posterior.samples.device, self.network.device
+        if held != now:
+            raise ValueError(
+                f"`{call}`: the model is on {now}, but was on {held} at the fit. Move it back; or `save`, and `load` "
+                "with the model where it is now; or fit again."
+            )
+        check_fingerprint(self.network, posterior.fingerprint, call)
+
+
+def check_fingerprint(network: Linearisation, fingerprint: Tensor, call: str) -> None:
+    """Raise if a fingerprint is not that of the network."""
+    if not torch.equal(fingerprint.cpu(), network.fingerprint()):
+        raise ValueError(
+            f"`{call}`: the weights or buffers of the model are not those of the fit, so its error bars do not "
+            "apply. Load the weights that the model had then, or fit again."
+        )

@@ -1,0 +1,291 @@
+"""Posteriors that a decomposition of the Gram matrix knows in closed form, of a regression or any other likelihood."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.evidence.curves import EvidencePath
+from laplace_sampling.gp.exact_classification import ExactClassification, ExactPosterior
+from laplace_sampling.gp.exact_evidence import exact_curves, fit_exact_regression
+from laplace_sampling.gp.exact_regression import ExactPrediction, ExactRegression, overall_precisions
+from laplace_sampling.likelihoods.likelihood import Gaussian, Likelihood
+from laplace_sampling.linear_model.features import Features
+from laplace_sampling.linear_model.priors import GaussianPrior, overall_precision
+from laplace_sampling.linear_model.sampling import Draws, LinearModel
+from laplace_sampling.methods.gram_classification import classification_curves
+from laplace_sampling.predictions.leave_one_out import LeaveOneOut
+from laplace_sampling.solvers.solver import Minimum
+
+__all__ = ["GramClassification", "GramOptimum", "GramPosterior", "GramRegression", "gram_posterior_of"]
+
+# Callers have checked the memory already.
+_UNLIMITED = float("inf")
+
+
+class GramPosterior(ABC):
+    """The posterior at its hyperparameters.
+
+    Attributes:
+        precisions: `α` and `b`, as an `ExactPrediction` takes them.
+        effective_dimension: `γ`.
+        mode_outputs: `h(θ̄, x_i)`, `[N, C]`.
+        mode_norm: `‖θ̄‖²` in the scaled coordinates of the prior.
+    """
+
+    precisions: tuple[float, float]
+
+    @property
+    @abstractmethod
+    def effective_dimension(self) -> float: ...
+
+    @abstractmethod
+    def mode(self) -> Float[Tensor, " P"]:
+        """`θ̄`, unscaled, by one pass of VJPs."""
+
+    @property
+    @abstractmethod
+    def mode_outputs(self) -> Float[Tensor, "N C"]: ...
+
+    @property
+    @abstractmethod
+    def mode_norm(self) -> float: ...
+
+    @abstractmethod
+    def minimum(self, mode: Float[Tensor, "1 P"]) -> Minimum:
+        """How good the mode, which is given in scaled coordinates, is."""
+
+    @abstractmethod
+    def sample(self, draws: Draws) -> Float[Tensor, "K P"]:
+        """Zero-mean posterior samples, unscaled, in float64."""
+
+    @abstractmethod
+    def predict(self, features: Features) -> ExactPrediction:
+        """The posterior of the function at other inputs."""
+
+    @abstractmethod
+    def curves(self) -> EvidencePath:
+        """Evidence, `γ` and norm of the mode for every `α`."""
+
+    @abstractmethod
+    def leave_one_out(self) -> LeaveOneOut:
+        """The prediction of each datum from all others."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """What `restore` needs."""
+
+    @classmethod
+    @abstractmethod
+    def of(cls, model: LinearModel, prior: GaussianPrior, hessian_at: str) -> "GramPosterior":
+        """The posterior at the hyperparameters of a model and a prior."""
+
+    @classmethod
+    @abstractmethod
+    def tuned(
+        cls,
+        model: LinearModel,
+        prior: GaussianPrior,
+        *,
+        hessian_at: str,
+        precision_bounds: tuple[float, float],
+        noise_bounds: tuple[float, float],
+    ) -> "GramOptimum":
+        """The posterior at the hyperparameters of largest evidence."""
+
+    @classmethod
+    @abstractmethod
+    def restore(cls, model: LinearModel, prior: GaussianPrior, tensors: dict[str, Tensor]) -> "GramPosterior":
+        """The posterior of `tensors`."""
+
+
+@dataclass(frozen=True)
+class GramOptimum:
+    """A posterior at the hyperparameters of largest evidence.
+
+    Attributes:
+        posterior: the decomposition there.
+        likelihood: with the fitted noise.
+        converged: whether there is a maximum, or a bound.
+        precision_at_bound: whether `α` ended at a bound; `noise_at_bound` likewise for the noise.
+        problem: what went wrong, in words, or nothing.
+    """
+
+    posterior: GramPosterior
+    likelihood: Likelihood
+    converged: bool = True
+    precision_at_bound: bool = False
+    noise_at_bound: bool = False
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class GramRegression(GramPosterior):
+    """Of a regression: one decomposition serves every `α` and `b`."""
+
+    exact: ExactRegression
+    precisions: tuple[float, float]
+
+    @classmethod
+    def of(cls, model: LinearModel, prior: GaussianPrior, hessian_at: str) -> "GramRegression":
+        exact = ExactRegression.of(model, prior, max_memory=_UNLIMITED)
+        return cls(exact, overall_precisions(model, prior))
+
+    @classmethod
+    def tuned(
+        cls,
+        model: LinearModel,
+        prior: GaussianPrior,
+        *,
+        hessian_at: str,
+        precision_bounds: tuple[float, float],
+        noise_bounds: tuple[float, float],
+    ) -> GramOptimum:
+        tuned = fit_exact_regression(
+            model, prior, precision_bounds=precision_bounds, noise_bounds=noise_bounds, max_memory=_UNLIMITED
+        )
+        optimum = tuned.optimum
+        converged = optimum.converged or bool(optimum.at_bounds)
+        problem = (
+            "`fit_hyperparameters` found no maximum of the evidence to rounding: its gradient in log α and log b "
+            f"is {optimum.gradient[0]:.2g}, {optimum.gradient[1]:.2g}. Check the data, or use `model.double()`."
+        )
+        fitted = prior.with_precision(torch.tensor([optimum.precision], dtype=torch.float64))
+        exact = replace(tuned.posterior, model=model.with_likelihood(tuned.likelihood), prior=fitted)
+        return GramOptimum(
+            cls(exact, (optimum.precision, optimum.noise_precision)),
+            tuned.likelihood,
+            converged,
+            "precision" in optimum.at_bounds,
+            "noise_precision" in optimum.at_bounds,
+            "" if converged else problem,
+        )
+
+    @classmethod
+    def restore(cls, model: LinearModel, prior: GaussianPrior, tensors: dict[str, Tensor]) -> "GramRegression":
+        values, vectors, noise_scale = (tensors[name] for name in ("eigenvalues", "vectors", "noise_scale"))
+        residual = (model.targets.reshape(noise_scale.shape) - model.offset).double() / noise_scale.sqrt()
+        exact = ExactRegression(model, prior, values, vectors, vectors.T @ residual.flatten(), noise_scale)
+        alpha, noise_precision = tensors["precisions"].tolist()
+        return cls(exact, (alpha, noise_precision))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {
+            "eigenvalues": self.exact.eigenvalues,
+            "vectors": self.exact.vectors,
+            "noise_scale": self.exact.noise_scale,
+            "precisions": torch.tensor(self.precisions, dtype=torch.float64),
+        }
+
+    @property
+    def effective_dimension(self) -> float:
+        return float(self.exact.effective_dimension(*self.precisions))
+
+    def mode(self) -> Float[Tensor, " P"]:
+        return self.exact.mode(*self.precisions)
+
+    @property
+    def mode_outputs(self) -> Float[Tensor, "N C"]:
+        return self.exact.mode_outputs(*self.precisions)
+
+    @property
+    def mode_norm(self) -> float:
+        return float(self.exact.mode_norm(*self.precisions))
+
+    def minimum(self, mode: Float[Tensor, "1 P"]) -> Minimum:
+        return Minimum(mode, 0.0, 1.0, True)
+
+    def sample(self, draws: Draws) -> Float[Tensor, "K P"]:
+        return self.exact.sample(draws, *self.precisions)
+
+    def predict(self, features: Features) -> ExactPrediction:
+        return self.exact.at(features)
+
+    def curves(self) -> EvidencePath:
+        return exact_curves(self.exact, *self.precisions)
+
+    def leave_one_out(self) -> LeaveOneOut:
+        return self.exact.leave_one_out(*self.precisions)
+
+
+@dataclass(frozen=True)
+class GramClassification(GramPosterior):
+    """Of any other likelihood, whose curvature is taken at one mode."""
+
+    exact: ExactPosterior
+
+    @classmethod
+    def of(cls, model: LinearModel, prior: GaussianPrior, hessian_at: str) -> "GramClassification":
+        problem = ExactClassification.of(model, prior, max_memory=_UNLIMITED)
+        return cls(problem.posterior(overall_precision(prior), hessian_at=hessian_at))
+
+    @classmethod
+    def tuned(
+        cls,
+        model: LinearModel,
+        prior: GaussianPrior,
+        *,
+        hessian_at: str,
+        precision_bounds: tuple[float, float],
+        noise_bounds: tuple[float, float],
+    ) -> GramOptimum:
+        problem = ExactClassification.of(model, prior, max_memory=_UNLIMITED)
+        exact = problem.fit(hessian_at=hessian_at, precision_bounds=precision_bounds)
+        return GramOptimum(cls(exact), model.likelihood, precision_at_bound=bool(exact.at_bounds))
+
+    @classmethod
+    def restore(cls, model: LinearModel, prior: GaussianPrior, tensors: dict[str, Tensor]) -> "GramClassification":
+        problem, alpha = ExactClassification(model, prior), overall_precision(prior)
+        mode = problem.mode_of(alpha, tensors["coefficients"], tensors["mode_outputs"])
+        values, vectors, at = (tensors[name] for name in ("eigenvalues", "vectors", "curvature_outputs"))
+        return cls(ExactPosterior(problem, alpha, mode, at, values, vectors, mode.converged))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {
+            "eigenvalues": self.exact.eigenvalues,
+            "vectors": self.exact.vectors,
+            "curvature_outputs": self.exact.curvature_outputs,
+            "coefficients": self.exact.mode.coefficients,
+            "mode_outputs": self.exact.mode.outputs,
+        }
+
+    @property
+    def precisions(self) -> tuple[float, float]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.exact.precision, 1.0
+
+    @property
+    def effective_dimension(self) -> float:
+        return self.exact.effective_dimension
+
+    def mode(self) -> Float[Tensor, " P"]:
+        return self.exact.mode_weights()
+
+    @property
+    def mode_outputs(self) -> Float[Tensor, "N C"]:
+        return self.exact.mode.outputs
+
+    @property
+    def mode_norm(self) -> float:
+        return self.exact.mode.norm
+
+    def minimum(self, mode: Float[Tensor, "1 P"]) -> Minimum:
+        return Minimum(mode, self.exact.mode.residual, 1.0, self.exact.mode.converged)
+
+    def sample(self, draws: Draws) -> Float[Tensor, "K P"]:
+        return self.exact.sample(draws)
+
+    def predict(self, features: Features) -> ExactPrediction:
+        return self.exact.at(features).prediction
+
+    def curves(self) -> EvidencePath:
+        return classification_curves(self.exact)
+
+    def leave_one_out(self) -> LeaveOneOut:
+        return self.exact.leave_one_out()
+
+
+def gram_posterior_of(likelihood: Likelihood) -> type[GramPosterior]:
+    """The kind of posterior that a likelihood has."""
+    return GramRegression if isinstance(likelihood, Gaussian) else GramClassification

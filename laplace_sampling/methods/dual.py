@@ -1,0 +1,145 @@
+"""`Dual`: conjugate gradients in observation space, for regressions."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from laplace_sampling.evidence.curves import EvidencePath
+from laplace_sampling.likelihoods.likelihood import Gaussian, Likelihood
+from laplace_sampling.linear_model.posterior_samples import Sampled
+from laplace_sampling.methods.exact import fits_in_observation_space
+from laplace_sampling.methods.fit import Tuned
+from laplace_sampling.methods.method import Tuning
+from laplace_sampling.methods.problem import Task
+from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, has_path
+from laplace_sampling.solvers.solver import Minimum, Solver
+
+if TYPE_CHECKING:
+    from laplace_sampling.gp.dual_cg import DualCG
+
+__all__ = ["Dual"]
+
+# Rank of the preconditioner, whose vectors have `N·C` numbers, and the share of memory that it takes.
+_RANK, _SHARE = 400, 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dual(SolverMethod):
+    """Conjugate gradients on vectors of `N·C` numbers, for regressions with more weights than memory holds bases of.
+
+    Args:
+        rank: of the preconditioner; 0 for none. By default 400, or what a quarter of the memory holds.
+        max_iterations: of conjugate gradients, in each solve.
+        max_refinements: solves with the residual of the last one, at most.
+        accuracy: of the error of the function; by default what the `tolerance` of a fit needs.
+    """
+
+    rank: int | None = None
+    max_iterations: int = 1000
+    max_refinements: int = 4
+    accuracy: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive = (self.accuracy is None or self.accuracy > 0) and self.max_iterations >= 1
+        if not positive or (self.rank or 0) < 0 or self.max_refinements < 0:
+            raise ValueError(
+                f"accuracy and max_iterations must be positive, rank and max_refinements not negative: {self}."
+            )
+
+    @property
+    def name(self) -> str:
+        return "dual"
+
+    @property
+    def stacks(self) -> int:
+        return 24
+
+    @property
+    def advice(self) -> str:
+        return "Give `Dual(rank=..., max_iterations=...)` more of either; float64 weights help, too."
+
+    def check_likelihood(self, likelihood: Likelihood) -> None:
+        if not isinstance(likelihood, Gaussian):
+            raise ValueError(
+                f'method="dual" is for regression with a Gaussian likelihood, but the likelihood is '
+                f'{likelihood.name!r}; use method="exact", "krylov" or "stochastic".'
+            )
+
+    def make_solver(self, task: Task, tolerance: float, shift: float | None) -> "DualCG":
+        from laplace_sampling.gp.dual_cg import DualCG
+        from laplace_sampling.gp.whitened_gram import WhitenedGram
+
+        rows = task.model.network_outputs.numel()
+        held = max(1, min(_RANK, rows, int(_SHARE * task.memory.bytes / (8 * rows))))
+        solver = DualCG(
+            tolerance=min(2 * tolerance, 0.5) if self.accuracy is None else self.accuracy,
+            rank=held if self.rank is None else self.rank,
+            max_iterations=self.max_iterations,
+            max_refinements=self.max_refinements,
+            seed=task.seed,
+        )
+        ggn = task.scaled_ggn()
+        return solver.hold(WhitenedGram(torch.full((ggn.size,), 1 / (shift or 1.0), device=ggn.device), ggn))
+
+    def tune(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+        solver = self.make_solver(task, tuning.tolerance, None)
+        if solver.held is not None and has_path(task):
+            task = _at_evidence_of_leading_part(task, tuning, solver.held)
+        return self.tune_by_em(task, tuning, solver)
+
+    def mode(self, task: Task, solver: Any, tuned: Tuned) -> Minimum:
+        return solver.mode(task.model, task.prior)
+
+    def judge(self, sampled: Sampled, solver: Any) -> tuple[Tensor, float]:
+        return sampled.error, solver.accuracy
+
+    def fit_of(self, *parts: Any) -> "DualFit":
+        return DualFit(*parts)
+
+
+def _at_evidence_of_leading_part(task: Task, tuning: Tuning, held: Any) -> Task:
+    """The task with the `α` and `b` of largest evidence of the kernel's leading part, for EM to start from.
+
+    What the preconditioner leaves out counts as noise, in as many directions as there are.
+    """
+    from laplace_sampling.gp.exact_regression import ExactRegression
+
+    model = task.model
+    assert isinstance(model.likelihood, Gaussian)
+    residual = (model.targets.reshape(model.offset.shape) - model.offset).double().flatten()
+    inside = held.vectors.mT @ residual
+    num_outside = len(residual) - len(inside)
+    outside = (residual.square().sum() - inside.square().sum()).clamp_min(0)
+    values = held.eigenvalues / float(torch.as_tensor(model.likelihood.noise_precision))
+    spectrum = ExactRegression(
+        model,
+        task.prior,
+        torch.cat([values.new_zeros(num_outside), values]),
+        held.vectors,
+        torch.cat([(outside / max(num_outside, 1)).sqrt().expand(num_outside), inside]),
+        torch.ones_like(model.offset, dtype=torch.float64),
+    )
+    optimum = spectrum.fit(precision_bounds=tuning.precision_bounds, noise_bounds=tuning.noise_bounds)
+    prior = task.prior.with_precision(torch.tensor([optimum.precision], dtype=torch.float64))
+    likelihood = model.likelihood
+    if likelihood.learn:
+        likelihood = likelihood.with_precision(optimum.noise_precision)
+    return replace(task, model=model.with_likelihood(likelihood), prior=prior)
+
+
+class DualFit(SolverFit):
+    """A fit in observation space: where the Gram matrix fits in memory, its evidence is exact."""
+
+    def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
+        from laplace_sampling.gp.exact_evidence import exact_curves
+        from laplace_sampling.gp.exact_regression import ExactRegression, overall_precisions
+
+        if not fits_in_observation_space(self.model.features, self.task.memory):
+            return super().evidence(decades)
+        prior = self.prior.to(self.model.features.device, torch.float64)
+        exact = ExactRegression.of(self.model, prior, max_memory=math.inf)
+        return exact_curves(exact, *overall_precisions(self.model, self.prior)), self.mode_problems

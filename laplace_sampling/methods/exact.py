@@ -1,0 +1,304 @@
+"""`Exact`: dense algebra in float64, in the smaller of two spaces.
+
+In the space of the weights it holds the Jacobian and a matrix `[P, P]` (or `[N·C, N·C]`); in that of the observations
+it decomposes the Gram matrix `[N·C, N·C]` of the tangent kernel and holds no Jacobian. The second is taken where
+`N·C < P` and the prior has one precision, since the decomposition is for one.
+"""
+
+import time
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.evidence.curves import EvidencePath
+from laplace_sampling.evidence.em import EMStep, check_bounds
+from laplace_sampling.evidence.expansion import exact_path
+from laplace_sampling.evidence.path_fit import fit_path
+from laplace_sampling.gp.exact_regression import ExactPrediction
+from laplace_sampling.gp.gram import size_of
+from laplace_sampling.gp.gram_posterior import GramPosterior, gram_posterior_of
+from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.linear_model.features import BLOCK_BYTES, DenseFeatures, Features
+from laplace_sampling.linear_model.posterior_samples import Sampled
+from laplace_sampling.linear_model.priors import GaussianPrior
+from laplace_sampling.linear_model.sampling import Draws, LinearModel
+from laplace_sampling.methods.fit import Fit, Tuned
+from laplace_sampling.methods.method import Choice, Method, Tuning, problems_at_bounds
+from laplace_sampling.methods.problem import PATH_STREAM, Memory, Problem, Task
+from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, has_path, search_settings, tuned_by
+from laplace_sampling.predictions.dense_covariance import DenseCovariance
+from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
+from laplace_sampling.predictions.prediction import FunctionCovariance
+from laplace_sampling.solvers.dense import Dense
+from laplace_sampling.solvers.solver import Minimum, Solver
+
+__all__ = ["Exact", "exact_bytes", "fits_in_observation_space"]
+
+# Bytes that dense algebra takes at most where the user gives no number, and Gram matrices that are in memory at once.
+MOST_BYTES, _GRAMS = 8 * 2**30, 4
+# Samples that go through the features together, and the residual that rounding leaves at most.
+_FEW, _RESIDUAL = 16, 1e-6
+
+
+def exact_bytes(space: str, rows: int, size: int) -> float:
+    """Bytes that dense algebra takes in one of the spaces, for `N·C` rows and `P` columns of the Jacobian."""
+    if space == "observations":
+        return 8.0 * _GRAMS * rows**2 + min(BLOCK_BYTES, 8 * rows * size)
+    return 8.0 * (rows * size + 3 * min(rows, size) ** 2)
+
+
+def space_of(problem: Problem) -> str:
+    """The space in which dense algebra is smaller: `"weights"` or `"observations"`."""
+    smaller = problem.num_observations < problem.features.size
+    return "observations" if problem.in_observation_space and smaller else "weights"
+
+
+def fits_in_observation_space(features: Features, memory: Memory) -> bool:
+    """Whether memory holds the Gram matrix and its decomposition."""
+    bytes_ = exact_bytes("observations", features.num_data * features.num_outputs, features.size)
+    return bytes_ <= min(MOST_BYTES, memory.bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exact(SolverMethod):
+    """Dense algebra in float64, for small problems: nothing is sampled but the samples."""
+
+    @property
+    def name(self) -> str:
+        return "exact"
+
+    def check(self, problem: Problem) -> None:
+        memory, features = problem.memory_of(self.max_memory), problem.features
+        needed = exact_bytes(space_of(problem), problem.num_observations, features.size)
+        # By default the exact method may take all that is free, as nothing else is held.
+        allowed = memory.bytes if memory.given else min(MOST_BYTES, 2 * memory.bytes)
+        if needed <= allowed:
+            return
+        gaussian = isinstance(problem.tangent.model.likelihood, Gaussian)
+        others = '"dual" (conjugate gradients in observation space), "krylov"' if gaussian else '"krylov"'
+        raise ValueError(
+            f'method="exact" would need about {size_of(needed)} for {features.num_data} data, '
+            f"{features.num_outputs} outputs and {features.size} weights, more than the {size_of(allowed)} that it may "
+            f'take; give more as `max_memory=`, or use method={others} or "stochastic".'
+        )
+
+    def take(self, problem: Problem, choice: Choice) -> Task:
+        if space_of(problem) == "weights":
+            return _in_float64(self.task(problem, choice, problem.tangent.dense()))
+        task = self.task(problem, choice, problem.tangent.in_float64())
+        if len(task.prior.names) > 1:
+            # The decomposition is for one precision: several are tuned with the Jacobian.
+            return choice.asked.prepare(replace(problem, in_observation_space=False))
+        return _in_float64(task)
+
+    def remark(self, problem: Problem, memory: Memory) -> str:
+        size, rows = problem.features.size, problem.num_observations
+        return f", in the space of the {space_of(problem)} (P = {size} weights, N·C = {rows} observations)"
+
+    def build_prior(self, problem: Problem, model: LinearModel, memory: Memory) -> GaussianPrior:
+        if space_of(problem) == "observations":
+            return super().build_prior(problem, model, memory)
+        # The rows of the Jacobian are there.
+        return super().build_prior(problem, model, replace(memory, bytes=float("inf")))
+
+    def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
+        return Dense()
+
+    def em_samples(self, memory: Memory, wanted: int, num_samples: int) -> int:
+        return wanted
+
+    def judge(self, sampled: Sampled, solver: Solver) -> tuple[Tensor, float]:
+        return sampled.residual, _RESIDUAL
+
+    def tune(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+        if not _holds_jacobian(task):
+            return _tune_in_observation_space(task, tuning)
+        if not has_path(task):
+            return super().tune(task, tuning)
+        result = fit_path(
+            task.model,
+            task.prior,
+            task.seed,
+            PATH_STREAM,
+            max_rounds=tuning.max_steps,
+            exact=True,
+            **search_settings(task, tuning),
+        )
+        return tuned_by(result, task, tuning, Dense())
+
+    def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
+        if _holds_jacobian(task):
+            return super().fit(task, tuned, tolerance)
+        posterior = tuned.work
+        if posterior is None:
+            posterior = gram_posterior_of(task.model.likelihood).of(task.model, task.prior, task.hessian_at)
+        return _observation_space_fit(task, replace(tuned, work=None), posterior).with_samples()
+
+    def fit_of(self, *parts: Any) -> "WeightSpaceFit":
+        return WeightSpaceFit(*parts)
+
+    def restore(self, problem: Problem, prior: GaussianPrior, tensors: dict[str, Tensor]) -> "ObservationSpaceFit":
+        choice, model = Choice(self, self, "as saved"), problem.tangent.in_float64()
+        task = _in_float64(self.task(problem, choice, model, prior))
+        posterior = gram_posterior_of(task.model.likelihood).restore(task.model, task.prior, tensors)
+        return _observation_space_fit(task, Tuned(), posterior)
+
+
+def _in_float64(task: Task) -> Task:
+    return replace(task, prior=task.prior.to(task.model.features.device, torch.float64))
+
+
+def _holds_jacobian(task: Task) -> bool:
+    """Whether a task is one in the space of the weights."""
+    return isinstance(task.model.features, DenseFeatures)
+
+
+def _tune_in_observation_space(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+    """Hyperparameters of largest evidence (a regression), or at MacKay's fixed point, to rounding, in one step."""
+    check_bounds(tuning.precision_bounds, tuning.noise_bounds)
+    started, model = time.perf_counter(), task.model
+    optimum = gram_posterior_of(model.likelihood).tuned(
+        model,
+        task.prior,
+        hessian_at=task.hessian_at,
+        precision_bounds=tuning.precision_bounds,
+        noise_bounds=tuning.noise_bounds,
+    )
+    posterior, fitted = optimum.posterior, model.with_likelihood(optimum.likelihood)
+    alpha = posterior.precisions[0]
+    step = Step(
+        step=1,
+        prior_precision=task.prior.precision.tolist(),
+        new_prior_precision=[alpha],
+        noise_precision=noise_precisions(model.likelihood),
+        effective_dimension=[posterior.effective_dimension],
+        mode_norm=[posterior.mode_norm],
+        loss=total_loss(fitted, posterior.mode_outputs),
+        network_loss=total_loss(fitted, model.network_outputs),
+        passes=float(model.features.num_outputs),
+        seconds=time.perf_counter() - started,
+    )
+    if tuning.callback is not None:
+        tuning.callback(step)
+    groups = list(task.prior.names) if optimum.precision_at_bound else []
+    problems = problems_at_bounds(groups, optimum.noise_at_bound, tuning)
+    tuned = Tuned(
+        history=[step],
+        converged=optimum.converged,
+        at_bounds=(*groups, *(["noise"] if optimum.noise_at_bound else [])),
+        problems=[*problems, *([optimum.problem] if optimum.problem else [])],
+        work=posterior,
+    )
+    prior = task.prior.with_precision(torch.tensor([alpha], dtype=torch.float64))
+    return replace(task, model=fitted, prior=prior), tuned
+
+
+@dataclass(frozen=True)
+class WeightSpaceFit(SolverFit):
+    """A fit with the Jacobian in memory."""
+
+    @cached_property
+    def _factor(self) -> dict[str, Tensor]:
+        return DenseCovariance.tensors(self.task.scaled_ggn(self.mode_outputs), self.prior)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self._factor
+
+    def leave_one_out(self) -> LeaveOneOut:
+        model = self.model
+        covariance = DenseCovariance.of(model.features, self.prior, self._factor).blocks()
+        return leave_one_out(
+            model.likelihood, model.targets, self.mode_outputs.double(), self.ggn.outputs.double(), covariance
+        )
+
+    def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
+        path = exact_path(self.model, self.prior, self.scaled_mode, hessian_at=self.task.hessian_at)
+        return path, self.mode_problems
+
+
+def _observation_space_fit(task: Task, tuned: Tuned, posterior: GramPosterior) -> "ObservationSpaceFit":
+    mode = posterior.mode()
+    minimum = posterior.minimum((mode / task.prior.scale)[None])
+    return ObservationSpaceFit(task, tuned, mode, posterior.mode_outputs, minimum, posterior)
+
+
+@dataclass(frozen=True)
+class ObservationSpaceFit(Fit):
+    """A fit of which everything is known in closed form, without the Jacobian."""
+
+    posterior: GramPosterior
+
+    @property
+    def path(self) -> EvidencePath:
+        return self._curves
+
+    @cached_property
+    def _curves(self) -> EvidencePath:
+        return self.posterior.curves()
+
+    @property
+    def saves_data(self) -> bool:
+        return True
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.posterior.tensors()
+
+    def draw(self, draws: Draws, description: str | None = None) -> Sampled:
+        model, samples = self.model, self.posterior.sample(draws)
+        curved_at = self.ggn.outputs.double()
+        outputs = torch.cat([model.features.outputs(part.to(model.features.dtype)) for part in samples.split(_FEW)])
+        roots = model.likelihood.root_transpose(curved_at, outputs.double(), model.targets)
+        energies = roots.flatten(1).square().sum(1)
+        of_prior = torch.stack([(self.prior.diagonal().double() * row**2).sum() for row in samples])
+        zeros = torch.zeros(len(samples), dtype=torch.float64, device=samples.device)
+        return Sampled(
+            samples.to(self.task.dtype),
+            zeros.new_tensor([[self.posterior.effective_dimension]]),
+            energies,
+            energies + of_prior,
+            zeros,
+            zeros,
+            1.5 * len(samples),
+            converged=True,
+            exact=True,
+        )
+
+    def judge(self, sampled: Sampled) -> tuple[Tensor, float]:
+        return sampled.residual, _RESIDUAL
+
+    def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
+        wrong = f"the mode, whose residual is {self.minimum.residual:.2g}, has not converged"
+        return self._curves, [] if self.minimum.converged else [wrong]
+
+    def leave_one_out(self) -> LeaveOneOut:
+        return self.posterior.leave_one_out()
+
+    def covariance_at(self, features: Features) -> FunctionCovariance:
+        return _GramCovariance(self.posterior, features.in_float64())
+
+
+@dataclass(frozen=True)
+class _GramCovariance(FunctionCovariance):
+    """Made when it is asked for: an input costs `C` VJPs and a product with the eigenvectors."""
+
+    posterior: GramPosterior
+    features: Features
+
+    @cached_property
+    def _prediction(self) -> ExactPrediction:
+        return self.posterior.predict(self.features)
+
+    def variance(self) -> Float[Tensor, "N C"]:
+        return self._prediction.stddev(*self.posterior.precisions) ** 2
+
+    def blocks(self) -> Float[Tensor, "N C C"]:
+        blocks = self._prediction.covariance(*self.posterior.precisions)
+        blocks.diagonal(dim1=1, dim2=2).clamp_(min=0)
+        return blocks
+
+    def joint(self) -> Float[Tensor, "NC NC"]:
+        return self._prediction.joint_covariance(*self.posterior.precisions)

@@ -1,0 +1,167 @@
+"""`Factored`: diagonal and Kronecker-factored posteriors, of which samples, evidence and covariances are closed forms.
+
+The posterior is `N(θ̄, (M̂ + A)⁻¹)`: the mode is that of the linear model itself, whatever `M̂` leaves out, found by
+conjugate gradients on `M`.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.evidence.curves import EvidencePath
+from laplace_sampling.evidence.expansion import evidence_path, total_loss
+from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.linear_model.factored import CURVATURE, FactoredSampler, Inverse, prior_of_factored
+from laplace_sampling.linear_model.features import Features
+from laplace_sampling.linear_model.posterior_samples import Sampled
+from laplace_sampling.linear_model.priors import GaussianPrior
+from laplace_sampling.linear_model.sampling import Draws, LinearModel
+from laplace_sampling.methods.problem import PATH_STREAM, Memory, Problem, Task
+from laplace_sampling.methods.solver_method import SolverFit, SolverMethod
+from laplace_sampling.predictions.dense_covariance import DenseCovariance
+from laplace_sampling.predictions.prediction import FunctionCovariance
+from laplace_sampling.solvers.krylov import CG
+from laplace_sampling.solvers.operator import row_products
+from laplace_sampling.solvers.preconditioners import Factored as FactoredCurvature
+from laplace_sampling.solvers.quadrature import Quadrature
+from laplace_sampling.solvers.solver import Solver
+
+__all__ = ["Factored", "FactoredFit"]
+
+_KINDS = ("kfac", "diagonal")
+# Relative accuracy of the norm of the mode along a path, and residual of samples, which have none but rounding.
+_ACCURACY, _RESIDUAL = 2e-3, 1e-6
+# Samples that are drawn together.
+_FEW = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factored(SolverMethod):
+    """A posterior that leaves out correlations, and takes no solves but for the mode.
+
+    Args:
+        kind: `"kfac"`, a Kronecker product of two matrices for each layer, or `"diagonal"`.
+    """
+
+    kind: str = "kfac"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind not in _KINDS:
+            raise ValueError(f"`Factored(kind={self.kind!r})` is not known; use one of {list(_KINDS)}.")
+
+    @property
+    def name(self) -> str:
+        return self.kind
+
+    def build_prior(self, problem: Problem, model: LinearModel, memory: Memory) -> GaussianPrior:
+        if self.kind == "diagonal":
+            return super().build_prior(problem, model, memory)
+        # `M̂ + A` has a closed form only if the scales of a g-prior are products of two factors in each layer.
+        ggn = self.ggn_of_prior(problem, model, memory)
+        return prior_of_factored(problem.prior, ggn, problem.layers, problem.seed)
+
+    def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
+        return FactoredSampler(self.kind, CG(min(2 * tolerance, 0.5)), task.seed)
+
+    def judge(self, sampled: Sampled, solver: Solver) -> tuple[Tensor, float]:
+        return sampled.residual, _RESIDUAL
+
+    def fit_of(self, *parts: Any) -> "FactoredFit":
+        return FactoredFit(*parts)
+
+
+@dataclass(frozen=True)
+class FactoredFit(SolverFit):
+    """A posterior of precision `M̂ + A`, and the mode of the linear model itself."""
+
+    # `M̂` once it is known, also in copies without samples.
+    _held: list[FactoredCurvature] = field(default_factory=list, repr=False)
+
+    @property
+    def curvature(self) -> FactoredCurvature:
+        """`M̂` in the scaled coordinates of the prior."""
+        if not self._held:
+            assert isinstance(self.solver, FactoredSampler)
+            self._held.append(self.solver.curvature(self.ggn, self.prior))
+        return self._held[0]
+
+    def marginal_variance(self) -> Float[Tensor, " P"]:
+        """The variance of each weight, unscaled: the diagonal of `(M̂ + A)⁻¹`."""
+        return self.curvature.variance(self.prior.spread()) * self.prior.scale**2
+
+    def draw(self, draws: Draws, description: str | None = None) -> Sampled:
+        spread, samples, energies, of_prior = self.prior.spread(), [], [], []
+        for group in draws.groups(_FEW):
+            white = group.prior(self.ggn.size).to(self.ggn.device, self.ggn.dtype)
+            value = self.curvature.solve_root(white, spread)
+            energies.append(row_products(value, self.curvature.matmul(value)))
+            of_prior.append((spread * value.double() ** 2).sum(1))
+            samples.append((value * self.prior.scale).to(self.task.dtype))
+        data_energies = torch.cat(energies)
+        return Sampled(
+            torch.cat(samples),
+            self.prior.grouped(self.curvature.leverage(spread))[None],
+            data_energies,
+            data_energies + torch.cat(of_prior),
+            torch.zeros_like(data_energies),
+            torch.zeros_like(data_energies),
+            self.curvature.passes,
+            converged=True,
+            exact=True,
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"{CURVATURE}{name}": tensor for name, tensor in self.curvature.tensors().items()}
+
+    def covariance_at(self, features: Features) -> FunctionCovariance:
+        return DenseCovariance(features, self.prior, Inverse(self.curvature, self.prior.spread()))
+
+    @property
+    def path(self) -> EvidencePath:
+        """At the fitted `α` only."""
+        return self.evidence(None)[0]
+
+    def _traces(self) -> Quadrature:
+        """All eigenvalues of `M̂`, in coordinates in which the prior has one precision."""
+        even = (self.alpha / self.prior.spread()).sqrt()
+        eigenvalues = self.curvature.congruent(even).eigenvalues().double().cpu()
+        ones = torch.ones(1, len(eigenvalues), dtype=torch.float64)
+        return Quadrature(eigenvalues, ones, ones)
+
+    def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
+        return (self._evidence_here() if decades is None else self._evidence_around(decades)), []
+
+    def _evidence_around(self, decades: float) -> EvidencePath:
+        run, _ = evidence_path(
+            self.model,
+            self.prior,
+            Draws(1, self.task.seed, PATH_STREAM),
+            self.scaled_mode,
+            hessian_at=self.task.hessian_at,
+            accuracy=_ACCURACY,
+            decades=decades,
+        )
+        return replace(run, traces=self._traces(), exact=True, full=False)
+
+    def _evidence_here(self) -> EvidencePath:
+        """One node at zero gives the norm and the loss of the mode."""
+        energy = float((self.prior.diagonal().double() * self.mode.double() ** 2).sum())
+        zero = torch.zeros(1, dtype=torch.float64)
+        weight = torch.full((1, 1), self.alpha * energy, dtype=torch.float64)
+        likelihood = self.model.likelihood
+        noise = torch.as_tensor(likelihood.noise_precision) if isinstance(likelihood, Gaussian) else None
+        return EvidencePath(
+            traces=self._traces(),
+            fit=Quadrature(zero, weight, weight),
+            loss=total_loss(self.model, self.mode_outputs) + energy,
+            num_outputs=self.model.network_outputs.numel(),
+            size=self.ggn.size,
+            noise_precision=None if noise is None or noise.dim() else float(noise),
+            at=self.alpha,
+            exact=True,
+            passes=0.0,
+        )

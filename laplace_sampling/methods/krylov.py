@@ -1,0 +1,114 @@
+"""`Krylov`: block Krylov on all data, and hyperparameters from an evidence path."""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from laplace_sampling.evidence.path_fit import fit_path
+from laplace_sampling.linear_model.posterior_samples import Sampled
+from laplace_sampling.methods.fit import Tuned
+from laplace_sampling.methods.method import Tuning
+from laplace_sampling.methods.problem import PATH_STREAM, Memory, Problem, Task
+from laplace_sampling.methods.solver_method import (
+    BASIS_STACKS,
+    SolverMethod,
+    basis_that_fits,
+    has_path,
+    search_settings,
+    tuned_by,
+)
+from laplace_sampling.solvers.krylov import CG, BlockKrylov
+from laplace_sampling.solvers.preconditioners import Nystrom
+from laplace_sampling.solvers.solver import Solver
+
+__all__ = ["Krylov"]
+
+# The fewest vectors of a Krylov basis that are worth having.
+LEAST_BASIS = 64
+# Vectors alive for each vector of a Nyström preconditioner in the making, and the largest rank of one.
+_NYSTROM_STACKS, _LARGEST_RANK, _BLOCK = 18, 256, 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Krylov(SolverMethod):
+    """Block Krylov on all data: a few passes for all samples together, whatever `N` is.
+
+    The hyperparameters are those of MacKay's fixed point on curves of the evidence, which the Krylov run of a few
+    probes gives for every `α` (`fit_path`); for a layer-wise prior or several noise precisions, those of EM on samples.
+    Where memory holds no basis worth having, conjugate gradients with a Nyström preconditioner take its place.
+    """
+
+    @property
+    def name(self) -> str:
+        return "krylov"
+
+    @property
+    def stacks(self) -> int:
+        return 16
+
+    def short(self, memory: Memory, num_samples: int) -> bool:
+        """Whether a Krylov basis worth having does not fit."""
+        return basis_that_fits(memory, num_samples) < LEAST_BASIS
+
+    def remark(self, problem: Problem, memory: Memory) -> str:
+        if not self.short(memory, problem.num_samples):
+            return ""
+        return "; memory holds no Krylov basis: preconditioned conjugate gradients"
+
+    def _rank(self, memory: Memory, num_samples: int) -> int:
+        """Rank of the Nyström preconditioner, at most; 0 for none."""
+        room = memory.vectors - num_samples - self.stacks
+        rank = min(_LARGEST_RANK, int(memory.vectors / _NYSTROM_STACKS), int(room / 2))
+        return rank if rank >= 4 else 0
+
+    def preconditioner_vectors(self, memory: Memory, num_samples: int) -> int:
+        if self.short(memory, num_samples):
+            return self._rank(memory, num_samples)
+        return BASIS_STACKS * basis_that_fits(memory, num_samples)
+
+    def making_vectors(self, memory: Memory, num_samples: int) -> int:
+        return self._rank(memory, num_samples) if self.short(memory, num_samples) else 0
+
+    def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
+        error = min(2 * tolerance, 0.5)
+        if not self.short(task.memory, task.num_samples):
+            return BlockKrylov(error, max_basis=basis_that_fits(task.memory, task.num_samples))
+        rank = self._rank(task.memory, task.num_samples)
+        if rank == 0:
+            return CG(error)
+        preconditioner = Nystrom.of(
+            task.scaled_ggn(),
+            block=min(_BLOCK, rank),
+            max_rank=rank,
+            shift=shift,
+            num_rhs=task.num_samples,
+            seed=task.seed,
+        )
+        return CG(error, preconditioner=preconditioner)
+
+    def in_groups(self, solver: Solver, task: Task, num_samples: int) -> Solver:
+        # A Krylov basis is of all rows together, and bounds its own memory.
+        return solver if isinstance(solver, BlockKrylov) else super().in_groups(solver, task, num_samples)
+
+    def tune(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+        solver = self.make_solver(task, tuning.tolerance, None)
+        if not (isinstance(solver, BlockKrylov) and has_path(task)):
+            return self.tune_by_em(task, tuning, solver)
+        result = fit_path(
+            task.model,
+            task.prior,
+            task.seed,
+            PATH_STREAM,
+            max_rounds=tuning.max_steps,
+            max_basis=solver.max_basis,
+            **search_settings(task, tuning),
+        )
+        if not result.full:
+            return tuned_by(result, task, tuning, solver)
+        # The basis was full before the curves were accurate: EM goes on from what they gave.
+        task = replace(task, model=task.model.with_likelihood(result.likelihood), prior=result.prior)
+        return self.tune_by_em(task, tuning, solver)
+
+    def judge(self, sampled: Sampled, solver: Solver) -> tuple[Tensor, float]:
+        assert isinstance(solver, BlockKrylov | CG)
+        return sampled.error, solver.tolerance

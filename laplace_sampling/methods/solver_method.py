@@ -1,0 +1,251 @@
+r"""Methods that solve linear systems: EM on samples, samples and mode by a solver, evidence by a Krylov run.
+
+**What a tolerance means.** A sample `ζ` is independent of the simulated data `d = u − Mθ⁰` that it is conditioned on,
+since `Cov(ζ, d) = H⁻¹(M − AA⁻¹M) = 0`, and all that a solver does from `δ = 0` is a function of `d`. So the error
+`e = ζ̂ − ζ` is independent of `ζ`: variances add, and an error of the function of relative size `ε = ‖Φe‖_B / ‖Φζ‖_B`
+makes standard deviations too large by the factor `√(1 + ε²)`, that is by `ε²/2`. With `K` samples the sum of the
+products `⟨Φζ, Φe⟩`, whose mean is zero, moves it by about `ε/√K`, too. For a relative error `τ` of standard deviations,
+`ε² = 2τ` is enough for the first; Krylov solvers, for which accuracy is cheap, take `ε = 2τ`.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_sampling.evidence.curves import EvidencePath
+from laplace_sampling.evidence.em import fit_em
+from laplace_sampling.evidence.expansion import evidence_path
+from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.linear_model.posterior_samples import Sampled, draw
+from laplace_sampling.linear_model.sampling import Draws, linear_model_mode
+from laplace_sampling.methods.fit import Fit, Tuned
+from laplace_sampling.methods.method import Method, Tuning, problems_at_bounds
+from laplace_sampling.methods.problem import EM_STREAM, PATH_STREAM, Memory, Task
+from laplace_sampling.solvers.solver import InGroups, Minimum, Solver
+
+__all__ = ["BASIS_STACKS", "SolverFit", "SolverMethod", "basis_that_fits", "has_path", "search_settings", "tuned_by"]
+
+# Vectors alive for each row of EM that is not being solved at the moment; measured in float32.
+_EM_STACKS = 12
+# Vectors held for each of a Krylov basis (itself, its product, and room to move), and for each row of a solve beside it.
+BASIS_STACKS, _KRYLOV_STACKS = 3, 16
+# Probes for the evidence at one precision, and for a path: far below the fitted one determinants are known less well.
+_EVIDENCE_PROBES, _PATH_PROBES, _EVIDENCE_ACCURACY = 16, 48, 2e-3
+
+
+def basis_that_fits(memory: Memory, num_samples: int) -> int:
+    """Vectors of a Krylov basis that memory holds beside the stacks of a solve of all samples; 4 at least."""
+    beside = (_KRYLOV_STACKS + 1) * num_samples
+    return max(4, int((memory.vectors - beside) / BASIS_STACKS))
+
+
+def has_path(task: Task) -> bool:
+    """Whether the hyperparameters lie on one curve: one prior precision, and at most one noise precision."""
+    likelihood = task.model.likelihood
+    one_noise = not isinstance(likelihood, Gaussian) or torch.as_tensor(likelihood.noise_precision).dim() == 0
+    return len(task.prior.names) == 1 and one_noise
+
+
+@dataclass(frozen=True, kw_only=True)
+class SolverMethod(Method):
+    """A method whose samples and mode a solver finds; EM on samples finds its hyperparameters."""
+
+    @abstractmethod
+    def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
+        """The solver, with its preconditioner.
+
+        Args:
+            task: what is to be solved.
+            tolerance: relative error `τ` of predicted standard deviations.
+            shift: the prior precision, if it is known.
+        """
+
+    @abstractmethod
+    def judge(self, sampled: Sampled, solver: Solver) -> tuple[Tensor, float]:
+        """What the solver judges its rows by, the error of the function or the gradient, and its tolerance."""
+
+    def preconditioner_vectors(self, memory: Memory, num_samples: int) -> int:
+        """Vectors that a preconditioner or a basis holds during all solves."""
+        return 0
+
+    def rows(self, memory: Memory, num_samples: int, held: float = 0) -> int:
+        """Samples to solve for together, beside `held` vectors."""
+        if not self.stacks:
+            return num_samples
+        room = memory.vectors - held - self.preconditioner_vectors(memory, num_samples)
+        return max(1, int(room / self.stacks))
+
+    def em_samples(self, memory: Memory, wanted: int, num_samples: int) -> int:
+        """Samples of EM that memory holds, at most the wanted number."""
+        room = memory.vectors - self.making_vectors(memory, num_samples) - self.stacks
+        return max(1, min(wanted, int(room / _EM_STACKS)))
+
+    def making_vectors(self, memory: Memory, num_samples: int) -> int:
+        """Vectors that making the preconditioner takes."""
+        return self.preconditioner_vectors(memory, num_samples)
+
+    def in_groups(self, solver: Solver, task: Task, num_samples: int) -> Solver:
+        """The solver for EM, on as many rows at a time as memory holds beside those of EM itself."""
+        rows = self.rows(task.memory, task.num_samples, _EM_STACKS * num_samples)
+        return solver if rows >= num_samples else InGroups(solver, rows)
+
+    def tune(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+        return self.tune_by_em(task, tuning, self.make_solver(task, tuning.tolerance, None))
+
+    def tune_by_em(self, task: Task, tuning: Tuning, solver: Solver) -> tuple[Task, Tuned]:
+        """Hyperparameters by EM on samples, starting at those of the task."""
+        held = self.em_samples(task.memory, tuning.num_samples, task.num_samples)
+        if held < tuning.num_samples:
+            task = replace(task, reason=f"{task.reason}, and {held} samples in EM")
+        result = fit_em(
+            task.model,
+            task.prior,
+            Draws(held, task.seed, EM_STREAM),
+            self.in_groups(solver, task, held),
+            max_steps=tuning.max_steps,
+            **search_settings(task, tuning),
+        )
+        return tuned_by(result, task, tuning, solver)
+
+    def fit(self, task: Task, tuned: Tuned, tolerance: float) -> "SolverFit":
+        solver = tuned.work
+        if solver is None:
+            solver = self.make_solver(task, tolerance, float(task.prior.precision.mean()))
+        features = task.model.features
+        task = replace(task, prior=task.prior.to(features.device, features.dtype))
+        solver = self.for_kept_samples(solver)
+        minimum = self.mode(task, solver, tuned)
+        mode = (minimum.value * task.prior.scale)[0]
+        mode_outputs = task.model.outputs(mode[None].to(features.dtype))[0]
+        fit = self.fit_of(task, replace(tuned, work=None), mode, mode_outputs, minimum, solver)
+        return fit.with_samples(f"{task.num_samples} samples" if task.progress else None)
+
+    def for_kept_samples(self, solver: Solver) -> Solver:
+        """The solver of the samples that are kept, which have no warm start."""
+        return solver
+
+    def mode(self, task: Task, solver: Solver, tuned: Tuned) -> Minimum:
+        """The mode of the linear model, in scaled coordinates."""
+        start = None if tuned.mode is None else (tuned.mode / task.prior.scale)[None]
+        return linear_model_mode(task.model, task.prior, solver, start, description="mode" if task.progress else None)
+
+    def fit_of(self, *parts: Any) -> "SolverFit":
+        """What the fit is kept as."""
+        return SolverFit(*parts)
+
+
+def search_settings(task: Task, tuning: Tuning) -> dict[str, Any]:
+    """Arguments that `fit_em` and `fit_path` have in common.
+
+    Where the prior decides, predicted standard deviations go with `α^{-1/2}`: `log α` is needed to twice their error.
+    """
+    return {
+        "hessian_at": task.hessian_at,
+        "tolerance": 2 * tuning.tolerance,
+        "precision_bounds": tuning.precision_bounds,
+        "noise_bounds": tuning.noise_bounds,
+        "progress": task.progress,
+        "callback": tuning.callback,
+    }
+
+
+def tuned_by(result: Any, task: Task, tuning: Tuning, solver: Solver) -> tuple[Task, Tuned]:
+    """The task with the hyperparameters of a result, and how they were found.
+
+    Args:
+        result: an `EMResult` or a `PathResult`.
+        task: before.
+        tuning: what was asked.
+        solver: with its preconditioner, for the fit.
+    """
+    problems = []
+    if not result.converged:
+        problems.append(
+            f"`fit_hyperparameters` stopped after {len(result.history)} steps, before its tolerance: "
+            f"prior precision went {[f'{s.prior_precision[0]:.3g}' for s in result.history]}. "
+            "Raise `max_steps`, or `tolerance`."
+        )
+    precisions = zip(result.prior.names, result.prior.precision.tolist(), strict=True)
+    groups = [name for name, alpha in precisions if alpha in tuning.precision_bounds]
+    noise = _noise_at_bound(result.likelihood, tuning.noise_bounds)
+    tuned = Tuned(
+        history=result.history,
+        converged=result.converged,
+        at_bounds=(*groups, *(["noise"] if noise else [])),
+        problems=problems + problems_at_bounds(groups, noise, tuning),
+        path=getattr(result, "path", None) if result.converged else None,
+        mode=result.mode,
+        work=solver,
+    )
+    return replace(task, model=task.model.with_likelihood(result.likelihood), prior=result.prior), tuned
+
+
+def _noise_at_bound(likelihood: Any, bounds: tuple[float, float]) -> bool:
+    """Whether a noise precision that was learnt is at one of its bounds."""
+    if not (isinstance(likelihood, Gaussian) and likelihood.learn):
+        return False
+    return any(b in bounds for b in torch.as_tensor(likelihood.noise_precision).reshape(-1).tolist())
+
+
+@dataclass(frozen=True)
+class SolverFit(Fit):
+    """A fit whose samples are solved for, by `solver`."""
+
+    solver: Solver
+
+    @property
+    def solver_method(self) -> SolverMethod:
+        assert isinstance(self.method, SolverMethod)
+        return self.method
+
+    def draw(self, draws: Draws, description: str | None = None) -> Sampled:
+        return draw(
+            self.ggn,
+            self.prior,
+            draws,
+            self.solver,
+            rows=self.solver_method.rows(self.task.memory, self.task.num_samples),
+            dtype=self.task.dtype,
+            description=description,
+        )
+
+    def judge(self, sampled: Sampled) -> tuple[Tensor, float]:
+        return self.solver_method.judge(sampled, self.solver)
+
+    @property
+    def scaled_mode(self) -> Tensor:
+        """`θ̄/s`, `[1, P]`."""
+        return (self.mode.to(self.model.features.dtype) / self.prior.scale)[None]
+
+    @property
+    def mode_problems(self) -> list[str]:
+        """What is inaccurate because the mode is."""
+        if self.minimum.converged:
+            return []
+        return [f"the mode, whose residual is {self.minimum.residual:.2g}, has not converged"]
+
+    def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
+        max_basis = basis_that_fits(self.task.memory, self.task.num_samples)
+        wanted = _EVIDENCE_PROBES if decades is None else _PATH_PROBES
+        path, _ = evidence_path(
+            self.model,
+            self.prior,
+            Draws(max(1, min(wanted, max_basis // 4)), self.task.seed, PATH_STREAM),
+            self.scaled_mode,
+            hessian_at=self.task.hessian_at,
+            accuracy=_EVIDENCE_ACCURACY,
+            decades=0.0 if decades is None else decades,
+            max_basis=max_basis,
+        )
+        ends = self.alpha * torch.logspace(-(decades or 0.0), decades or 0.0, 3, dtype=torch.float64)
+        change = max(path.remaining_of_evidence(ends))
+        problems = list(self.mode_problems)
+        if not change < _EVIDENCE_ACCURACY:
+            problems.append(
+                f"memory was full before it was accurate: more iterations may change it by {100 * change:.2g} %; "
+                "give more `max_memory`"
+            )
+        return path, problems

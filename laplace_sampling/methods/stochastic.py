@@ -1,0 +1,123 @@
+"""`Stochastic`: mini-batches, for many data."""
+
+import math
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from laplace_sampling.linear_model.cost import Cost, measure
+from laplace_sampling.linear_model.posterior_samples import Sampled
+from laplace_sampling.methods.method import Choice
+from laplace_sampling.methods.problem import Memory, Problem, Task
+from laplace_sampling.methods.solver_method import SolverMethod
+from laplace_sampling.solvers.sgd import SGD
+from laplace_sampling.solvers.solver import Solver
+from laplace_sampling.solvers.svrg import SVRG
+
+__all__ = ["Stochastic"]
+
+# The error of predicted standard deviations for which the defaults of `SGD` are made.
+_TOLERANCE = 0.015
+# Vectors held for each of the rank of SVRG's preconditioner: four rows of data, their factor, and what a product needs.
+_SVRG_STACKS = 8
+# A preconditioner of a lower rank is not worth having. Passes a sample that one saves against plain mini-batches.
+_LEAST_RANK, _SAVED_PASSES = 64, 5
+# How many times cheaper it has to be than what it saves.
+_CHEAPER = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stochastic(SolverMethod):
+    """Mini-batch gradients: their number of steps, not of passes, is what stays fixed as `N` grows.
+
+    Args:
+        solver: `SVRG(...)`, preconditioned mini-batches, which need memory and a few passes; or `SGD(...)`,
+            plain ones. By default the first, where its preconditioner fits in memory and pays, counted in operations.
+    """
+
+    solver: SGD | SVRG | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.solver, SGD | SVRG | None):
+            raise TypeError(
+                "`Stochastic(solver=...)` must be an SGD or an SVRG, but is a "
+                f"{type(self.solver).__name__}."
+            )
+
+    @property
+    def name(self) -> str:
+        return "stochastic"
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is no preconditioner."""
+        return isinstance(self.solver, SGD)
+
+    @property
+    def stacks(self) -> int:
+        return 16 if self.plain else 22
+
+    @property
+    def advice(self) -> str:
+        if self.plain:
+            return "Give more passes with `Stochastic(solver=SGD(epochs=..., mode_epochs=...))`."
+        return 'Raise `tolerance`, or use `method="krylov"`, which goes on for longer.'
+
+    def choose(self, problem: Problem) -> Choice:
+        if self.solver is not None:
+            return Choice(self, self)
+        return self.decide(problem, measure(problem.features), "as asked for")
+
+    def decide(self, problem: Problem, cost: Cost, reason: str) -> Choice:
+        """With a preconditioner, or without: whichever takes fewer operations.
+
+        A preconditioner saves some passes of all samples, and factorises a matrix of four rows of data for each of its
+        rank.
+        """
+        num_data, preconditioned = problem.features.num_data, replace(self, solver=SVRG(seed=problem.seed))
+        rank = preconditioned.rank(problem.memory_of(self.max_memory), problem.num_samples)
+        saved = _SAVED_PASSES * problem.num_samples * num_data * (cost.jvp + cost.vjp)
+        if rank >= _LEAST_RANK and saved > _CHEAPER * 10 * (4 * rank) ** 3:
+            return Choice(preconditioned, self, f"{reason}, preconditioned by {rank} vectors", cost)
+        plain = replace(self, solver=SGD(seed=problem.seed))
+        return Choice(plain, self, f"{reason}, without a preconditioner", cost)
+
+    def check(self, problem: Problem) -> None:
+        if problem.tangent.in_order:
+            raise ValueError(
+                f'method="{self.name}" draws mini-batches, but a stream of data that is too large to be kept can be '
+                'read in its order only: use method="krylov", or a map-style dataset.'
+            )
+        super().check(problem)
+
+    def rank(self, memory: Memory, num_samples: int) -> int:
+        """Rank of the preconditioner, at most."""
+        largest = self.solver.max_rank if isinstance(self.solver, SVRG) else SVRG().max_rank
+        room = memory.vectors - num_samples - self.stacks
+        return max(1, min(largest, int(room / _SVRG_STACKS)))
+
+    def preconditioner_vectors(self, memory: Memory, num_samples: int) -> int:
+        return 0 if self.plain else self.rank(memory, num_samples)
+
+    def making_vectors(self, memory: Memory, num_samples: int) -> int:
+        return _SVRG_STACKS * self.preconditioner_vectors(memory, num_samples)
+
+    def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
+        settings = self.solver
+        if isinstance(settings, SGD):
+            # It judges itself by its gradient; how that tolerance goes with `τ` is known in proportion only.
+            return replace(settings, tolerance=settings.tolerance * min(1.0, tolerance / _TOLERANCE))
+        assert isinstance(settings, SVRG)
+        # Its tolerance is one of `ε²`, and judged by an estimate, which takes a third of `2τ`.
+        error = min(2 * tolerance, 0.5)
+        return replace(settings, tolerance=error / 3, max_rank=self.rank(task.memory, task.num_samples)).hold()
+
+    def for_kept_samples(self, solver: Solver) -> Solver:
+        return replace(solver, epochs=2 * solver.epochs) if isinstance(solver, SGD) else solver
+
+    def judge(self, sampled: Sampled, solver: Solver) -> tuple[Tensor, float]:
+        if isinstance(solver, SVRG):
+            return sampled.error, math.sqrt(solver.tolerance)
+        assert isinstance(solver, SGD)
+        return sampled.residual, solver.tolerance

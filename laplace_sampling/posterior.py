@@ -1,0 +1,95 @@
+"""`Posterior`: all that predictions need of a fit."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.data.encoding import encode_inputs
+from laplace_sampling.evidence.em import EMStep
+from laplace_sampling.likelihoods.composite import Weighted
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.factored import CURVATURE, restored_curvature
+from laplace_sampling.linear_model.priors import GaussianPrior
+from laplace_sampling.linear_model.tangent_model import TangentModel
+from laplace_sampling.methods.fit import Fit
+from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.predictions.calibration import Calibration
+from laplace_sampling.solvers.preconditioners import Factored
+
+__all__ = ["Posterior"]
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """All that predictions need.
+
+    Attributes:
+        prior: `A`.
+        likelihood: with the fitted noise precision.
+        samples: `ζ`, zero-mean.
+        mode: `θ̄`.
+        effective_dimension: `γ` of each group; `effective_dimension_se` its standard error.
+        history: a record of each step of the fit.
+        rows: data that go through the network together.
+        fingerprint: of the network's weights and buffers.
+        converged: whether all tolerances were reached.
+        unequal_noise: whether the fit was given `noise_variances`.
+        exact: of an exact posterior, what its covariances take: in observation space the decomposition and the training
+            data, in weight space a factor of `H`; of a factored one, its curvature.
+        calibration: factors of what is predicted.
+    """
+
+    prior: GaussianPrior
+    likelihood: Likelihood
+    samples: Float[Tensor, "K P"]
+    mode: Float[Tensor, " P"]
+    effective_dimension: Float[Tensor, " G"]
+    effective_dimension_se: Float[Tensor, " G"]
+    history: list[EMStep]
+    rows: int
+    fingerprint: Tensor
+    converged: bool = True
+    unequal_noise: bool = False
+    exact: dict[str, Tensor] = field(default_factory=dict)
+    calibration: Calibration = field(default_factory=Calibration)
+
+    @classmethod
+    def of(cls, fit: Fit, tangent: TangentModel, network: Linearisation, calibration: Calibration) -> "Posterior":
+        """What a fit with its samples leaves for predictions."""
+        assert fit.sampled is not None
+        gamma, gamma_se = fit.sampled.effective_dimension()
+        return cls(
+            prior=fit.prior,
+            likelihood=fit.model.likelihood.unweighted,
+            samples=fit.sampled.samples,
+            mode=fit.mode.to(network.dtype),
+            effective_dimension=gamma,
+            effective_dimension_se=gamma_se,
+            history=[step.shifted(tangent.log_scale) for step in fit.tuned.history],
+            rows=tangent.data.batch_size,
+            fingerprint=network.fingerprint(),
+            converged=fit.converged,
+            unequal_noise=tangent.weights is not None,
+            exact=fit.tensors() | (_training_data(fit, tangent) if fit.saves_data else {}),
+            calibration=calibration,
+        )
+
+    @cached_property
+    def curvature(self) -> Factored | None:
+        """`M̂` of a factored posterior, in the scaled coordinates of the prior."""
+        kept = {name.removeprefix(CURVATURE): t for name, t in self.exact.items() if name.startswith(CURVATURE)}
+        return restored_curvature(kept) if kept else None
+
+
+def _training_data(fit: Fit, tangent: TangentModel) -> dict[str, Tensor]:
+    """Inputs, targets and weights, which covariances in observation space need."""
+    inputs = tangent.data.inputs(torch.arange(tangent.data.num_data))
+    kept = {**encode_inputs(inputs), **encode_inputs(tangent.data.targets, "targets")}
+    if isinstance(fit.model.likelihood, Weighted):
+        kept["weights"] = fit.model.likelihood.weights(fit.model.targets)
+    if tangent.weights is not None:
+        kept["noise_variances"] = tangent.weights**-2
+    return kept

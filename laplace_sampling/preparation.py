@@ -1,0 +1,108 @@
+"""From a loader of training data to the problem that a method solves, and from a saved posterior back to its fit."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from laplace_sampling.data.batches import split
+from laplace_sampling.data.encoding import decode_inputs
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.cost import rows_in_memory
+from laplace_sampling.linear_model.tangent_model import TangentModel, tangent_model
+from laplace_sampling.methods import as_method
+from laplace_sampling.methods.fit import Fit
+from laplace_sampling.methods.problem import Memory, Problem
+from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.networks.memory import free_memory
+from laplace_sampling.posterior import Posterior
+from laplace_sampling.settings import Settings
+
+__all__ = ["prepare", "restore_fit"]
+
+# Bytes that activations of the network may take, however little solvers may.
+_LEAST_ACTIVATIONS = 2**26
+
+
+def prepare(
+    settings: Settings, network: Linearisation, loader: Iterable[Any], progress: bool, **data: Any
+) -> Problem:
+    """The problem on the data of a loader.
+
+    Args:
+        settings: of the `LinearisedLaplace`.
+        network: the linearised network.
+        loader: as of a fit.
+        progress: whether progress bars are shown.
+        data: `noise_variances`, `weights`, `unpack` and `num_data`, as of a fit.
+
+    Raises:
+        TypeError, ValueError: for data that do not fit the model or the likelihood, or that cannot be read twice.
+    """
+    tangent = tangent_of(settings, network, settings.likelihood, loader, **data)
+    return problem_of(settings, network, _within_memory(settings, network, tangent), progress)
+
+
+def tangent_of(
+    settings: Settings, network: Linearisation, likelihood: Likelihood, loader: Iterable[Any], **data: Any
+) -> TangentModel:
+    """The tangent model on the data of a loader."""
+    return tangent_model(
+        network, likelihood, loader, kind=settings.linear_model, observation=getattr(likelihood, "observe", None), **data
+    )
+
+
+def problem_of(settings: Settings, network: Linearisation, tangent: TangentModel, progress: bool) -> Problem:
+    """What is asked of the posterior of a tangent model."""
+    vector = network.num_parameters * torch.empty((), dtype=network.dtype).element_size()
+
+    default = 0.5 * free_memory(network.device)  # asked once: it changes from moment to moment
+
+    def memory_of(max_memory: float | None) -> Memory:
+        return Memory(default if max_memory is None else max_memory, max_memory is not None, vector)
+
+    return Problem(
+        tangent=tangent,
+        prior=settings.prior,
+        layers=network.layers(),
+        hessian_at=settings.hessian_at,
+        num_samples=settings.num_samples,
+        seed=settings.seed,
+        dtype=network.dtype,
+        progress=progress,
+        memory_of=memory_of,
+    )
+
+
+def _within_memory(settings: Settings, network: Linearisation, tangent: TangentModel) -> TangentModel:
+    """The same, with as many data in the network at once as activations have memory for, if the loader has more."""
+    features, max_memory = tangent.model.features, settings.method.max_memory
+    network.limit.most = None
+    bytes_ = max_memory if max_memory is not None else 0.5 * free_memory(network.device)
+    counts = dict(network.products)
+    rows = rows_in_memory(
+        features, max(bytes_, _LEAST_ACTIVATIONS), min(settings.num_samples, network.chunk_size)
+    )
+    network.products.update(counts)
+    if rows >= features.batch_size:
+        return tangent
+    network.limit.most = rows
+    return replace(tangent, model=replace(tangent.model, features=features.in_chunks(rows)))
+
+
+def restore_fit(
+    settings: Settings, network: Linearisation, posterior: Posterior
+) -> tuple[Fit, TangentModel] | tuple[None, None]:
+    """The fit of a loaded posterior, if it was saved with its training data."""
+    kept, rows = posterior.exact, posterior.rows
+    if "inputs" not in kept:
+        return None, None
+    batches = list(zip(split(decode_inputs(kept), rows), split(decode_inputs(kept, "targets"), rows), strict=True))
+    noise_variances, weights = kept.get("noise_variances"), kept.get("weights")
+    tangent = tangent_of(
+        settings, network, posterior.likelihood, batches, noise_variances=noise_variances, weights=weights
+    )
+    problem = problem_of(settings, network, tangent, progress=False)
+    return as_method("exact").restore(problem, posterior.prior, kept), tangent

@@ -1,0 +1,77 @@
+"""`Settings`: what a `LinearisedLaplace` is constructed with; written once, for the constructor, `repr` and files."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from laplace_sampling.likelihoods.composite import MultiTask
+from laplace_sampling.likelihoods.likelihood import Likelihood, as_likelihood
+from laplace_sampling.linear_model.priors import Prior, as_prior
+from laplace_sampling.methods import as_method
+from laplace_sampling.methods.method import Method
+from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.networks.random_weights import Subset, linearise
+from torch import nn
+
+__all__ = ["Settings"]
+
+_LINEAR_MODELS = ("auto", "affine", "homogeneous")
+_HESSIANS = ("auto", "network", "mode")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of the constructor of `LinearisedLaplace`, with what their strings stand for."""
+
+    likelihood: Likelihood
+    prior: Prior
+    parameters: Subset
+    method: Method
+    num_samples: int
+    seed: int
+    linear_model: str
+    hessian_at: str
+
+    @classmethod
+    def of(
+        cls, likelihood: Any, *, prior: Any, method: Any, linear_model: str, hessian_at: str, **others: Any
+    ) -> "Settings":
+        """The settings of arguments, some of which are strings.
+
+        Raises:
+            TypeError, ValueError: for settings that are not known or do not go together.
+        """
+        _check_choice("linear_model", linear_model, _LINEAR_MODELS)
+        _check_choice("hessian_at", hessian_at, _HESSIANS)
+        likelihood = MultiTask(likelihood) if isinstance(likelihood, Mapping) else as_likelihood(likelihood)
+        # The affine model was better on small regressions, the homogeneous one on small classifications.
+        default = "affine" if likelihood.quadratic else "homogeneous"
+        return cls(
+            likelihood=likelihood,
+            prior=as_prior(prior),
+            method=as_method(method),
+            linear_model=default if linear_model == "auto" else linear_model,
+            hessian_at="mode" if hessian_at == "auto" else hessian_at,
+            **others,
+        )
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 2:
+            raise ValueError(f"`num_samples` must be at least 2, but is {self.num_samples}.")
+        if self.seed < 0:
+            raise ValueError(f"`seed` must not be negative, but is {self.seed}.")
+        self.method.check_likelihood(self.likelihood)
+
+    @property
+    def observation(self) -> Any:
+        """`T` of measurements `y = T f(x) + noise`, or `None`."""
+        return getattr(self.likelihood, "observe", None)
+
+    def linearise(self, model: nn.Module) -> Linearisation:
+        """The network with these random weights."""
+        return linearise(model, self.parameters, autocast=self.method.autocast, compile=self.method.compile)
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"`{name}={value!r}` is not known; use one of {list(choices)}.")
