@@ -8,17 +8,18 @@ from laplace_sampling.evidence.plots import plot_evidence
 from laplace_sampling.gp.dual_cg import DualCG
 from laplace_sampling.laplace import LinearisedLaplace, NotFittedError
 from laplace_sampling.largest_variance import largest_variance
-from laplace_sampling.likelihoods.composite import MultiTask
+from laplace_sampling.likelihoods.bernoulli import Bernoulli
+from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.from_loss import from_loss
-from laplace_sampling.likelihoods.likelihood import (
-    Bernoulli,
-    Categorical,
-    Gaussian,
-    HeteroscedasticGaussian,
-    Likelihood,
-    Poisson,
-)
-from laplace_sampling.linear_model.priors import GPrior, IsotropicPrior, LayerwisePrior, Prior
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.heteroscedastic_gaussian import HeteroscedasticGaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.likelihoods.multi_task import MultiTask
+from laplace_sampling.likelihoods.poisson import Poisson
+from laplace_sampling.linear_model.priors.g_prior import GPrior
+from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
+from laplace_sampling.linear_model.priors.layerwise_prior import LayerwisePrior
+from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.predictions.diagnosis import Diagnosis
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
 from laplace_sampling.predictions.prediction import (

@@ -16,11 +16,14 @@ from laplace_sampling.evidence.curves import EvidenceCurves, EvidencePath, Margi
 from laplace_sampling.evidence.em import EMStep
 from laplace_sampling.gp.dual_cg import DualCG
 from laplace_sampling.held_out import HeldOut, OnTrainingData
-from laplace_sampling.likelihoods.composite import MultiTask
-from laplace_sampling.likelihoods.likelihood import Gaussian, Likelihood, as_likelihood
-from laplace_sampling.linear_model.priors import Prior, as_prior
-from laplace_sampling.linear_model.sampling import Draws
-from laplace_sampling.linear_model.tangent_model import Observation, TangentModel
+from laplace_sampling.likelihoods.as_likelihood import as_likelihood
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.likelihoods.measurement import Observation
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.priors.as_prior import as_prior
+from laplace_sampling.linear_model.priors.prior import Prior
+from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fits import SAMPLE_STREAM, Fit, Tuned, Tuning
 from laplace_sampling.methods.plan import METHODS
 from laplace_sampling.methods.solver_fit import fit_by_solver, make_solver, tune_by_solver
@@ -167,8 +170,6 @@ class LinearisedLaplace:
         if seed < 0:
             raise ValueError(f"`seed` must not be negative, but is {seed}.")
         self.network = linearise(model, parameters, autocast=autocast, compile=compile)
-        if isinstance(likelihood, Mapping):
-            likelihood = MultiTask(likelihood)
         self.likelihood = as_likelihood(likelihood, noise_precision)
         self.prior = as_prior(prior)
         self.prior_precision = float(prior_precision)

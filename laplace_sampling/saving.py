@@ -4,7 +4,7 @@ A state is a dictionary of tensors, for `torch.load(..., weights_only=True)`; wh
 """
 
 import json
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,18 +15,12 @@ from torch import Tensor
 from laplace_sampling.data.batches import batched, plain
 from laplace_sampling.evidence.em import EMStep
 from laplace_sampling.gp.dual_cg import DualCG
-from laplace_sampling.likelihoods.composite import MultiTask
-from laplace_sampling.likelihoods.likelihood import (
-    Bernoulli,
-    Categorical,
-    Gaussian,
-    HeteroscedasticGaussian,
-    Likelihood,
-    Poisson,
-    as_likelihood,
-)
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.likelihoods.recipes import likelihood_from_recipe, recipe_of_likelihood
 from laplace_sampling.linear_model.factored import restored_curvature
-from laplace_sampling.linear_model.priors import GaussianPrior, GPrior, IsotropicPrior, LayerwisePrior, Prior
+from laplace_sampling.linear_model.priors.as_prior import prior_from_recipe, recipe_of_prior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.networks.last_layer import LastLayer
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.solvers.preconditioners import Factored
@@ -205,21 +199,6 @@ def restore(
     )
 
 
-def recipe_of_prior(prior: Prior) -> dict[str, Any]:
-    """The class and the fields of a prior."""
-    return {"class": type(prior).__name__, **(asdict(prior) if is_dataclass(prior) else {})}
-
-
-def prior_of(recipe: dict[str, Any]) -> Prior:
-    """The prior of `recipe_of_prior`, if it is one of the library's own."""
-    fields = dict(recipe)
-    own = {c.__name__: c for c in (GPrior, IsotropicPrior, LayerwisePrior)}
-    name = fields.pop("class")
-    if name not in own:
-        raise ValueError(f"`load`: the prior was a {name}, which is not of this library; give it as `prior=`.")
-    return own[name](**fields)
-
-
 def recipe_of_solver(solver: SGD | DualCG | None) -> dict[str, Any] | None:
     """The class and the fields of a solver that are settings."""
     if solver is None:
@@ -254,34 +233,6 @@ def recipe_of(settings: Any) -> dict[str, Any]:
         "autocast": None if settings.network.autocast is None else str(settings.network.autocast).split(".")[-1],
     }
     return {**recipe, "likelihood": recipe_of_likelihood(settings.likelihood)}
-
-
-def recipe_of_likelihood(likelihood: Likelihood) -> dict[str, Any]:
-    """The name and the settings of a likelihood."""
-    recipe: dict[str, Any] = {"name": likelihood.name, "class": type(likelihood).__name__}
-    if isinstance(likelihood, Gaussian):
-        recipe |= {"noise_precision": torch.as_tensor(likelihood.noise_precision).tolist(), "learn": likelihood.learn}
-    if isinstance(likelihood, Categorical):
-        recipe |= {"class_dim": likelihood.class_dim, "ignore_index": likelihood.ignore_index}
-    if isinstance(likelihood, MultiTask):
-        recipe |= {"heads": {name: recipe_of_likelihood(head) for name, head in likelihood.likelihoods.items()}}
-    return recipe
-
-
-def likelihood_of(recipe: dict[str, Any]) -> Likelihood:
-    """The likelihood of `recipe_of_likelihood`, if it is one of the library's own."""
-    fields = dict(recipe)
-    name, kind = fields.pop("name"), fields.pop("class")
-    own = (Gaussian, Categorical, Bernoulli, Poisson, HeteroscedasticGaussian, MultiTask)
-    if kind not in [c.__name__ for c in own]:
-        raise ValueError(
-            f"`load`: the likelihood {name!r} was a {kind}, which the file does not hold; give it as `likelihood=`."
-        )
-    if name == "regression":
-        return Gaussian(torch.tensor(fields["noise_precision"], dtype=torch.float64), learn=fields["learn"])
-    if name == "multitask":
-        return MultiTask({head: likelihood_of(of_head) for head, of_head in fields["heads"].items()})
-    return Categorical(**fields) if name == "classification" else as_likelihood(name)
 
 
 def encode_inputs(x: Any, name: str = "inputs") -> dict[str, Tensor]:
@@ -334,8 +285,8 @@ def arguments_of(settings: dict[str, Any], likelihood: Any, prior: Any) -> dict[
     """
     recipe = settings["recipe"]
     return {
-        "likelihood": likelihood_of(recipe["likelihood"]) if likelihood is None else likelihood,
-        "prior": prior_of(recipe["prior"]) if prior is None else prior,
+        "likelihood": likelihood_from_recipe(recipe["likelihood"]) if likelihood is None else likelihood,
+        "prior": prior_from_recipe(recipe["prior"]) if prior is None else prior,
         "parameters": "last_layer" if recipe.get("last_layer") else settings["parameters"],
         "solver": solver_of(recipe["solver"]),
         "max_memory": recipe.get("max_memory"),

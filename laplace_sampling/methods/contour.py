@@ -10,17 +10,19 @@ sample-then-optimise it needs full-batch products, and `Q` stacks of vectors in 
 """
 
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.linear_model.features import GGN, ScaledFeatures
-from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.linear_model.sampling import Draws
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import ScaledFeatures
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.sampling import Sampler
 from laplace_sampling.solvers.operator import Operator, largest_eigenvalue
-from laplace_sampling.solvers.solver import Solution
+from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution, Solver
 
 with warnings.catch_warnings():
     # linear_operator uses torch.jit.script at import, deprecated in new versions of torch.
@@ -31,7 +33,7 @@ with warnings.catch_warnings():
     from linear_operator.operators._linear_operator import IndexType
     from linear_operator.utils.contour_integral_quad import contour_integral_quad
 
-__all__ = ["PosteriorPrecision", "quadrature", "sample_contour"]
+__all__ = ["ContourSampler", "PosteriorPrecision", "quadrature", "sample_contour"]
 
 
 class PosteriorPrecision(LinearOperator):
@@ -176,3 +178,23 @@ def sample_contour(
 
 
 _POWER_ITERATIONS = 10
+
+
+@dataclass(frozen=True)
+class ContourSampler(Sampler):
+    """Samples by `sample_contour`; another solver finds the mode, and solves what is not sampled.
+
+    Args:
+        solver: the other solver.
+    """
+
+    solver: Solver
+
+    def sample(self, ggn: GGN, prior: GaussianPrior, draws: Draws, init: Tensor | None = None) -> Solution:
+        return sample_contour(ggn, prior, draws)
+
+    def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
+        return self.solver.solve(problem, init, description=description)
+
+    def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
+        return self.solver.minimise(objective, init, description=description)

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.expansion import evidence_path, total_loss
-from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.factored import FactoredSampler, Inverse
 from laplace_sampling.linear_model.features import Features
-from laplace_sampling.linear_model.posterior_samples import Sampled
-from laplace_sampling.linear_model.sampling import Draws
+from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.fits import PATH_STREAM
 from laplace_sampling.methods.solver_fit import SolverFit
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
@@ -47,7 +47,7 @@ class FactoredFit(SolverFit):
         """Of each weight, unscaled: the diagonal of `(M̂ + A)⁻¹`."""
         return self.curvature.variance(self.prior.spread()) * self.prior.scale**2
 
-    def draw(self, draws: Draws, description: str | None = None) -> Sampled:
+    def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
         spread, parts = self.prior.spread(), []
         energies, of_prior = [], []
         for group in draws.groups(16):
@@ -57,7 +57,7 @@ class FactoredFit(SolverFit):
             of_prior.append((spread * value.double() ** 2).sum(1))
             parts.append((value * self.prior.scale).to(self.task.dtype))
         data_energies = torch.cat(energies)
-        return Sampled(
+        return PosteriorSamples(
             torch.cat(parts),
             self.prior.grouped(self.curvature.leverage(spread))[None],
             data_energies,
@@ -69,7 +69,7 @@ class FactoredFit(SolverFit):
             exact=True,
         )
 
-    def judge(self, sampled: Sampled) -> tuple[Tensor, float]:
+    def judge(self, sampled: PosteriorSamples) -> tuple[Tensor, float]:
         return sampled.residual, 1e-6
 
     def tensors(self) -> dict[str, Tensor]:

@@ -11,11 +11,13 @@ from torch import Tensor
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.em import EMStep
 from laplace_sampling.gp.dual_cg import DualCG
-from laplace_sampling.likelihoods.likelihood import Gaussian, Likelihood
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import Features
-from laplace_sampling.linear_model.posterior_samples import Sampled
-from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.plan import Plan
 from laplace_sampling.predictions.diagnosis import Diagnosis, advice
 from laplace_sampling.predictions.energy_tests import TestResult, chi_squared_test, data_energy_test
@@ -114,7 +116,7 @@ class Fit(ABC):
     tuned: Tuned
     mode: Float[Tensor, " P"]
     mode_outputs: Float[Tensor, "N C"]
-    sampled: Sampled | None
+    sampled: PosteriorSamples | None
     minimum: Minimum
 
     @property
@@ -140,11 +142,11 @@ class Fit(ABC):
         return self.tuned.path
 
     @abstractmethod
-    def draw(self, draws: Draws, description: str | None = None) -> Sampled:
+    def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
         """Posterior samples."""
 
     @abstractmethod
-    def judge(self, sampled: Sampled) -> tuple[Float[Tensor, " K"], float]:
+    def judge(self, sampled: PosteriorSamples) -> tuple[Float[Tensor, " K"], float]:
         """Residuals of samples, and the tolerance they should be below."""
 
     @abstractmethod
@@ -192,7 +194,7 @@ class Fit(ABC):
             found.append(advice(self.plan.method))
         return found
 
-    def unconverged(self, sampled: Sampled) -> str:
+    def unconverged(self, sampled: PosteriorSamples) -> str:
         """What is wrong with samples that have not converged: which ones, and how far they are off."""
         residuals, tolerance = self.judge(sampled)
         rows = (~(residuals <= tolerance)).nonzero()[:, 0].tolist()  # also those that are NaN

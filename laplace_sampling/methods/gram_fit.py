@@ -11,9 +11,9 @@ from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.gp.exact_regression import ExactPrediction
+from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import Features
-from laplace_sampling.linear_model.posterior_samples import Sampled
-from laplace_sampling.linear_model.sampling import Draws
+from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.fits import Fit, Task, Tuning
 from laplace_sampling.predictions.prediction import FunctionCovariance
 
@@ -68,14 +68,14 @@ class GramFit(Fit):
         """The same with the samples that are kept."""
         return replace(self, sampled=self.draw(self.task.draws))
 
-    def draw(self, draws: Draws, description: str | None = None) -> Sampled:
+    def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
         model, prior, samples = self.model, self.prior, self.samples(draws)
         at = self.mode_outputs if self.task.hessian_at == "mode" else model.network_outputs.double()
         outputs = torch.cat([model.features.outputs(part.to(model.features.dtype)) for part in samples.split(16)])
         energies = model.likelihood.root_transpose(at, outputs.double(), model.targets).flatten(1).square().sum(1)
         of_prior = torch.stack([(prior.diagonal().double() * row**2).sum() for row in samples])
         none = torch.zeros(len(samples), dtype=torch.float64, device=samples.device)
-        return Sampled(
+        return PosteriorSamples(
             samples.to(self.task.dtype),
             none.new_tensor([[self.effective_dimension]]),
             energies,
@@ -87,7 +87,7 @@ class GramFit(Fit):
             exact=True,
         )
 
-    def judge(self, sampled: Sampled) -> tuple[Tensor, float]:
+    def judge(self, sampled: PosteriorSamples) -> tuple[Tensor, float]:
         return sampled.residual, 1e-6
 
     def covariance_at(self, features: Features) -> FunctionCovariance:

@@ -21,7 +21,8 @@ from laplace_sampling.gp.dual_cg import DualCG, WhitenedGram
 from laplace_sampling.gp.gram import size_of
 from laplace_sampling.linear_model.cost import Cost, measure
 from laplace_sampling.linear_model.factored import FACTORED, FactoredSampler
-from laplace_sampling.linear_model.features import BLOCK_BYTES, GGN, Features
+from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
+from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.networks.memory import free_memory
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.krylov import CG, BlockKrylov

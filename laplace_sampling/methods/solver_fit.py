@@ -15,11 +15,15 @@ from laplace_sampling.gp.dual_cg import DualCG
 from laplace_sampling.gp.exact_evidence import exact_curves
 from laplace_sampling.gp.exact_regression import ExactRegression, overall_precisions
 from laplace_sampling.gp.whitened_gram import LowRank
-from laplace_sampling.likelihoods.likelihood import Gaussian, Likelihood
-from laplace_sampling.linear_model.features import GGN, DenseFeatures, ScaledFeatures
-from laplace_sampling.linear_model.posterior_samples import Sampled, draw
-from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.linear_model.sampling import Draws, linear_model_mode
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.mode_objective import linear_model_mode
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
+from laplace_sampling.methods.contour import ContourSampler
 from laplace_sampling.methods.fits import PATH_STREAM, Fit, Task, Tuned, Tuning, noise_at_bound, problems_at_bounds
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
@@ -169,18 +173,18 @@ class SolverFit(Fit):
         at_mode = self.task.hessian_at == "mode"
         return self.model.ggn(self.mode_outputs if at_mode else self.model.network_outputs)
 
-    def draw(self, draws: Draws, description: str | None = None) -> Sampled:
+    def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
         return draw(
             self.ggn,
             self.prior,
             draws,
-            None if self.plan.method == "ciq" else self.solver,
+            ContourSampler(self.solver) if self.plan.method == "ciq" else self.solver,
             rows=self.plan.rows(self.task.num_samples),
             dtype=self.task.dtype,
             description=description,
         )
 
-    def judge(self, sampled: Sampled) -> tuple[Tensor, float]:
+    def judge(self, sampled: PosteriorSamples) -> tuple[Tensor, float]:
         return self.plan.judge(sampled, self.solver)
 
     @cached_property

@@ -11,13 +11,16 @@ from torch import Tensor
 from laplace_sampling.data.batches import split
 from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.gp.dual_cg import DualCG
-from laplace_sampling.likelihoods.composite import Weighted
-from laplace_sampling.likelihoods.likelihood import Gaussian, Likelihood
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.likelihoods.measurement import Observation
+from laplace_sampling.likelihoods.weighted import Weighted
 from laplace_sampling.linear_model.cost import rows_in_memory
+from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.factored import FACTORED, prior_of_factored
-from laplace_sampling.linear_model.priors import GaussianPrior, Prior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel
-from laplace_sampling.linear_model.tangent_model import Observation, TangentModel, tangent_model
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, Prior
+from laplace_sampling.linear_model.tangent_model import TangentModel, tangent_model
 from laplace_sampling.methods.factored_fit import FactoredFit
 from laplace_sampling.methods.fits import Fit, Task
 from laplace_sampling.methods.gram_classification import GramClassification
@@ -141,13 +144,12 @@ def _build_prior(settings: Settings, model: LinearModel, plan: Plan) -> Gaussian
     ggn = model.ggn(f if settings.hessian_at == "network" else torch.zeros_like(f))
     if not plan.holds_jacobian:  # a diagonal takes rows of the Jacobian: no more of them than memory holds
         ggn = replace(ggn, features=model.features.in_chunks(int(plan.vectors / (4 * model.features.num_outputs))))
+    prior = replace(settings.prior, precision=settings.prior_precision)
     if plan.method == "kfac":
-        return prior_of_factored(
-            settings.prior, ggn, settings.network.layers(), settings.prior_precision, settings.seed
-        )
-    probes = Draws(getattr(settings.prior, "num_probes", 1), settings.seed, _PROBE_STREAM)
+        return prior_of_factored(prior, ggn, settings.network.layers(), settings.seed)
+    probes = Draws(getattr(prior, "num_probes", 1), settings.seed, _PROBE_STREAM)
     noise = probes.noise(model.features.num_outputs)
-    return settings.prior.build(ggn, settings.network.layers(), settings.prior_precision, noise)
+    return prior.build(ggn, settings.network.layers(), noise)
 
 
 def _task(settings: Settings, model: LinearModel, prior: GaussianPrior, plan: Plan, progress: bool) -> Task:

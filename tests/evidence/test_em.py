@@ -15,10 +15,15 @@ from laplace_sampling.evidence.em import (
     fit_em,
     noise_update,
 )
-from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
-from laplace_sampling.linear_model.priors import GPrior, IsotropicPrior, LayerwisePrior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel, linear_model_mode, sample_posterior
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.mode_objective import linear_model_mode
+from laplace_sampling.linear_model.priors.g_prior import GPrior
+from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
+from laplace_sampling.linear_model.priors.layerwise_prior import LayerwisePrior
+from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.operator import make_dense
 from laplace_sampling.solvers.sgd import SGD
@@ -40,7 +45,7 @@ def toy(num_data: int = 100, noise: float = 0.1, width: int = 50) -> LinearModel
 def built(recipe, model: LinearModel, precision: float):
     layers = (["first", "second"], (torch.arange(model.features.size) >= model.features.size // 2).long())
     ggn = model.ggn(model.network_outputs)
-    return recipe.build(ggn, layers, precision, Draws(64, 0, 1).noise(model.features.num_outputs))
+    return replace(recipe, precision=precision).build(ggn, layers, Draws(64, 0, 1).noise(model.features.num_outputs))
 
 
 def test_effective_dimension_in_prediction_space_has_far_less_variance() -> None:

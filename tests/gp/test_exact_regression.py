@@ -22,17 +22,16 @@ from laplace_sampling.evidence.path_fit import fit_path
 from laplace_sampling.gp.exact_evidence import NoiseComponents, fit_exact_regression
 from laplace_sampling.gp.exact_regression import ExactRegression
 from laplace_sampling.gp.gram import gram
-from laplace_sampling.likelihoods.likelihood import Gaussian
-from laplace_sampling.linear_model.features import DenseFeatures, NetworkFeatures, features_at
-from laplace_sampling.linear_model.priors import (
-    GaussianPrior,
-    GPrior,
-    IsotropicPrior,
-    LayerwisePrior,
-    overall_precision,
-    unit_variance,
-)
-from laplace_sampling.linear_model.sampling import Draws, LinearModel, sample_posterior
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.network_features import NetworkFeatures, features_at
+from laplace_sampling.linear_model.priors.g_prior import GPrior
+from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
+from laplace_sampling.linear_model.priors.layerwise_prior import LayerwisePrior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision, unit_variance
+from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.lapack import inverse_, solve_, symmetric_eigen
@@ -259,7 +258,7 @@ def test_bounds_are_kept_and_told() -> None:
     features = DenseFeatures(rows * torch.logspace(0, -12, 10, dtype=torch.float64)[:, None, None])
     zero = torch.zeros(10, 1, dtype=torch.float64)
     few = LinearModel(features, zero, zero, features.outputs(torch.ones(1, 50).double())[0], model.likelihood)
-    wide = IsotropicPrior().build(few.ggn(few.offset), ([], torch.zeros(0)), 1.0, Draws(1, 0).noise(1))
+    wide = IsotropicPrior().build(few.ggn(few.offset), ([], torch.zeros(0)), Draws(1, 0).noise(1))
     decomposed = ExactRegression.of(few, wide)
     found = decomposed.fit(noise_bounds=(1e-3, 1e30))
     assert found.noise_precision == 1e30
@@ -509,11 +508,11 @@ _PEAK = """
 import os, torch
 from torch import nn
 from laplace_sampling.gp.exact_evidence import fit_exact_regression
-from laplace_sampling.linear_model.features import features_at
-from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.linear_model.network_features import features_at
+from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.linear_model.sampling import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.linear_model import LinearModel
 
 torch.manual_seed(0)
 def fit(n, outputs):
