@@ -54,7 +54,7 @@ def noisy(num: int, outputs: int = 1, noise: float = 0.3, seed: int = 0) -> tupl
         torch.manual_seed(seed)
         net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
     x = normal(num, 2)
-    case = Case(net, Gaussian(1.0), x, torch.zeros(num, outputs, dtype=torch.float64), 10)
+    case = Case(net, Gaussian(1.0, noise_at="mode"), x, torch.zeros(num, outputs, dtype=torch.float64), 10)
     model = case.linear_model("homogeneous")
     theta = normal(model.features.size) * 0.7
     case.y = model.outputs(theta[None])[0] + noise * normal(num, outputs)

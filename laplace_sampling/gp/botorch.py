@@ -144,7 +144,8 @@ class TangentSurrogate(Model):
             raise ValueError(f"`train_Y` has {C} outputs, but the network has {features.num_outputs}.")
         with torch.no_grad():
             offset = self._mean(train_X).double()
-        likelihood = Gaussian(1.0 if noise_precision is None else noise_precision, learn=noise_precision is None)
+        start = 1.0 if noise_precision is None else noise_precision
+        likelihood = Gaussian(start, learn=noise_precision is None, noise_at="mode")
         model = LinearModel(features, offset, offset, train_Y.double(), likelihood)
         self.exact = ExactRegression.of(model, prior)
         self.optimum: Optimum = self.exact.fit(learn_precision=prior_precision is None)
