@@ -20,9 +20,10 @@ from benchmarks import ablated_settings, digits
 from benchmarks.ablated_settings import SEEDS, spread
 from benchmarks.report import table
 from benchmarks.tangents import Spectrum, root, trained
+from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures
-from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.solver import ConvergenceWarning
 

@@ -16,10 +16,14 @@ from torch import Tensor, nn
 from laplace_sampling.__main__ import cnn, digits, train
 from laplace_sampling.evidence.em import EMResult, fit_em
 from laplace_sampling.evidence.path_fit import fit_path
-from laplace_sampling.likelihoods.likelihood import Categorical
-from laplace_sampling.linear_model.features import GGN, DenseFeatures
-from laplace_sampling.linear_model.priors import GaussianPrior, GPrior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel, sample_posterior
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.g_prior import GPrior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.krylov import CG, BlockKrylov
@@ -38,7 +42,7 @@ class Problem:
     def prior(self, precision: float, hessian_at: str = "network") -> GaussianPrior:
         f = self.model.network_outputs
         ggn = self.model.ggn(f if hessian_at == "network" else torch.zeros_like(f))
-        return GPrior().build(ggn, self.layers, precision, Draws(1, 0).noise(10))
+        return GPrior(precision).build(ggn, self.layers, Draws(1, 0).noise(10))
 
     def ggn(self) -> GGN:
         return self.model.ggn(self.model.network_outputs)

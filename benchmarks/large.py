@@ -12,11 +12,15 @@ from torch import Tensor, nn
 
 from benchmarks.stored import StoredFeatures
 from laplace_sampling.__main__ import Data
-from laplace_sampling.likelihoods.likelihood import Categorical
-from laplace_sampling.linear_model.features import GGN, Features, ScaledFeatures
-from laplace_sampling.linear_model.priors import GaussianPrior, GPrior, IsotropicPrior
-from laplace_sampling.linear_model.sampling import Draws, sample_posterior
-from laplace_sampling.methods.contour import sample_contour
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import Features, ScaledFeatures
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.priors.g_prior import GPrior
+from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.sampling import sample_posterior
+from laplace_sampling.gp.contour_quadrature import sample_contour
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predictions.energy_tests import TestResult, chi_squared_test, data_energy_test
 from laplace_sampling.solvers import krylov
@@ -56,7 +60,7 @@ class Comparison:
 
 def g_prior(features: StoredFeatures, model: nn.Module, precision: float) -> GaussianPrior:
     f = features.outputs_of_network
-    return GPrior().build(GGN(features, Categorical(), f), Linearisation(model).layers(), precision, _probes(features))
+    return GPrior(precision).build(GGN(features, Categorical(), f), Linearisation(model).layers(), _probes(features))
 
 
 def _probes(features: StoredFeatures):
@@ -168,7 +172,7 @@ def tests_of(ggn: GGN, prior: GaussianPrior, solution: Solution, reference: Tens
 
 def samples(features: Features, f: Tensor, num_samples: int, precision: float, contour_rows: int, seeds: int) -> None:
     ggn = GGN(features, Categorical(), f)
-    prior = IsotropicPrior().build(ggn, ([], torch.zeros(0)), precision, Draws(1, 0).noise(features.num_outputs))
+    prior = IsotropicPrior(precision).build(ggn, ([], torch.zeros(0)), Draws(1, 0).noise(features.num_outputs))
     print(f"N = {features.num_data}, P = {features.size}, isotropic prior, α = {precision}, {num_samples} samples")
     reference, _ = energies(ggn, prior, sample_posterior(ggn, prior, Draws(num_samples, 1000), BlockKrylov()).value)
     ours = 0.0

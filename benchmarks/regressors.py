@@ -23,10 +23,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_sampling.gp.exact_evidence import ExactFit, fit_exact_regression
 from laplace_sampling.gp.linear_operators import gpytorch, settings, to_dense, to_linear_operator
-from laplace_sampling.likelihoods.likelihood import Gaussian
-from laplace_sampling.linear_model.features import DenseFeatures, features_at
-from laplace_sampling.linear_model.priors import as_prior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.network_features import features_at
+from laplace_sampling.linear_model.priors.as_prior import as_prior
 from laplace_sampling.networks.linearisation import Linearisation
 
 __all__ = ["METHODS", "Outcome", "Task", "fit_tangent", "gaussian", "train"]
@@ -208,7 +210,7 @@ def fit_tangent(task: Task, prior: str, linear_model: str, noise_at: str) -> Exa
     if linear_model == "affine":
         offset = f - features.outputs(network.weights[None])[0]
     model = LinearModel(features, offset, f, task.y.reshape(f.shape), Gaussian(noise_at=noise_at))
-    start = as_prior(prior).build(model.ggn(f), network.layers(), 1.0, Draws(64, 0).noise(1))
+    start = as_prior(prior).build(model.ggn(f), network.layers(), Draws(64, 0).noise(1))
     return fit_exact_regression(model, start, noise_bounds=(1e-12, task.noise_floor**-2))
 
 

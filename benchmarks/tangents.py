@@ -16,10 +16,14 @@ from benchmarks.networks import lenet, mlp, tanh_mlp
 from benchmarks.tasks import TASKS, Data
 from benchmarks.training import Recipe, train
 from laplace_sampling import LinearisedLaplace
-from laplace_sampling.likelihoods.likelihood import Categorical, Gaussian
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
-from laplace_sampling.linear_model.priors import GaussianPrior, as_prior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel, linear_model_mode
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.mode_objective import linear_model_mode
+from laplace_sampling.linear_model.priors.as_prior import as_prior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.tangent_model import tangent_model
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.dense import Dense
@@ -87,7 +91,7 @@ class Trained:
     def prior(self, model: LinearModel, name: str = "isotropic", precision: float = 1.0) -> GaussianPrior:
         """With a scale, if it has one, at the network."""
         ggn = model.ggn(model.network_outputs)
-        prior = as_prior(name).build(ggn, self.layers, precision, Draws(64, 0).noise(10))
+        prior = replace(as_prior(name), precision=precision).build(ggn, self.layers, Draws(64, 0).noise(10))
         return prior.to(model.features.device, torch.float64)
 
     @property

@@ -11,6 +11,7 @@ in observation space cost with and without a preconditioner.
 
 import argparse
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from laplace_sampling import Gaussian, LinearisedLaplace
 from laplace_sampling.gp.dual_cg import sample_matheron
 from laplace_sampling.gp.whitened_gram import WhitenedGram, randomised_svd
-from laplace_sampling.linear_model.sampling import Draws
+from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.tangent_model import tangent_model
 
 SIDE = 28
@@ -139,7 +140,8 @@ def count_iterations(la: LinearisedLaplace, options: argparse.Namespace, T: Tens
     """What conjugate gradients in observation space take for eight samples, with a preconditioner and without."""
     model = tangent_model(la.network, la.likelihood, [(z, y)], kind="affine", observation=T).model
     ggn, draws = model.ggn(model.network_outputs), Draws(8, 0)
-    prior = la.prior.build(ggn, la.network.layers(), float(la.prior_precision_), draws.noise(len(T)))
+    prior = replace(la.prior, precision=float(la.prior_precision_))
+    prior = prior.build(ggn, la.network.layers(), draws.noise(len(T)))
     S = WhitenedGram(1 / prior.diagonal(), ggn)
     for rank in (options.rank, 0):
         preconditioner = randomised_svd(S, rank) if rank else None

@@ -5,19 +5,21 @@ from importlib.metadata import version
 from laplace_sampling.evidence.curves import EvidenceCurves, MarginalLikelihood
 from laplace_sampling.evidence.em import EMStep
 from laplace_sampling.evidence.plots import plot_evidence
-from laplace_sampling.laplace import LinearisedLaplace, NotFittedError
+from laplace_sampling.laplace import LinearisedLaplace
+from laplace_sampling.fitted import NotFittedError
 from laplace_sampling.largest_variance import largest_variance
-from laplace_sampling.likelihoods.composite import MultiTask
+from laplace_sampling.likelihoods.multi_task import MultiTask
 from laplace_sampling.likelihoods.from_loss import from_loss
-from laplace_sampling.likelihoods.likelihood import (
-    Bernoulli,
-    Categorical,
-    Gaussian,
-    HeteroscedasticGaussian,
-    Likelihood,
-    Poisson,
-)
-from laplace_sampling.linear_model.priors import GPrior, IsotropicPrior, LayerwisePrior, Prior
+from laplace_sampling.likelihoods.bernoulli import Bernoulli
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.heteroscedastic_gaussian import HeteroscedasticGaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.likelihoods.poisson import Poisson
+from laplace_sampling.linear_model.priors.g_prior import GPrior
+from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
+from laplace_sampling.linear_model.priors.layerwise_prior import LayerwisePrior
+from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.methods.auto import Auto
 from laplace_sampling.methods.contour import Contour
 from laplace_sampling.methods.dual import Dual

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidenceCurves, EvidencePath, MarginalLikelihood
 from laplace_sampling.evidence.em import EMStep
-from laplace_sampling.likelihoods.likelihood import Gaussian
-from laplace_sampling.linear_model.sampling import Draws
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.methods.problem import SAMPLE_STREAM

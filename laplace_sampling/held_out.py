@@ -13,7 +13,9 @@ from torch.distributions import Normal
 
 from laplace_sampling.data.batches import Layout, place
 from laplace_sampling.data.training_data import TrainingData, Unpack
-from laplace_sampling.likelihoods.likelihood import Categorical, Gaussian, Likelihood
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predict import predict

@@ -11,7 +11,7 @@ from laplace_sampling.evidence.em import EMStep
 from laplace_sampling.fitted import Fitted, NotFittedError
 from laplace_sampling.held_out import HeldOut, OnTrainingData
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.priors import Prior
+from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit, Tuned
 from laplace_sampling.methods.method import Method, Tuning

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from laplace_sampling.data.encoding import encode_inputs
 from laplace_sampling.evidence.em import EMStep
-from laplace_sampling.likelihoods.composite import Weighted
+from laplace_sampling.likelihoods.weighted import Weighted
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.factored import CURVATURE, restored_curvature
-from laplace_sampling.linear_model.priors import GaussianPrior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.networks.linearisation import Linearisation

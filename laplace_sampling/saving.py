@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from laplace_sampling.evidence.em import EMStep
 from laplace_sampling.fitted import Fitted, FittedModel, check_fingerprint
-from laplace_sampling.likelihoods.likelihood import Gaussian, Likelihood
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.recipes import likelihood_from_recipe, recipe_of_likelihood
-from laplace_sampling.linear_model.priors import GaussianPrior, Prior, prior_from_recipe, recipe_of_prior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, Prior
+from laplace_sampling.linear_model.priors.as_prior import prior_from_recipe, recipe_of_prior
 from laplace_sampling.methods import method_from_recipe, recipe_of_method
 from laplace_sampling.methods.method import Method
 from laplace_sampling.networks.last_layer import LastLayer

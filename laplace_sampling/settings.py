@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from laplace_sampling.likelihoods.composite import MultiTask
-from laplace_sampling.likelihoods.likelihood import Likelihood, as_likelihood
-from laplace_sampling.linear_model.priors import Prior, as_prior
+from laplace_sampling.likelihoods.multi_task import MultiTask
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.likelihoods.as_likelihood import as_likelihood
+from laplace_sampling.linear_model.priors.prior import Prior
+from laplace_sampling.linear_model.priors import as_prior
 from laplace_sampling.methods import as_method
 from laplace_sampling.methods.method import Method
 from laplace_sampling.networks.linearisation import Linearisation

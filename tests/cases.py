@@ -9,18 +9,16 @@ from torch import Tensor, nn
 
 from laplace_sampling.data.batches import split
 from laplace_sampling.data.training_data import TrainingData
-from laplace_sampling.likelihoods.composite import MultiTask
+from laplace_sampling.likelihoods.bernoulli import Bernoulli
+from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.from_loss import from_loss
-from laplace_sampling.likelihoods.likelihood import (
-    Bernoulli,
-    Categorical,
-    Gaussian,
-    HeteroscedasticGaussian,
-    Likelihood,
-    Poisson,
-)
-from laplace_sampling.linear_model.features import NetworkFeatures
-from laplace_sampling.linear_model.sampling import LinearModel
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.heteroscedastic_gaussian import HeteroscedasticGaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.likelihoods.multi_task import MultiTask
+from laplace_sampling.likelihoods.poisson import Poisson
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.networks.linearisation import Linearisation
 
 
@@ -170,7 +168,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "heteroscedastic": lambda: Case(_mlp(2, 4), HeteroscedasticGaussian(), torch.randn(8, 2), 0.5 * torch.randn(8, 2)),
     "multi_task": lambda: Case(
         Heads(),
-        MultiTask({"value": Gaussian(2.0, learn=False), "kind": Categorical(), "count": "poisson"}),
+        MultiTask({"value": Gaussian(2.0, learn=False), "kind": Categorical(), "count": Poisson()}),
         torch.randn(6, 2),
         {"kind": _labels(6, 3), "value": torch.randn(6, 2), "count": torch.randint(4, (6,))},
     ),

@@ -7,9 +7,10 @@ from cases import Case, make_case
 from torch import Tensor, nn
 
 from laplace_sampling import Gaussian, GPrior, IsotropicPrior, LayerwisePrior
+from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures
-from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.networks.linearisation import Linearisation
 
 PRIORS = {"isotropic": IsotropicPrior(), "g-prior": GPrior(), "layerwise": LayerwisePrior()}
@@ -21,7 +22,9 @@ def setting(case: Case, prior: str, precision: float = 0.8):
     model = replace(model, features=DenseFeatures.of(model.features))
     ggn = model.ggn(model.network_outputs)
     layers = ([f"l{i}" for i in range(2)], (torch.arange(ggn.size) > ggn.size // 2).long())
-    built = PRIORS[prior].build(ggn, layers, precision, Draws(64, 0, 1).noise(ggn.features.num_outputs))
+    built = replace(PRIORS[prior], precision=precision).build(
+        ggn, layers, Draws(64, 0, 1).noise(ggn.features.num_outputs)
+    )
     if prior == "layerwise":
         built = built.with_precision(torch.tensor([0.5, 3.0]))
     return model, ggn, built
@@ -33,7 +36,8 @@ CLOSE = {"rtol": 1e-6, "atol": 1e-8}
 
 def make_prior(model: LinearModel, case: Case, prior: str, precision: float = 0.8) -> GaussianPrior:
     ggn, network = model.ggn(model.network_outputs), Linearisation(case.model)
-    built = PRIORS[prior].build(ggn, network.layers(), precision, Draws(8, 0, 1).noise(model.features.num_outputs))
+    recipe = replace(PRIORS[prior], precision=precision)
+    built = recipe.build(ggn, network.layers(), Draws(8, 0, 1).noise(model.features.num_outputs))
     if prior == "layerwise":
         built = built.with_precision(torch.logspace(-0.3, 0.5, len(built.names), dtype=torch.float64))
     return built
@@ -50,7 +54,7 @@ def noisy(num: int, outputs: int = 1, noise: float = 0.3, seed: int = 0) -> tupl
         torch.manual_seed(seed)
         net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
     x = normal(num, 2)
-    case = Case(net, Gaussian(1.0), x, torch.zeros(num, outputs, dtype=torch.float64), 10)
+    case = Case(net, Gaussian(1.0, noise_at="mode"), x, torch.zeros(num, outputs, dtype=torch.float64), 10)
     model = case.linear_model("homogeneous")
     theta = normal(model.features.size) * 0.7
     case.y = model.outputs(theta[None])[0] + noise * normal(num, outputs)

@@ -6,9 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laplace_sampling.likelihoods.composite import MultiTask
+from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.from_loss import LossLikelihood
-from laplace_sampling.likelihoods.likelihood import Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.heteroscedastic_gaussian import HeteroscedasticGaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.likelihoods.multi_task import MultiTask
+from laplace_sampling.likelihoods.poisson import Poisson
 
 
 def jacobian(model: nn.Module, x: Tensor) -> Tensor:

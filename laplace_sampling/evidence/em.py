@@ -14,10 +14,14 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from laplace_sampling.likelihoods.likelihood import Gaussian, Likelihood
-from laplace_sampling.linear_model.features import GGN
-from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel, linear_model_mode, sample_posterior
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.mode_objective import linear_model_mode
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.solvers.solver import Solution, Solver
 
 # The largest factor by which samples may move α in one step.

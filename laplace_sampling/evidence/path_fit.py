@@ -14,9 +14,11 @@ from tqdm.auto import tqdm
 from laplace_sampling.evidence.curves import EvidencePath, FixedPoint
 from laplace_sampling.evidence.em import EMStep, check_bounds
 from laplace_sampling.evidence.expansion import ExactRun, Point, Run, expand, run_curves, total_loss
-from laplace_sampling.likelihoods.likelihood import Gaussian, Likelihood
-from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 
 __all__ = ["PathResult", "fit_path"]
 

@@ -25,10 +25,12 @@ from torch import Tensor, nn
 from laplace_sampling.gp.exact_regression import ExactRegression, Optimum
 from laplace_sampling.gp.linear_operators import DenseLinearOperator, TriangularLinearOperator, gpytorch
 from laplace_sampling.gp.tangent_kernel import NetworkMean, shape_inputs
-from laplace_sampling.likelihoods.likelihood import Gaussian
-from laplace_sampling.linear_model.features import features_at, row_blocks
-from laplace_sampling.linear_model.priors import GaussianPrior, unit_variance
-from laplace_sampling.linear_model.sampling import Draws, LinearModel
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import row_blocks
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.network_features import features_at
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, unit_variance
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.solver import ConvergenceWarning
 
@@ -142,7 +144,8 @@ class TangentSurrogate(Model):
             raise ValueError(f"`train_Y` has {C} outputs, but the network has {features.num_outputs}.")
         with torch.no_grad():
             offset = self._mean(train_X).double()
-        likelihood = Gaussian(1.0 if noise_precision is None else noise_precision, learn=noise_precision is None)
+        start = 1.0 if noise_precision is None else noise_precision
+        likelihood = Gaussian(start, learn=noise_precision is None, noise_at="mode")
         model = LinearModel(features, offset, offset, train_Y.double(), likelihood)
         self.exact = ExactRegression.of(model, prior)
         self.optimum: Optimum = self.exact.fit(learn_precision=prior_precision is None)

@@ -26,10 +26,13 @@ from laplace_sampling.gp.whitened_gram import (
     randomised_svd,
     solve_shifted,
 )
-from laplace_sampling.likelihoods.likelihood import Gaussian
-from laplace_sampling.linear_model.features import GGN
-from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel, ModeObjective, Sampler
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.mode_objective import ModeObjective
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.sampling import Sampler
 from laplace_sampling.solvers.newton import newton
 from laplace_sampling.solvers.operator import Operator
 from laplace_sampling.solvers.solver import (

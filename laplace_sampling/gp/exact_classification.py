@@ -21,9 +21,10 @@ from torch import Tensor
 from laplace_sampling.gp.exact_regression import PRECISION_BOUNDS, ExactPrediction
 from laplace_sampling.gp.gram import MAX_MEMORY, check_gram_size, cross_gram, gram, transposed
 from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
-from laplace_sampling.linear_model.priors import GaussianPrior, overall_precision, unit_variance
-from laplace_sampling.linear_model.sampling import Draws, LinearModel
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision, unit_variance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
 from laplace_sampling.solvers.lapack import check_finite, inverse_, solve_, symmetric_eigen
 

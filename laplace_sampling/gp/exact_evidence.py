@@ -24,10 +24,10 @@ from torch import Tensor
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.gp.exact_regression import NOISE_BOUNDS, PRECISION_BOUNDS, ExactRegression, Optimum, noise_scale
 from laplace_sampling.gp.gram import MAX_MEMORY, check_gram_size, gram
-from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.features import BLOCK_BYTES
-from laplace_sampling.linear_model.priors import GaussianPrior, overall_precision, unit_variance
-from laplace_sampling.linear_model.sampling import LinearModel
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision, unit_variance
 from laplace_sampling.solvers.lapack import inverse_
 from laplace_sampling.solvers.quadrature import Quadrature
 

@@ -14,7 +14,7 @@ from scipy.optimize import brentq
 from torch import Tensor
 
 from laplace_sampling.gp.linear_operators import IndexType, LinearOperator, NumericalWarning, linear_cg, settings
-from laplace_sampling.linear_model.features import GGN
+from laplace_sampling.linear_model.ggn import GGN
 
 __all__ = [
     "DualSolve",

@@ -16,10 +16,10 @@ __all__ = ["LossLikelihood", "from_loss"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
-# Below zero by so much of the largest eigenvalue is rounding: in units of the precision of the numbers, times C.
+# An eigenvalue below zero counts as rounding down to `-_ROUNDING · ε · C` times the largest one.
 _ROUNDING = 100.0
-# Numbers of Hessians in memory at once.
-_HESSIANS = 2**22
+# Entries of Hessians in memory at once.
+_HESSIAN_NUMBERS = 2**22
 
 
 def from_loss(loss: Loss, name: str = "custom") -> "LossLikelihood":
@@ -29,16 +29,17 @@ def from_loss(loss: Loss, name: str = "custom") -> "LossLikelihood":
     each datum: for up to some hundred outputs. A product with `B` forms no matrix.
 
     Args:
-        loss: `loss(f, y)` of *one* datum: outputs `f` in the shape that the model gives them, without the axis of the
-            batch, and a target `y`; a scalar tensor, of torch operations that `torch.func` differentiates twice, by
-            reverse mode, and maps over data (`torch.where`, no `if` on values). It has
-            to be a negative log-likelihood, `−log p(y | f)`, summed over outputs and not scaled: a mean over a batch is
-            not. Constants in `f` matter to `log_prob` and the evidence only.
-        name: in messages and saved files, which do not hold the function: `load` needs the likelihood again.
+        loss: `loss(f, y)` of *one* datum, a scalar tensor. It gets outputs `f` in the shape that the model gives them,
+            without the batch axis, and a target `y`. `torch.func` has to differentiate it twice, by reverse mode, and
+            map it over data (`torch.where`, no `if` on values). It must be a negative log-likelihood,
+            `−log p(y | f)`, summed over outputs and not scaled: a mean over a batch is not. Terms that do not depend on
+            `f` matter to `log_prob` and the evidence only.
+        name: name in messages and saved files. Files do not hold the function: `load` needs the likelihood again.
 
     Raises:
-        ValueError: (when it is used) if a Hessian has a negative eigenvalue: `B` would be no covariance; if all are 0,
-            as those of an absolute error; or if the loss has no second derivative, or cannot be mapped over data.
+        ValueError: (at the first use) if a Hessian has a negative eigenvalue, so that `B` would be no covariance; if
+            all Hessians are 0, as for an absolute error; if the loss has no second derivative, or cannot be mapped over
+            data.
 
     Example:
         >>> from laplace_sampling import LinearisedLaplace, from_loss
@@ -50,12 +51,12 @@ def from_loss(loss: Loss, name: str = "custom") -> "LossLikelihood":
 
 @dataclass(frozen=True)
 class LossLikelihood(Likelihood):
-    """What `from_loss` gives.
+    """The likelihood that `from_loss` returns.
 
     Attributes:
-        function: the loss of one datum.
-        name: of the likelihood.
-        shape: of the outputs of a datum; `bind` sets it.
+        function: loss of one datum.
+        name: name of the likelihood.
+        shape: shape of the outputs of a datum; `bind` sets it.
     """
 
     function: Loss
@@ -87,7 +88,8 @@ class LossLikelihood(Likelihood):
 
     def root(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
         y = self._needed(y)
-        parts = torch.arange(len(f)).split(max(1, _HESSIANS // f.shape[-1] ** 2))
+        # A root needs the whole Hessian `C × C` of each datum: a few data at a time.
+        parts = torch.arange(len(f)).split(max(1, _HESSIAN_NUMBERS // f.shape[-1] ** 2))
         roots = ((part, self._root(f[part].to(u), y[part], int(part[0]))) for part in parts)
         return torch.cat([torch.einsum("ncd,...nd->...nc", L, u[..., part, :]) for part, L in roots], dim=-2)
 
@@ -95,41 +97,47 @@ class LossLikelihood(Likelihood):
 
     def _root(self, f: Tensor, y: Tensor, first: int) -> Float[Tensor, "N C C"]:
         values, vectors = torch.linalg.eigh(vmap(jacrev(grad(self._single)))(f, y))
-        allowed = _ROUNDING * torch.finfo(f.dtype).eps * f.shape[-1] * values.abs().amax(-1)
-        wrong = (values[:, 0] < -allowed).nonzero()[:, 0]
-        if len(wrong):
-            worst = int(wrong[0])
+        rounding = _ROUNDING * torch.finfo(f.dtype).eps * f.shape[-1] * values.abs().amax(-1)
+        indefinite = (values[:, 0] < -rounding).nonzero()[:, 0]
+        if len(indefinite):
+            datum = int(indefinite[0])
             raise ValueError(
                 f"The loss of likelihood {self.name!r} is not convex in the outputs: its Hessian at datum "
-                f"{first + worst} of the batch has the eigenvalue {float(values[worst, 0]):.3g} (the largest is "
-                f"{float(values[worst, -1]):.3g}), so that it is the curvature of no Gaussian. Write a subclass of "
+                f"{first + datum} of the batch has the eigenvalue {float(values[datum, 0]):.3g} (the largest is "
+                f"{float(values[datum, -1]):.3g}), so that it is the curvature of no Gaussian. Write a subclass of "
                 "`Likelihood` whose curvature is the Fisher matrix, the mean of the Hessian over y ~ p(y | f)."
             )
+        # The symmetric root: unlike a Cholesky factor it exists for singular Hessians, and is its own transpose.
         return (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.mT
 
     def check_targets(self, output_shape: torch.Size, y: Tensor) -> None:
         if y.dim() == 0 or len(y) != output_shape[0]:
             raise ValueError(f"There are targets of shape {list(y.shape)} for outputs of shape {list(output_shape)}.")
-        at = torch.zeros(output_shape[1:], device=y.device).requires_grad_()
-        value = self.function(at, y[0])
+        outputs = torch.zeros(output_shape[1:], device=y.device).requires_grad_()
+        value = self.function(outputs, y[0])
         if not isinstance(value, Tensor) or value.dim():
-            found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            returned = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
                 f"The loss of likelihood {self.name!r} must return a scalar for the outputs of one datum, of shape "
-                f"{list(output_shape[1:])}, but returned {found}; sum over outputs."
+                f"{list(output_shape[1:])}, but returned {returned}; sum over outputs."
             )
-        flat = at.detach().reshape(1, -1)
+        self._check_derivatives(outputs.detach(), y[:1])
+
+    def _check_derivatives(self, outputs: Tensor, y: Tensor) -> None:
+        """Tries one product with the curvature, for the outputs and the target of one datum."""
+        flat = outputs.reshape(1, -1)
         try:
-            replace(self, shape=tuple(output_shape[1:])).curvature(flat, flat, y[:1])
+            replace(self, shape=tuple(outputs.shape)).curvature(flat, flat, y)
         except RuntimeError as error:
-            said = next(iter(str(error).splitlines()), "")
+            reason = next(iter(str(error).splitlines()), "")
             raise ValueError(
                 f"The loss of likelihood {self.name!r} cannot be differentiated twice for many data together. Write it "
                 "with torch operations of tensors that have second derivatives, with `torch.where` in place of `if`, "
-                f"and without `.item()` or `float(...)`. torch says: {said}"
+                f"and without `.item()` or `float(...)`. torch says: {reason}"
             ) from error
 
     def check_curvature(self, f: Tensor, y: Tensor) -> None:
+        # `Lu` of a random `u` is zero only if all Hessians are; `root` also raises where one is indefinite.
         probe = torch.randn(f.shape, generator=torch.Generator().manual_seed(0)).to(f)
         if not bool(self.root(f, probe, y).any()):
             raise ValueError(
@@ -145,7 +153,7 @@ class LossLikelihood(Likelihood):
 
 
 def _over_data(function: Callable[[Tensor, Tensor], Tensor], f: Float[Tensor, "*K N C"], y: Tensor) -> Tensor:
-    """Of each datum of a stack of outputs."""
+    """The function of each datum, for each set of outputs in a stack."""
     each = vmap(function)
     result = vmap(lambda g: each(g, y))(f.reshape(-1, *f.shape[-2:]))
     return result.reshape(*f.shape[:-2], *result.shape[1:])

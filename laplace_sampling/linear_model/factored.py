@@ -1,6 +1,6 @@
-r"""Diagonal and Kronecker-factored posteriors, `N(0, (M̂ + A)⁻¹)`: baselines, of which everything is known.
+r"""Diagonal and Kronecker-factored posteriors, `N(0, (M̂ + A)⁻¹)`: approximations with closed forms for everything.
 
-The mode is that of the linear model itself, whatever `M̂` leaves out: where weights are pulled to is not approximated.
+The mode is that of the linear model itself: only the covariance is approximated by `M̂`.
 """
 
 from dataclasses import dataclass
@@ -9,10 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.linear_model.features import GGN
-from laplace_sampling.linear_model.kronecker import Kronecker, kronecker, kronecker_prior
-from laplace_sampling.linear_model.priors import GaussianPrior, GPrior, Prior
-from laplace_sampling.linear_model.sampling import Draws, Sampler
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.kfac import kfac
+from laplace_sampling.linear_model.kronecker import Kronecker, kronecker_prior
+from laplace_sampling.linear_model.priors.g_prior import GPrior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, Layers, Prior
+from laplace_sampling.linear_model.sampling import Sampler
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.preconditioners import Factored, Jacobi
 from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution
@@ -20,7 +23,8 @@ from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solut
 __all__ = ["FACTORED", "FactoredSampler", "Inverse", "factored_curvature", "prior_of_factored", "restored_curvature"]
 
 FACTORED = ("diagonal", "kfac")
-# Probes in place of outputs, where these are more, and their stream.
+# Number of probes, used in place of outputs if there are more of those, and their stream of noise.
+# PROBESNOTE
 _PROBES, _STREAM = 64, 3
 
 
@@ -30,28 +34,27 @@ def factored_curvature(kind: str, ggn: GGN, seed: int) -> Factored:
     Args:
         kind: `"diagonal"` or `"kfac"`.
         ggn: `M`.
-        seed: of probes: for more than 64 outputs, and the diagonal also where it would take more than `10⁹` numbers.
+        seed: seed of the probes. They are used for more than 64 outputs, for `"diagonal"` also if the exact one would
+            take more than `10⁹` numbers.
     """
     noise = Draws(_PROBES, seed, _STREAM).noise(ggn.features.num_outputs)
     if kind == "kfac":
-        return kronecker(ggn, noise)
+        return kfac(ggn, noise)
     return Jacobi(GPrior(num_probes=_PROBES).diagonal(ggn, noise).double())
 
 
-def prior_of_factored(
-    prior: Prior, ggn: GGN, layers: tuple[list[str], Tensor], precision: float, seed: int
-) -> GaussianPrior:
-    """The prior of Kronecker-factored curvature; a g-prior is that of its own diagonal."""
+def prior_of_factored(prior: Prior, ggn: GGN, layers: Layers, seed: int) -> GaussianPrior:
+    """The prior of Kronecker-factored curvature; a g-prior takes the diagonal of that curvature."""
     if isinstance(prior, GPrior):
         curvature = factored_curvature("kfac", ggn, seed)
         assert isinstance(curvature, Kronecker)
-        return kronecker_prior(prior, curvature, layers, precision, ggn.dtype)
-    return prior.build(ggn, layers, precision, Draws(1, seed, _STREAM).noise(ggn.features.num_outputs))
+        return kronecker_prior(prior, curvature, layers, ggn.dtype)
+    return prior.build(ggn, layers, Draws(1, seed, _STREAM).noise(ggn.features.num_outputs))
 
 
 def restored_curvature(tensors: dict[str, Tensor]) -> Factored:
     """`M̂` from its `tensors`."""
-    return Kronecker.of(tensors) if "rest" in tensors else Jacobi(tensors["diagonal"])
+    return Kronecker.from_tensors(tensors) if "rest" in tensors else Jacobi(tensors["diagonal"])
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,8 @@ class FactoredSampler(Sampler):
 
     Args:
         kind: `"diagonal"` or `"kfac"`.
-        mode: finds the mode.
-        seed: of probes.
+        mode: solver that finds the mode.
+        seed: seed of the probes.
     """
 
     kind: str
@@ -88,12 +91,12 @@ class FactoredSampler(Sampler):
         """Exact samples of the factored posterior, and the diagonal of `(M̂ + A)⁻¹M̂`."""
         curvature, spread = self.curvature(ggn, prior), prior.spread()
         value = curvature.solve_root(draws.prior(ggn.size).to(ggn.device, ggn.dtype), spread)
-        none = torch.zeros(len(value), dtype=torch.float64, device=ggn.device)
+        no_error = torch.zeros(len(value), dtype=torch.float64, device=ggn.device)
         leverage = curvature.leverage(spread)[None]
-        return Solution(value, value, none, leverage, curvature.passes, converged=True, exact=True, error=none)
+        return Solution(value, value, no_error, leverage, curvature.passes, converged=True, exact=True, error=no_error)
 
     def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
-        """Of `M` itself, which a quadratic is of."""
+        """Solves with `M` itself: a quadratic problem does not hold `M̂`."""
         return self.mode.solve(problem, init, description=description)
 
     def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:

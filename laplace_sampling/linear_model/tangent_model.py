@@ -1,6 +1,6 @@
-"""The linear model of a network on training data; what can be wrong with network, data or targets is found here."""
+"""The linear model of a network on the data of a loader, after checks of network, data and targets."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -11,33 +11,33 @@ from torch import Tensor
 
 from laplace_sampling.data.batches import Layout, batched, place
 from laplace_sampling.data.training_data import TrainingData, Unpack
-from laplace_sampling.gp.linear_operators import LinearOperator
-from laplace_sampling.likelihoods.composite import check_weights, weighted
-from laplace_sampling.likelihoods.likelihood import Gaussian, Likelihood
-from laplace_sampling.linear_model.features import DenseFeatures, NetworkFeatures
-from laplace_sampling.linear_model.measurements import Measurement, noise_weights, observe, weigh
-from laplace_sampling.linear_model.sampling import LinearModel
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.likelihoods.measurement import Observation
+from laplace_sampling.likelihoods.weighted import check_weights, weighted
+from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.network_features import NetworkFeatures
+from laplace_sampling.linear_model.observed_features import observe
+from laplace_sampling.linear_model.weighted_features import noise_weights, weigh
 from laplace_sampling.networks.consistency import check_consistency
 from laplace_sampling.networks.last_layer import keep_inputs, shortened
 from laplace_sampling.networks.linearisation import Linearisation
 
-__all__ = ["Observation", "TangentModel", "tangent_model"]
-
-Observation = Measurement | Tensor | LinearOperator | tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+__all__ = ["TangentModel", "tangent_model"]
 
 
 @dataclass(frozen=True)
 class TangentModel:
-    """A linear model, and where it comes from.
+    """A linear model, and the network and data that it comes from.
 
     Attributes:
-        model: of the targets; of targets times `weights`, if there are any.
-        network: the linearised network.
-        data: the training data.
+        model: linear model of the targets; with `weights`, of the targets times these.
+        network: linearised network.
+        data: training data.
         kind: `"affine"` or `"homogeneous"`.
-        weights: `R^{-1/2}` of noise variances that were given, `[N, C]`.
-        layout: of the outputs of a datum.
-        in_order: whether the features read the data in their order only, so that there are no mini-batches.
+        layout: layout of the outputs of a datum.
+        weights: `R^{-1/2}` of given noise variances, `[N, C]`.
+        in_order: whether the features can read the data in one order only, so that there are no mini-batches.
     """
 
     model: LinearModel
@@ -50,14 +50,14 @@ class TangentModel:
 
     @property
     def log_scale(self) -> float:
-        """`½ Σ log R`: losses of the targets are those of the model and this."""
+        """`½ Σ log R`: what the loss of the targets has on top of the loss of the model."""
         return 0.0 if self.weights is None else -float(self.weights.log().sum())
 
     def in_float64(self) -> LinearModel:
         """The model in float64, with the Jacobian of the network in float64 where the network allows.
 
-        In float32 a Jacobian computed twice may differ by much more than rounding: a unit of almost no input is on in
-        one pass and off in another. Covariances in observation space are differences that take them for the same.
+        In float32 a Jacobian computed twice may differ by much more than rounding: a ReLU with an input near zero is on
+        in one pass and off in another. Covariances in observation space are differences of products with both.
         """
         precise = replace(
             self.model, features=self.model.features.in_float64(), network_outputs=self.model.network_outputs.double()
@@ -89,22 +89,22 @@ def tangent_model(
     r"""The tangent model on training data.
 
     Args:
-        network: the linearised network.
-        likelihood: of the targets.
-        loader: of batches of inputs and targets.
-        kind: `"affine"`, with the offset `f − φw̄`, or `"homogeneous"`.
-        observation: `T` of targets `y = T f(x) + noise`, of the outputs of each datum.
+        network: linearised network.
+        likelihood: likelihood of the targets.
+        loader: batches of inputs and targets.
+        kind: `"affine"`, with the offset `f − φw̄`, or `"homogeneous"`, without.
+        observation: `T` of targets `y = T f(x) + noise`, applied to the outputs of each datum.
         noise_variances: `R`, the noise variance of each datum or of each of its outputs, in units of `1/b`.
-        weights: of each datum in the sum of losses; for a Gaussian likelihood `1/R`.
+        weights: weight of each datum in the sum of losses; for a Gaussian likelihood `1/R`.
         unpack: `batch -> (inputs, targets)`.
-        num_data: of a stream.
+        num_data: number of data of a stream.
 
     Raises:
         TypeError, ValueError: for data that do not fit the model or the likelihood, or that cannot be read twice.
     """
     with torch.random.fork_rng(devices=[]):  # a shuffled loader draws from the global generator
         data = TrainingData(loader, unpack=unpack, num_data=num_data, fill=likelihood.fill)
-    if noise_variances is not None and not isinstance(likelihood, Gaussian):
+    if noise_variances is not None and not likelihood.quadratic:
         raise ValueError(
             f"`noise_variances` are of a regression, but the likelihood is {likelihood.name!r}, which has no noise "
             "variance; leave them out."
@@ -114,34 +114,55 @@ def tangent_model(
     if weights is not None:
         weights = _as_tensor(weights)
         check_weights(weights, data.num_data)
-        if isinstance(likelihood, Gaussian):
-            noise_variances = _as_variances(weights, noise_variances)
-    first = network(_inputs(network, data, torch.arange(min(data.batch_size, data.num_data))))
+        if likelihood.quadratic:
+            # Weights of a Gaussian likelihood are precisions: as noise variances they keep its loss quadratic.
+            weights, noise_variances = None, _as_variances(weights, noise_variances)
+    features, outputs = _features(network, data)
+    model = _with_targets(features, outputs, likelihood, data, observation, weights)
+    row_weights = None
+    if noise_variances is not None:
+        variances = torch.as_tensor(noise_variances, device=network.device)
+        row_weights = noise_weights(variances, (data.num_data, model.network_outputs.shape[1]))
+        model = weigh(model, row_weights)
+    return TangentModel(
+        _with_offset(model, network, kind), network, data, kind, features.layout, row_weights, features.data.in_order
+    )
+
+
+def _features(network: Linearisation, data: TrainingData) -> tuple[NetworkFeatures, Float[Tensor, "N C"]]:
+    """The features, and the outputs of the network, after checks of both."""
+    first_batch = torch.arange(min(data.batch_size, data.num_data))
+    first = network(_inputs(network, data, first_batch))
     with keep_inputs(network, data) as kept:
         outputs, layout = _outputs(network, data, first)
     features = NetworkFeatures(*shortened(network, data, kept), layout)
-    check_consistency(network, _inputs(network, data, torch.arange(min(data.batch_size, data.num_data))))
-    f = outputs.reshape(data.num_data, -1)
-    targets = _placed(data.targets, network.device)
-    model = LinearModel(features, _zero(f), f, targets, likelihood)
+    check_consistency(network, _inputs(network, data, first_batch))
+    return features, outputs.reshape(data.num_data, -1)
+
+
+def _with_targets(
+    features: NetworkFeatures,
+    outputs: Float[Tensor, "N C"],
+    likelihood: Likelihood,
+    data: TrainingData,
+    observation: Observation | None,
+    weights: Tensor | None,
+) -> LinearModel:
+    """The linear model without its offset, after checks of targets and likelihood."""
+    targets = _placed(data.targets, outputs.device)
+    model = LinearModel(features, _zero(outputs), outputs, targets, likelihood)
     if observation is not None:
         model = observe(model, observation, targets)
         likelihood.check_targets(model.network_outputs.shape, model.targets)
     else:
-        likelihood, targets = likelihood.prepare(layout, targets)
-        if weights is not None and not isinstance(likelihood, Gaussian):
+        likelihood, targets = likelihood.prepare(features.layout, targets)
+        if weights is not None:
             likelihood, targets = weighted(likelihood, targets, weights)
         model = replace(model, targets=targets, likelihood=likelihood)
-    if not bool(likelihood.loss(model.network_outputs, model.targets).isfinite().all()):
+    if not bool(model.likelihood.loss(model.network_outputs, model.targets).isfinite().all()):
         raise ValueError("The loss of the model on the data is not finite; check targets and noise precision.")
-    likelihood.check_curvature(model.network_outputs, model.targets)
-    scale = None
-    if noise_variances is not None:
-        scale = noise_weights(
-            torch.as_tensor(noise_variances, device=network.device), (data.num_data, model.network_outputs.shape[1])
-        )
-        model = weigh(model, scale)
-    return TangentModel(_with_offset(model, network, kind), network, data, kind, layout, scale, features.data.in_order)
+    model.likelihood.check_curvature(model.network_outputs, model.targets)
+    return model
 
 
 def _as_tensor(weights: Any) -> Tensor:
@@ -174,7 +195,7 @@ def _inputs(network: Linearisation, data: TrainingData, batch: Tensor) -> Any:
 
 
 def _outputs(network: Linearisation, data: TrainingData, first: Tensor) -> tuple[Float[Tensor, "N *C"], Layout]:
-    """The outputs on all data and their layout, which is the largest of all batches; `first` is of another run."""
+    """The outputs on all data, and their layout, the largest of all batches; `first` is the first batch once more."""
     outputs: list[Tensor] = []
     layouts: list[Layout] = []
     for number, batch in enumerate(torch.arange(data.num_data).split(data.batch_size)):
@@ -189,8 +210,8 @@ def _outputs(network: Linearisation, data: TrainingData, first: Tensor) -> tuple
                 "in its forward (for example `F.dropout(..., training=True)`)."
             )
     layout = reduce(Layout.union, layouts)
-    wide = [own.widen(output, layout) for own, output in zip(layouts, outputs, strict=True)]
-    return torch.cat(wide).reshape(data.num_data, *layout.shape), layout
+    widened = [narrow.widen(output, layout) for narrow, output in zip(layouts, outputs, strict=True)]
+    return torch.cat(widened).reshape(data.num_data, *layout.shape), layout
 
 
 def _with_offset(model: LinearModel, network: Linearisation, kind: str) -> LinearModel:
@@ -201,5 +222,5 @@ def _with_offset(model: LinearModel, network: Linearisation, kind: str) -> Linea
 
 
 def _zero(f: Tensor) -> Tensor:
-    """Zeros of the shape of outputs, which take no memory."""
+    """Zeros in the shape of the outputs, which take no memory."""
     return f.new_zeros(1, 1).expand_as(f)

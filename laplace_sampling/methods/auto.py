@@ -5,7 +5,7 @@ Costs are floating-point operations, for a choice by the clock would not be the 
 
 from dataclasses import dataclass, fields
 
-from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.cost import Cost, measure
 from laplace_sampling.linear_model.features import BLOCK_BYTES
 from laplace_sampling.methods.dual import Dual

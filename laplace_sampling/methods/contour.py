@@ -5,10 +5,11 @@ from typing import Any
 
 from torch import Tensor
 
-from laplace_sampling.linear_model.features import GGN
-from laplace_sampling.linear_model.posterior_samples import Sampled, draw
-from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.linear_model.sampling import Draws, Sampler
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.sampling import Sampler
 from laplace_sampling.methods.krylov import Krylov
 from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.methods.solver_method import SolverFit
@@ -55,7 +56,7 @@ class Contour(Krylov):
     def fit_of(self, *parts: Any) -> "ContourFit":
         return ContourFit(*parts)
 
-    def judge(self, sampled: Sampled, solver: Solver) -> tuple[Tensor, float]:
+    def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
         return sampled.residual, self.residual_tolerance
 
 
@@ -89,7 +90,7 @@ class _ContourSampler(Sampler):
 class ContourFit(SolverFit):
     """A fit whose samples are those of contour quadrature, and whose mode the solver found."""
 
-    def draw(self, draws: Draws, description: str | None = None) -> Sampled:
+    def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
         method = self.method
         assert isinstance(method, Contour)
         return draw(

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidencePath
-from laplace_sampling.likelihoods.likelihood import Gaussian, Likelihood
-from laplace_sampling.linear_model.posterior_samples import Sampled
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.exact import fits_in_observation_space
 from laplace_sampling.methods.fit import Tuned
 from laplace_sampling.methods.method import Tuning
@@ -94,7 +95,7 @@ class Dual(SolverMethod):
     def mode(self, task: Task, solver: Any, tuned: Tuned) -> Minimum:
         return solver.mode(task.model, task.prior)
 
-    def judge(self, sampled: Sampled, solver: Any) -> tuple[Tensor, float]:
+    def judge(self, sampled: PosteriorSamples, solver: Any) -> tuple[Tensor, float]:
         return sampled.error, solver.accuracy
 
     def fit_of(self, *parts: Any) -> "DualFit":

@@ -21,11 +21,12 @@ from laplace_sampling.evidence.path_fit import fit_path
 from laplace_sampling.gp.exact_regression import ExactPrediction
 from laplace_sampling.gp.gram import size_of
 from laplace_sampling.gp.gram_posterior import GramPosterior, gram_posterior_of
-from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.features import BLOCK_BYTES, DenseFeatures, Features
-from laplace_sampling.linear_model.posterior_samples import Sampled
-from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel
+from laplace_sampling.linear_model.sampling import PosteriorSamples
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.methods.fit import Fit, Tuned
 from laplace_sampling.methods.method import Choice, Method, Tuning, problems_at_bounds
 from laplace_sampling.methods.problem import PATH_STREAM, Memory, Problem, Task
@@ -111,7 +112,7 @@ class Exact(SolverMethod):
     def em_samples(self, memory: Memory, wanted: int, num_samples: int) -> int:
         return wanted
 
-    def judge(self, sampled: Sampled, solver: Solver) -> tuple[Tensor, float]:
+    def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
         return sampled.residual, _RESIDUAL
 
     def tune(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
@@ -247,7 +248,7 @@ class ObservationSpaceFit(Fit):
     def tensors(self) -> dict[str, Tensor]:
         return self.posterior.tensors()
 
-    def draw(self, draws: Draws, description: str | None = None) -> Sampled:
+    def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
         model, samples = self.model, self.posterior.sample(draws)
         curved_at = self.ggn.outputs.double()
         outputs = torch.cat([model.features.outputs(part.to(model.features.dtype)) for part in samples.split(_FEW)])
@@ -255,7 +256,7 @@ class ObservationSpaceFit(Fit):
         energies = roots.flatten(1).square().sum(1)
         of_prior = torch.stack([(self.prior.diagonal().double() * row**2).sum() for row in samples])
         zeros = torch.zeros(len(samples), dtype=torch.float64, device=samples.device)
-        return Sampled(
+        return PosteriorSamples(
             samples.to(self.task.dtype),
             zeros.new_tensor([[self.posterior.effective_dimension]]),
             energies,
@@ -267,7 +268,7 @@ class ObservationSpaceFit(Fit):
             exact=True,
         )
 
-    def judge(self, sampled: Sampled) -> tuple[Tensor, float]:
+    def judge(self, sampled: PosteriorSamples) -> tuple[Tensor, float]:
         return sampled.residual, _RESIDUAL
 
     def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:

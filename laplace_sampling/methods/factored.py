@@ -13,12 +13,13 @@ from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.expansion import evidence_path, total_loss
-from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.factored import CURVATURE, FactoredSampler, Inverse, prior_of_factored
 from laplace_sampling.linear_model.features import Features
-from laplace_sampling.linear_model.posterior_samples import Sampled
-from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel
+from laplace_sampling.linear_model.sampling import PosteriorSamples
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.methods.problem import PATH_STREAM, Memory, Problem, Task
 from laplace_sampling.methods.solver_method import SolverFit, SolverMethod
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
@@ -67,7 +68,7 @@ class Factored(SolverMethod):
     def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
         return FactoredSampler(self.kind, CG(min(2 * tolerance, 0.5)), task.seed)
 
-    def judge(self, sampled: Sampled, solver: Solver) -> tuple[Tensor, float]:
+    def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
         return sampled.residual, _RESIDUAL
 
     def fit_of(self, *parts: Any) -> "FactoredFit":
@@ -93,7 +94,7 @@ class FactoredFit(SolverFit):
         """The variance of each weight, unscaled: the diagonal of `(M̂ + A)⁻¹`."""
         return self.curvature.variance(self.prior.spread()) * self.prior.scale**2
 
-    def draw(self, draws: Draws, description: str | None = None) -> Sampled:
+    def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
         spread, samples, energies, of_prior = self.prior.spread(), [], [], []
         for group in draws.groups(_FEW):
             white = group.prior(self.ggn.size).to(self.ggn.device, self.ggn.dtype)
@@ -102,7 +103,7 @@ class FactoredFit(SolverFit):
             of_prior.append((spread * value.double() ** 2).sum(1))
             samples.append((value * self.prior.scale).to(self.task.dtype))
         data_energies = torch.cat(energies)
-        return Sampled(
+        return PosteriorSamples(
             torch.cat(samples),
             self.prior.grouped(self.curvature.leverage(spread))[None],
             data_energies,

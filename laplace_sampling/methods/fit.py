@@ -10,10 +10,12 @@ from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.em import EMStep
-from laplace_sampling.linear_model.features import GGN, Features
-from laplace_sampling.linear_model.posterior_samples import Sampled
-from laplace_sampling.linear_model.priors import GaussianPrior, overall_precision
-from laplace_sampling.linear_model.sampling import Draws, LinearModel
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.features import Features
+from laplace_sampling.linear_model.sampling import PosteriorSamples
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.methods.problem import Task
 from laplace_sampling.predictions.diagnosis import Diagnosis
 from laplace_sampling.predictions.energy_tests import TestResult, chi_squared_test, data_energy_test
@@ -71,7 +73,7 @@ class Fit(ABC):
     mode: Float[Tensor, " P"]
     mode_outputs: Float[Tensor, "N C"]
     minimum: Minimum
-    sampled: Sampled | None = field(default=None, kw_only=True)
+    sampled: PosteriorSamples | None = field(default=None, kw_only=True)
 
     @property
     def method(self) -> "Method":
@@ -101,11 +103,11 @@ class Fit(ABC):
         return self.tuned.path
 
     @abstractmethod
-    def draw(self, draws: Draws, description: str | None = None) -> Sampled:
+    def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
         """Posterior samples."""
 
     @abstractmethod
-    def judge(self, sampled: Sampled) -> tuple[Float[Tensor, " K"], float]:
+    def judge(self, sampled: PosteriorSamples) -> tuple[Float[Tensor, " K"], float]:
         """Residuals of samples, and the tolerance they should be below."""
 
     @abstractmethod
@@ -160,7 +162,7 @@ class Fit(ABC):
             unsolved.append(self.unconverged(self.sampled))
         return [*self.tuned.problems, *unsolved, *([self.method.advice] if unsolved else [])]
 
-    def unconverged(self, sampled: Sampled) -> str:
+    def unconverged(self, sampled: PosteriorSamples) -> str:
         """Which samples have not converged, and how far they are off."""
         residuals, tolerance = self.judge(sampled)
         rows = (~(residuals <= tolerance)).nonzero()[:, 0].tolist()  # this counts NaN, too

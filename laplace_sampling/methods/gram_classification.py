@@ -12,10 +12,12 @@ from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.em import EMStep, check_bounds
 from laplace_sampling.gp.exact_classification import ExactClassification, ExactPosterior
 from laplace_sampling.gp.exact_regression import ExactPrediction
+from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import Features
-from laplace_sampling.linear_model.priors import overall_precision
-from laplace_sampling.linear_model.sampling import Draws
-from laplace_sampling.methods.fits import Task, Tuned, Tuning, problems_at_bounds
+from laplace_sampling.linear_model.priors.prior import overall_precision
+from laplace_sampling.methods.problem import Task
+from laplace_sampling.methods.fit import Tuned
+from laplace_sampling.methods.method import Tuning, problems_at_bounds
 from laplace_sampling.methods.gram_fit import UNLIMITED, GramFit
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
 from laplace_sampling.solvers.lapack import symmetric_eigen

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from laplace_sampling.evidence.path_fit import fit_path
-from laplace_sampling.linear_model.posterior_samples import Sampled
+from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.fit import Tuned
 from laplace_sampling.methods.method import Tuning
 from laplace_sampling.methods.problem import PATH_STREAM, Memory, Problem, Task
@@ -109,6 +109,6 @@ class Krylov(SolverMethod):
         task = replace(task, model=task.model.with_likelihood(result.likelihood), prior=result.prior)
         return self.tune_by_em(task, tuning, solver)
 
-    def judge(self, sampled: Sampled, solver: Solver) -> tuple[Tensor, float]:
+    def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
         assert isinstance(solver, BlockKrylov | CG)
         return sampled.error, solver.tolerance

@@ -10,9 +10,10 @@ from torch import Tensor
 from laplace_sampling.evidence.em import EMStep
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost
-from laplace_sampling.linear_model.features import GGN
-from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.methods.fit import Fit, Tuned
 from laplace_sampling.methods.problem import PRIOR_STREAM, Memory, Problem, Task
 

@@ -18,9 +18,10 @@ from torch import Tensor
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.em import fit_em
 from laplace_sampling.evidence.expansion import evidence_path
-from laplace_sampling.likelihoods.likelihood import Gaussian
-from laplace_sampling.linear_model.posterior_samples import Sampled, draw
-from laplace_sampling.linear_model.sampling import Draws, linear_model_mode
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.mode_objective import linear_model_mode
 from laplace_sampling.methods.fit import Fit, Tuned
 from laplace_sampling.methods.method import Method, Tuning, problems_at_bounds
 from laplace_sampling.methods.problem import EM_STREAM, PATH_STREAM, Memory, Task
@@ -64,7 +65,7 @@ class SolverMethod(Method):
         """
 
     @abstractmethod
-    def judge(self, sampled: Sampled, solver: Solver) -> tuple[Tensor, float]:
+    def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
         """What the solver judges its rows by, the error of the function or the gradient, and its tolerance."""
 
     def preconditioner_vectors(self, memory: Memory, num_samples: int) -> int:
@@ -201,7 +202,7 @@ class SolverFit(Fit):
         assert isinstance(self.method, SolverMethod)
         return self.method
 
-    def draw(self, draws: Draws, description: str | None = None) -> Sampled:
+    def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
         return draw(
             self.ggn,
             self.prior,
@@ -212,7 +213,7 @@ class SolverFit(Fit):
             description=description,
         )
 
-    def judge(self, sampled: Sampled) -> tuple[Tensor, float]:
+    def judge(self, sampled: PosteriorSamples) -> tuple[Tensor, float]:
         return self.solver_method.judge(sampled, self.solver)
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from laplace_sampling.linear_model.cost import Cost, measure
-from laplace_sampling.linear_model.posterior_samples import Sampled
+from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.method import Choice
 from laplace_sampling.methods.problem import Memory, Problem, Task
 from laplace_sampling.methods.solver_method import SolverMethod
@@ -116,7 +116,7 @@ class Stochastic(SolverMethod):
     def for_kept_samples(self, solver: Solver) -> Solver:
         return replace(solver, epochs=2 * solver.epochs) if isinstance(solver, SGD) else solver
 
-    def judge(self, sampled: Sampled, solver: Solver) -> tuple[Tensor, float]:
+    def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
         if isinstance(solver, SVRG):
             return sampled.error, math.sqrt(solver.tolerance)
         assert isinstance(solver, SGD)

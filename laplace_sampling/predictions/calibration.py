@@ -14,7 +14,10 @@ from jaxtyping import Float
 from scipy.optimize import minimize
 from torch import Tensor
 
-from laplace_sampling.likelihoods.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
+from laplace_sampling.likelihoods.bernoulli import Bernoulli
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
 
 __all__ = [
     "Calibration",

@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.likelihoods.likelihood import Gaussian, Likelihood
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
 
 __all__ = ["LeaveOneOut", "leave_one_out"]
 

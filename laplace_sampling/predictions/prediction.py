@@ -14,15 +14,13 @@ from torch import Tensor
 from torch.distributions import LowRankMultivariateNormal, MultivariateNormal
 
 from laplace_sampling.data.batches import Layout
-from laplace_sampling.likelihoods.composite import MultiTask
-from laplace_sampling.likelihoods.likelihood import (
-    Bernoulli,
-    Categorical,
-    Gaussian,
-    HeteroscedasticGaussian,
-    Likelihood,
-    Poisson,
-)
+from laplace_sampling.likelihoods.bernoulli import Bernoulli
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.heteroscedastic_gaussian import HeteroscedasticGaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.likelihoods.multi_task import MultiTask
+from laplace_sampling.likelihoods.poisson import Poisson
 
 __all__ = [
     "ClassificationPrediction",

@@ -13,10 +13,12 @@ from benchmarks import ablated_settings, ablations, digits
 from benchmarks.ablated_settings import spread
 from benchmarks.tangents import Spectrum, Trained, trained
 from laplace_sampling.evidence.em import fit_em
-from laplace_sampling.likelihoods.likelihood import Categorical
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
-from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel, linear_model_mode
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.mode_objective import linear_model_mode
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.solvers.dense import Dense, Factor
 
 NAME, STEPS = "gap, tanh MLP", 300

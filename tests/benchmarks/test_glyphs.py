@@ -9,10 +9,11 @@ from benchmarks import large
 from benchmarks.glyphs import CHARACTERS, glyphs, lenet, small_cnn
 from benchmarks.stored import StoredFeatures
 from laplace_sampling.__main__ import Data
-from laplace_sampling.likelihoods.likelihood import Categorical
-from laplace_sampling.linear_model.features import GGN
-from laplace_sampling.linear_model.priors import IsotropicPrior
-from laplace_sampling.linear_model.sampling import Draws, sample_posterior
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
+from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.krylov import CG, BlockKrylov
 from laplace_sampling.solvers.sgd import SGD
@@ -101,7 +102,7 @@ def test_errors_are_below_what_solvers_report(comparison: large.Comparison) -> N
 def test_energies_are_those_of_the_operator(data: Data) -> None:
     features = StoredFeatures(network(), data.x[:100])
     ggn = GGN(features, Categorical(), features.outputs_of_network)
-    prior = IsotropicPrior().build(ggn, ([], torch.zeros(0)), 2.0, Draws(1, 0).noise(62))
+    prior = IsotropicPrior(2.0).build(ggn, ([], torch.zeros(0)), Draws(1, 0).noise(62))
     solution = sample_posterior(ggn, prior, Draws(30, 0), BlockKrylov())
     reference, _ = large.energies(ggn, prior, sample_posterior(ggn, prior, Draws(30, 1), BlockKrylov()).value)
     fit, total = large.energies(ggn, prior, solution.value)

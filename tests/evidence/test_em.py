@@ -15,10 +15,15 @@ from laplace_sampling.evidence.em import (
     fit_em,
     noise_update,
 )
-from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
-from laplace_sampling.linear_model.priors import GPrior, IsotropicPrior, LayerwisePrior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel, linear_model_mode, sample_posterior
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.mode_objective import linear_model_mode
+from laplace_sampling.linear_model.priors.g_prior import GPrior
+from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
+from laplace_sampling.linear_model.priors.layerwise_prior import LayerwisePrior
+from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.operator import make_dense
 from laplace_sampling.solvers.sgd import SGD
@@ -34,13 +39,13 @@ def toy(num_data: int = 100, noise: float = 0.1, width: int = 50) -> LinearModel
         y = torch.sin(3 * x) + noise * torch.randn(num_data, 1, dtype=torch.float64)
     J = reference.jacobian(model, x)
     f = model(x).detach()
-    return LinearModel(DenseFeatures(J), torch.zeros_like(f), f, y, Gaussian(1 / noise**2))
+    return LinearModel(DenseFeatures(J), torch.zeros_like(f), f, y, Gaussian(1 / noise**2, noise_at="mode"))
 
 
 def built(recipe, model: LinearModel, precision: float):
     layers = (["first", "second"], (torch.arange(model.features.size) >= model.features.size // 2).long())
     ggn = model.ggn(model.network_outputs)
-    return recipe.build(ggn, layers, precision, Draws(64, 0, 1).noise(model.features.num_outputs))
+    return replace(recipe, precision=precision).build(ggn, layers, Draws(64, 0, 1).noise(model.features.num_outputs))
 
 
 def test_effective_dimension_in_prediction_space_has_far_less_variance() -> None:
@@ -117,7 +122,7 @@ def log_evidence(model: LinearModel, alpha: float, beta: float, scale: torch.Ten
 
 @pytest.mark.parametrize("start", [100.0, 0.01])
 def test_em_ends_at_a_maximum_of_the_dense_evidence(start: float) -> None:
-    model = toy(60, width=10).with_likelihood(Gaussian(1.0))
+    model = toy(60, width=10).with_likelihood(Gaussian(1.0, noise_at="mode"))
     prior = built(GPrior(), model, start)
     result = fit_em(model, prior, Draws(4, 0), Dense(), hessian_at="network", max_steps=200, tolerance=1e-8)
     assert result.converged
@@ -135,7 +140,8 @@ def test_em_ends_at_a_maximum_of_the_dense_evidence(start: float) -> None:
 def test_per_output_noise_reaches_the_maximum_of_each_output() -> None:
     case = make_case("regression_per_output")
     model = case.linear_model()
-    model = replace(model, features=DenseFeatures.of(model.features))
+    learnt = replace(case.likelihood, noise_at="mode")
+    model = replace(model, features=DenseFeatures.of(model.features), likelihood=learnt)
     prior = built(IsotropicPrior(), model, 1.0)
     mode_outputs = model.outputs(linear_model_mode(model, prior, Dense()).value)[0]
     ggn = model.ggn(mode_outputs)
@@ -147,7 +153,7 @@ def test_per_output_noise_reaches_the_maximum_of_each_output() -> None:
     expected = (len(J) - gamma) / ((mode_outputs - case.y) ** 2).sum(0)
     update = noise_update(model, ggn, samples, gamma.sum()[None], mode_outputs)
     assert_close(update, expected, rtol=0.05, atol=0)
-    scalar = model.with_likelihood(Gaussian(1.0))
+    scalar = model.with_likelihood(Gaussian(1.0, noise_at="mode"))
     update = noise_update(scalar, ggn, samples, gamma.sum()[None], mode_outputs)
     assert_close(update, (J.shape[0] * 3 - gamma.sum()) / ((mode_outputs - case.y) ** 2).sum())
 

@@ -11,10 +11,14 @@ from laplace_sampling.evidence.curves import EvidencePath, FixedPoint, bai_golub
 from laplace_sampling.evidence.em import fit_em
 from laplace_sampling.evidence.expansion import Point, Run, _eigh, _Progress, evidence_path, expand, run_curves
 from laplace_sampling.evidence.path_fit import _Rounds, _Schedule, _Secant, fit_path
-from laplace_sampling.likelihoods.likelihood import Gaussian
-from laplace_sampling.linear_model.features import GGN, DenseFeatures, ScaledFeatures
-from laplace_sampling.linear_model.priors import GaussianPrior, as_prior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel, linear_model_mode
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.mode_objective import linear_model_mode
+from laplace_sampling.linear_model.priors.as_prior import as_prior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.krylov import CG, Basis
 from laplace_sampling.solvers.operator import make_dense
@@ -31,7 +35,8 @@ def dense_model(name: str) -> LinearModel:
 def build(recipe: str, model: LinearModel, precision: float) -> GaussianPrior:
     layers = (["all"], torch.zeros(model.features.size, dtype=torch.long))
     ggn = model.ggn(model.network_outputs)
-    return as_prior(recipe).build(ggn, layers, precision, Draws(64, 0, 1).noise(model.features.num_outputs))
+    noise = Draws(64, 0, 1).noise(model.features.num_outputs)
+    return replace(as_prior(recipe), precision=precision).build(ggn, layers, noise)
 
 
 def rows_of(model: LinearModel, prior: GaussianPrior) -> Tensor:
@@ -122,7 +127,7 @@ def test_a_mode_found_by_cg_gives_the_same_curves() -> None:
 
 @pytest.mark.parametrize("recipe", ["isotropic", "g-prior"])
 def test_the_fixed_point_of_regression_is_that_of_em(recipe: str) -> None:
-    model = dense_model("regression_many_data").with_likelihood(Gaussian(0.5, learn=True))
+    model = dense_model("regression_many_data").with_likelihood(Gaussian(0.5, noise_at="mode"))
     prior = build(recipe, model, 2.0)
     em = fit_em(model, prior, Draws(2, 0), Dense(), hessian_at="network", max_steps=5000, tolerance=1e-10)
     result = fit_path(model, prior, 0, 3, hessian_at="network", tolerance=1e-3)

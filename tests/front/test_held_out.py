@@ -14,7 +14,8 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from laplace_sampling import ConvergenceWarning, LinearisedLaplace, NotFittedError, held_out
-from laplace_sampling.likelihoods.likelihood import Bernoulli, Categorical
+from laplace_sampling.likelihoods.bernoulli import Bernoulli
+from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.predictions.calibration import leave_one_out_scale
 
 

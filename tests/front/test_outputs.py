@@ -278,9 +278,9 @@ def test_heads_that_do_not_fit_are_refused() -> None:
         attempt(heads, targets={"kind": y["kind"]})
     with pytest.raises(ValueError, match="Head 'count': Counts must be whole numbers of at least 0"):
         attempt(heads, targets={**y, "count": -1 - y["count"]})
-    with pytest.raises(TypeError, match="Targets must be a tensor, but are a dict; targets by head are of a network"):
+    with pytest.raises(TypeError, match="Targets must be a tensor, but are a dict; a dictionary of targets is for"):
         attempt("regression", nn.Linear(2, 2).double())
-    with pytest.raises(ValueError, match=r"precision of a head is not learnt, but of \['value'\] it is to be: give it"):
+    with pytest.raises(ValueError, match=r"does not learn the noise precision of a head, but \['value'\] ask for it"):
         MultiTask({"value": Gaussian(2.0)})
     with pytest.raises(ValueError, match="needs at least one head"):
         MultiTask({})

@@ -13,7 +13,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from laplace_sampling.gp.exact_regression import ExactRegression
-from laplace_sampling.linear_model.features import features_at
+from laplace_sampling.linear_model.network_features import features_at
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.solver import ConvergenceWarning
 

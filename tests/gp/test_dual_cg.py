@@ -12,23 +12,19 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_sampling.evidence.em import effective_dimension, fit_em
-from laplace_sampling.gp.dual_cg import (
-    DualCG,
-    DualSolution,
-    LowRank,
-    WhitenedGram,
-    dual_mode,
-    pivoted_cholesky,
-    randomised_svd,
-    sample_matheron,
-    solve_shifted,
-)
+from laplace_sampling.gp.dual_cg import DualCG, DualSolution, dual_mode, sample_matheron
+from laplace_sampling.gp.whitened_gram import (LowRank, WhitenedGram, pivoted_cholesky, randomised_svd, solve_shifted)
 from laplace_sampling.gp.exact_evidence import fit_exact_regression
 from laplace_sampling.gp.linear_operators import settings
-from laplace_sampling.likelihoods.likelihood import Gaussian
-from laplace_sampling.linear_model.features import GGN, DenseFeatures, ScaledFeatures
-from laplace_sampling.linear_model.priors import GaussianPrior, IsotropicPrior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel, linear_model_mode, sample_posterior
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.mode_objective import linear_model_mode
+from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.solver import ConvergenceWarning, Minimum, Objective, Quadratic, Solution, Solver
 
@@ -273,7 +269,7 @@ def test_em_in_observation_space_ends_near_the_exact_optimum() -> None:
     noise = torch.randn(900, 1, generator=generator, dtype=torch.float64)
     zero = torch.zeros(900, 1, dtype=torch.float64)
     model = LinearModel(features, zero, zero, features.outputs(theta)[0] + noise, Gaussian(1.0, learn=False))
-    prior = IsotropicPrior().build(model.ggn(zero), ([], torch.zeros(0)), 100.0, Draws(1, 0).noise(1))
+    prior = IsotropicPrior(100.0).build(model.ggn(zero), ([], torch.zeros(0)), Draws(1, 0).noise(1))
     exact = fit_exact_regression(model, prior).optimum
     steps = fit_em(model, prior, Draws(2, 0), DualCG(), hessian_at="mode", max_steps=5, tolerance=1e-3).history
     print(f"EM: α {[s.new_prior_precision[0] for s in steps]} against {exact.precision}")

@@ -12,9 +12,12 @@ from torch.testing import assert_close
 
 from laplace_sampling.evidence.em import fit_em
 from laplace_sampling.gp.exact_classification import ExactClassification
-from laplace_sampling.linear_model.features import DenseFeatures, features_at
-from laplace_sampling.linear_model.priors import GaussianPrior, overall_precision
-from laplace_sampling.linear_model.sampling import Draws, LinearModel, sample_posterior
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.network_features import features_at
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
+from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.dense import Dense
 

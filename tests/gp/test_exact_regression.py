@@ -22,17 +22,16 @@ from laplace_sampling.evidence.path_fit import fit_path
 from laplace_sampling.gp.exact_evidence import NoiseComponents, fit_exact_regression
 from laplace_sampling.gp.exact_regression import ExactRegression
 from laplace_sampling.gp.gram import gram
-from laplace_sampling.likelihoods.likelihood import Gaussian
-from laplace_sampling.linear_model.features import DenseFeatures, NetworkFeatures, features_at
-from laplace_sampling.linear_model.priors import (
-    GaussianPrior,
-    GPrior,
-    IsotropicPrior,
-    LayerwisePrior,
-    overall_precision,
-    unit_variance,
-)
-from laplace_sampling.linear_model.sampling import Draws, LinearModel, sample_posterior
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.network_features import NetworkFeatures, features_at
+from laplace_sampling.linear_model.priors.g_prior import GPrior
+from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
+from laplace_sampling.linear_model.priors.layerwise_prior import LayerwisePrior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision, unit_variance
+from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.lapack import inverse_, solve_, symmetric_eigen
@@ -259,7 +258,7 @@ def test_bounds_are_kept_and_told() -> None:
     features = DenseFeatures(rows * torch.logspace(0, -12, 10, dtype=torch.float64)[:, None, None])
     zero = torch.zeros(10, 1, dtype=torch.float64)
     few = LinearModel(features, zero, zero, features.outputs(torch.ones(1, 50).double())[0], model.likelihood)
-    wide = IsotropicPrior().build(few.ggn(few.offset), ([], torch.zeros(0)), 1.0, Draws(1, 0).noise(1))
+    wide = IsotropicPrior().build(few.ggn(few.offset), ([], torch.zeros(0)), Draws(1, 0).noise(1))
     decomposed = ExactRegression.of(few, wide)
     found = decomposed.fit(noise_bounds=(1e-3, 1e30))
     assert found.noise_precision == 1e30
@@ -297,7 +296,9 @@ def test_noise_given_for_each_datum(shape: str) -> None:
     assert_close(at.joint_covariance(alpha, 1.0), J @ torch.linalg.solve(primal.H, J.T), **CLOSE)
     # A common factor may be learnt: then ratios count, not the unit.
     learnt = [
-        fit_exact_regression(model.with_likelihood(Gaussian(1.0)), prior, noise_variances=given * unit).optimum
+        fit_exact_regression(
+            model.with_likelihood(Gaussian(1.0, noise_at="mode")), prior, noise_variances=given * unit
+        ).optimum
         for unit in (1.0, 100.0)
     ]
     assert learnt[1].noise_precision == pytest.approx(100 * learnt[0].noise_precision)
@@ -309,7 +310,9 @@ def test_a_noise_precision_for_each_output() -> None:
     scales = torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)
     generator = torch.Generator().manual_seed(4)
     targets = case.y + scales * torch.randn(50, 3, generator=generator, dtype=torch.float64)
-    model = LinearModel(model.features, model.offset, model.network_outputs, targets, Gaussian(torch.ones(3)))
+    model = LinearModel(
+        model.features, model.offset, model.network_outputs, targets, Gaussian(torch.ones(3), noise_at="mode")
+    )
     found = fit_exact_regression(model, prior)
     assert found.optimum.converged
     b = found.likelihood.noise_precision
@@ -365,7 +368,7 @@ def test_derivatives_of_the_evidence_with_noise_components() -> None:
 
 def test_noise_components_at_a_bound() -> None:
     _, model, prior = noisy(30, outputs=2)
-    model = model.with_likelihood(Gaussian(torch.ones(2)))
+    model = model.with_likelihood(Gaussian(torch.ones(2), noise_at="mode"))
     found = fit_exact_regression(model, prior, noise_bounds=(1e-6, 5.0))
     assert found.optimum.at_bounds == ("noise_precision",)
     assert not found.optimum.converged
@@ -509,11 +512,11 @@ _PEAK = """
 import os, torch
 from torch import nn
 from laplace_sampling.gp.exact_evidence import fit_exact_regression
-from laplace_sampling.linear_model.features import features_at
-from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.linear_model.network_features import features_at
+from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.linear_model.sampling import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.linear_model import LinearModel
 
 torch.manual_seed(0)
 def fit(n, outputs):

@@ -8,15 +8,13 @@ from torch.testing import assert_close
 
 from laplace_sampling import LinearisedLaplace
 from laplace_sampling.data.batches import Layout, read
+from laplace_sampling.likelihoods.as_likelihood import as_likelihood
+from laplace_sampling.likelihoods.bernoulli import Bernoulli
+from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.from_loss import from_loss
-from laplace_sampling.likelihoods.likelihood import (
-    Bernoulli,
-    Categorical,
-    Gaussian,
-    HeteroscedasticGaussian,
-    Poisson,
-    as_likelihood,
-)
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.heteroscedastic_gaussian import HeteroscedasticGaussian
+from laplace_sampling.likelihoods.poisson import Poisson
 
 
 def outputs(case: Case) -> Tensor:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from laplace_sampling import SGD, LinearisedLaplace
-from laplace_sampling.likelihoods.likelihood import Categorical
+from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.linear_model.tangent_model import tangent_model
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers import svrg

@@ -4,8 +4,9 @@ import torch
 from cases import Case, make_case
 from torch.testing import assert_close
 
-from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures, WhiteNoise
-from laplace_sampling.linear_model.sampling import Draws
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
+from laplace_sampling.linear_model.ggn import WhiteNoise
 from laplace_sampling.solvers.operator import largest_eigenvalue, make_dense
 
 

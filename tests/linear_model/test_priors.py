@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import Case, make_case
@@ -5,8 +7,11 @@ from torch import nn
 from torch.testing import assert_close
 
 from laplace_sampling import LinearisedLaplace
-from laplace_sampling.linear_model.priors import GPrior, IsotropicPrior, LayerwisePrior, as_prior
-from laplace_sampling.linear_model.sampling import Draws
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.priors.as_prior import as_prior
+from laplace_sampling.linear_model.priors.g_prior import GPrior
+from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
+from laplace_sampling.linear_model.priors.layerwise_prior import LayerwisePrior
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.operator import make_dense
 
@@ -15,7 +20,7 @@ def build(recipe, case: Case, precision: float = 2.0, seed: int = 0):
     model = case.linear_model()
     ggn = model.ggn(model.network_outputs)
     noise = Draws(getattr(recipe, "num_probes", 1), seed=seed).noise(model.features.num_outputs)
-    return recipe.build(ggn, Linearisation(case.model).layers(), precision, noise), make_dense(ggn)
+    return replace(recipe, precision=precision).build(ggn, Linearisation(case.model).layers(), noise), make_dense(ggn)
 
 
 def test_isotropic_is_alpha_times_identity(case: Case) -> None:

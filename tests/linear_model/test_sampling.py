@@ -7,10 +7,14 @@ from cases import Case, make_case
 from problems import PRIORS, setting
 from torch.testing import assert_close
 
-from laplace_sampling.likelihoods.likelihood import Gaussian
-from laplace_sampling.linear_model.features import GGN, DenseFeatures
-from laplace_sampling.linear_model.priors import IsotropicPrior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel, linear_model_mode, sample_posterior
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.mode_objective import linear_model_mode
+from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
+from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.operator import make_dense
 from laplace_sampling.solvers.sgd import SGD
@@ -121,7 +125,7 @@ def test_a_raw_warm_start_is_stale_where_the_data_leave_much_free() -> None:
     g = torch.Generator().manual_seed(0)
     features, test = torch.randn(150, 1, 1500, generator=g).double(), torch.randn(50, 1500, generator=g).double()
     ggn = GGN(DenseFeatures(features), Gaussian(1.0), torch.zeros(150, 1, dtype=torch.float64))
-    prior, draws = IsotropicPrior().build(ggn, ([], torch.zeros(0)), 100.0, Draws(1, 0).noise(1)), Draws(8, 0)
+    prior, draws = IsotropicPrior(100.0).build(ggn, ([], torch.zeros(0)), Draws(1, 0).noise(1)), Draws(8, 0)
     old = sample_posterior(ggn, prior, draws, SGD())
     new = prior.with_precision(torch.tensor([0.1]))
     exact = sample_posterior(ggn, new, draws, Dense()).value

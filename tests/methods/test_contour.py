@@ -10,11 +10,13 @@ from problems import PRIORS, setting
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling.likelihoods.likelihood import Gaussian
-from laplace_sampling.linear_model.features import GGN, DenseFeatures, Features, ScaledFeatures
-from laplace_sampling.linear_model.priors import GaussianPrior, IsotropicPrior
-from laplace_sampling.linear_model.sampling import Draws
-from laplace_sampling.methods.contour import PosteriorPrecision, quadrature, sample_contour
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import DenseFeatures, Features, ScaledFeatures
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.gp.contour_quadrature import PosteriorPrecision, quadrature, sample_contour
 from laplace_sampling.solvers.operator import make_dense
 
 
@@ -39,7 +41,7 @@ def spectrum(
     values = values.repeat_interleave(repeats)
     rows = (values.clamp_min(0).sqrt()[:, None] * basis.T).to(dtype)
     ggn = GGN(DenseFeatures(rows[:, None]), Gaussian(1.0), torch.zeros(size, 1, dtype=dtype))
-    return ggn, IsotropicPrior().build(ggn, ([], torch.zeros(0)), 1.0, Draws(1, 0).noise(1))
+    return ggn, IsotropicPrior().build(ggn, ([], torch.zeros(0)), Draws(1, 0).noise(1))
 
 
 def error(ggn: GGN, prior: GaussianPrior, draws: Draws, samples: Tensor) -> float:

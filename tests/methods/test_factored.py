@@ -10,12 +10,13 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_sampling import Categorical, Gaussian, LinearisedLaplace
-from laplace_sampling.linear_model import kronecker
+from laplace_sampling.linear_model import kfac
+from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.factored import factored_curvature
-from laplace_sampling.linear_model.features import GGN
+from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.kronecker import Kronecker
-from laplace_sampling.linear_model.priors import IsotropicPrior
-from laplace_sampling.linear_model.sampling import Draws, sample_posterior
+from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
+from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.preconditioners import Factored
 
@@ -236,8 +237,8 @@ class Watched(nn.Module):
 def test_layers_that_are_dropped_are_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do they hold inputs and graphs."""
     layers, seen = [], []
-    found_in = kronecker._layers
-    monkeypatch.setattr(kronecker, "_layers", lambda network: layers.extend(found_in(network)) or list(layers))
+    found_in = kfac._layers
+    monkeypatch.setattr(kfac, "_layers", lambda network: layers.extend(found_in(network)) or list(layers))
     with torch.random.fork_rng():
         torch.manual_seed(0)
         case = Case(Watched(seen).double(), Categorical(), torch.randn(9, 3).double(), torch.randint(2, (9,)))
@@ -299,7 +300,7 @@ def test_preconditioned_conjugate_gradients(kind: str) -> None:
             network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
             case = Case(network, Categorical(), x, torch.randint(3, (300,)), 300)
     found, ggn = curvature(case, kind)
-    prior = IsotropicPrior().build(ggn, ([], torch.zeros(0)), 1e-4, Draws(1, 0).noise(3))
+    prior = IsotropicPrior(1e-4).build(ggn, ([], torch.zeros(0)), Draws(1, 0).noise(3))
     plain, helped = (
         sample_posterior(ggn, prior, Draws(3, 0), CG(1e-2, preconditioner=preconditioner))
         for preconditioner in (None, found)

@@ -12,9 +12,9 @@ from torch.testing import assert_close
 
 from laplace_sampling import SGD, ConvergenceWarning, Gaussian, LinearisedLaplace
 from laplace_sampling.linear_model.cost import Cost, measure
+from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures
-from laplace_sampling.linear_model.posterior_samples import Sampled, draw
-from laplace_sampling.linear_model.sampling import Draws
+from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
 from laplace_sampling.methods.plan import Plan, make_plan
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.krylov import CG, BlockKrylov
@@ -262,7 +262,7 @@ def test_a_warning_names_only_what_has_not_converged() -> None:
     tolerance = fit.judge(fit.sampled)[1]
     assert fit.problems == []
 
-    def errors(wrong: list[int]) -> Sampled:
+    def errors(wrong: list[int]) -> PosteriorSamples:
         bad = torch.full((12,), 0.1 * tolerance, dtype=torch.float64)
         bad[wrong] = 0.5
         return replace(fit.sampled, error=bad, converged=False)

@@ -9,8 +9,9 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling.likelihoods.composite import weighted
-from laplace_sampling.likelihoods.likelihood import Bernoulli, Categorical
+from laplace_sampling.likelihoods.bernoulli import Bernoulli
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.likelihoods.weighted import weighted
 from laplace_sampling.predictions import calibration
 from laplace_sampling.predictions.calibration import (
     held_out_classification,

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from laplace_sampling.methods.fits import _data_test
+from laplace_sampling.methods.fit import _data_test
 from laplace_sampling.predictions.diagnosis import Diagnosis
 from laplace_sampling.predictions.energy_tests import TestResult
 

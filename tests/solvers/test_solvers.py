@@ -6,8 +6,10 @@ from cases import make_case
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling.likelihoods.likelihood import Categorical, Gaussian
-from laplace_sampling.linear_model.features import GGN, DenseFeatures
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.operator import make_dense
 from laplace_sampling.solvers.sgd import SGD

@@ -6,10 +6,13 @@ from cases import make_case
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling.likelihoods.likelihood import Categorical, Gaussian
-from laplace_sampling.linear_model.features import GGN, DenseFeatures
-from laplace_sampling.linear_model.priors import IsotropicPrior
-from laplace_sampling.linear_model.sampling import Draws, linear_model_mode
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.mode_objective import linear_model_mode
+from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.operator import make_dense
 from laplace_sampling.solvers.preconditioners import Nystrom
@@ -316,7 +319,7 @@ def test_too_short_a_stage_gives_way_to_conjugate_gradients() -> None:
 def test_minimise_is_that_of_sgd() -> None:
     case = make_case("classification_many_data")
     model = case.linear_model()
-    prior = IsotropicPrior().build(model.ggn(model.network_outputs), ([], torch.zeros(0)), 1.0, Draws(1, 0).noise(3))
+    prior = IsotropicPrior().build(model.ggn(model.network_outputs), ([], torch.zeros(0)), Draws(1, 0).noise(3))
     assert_close(linear_model_mode(model, prior, SVRG()).value, linear_model_mode(model, prior, SGD()).value)
 
 

@@ -8,14 +8,19 @@ from problems import CLOSE, make_prior
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling.gp.dual_cg import WhitenedGram, dual_mode, randomised_svd, sample_matheron, solve_shifted
+from laplace_sampling.gp.whitened_gram import WhitenedGram, randomised_svd, solve_shifted
+from laplace_sampling.gp.dual_cg import dual_mode, sample_matheron
 from laplace_sampling.gp.exact_regression import ExactRegression
 from laplace_sampling.gp.gram import gram
 from laplace_sampling.gp.linear_operators import to_linear_operator
-from laplace_sampling.likelihoods.likelihood import Gaussian
-from laplace_sampling.linear_model.features import features_at
-from laplace_sampling.linear_model.measurements import as_measurement, noise_weights, observe
-from laplace_sampling.linear_model.sampling import Draws, linear_model_mode, sample_posterior
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.measurement import as_measurement
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.mode_objective import linear_model_mode
+from laplace_sampling.linear_model.network_features import features_at
+from laplace_sampling.linear_model.observed_features import observe
+from laplace_sampling.linear_model.sampling import sample_posterior
+from laplace_sampling.linear_model.weighted_features import noise_weights
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.dense import Dense
 
@@ -56,18 +61,14 @@ def test_measurements_of_each_datum(form: str) -> None:
         assert_close(gram(features, variance, products=products), J.flatten(0, 1) @ J.flatten(0, 1).T)
 
 
-@pytest.mark.parametrize("joint", [False, True])
-def test_the_dual_methods_and_weight_space_agree(joint: bool) -> None:
+def test_the_dual_methods_and_weight_space_agree() -> None:
     """Posterior of the image: mean and covariance of the outputs, from measurements of them."""
     case, T, y = setting()
-    if joint:
-        generator = torch.Generator().manual_seed(2)
-        T, y = torch.randn(7, 72, generator=generator).double(), torch.randn(7, generator=generator).double()
     model = case.linear_model("affine").with_likelihood(Gaussian(3.0, learn=False))
-    observed = observe(model, T, y, joint=joint)
+    observed = observe(model, T, y)
     prior = make_prior(observed, case, "isotropic", 0.5)
     J = reference.jacobian(case.model, case.x)
-    rows = (T @ J.flatten(0, 1)) if joint else torch.einsum("mc,ncp->nmp", T, J).flatten(0, 1)
+    rows = torch.einsum("mc,ncp->nmp", T, J).flatten(0, 1)
     H = 3.0 * rows.T @ rows + 0.5 * torch.eye(rows.shape[1], dtype=torch.float64)
     residual = y.flatten() - observed.offset.flatten()
     theta = torch.linalg.solve(H, 3.0 * rows.T @ residual)
@@ -110,8 +111,6 @@ def test_refusals() -> None:
         observe(model, T[:, 0], y)
     with pytest.raises(ValueError, match="has 17 columns, but the model gives 18 outputs a datum"):
         observe(model, T[:, 1:], y)
-    with pytest.raises(ValueError, match="has 18 columns, but the model gives 72 outputs for all data together"):
-        observe(model, T, y, joint=True)
     with pytest.raises(ValueError, match=r"must be measurements of shape \[4, 5\], but have shape \[5, 4\]"):
         observe(model, T, y.T)
     with pytest.raises(TypeError, match=r"needs a matrix, a LinearOperator or a pair of functions.*but got str"):

@@ -1,0 +1,52 @@
+"""The table of likelihoods that have a name, and a likelihood from what a user gives."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from laplace_sampling.likelihoods.bernoulli import Bernoulli
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.heteroscedastic_gaussian import HeteroscedasticGaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.likelihoods.multi_task import MultiTask
+from laplace_sampling.likelihoods.poisson import Poisson
+
+__all__ = ["LIKELIHOODS", "as_likelihood"]
+
+# A new likelihood is a line here: users can then give its name, and saved files can hold it.
+LIKELIHOODS: dict[str, type[Likelihood]] = {
+    "regression": Gaussian,
+    "classification": Categorical,
+    "binary": Bernoulli,
+    "poisson": Poisson,
+    "heteroscedastic": HeteroscedasticGaussian,
+}
+
+
+def as_likelihood(
+    likelihood: str | Likelihood | Mapping[str, str | Likelihood], noise_precision: float | Tensor = 1.0
+) -> Likelihood:
+    """The likelihood of a name, for instance `"regression"`; a `Likelihood` is returned as it is.
+
+    Args:
+        likelihood: a name, a likelihood, or a dictionary of these for the heads of a network.
+        noise_precision: `b` of `"regression"`.
+
+    Raises:
+        ValueError: for a name that is not in the table, and for a noise precision without `"regression"`.
+    """
+    is_given = isinstance(noise_precision, Tensor) or noise_precision != 1.0
+    if is_given and likelihood != "regression":
+        raise ValueError(
+            f'`noise_precision` goes with likelihood="regression" only, but the likelihood is {likelihood!r}; '
+            "give it as `Gaussian(noise_precision=...)`, or leave it out."
+        )
+    if isinstance(likelihood, Likelihood):
+        return likelihood
+    if isinstance(likelihood, Mapping):
+        return MultiTask({head: as_likelihood(of_head) for head, of_head in likelihood.items()})
+    if not isinstance(likelihood, str) or likelihood not in LIKELIHOODS:
+        names = ", ".join(f'"{name}"' for name in LIKELIHOODS)
+        raise ValueError(f"`likelihood={likelihood!r}` is not known; use {names} or a Likelihood.")
+    return Gaussian(noise_precision) if likelihood == "regression" else LIKELIHOODS[likelihood]()

@@ -1,0 +1,184 @@
+"""Labels of classes, one for each datum or for each of its positions (pixels, tokens)."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from laplace_sampling.data.batches import Layout
+from laplace_sampling.likelihoods.likelihood import Likelihood
+
+__all__ = ["Categorical"]
+
+# With fewer classes than this, torch's softmax on a CPU does not fill a vector register and handles them one by one.
+_REGISTER = 16
+
+
+def _softmax(f: Float[Tensor, "*K c"]) -> Float[Tensor, "*K c"]:
+    """The softmax along the last axis; for a few classes on a CPU it is five times as fast as torch's."""
+    if f.shape[-1] >= _REGISTER or f.device.type != "cpu":
+        return f.softmax(-1)
+    weights = (f - f.amax(-1, keepdim=True)).exp()
+    return weights / weights.sum(-1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class Categorical(Likelihood):
+    r"""`y ~ softmax(f)` over `C` classes, at each position.
+
+    `B = diag(p) − p pᵀ`, `L u = √p ⊙ (u − √p ⟨√p, u⟩)`.
+
+    Args:
+        class_dim: the axis of the outputs that holds the classes: 1 for `[N, C]` and segmentation, `[N, C, H, W]`; -1
+            for labels of tokens, `[N, T, C]`. Targets have the other axes.
+        ignore_index: the label of positions without information, such as padding: they have neither loss nor curvature.
+        shape: shape of the outputs of a datum; `bind` sets it. By default there is one axis, the classes.
+    """
+
+    class_dim: int = 1
+    ignore_index: int = -100
+    shape: tuple[int, ...] | None = field(default=None, repr=False, compare=False)
+    name: str = field(default="classification", init=False)
+
+    def __post_init__(self) -> None:
+        if self.class_dim == 0:
+            raise ValueError(
+                "`Categorical(class_dim=0)`: the first axis of the outputs is the data; classes are another."
+            )
+
+    def settings(self) -> dict[str, Any]:
+        return {"class_dim": self.class_dim, "ignore_index": self.ignore_index}
+
+    @property
+    def fill(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.ignore_index
+
+    def bind(self, layout: Layout) -> Self:
+        super().bind(layout)
+        return replace(self, shape=layout.shape)
+
+    def rank(self, num_outputs: int) -> int:
+        # Adding a constant to all logits of a position changes nothing: each position loses one direction.
+        classes = num_outputs if self.shape is None else self.shape[self._axis]
+        return num_outputs - num_outputs // classes
+
+    @property
+    def _axis(self) -> int:
+        """The axis of the classes, counted from the end."""
+        assert self.shape is not None
+        return self.class_dim if self.class_dim < 0 else self.class_dim - 1 - len(self.shape)
+
+    def positions(self, f: Float[Tensor, "*K C"]) -> Float[Tensor, "*K S c"]:
+        """Flattened outputs with the classes last."""
+        if self.shape is None:
+            return f[..., None, :]
+        moved = f.reshape(*f.shape[:-1], *self.shape).movedim(self._axis, -1)
+        return moved.reshape(*f.shape[:-1], -1, self.shape[self._axis])
+
+    def flat(self, g: Float[Tensor, "*K S c"]) -> Float[Tensor, "*K C"]:
+        """The inverse of `positions`."""
+        if self.shape is None:
+            return g[..., 0, :]
+        others = list(self.shape)
+        classes = others.pop(self._axis)
+        return g.reshape(*g.shape[:-2], *others, classes).movedim(-1, self._axis).reshape(*g.shape[:-2], -1)
+
+    def link(self, f: Float[Tensor, "*K C"]) -> Float[Tensor, "*K C"]:
+        """Probabilities."""
+        return self.flat(_softmax(self.positions(f)))
+
+    def _labels(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Labels `[N, S]`, and which of them count; ignored labels are 0."""
+        labels = y.reshape(len(y), -1).long()
+        counts = labels != self.ignore_index
+        # Indexing needs a valid label also where the result is then multiplied by zero.
+        return labels.where(counts, 0), counts
+
+    def _probabilities(self, f: Tensor, u: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`p` and `u` by positions; `p` is zero where labels are ignored, and so is each product with it."""
+        p = self.positions(f).softmax(-1).to(u)
+        return p if y is None else p * self._labels(y)[1][..., None], self.positions(u)
+
+    def given(self, y: Tensor) -> Bool[Tensor, "N S"]:
+        """Marks the labels that are not ignored."""
+        return self._labels(y)[1]
+
+    def losses(self, f: Float[Tensor, "*K N C"], y: Tensor) -> Float[Tensor, "*K N S"]:
+        """`−log p` of each label, 0 where it is ignored."""
+        labels, counts = self._labels(y)
+        log_p = self.positions(f).log_softmax(-1)
+        chosen = log_p.gather(-1, labels.expand(log_p.shape[:-1])[..., None])[..., 0]
+        return -chosen.where(counts, 0)
+
+    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.losses(f, y).sum(-1)
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        labels, counts = self._labels(y)
+        p = self.positions(f).softmax(-1)
+        index = labels.expand(p.shape[:-1])[..., None]
+        # `p − onehot(y)`, without the memory of a one-hot tensor.
+        return self.flat(p.scatter_add(-1, index, torch.full_like(p[..., :1], -1)) * counts[..., None])
+
+    def curvature(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
+        p, u = self._probabilities(f, u, y)
+        return self.flat(p * (u - (p * u).sum(-1, keepdim=True)))
+
+    def root(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
+        # `L = diag(q) − p qᵀ` with `q = √p`: `LLᵀ = diag(p) − ppᵀ` since `‖q‖ = 1`. No eigenvectors are needed.
+        p, u = self._probabilities(f, u, y)
+        q = p.sqrt()
+        return self.flat(q * (u - q * (q * u).sum(-1, keepdim=True)))
+
+    def root_transpose(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
+        p, u = self._probabilities(f, u, y)
+        q = p.sqrt()
+        return self.flat(q * u - q * (q * (q * u)).sum(-1, keepdim=True))
+
+    def check_targets(self, output_shape: torch.Size, y: Tensor) -> None:
+        axis = self._check_class_axis(output_shape)
+        if y.is_floating_point() or y.dtype == torch.bool:
+            raise TypeError(f"Class labels must be integers, but have dtype {y.dtype}; call `y.long()`.")
+        self._check_label_shape(output_shape, axis, y)
+        self._check_label_range(output_shape[axis], y)
+
+    def _check_class_axis(self, output_shape: torch.Size) -> int:
+        """The axis of the classes, counted from the start, if the outputs have it."""
+        axis = self.class_dim if self.class_dim > 0 else self.class_dim + len(output_shape)
+        if not 0 < axis < len(output_shape) or output_shape[axis] < 2:
+            raise ValueError(
+                f"Classification needs outputs [N, C] with C of at least 2 classes, or those of several positions with "
+                f"`Categorical(class_dim=...)`, but the model gives {list(output_shape)} and class_dim is "
+                f'{self.class_dim}. For one logit a datum use likelihood="binary".'
+            )
+        return axis
+
+    @staticmethod
+    def _check_label_shape(output_shape: torch.Size, axis: int, y: Tensor) -> None:
+        shape = _without(output_shape, axis)
+        if list(y.shape) == shape:
+            return
+        # A wrong `class_dim` is the usual reason: try the other axes.
+        fitting = [n for n in range(1, len(output_shape)) if _without(output_shape, n) == list(y.shape)]
+        cure = f" They fit classes on axis {fitting[0]}: `Categorical(class_dim={fitting[0]})`." if fitting else ""
+        raise ValueError(
+            f"Class labels must have shape {shape} for outputs {list(output_shape)} with the classes on axis "
+            f"{axis}, but have {list(y.shape)}.{cure}"
+        )
+
+    def _check_label_range(self, classes: int, y: Tensor) -> None:
+        labels = y[y != self.ignore_index]
+        if not labels.numel():
+            raise ValueError(f"All labels are ignore_index={self.ignore_index}: there is nothing to learn from.")
+        low, high = int(labels.min()), int(labels.max())
+        if low < 0 or high >= classes:
+            raise ValueError(
+                f"Class labels must lie between 0 and {classes - 1} for {classes} outputs, "
+                f"but range from {low} to {high}; the label {self.ignore_index} is ignored."
+            )
+
+
+def _without(shape: torch.Size, axis: int) -> list[int]:
+    return [*shape[:axis], *shape[axis + 1 :]]

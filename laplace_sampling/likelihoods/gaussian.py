@@ -1,0 +1,94 @@
+"""Regression with Gaussian noise of one precision, or one for each output."""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_sampling.likelihoods.likelihood import Likelihood, check_target_shape
+from laplace_sampling.likelihoods.measurement import Observation
+
+__all__ = ["Gaussian"]
+
+
+@dataclass(frozen=True)
+class Gaussian(Likelihood):
+    r"""`y ~ N(f, diag(b)⁻¹)`: `ℓ = ½ b‖y − f‖² − ½ log b + ½ log 2π`, `B = diag(b)`.
+
+    Args:
+        noise_precision: `b = 1/σ²`, a number, or a tensor `[C]` of one precision for each (flattened) output.
+        learn: whether `fit_hyperparameters` updates it, from this starting value.
+        noise_at: which residuals the learnt noise explains: `"network"`, those of the network,
+            `b = (N·C − γ)/Σ(y − f)²`; `"mode"`, those of the linear model at its mode, which maximises the evidence.
+        observe: `T` of measurements `y = T f(x) + noise`, a matrix, a `LinearOperator` or a pair of functions
+            `(T, Tᵀ)`; the likelihood only carries it, and saved files do not hold it.
+    """
+
+    noise_precision: Tensor | float = 1.0
+    learn: bool = True
+    noise_at: str = "network"
+    observe: Observation | None = field(default=None, repr=False, compare=False, kw_only=True)
+    name: str = field(default="regression", init=False)
+
+    quadratic = True
+
+    def __post_init__(self) -> None:
+        precision = torch.as_tensor(self.noise_precision, dtype=torch.float64).detach().cpu()
+        if precision.dim() > 1 or not bool(torch.all(precision > 0)) or not bool(precision.isfinite().all()):
+            raise ValueError(
+                f"`Gaussian(noise_precision=...)` needs a positive number or a tensor [C] of them, got {precision}."
+            )
+        if self.noise_at not in ("mode", "network"):
+            raise ValueError(f'`Gaussian(noise_at={self.noise_at!r})` is not known; use "mode" or "network".')
+        # A vector of one entry becomes a scalar, so that "one noise for all outputs" has one form only.
+        object.__setattr__(self, "noise_precision", precision.squeeze() if precision.numel() == 1 else precision)
+
+    @property
+    def learns_noise(self) -> bool:
+        return self.learn
+
+    def noise_precisions(self) -> Tensor:
+        assert isinstance(self.noise_precision, Tensor)
+        return self.noise_precision
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "noise_precision": self.noise_precisions().tolist(),
+            "learn": self.learn,
+            "noise_at": self.noise_at,
+        }
+
+    def precision(self, like: Tensor) -> Tensor:
+        """`b` on the device and in the dtype of `like`."""
+        return self.noise_precisions().to(like)
+
+    def with_precision(self, noise_precision: Tensor | float) -> "Gaussian":
+        """The same likelihood with another `b`."""
+        return replace(self, noise_precision=noise_precision)
+
+    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+        b = self.precision(f)
+        return 0.5 * (b * (f - y.reshape(f.shape[-2:])) ** 2 - b.log() + math.log(2 * math.pi)).sum(-1)
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.precision(f) * (f - y.reshape(f.shape[-2:]))
+
+    def curvature(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
+        return self.precision(u) * u
+
+    def root(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
+        return self.precision(u).sqrt() * u
+
+    root_transpose = root
+
+    def check_targets(self, output_shape: torch.Size, y: Tensor) -> None:
+        if not y.is_floating_point():
+            raise TypeError(f"Regression targets must be floating point, but have dtype {y.dtype}; call `y.float()`.")
+        check_target_shape("Regression", output_shape, y)
+        b = self.noise_precisions()
+        if b.dim() == 1 and len(b) != output_shape[1:].numel():
+            raise ValueError(
+                f"`noise_precision` has {len(b)} entries, but the model has {output_shape[1:].numel()} outputs."
+            )

@@ -1,0 +1,53 @@
+"""Regression with a noise variance that the network predicts for each input."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from laplace_sampling.likelihoods.likelihood import Likelihood, check_target_shape
+
+__all__ = ["HeteroscedasticGaussian"]
+
+
+@dataclass(frozen=True)
+class HeteroscedasticGaussian(Likelihood):
+    r"""`y ~ N(m, diag(eˢ))` for outputs `f = (m, s)`: axis 1 of `[N, 2D, ...]` holds `D` means, then `D` log variances.
+
+    `ℓ = ½ (y − m)² e⁻ˢ + ½ s + ½ log 2π`, summed over `D`. Its Hessian is indefinite; `B` is its mean over `y`, the
+    Fisher matrix `diag(e⁻ˢ, ½)`.
+    """
+
+    name: str = field(default="heteroscedastic", init=False)
+
+    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+        m, s = f.chunk(2, -1)
+        return 0.5 * ((y.reshape(m.shape[-2:]).to(f) - m) ** 2 * (-s).exp() + s + math.log(2 * math.pi)).sum(-1)
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        m, s = f.chunk(2, -1)
+        error, precision = m - y.reshape(m.shape[-2:]).to(f), (-s).exp()
+        return torch.cat([error * precision, 0.5 - 0.5 * error**2 * precision], dim=-1)
+
+    def curvature(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
+        s = f.chunk(2, -1)[1].to(u)
+        return torch.cat([(-s).exp(), torch.full_like(s, 0.5)], dim=-1) * u
+
+    def root(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
+        s = f.chunk(2, -1)[1].to(u)
+        return torch.cat([(-s / 2).exp(), torch.full_like(s, 0.5**0.5)], dim=-1) * u
+
+    root_transpose = root
+
+    def check_targets(self, output_shape: torch.Size, y: Tensor) -> None:
+        if len(output_shape) < 2 or output_shape[1] % 2:
+            raise ValueError(
+                "A heteroscedastic regression needs outputs [N, 2D, ...], D means and then D log variances, but the "
+                f"model gives {list(output_shape)}."
+            )
+        if not y.is_floating_point():
+            raise TypeError(f"Regression targets must be floating point, but have dtype {y.dtype}; call `y.float()`.")
+        check_target_shape(
+            "Regression", torch.Size((output_shape[0], output_shape[1] // 2, *output_shape[2:])), y, "the means"
+        )

@@ -1,0 +1,40 @@
+"""Counts, whose rates are exponentials of the outputs."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from laplace_sampling.likelihoods.likelihood import Likelihood, check_target_shape
+
+__all__ = ["Poisson"]
+
+
+@dataclass(frozen=True)
+class Poisson(Likelihood):
+    r"""Counts `y_c ~ Poisson(exp f_c)`, outputs the logarithms of rates: `ℓ = eᶠ − y f + log y!`, `B = diag(eᶠ)`."""
+
+    name: str = field(default="poisson", init=False)
+
+    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+        y = y.reshape(f.shape[-2:]).to(f)
+        return (f.exp() - y * f + torch.lgamma(y + 1)).sum(-1)
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        return f.exp() - y.reshape(f.shape[-2:]).to(f)
+
+    def curvature(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
+        return f.exp().to(u) * u
+
+    def root(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
+        return (f / 2).exp().to(u) * u
+
+    root_transpose = root
+
+    def check_targets(self, output_shape: torch.Size, y: Tensor) -> None:
+        check_target_shape("Count", output_shape, y)
+        if bool((y < 0).any()) or (y.is_floating_point() and bool((y != y.round()).any())):
+            raise ValueError(
+                f"Counts must be whole numbers of at least 0, but range from {float(y.min()):g} to {float(y.max()):g}"
+                f"{'' if bool((y < 0).any()) else ', not all of them whole'}."
+            )

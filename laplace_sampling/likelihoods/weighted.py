@@ -1,0 +1,90 @@
+"""A likelihood whose data have weights: a datum of weight 2 counts as two."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.likelihoods.likelihood import Likelihood
+
+__all__ = ["Weighted", "check_weights", "weighted"]
+
+
+@dataclass(frozen=True)
+class Weighted(Likelihood):
+    """`w_n ℓ(y_n, f_n)`: a datum of weight 2 counts as two.
+
+    Targets are those of `base`, with the weights as a last column: so they stay with their data in mini-batches.
+    """
+
+    base: Likelihood
+
+    @property
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.base.name
+
+    @property
+    def unweighted(self) -> Likelihood:
+        return self.base
+
+    def unweighted_targets(self, y: Tensor) -> Tensor:
+        return y[:, :-1]
+
+    def weights(self, y: Tensor) -> Float[Tensor, " N"]:
+        """`w`, the last column of the targets."""
+        return y[:, -1]
+
+    def loss(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.base.loss(f, y[:, :-1]) * y[:, -1].to(f)
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.base.gradient(f, y[:, :-1]) * y[:, -1:].to(f)
+
+    def curvature(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
+        assert y is not None
+        return self.base.curvature(f, u, y[:, :-1]) * y[:, -1:].to(u)
+
+    def root(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
+        assert y is not None
+        return self.base.root(f, u, y[:, :-1]) * y[:, -1:].sqrt().to(u)
+
+    def root_transpose(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
+        assert y is not None
+        return self.base.root_transpose(f, u, y[:, :-1]) * y[:, -1:].sqrt().to(u)
+
+    def check_targets(self, output_shape: torch.Size, y: Tensor) -> None:
+        self.base.check_targets(output_shape, y)
+
+    def check_curvature(self, f: Tensor, y: Tensor) -> None:
+        self.base.check_curvature(f, y[:, :-1])
+
+    def rank(self, num_outputs: int) -> int:
+        return self.base.rank(num_outputs)
+
+
+def weighted(likelihood: Likelihood, y: Tensor, weights: Tensor) -> tuple[Weighted, Tensor]:
+    """The likelihood of weighted data, and their targets.
+
+    Args:
+        likelihood: likelihood of a datum, bound to the outputs.
+        y: targets in the form that it takes.
+        weights: `[N]`.
+
+    Raises:
+        ValueError: if weights have another shape, or are negative or not finite.
+    """
+    check_weights(weights, len(y))
+    columns = [y.reshape(len(y), -1).double(), weights.detach().to(y.device).double()[:, None]]
+    return Weighted(likelihood), torch.cat(columns, dim=1)
+
+
+def check_weights(weights: Tensor, num_data: int) -> None:
+    """Raise if there is not one valid weight for each datum."""
+    if weights.shape != (num_data,):
+        raise ValueError(
+            f"`weights` must have one entry a datum, [{num_data}], in the order of the dataset, but have shape "
+            f"{list(weights.shape)}."
+        )
+    if not bool(weights.isfinite().all()) or bool((weights < 0).any()) or not bool((weights > 0).any()):
+        raise ValueError("`weights` must be finite and at least 0, and not all 0.")

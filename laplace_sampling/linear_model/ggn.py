@@ -1,0 +1,119 @@
+"""The generalised Gauss-Newton matrix `M = Σᵢ φᵢᵀ Bᵢ φᵢ` of a linear model, by its products."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.features import Features
+from laplace_sampling.solvers.operator import Operator
+
+__all__ = ["GGN", "WhiteNoise"]
+
+# Numbers of the Jacobian in memory at once where it is computed row by row.
+_BLOCK_NUMBERS = 2**24
+# Random signs in memory at once, and how many for each trace: `sizes` need not be better than SVRG's sampling of data.
+_SIGN_NUMBERS = 2**18
+_SIGNS = 32
+
+
+class WhiteNoise(ABC):
+    """Standard normal noise that belongs to data: a datum has the same numbers in every batch."""
+
+    num_samples: int
+
+    @abstractmethod
+    def __call__(self, batch: Tensor) -> Float[Tensor, "K n C"]: ...
+
+    @abstractmethod
+    def parts(self, rows: int) -> "Sequence[WhiteNoise]":
+        """The same noise in parts of at most `rows` samples."""
+
+
+@dataclass(frozen=True)
+class GGN(Operator):
+    """`M = Σᵢ φᵢᵀ B(fᵢ) φᵢ`, the curvature taken at given outputs `f`, `[N, C]` (thesis ch. 2, `M = ΦᵀBΦ`).
+
+    Attributes:
+        features: `Φ`.
+        likelihood: of the curvature `B`.
+        outputs: `f`.
+        targets: for likelihoods whose curvature depends on them, for instance on labels that are ignored.
+    """
+
+    features: Features
+    likelihood: Likelihood
+    outputs: Float[Tensor, "N C"]
+    targets: Tensor | None = None
+
+    def _targets(self, batch: Tensor) -> Tensor | None:
+        return None if self.targets is None else self.targets[batch]
+
+    @property
+    def like(self) -> Features:
+        return self.features
+
+    def matmul(self, v: Tensor, batch: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        total = torch.zeros_like(v)
+        start = 0  # weights are in the order of the batch
+        for chunk in self.features.chunks(batch):
+            scale = None if weights is None else weights[start : start + len(chunk)]
+            total += self.features.ggn(v, chunk, lambda u, chunk=chunk, scale=scale: self._curvature(u, chunk, scale))
+            start += len(chunk)
+        return total
+
+    def _curvature(self, u: Tensor, batch: Tensor, weights: Tensor | None) -> Tensor:
+        """`w_i B_i u`."""
+        product = self.likelihood.curvature(self.outputs[batch], u, self._targets(batch))
+        return product if weights is None else product * weights.to(product)[:, None]
+
+    def sizes(self) -> Tensor:
+        """Estimates of `Tr Bᵢ`, by random signs."""
+        # Data differ more in the curvature of the loss than in their features, which would take a VJP each.
+        num_outputs = self.outputs.shape[1]
+        signs = torch.randint(2, (_SIGNS, 1, num_outputs), generator=torch.Generator().manual_seed(0)) * 2 - 1
+        traces = []
+        for chunk in torch.arange(len(self.outputs)).split(max(1, _SIGN_NUMBERS // (_SIGNS * num_outputs))):
+            f = self.outputs[chunk]
+            roots = self.likelihood.root_transpose(f, signs.to(f).expand(-1, *f.shape), self._targets(chunk))
+            traces.append(roots.square().sum(-1).mean(0))
+        return torch.cat(traces).double().cpu()
+
+    def root_matmul(self, noise: WhiteNoise, batch: Tensor | None = None) -> Float[Tensor, "K P"]:
+        """`Σᵢ φᵢᵀ Lᵢ z_i` for white `z`, a draw of `N(0, M)`, by one VJP for each datum and sample."""
+        total = None
+        for chunk in self.features.chunks(batch):
+            white = noise(chunk).to(self.device, self.dtype)
+            cotangent = self.likelihood.root(self.outputs[chunk], white, self._targets(chunk))
+            part = self.features.vjp(cotangent, chunk)
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+    def random_rows(self, batch: Tensor, generator: torch.Generator) -> Tensor:
+        f = self.outputs[batch]
+        white = torch.randn(f.shape, generator=generator).to(f)
+        return self.features.vjp_each(self.likelihood.root(f, white, self._targets(batch)), batch)
+
+    def root_rows(self) -> Iterator[Tensor]:
+        num_data = max(1, _BLOCK_NUMBERS // (self.features.num_outputs * self.size))
+        for chunk in (part for batch in self.features.chunks() for part in batch.split(num_data)):
+            f, y = self.outputs[chunk], self._targets(chunk)
+            # The root acts on the outputs: as the last axis they lie together in memory, which is faster.
+            rows = self.features.rows(chunk).permute(2, 0, 1)
+            yield self.likelihood.root_transpose(f, rows.contiguous(), y).flatten(1).T
+
+    def diagonal(self) -> Float[Tensor, " P"]:
+        """`diag(M)`, exactly, by `C` VJPs for each datum."""
+        total = torch.zeros(self.size, device=self.device, dtype=self.dtype)
+        for rows in self.root_rows():
+            total += (rows**2).sum(0)
+        return total
+
+    def trace(self) -> float:
+        """`Tr M`, exactly, by `C` VJPs for each datum."""
+        return sum(float(rows.double().square().sum()) for rows in self.root_rows())

@@ -1,0 +1,42 @@
+"""The linear model of a network on its training data."""
+
+from dataclasses import dataclass, replace
+
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.features import Features
+from laplace_sampling.linear_model.ggn import GGN
+
+__all__ = ["LinearModel"]
+
+
+@dataclass(frozen=True)
+class LinearModel:
+    r"""The tangent model on the training data, `h(θ, x_i) = o_i + φ_i θ`.
+
+    Attributes:
+        features: `Φ`.
+        offset: `o`, `[N, C]`: `f(w̄, x) − φ(x) w̄` ("affine") or zero ("homogeneous").
+        network_outputs: `f(w̄, x_i)`, `[N, C]`.
+        targets: `y`.
+        likelihood: likelihood of the targets given the outputs.
+    """
+
+    features: Features
+    offset: Float[Tensor, "N C"]
+    network_outputs: Float[Tensor, "N C"]
+    targets: Tensor
+    likelihood: Likelihood
+
+    def outputs(self, theta: Float[Tensor, "K P"]) -> Float[Tensor, "K N C"]:
+        """`h(θ_k, x_i)` for all data."""
+        return self.offset + self.features.outputs(theta)
+
+    def with_likelihood(self, likelihood: Likelihood) -> "LinearModel":
+        return replace(self, likelihood=likelihood)
+
+    def ggn(self, outputs: Float[Tensor, "N C"]) -> GGN:
+        """The GGN with curvature taken at the given outputs."""
+        return GGN(self.features, self.likelihood, outputs, self.targets)
