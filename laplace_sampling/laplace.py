@@ -25,8 +25,8 @@ from laplace_sampling.methods.fits import SAMPLE_STREAM, Fit, Tuned, Tuning
 from laplace_sampling.methods.plan import METHODS
 from laplace_sampling.methods.solver_fit import fit_by_solver, make_solver, tune_by_solver
 from laplace_sampling.methods.tasks import DataArguments, exact_tensors, fit_kind_of, gram_fit_of, prepare, restore_fit
+from laplace_sampling.networks.held_module import solving
 from laplace_sampling.networks.last_layer import LastLayer
-from laplace_sampling.networks.precision import solving
 from laplace_sampling.networks.random_weights import Subset, linearise
 from laplace_sampling.predict import check_inputs, predict
 from laplace_sampling.predictions.calibration import Calibration

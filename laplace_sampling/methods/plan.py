@@ -22,7 +22,7 @@ from laplace_sampling.gp.gram import size_of
 from laplace_sampling.linear_model.cost import Cost, measure
 from laplace_sampling.linear_model.factored import FACTORED, FactoredSampler
 from laplace_sampling.linear_model.features import BLOCK_BYTES, GGN, Features
-from laplace_sampling.networks.memory import free_memory
+from laplace_sampling.networks.resources import free_memory
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.krylov import CG, BlockKrylov
 from laplace_sampling.solvers.preconditioners import Nystrom

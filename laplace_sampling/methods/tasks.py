@@ -26,7 +26,7 @@ from laplace_sampling.methods.gram_regression import GramRegression
 from laplace_sampling.methods.plan import Plan, make_plan
 from laplace_sampling.methods.solver_fit import SolverFit
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.networks.memory import free_memory
+from laplace_sampling.networks.resources import free_memory
 from laplace_sampling.saving import Posterior, decode_inputs, encode_inputs
 from laplace_sampling.solvers.sgd import SGD
 
@@ -96,14 +96,14 @@ def _tangent(settings: Settings, likelihood: Likelihood, data: DataArguments) ->
 def _within_memory(settings: Settings, tangent: TangentModel) -> TangentModel:
     """The same, with as many data in the network at once as activations have memory for, if the loader has more."""
     features, network = tangent.model.features, settings.network
-    network.limit.most = None
+    network.batching.max_rows = None
     bytes_ = settings.max_memory if settings.max_memory is not None else 0.5 * free_memory(network.device)
     counts = dict(network.products)
     rows = rows_in_memory(features, max(bytes_, _LEAST_ACTIVATIONS), min(settings.num_samples, network.chunk_size))
     network.products.update(counts)
     if rows >= features.batch_size:
         return tangent
-    network.limit.most = rows
+    network.batching.max_rows = rows
     return replace(tangent, model=replace(tangent.model, features=features.in_chunks(rows)))
 
 

@@ -15,9 +15,10 @@ from torch.testing import assert_close
 
 from laplace_sampling import ConvergenceWarning, LinearisedLaplace
 from laplace_sampling.linear_model.cost import rows_in_memory
+from laplace_sampling.networks.batching import Batching
+from laplace_sampling.networks.held_module import precisions, solving, users_precision
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.networks.memory import BatchLimit, TensorBytes
-from laplace_sampling.networks.precision import precisions, solving, users_precision
+from laplace_sampling.networks.resources import TensorBytes
 from laplace_sampling.solvers.krylov import Basis, BlockKrylov
 
 X = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
@@ -55,7 +56,7 @@ def test_products_are_halved_where_memory_does_not_hold_the_batch(monkeypatch, e
     u = plain.jvp(X, v)
     with pytest.warns(UserWarning, match="does not hold 60 data in the network at once: 30 are taken from here on"):
         assert_close(network(X), plain(X))
-    assert network.limit.most == 7  # said once, and remembered
+    assert network.batching.max_rows == 7  # said once, and remembered
     assert_close(network.jvp(X, v), u)
     assert_close(network.vjp(X, u), plain.vjp(X, u))
     assert_close(network.ggn(X, v[:1], lambda u: 2 * u), plain.ggn(X, v[:1], lambda u: 2 * u))
@@ -80,9 +81,9 @@ def test_a_product_that_runs_out_first_is_halved_too(monkeypatch, num: int, erro
 
 def test_what_does_not_hold_one_datum_is_an_error() -> None:
     with pytest.warns(UserWarning, match="Memory"), pytest.raises(torch.OutOfMemoryError, match="out of memory"):
-        BatchLimit().in_parts(5, lambda rows: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
+        Batching().in_parts(5, lambda rows: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
     with pytest.raises(RuntimeError, match="shape"):
-        BatchLimit().in_parts(5, lambda rows: torch.zeros(2).reshape(7))  # no other error is
+        Batching().in_parts(5, lambda rows: torch.zeros(2).reshape(7))  # no other error is
 
 
 @pytest.mark.parametrize("method", ["cg", "exact"])
@@ -106,13 +107,13 @@ def test_batches_of_the_loader_go_in_pieces_that_the_budget_holds(monkeypatch) -
     assert la._tangent is not None
     rows = la._tangent.model.features.batch_size
     assert rows < 60
-    assert la.network.limit.most == rows
+    assert la.network.batching.max_rows == rows
     monkeypatch.setattr(Hungry, "largest", 0)
     la.predict(X)
     assert 0 < Hungry.largest <= rows
     again = LinearisedLaplace(wide, "classification", parameters="2.bias", method="cg", num_samples=8, max_memory=2**30)
     again.fit([(X, Y)], progress=False)
-    assert again.network.limit.most is None
+    assert again.network.batching.max_rows is None
     assert_close(la.predict(X).variance, again.predict(X).variance, rtol=1e-2, atol=1e-5)
 
 
