@@ -1,11 +1,6 @@
 """Data at a time under a memory budget and after running out of memory; half precision; TF32."""
 
 import copy
-import ctypes
-import os
-import platform
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -237,39 +232,3 @@ def test_contexts_of_precision_nest(lowered: tuple[str, ...]) -> None:
         assert settings() == ("ieee", "ieee")
     with users_precision():
         assert settings() == lowered
-
-
-_BLOCKS = """
-import ctypes, torch
-from torch import nn
-from laplace_sampling.networks.linearisation import Linearisation
-
-class Blocks(ctypes.Structure):  # of mallinfo2(3); `hblkhd` are the bytes of blocks that the system is asked for
-    _fields_ = [(name, ctypes.c_size_t) for name in
-                "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
-
-count = ctypes.CDLL(None).mallinfo2
-count.restype = Blocks
-
-def of_the_system():
-    before = count().hblkhd
-    held.append(torch.empty(31 * 2**18))
-    return count().hblkhd > before
-
-held = []  # what is freed moves the bound
-before = of_the_system()
-model = nn.Linear(1, 1)
-with torch.device("meta"):  # a default device of the user
-    Linearisation(model)
-print(before, of_the_system())
-"""
-
-
-@pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc" or not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="of glibc 2.33 and later"
-)
-def test_blocks_that_are_freed_are_kept():
-    """Those of products: after the first `Linearisation`, blocks of 31 MiB are no longer the system's own."""
-    usual = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_", "LD_"))}
-    said = subprocess.run([sys.executable, "-c", _BLOCKS], env=usual, capture_output=True, text=True, check=True)
-    assert said.stdout.split() == ["True", "False"]
