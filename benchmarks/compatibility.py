@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 from benchmarks.compatible_networks import NETWORKS
 from laplace_sampling import LinearisedLaplace
 from laplace_sampling.data.batches import arguments, num_rows, place, take
-from laplace_sampling.networks.forward_mode import forward_mode_kernels
-from laplace_sampling.networks.held_module import evaluation_mode
+from laplace_sampling.networks.derivative_rules import forward_mode_kernels
+from laplace_sampling.networks.held_module import HeldModule, evaluation_mode
 from laplace_sampling.networks.linearisation import Linearisation
 
 TABLE = Path(__file__).parents[1] / "docs" / "compatibility.md"
@@ -122,11 +122,10 @@ def product_error(network: Linearisation, x: Any) -> tuple[float, str]:
     u = torch.randn(jv.shape, generator=generator, dtype=torch.float64)
     pulled = network.vjp(x, u)
 
-    alone = copy.copy(network)
-    alone.module = copy.deepcopy(network.module).eval()
+    alone = HeldModule(copy.deepcopy(network.module).eval(), network.names)
 
     def f(w: Tensor) -> Tensor:
-        return alone._apply(alone.unflatten(w), x).reshape(num_rows(x), -1)
+        return alone(alone.unflatten(w), x).reshape(num_rows(x), -1)
 
     try:  # the module without any context of ours
         f(network.weights)
@@ -161,7 +160,7 @@ def _two_pullbacks_error(network: Linearisation, x: Any, v: Tensor, jv: Tensor) 
     """Of `φv` against the derivative of `u ↦ φᵀu`."""
     w = network.weights.requires_grad_()
     with forward_mode_kernels(), evaluation_mode(network.module):
-        f = network._apply(network.unflatten(w), x).reshape(num_rows(x), -1)
+        f = network.held(network.unflatten(w), x).reshape(num_rows(x), -1)
         u = torch.zeros_like(f).requires_grad_()
         (pulled,) = torch.autograd.grad(f, w, u, create_graph=True)
         twice = torch.stack([torch.autograd.grad(pulled, u, t, retain_graph=True)[0] for t in v])

@@ -15,7 +15,7 @@ from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.methods.problem import SAMPLE_STREAM
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.networks.precision import solving
+from laplace_sampling.networks.held_module import solving
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predictions.diagnosis import Diagnosis
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut

@@ -15,7 +15,7 @@ from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit, Tuned
 from laplace_sampling.methods.method import Method, Tuning
-from laplace_sampling.networks.precision import solving
+from laplace_sampling.networks.held_module import solving
 from laplace_sampling.networks.random_weights import Subset
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predict import check_inputs, predict

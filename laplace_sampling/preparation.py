@@ -16,7 +16,7 @@ from laplace_sampling.methods import as_method
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.networks.memory import free_memory
+from laplace_sampling.networks.resources import free_memory
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.settings import Settings
 
@@ -79,7 +79,7 @@ def problem_of(settings: Settings, network: Linearisation, tangent: TangentModel
 def _within_memory(settings: Settings, network: Linearisation, tangent: TangentModel) -> TangentModel:
     """The same, with as many data in the network at once as activations have memory for, if the loader has more."""
     features, max_memory = tangent.model.features, settings.method.max_memory
-    network.limit.most = None
+    network.batching.max_rows = None
     bytes_ = max_memory if max_memory is not None else 0.5 * free_memory(network.device)
     counts = dict(network.products)
     rows = rows_in_memory(
@@ -88,7 +88,7 @@ def _within_memory(settings: Settings, network: Linearisation, tangent: TangentM
     network.products.update(counts)
     if rows >= features.batch_size:
         return tangent
-    network.limit.most = rows
+    network.batching.max_rows = rows
     return replace(tangent, model=replace(tangent.model, features=features.in_chunks(rows)))
 
 

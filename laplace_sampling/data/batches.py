@@ -28,6 +28,7 @@ __all__ = [
     "num_rows",
     "place",
     "read",
+    "rows_of",
     "split",
     "take",
 ]
@@ -177,6 +178,11 @@ def _each(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def take(x: Any, indices: Tensor | slice) -> Any:
     """Some data of a batch."""
     return _each(x, lambda tensor: tensor[indices])
+
+
+def rows_of(x: Any, rows: slice) -> Any:
+    """`take` of neighbouring data; a batch itself, without a copy, if they are all of its data."""
+    return x if rows.stop >= num_rows(x) and not rows.start else take(x, rows)
 
 
 def split(x: Any, size: int) -> list[Any]:

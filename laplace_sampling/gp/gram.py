@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features, row_blocks
-from laplace_sampling.networks.operations import Operations
+from laplace_sampling.networks.resources import Operations
 
 __all__ = [
     "MAX_MEMORY",

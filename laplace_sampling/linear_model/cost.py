@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from laplace_sampling.linear_model.features import Features
-from laplace_sampling.networks.memory import TensorBytes
-from laplace_sampling.networks.operations import Operations
+from laplace_sampling.networks.resources import Operations, TensorBytes
 
 __all__ = ["Cost", "measure", "rows_in_memory"]
 

@@ -1,8 +1,8 @@
 """Jacobian products by `torch.compile`, of shapes that come again; each program is checked before it is used.
 
-Compiling takes seconds to a minute for each shape, and saves what a small network spends between its operations, and
-memory that is written and read again. A product is that of a chunk of vectors, filled up with zeros to a power of two,
-so that there are few shapes.
+Compiling takes seconds to a minute for each shape. It saves what a small network spends between its operations, and
+memory that is written and read again. Vectors go in chunks that are filled up with zeros to a power of two, so that
+there are few shapes.
 """
 
 import math
@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch._dynamo as dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp, vmap
@@ -20,44 +19,58 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from laplace_sampling.data.batches import arguments, num_rows, plain, read
-from laplace_sampling.networks.forward_mode import ComposedLayers
-from laplace_sampling.networks.memory import cpu_out_of_memory
+from laplace_sampling.networks.derivative_rules import ComposedLayers
+from laplace_sampling.networks.held_module import HeldModule
+from laplace_sampling.networks.resources import cpu_out_of_memory
 
 __all__ = ["CompiledProducts"]
 
 Weights = dict[str, Tensor]
 Program = Callable[[Weights, Sequence[Tensor], Tensor], Tensor]
-Plain = Callable[[Tensor], Tensor]
+Product = Callable[[Tensor], Tensor]
 
-# Products of a shape before it is compiled, so that what comes rarely is not; and programs at most.
-_BEFORE, _PROGRAMS = 3, 32
-# What may come of rounding, as a power of the precision of the numbers: 2e-3 in float32.
-_EXPONENT = 0.4
+# Products of a shape before it is compiled, so that rare shapes are not, as that of a smaller last batch. TUNED_BEFORE
+_CALLS_BEFORE = 3
+# At most so many programs, each of which holds memory.
+_MAX_PROGRAMS = 32
+# Differences that rounding brings about, as a power of the precision of the numbers: 2e-3 in float32. TUNED_EXP
+_ROUNDING_EXPONENT = 0.4
+# On a CPU, pullbacks are slower compiled if the network makes tensors of more bytes than this: their convolutions are
+# torch's own again, and run vector by vector. TUNED_COMPILED
+_COMPILED_PULL_BYTES = 10**6
 
 
 class CompiledProducts:
     """Programs of one network.
 
     Args:
-        module: the network.
-        shapes: of its random weights, by name.
-        backend: of `torch.compile`.
+        held: the network.
+        backend: of `torch.compile`; `True` for its default.
 
     Attributes:
         programs: how many there are.
 
     Raises:
-        ValueError: for a backend that torch does not have.
+        ValueError: for a backend that torch does not have, or a network in several precisions.
     """
 
-    def __init__(self, module: nn.Module, shapes: dict[str, torch.Size], backend: str) -> None:
-        known = dynamo.list_backends(exclude_tags=())
-        if backend not in known:
+    def __init__(self, held: HeldModule, backend: bool | str) -> None:
+        # `torch._dynamo` takes a second to import, and few networks are compiled.
+        from torch._dynamo import list_backends
+
+        precisions = {p.dtype for p in held.module.parameters()} | {held.dtype}
+        if held.autocast is not None or len(precisions) > 1:
+            raise ValueError(
+                "`compile` is for networks in one precision, float32 or float64, without `autocast`: leave it out."
+            )
+        known = list_backends(exclude_tags=())
+        self.backend = backend if isinstance(backend, str) else "inductor"
+        if self.backend not in known:
             raise ValueError(f"`compile={backend!r}` must be True or a backend of torch.compile, one of {known}.")
-        self.module, self.shapes, self.backend = module, shapes, backend
+        self.module, self.shapes = held.module, held.shapes
         self._programs: dict[Any, Program] = {}
         self._calls: Counter[Any] = Counter()
-        # After a failure what is there stays, for it has been checked, and nothing is compiled any more.
+        # After a failure nothing is compiled any more; programs that are there stay, for they were checked.
         self._failed = False
 
     @property
@@ -68,97 +81,115 @@ class CompiledProducts:
         """Without programs, which are of the module itself: a copy has another."""
         return {**self.__dict__, "_programs": {}, "_calls": Counter()}
 
-    def push(self, weights: Weights, x: Any, v: Tensor, most: int, product: Plain) -> Tensor:
-        """`φ v_k`, `[K, N, C]`, of at most so many vectors at once; by `product` what is not compiled."""
-        return self._in_chunks(_push, weights, x, v, most, product)
+    @staticmethod
+    def pays_to_pull(device: torch.device, largest: float) -> bool:
+        """Whether pullbacks are faster compiled, the largest tensor of a forward pass having so many bytes."""
+        return device.type != "cpu" or largest <= _COMPILED_PULL_BYTES
 
-    def pull(self, weights: Weights, x: Any, u: Tensor, most: int, product: Plain) -> Tensor:
-        """`φᵀ u_k`, `[K, P]`, as `push`."""
-        return self._in_chunks(_pull, weights, x, u, most, product)
+    def push(self, weights: Weights, x: Any, v: Tensor, most: int, product: Product) -> Tensor:
+        """`φ v_k`, `[K, N, C]`.
 
-    def _in_chunks(self, kind: Any, weights: Weights, x: Any, vectors: Tensor, most: int, product: Plain) -> Tensor:
+        Args:
+            weights: of the network, all of them.
+            x: inputs.
+            v: `v_k`, `[K, P]`.
+            most: vectors at once.
+            product: computes the product of some vectors where it is not compiled.
+        """
+        return self._in_chunks(_push_program, weights, x, v, most, product)
+
+    def pull(self, weights: Weights, x: Any, u: Tensor, most: int, product: Product) -> Tensor:
+        """`φᵀ u_k`, `[K, P]`, with the arguments of `push`."""
+        return self._in_chunks(_pull_program, weights, x, u, most, product)
+
+    def _in_chunks(self, kind: Any, weights: Weights, x: Any, vectors: Tensor, most: int, product: Product) -> Tensor:
         tensors, spec = tree_flatten(plain(x))
         if is_in_torch_dispatch_mode() or not all(isinstance(t, Tensor) and t.dim() for t in tensors):
-            return product(vectors)  # as where operations are counted; constants would be those of the first batch
-        seen = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+            # Modes that count operations do not see programs, and constants would be those of the first batch.
+            return product(vectors)
+        form = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
         parts = []
         for part in vectors.split(1 << most.bit_length() - 1):
             width = 1 << (len(part) - 1).bit_length()
-            key = kind, width, spec, seen, vectors.dtype, self._state(weights)
+            key = kind, width, spec, form, vectors.dtype, self._state(weights)
             self._calls[key] += 1
-            if key not in self._programs and self._calls[key] > _BEFORE:
+            if key not in self._programs and self._calls[key] > _CALLS_BEFORE:
                 self._add(key, weights, x, tensors, part, product)
-            # A program may have been made for something that is not so any more.
-            found = self._run(key, weights, tensors, part) if key in self._programs else None
-            parts.append(product(part) if found is None else found)
+            # A program fails where something has changed since it was made.
+            result = self._run(key, weights, tensors, part) if key in self._programs else None
+            parts.append(product(part) if result is None else result)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _state(self, weights: Weights) -> tuple[Any, ...]:
         """What programs depend on beside the batch, as far as torch itself does not see it."""
         hooks = tuple(h for m in self.module.modules() for h in (*m._forward_hooks, *m._forward_pre_hooks))
-        one = next(iter(weights.values()))
-        return hooks, one.dtype, one.device
+        weight = next(iter(weights.values()))
+        return hooks, weight.dtype, weight.device
 
-    def _add(self, key: Any, weights: Weights, x: Any, tensors: Sequence[Tensor], part: Tensor, product: Plain) -> None:
-        """A program, if it gives the product of random vectors that torch gives without it."""
-        if self._failed or len(self._programs) == _PROGRAMS:
+    def _add(
+        self, key: Any, weights: Weights, x: Any, tensors: Sequence[Tensor], part: Tensor, product: Product
+    ) -> None:
+        """Adds a program, if it gives the product of random vectors that torch gives without it."""
+        if self._failed or len(self._programs) == _MAX_PROGRAMS:
             return
         kind, width, spec = key[:3]
-        generator = torch.Generator().manual_seed(0)
-        vectors = torch.randn(width, *part.shape[1:], generator=generator).to(part)
+        # Vectors of a solver may be zero, which would show nothing.
+        vectors = torch.randn(width, *part.shape[1:], generator=torch.Generator().manual_seed(0)).to(part)
         expected = product(vectors)
         size = float(expected.norm())
         if not 0 < size < math.inf:
-            return  # it would show nothing
-        program = kind(_function(self.module, spec, num_rows(x), vectors.dtype), self.shapes)
+            return
+        program = kind(_network_function(self.module, spec, num_rows(x), vectors.dtype), self.shapes)
         # torch counts programs by their code, and has no more than eight of the same.
         program.__code__ = program.__code__.replace()
         self._programs[key] = torch.compile(program, fullgraph=True, dynamic=False, backend=self.backend)
-        off = math.inf
+        error = math.inf
         try:
-            found = self._run(key, weights, tensors, vectors, first=True)
-            if found is not None and (found.shape, found.dtype) == (expected.shape, expected.dtype):
-                off = float((found - expected).norm()) / size
-        finally:
-            if not off <= torch.finfo(vectors.dtype).eps ** _EXPONENT:
+            result = self._run(key, weights, tensors, vectors, first=True)
+            if result is not None and (result.shape, result.dtype) == (expected.shape, expected.dtype):
+                error = float((result - expected).norm()) / size
+        finally:  # also after an interrupt, so that no program stays unchecked
+            if not error <= torch.finfo(vectors.dtype).eps ** _ROUNDING_EXPONENT:
                 del self._programs[key]
         if key not in self._programs and not self._failed:
-            self._fail(f"a compiled product is off by {off:.2g} of its size")
+            self._fail(f"a compiled product is off by {error:.2g} of its size")
 
     def _run(
         self, key: Any, weights: Weights, tensors: Sequence[Tensor], part: Tensor, *, first: bool = False
     ) -> Tensor | None:
-        """The product by a program; None if it fails."""
+        """The product by a program; `None` if it fails."""
+        from torch._dynamo import config
+
         width, device = key[1], part.device.type
         padded = F.pad(part, (0, 0) * (part.dim() - 1) + (0, width - len(part))) if len(part) < width else part
         try:
-            # Modules are held with `force_eager` around, for parts of them that their user has compiled. Dynamo would
-            # compile anew, and unchecked, where it finds that something has changed.
+            # `evaluation_mode` forces eager code for parts of the module that the user has compiled. torch would
+            # compile anew, and unchecked, where something has changed: that is an error but in the first run.
             with (
                 torch.enable_grad(),
                 torch.autocast(device, enabled=False),
                 torch.compiler.set_stance("default"),
-                dynamo.config.patch(error_on_recompile=not first),  # pyright: ignore
+                config.patch(error_on_recompile=not first),  # pyright: ignore
                 cpu_out_of_memory(),
             ):
                 return self._programs[key](weights, tensors, padded)[: len(part)].detach()
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # torch says by many classes that it does not compile something
-            said = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            why = f"torch.compile fails, {type(error).__name__}: {said}"
+        except Exception as error:  # torch has many classes of errors for what it does not compile
+            sentence = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            reason = f"torch.compile fails, {type(error).__name__}: {sentence}"
         if not first:
             del self._programs[key]
-        self._fail(why)
+        self._fail(reason)
         return None
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, reason: str) -> None:
         if not self._failed:
             self._failed = True
-            warnings.warn(f"Products of {type(self.module).__name__} are not compiled: {why}.", stacklevel=2)
+            warnings.warn(f"Products of {type(self.module).__name__} are not compiled: {reason}.", stacklevel=2)
 
 
-def _function(
+def _network_function(
     module: nn.Module, spec: TreeSpec, num: int, dtype: torch.dtype
 ) -> Callable[[Weights, Sequence[Tensor]], Tensor]:
     """The network, `[N, C]`, for inputs of one structure."""
@@ -172,7 +203,7 @@ def _function(
     return function
 
 
-def _push(function: Callable[[Weights, Sequence[Tensor]], Tensor], shapes: dict[str, torch.Size]) -> Any:
+def _push_program(function: Callable[[Weights, Sequence[Tensor]], Tensor], shapes: dict[str, torch.Size]) -> Any:
     sizes = [shape.numel() for shape in shapes.values()]
 
     def push(weights: Weights, tensors: Sequence[Tensor], v: Tensor) -> Tensor:
@@ -184,7 +215,7 @@ def _push(function: Callable[[Weights, Sequence[Tensor]], Tensor], shapes: dict[
     return push
 
 
-def _pull(function: Callable[[Weights, Sequence[Tensor]], Tensor], shapes: dict[str, torch.Size]) -> Any:
+def _pull_program(function: Callable[[Weights, Sequence[Tensor]], Tensor], shapes: dict[str, torch.Size]) -> Any:
     def pull(weights: Weights, tensors: Sequence[Tensor], u: Tensor) -> Tensor:
         random = {name: weights[name] for name in shapes}
         back = vjp(lambda w: function({**weights, **w}, tensors), random)[1]

@@ -1,28 +1,81 @@
-"""Whether a network is what all that follows takes it for: a function of each datum, with one derivative."""
+"""Checks of a network's derivatives: torch has some that are wrong, and nothing says so.
 
-from typing import Any
+`check_consistency` is made once before a fit: is the network a function of each datum, with one derivative? `RowCheck`
+is made at the first rows of a Jacobian, since torch's derivatives under `vmap` over data may be wrong by themselves.
+Both compare forward mode with reverse mode, and both ask in float64 before they say that something is wrong: a unit of
+almost no input may be on in one pass and off in another.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace_sampling.data.batches import num_rows, place, take
-from laplace_sampling.networks.linearisation import Linearisation
 
-__all__ = ["check_consistency"]
+__all__ = ["RowCheck", "check_consistency"]
 
-# What may come of rounding, as a power of the precision of the numbers: 2e-3 in float32, 0.1 in bfloat16.
-_EXPONENT = 0.4
+# Differences that rounding brings about, as a power of the precision of the numbers: 2e-3 in float32, 0.1 in bfloat16.
+# TUNED_EXPONENT
+_ROUNDING_EXPONENT = 0.4
 # How far a datum by itself may be from one in a batch: layers quantised dynamically take their range from the batch.
+# TUNED_COUPLING
 _COUPLING = 0.05
+# How far rows of a Jacobian may be from forward mode: in float32 a unit of almost no input is on in one and off in the
+# other. TUNED_DIFFERENT
+_ROW_DIFFERENCE = 0.05
+# Data whose rows are compared; more would only take longer.
+_COMPARED_DATA = 16
 
 
-def check_consistency(network: Linearisation, x: Any) -> None:
-    r"""Raise if rows of a batch act on each other, or if products by forward and reverse mode are not adjoint.
+class _Ways(Protocol):
+    data_together: bool
 
-    A datum by itself must have the outputs and the product `φ v` that it has behind another one, to 5 %; and for random
+    def trial(self) -> AbstractContextManager[None]: ...
+    def take_data_alone(self, reason: str) -> None: ...
+
+
+class _Network(Protocol):
+    """The part of a `Linearisation` that the checks use."""
+
+    products: dict[str, int]
+    num_parameters: int
+
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def autocast(self) -> torch.dtype | None: ...
+    @property
+    def module_dtype(self) -> torch.dtype: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def ways(self) -> _Ways: ...
+    @property
+    def lacking(self) -> str | None: ...
+    def __call__(self, x: Any) -> Tensor: ...
+    def jvp(self, x: Any, v: Tensor) -> Tensor: ...
+    def vjp(self, x: Any, u: Tensor) -> Tensor: ...
+    def in_float64(self) -> Self: ...
+
+
+Network = TypeVar("Network", bound=_Network)
+
+
+# Before a fit ---------------------------------------------------------------------------------------------------------
+
+
+def check_consistency(network: _Network, x: Any) -> None:
+    r"""Raises if rows of a batch act on each other, or if products by forward and reverse mode are not adjoint.
+
+    A datum by itself must have the outputs and the product `φ v` that it has behind another one, to 5 %. For random
     `u` and `v` it must be that `⟨u, φv⟩ = ⟨φᵀu, v⟩`, of two data and of one: torch has kernels whose derivatives are
-    wrong for one only. What fails is computed in float64 before it is believed: a unit of
-    almost no input may be on in one pass and off in another. Products are not counted.
+    wrong for one only. Products are not counted.
 
     Args:
         network: the linearised network.
@@ -32,65 +85,75 @@ def check_consistency(network: Linearisation, x: Any) -> None:
         ValueError: if either is not so, or if the network fails on so few data but not on all. What else it raises is
             raised as it is.
     """
-    everything, x = x, take(x, slice(0, 2))
+    pair = take(x, slice(0, 2))
     counts = dict(network.products)
     try:
         try:
-            problem = _problem(network, x)
-        except _Fails as failure:
-            network(everything)
+            problem = _problem(network, pair)
+        except _FailsOnFewData as failure:
+            network(x)
             raise ValueError(str(failure)) from failure.__cause__
         if problem is not None and network.dtype != torch.float64:
-            problem = _in_float64(network, x, problem)
+            problem = _problem_in_float64(network, pair, problem)
     finally:
         network.products.update(counts)
     if problem is not None:
         raise ValueError(problem)
 
 
-class _Fails(Exception):
-    """The network does not run on few data."""
+class _FailsOnFewData(Exception):
+    """The network does not run on one or two data."""
 
 
-def _problem(network: Linearisation, x: Any) -> str | None:
-    """What is wrong, in words."""
+def _problem(network: _Network, x: Any) -> str | None:
+    """What is wrong with a network, as a sentence; `None` if nothing is."""
     name, generator = type(network.module).__name__, torch.Generator().manual_seed(0)
     v = torch.randn(2, network.num_parameters, generator=generator).to(network.device, network.dtype)
-    alone = take(x, slice(-1, None))
+    second = take(x, slice(-1, None))
     try:
-        outputs, own = (network(part).reshape(num_rows(part), -1) for part in (x, alone))
+        outputs, single_output = (network(part).reshape(num_rows(part), -1) for part in (x, second))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise _Fails(
+        raise _FailsOnFewData(
             f"{name} runs on the first batch of the data, but not on one or two of them: {type(error).__name__}, "
             f"{error} {_INDEPENDENT}"
         ) from error
-    product, by_itself = network.jvp(x, v), network.jvp(alone, v)
-    if not all(bool(values.isfinite().all()) for values in (outputs, own, product, by_itself)):
-        return None  # the fit says what is not finite
+    product, single_product = network.jvp(x, v), network.jvp(second, v)
+    if not all(bool(values.isfinite().all()) for values in (outputs, single_output, product, single_product)):
+        return None  # the fit itself says what is not finite
     dtype = network.module_dtype if network.autocast is None else network.autocast
-    allowed = torch.finfo(dtype).eps ** _EXPONENT
-    for what, together, single in (("outputs", outputs[-1:], own), ("products `φv`", product[:, -1:], by_itself)):
-        whole = outputs if what == "outputs" else product
-        if not _near(single, together, whole, max(allowed, _COUPLING)):
-            off = float((single - together).norm() / whole.norm())
+    rounding = torch.finfo(dtype).eps ** _ROUNDING_EXPONENT
+    coupling = max(rounding, _COUPLING)
+    for quantity, of_pair, of_second, single in (
+        ("outputs", outputs, outputs[-1:], single_output),
+        ("products `φv`", product, product[:, -1:], single_product),
+    ):
+        if not _near(single, of_second, of_pair, coupling):
+            difference = float((single - of_second).norm() / of_pair.norm())
             return (
-                f"What {name} gives for a datum depends on the other data of its batch: the {what} of the second datum "
-                f"by itself and beside the first differ by {off:.2g} of their size. {_INDEPENDENT}"
+                f"What {name} gives for a datum depends on the other data of its batch: the {quantity} of the second "
+                f"datum by itself and beside the first differ by {difference:.2g} of their size. {_INDEPENDENT}"
             )
     u = torch.randn(product.shape, generator=generator).to(product)
-    for data, pushed, of in ((x, product, u), (alone, by_itself, u[:, -1:])):
-        left, right = (of * pushed).sum((1, 2)), (v * network.vjp(data, of)).sum(1)
-        if _near(left, right, pushed, allowed):
-            continue
-        return (
-            f"The Jacobian products of {name} by forward and by reverse mode are not of the same Jacobian: "
-            f"⟨u, φv⟩ = {float(left[0]):.6g}, but ⟨φᵀu, v⟩ = {float(right[0]):.6g} for random u and v. "
-            f"{_ANOTHER if network.lacking is None else _LACKING.format(network.lacking)} Replace it, or choose "
-            "weights after it with `parameters=`."
-        )
+    for data, pushed, cotangents in ((x, product, u), (second, single_product, u[:, -1:])):
+        problem = _not_adjoint(network, data, v, pushed, cotangents, rounding)
+        if problem is not None:
+            return problem
     return None
+
+
+def _not_adjoint(network: _Network, x: Any, v: Tensor, pushed: Tensor, u: Tensor, rounding: float) -> str | None:
+    """Compares `⟨u, φv⟩`, `pushed` being `φv`, with `⟨φᵀu, v⟩`."""
+    forward, reverse = (u * pushed).sum((1, 2)), (v * network.vjp(x, u)).sum(1)
+    if _near(forward, reverse, pushed, rounding):
+        return None
+    reason = _OTHER_DERIVATIVE if network.lacking is None else _LACKING.format(network.lacking)
+    return (
+        f"The Jacobian products of {type(network.module).__name__} by forward and by reverse mode are not of the same "
+        f"Jacobian: ⟨u, φv⟩ = {float(forward[0]):.6g}, but ⟨φᵀu, v⟩ = {float(reverse[0]):.6g} for random u and v. "
+        f"{reason} Replace it, or choose weights after it with `parameters=`."
+    )
 
 
 _INDEPENDENT = (
@@ -98,9 +161,7 @@ _INDEPENDENT = (
     "`BatchNorm(track_running_stats=False)`, and give what belongs together as one datum, graphs as "
     "[graphs, nodes, ...]."
 )
-
-
-_ANOTHER = (
+_OTHER_DERIVATIVE = (
     "Some operation has another derivative in one of them, as by a custom `autograd.Function` or a gradient hook."
 )
 _LACKING = (
@@ -109,12 +170,12 @@ _LACKING = (
 )
 
 
-def _near(a: Tensor, b: Tensor, size: Tensor, allowed: float) -> bool:
-    return float((a - b).norm()) <= allowed * float(size.norm())
+def _near(a: Tensor, b: Tensor, scale: Tensor, allowed: float) -> bool:
+    return float((a - b).norm()) <= allowed * float(scale.norm())
 
 
-def _in_float64(network: Linearisation, x: Any, problem: str) -> str | None:
-    """What is wrong in float64, where the network can be computed so."""
+def _problem_in_float64(network: _Network, x: Any, problem: str) -> str | None:
+    """The problem that there is in float64 as well, where the network can be computed so."""
     try:
         precise = network.in_float64()
         wide = place(x, network.device, torch.float64)
@@ -123,3 +184,81 @@ def _in_float64(network: Linearisation, x: Any, problem: str) -> str | None:
         return _problem(precise, wide)
     except Exception:  # a network may hold anything: one that cannot be copied or computes in its own dtype
         return problem
+
+
+# Rows of Jacobians ----------------------------------------------------------------------------------------------------
+
+
+class RowCheck:
+    """Compares rows of a network's Jacobian with forward mode, once for each kind of them.
+
+    Rows of all data together and of one datum are two kinds, and so are whole Jacobians and `φ(x_n)ᵀ u_n`.
+    """
+
+    def __init__(self) -> None:
+        self._compared: set[tuple[bool, bool]] = set()
+
+    def rows(
+        self,
+        network: Network,
+        x: Any,
+        u: Tensor | None,
+        compute: Callable[[Network, Any], Tensor],
+        *,
+        graph: bool = False,
+    ) -> Tensor:
+        """`compute(network, x)`, from one datum at a time if the rows of all data together are wrong.
+
+        Args:
+            network: the linearised network.
+            x: inputs.
+            u: cotangents of the rows `φ(x_n)ᵀ u_n`; `None` for whole Jacobians.
+            compute: the rows.
+            graph: whether they are differentiable.
+        """
+        rows = compute(network, x)
+        # Jacobians of few weights are computed by forward mode themselves.
+        by_columns = u is None and not graph and network.num_parameters < rows.shape[1]
+        kind = (u is None, len(rows) > 1)
+        if by_columns or kind in self._compared or not network.ways.data_together:
+            return rows
+        counts = dict(network.products)
+        try:
+            difference = _row_difference(network, x, u, rows)
+            if difference is None:
+                return rows
+            self._compared.add(kind)
+            if difference <= _ROW_DIFFERENCE or _right_in_float64(network, x, u, compute):
+                return rows
+            network.ways.take_data_alone("torch's derivatives of many of them at once are wrong")
+            return compute(network, x)
+        finally:
+            network.products.update(counts)
+
+
+def _row_difference(network: _Network, x: Any, u: Tensor | None, rows: Tensor) -> float | None:
+    """The relative difference of rows times a random vector from forward mode; `None` if it cannot be computed."""
+    first = slice(0, _COMPARED_DATA)
+    try:
+        v = torch.randn(1, network.num_parameters, generator=torch.Generator().manual_seed(0))
+        v = v.to(network.device, network.dtype)
+        with network.ways.trial():
+            pushed = network.jvp(x if num_rows(x) <= _COMPARED_DATA else take(x, first), v)[0]
+        pushed = pushed.reshape(len(rows[first]), -1)
+        expected = pushed if u is None else (u[first] * pushed).sum(-1)
+        difference, size = float((rows[first].detach().to(v) @ v[0] - expected).norm()), float(expected.norm())
+    except Exception:  # inside transforms of `torch.func`, or without any Jacobian-vector product
+        return None
+    return difference / size if size > 0 and math.isfinite(difference) else None
+
+
+def _right_in_float64(network: Network, x: Any, u: Tensor | None, compute: Callable[[Network, Any], Tensor]) -> bool:
+    """Whether rows differ in their own precision only, where rounding decides which way a unit goes."""
+    if network.module_dtype == torch.float64:
+        return False
+    try:
+        precise, wide = network.in_float64(), place(x, network.device, torch.float64)
+        difference = _row_difference(precise, wide, u, compute(precise, wide))
+    except Exception:  # a network may hold anything: one that cannot be copied or computes in its own dtype
+        return False
+    return difference is not None and difference <= _ROW_DIFFERENCE

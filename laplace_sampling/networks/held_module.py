@@ -1,150 +1,333 @@
-"""A module that is held and never changed: what is inside its wrappers, its evaluation mode, where it failed."""
+"""The network as a function of its random weights, and the state of module and torch in which it is called.
 
-import linecache
-from collections.abc import Iterator
-from contextlib import contextmanager
+The module is held, never changed: weights are given to it by `torch.func.functional_call`, and `evaluation_mode` puts
+its own state back after each call, also after one that raised.
+"""
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import is_
-from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.parameter import is_lazy
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.func import functional_call
 
-__all__ = ["evaluation_mode", "unwrapped", "where"]
+from laplace_sampling.data.batches import Layout, arguments, batched, num_rows, read
+from laplace_sampling.networks.resources import cpu_out_of_memory
+
+__all__ = ["HALF", "HeldModule", "evaluation_mode", "precisions", "solving", "users_precision"]
+
+Weights = dict[str, Tensor]
+
+HALF = (torch.bfloat16, torch.float16)
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside `torch.compile`, `DataParallel` and `DistributedDataParallel`, which share its weights.
+class HeldModule:
+    """A module `f(w, x)` as a function of its random weights, which are one flat vector of `P` numbers.
+
+    Args:
+        module: the trained network.
+        names: the random weights, in the order of the flat vector.
+        autocast: dtype of the operations that `torch.autocast` lowers.
+        composed_layers: the context in which layers without forward derivatives are replaced.
+
+    Attributes:
+        shapes: of the random weights, by name.
 
     Raises:
-        TypeError: if it is no module, or a scripted one, whose operations cannot be differentiated forwards.
+        ValueError: for an `autocast` that is not narrower than the weights.
     """
-    while True:
-        if isinstance(module, torch.jit.ScriptModule):
-            raise TypeError(
-                f"`Linearisation(module)` got a {type(module).__name__} of torch.jit, which has no Jacobian products. "
-                "Pass the module that was scripted or traced."
-            )
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"`Linearisation(module)` needs a torch.nn.Module, but got {type(module).__name__}.")
-        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            module = module.module
-        elif "_orig_mod" in module._modules:
-            module = module._modules["_orig_mod"]  # pyright: ignore
-        else:
-            _check_parts(module)
-            return module
 
-
-def _check_parts(module: nn.Module) -> None:
-    """Raise for parts that cannot be differentiated, or whose weights change when they are called."""
-    for name, part in module.named_modules():
-        at = f"`{name}` of the model is" if name else "The model is"
-        if isinstance(part, torch.jit.ScriptModule):
-            raise TypeError(
-                f"{at} a {type(part).__name__} of torch.jit, which has no Jacobian products. Put the module that was "
-                "scripted or traced in its place."
-            )
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+    def __init__(
+        self,
+        module: nn.Module,
+        names: list[str],
+        autocast: torch.dtype | None = None,
+        composed_layers: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> None:
+        self.module, self.names, self.autocast, self._composed_layers = module, names, autocast, composed_layers
+        self.shapes = {name: parameter.shape for name, parameter in self.random().items()}
+        self.sizes = [shape.numel() for shape in self.shapes.values()]
+        self._all_random = len(names) == len(dict(module.named_parameters()))
+        if autocast is not None and (autocast not in HALF or self.module_dtype != torch.float32):
             raise ValueError(
-                f"{at} an `nn.{type(part).__name__}(max_norm=...)`, which changes its weights in the forward pass. "
-                "Renormalise them once, and set `max_norm` to None."
+                f"`autocast={autocast}` must be torch.bfloat16 or torch.float16, of a network in float32, but the "
+                f"network is in {self.module_dtype}; leave it out, or call `model.float()`."
             )
-        for kind, p in [*part._parameters.items(), *part._buffers.items()]:
-            if p is None:
-                continue
-            if is_lazy(p):
-                raise ValueError(
-                    f"{at} a {type(part).__name__} without weights as yet: run the model on a batch first."
-                )
-            if p.is_meta:
-                raise ValueError(
-                    f"`{kind}` of {name or 'the model'} is on the device 'meta', which holds no numbers: load its "
-                    "weights first."
-                )
-            if p.is_inference():
-                raise ValueError(
-                    f"`{kind}` of {name or 'the model'} was made in `torch.inference_mode()`, so that torch does not "
-                    "differentiate it: make or load the model outside of it, or pass `copy.deepcopy(model)`."
-                )
+
+    def random(self) -> Weights:
+        """The random weights of the module, without a graph."""
+        parameters = dict(self.module.named_parameters())
+        return {name: parameters[name].detach() for name in self.names}
+
+    def leaves(self) -> Weights:
+        """The random weights as leaves of a graph of their own."""
+        return {name: w.requires_grad_() for name, w in self.random().items()}
+
+    def fixed(self) -> Weights:
+        """The weights that are not random, so that no gradient reaches those of the module."""
+        if self._all_random:
+            return {}
+        return {name: p.detach() for name, p in self.module.named_parameters() if name not in self.shapes}
+
+    def _some_weight(self) -> Tensor:
+        """One of the random weights; a walk through the module would take as long as a small layer."""
+        owner, _, name = self.names[0].rpartition(".")
+        weight = self.module.get_submodule(owner)._parameters[name]
+        assert weight is not None
+        return weight
+
+    @property
+    def device(self) -> torch.device:
+        return self._some_weight().device
+
+    @property
+    def module_dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return self._some_weight().dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of vectors, products and outputs: that of the weights, but float32 for half precision."""
+        dtype = self.module_dtype
+        return torch.float32 if dtype in HALF else dtype
+
+    def __call__(self, weights: Weights, x: Any, *, composed: bool = False) -> Float[Tensor, "N ..."]:
+        """`f(w, x)` for some of the weights by name; those of several heads flat.
+
+        Args:
+            weights: in place of those of the module.
+            x: inputs.
+            composed: whether layers without forward derivatives are replaced for this call.
+        """
+        args, kwargs = arguments(self._copied(x))
+        dtype = self.dtype
+        lowered = torch.autocast(self.device.type, self.autocast, self.autocast is not None, cache_enabled=False)
+        # A mode that replaces layers takes time for every call of torch, so only the network is called inside of it.
+        with lowered, cpu_out_of_memory(), self._composed_layers() if composed else nullcontext():
+            output = functional_call(self.module, weights, args, kwargs)
+        output = read(output, num_rows(x))[0]
+        return output if output.dtype == dtype else output.to(dtype)  # even a `to` without effect takes time
+
+    def outputs(self, x: Any) -> Callable[[Weights], Float[Tensor, "N C"]]:
+        """`w ↦ f(w, x)` of the random weights, from layers with forward derivatives."""
+        fixed, num = self.fixed(), num_rows(x)
+
+        def outputs(weights: Weights) -> Tensor:
+            output = self({**fixed, **weights}, x, composed=True)
+            return output if output.dim() == 2 else output.reshape(num, -1)
+
+        return outputs
+
+    def forward(self, x: Any) -> Float[Tensor, "N C"]:
+        """The outputs that Jacobian products differentiate, at the trained weights."""
+        return self.outputs(x)(self.random())
+
+    def evaluate(self, x: Any) -> tuple[Float[Tensor, "N ..."], Layout]:
+        """What the module itself returns, and its layout."""
+        args, kwargs = arguments(self._copied(x))
+        with self._explained(x):
+            return read(self.module(*args, **kwargs), num_rows(x))
+
+    def _copied(self, x: Any) -> Any:
+        """Inputs that the network may change in place, narrowed to its own precision if that is half."""
+        tensors, rebuild = batched(x)
+        dtype = self.module_dtype
+        narrow = dtype in HALF
+        return rebuild([t.to(dtype, copy=True) if narrow and t.is_floating_point() else t.clone() for t in tensors])
+
+    @contextmanager
+    def _explained(self, x: Any) -> Iterator[None]:
+        """Errors of the network about types or gradients say what the user can do."""
+        name = type(self.module).__name__
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            if "does not require grad" in str(error):
+                raise RuntimeError(
+                    f"{name} differentiates in its forward, which is run under "
+                    f"`torch.no_grad()`: {error}. Put `with torch.enable_grad():` around that part of it, "
+                    "and call `requires_grad_()` there on what it differentiates in."
+                ) from error
+            dtypes = sorted({str(t.dtype) for t in batched(x)[0] if t.dtype != self.module_dtype})
+            if not dtypes or "type" not in str(error):
+                raise
+            raise TypeError(
+                f"{name}, whose weights are in {self.module_dtype}, fails on inputs in "
+                f"{', '.join(dtypes)}: {error} Convert the inputs, as by `x.to({self.module_dtype})` (numbers of numpy "
+                "are in float64), or the model."
+            ) from error
+
+    def unflatten(self, v: Tensor) -> Weights:
+        """Views of `[..., P]` in the shapes of the weights, by name."""
+        parts = v.split(self.sizes, dim=-1)
+        return {
+            name: part.unflatten(-1, shape) if shape else part.squeeze(-1)
+            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+        }
+
+    def write(self, gradients: Iterable[list[Tensor | None]], rows: Float[Tensor, "K P"], *, add: bool = False) -> None:
+        """Writes gradients by weight, of some vectors after others, to rows; or adds them to what is there."""
+        zero, start = rows.new_zeros(1, 1), 0
+        for by_weight in gradients:
+            num = next((len(gradient) for gradient in by_weight if gradient is not None), 1)
+            # A weight that the output does not depend on has derivative zero.
+            flat = [
+                zero.expand(num, size) if gradient is None else gradient.reshape(num, -1)
+                for size, gradient in zip(self.sizes, by_weight, strict=True)
+            ]
+            part = rows[start : start + num]
+            if add:
+                for row, gradient in zip(part.split(self.sizes, 1), flat, strict=True):
+                    row += gradient
+            else:
+                torch.cat(flat, 1, out=part)
+            start += num
+
+    def layers(self) -> tuple[list[str], Tensor]:
+        """The names of the modules that own the weights, and for each weight the index of its module, `[P]`."""
+        owners = [name.rpartition(".")[0] or "(root)" for name in self.names]
+        layers = list(dict.fromkeys(owners))
+        sizes = torch.tensor(self.sizes)
+        return layers, torch.repeat_interleave(torch.tensor([layers.index(owner) for owner in owners]), sizes)
+
+    def in_float64(self) -> "HeldModule":
+        """A copy of the module in float64, without `autocast`."""
+        return HeldModule(copy.deepcopy(self.module).double(), self.names, composed_layers=self._composed_layers)
+
+    def fingerprint(self) -> Tensor:
+        """SHA-256 of all weights and buffers, `[32]` bytes: tells whether a network is the one that was fitted."""
+        digest = hashlib.sha256()
+        for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            for part in _dense_parts(tensor.detach().cpu()):
+                digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
 
 
-# Attributes of every module, which are not its user's.
-_OF_ALL = frozenset(nn.Module().__dict__)
+def _dense_parts(tensor: Tensor) -> list[Tensor]:
+    """The indices and values of a sparse tensor; a dense one itself."""
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return [tensor.indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
 
 
-def _containers(module: nn.Module) -> list[tuple[Any, Any]]:
-    """The lists, dictionaries and sets among the attributes of a module, and copies of them."""
-    found = [value for name, value in module.__dict__.items() if name not in _OF_ALL]
-    return [(value, value.copy()) for value in found if type(value) in (list, dict, set)]
+# Attributes that every module has; others are its user's.
+_COMMON_ATTRIBUTES = frozenset(nn.Module().__dict__)
+
+# What the user had set, for each context of `solving` that was entered.
+_users_settings: list[list[str]] = []
+# torch 2.9 and later have a setting for each backend; before, there is one for all.
+_BACKENDS: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
+if not all(hasattr(backend, "fp32_precision") for backend in _BACKENDS):
+    _BACKENDS = []
 
 
-def _put_back(value: Any, before: Any) -> None:
-    """The elements of a container that a forward pass may have written to."""
-    if isinstance(value, list):
-        value[:] = before
-    else:
-        value.clear()
-        value.update(before)
+def precisions() -> list[str]:
+    """The precision of float32 products now, on a GPU and on a CPU; one for both in torch before 2.9."""
+    return [backend.fp32_precision for backend in _BACKENDS] or [torch.get_float32_matmul_precision()]
+
+
+def _set_precisions(values: list[str]) -> None:
+    if not _BACKENDS:
+        torch.set_float32_matmul_precision(values[0])
+    for backend, value in zip(_BACKENDS, values, strict=False):
+        backend.fp32_precision = value
+
+
+@contextmanager
+def solving() -> Iterator[None]:
+    """Float32 products without TF32 or bfloat16, and outside of inference mode.
+
+    Solvers cannot orthogonalise by products of less precision, and tensors made in inference mode have no graph.
+    """
+    _users_settings.append(precisions())
+    try:
+        _set_precisions(["ieee"] * len(_BACKENDS) or ["highest"])
+        with torch.inference_mode(False):
+            yield
+    finally:
+        _set_precisions(_users_settings.pop())
+
+
+@contextmanager
+def users_precision() -> Iterator[None]:
+    """Inside `solving`, the precision that the user has set outside of it."""
+    now = precisions()
+    try:
+        _set_precisions(_users_settings[0] if _users_settings else now)
+        yield
+    finally:
+        _set_precisions(now)
 
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode in every submodule; modes, parameters, buffers and attributes are put back to what they were."""
-    saved = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in module.modules()]
-    containers = [pair for m, *_ in saved for pair in _containers(m)]
+    """Evaluation mode in every submodule; modes, parameters, buffers and attributes are restored at the end."""
+    states = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in module.modules()]
+    containers = [pair for m, *_ in states for pair in _containers(m)]
     # A forward pass may write to buffers, as counters and caches do.
-    held = [b for *_, buffers in saved for b in buffers.values() if b is not None]
-    values = [(b, b._version, b.detach().clone()) for b in held]
+    buffers = [b for *_, of_module in states for b in of_module.values() if b is not None]
+    values = [(b, b._version, b.detach().clone()) for b in buffers]
     try:
-        # The attribute, not `eval()`: modules that override `train` would not come back as they were.
-        for m, *_ in saved:
+        # The attribute is set, since modules that override `train` would not be restored by `eval()` and `train()`.
+        for m, *_ in states:
             if m.training:
                 m.training = False
-        with torch.compiler.set_stance("force_eager"):  # for parts that are compiled
+        with torch.compiler.set_stance("force_eager"):  # for parts that the user has compiled
             yield
     finally:
-        for m, attributes, parameters, buffers in saved:
-            # Hooks of weight normalisation leave differentiated weights behind as attributes, and `functional_call`
-            # plain tensors in a module that is registered under two names.
-            if not _same(m.__dict__, attributes):  # a dictionary that was filled anew is slower
-                m.__dict__.clear()
-                m.__dict__.update(attributes)
-            if any(m._parameters.get(name) is not p for name, p in parameters.items()):
-                m._parameters.update(parameters)
-            if any(m._buffers.get(name) is not b for name, b in buffers.items()):
-                m._buffers.update(buffers)
-        for pair in containers:
-            _put_back(*pair)
+        for state in states:
+            _restore_module(*state)
+        for container, copied in containers:
+            _restore_container(container, copied)
         with torch.no_grad():
             for buffer, version, value in values:
                 if buffer._version != version:
                     buffer.copy_(value)
 
 
-def _same(found: dict[str, Any], saved: dict[str, Any]) -> bool:
+def _containers(module: nn.Module) -> list[tuple[Any, Any]]:
+    """The lists, dictionaries and sets among the attributes of a module, and copies of them."""
+    attributes = [value for name, value in module.__dict__.items() if name not in _COMMON_ATTRIBUTES]
+    return [(value, value.copy()) for value in attributes if type(value) in (list, dict, set)]
+
+
+def _restore_module(
+    module: nn.Module,
+    attributes: dict[str, Any],
+    parameters: dict[str, nn.Parameter | None],
+    buffers: dict[str, Tensor | None],
+) -> None:
+    # Hooks of weight normalisation leave differentiated weights behind as attributes, and `functional_call` leaves
+    # plain tensors in a module that is registered under two names.
+    if not _same_objects(module.__dict__, attributes):  # a dictionary that was filled anew is slower
+        module.__dict__.clear()
+        module.__dict__.update(attributes)
+    if any(module._parameters.get(name) is not p for name, p in parameters.items()):
+        module._parameters.update(parameters)
+    if any(module._buffers.get(name) is not b for name, b in buffers.items()):
+        module._buffers.update(buffers)
+
+
+def _restore_container(container: Any, copied: Any) -> None:
+    if isinstance(container, list):
+        container[:] = copied
+    else:
+        container.clear()
+        container.update(copied)
+
+
+def _same_objects(now: dict[str, Any], before: dict[str, Any]) -> bool:
     """Whether two dictionaries have the same objects in the same order."""
-    same = len(found) == len(saved) and all(map(is_, found, saved))
-    return same and all(map(is_, found.values(), saved.values()))
-
-
-def where(error: BaseException, module: nn.Module) -> str:
-    """What an error of a module, or of a copy of it, says, the innermost part that it came from, and the line there."""
-    names: dict[int, str] = {}
-    found, line = module, ""
-    traceback: TracebackType | None = error.__traceback__
-    while traceback is not None:
-        owner, code = traceback.tb_frame.f_locals.get("self"), traceback.tb_frame.f_code
-        if not names and isinstance(owner, type(module)):
-            names = {id(m): name for name, m in owner.named_modules()}
-        if isinstance(owner, nn.Module) and id(owner) in names:
-            found = owner
-            # of the module's own code: torch does not name custom functions
-            own = code.co_name not in ("_call_impl", "_wrapped_call_impl")
-            line = linecache.getline(code.co_filename, traceback.tb_lineno).strip()[:80] if own else ""
-        traceback = traceback.tb_next
-    name = names.get(id(found), "")
-    # torch explains at length what a user can do about `vmap`
-    said = next(iter(str(error).strip().splitlines()), type(error).__name__).split(". ")[0].removesuffix(".")
-    return f"{said} — in {f'`{name}`, ' if name else ''}a {type(found).__name__}{line and f': `{line}`'}"
+    same = len(now) == len(before) and all(map(is_, now, before))
+    return same and all(map(is_, now.values(), before.values()))

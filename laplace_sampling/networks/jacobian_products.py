@@ -1,52 +1,38 @@
-"""Jacobian products of a function of weights, `{name: tensor} -> [N, C]`, by the first way that works for a network.
+"""The ways of differentiating a network: each product is taken by the first way that works for it.
 
 JVPs of many vectors are tried under `vmap`, then one by one, both by forward mode; then as the derivative of
-`u ↦ φᵀu`, which is linear, in `u`: two reverse passes. What does not work is not tried again, and is said once.
+`u ↦ φᵀu`, which is linear, in `u`: two reverse passes. A way that failed is not tried again, and a notice says so once.
 """
 
+import linecache
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
-from torch.func import jvp, vmap
+from torch.func import jacrev, jvp, vjp, vmap
 
-from laplace_sampling.networks.forward_mode import ComposedLayers
-from laplace_sampling.networks.held_module import where
-from laplace_sampling.networks.memory import LARGEST_KEPT, TensorBytes
+from laplace_sampling.data.batches import batched, num_rows, take
+from laplace_sampling.networks.batching import Batching
+from laplace_sampling.networks.derivative_rules import ComposedLayers
+from laplace_sampling.networks.held_module import HeldModule, Weights
 
-__all__ = ["FEWEST", "JacobianProducts"]
+__all__ = ["JacobianProducts", "jacobian_rows", "vjp_with_graph", "vjps_of_each_datum"]
 
-Weights = dict[str, Tensor]
 Function = Callable[[Weights], Tensor]
-
-# Bytes of the largest tensor of a product that stay in the caches of a CPU, and the fewest vectors that are worth a
-# forward pass of their own (`benchmarks/products.py`).
-_CACHED, FEWEST = 12 * 2**20, 4
-# Beyond so many bytes pullbacks go one by one on a CPU: the forward pass is there already, and torch's backward
-# convolutions run vector by vector anyway.
-_ALONE = 2 * 10**6
-# And so many beyond which they are slower compiled: their convolutions are torch's own again, and vector by vector.
-_COMPILED = 10**6
 
 # Exceptions of operations that lack a derivative or a rule for batches.
 _LACKING = (RuntimeError, NotImplementedError, KeyError)
 
 
-def _bytes_made(forward: Callable[[], Tensor]) -> tuple[list[int], Tensor]:
-    """Of each tensor of a forward pass, and its output."""
-    with torch.no_grad(), TensorBytes() as made:
-        output = forward()
-    return made.sizes, output
-
-
 def _attempt(way: Callable[[], Any], plain: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """What a way gives, or the error by which it fails, each time, where the network itself works.
+    """The result of a way, or the error by which it fails each time although the network itself works.
 
     The network's own errors are raised: by `plain()`, or because they do not come again.
     """
@@ -66,30 +52,27 @@ def _attempt(way: Callable[[], Any], plain: Callable[[], Any]) -> tuple[Any, Exc
 
 
 class JacobianProducts:
-    """The ways that are left for one network.
+    """The ways that work for one network, of a function of weights `{name: tensor} -> [N, C]`.
 
     Args:
         module: the network, to be named in notices.
-        chunk_size: how many vectors are pushed through the network together.
+        batching: says how many vectors go together.
 
     Attributes:
-        lacking: what has no forward derivative, and where, once that is known.
+        lacking: the operation without a forward derivative and its module, once one was met.
         data_together: whether Jacobians of many data are computed together.
     """
 
-    def __init__(self, module: nn.Module, chunk_size: int) -> None:
-        self.module, self.chunk_size = module, chunk_size
+    def __init__(self, module: nn.Module, batching: Batching) -> None:
+        self.module, self.batching = module, batching
         self._pushes = [self._push_together, self._push_each, self._push_by_two_pullbacks]
         self._pulls_together = self.data_together = True
-        self._checked, self._dual = False, True
-        self._bytes_each: list[float] = []
-        self._output_bytes_each = 0.0
-        self._in_proportion: bool | None = None
+        self._checked, self._dual_works = False, True
         self.lacking: str | None = None
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """What fails within is not said, and tried again behind it."""
+        """Ways that fail inside give no notice, and are tried again afterwards."""
         pushes, lacking = self._pushes, self.lacking
         try:
             with warnings.catch_warnings():
@@ -98,112 +81,73 @@ class JacobianProducts:
         finally:
             self._pushes, self.lacking = pushes, lacking
 
-    def size(self, forward: Callable[[], Tensor], inputs: int) -> float:
-        """Bytes of the largest tensor of a forward pass: in proportion to the numbers that are put in, from the first.
-
-        Counted, not timed: the same product is the same in every run.
-        """
-        if not self._bytes_each:
-            made, output = _bytes_made(forward)
-            self._bytes_each = sorted(size / max(inputs, 1) for size in made or [0])
-            self._output_bytes_each = output.numel() * output.element_size() / max(inputs, 1)
-        return self._bytes_each[-1] * inputs
-
-    def output_bytes(self, inputs: int) -> float:
-        """Of a forward pass, as `size`."""
-        return self._output_bytes_each * inputs
-
-    def pieces(self, num: int, inputs: int, vectors: int, weights: int, device: torch.device) -> int:
-        """In how many pieces `num` data go through a CPU with some vectors for its C library to keep their tensors.
-
-        Pages of larger ones are got anew each time, but each piece reads and writes as many vectors of `weights` bytes.
-        """
-        largest = self._bytes_each[-1] * inputs * vectors
-        if largest <= LARGEST_KEPT or device.type != "cpu" or self._in_proportion is False:
-            return 1
-        most = int(num * LARGEST_KEPT / largest)
-        if not most:
-            return 1
-        few = -(-num // most)
-        # Of one size, which compile to one program, if that takes few more.
-        pieces = next((n for n in range(few, 2 * few) if num % n == 0), few)
-        sizes = [size * inputs for size in self._bytes_each]
-        anew = sum(size for size in sizes if size * vectors > LARGEST_KEPT)
-        return pieces if anew > (pieces - 1) * weights else 1
-
-    def check_proportion(self, forward: Callable[[], Tensor], inputs: int) -> bool:
-        """Whether fewer data make what `size` foretells: not if a graph or weights that belong to the module do.
-
-        Nor does what cannot do without the other data.
-        """
-        if self._in_proportion is None:
-            try:
-                made, _ = _bytes_made(forward)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception:  # a network may raise anything
-                made = []
-            pairs = [(max(made, default=0), self._bytes_each[-1]), (sum(made), sum(self._bytes_each))]
-            self._in_proportion = all(2 / 3 < found / (each * inputs) < 1.5 for found, each in pairs)
-        return self._in_proportion
-
     def push(
-        self, f: Function, weights: Weights, tangents: Weights, size: float, *, graph: bool
+        self, f: Function, weights: Weights, tangents: Weights, largest: float, *, graph: bool
     ) -> Float[Tensor, "K N C"]:
-        """`φ v_k`; `size` are the bytes of the largest tensor that the network makes.
+        """`φ v_k`.
+
+        Args:
+            f: the function.
+            weights: where it is differentiated.
+            tangents: `v_k`, by weight `[K, ...]`.
+            largest: bytes of the largest tensor that the network makes.
+            graph: whether the product is differentiable itself.
 
         Raises:
             RuntimeError: if an operation has neither a forward derivative nor a second reverse one.
         """
         errors = []
-        one = len(next(iter(tangents.values()))) == 1
+        single = len(next(iter(tangents.values()))) == 1
         for way in self._pushes:
-            if one and way == self._push_together:
+            if single and way == self._push_together:
                 continue
-            with torch.enable_grad():  # `no_grad` would stop forward derivatives too, see `forward_mode`
-                result, error = _attempt(partial(way, f, weights, tangents, size, graph), partial(f, weights))
+            with torch.enable_grad():  # `no_grad` would stop forward derivatives too, see `derivative_rules`
+                result, error = _attempt(partial(way, f, weights, tangents, largest, graph), partial(f, weights))
             if error is not None:
                 errors.append(error)
                 continue
             if errors:
-                self._pushes = self._pushes[self._pushes.index(way) :]
-                self._say(way, errors[-1])
-                if way == self._push_by_two_pullbacks:
-                    self.lacking = where(errors[-1], self.module)
+                self._settle_on(way, errors[-1])
             return result if graph else result.detach()
+        forward, reverse = _origin_of(errors[0], self.module), _origin_of(errors[-1], self.module)
         raise RuntimeError(
-            f"{type(self.module).__name__} has no Jacobian-vector product. By forward mode: "
-            f"{where(errors[0], self.module)}. By reverse mode: {where(errors[-1], self.module)}. Replace this "
-            "operation by one that torch differentiates, or choose weights after it with `parameters=`."
+            f"{type(self.module).__name__} has no Jacobian-vector product. By forward mode: {forward}. By reverse "
+            f"mode: {reverse}. Replace this operation by one that torch differentiates, or choose weights after it "
+            "with `parameters=`."
         ) from errors[0]
 
-    def _say(self, way: Callable, error: Exception) -> None:
+    def _settle_on(self, way: Callable, error: Exception) -> None:
+        """Drops the ways before this one, and says why."""
+        self._pushes = self._pushes[self._pushes.index(way) :]
+        origin = _origin_of(error, self.module)
         if way == self._push_each:
             how = "takes one vector at a time, which is slower"
         else:
             how = "has no forward derivative; two reverse passes are taken instead, which is slower"
-        message = f"The Jacobian-vector product of {type(self.module).__name__} {how}: {where(error, self.module)}."
+            self.lacking = origin
+        message = f"The Jacobian-vector product of {type(self.module).__name__} {how}: {origin}."
         warnings.warn(message, stacklevel=2)
 
-    def _push_together(self, f: Function, weights: Weights, tangents: Weights, size: float, graph: bool) -> Tensor:
+    def _push_together(self, f: Function, weights: Weights, tangents: Weights, largest: float, graph: bool) -> Tensor:
         like = next(iter(tangents.values()))
-        num, few = len(like), self.at_once(len(like), like.device, size)
-        # Splitting takes as long as a small network.
-        return vmap(lambda t: jvp(f, (weights,), (t,))[1], chunk_size=few if few < num else None)(tangents)
+        together = self.batching.vectors_together(len(like), like.device, largest)
+        chunk_size = together if together < len(like) else None  # splitting takes as long as a small network
+        return vmap(lambda t: jvp(f, (weights,), (t,))[1], chunk_size=chunk_size)(tangents)
 
-    def _push_each(self, f: Function, weights: Weights, tangents: Weights, size: float, graph: bool) -> Tensor:
+    def _push_each(self, f: Function, weights: Weights, tangents: Weights, largest: float, graph: bool) -> Tensor:
         num = len(next(iter(tangents.values())))
         each = [{name: t[k] for name, t in tangents.items()} for k in range(num)]
         return torch.stack([jvp(f, (weights,), (t,))[1] for t in each])
 
     def _push_by_two_pullbacks(
-        self, f: Function, weights: Weights, tangents: Weights, size: float, graph: bool
+        self, f: Function, weights: Weights, tangents: Weights, largest: float, graph: bool
     ) -> Tensor:
         leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
         outputs = f(leaves)
         u = torch.zeros_like(outputs).requires_grad_()
         with ComposedLayers():  # checkpoints run a part of the network again
             pulled = torch.autograd.grad(outputs, list(leaves.values()), u, create_graph=True, allow_unused=True)
+        # Gradients that do not depend on `u` contribute nothing.
         linear = [(g, t) for g, t in zip(pulled, tangents.values(), strict=True) if g is not None and g.requires_grad]
         rows = []
         for k in range(len(next(iter(tangents.values())))):
@@ -216,15 +160,23 @@ class JacobianProducts:
         return torch.stack(rows)
 
     def pull(
-        self, outputs: Tensor, weights: list[Tensor], cotangents: Float[Tensor, "K ..."], size: float
+        self, outputs: Tensor, weights: list[Tensor], cotangents: Float[Tensor, "K ..."], largest: float
     ) -> Iterator[list[Tensor | None]]:
-        """`φᵀ u_k` of a few cotangents after the other, by weight, `[k, ...]`; None where outputs do not depend on it.
+        """`φᵀ u_k` of a few cotangents after the other, by weight, `[k, ...]`.
+
+        A weight that the outputs do not depend on has `None`.
+
+        Args:
+            outputs: with a graph.
+            weights: leaves of that graph.
+            cotangents: `u_k`.
+            largest: bytes of the largest tensor that the network makes.
 
         Raises:
             ValueError: if the outputs depend on none of the weights, or on some by what torch does not differentiate.
         """
         if not self._checked:
-            self._check(outputs)
+            self._check_derivatives(outputs)
             self._checked = True
         if not outputs.requires_grad:
             raise ValueError(
@@ -232,105 +184,179 @@ class JacobianProducts:
                 "torch differentiates. Name others with `parameters=`."
             )
 
-        def grads(u: Tensor, batched: bool = False) -> tuple[Tensor | None, ...]:
+        def gradients(u: Tensor, batched: bool = False) -> tuple[Tensor | None, ...]:
             with ComposedLayers():  # checkpoints run a part of the network again
                 return torch.autograd.grad(
                     outputs, weights, u, retain_graph=True, allow_unused=True, is_grads_batched=batched
                 )
 
-        alone = not self._pulls_together or (outputs.device.type == "cpu" and size > _ALONE)
-        together = 1 if alone else self.at_once(len(cotangents), outputs.device, size)
-        for part in cotangents.split(together):
+        together = self.batching.pullbacks_together(len(cotangents), outputs.device, largest)
+        for part in cotangents.split(together if self._pulls_together else 1):
             if len(part) > 1 and self._pulls_together:
-                result, error = _attempt(partial(grads, part, batched=True), partial(grads, part[0]))
+                result, error = _attempt(partial(gradients, part, batched=True), partial(gradients, part[0]))
                 if error is None:
-                    some = any(g is not None for g in result)
-                    yield from [list(result)] * (1 if some else len(part))
+                    dependent = any(g is not None for g in result)
+                    yield from [list(result)] * (1 if dependent else len(part))
                     continue
-                self._pulls_together = False  # said by nobody: one by one is as fast where the network is not tiny
+                # Without a notice: one by one is as fast where the network is not tiny.
+                self._pulls_together = False
             for u in part:
-                yield [None if g is None else g[None] for g in grads(u)]
+                yield [None if g is None else g[None] for g in gradients(u)]
 
-    def pays_compiled(self, device: torch.device, size: float) -> bool:
-        """Whether pullbacks are faster compiled."""
-        return device.type != "cpu" or size <= _COMPILED
-
-    def _check(self, outputs: Tensor) -> None:
+    def _check_derivatives(self, outputs: Tensor) -> None:
         """Raises where torch takes a derivative that it does not have for zero, as those of quantised layers."""
-        nodes, seen = [outputs.grad_fn], set()
+        nodes, visited = [outputs.grad_fn], set()
         while nodes:
             node = nodes.pop()
-            if node is None or node in seen:
+            if node is None or node in visited:
                 continue
             if node.name().endswith("WarnNotImplemented"):
-                with warnings.catch_warnings(record=True) as said:
+                with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
                     node(None)  # torch warns, and names the operation  # pyright: ignore
-                operation = str(said[0].message).split(": ")[0]
+                operation = str(caught[0].message).split(": ")[0]
                 raise ValueError(
                     f"The outputs of {type(self.module).__name__} depend on random weights by `{operation}`, which "
                     "torch does not differentiate: it would take the derivative for zero. Name weights after it with "
                     "`parameters=`, or replace this operation."
                 )
-            seen.add(node)
-            nodes += [before for before, _ in node.next_functions]
-
-    def at_once(self, num: int, device: torch.device, size: float) -> int:
-        """How many of `num` vectors at a time, in parts of one size."""
-        most = self.most_at_once(device, size)
-        return -(-num // -(-num // most))
-
-    def most_at_once(self, device: torch.device, size: float) -> int:
-        """As many vectors as a CPU's caches hold."""
-        fewest = min(FEWEST, self.chunk_size) if device.type == "cpu" else self.chunk_size
-        return min(max(int(_CACHED / max(size, 1)), fewest), 4 * self.chunk_size)
+            visited.add(node)
+            nodes += [inputs for inputs, _ in node.next_functions]
 
     def push_and_pull(
-        self, f: Function, weights: Weights, tangent: Weights, curvature: Callable[[Tensor], Tensor], size: float
+        self, f: Function, weights: Weights, tangent: Weights, curvature: Callable[[Tensor], Tensor], largest: float
     ) -> list[Tensor | None] | None:
-        """`φᵀ B φ v` of one vector by one forward pass, of dual numbers; None where torch lacks a derivative."""
-        if self._pushes[0] == self._push_by_two_pullbacks or not self._dual:
+        """`φᵀ B φ v` of one vector by one forward pass; `None` where torch lacks a derivative.
+
+        The pass computes dual numbers, whose values carry the graph of the pullback.
+        """
+        if self._pushes[0] == self._push_by_two_pullbacks or not self._dual_works:
             return None
         leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
 
-        def both() -> list[Tensor | None]:
+        def product() -> list[Tensor | None]:
             with torch.enable_grad(), dual_level():
                 outputs = f({name: make_dual(w, tangent[name]) for name, w in leaves.items()})
                 value, change = unpack_dual(outputs)
                 change = torch.zeros_like(value) if change is None else change.detach()
-            return next(iter(self.pull(value, list(leaves.values()), curvature(change[None]), size)))
+            return next(iter(self.pull(value, list(leaves.values()), curvature(change[None]), largest)))
 
-        # The pullback as well: checkpoints run a part of the network again, then without dual numbers.
-        grads, error = _attempt(both, partial(f, weights))
-        self._dual = error is None
-        return grads
+        # The pullback is part of the attempt: checkpoints run a part of the network again, then without dual numbers.
+        gradients, error = _attempt(product, partial(f, weights))
+        self._dual_works = error is None
+        return gradients
 
     def of_each_datum(
         self, together: Callable[[], Weights], alone: Callable[[int], list[Tensor]], weights: Weights, num: int
     ) -> Weights:
         """`together()`, under `vmap`; where that fails `alone(n)` for each datum, stacked."""
-        failed = None
+        error = None
         if self.data_together:
-            rows, failed = _attempt(together, partial(alone, 0))
-            if failed is None:
+            rows, error = _attempt(together, partial(alone, 0))
+            if error is None:
                 return rows
         rows = [alone(n) for n in range(num)]
-        if failed is not None:
-            self.take_data_alone(where(failed, self.module))
+        if error is not None:
+            self.take_data_alone(_origin_of(error, self.module))
         return {name: torch.stack([row[n] for row in rows]) for n, name in enumerate(weights)}
 
     def take_data_alone(self, reason: str) -> None:
-        """From here on `of_each_datum` takes no data together."""
+        """From here on `of_each_datum` takes one datum at a time."""
         self.data_together = False
         message = f"Jacobians of {type(self.module).__name__} take one datum at a time, which is slower"
         warnings.warn(f"{message}: {reason}.", stacklevel=2)
 
-    def rows(self, outputs: Tensor, weights: list[Tensor], cotangents: Tensor, *, graph: bool) -> list[Tensor]:
-        """`φᵀ u_k` of each cotangent, stacked, by weight."""
+
+# Rows of the Jacobian: derivatives of each datum by itself, for all data together under `vmap` ------------------------
+
+
+def vjps_of_each_datum(held: HeldModule, ways: JacobianProducts, x: Any, u: Float[Tensor, "N C"]) -> Tensor:
+    """`φ(x_n)ᵀ u_n`, `[N, P]`."""
+    weights, fixed, num = held.random(), held.fixed(), num_rows(x)
+    tensors, rebuild = batched(x)
+
+    def of_datum(weights: Weights, x_n: list[Tensor], u_n: Tensor) -> Weights:
+        datum = rebuild([t[None] for t in x_n])
+        return vjp(lambda w: held({**fixed, **w}, datum).reshape(-1), weights)[1](u_n)[0]
+
+    together = vmap(of_datum, in_dims=(None, 0, 0), chunk_size=4 * ways.batching.chunk_size)
+    gradients = ways.of_each_datum(
+        lambda: together(weights, tensors, u.to(held.dtype)),
+        lambda n: [rows[0] for rows in _rows_alone(held, take(x, slice(n, n + 1)), u[n : n + 1])],
+        weights,
+        num,
+    )
+    return torch.cat([g.reshape(num, -1) for g in gradients.values()], dim=1).to(u.dtype).detach()
+
+
+def jacobian_rows(held: HeldModule, ways: JacobianProducts, x: Any, *, graph: bool) -> Float[Tensor, "N C P"]:
+    """`φ(x_n)` of each datum."""
+    weights, fixed = held.random(), held.fixed()
+    tensors, rebuild = batched(x)
+
+    def outputs(weights: Weights, x_n: list[Tensor]) -> Tensor:
+        return held({**fixed, **weights}, rebuild([t[None] for t in x_n])).reshape(-1)
+
+    together = vmap(jacrev(outputs), in_dims=(None, 0))
+    rows = ways.of_each_datum(
+        lambda: together(weights, tensors),
+        lambda n: _rows_alone(held, take(x, slice(n, n + 1)), None, graph),
+        weights,
+        num_rows(x),
+    )
+    full = torch.cat([row.flatten(2) if row.dim() > 2 else row[..., None] for row in rows.values()], dim=-1)
+    return full if graph else full.detach()
+
+
+def _rows_alone(held: HeldModule, x: Any, u: Tensor | None, graph: bool = False) -> list[Tensor]:
+    """`φᵀ u_k` of one datum, by weight `[k, ...]`; of the unit vectors, which give its Jacobian, without `u`."""
+    with torch.enable_grad():
+        weights = held.leaves()
+        outputs = held({**(held.fixed() if graph else {}), **weights}, x).reshape(-1)
+        cotangents = torch.eye(len(outputs)).to(outputs) if u is None else u.to(outputs.dtype)
         pulled = [
             torch.autograd.grad(
-                outputs, weights, u, retain_graph=True, create_graph=graph, allow_unused=True, materialize_grads=True
+                outputs,
+                list(weights.values()),
+                cotangent,
+                retain_graph=True,
+                create_graph=graph,
+                allow_unused=True,
+                materialize_grads=True,
             )
-            for u in cotangents
+            for cotangent in cotangents
         ]
-        return [torch.stack(of_weight) for of_weight in zip(*pulled, strict=True)]
+    return [torch.stack(of_weight) for of_weight in zip(*pulled, strict=True)]
+
+
+def vjp_with_graph(held: HeldModule, x: Any, u: Float[Tensor, "K N C"], chunk_size: int) -> Float[Tensor, "K P"]:
+    """`Σ_n φ(x_n)ᵀ u_kn` that autograd differentiates in `x` and `u`."""
+    fixed = held.fixed()
+    outputs, pull, *_ = vjp(lambda w: held({**fixed, **w}, x), held.random())
+    cotangents = u.to(outputs.dtype).reshape(len(u), *outputs.shape)
+    (rows,) = vmap(pull, chunk_size=chunk_size)(cotangents)
+    return torch.cat([row.reshape(len(u), -1) for row in rows.values()], dim=1).to(u.dtype)
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+
+def _origin_of(error: BaseException, module: nn.Module) -> str:
+    """An error's first sentence, and the innermost part of a module, or of a copy of it, that it came from."""
+    names: dict[int, str] = {}
+    part, line = module, ""
+    traceback: TracebackType | None = error.__traceback__
+    while traceback is not None:
+        owner, code = traceback.tb_frame.f_locals.get("self"), traceback.tb_frame.f_code
+        if not names and isinstance(owner, type(module)):
+            names = {id(m): name for name, m in owner.named_modules()}
+        if isinstance(owner, nn.Module) and id(owner) in names:
+            part = owner
+            # The line is shown for the module's own code: torch does not name custom functions.
+            is_own_code = code.co_name not in ("_call_impl", "_wrapped_call_impl")
+            line = linecache.getline(code.co_filename, traceback.tb_lineno).strip()[:80] if is_own_code else ""
+        traceback = traceback.tb_next
+    name = names.get(id(part), "")
+    # torch explains at length what a user can do about `vmap`, so only the first sentence is taken.
+    sentence = next(iter(str(error).strip().splitlines()), type(error).__name__).split(". ")[0].removesuffix(".")
+    return f"{sentence} — in {f'`{name}`, ' if name else ''}a {type(part).__name__}{line and f': `{line}`'}"

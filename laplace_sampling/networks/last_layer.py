@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from laplace_sampling.data.batches import Layout, batched, concatenate, constants, num_bytes, num_rows, place, read
 from laplace_sampling.data.training_data import TrainingData
-from laplace_sampling.networks.held_module import unwrapped
-from laplace_sampling.networks.linearisation import DEFAULT_CHUNK, Linearisation
-from laplace_sampling.networks.memory import free_memory
+from laplace_sampling.networks.batching import DEFAULT_CHUNK
+from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.networks.resources import free_memory
+from laplace_sampling.networks.unwrapping import unwrapped
 
 __all__ = ["LastLayer", "keep_inputs", "shortened"]
 

@@ -1,50 +1,48 @@
 """The network as a function of one flat weight vector, and its Jacobian products.
 
-Everything above this module sees a network only through :class:`Linearisation`:
-`φ(x) = ∂f(w, x)/∂w` at the trained weights `w̄` is applied, never formed (but for `jacobian`,
-which the exact method calls on small problems).
+Everything above this room sees a network only through :class:`Linearisation`: `φ(x) = ∂f(w, x)/∂w` at the trained
+weights `w̄` is applied, never formed (but for `jacobian`, which the exact method calls on small problems).
+
+A product passes these policies, each in a file of its own:
+
+- `held_module`: the module as a function of its random weights, in evaluation mode, restored after each call.
+- `batching`: how many data and vectors go through it at once.
+- `jacobian_products`: the ways of differentiating, of which the first that works is taken.
+- `derivative_rules`, `elementary_layers`: derivatives that torch lacks or has wrong.
+- `compiled_products`: programs of products of shapes that come again.
+- `consistency`: comparisons of forward with reverse mode.
 """
 
 import copy
-import hashlib
-import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.func import functional_call, vjp, vmap
 
-from laplace_sampling.data.batches import Layout, arguments, batched, num_rows, place, read, split, take
+from laplace_sampling.data.batches import Layout, num_rows, rows_of, take
+from laplace_sampling.networks.allocator import keep_freed_memory
+from laplace_sampling.networks.batching import DEFAULT_CHUNK, Batching
 from laplace_sampling.networks.compiled_products import CompiledProducts
-from laplace_sampling.networks.forward_mode import (
-    ComposedLayers,
-    differentiable,
-    forward_mode_kernels,
-    load_decompositions,
+from laplace_sampling.networks.consistency import RowCheck
+from laplace_sampling.networks.derivative_rules import ComposedLayers, differentiable, forward_mode_kernels
+from laplace_sampling.networks.held_module import HeldModule, evaluation_mode, users_precision
+from laplace_sampling.networks.jacobian_products import (
+    JacobianProducts,
+    jacobian_rows,
+    vjp_with_graph,
+    vjps_of_each_datum,
 )
-from laplace_sampling.networks.held_module import evaluation_mode, unwrapped
-from laplace_sampling.networks.jacobian_products import FEWEST, JacobianProducts
-from laplace_sampling.networks.memory import LARGEST_KEPT, BatchLimit, cpu_out_of_memory, keep_freed_memory
-from laplace_sampling.networks.precision import users_precision
 from laplace_sampling.networks.selection import Selection, select
+from laplace_sampling.networks.unwrapping import unwrapped
 
 __all__ = ["Linearisation"]
 
-# Jacobian products evaluated together under `vmap`. Most of the gain over a loop is there at 16 of them
-# (`benchmarks/products.py`); memory grows with it.
-DEFAULT_CHUNK = 16
-
-# How far rows of a Jacobian may be from forward mode: in float32 a unit of almost no input is on in one and off in the
-# other.
-_DIFFERENT = 0.05
-# Data of which they are compared.
-_COMPARED = 16
-
-_HALF = (torch.bfloat16, torch.float16)
+# `u ↦ Bu`, `[K, N, C]` both.
+Curvature = Callable[[Tensor], Tensor]
 
 
 class Linearisation:
@@ -65,12 +63,16 @@ class Linearisation:
         compile: whether products of shapes that come again are compiled by `torch.compile`, or by which of its
             backends. Where that fails, or gives other products, they are not; a notice says so. Where it is slower
             they are not either: GGN products of one vector, and on a CPU pullbacks through large tensors.
+        batching: how many data and vectors go through the network at once, in place of `Batching(chunk_size)`.
 
     Attributes:
-        limit: of the data that go through the network at once; a batch of more goes in pieces.
         num_parameters: `P`, the length of a flat weight vector.
-        names: the selected parameters, in the order of the flat vector.
         products: counts of `jvp` and `vjp`; the unit is one datum and one vector.
+        held: the module as a function of the random weights.
+        batching: how many data and vectors go through the network at once.
+        ways: of differentiating, which were found to work.
+        row_check: compares rows of the Jacobian with forward mode.
+        compiled: programs, if products are compiled.
 
     Raises:
         TypeError: if `module` is not an `nn.Module`.
@@ -86,77 +88,63 @@ class Linearisation:
         chunk_size: int = DEFAULT_CHUNK,
         autocast: torch.dtype | None = None,
         compile: bool | str = False,
+        batching: Batching | None = None,
     ) -> None:
-        if chunk_size < 1:
-            raise ValueError(f"`chunk_size` must be at least 1, but is {chunk_size}.")
-        self.module = module = unwrapped(module)
-        self.chunk_size = chunk_size
-        self.names = select(module, parameters)
-        self.shapes = {name: parameter.shape for name, parameter in self._selected().items()}
-        self._all_random = len(self.names) == len(dict(module.named_parameters()))
-        self.num_parameters = sum(shape.numel() for shape in self.shapes.values())
+        self.batching = Batching(chunk_size) if batching is None else batching
+        module = unwrapped(module)
+        self.held = HeldModule(module, select(module, parameters), autocast, ComposedLayers)
+        self.num_parameters = sum(self.held.sizes)
         self.products = {"jvp": 0, "vjp": 0}
-        self._ways = JacobianProducts(module, chunk_size)
-        self._compared: set[tuple[bool, bool]] = set()
-        self.limit = BatchLimit()
-        keep_freed_memory()
-        load_decompositions()
-        self.autocast = autocast
-        if autocast is not None and (autocast not in _HALF or self.module_dtype != torch.float32):
-            raise ValueError(
-                f"`autocast={autocast}` must be torch.bfloat16 or torch.float16, of a network in float32, but the "
-                f"network is in {self.module_dtype}; leave it out, or call `model.float()`."
-            )
-        if compile and (autocast is not None or len({p.dtype for p in module.parameters()} | {self.dtype}) > 1):
-            raise ValueError(
-                "`compile` is for networks in one precision, float32 or float64, without `autocast`: leave it out."
-            )
+        self.ways = JacobianProducts(module, self.batching)
+        self.row_check = RowCheck()
         self.compile = compile
-        self._compiled = self._programs() if compile else None
+        self.compiled = CompiledProducts(self.held, compile) if compile else None
 
-    def _programs(self) -> CompiledProducts:
-        backend = self.compile if isinstance(self.compile, str) else "inductor"
-        return CompiledProducts(self.module, self.shapes, backend)
+    @property
+    def module(self) -> nn.Module:
+        return self.held.module
 
-    def _selected(self) -> dict[str, Tensor]:
-        parameters = dict(self.module.named_parameters())
-        return {name: parameters[name].detach() for name in self.names}
+    @property
+    def names(self) -> list[str]:
+        """The random weights, in the order of the flat vector."""
+        return self.held.names
 
-    def _one(self) -> Tensor:
-        """One of the random weights, without a walk through the module, which takes as long as a small layer."""
-        owner, _, name = self.names[0].rpartition(".")
-        one = self.module.get_submodule(owner)._parameters[name]
-        assert one is not None
-        return one
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of the random weights, by name."""
+        return self.held.shapes
 
-    def _fixed(self) -> dict[str, Tensor]:
-        """The weights that are not random, so that no gradient reaches those of the module."""
-        if self._all_random:
-            return {}
-        return {name: p.detach() for name, p in self.module.named_parameters() if name not in self.shapes}
+    @property
+    def autocast(self) -> torch.dtype | None:
+        return self.held.autocast
+
+    @property
+    def chunk_size(self) -> int:
+        return self.batching.chunk_size
 
     @property
     def device(self) -> torch.device:
-        return self._one().device
+        return self.held.device
 
     @property
     def module_dtype(self) -> torch.dtype:
-        return self._one().dtype
+        """Of the weights."""
+        return self.held.module_dtype
 
     @property
     def dtype(self) -> torch.dtype:
         """Of vectors, products and outputs: that of the weights, but float32 for half precision."""
-        return torch.float32 if self.module_dtype in _HALF else self.module_dtype
+        return self.held.dtype
 
     @property
     def weights(self) -> Float[Tensor, " P"]:
         """The trained weights `w̄` as one flat vector (a copy)."""
-        return torch.cat([w.reshape(-1) for w in self._selected().values()]).to(self.dtype)
+        return torch.cat([w.reshape(-1) for w in self.held.random().values()]).to(self.dtype)
 
     @property
     def lacking(self) -> str | None:
         """The operation without a forward derivative and its module, if one was met."""
-        return self._ways.lacking
+        return self.ways.lacking
 
     @property
     def selection(self) -> Any:
@@ -165,18 +153,29 @@ class Linearisation:
 
     def layers(self) -> tuple[list[str], Tensor]:
         """The names of the modules that own the weights, and for each weight the index of its module, `[P]`."""
-        owners = [name.rpartition(".")[0] or "(root)" for name in self.names]
-        layers = list(dict.fromkeys(owners))
-        sizes = torch.tensor([shape.numel() for shape in self.shapes.values()])
-        return layers, torch.repeat_interleave(torch.tensor([layers.index(o) for o in owners]), sizes)
+        return self.held.layers()
 
     def unflatten(self, v: Tensor) -> dict[str, Tensor]:
         """Views of `[..., P]` in the shapes of the parameters, by name."""
-        parts = v.split([shape.numel() for shape in self.shapes.values()], dim=-1)
-        return {
-            name: part.unflatten(-1, shape) if shape else part.squeeze(-1)
-            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
-        }
+        return self.held.unflatten(v)
+
+    def fingerprint(self) -> Tensor:
+        """SHA-256 of all weights and buffers, `[32]` bytes: tells whether a network is the one that was fitted."""
+        return self.held.fingerprint()
+
+    def with_names(self, names: list[str]) -> "Linearisation":
+        """The same network with other weights random; what was learnt about its products is shared."""
+        other = Linearisation(self.module, names, autocast=self.autocast, compile=self.compile, batching=self.batching)
+        other.ways, other.products = self.ways, self.products
+        return other
+
+    def in_float64(self) -> Self:
+        """The same on a copy of the module in float64; products are counted together."""
+        other = copy.copy(self)
+        other.held, other.compile, other.compiled = self.held.in_float64(), False, None
+        return other
+
+    # Outputs ----------------------------------------------------------------------------------------------------------
 
     def __call__(self, x: Any, *, graph: bool = False) -> Float[Tensor, "N ..."]:
         """The network's own output `f(w̄, x)`, bit for bit what `module.eval()(x)` gives; of several heads flat.
@@ -186,20 +185,21 @@ class Linearisation:
         if not graph:
             return self.evaluate(x)[0]
         with torch.enable_grad(), evaluation_mode(self.module):
-            return self._apply({**self._fixed(), **self._selected()}, x)
+            return self.held({**self.held.fixed(), **self.held.random()}, x)
 
     def evaluate(self, x: Any) -> tuple[Float[Tensor, "N ..."], Layout]:
         """The network's own output and its layout, without gradient."""
-
-        def outputs(rows: slice) -> tuple[Tensor, Layout]:
-            part = _rows_of(x, rows)
-            args, kwargs = arguments(self._copied(part))
-            with self._explained(part):
-                return read(self.module(*args, **kwargs), num_rows(part))
-
         with torch.no_grad(), evaluation_mode(self.module), users_precision():
-            parts = self.limit.in_parts(num_rows(x), outputs)
+            parts = self.batching.in_parts(num_rows(x), lambda rows: self.held.evaluate(rows_of(x, rows)))
         return _joined([output for output, _ in parts], 0).to(self.dtype), parts[0][1]
+
+    def traced(self, x: Any) -> tuple[Float[Tensor, "N ..."], dict[str, Tensor]]:
+        """Outputs with a graph that autograd differentiates, and the random weights in it, by name."""
+        weights = self.held.leaves()
+        with torch.enable_grad(), self._differentiating():
+            return self.held(weights, x), weights
+
+    # Products ---------------------------------------------------------------------------------------------------------
 
     def jvp(self, x: Any, v: Float[Tensor, "K P"], *, graph: bool = False) -> Float[Tensor, "K N C"]:
         """`φ(x) v_k` for each of `K` vectors by forward mode; the outputs of a datum are flattened to `C`.
@@ -208,65 +208,14 @@ class Linearisation:
         """
         self._check_width(v, "jvp")
         if graph:
-            return self._jvp(x, v, graph=True)
-        parts = self.limit.in_parts(num_rows(x), lambda rows: self._jvp(_rows_of(x, rows), v, graph=False))
-        return _joined(parts, 1)
+            with self._differentiating(layers=False), differentiable(True):
+                return self._push([x], v, graph=True)
 
-    def _jvp(self, x: Any, v: Tensor, *, graph: bool) -> Tensor:
-        with evaluation_mode(self.module), forward_mode_kernels(layers=False):
-            return self._push(x, v, graph)
+        def product(rows: slice) -> Tensor:
+            with self._differentiating(layers=False):
+                return self._push_in_pieces(rows_of(x, rows), v)
 
-    def _push(self, x: Any, v: Tensor, graph: bool = False) -> Tensor:
-        weights = self._selected()
-
-        def product(x: Any) -> Tensor:
-            def push(v: Tensor) -> Tensor:
-                tangents = {name: t.to(weights[name].dtype) for name, t in self.unflatten(v).items()}
-                return self._ways.push(self._outputs(x), weights, tangents, self._size(x), graph=graph)
-
-            if graph or self._compiled is None:
-                return push(v)
-            most = self._ways.most_at_once(v.device, self._size(x))
-            return self._compiled.push({**self._fixed(), **weights}, x, v, most, push)
-
-        with differentiable(graph):
-            result = product(x) if graph else _joined([product(piece) for piece in self._pieces(x, len(v))], 1)
-        self.products["jvp"] += len(v) * num_rows(x)
-        return result
-
-    def _pieces(self, x: Any, num: int, pull: bool = False) -> list[Any]:
-        """The data in pieces, if products of `num` vectors are faster by them."""
-        size = self._size(x)
-        if FEWEST * size <= LARGEST_KEPT:
-            return [x]
-        device = self.device
-        vectors = 1 if pull else self._ways.at_once(num, device, size)
-        inputs, weights = self._num_inputs(x), self.num_parameters * self.dtype.itemsize
-        pieces = self._ways.pieces(num_rows(x), inputs, vectors, weights, device)
-        if pieces == 1:
-            return [x]
-        parts = split(x, -(-num_rows(x) // pieces))
-        first = parts[0]
-        same = self._ways.check_proportion(lambda: self._outputs(first)(self._selected()), self._num_inputs(first))
-        return parts if same else [x]
-
-    @staticmethod
-    def _num_inputs(x: Any) -> int:
-        return sum(t.numel() for t in batched(x)[0])
-
-    def _outputs(self, x: Any) -> Callable[[dict[str, Tensor]], Tensor]:
-        """`w ↦ f(w, x)`, `[N, C]`, from layers with forward derivatives."""
-        fixed, num = self._fixed(), num_rows(x)
-
-        def outputs(w: dict[str, Tensor]) -> Tensor:
-            output = self._apply({**fixed, **w}, x, composed=True)
-            return output if output.dim() == 2 else output.reshape(num, -1)
-
-        return outputs
-
-    def _size(self, x: Any) -> float:
-        """Bytes of the largest tensor of a forward pass."""
-        return self._ways.size(lambda: self._outputs(x)(self._selected()), self._num_inputs(x))
+        return _joined(self.batching.in_parts(num_rows(x), product), 1)
 
     def vjp(self, x: Any, u: Float[Tensor, "K N C"], *, graph: bool = False) -> Float[Tensor, "K P"]:
         """`Σ_n φ(x_n)ᵀ u_kn` for each of `K` cotangents: one forward pass, `K` pullbacks.
@@ -274,324 +223,171 @@ class Linearisation:
         Without gradient; with `graph`, autograd differentiates it in `x` and `u`.
         """
         if graph:
-            return self._vjp_with_graph(x, u)
-        parts = self.limit.in_parts(num_rows(x), lambda rows: self._vjp(_rows_of(x, rows), u[:, rows]))
-        return _summed(parts)
+            self.products["vjp"] += len(u) * num_rows(x)
+            with differentiable(True), self._differentiating():
+                return vjp_with_graph(self.held, x, u, self.chunk_size)
 
-    def _vjp(self, x: Any, u: Tensor) -> Tensor:
-        with evaluation_mode(self.module), forward_mode_kernels(layers=False):
-            return self._pull(x, u)
+        def product(rows: slice) -> Tensor:
+            with self._differentiating(layers=False):
+                return self._pull(rows_of(x, rows), u[:, rows])
 
-    def _pull(self, x: Any, u: Tensor) -> Tensor:
-        pieces = self._pieces(x, len(u), pull=True)
+        parts = self.batching.in_parts(num_rows(x), product)
+        return sum(parts[1:], parts[0])
 
-        def pull(u: Tensor) -> Tensor:
-            add, without = len(pieces) > 1, 0
-            rows = (u.new_zeros if add else u.new_empty)(len(u), self.num_parameters)
-            for piece, part in zip(pieces, u.split([num_rows(piece) for piece in pieces], 1), strict=True):
-                weights = {name: w.requires_grad_() for name, w in self._selected().items()}
-                with torch.enable_grad():
-                    outputs = self._outputs(piece)(weights)
-                    without += add and not outputs.requires_grad
-                    if add and not outputs.requires_grad and without < len(pieces):
-                        continue  # it is enough that one of the pieces depends on the weights
-                    cotangents = part.to(outputs.dtype).reshape(len(u), *outputs.shape)
-                    pulled = self._ways.pull(outputs, list(weights.values()), cotangents, self._size(piece))
-                    self._write(pulled, rows, add=add)
-            return rows
-
-        if self._compiled is None or not self._ways.pays_compiled(u.device, self._size(x)):
-            rows = pull(u)
-        else:
-            most = self._ways.most_at_once(u.device, self._size(x))
-            rows = self._compiled.pull({**self._fixed(), **self._selected()}, x, u.flatten(2), most, pull)
-        self.products["vjp"] += len(u) * num_rows(x)
-        return rows
-
-    def traced(self, x: Any) -> tuple[Float[Tensor, "N ..."], dict[str, Tensor]]:
-        """Outputs with a graph that autograd differentiates, and the random weights by name, which it is of."""
-        weights = {name: w.requires_grad_() for name, w in self._selected().items()}
-        with torch.enable_grad(), evaluation_mode(self.module), forward_mode_kernels():
-            return self._apply(weights, x), weights
-
-    def _write(
-        self, gradients: Iterable[list[Tensor | None]], rows: Float[Tensor, "K P"], *, add: bool = False
-    ) -> None:
-        """Gradients of some vectors after others, by weight, as rows, or added to what is there."""
-        zero, start = rows.new_zeros(1, 1), 0
-        for grads in gradients:
-            num = next((len(grad) for grad in grads if grad is not None), 1)
-            # A weight that the output does not depend on has derivative zero.
-            flat = [
-                zero.expand(num, size) if grad is None else grad.reshape(num, -1)
-                for size, grad in zip(self._sizes, grads, strict=True)
-            ]
-            part = rows[start : start + num]
-            if add:
-                for row, grad in zip(part.split(self._sizes, 1), flat, strict=True):
-                    row += grad
-            else:
-                torch.cat(flat, 1, out=part)
-            start += num
-
-    @property
-    def _sizes(self) -> list[int]:
-        return [shape.numel() for shape in self.shapes.values()]
-
-    def ggn(
-        self, x: Any, v: Float[Tensor, "K P"], curvature: Callable[[Float[Tensor, "K N C"]], Float[Tensor, "K N C"]]
-    ) -> Float[Tensor, "K P"]:
+    def ggn(self, x: Any, v: Float[Tensor, "K P"], curvature: Curvature) -> Float[Tensor, "K P"]:
         """`Σ_n φ(x_n)ᵀ B_n φ(x_n) v_k`, `curvature` being `B`: `vjp(x, curvature(jvp(x, v)))`.
 
         One vector takes one forward pass instead of two. For several its share is small, and dual numbers with a graph
         would hold the activations of each of them.
         """
         self._check_width(v, "ggn")
-        if num_rows(x) <= (self.limit.most or num_rows(x)):
-            with suppress(torch.OutOfMemoryError):
-                return self._ggn(x, v, curvature)
+        if num_rows(x) <= (self.batching.max_rows or num_rows(x)):
+            with suppress(torch.OutOfMemoryError), self._differentiating(layers=False):
+                rows = self._ggn_of_dual_numbers(x, v, curvature) if len(v) == 1 else None
+                return self._pull(x, curvature(self._push_in_pieces(x, v))) if rows is None else rows
         return self.vjp(x, curvature(self.jvp(x, v)))
-
-    def _ggn(self, x: Any, v: Tensor, curvature: Callable[[Tensor], Tensor]) -> Tensor:
-        """Of data that go through the network at once."""
-        with evaluation_mode(self.module), forward_mode_kernels(layers=False):
-            rows = self._of_dual_numbers(x, v, curvature) if len(v) == 1 else None
-            if rows is not None:
-                return rows
-            return self._pull(x, curvature(self._push(x, v)))
-
-    def _of_dual_numbers(self, x: Any, v: Tensor, curvature: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """By one forward pass, also with `compile`, which would take two; None where torch lacks a derivative."""
-        weights, rows = self._selected(), torch.empty_like(v)
-        tangent = {name: t[0].to(weights[name].dtype) for name, t in self.unflatten(v).items()}
-        pieces, num = self._pieces(x, 1), num_rows(x)
-        many, start = len(pieces) > 1, 0
-        # The curvature is that of all data, once for each piece.
-        if many and len(pieces) * self._ways.output_bytes(self._num_inputs(x)) > LARGEST_KEPT:
-            return None
-        for piece in pieces:
-            stop = start + num_rows(piece)
-
-            def of_piece(u: Tensor, start: int = start, stop: int = stop) -> Tensor:
-                return curvature(F.pad(u, (0, 0, start, num - stop)))[:, start:stop]
-
-            here = of_piece if many else curvature
-            try:
-                grads = self._ways.push_and_pull(self._outputs(piece), weights, tangent, here, self._size(piece))
-            except ValueError:  # a piece may not depend on the weights
-                if not many:
-                    raise
-                return None
-            if grads is None:
-                return None
-            self._write([grads], rows, add=start > 0)
-            start = stop
-        self.products["jvp"] += num
-        self.products["vjp"] += num
-        return rows
 
     def vjp_each(self, x: Any, u: Float[Tensor, "N C"]) -> Float[Tensor, "N P"]:
         """`φ(x_n)ᵀ u_n` of each datum by itself: as many products as one cotangent of `vjp`."""
 
         def product(rows: slice) -> Tensor:
             cotangents = u[rows]
-            return self._watched(_rows_of(x, rows), cotangents, lambda net, part: net._vjp_each(part, cotangents))
-
-        return _joined(self.limit.in_parts(num_rows(x), product), 0)
-
-    def _watched(
-        self, x: Any, u: Tensor | None, rows: Callable[["Linearisation", Any], Tensor], graph: bool = False
-    ) -> Tensor:
-        """Rows of a Jacobian, `φ(x_n)` or `φ(x_n)ᵀ u_n`, one by one if those of all data together are wrong.
-
-        Some of torch's derivatives are, under `vmap`, and nothing says so: forward mode tells, once for either kind.
-        """
-        found = rows(self, x)
-        columns = u is None and not graph and self.num_parameters < found.shape[1]  # by forward mode themselves
-        kind = (u is None, len(found) > 1)
-        if columns or kind in self._compared or not self._ways.data_together:
-            return found
-        counts = dict(self.products)
-        try:
-            off = self._distance(x, u, found)
-            if off is None:
-                return found
-            self._compared.add(kind)
-            if off <= _DIFFERENT or self._right_in_float64(x, u, rows):
-                return found
-            self._ways.take_data_alone("torch's derivatives of many of them at once are wrong")
-            return rows(self, x)
-        finally:
-            self.products.update(counts)
-
-    def _distance(self, x: Any, u: Tensor | None, rows: Tensor) -> float | None:
-        """Of rows from those of forward mode, by a random vector, relative; None if that says nothing."""
-        few = slice(0, _COMPARED)
-        try:
-            v = torch.randn(1, self.num_parameters, generator=torch.Generator().manual_seed(0))
-            v = v.to(self.device, self.dtype)
-            with self._ways.trial():
-                pushed = self._jvp(_rows_of(x, few), v, graph=False)[0].reshape(len(rows[few]), -1)
-            expected = pushed if u is None else (u[few] * pushed).sum(-1)
-            off, size = float((rows[few].detach().to(v) @ v[0] - expected).norm()), float(expected.norm())
-        except Exception:  # within transforms of `torch.func`, or without any Jacobian-vector product
-            return None
-        return off / size if size > 0 and math.isfinite(off) else None
-
-    def _right_in_float64(self, x: Any, u: Tensor | None, rows: Callable[["Linearisation", Any], Tensor]) -> bool:
-        """Whether what differs does so by rounding only, which decides which way a unit goes."""
-        if self.module_dtype == torch.float64:
-            return False
-        try:
-            precise, wide = self.in_float64(), place(x, self.device, torch.float64)
-            off = precise._distance(wide, u, rows(precise, wide))
-        except Exception:  # a network may hold anything: one that cannot be copied or computes in its own dtype
-            return False
-        return off is not None and off <= _DIFFERENT
-
-    def _vjp_each(self, x: Any, u: Tensor) -> Tensor:
-        weights, fixed, num = self._selected(), self._fixed(), num_rows(x)
-        tensors, rebuild = batched(x)
-
-        def single(w: dict[str, Tensor], x_n: list[Tensor], u_n: Tensor) -> dict[str, Tensor]:
-            datum = rebuild([t[None] for t in x_n])
-            return vjp(lambda w: self._apply({**fixed, **w}, datum).reshape(-1), w)[1](u_n)[0]
-
-        self.products["vjp"] += num
-        # under `no_grad` torch's derivatives of `linalg.solve` and determinants are wrong
-        with torch.enable_grad(), evaluation_mode(self.module), forward_mode_kernels():
-            each = vmap(single, in_dims=(None, 0, 0), chunk_size=4 * self.chunk_size)
-            gradients = self._ways.of_each_datum(
-                lambda: each(weights, tensors, u.to(self.dtype)),
-                lambda n: self._alone(take(x, slice(n, n + 1)), u[n : n + 1]),
-                weights,
-                num,
+            return self.row_check.rows(
+                self, rows_of(x, rows), cotangents, lambda network, part: network._vjp_each(part, cotangents)
             )
-            return torch.cat([g.reshape(num, -1) for g in gradients.values()], dim=1).to(u.dtype).detach()
 
-    def _vjp_with_graph(self, x: Any, u: Tensor) -> Tensor:
-        self.products["vjp"] += len(u) * num_rows(x)
-        fixed = self._fixed()
-        with differentiable(True), evaluation_mode(self.module), forward_mode_kernels():
-            outputs, pull, *_ = vjp(lambda w: self._apply({**fixed, **w}, x), self._selected())
-            cotangents = u.to(outputs.dtype).reshape(len(u), *outputs.shape)
-            (rows,) = vmap(pull, chunk_size=self.chunk_size)(cotangents)
-            return torch.cat([row.reshape(len(u), -1) for row in rows.values()], dim=1).to(u.dtype)
+        return _joined(self.batching.in_parts(num_rows(x), product), 0)
 
     def jacobian(self, x: Any, *, graph: bool = False) -> Float[Tensor, "N C P"]:
         """`φ(x)` in full, `[N, C, P]`: for the exact method and for exact diagonals of small problems only.
 
         Without gradient; with `graph`, autograd differentiates it in `x`.
         """
-        if graph:
-            return self._watched(x, None, lambda net, part: net._jacobian(part, graph=True), graph)
 
         def product(rows: slice) -> Tensor:
-            return self._watched(_rows_of(x, rows), None, lambda net, part: net._jacobian(part, graph=False))
-
-        return _joined(self.limit.in_parts(num_rows(x), product), 0)
-
-    def _jacobian(self, x: Any, *, graph: bool) -> Tensor:
-        weights, fixed = self._selected(), self._fixed()
-        tensors, rebuild = batched(x)
-
-        def single(w: dict[str, Tensor], x_n: list[Tensor]) -> Tensor:
-            return self._apply({**fixed, **w}, rebuild([t[None] for t in x_n])).reshape(-1)
-
-        num, outputs = num_rows(x), self._num_outputs(x)
-        if self.num_parameters < outputs and not graph:  # columns are fewer than rows
-            columns = torch.eye(self.num_parameters, dtype=self.dtype, device=self.device)
-            return self._jvp(x, columns, graph=False).permute(1, 2, 0)
-        self.products["vjp"] += num * outputs
-        # `enable_grad` also without a graph: see `_vjp_each`
-        with differentiable(graph), torch.enable_grad(), evaluation_mode(self.module), forward_mode_kernels():
-            together = vmap(torch.func.jacrev(single), in_dims=(None, 0))
-            rows = self._ways.of_each_datum(
-                lambda: together(weights, tensors),
-                lambda n: self._alone(take(x, slice(n, n + 1)), None, graph),
-                weights,
-                num,
+            return self.row_check.rows(
+                self, rows_of(x, rows), None, lambda network, part: network._jacobian(part, graph), graph=graph
             )
-            full = torch.cat([row.flatten(2) if row.dim() > 2 else row[..., None] for row in rows.values()], dim=-1)
-            return full if graph else full.detach()
 
-    def _num_outputs(self, x: Any) -> int:
-        """`C`."""
-        with torch.no_grad(), evaluation_mode(self.module), forward_mode_kernels(layers=False):
-            return self._outputs(take(x, slice(1)))(self._selected()).numel()
+        if graph:
+            return product(slice(0, num_rows(x)))
+        return _joined(self.batching.in_parts(num_rows(x), product), 0)
 
-    def _alone(self, x: Any, u: Tensor | None, graph: bool = False) -> list[Tensor]:
-        """`φᵀu` of one datum, or its whole Jacobian, by weight."""
-        with torch.enable_grad():
-            weights = {name: w.requires_grad_() for name, w in self._selected().items()}
-            outputs = self._apply({**(self._fixed() if graph else {}), **weights}, x).reshape(-1)
-            cotangents = torch.eye(len(outputs)).to(outputs) if u is None else u.to(outputs.dtype)
-            rows = self._ways.rows(outputs, list(weights.values()), cotangents, graph=graph)
-        return rows if u is None else [row[0] for row in rows]
-
-    def with_names(self, names: list[str]) -> "Linearisation":
-        """The same network with other weights random; what was found of its ways of products is shared."""
-        other = Linearisation(
-            self.module, names, chunk_size=self.chunk_size, autocast=self.autocast, compile=self.compile
-        )
-        other._ways, other.products, other.limit = self._ways, self.products, self.limit
-        return other
-
-    def in_float64(self) -> "Linearisation":
-        """The same on a copy of the module in float64; products are counted together."""
-        other = copy.copy(self)
-        other.module, other.autocast = copy.deepcopy(self.module).double(), None
-        other.compile, other._compiled = False, None
-        return other
-
-    def fingerprint(self) -> Tensor:
-        """SHA-256 of all weights and buffers, `[32]` bytes: tells whether a network is the one that was fitted."""
-        digest = hashlib.sha256()
-        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
-        for name, tensor in tensors:
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            for part in _dense_parts(tensor.detach().cpu()):
-                digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
-
-    def _apply(self, weights: dict[str, Tensor], x: Any, *, composed: bool = False) -> Tensor:
-        called = arguments(self._copied(x))
-        one = self._one()
-        dtype = torch.float32 if one.dtype in _HALF else one.dtype
-        lowered = torch.autocast(one.device.type, self.autocast, self.autocast is not None, cache_enabled=False)
-        # The mode takes time for every call on a tensor, so there is none but the network's inside.
-        with lowered, cpu_out_of_memory(), ComposedLayers() if composed else nullcontext():
-            output = functional_call(self.module, weights, *called)
-        output = read(output, num_rows(x))[0]
-        return output if output.dtype == dtype else output.to(dtype)  # what does nothing takes time under `vmap`
-
-    def _copied(self, x: Any) -> Any:
-        """Inputs that the network may change in place, narrowed to its own precision if that is half."""
-        tensors, rebuild = batched(x)
-        dtype = self._one().dtype
-        narrow = dtype in _HALF
-        return rebuild([t.to(dtype, copy=True) if narrow and t.is_floating_point() else t.clone() for t in tensors])
+    # Steps of the products: of data that go through the network at once -----------------------------------------------
 
     @contextmanager
-    def _explained(self, x: Any) -> Iterator[None]:
-        """An error of the network that is about types is shown with those of its inputs, one about gradients too."""
-        try:
+    def _differentiating(self, layers: bool = True) -> Iterator[None]:
+        """The module in evaluation mode, with kernels that have forward derivatives."""
+        keep_freed_memory()
+        with evaluation_mode(self.module), forward_mode_kernels(layers):
             yield
-        except (RuntimeError, ValueError) as error:
-            if "does not require grad" in str(error):
-                raise RuntimeError(
-                    f"{type(self.module).__name__} differentiates in its forward, which is run under "
-                    f"`torch.no_grad()`: {error}. Put `with torch.enable_grad():` around that part of it, "
-                    "and call `requires_grad_()` there on what it differentiates in."
-                ) from error
-            found = sorted({str(t.dtype) for t in batched(x)[0] if t.dtype != self.module_dtype})
-            if not found or "type" not in str(error):
-                raise
-            raise TypeError(
-                f"{type(self.module).__name__}, whose weights are in {self.module_dtype}, fails on inputs in "
-                f"{', '.join(found)}: {error} Convert the inputs, as by `x.to({self.module_dtype})` (numbers of numpy "
-                "are in float64), or the model."
-            ) from error
+
+    def _pieces(self, x: Any, num_vectors: int) -> list[Any]:
+        weight_bytes = self.num_parameters * self.dtype.itemsize
+        return self.batching.pieces(self.held.forward, x, num_vectors, weight_bytes, self.device)
+
+    def _push_in_pieces(self, x: Any, v: Tensor) -> Tensor:
+        with differentiable(False):
+            return self._push(self._pieces(x, len(v)), v)
+
+    def _push(self, pieces: list[Any], v: Tensor, *, graph: bool = False) -> Tensor:
+        weights = self.held.random()
+
+        def push_piece(piece: Any) -> Tensor:
+            largest = self.batching.largest_tensor(self.held.forward, piece)
+
+            def push(v: Tensor) -> Tensor:
+                tangents = {name: t.to(weights[name].dtype) for name, t in self.unflatten(v).items()}
+                return self.ways.push(self.held.outputs(piece), weights, tangents, largest, graph=graph)
+
+            if graph or self.compiled is None:
+                return push(v)
+            most = self.batching.max_vectors(v.device, largest)
+            return self.compiled.push({**self.held.fixed(), **weights}, piece, v, most, push)
+
+        product = _joined([push_piece(piece) for piece in pieces], 1)
+        self.products["jvp"] += len(v) * product.shape[1]
+        return product
+
+    def _pull(self, x: Any, u: Tensor) -> Tensor:
+        pieces = self._pieces(x, 1)
+        largest = self.batching.largest_tensor(self.held.forward, x)
+        if self.compiled is None or not self.compiled.pays_to_pull(u.device, largest):
+            rows = self._pull_pieces(pieces, u)
+        else:
+            most, weights = self.batching.max_vectors(u.device, largest), {**self.held.fixed(), **self.held.random()}
+            rows = self.compiled.pull(weights, x, u.flatten(2), most, lambda u: self._pull_pieces(pieces, u))
+        self.products["vjp"] += len(u) * num_rows(x)
+        return rows
+
+    def _pull_pieces(self, pieces: list[Any], u: Tensor) -> Tensor:
+        several, constant = len(pieces) > 1, 0
+        rows = (u.new_zeros if several else u.new_empty)(len(u), self.num_parameters)
+        for piece, cotangents in zip(pieces, u.split([num_rows(piece) for piece in pieces], 1), strict=True):
+            weights = self.held.leaves()
+            with torch.enable_grad():
+                outputs = self.held.outputs(piece)(weights)
+                if several and not outputs.requires_grad:
+                    # It is enough that one of the pieces depends on the weights; for the last `pull` raises.
+                    constant += 1
+                    if constant < len(pieces):
+                        continue
+                cotangents = cotangents.to(outputs.dtype).reshape(len(u), *outputs.shape)
+                pulled = self.ways.pull(
+                    outputs, list(weights.values()), cotangents, self.batching.largest_tensor(self.held.forward, piece)
+                )
+                self.held.write(pulled, rows, add=several)
+        return rows
+
+    def _ggn_of_dual_numbers(self, x: Any, v: Tensor, curvature: Curvature) -> Tensor | None:
+        """The product of one vector by one forward pass; `None` where torch lacks a derivative.
+
+        It is not compiled, which would take two forward passes.
+        """
+        weights, rows = self.held.random(), torch.empty_like(v)
+        tangent = {name: t[0].to(weights[name].dtype) for name, t in self.unflatten(v).items()}
+        pieces, num, start = self._pieces(x, 1), num_rows(x), 0
+        if len(pieces) > 1 and not self.batching.curvature_in_pieces(pieces, x):
+            return None
+        for piece in pieces:
+            stop = start + num_rows(piece)
+            try:
+                gradients = self.ways.push_and_pull(
+                    self.held.outputs(piece),
+                    weights,
+                    tangent,
+                    curvature if len(pieces) == 1 else _of_rows(curvature, start, stop, num),
+                    self.batching.largest_tensor(self.held.forward, piece),
+                )
+            except ValueError:  # a piece need not depend on the weights
+                if len(pieces) == 1:
+                    raise
+                return None
+            if gradients is None:
+                return None
+            self.held.write([gradients], rows, add=start > 0)
+            start = stop
+        self.products["jvp"] += num
+        self.products["vjp"] += num
+        return rows
+
+    def _vjp_each(self, x: Any, u: Tensor) -> Tensor:
+        self.products["vjp"] += num_rows(x)
+        # Under `no_grad` torch's derivatives of `linalg.solve` and of determinants are wrong.
+        with torch.enable_grad(), self._differentiating():
+            return vjps_of_each_datum(self.held, self.ways, x, u)
+
+    def _jacobian(self, x: Any, graph: bool) -> Tensor:
+        with torch.no_grad(), self._differentiating(layers=False):
+            num_outputs = self.held.forward(take(x, slice(1))).numel()
+        if self.num_parameters < num_outputs and not graph:  # columns are fewer than rows
+            columns = torch.eye(self.num_parameters, dtype=self.dtype, device=self.device)
+            with self._differentiating(layers=False):
+                return self._push_in_pieces(x, columns).permute(1, 2, 0)
+        self.products["vjp"] += num_rows(x) * num_outputs
+        # `enable_grad` also without a graph: see `_vjp_each`.
+        with differentiable(graph), torch.enable_grad(), self._differentiating():
+            return jacobian_rows(self.held, self.ways, x, graph=graph)
 
     def _check_width(self, v: Tensor, call: str) -> None:
         if v.dim() != 2 or v.shape[1] != self.num_parameters:
@@ -600,26 +396,10 @@ class Linearisation:
             )
 
 
-def _dense_parts(tensor: Tensor) -> list[Tensor]:
-    """The indices and values of a sparse tensor; a dense one itself."""
-    if tensor.layout == torch.sparse_coo:
-        tensor = tensor.coalesce()
-        return [tensor.indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor]
-
-
-def _rows_of(x: Any, rows: slice) -> Any:
-    """Some of the data; all of them as they are."""
-    return x if rows.stop >= num_rows(x) and not rows.start else take(x, rows)
+def _of_rows(curvature: Curvature, start: int, stop: int, num: int) -> Curvature:
+    """The curvature of some of `num` data, by that of all data."""
+    return lambda u: curvature(F.pad(u, (0, 0, start, num - stop)))[:, start:stop]
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _summed(parts: list[Tensor]) -> Tensor:
-    return sum(parts[1:], parts[0])

@@ -9,8 +9,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_sampling.data.batches import split, take
-from laplace_sampling.networks.held_module import unwrapped
-from laplace_sampling.networks.linearisation import DEFAULT_CHUNK, Linearisation
+from laplace_sampling.networks.batching import DEFAULT_CHUNK
+from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.networks.unwrapping import unwrapped
 
 __all__ = ["Elements", "Subnetwork"]
 
@@ -52,9 +53,9 @@ class Subnetwork(Linearisation):
         super().__init__(module, list(chosen), chunk_size=chunk_size, autocast=autocast)
         self.whole = Linearisation(module, list(chosen), chunk_size=chunk_size, autocast=autocast, compile=compile)
         self.compile = compile
-        self.whole.limit = self.limit
+        self.whole.batching = self.batching
         self.whole.products = self.products
-        starts = torch.tensor([0, *self._sizes]).cumsum(0).tolist()
+        starts = torch.tensor([0, *self.held.sizes]).cumsum(0).tolist()
         index = torch.cat([chosen[name] + start for name, start in zip(self.names, starts, strict=False)])
         self.index, self.num_parameters = index.to(self.device), len(index)
 
@@ -62,7 +63,7 @@ class Subnetwork(Linearisation):
     def selection(self) -> dict[str, list[int]]:
         """The indices of the random elements by name."""
         parts = torch.zeros(self.whole.num_parameters, dtype=torch.bool).index_fill(0, self.index.cpu(), True)
-        found = zip(self.names, parts.split(self._sizes), strict=True)
+        found = zip(self.names, parts.split(self.held.sizes), strict=True)
         return {name: part.nonzero()[:, 0].tolist() for name, part in found}
 
     @property
@@ -118,7 +119,7 @@ class Subnetwork(Linearisation):
         """The same on a copy of the module in float64."""
         other = copy.copy(self)
         other.whole = self.whole.in_float64()
-        other.module, other.compile = other.whole.module, False
+        other.held, other.compile = other.whole.held, False
         return other
 
 

@@ -1,6 +1,4 @@
 import copy
-import math
-from collections.abc import Callable
 
 import pytest
 import reference
@@ -14,6 +12,9 @@ from laplace_sampling.data.batches import read
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.networks import jacobian_products, linearisation
 from laplace_sampling.networks.jacobian_products import JacobianProducts
+from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.networks import batching
+from laplace_sampling.networks.batching import Batching
 from laplace_sampling.networks.linearisation import Linearisation
 
 
@@ -385,7 +386,7 @@ def test_pullbacks_of_large_tensors_go_one_by_one(
         return grad(*args, **kwargs)
 
     monkeypatch.setattr(torch.autograd, "grad", spy)
-    monkeypatch.setattr(jacobian_products, "_ALONE", most)
+    monkeypatch.setattr(batching, "_PULLED_TOGETHER_BYTES", most)
     assert_close(network.vjp(case.x, u), known)
     assert set(calls) == {batched}
 
@@ -397,29 +398,25 @@ def passes(model: nn.Module) -> list[int]:
     return seen
 
 
-@pytest.fixture
-def keep(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Sets the largest block that the C library keeps."""
+class FixedPieces(Batching):
+    """Splits each batch into pieces of so many data."""
 
-    def keep(num_bytes: int) -> None:
-        for module in (jacobian_products, linearisation):
-            monkeypatch.setattr(module, "LARGEST_KEPT", num_bytes)
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
 
-    return keep
+    def pieces(self, forward, x, num_vectors, weight_bytes, device) -> list[Tensor]:
+        return list(x.split(self.size))
 
 
 @pytest.mark.parametrize("num", [1, 5])
 @pytest.mark.parametrize("pieces", [2, 3])
-def test_products_of_pieces_are_those_of_the_whole(
-    case: Case, pieces: int, num: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, split = Linearisation(case.model), Linearisation(case.model)
+def test_products_of_pieces_are_those_of_the_whole(case: Case, pieces: int, num: int) -> None:
+    whole = Linearisation(case.model)
+    split = Linearisation(case.model, batching=FixedPieces(-(-len(case.x) // pieces)))
     f = whole(case.x).reshape(len(case.x), -1)
     v, u = random(num, whole.num_parameters), random(num, *f.shape)
     expected = [whole.jvp(case.x, v), whole.vjp(case.x, u), whole.ggn(case.x, v, lambda g: g * u)]
-    monkeypatch.setattr(JacobianProducts, "pieces", lambda *args: pieces)
-    monkeypatch.setattr(JacobianProducts, "check_proportion", lambda *args: True)
-    monkeypatch.setattr(linearisation, "FEWEST", math.inf)
     split.jvp(case.x, v)  # the first product counts what a forward pass of all data makes
     seen = passes(case.model)
     found = [split.jvp(case.x, v), split.vjp(case.x, u), split.ggn(case.x, v, lambda g: g * u)]
@@ -448,12 +445,11 @@ def test_products_of_pieces_are_those_of_the_whole(
     ],
 )
 def test_data_go_in_pieces_whose_tensors_the_c_library_keeps(
-    kept: int, call: str, num: int, K: int, seen: list[int], keep: Callable[[int], None]
+    kept: int, call: str, num: int, K: int, seen: list[int]
 ) -> None:
-    """Of images of 256 bytes, with 1,280 in each of two tensors more, and 4,052 of weights."""
-    keep(kept)
+    """Images of 256 bytes, with 1,280 in each of two more tensors, and 4,052 of weights."""
     model = nn.Sequential(nn.Conv2d(1, 5, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(320, 3))
-    network, x = Linearisation(model), torch.randn(num, 1, 8, 8)
+    network, x = Linearisation(model, batching=Batching(kept_bytes=kept)), torch.randn(num, 1, 8, 8)
     vectors = torch.randn(K, num, 3) if call == "vjp" else torch.randn(K, 1013)
 
     def product() -> None:
@@ -466,10 +462,14 @@ def test_data_go_in_pieces_whose_tensors_the_c_library_keeps(
 
 
 def test_data_on_a_gpu_go_together() -> None:
-    ways = JacobianProducts(nn.Linear(1, 1), 16)
-    ways.size(lambda: torch.ones(10, 2**20), 10)
-    assert ways.pieces(1000, 1000, 4, 8, torch.device("cpu")) > 100
-    assert ways.pieces(1000, 1000, 4, 8, torch.device("cuda")) == 1
+    batching, x = Batching(), torch.ones(1000, 1)
+
+    def forward(x: Tensor) -> Tensor:
+        return torch.ones(len(x), 2**20)
+
+    batching.largest_tensor(forward, x[:10])
+    assert len(batching.pieces(forward, x, 4, 8, torch.device("cpu"))) > 100
+    assert len(batching.pieces(forward, x, 4, 8, torch.device("cuda"))) == 1
 
 
 class Graph(nn.Module):
@@ -485,10 +485,9 @@ class Graph(nn.Module):
 
 
 @pytest.mark.parametrize("first", [2, 100])
-def test_what_is_no_smaller_for_fewer_data_does_not_go_in_pieces(first: int, keep: Callable[[int], None]) -> None:
-    keep(24_000)  # of 48,000 bytes
+def test_tensors_that_fewer_data_do_not_make_smaller_are_not_split(first: int) -> None:
     model, index = Graph(), torch.arange(100)
-    network = Linearisation(model)
+    network = Linearisation(model, batching=Batching(kept_bytes=24_000))  # of 48,000 bytes
     v = torch.randn(1, network.num_parameters)
     network.jvp(index[:first], v)
     network.jvp(index, v)
@@ -513,9 +512,8 @@ class Together(nn.Module):
         return (self.inner(x) + self.points).tanh()
 
 
-def test_what_fails_for_fewer_data_does_not_go_in_pieces(keep: Callable[[int], None]) -> None:
-    keep(4_000)  # of 8,000 bytes
-    network = Linearisation(Together())
+def test_networks_that_fail_for_fewer_data_are_not_split() -> None:
+    network = Linearisation(Together(), batching=Batching(kept_bytes=4_000))  # of 8,000 bytes
     assert network.vjp(torch.randn(100, 3), torch.randn(1, 100, 20)).isfinite().all()
 
 
@@ -536,23 +534,16 @@ class Routed(nn.Module):
 
 @pytest.mark.parametrize("num", [1, 3])
 @pytest.mark.parametrize("parameters", [["a.*"], ["b.*"], None])
-def test_pieces_that_do_not_depend_on_the_weights(
-    parameters: list[str] | None, num: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_that_do_not_depend_on_the_weights(parameters: list[str] | None, num: int) -> None:
     x = random(40, 3)
-    x = x[x[:, 0].argsort()]
-    network = Linearisation(Routed().double(), parameters)
-    v, u = random(num, network.num_parameters), random(num, 40, 20)
-
-    def products() -> list[Tensor]:
-        return [network.jvp(x, v), network.vjp(x, u), network.ggn(x, v, torch.tanh)]
-
-    expected = products()
-    monkeypatch.setattr(Linearisation, "_pieces", lambda self, x, *args, **kwargs: list(x.split(10)))
-    for found, right in zip(products(), expected, strict=True):
-        assert_close(found, right)
+    x, model = x[x[:, 0].argsort()], Routed().double()
+    whole, split = Linearisation(model, parameters), Linearisation(model, parameters, batching=FixedPieces(10))
+    v, u = random(num, whole.num_parameters), random(num, 40, 20)
+    assert_close(split.jvp(x, v), whole.jvp(x, v))
+    assert_close(split.vjp(x, u), whole.vjp(x, u))
+    assert_close(split.ggn(x, v, torch.tanh), whole.ggn(x, v, torch.tanh))
     with pytest.raises(ValueError, match="depend on none of the random weights"):
-        network.with_names(["a.bias"]).vjp(-x.abs(), u)
+        split.with_names(["a.bias"]).vjp(-x.abs(), u)
 
 
 class Forces(nn.Module):
@@ -571,13 +562,11 @@ class Forces(nn.Module):
             return torch.autograd.grad(energy, x, create_graph=True)[0]
 
 
-def test_cotangents_of_a_piece_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, u = random(40, 3), random(3, 40, 3)
+def test_cotangents_of_a_piece_without_gradients() -> None:
+    x, u, model = random(40, 3), random(3, 40, 3), Forces().double()
     x = x[x[:, 0].argsort()]
-    network = Linearisation(Forces().double(), ["b.*"])
-    expected = network.vjp(x, u)
-    monkeypatch.setattr(Linearisation, "_pieces", lambda self, x, *args, **kwargs: list(x.split(10)))
-    assert_close(network.vjp(x, u), expected)
+    split = Linearisation(model, ["b.*"], batching=FixedPieces(10))
+    assert_close(split.vjp(x, u), Linearisation(model, ["b.*"]).vjp(x, u))
 
 
 def test_cotangents_without_gradients_give_zeros() -> None:
@@ -591,10 +580,9 @@ def test_cotangents_without_gradients_give_zeros() -> None:
     assert_close(found, torch.zeros_like(found))
 
 
-def test_where_outputs_are_large_the_curvature_is_not_asked_for_each_piece(keep: Callable[[int], None]) -> None:
-    keep(20_000)
+def test_where_outputs_are_large_the_curvature_is_not_asked_for_each_piece() -> None:
     x, asked = torch.randn(100, 3), []
-    network = Linearisation(nn.Sequential(nn.Linear(3, 60), nn.Tanh()))
+    network = Linearisation(nn.Sequential(nn.Linear(3, 60), nn.Tanh()), batching=Batching(kept_bytes=20_000))
     network.ggn(x, torch.randn(1, network.num_parameters), lambda u: asked.append(u.shape) or u)
     assert asked == [(1, 100, 60)]
 

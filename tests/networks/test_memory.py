@@ -1,11 +1,6 @@
 """Data at a time under a memory budget and after running out of memory; half precision; TF32."""
 
 import copy
-import ctypes
-import os
-import platform
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -15,9 +10,10 @@ from torch.testing import assert_close
 
 from laplace_sampling import ConvergenceWarning, LinearisedLaplace
 from laplace_sampling.linear_model.cost import rows_in_memory
+from laplace_sampling.networks.batching import Batching
+from laplace_sampling.networks.held_module import precisions, solving, users_precision
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.networks.memory import BatchLimit, TensorBytes
-from laplace_sampling.networks.precision import precisions, solving, users_precision
+from laplace_sampling.networks.resources import TensorBytes
 from laplace_sampling.solvers.krylov import Basis, BlockKrylov
 
 X = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
@@ -55,7 +51,7 @@ def test_products_are_halved_where_memory_does_not_hold_the_batch(monkeypatch, e
     u = plain.jvp(X, v)
     with pytest.warns(UserWarning, match="does not hold 60 data in the network at once: 30 are taken from here on"):
         assert_close(network(X), plain(X))
-    assert network.limit.most == 7  # said once, and remembered
+    assert network.batching.max_rows == 7  # said once, and remembered
     assert_close(network.jvp(X, v), u)
     assert_close(network.vjp(X, u), plain.vjp(X, u))
     assert_close(network.ggn(X, v[:1], lambda u: 2 * u), plain.ggn(X, v[:1], lambda u: 2 * u))
@@ -80,9 +76,9 @@ def test_a_product_that_runs_out_first_is_halved_too(monkeypatch, num: int, erro
 
 def test_what_does_not_hold_one_datum_is_an_error() -> None:
     with pytest.warns(UserWarning, match="Memory"), pytest.raises(torch.OutOfMemoryError, match="out of memory"):
-        BatchLimit().in_parts(5, lambda rows: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
+        Batching().in_parts(5, lambda rows: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
     with pytest.raises(RuntimeError, match="shape"):
-        BatchLimit().in_parts(5, lambda rows: torch.zeros(2).reshape(7))  # no other error is
+        Batching().in_parts(5, lambda rows: torch.zeros(2).reshape(7))  # no other error is
 
 
 @pytest.mark.parametrize("method", ["cg", "exact"])
@@ -106,13 +102,13 @@ def test_batches_of_the_loader_go_in_pieces_that_the_budget_holds(monkeypatch) -
     assert la._tangent is not None
     rows = la._tangent.model.features.batch_size
     assert rows < 60
-    assert la.network.limit.most == rows
+    assert la.network.batching.max_rows == rows
     monkeypatch.setattr(Hungry, "largest", 0)
     la.predict(X)
     assert 0 < Hungry.largest <= rows
     again = LinearisedLaplace(wide, "classification", parameters="2.bias", method="cg", num_samples=8, max_memory=2**30)
     again.fit([(X, Y)], progress=False)
-    assert again.network.limit.most is None
+    assert again.network.batching.max_rows is None
     assert_close(la.predict(X).variance, again.predict(X).variance, rtol=1e-2, atol=1e-5)
 
 
@@ -236,39 +232,3 @@ def test_contexts_of_precision_nest(lowered: tuple[str, ...]) -> None:
         assert settings() == ("ieee", "ieee")
     with users_precision():
         assert settings() == lowered
-
-
-_BLOCKS = """
-import ctypes, torch
-from torch import nn
-from laplace_sampling.networks.linearisation import Linearisation
-
-class Blocks(ctypes.Structure):  # of mallinfo2(3); `hblkhd` are the bytes of blocks that the system is asked for
-    _fields_ = [(name, ctypes.c_size_t) for name in
-                "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
-
-count = ctypes.CDLL(None).mallinfo2
-count.restype = Blocks
-
-def of_the_system():
-    before = count().hblkhd
-    held.append(torch.empty(31 * 2**18))
-    return count().hblkhd > before
-
-held = []  # what is freed moves the bound
-before = of_the_system()
-model = nn.Linear(1, 1)
-with torch.device("meta"):  # a default device of the user
-    Linearisation(model)
-print(before, of_the_system())
-"""
-
-
-@pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc" or not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="of glibc 2.33 and later"
-)
-def test_blocks_that_are_freed_are_kept():
-    """Those of products: after the first `Linearisation`, blocks of 31 MiB are no longer the system's own."""
-    usual = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_", "LD_"))}
-    said = subprocess.run([sys.executable, "-c", _BLOCKS], env=usual, capture_output=True, text=True, check=True)
-    assert said.stdout.split() == ["True", "False"]

@@ -17,9 +17,9 @@ from benchmarks.compatibility import run
 from benchmarks.compatible_layers import NETWORKS, Checkpointed, Mixture
 from laplace_sampling.data.batches import batched
 from laplace_sampling.linear_model.features import DenseFeatures
-from laplace_sampling.networks.forward_mode import forward_mode_kernels
+from laplace_sampling.networks.derivative_rules import forward_mode_kernels
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.networks.memory import TensorBytes
+from laplace_sampling.networks.resources import TensorBytes
 
 _SAID = {
     "a custom `autograd.Function` without `jvp`": "has no forward derivative; two reverse passes are taken instead",
@@ -291,7 +291,7 @@ def test_what_differs_by_rounding_only_is_taken() -> None:
     network = Linearisation(nn.Sequential(mlp(), Doubled(float64=False)).float())
     network.jacobian(random(4, 3).float())  # a notice would be an error
     network.vjp_each(random(4, 3).float(), random(4, 2).float())
-    assert network._ways.data_together
+    assert network.ways.data_together
 
 
 def test_columns_by_forward_mode_tell_nothing_of_rows() -> None:

@@ -1,0 +1,79 @@
+"""What computations take: operations and bytes of tensors, which are counted, and memory, which is free or not."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Operations", "TensorBytes", "cpu_out_of_memory", "free_memory"]
+
+
+class Operations(TorchDispatchMode):
+    """Counts floating-point operations of matrix products, convolutions and attention.
+
+    torch's `FlopCounterMode` counts them for each module by hooks, which fail on parametrised weights.
+    """
+
+    def __init__(self) -> None:
+        # This import takes 0.2 s, and few programs count operations.
+        from torch.utils.flop_counter import flop_registry
+
+        super().__init__()
+        self.count = 0.0
+        self._counters = flop_registry
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        counter = self._counters.get(func._overloadpacket)
+        if counter is not None:
+            self.count += counter(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+class TensorBytes(TorchDispatchMode):
+    """Records the bytes of each new tensor, in the order in which they are made."""
+
+    supports_higher_order_operators = True  # such as `flex_attention`
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        # Views share the storage of an argument: they are no new tensors.
+        given = {t.untyped_storage()._cdata for t in _dense_tensors(args, kwargs)}
+        new = [t for t in _dense_tensors(out) if t.untyped_storage()._cdata not in given]
+        self.sizes += [t.numel() * t.element_size() for t in new]
+        return out
+
+
+def _dense_tensors(*tree: Any) -> list[Tensor]:
+    """The tensors that have a storage, which sparse ones do not have."""
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.layout == torch.strided]
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that are free on a device."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    try:
+        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, ValueError):  # not every system knows this number
+        return 4.0 * 2**30
+
+
+@contextmanager
+def cpu_out_of_memory() -> Iterator[None]:
+    """Raises `torch.OutOfMemoryError` also on a CPU, where torch raises a plain `RuntimeError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        raise torch.OutOfMemoryError(str(error)) from error
