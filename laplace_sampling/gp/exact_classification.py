@@ -10,7 +10,6 @@ singular, as it is for the softmax)
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,8 +17,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.gp.exact_regression import PRECISION_BOUNDS, ExactPrediction
+from laplace_sampling.gp.exact_prediction import ExactPrediction, PosteriorAt
 from laplace_sampling.gp.gram import MAX_MEMORY, check_gram_size, cross_gram, gram, transposed
+from laplace_sampling.gp.regression_evidence import PRECISION_BOUNDS, check_bounds
+from laplace_sampling.gp.root import falling_root
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
 from laplace_sampling.linear_model.priors import GaussianPrior, overall_precision, unit_variance
@@ -27,7 +28,7 @@ from laplace_sampling.linear_model.sampling import Draws, LinearModel
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
 from laplace_sampling.solvers.lapack import check_finite, inverse_, solve_, symmetric_eigen
 
-__all__ = ["ExactClassification", "ExactMode", "ExactPosterior", "PosteriorAt"]
+__all__ = ["ExactClassification", "ExactMode", "ExactPosterior"]
 
 # Rows of a matrix that a root of the curvature is applied to at once.
 _ROWS = 64
@@ -52,27 +53,6 @@ class ExactMode:
     norm: float
     residual: float
     converged: bool
-
-
-@dataclass(frozen=True)
-class PosteriorAt:
-    """Posterior of the function at some inputs: mean `[M, C]` of `φ(x)θ`, to which the offset is to be added."""
-
-    mean: Float[Tensor, "M C"]
-    precision: float
-    prediction: ExactPrediction
-
-    def covariance(self) -> Float[Tensor, "M C C"]:
-        """Covariance of the outputs of each input."""
-        return self.prediction.covariance(self.precision, 1.0)
-
-    def stddev(self) -> Float[Tensor, "M C"]:
-        """Standard deviation of each output of each input."""
-        return self.prediction.stddev(self.precision, 1.0)
-
-    def joint_covariance(self) -> Float[Tensor, "MC MC"]:
-        """Covariance over all inputs and outputs, the outputs of an input adjacent."""
-        return self.prediction.joint_covariance(self.precision, 1.0)
 
 
 @dataclass(frozen=True)
@@ -330,8 +310,7 @@ class ExactClassification:
             tolerance: of `log α`.
         """
         _check_place(hessian_at)
-        if not 0 < precision_bounds[0] < precision_bounds[1]:
-            raise ValueError(f"`precision_bounds` must be positive and in order, but is {precision_bounds}.")
+        check_bounds(precision_bounds=precision_bounds)
         fixed = None
         if hessian_at == "network":
             fixed = symmetric_eigen(self.whitened(self.model.network_outputs.double()))
@@ -355,7 +334,7 @@ class ExactClassification:
 
         bounds = (math.log(precision_bounds[0]), math.log(precision_bounds[1]))
         start = min(max(math.log(overall_precision(self.prior)), bounds[0]), bounds[1])
-        u, inside = _root(excess, start, bounds, tolerance)
+        u, inside = falling_root(excess, start, bounds, tolerance)
         alpha = math.exp(u) if inside else precision_bounds[bounds.index(u)]
         at_bounds = () if inside else ("precision",)
         if fixed is None:
@@ -369,39 +348,3 @@ class ExactClassification:
 def _check_place(hessian_at: str) -> None:
     if hessian_at not in ("mode", "network"):
         raise ValueError(f'`hessian_at={hessian_at!r}` is not known; use "mode" or "network".')
-
-
-def _root(
-    function: Callable[[float], float], start: float, bounds: tuple[float, float], tolerance: float
-) -> tuple[float, bool]:
-    """Where a function goes from positive to negative, by doubled steps and then regula falsi (Illinois)."""
-    u, value, stride = start, function(start), 1.0
-    while True:
-        edge = bounds[1] if value > 0 else bounds[0]
-        if u == edge:
-            return edge, False
-        proposal = min(u + stride, edge) if value > 0 else max(u - stride, edge)
-        found = function(proposal)
-        if (found > 0) != (value > 0):
-            break
-        u, value, stride = proposal, found, 2 * stride
-    (low, f_low), (high, f_high) = sorted([(u, value), (proposal, found)])
-    side = 0
-    for _ in range(200):
-        if high - low <= tolerance or f_low == 0 or f_high == 0:
-            break
-        middle = (low * f_high - high * f_low) / (f_high - f_low)
-        # Both ends are to come close: a step of the tolerance beyond the root closes the bracket.
-        middle = min(max(middle, low + 0.5 * tolerance), high - 0.5 * tolerance)
-        value = function(middle)
-        if abs(value) <= 1e-14:
-            return middle, True
-        if value > 0:
-            low, f_low = middle, value
-            f_high = f_high / 2 if side == 1 else f_high
-            side = 1
-        else:
-            high, f_high = middle, value
-            f_low = f_low / 2 if side == -1 else f_low
-            side = -1
-    return (low + high) / 2 if f_low != 0 and f_high != 0 else (low if f_low == 0 else high), True

@@ -11,21 +11,17 @@ from torch import Tensor
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.em import EMStep, check_bounds
 from laplace_sampling.gp.exact_classification import ExactClassification, ExactPosterior
-from laplace_sampling.gp.exact_regression import ExactPrediction
+from laplace_sampling.gp.exact_curves import classification_curves
+from laplace_sampling.gp.exact_prediction import ExactPrediction
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.priors import overall_precision
 from laplace_sampling.linear_model.sampling import Draws
 from laplace_sampling.methods.fits import Task, Tuned, Tuning, problems_at_bounds
 from laplace_sampling.methods.gram_fit import UNLIMITED, GramFit
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
-from laplace_sampling.solvers.lapack import symmetric_eigen
-from laplace_sampling.solvers.quadrature import Quadrature
 from laplace_sampling.solvers.solver import Minimum
 
-__all__ = ["GramClassification", "classification_curves"]
-
-# Eigenvalues of `S` below this, relative to the largest, are zero but for rounding.
-_ZERO = 1e-14
+__all__ = ["GramClassification"]
 
 
 @dataclass(frozen=True)
@@ -120,35 +116,3 @@ class GramClassification(GramFit):
             "coefficients": self.exact.mode.coefficients,
             "mode_outputs": self.exact.mode.outputs,
         }
-
-
-def classification_curves(exact: ExactPosterior) -> EvidencePath:
-    r"""Evidence, `γ` and norm of the mode for every `α`, of the loss to second order around the mode.
-
-    In coordinates where `A = α`, `M` has the eigenvalues `λ` of `S = LᵀKL = UΛUᵀ`. At the mode the right-hand side of
-    the expansion is `b = Mθ̄ − ∇ℓ = (M + α)θ̄`, and `θ̄` along the eigenvectors of `M` is `UᵀLᵀ(h − o)/√λ`. The expansion
-    has `B` at the mode; where the traces have it at the network's outputs, that takes a second decomposition.
-    """
-    problem, mode, alpha = exact.owner, exact.mode, exact.precision
-    likelihood, targets, offset = problem.model.likelihood, problem.model.targets, problem.model.offset.double()
-    change = mode.outputs - offset
-    values, vectors = exact.eigenvalues, exact.vectors
-    if not torch.equal(exact.curvature_outputs, mode.outputs):
-        values, vectors = symmetric_eigen(problem.whitened(mode.outputs, keep=False))
-    along = vectors.T @ likelihood.root_transpose(mode.outputs, change[None], targets).flatten()
-    seen = values > _ZERO * values[-1]
-    weights = torch.where(seen, ((values + alpha) * along) ** 2 / values, 0.0)[None].cpu()
-    nodes, ones = exact.eigenvalues.cpu(), torch.ones_like(weights)
-    # From the mode to zero weights.
-    rest = 0.5 * likelihood.curvature(mode.outputs, change, targets) - likelihood.gradient(mode.outputs, targets)
-    return EvidencePath(
-        traces=Quadrature(nodes, ones, ones),
-        fit=Quadrature(values.cpu(), weights, weights),
-        loss=mode.loss + float((rest * change).sum()),
-        num_outputs=change.numel(),
-        size=problem.model.features.size,
-        noise_precision=None,
-        at=alpha,
-        exact=True,
-        passes=0.0,
-    )

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidencePath
-from laplace_sampling.gp.exact_regression import ExactPrediction
+from laplace_sampling.gp.exact_prediction import ExactPrediction
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.posterior_samples import Sampled
 from laplace_sampling.linear_model.sampling import Draws

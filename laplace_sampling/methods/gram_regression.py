@@ -9,8 +9,10 @@ from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.em import EMStep, check_bounds
-from laplace_sampling.gp.exact_evidence import exact_curves, fit_exact_regression
-from laplace_sampling.gp.exact_regression import ExactPrediction, ExactRegression, overall_precisions
+from laplace_sampling.gp.exact_curves import regression_curves
+from laplace_sampling.gp.exact_prediction import ExactPrediction
+from laplace_sampling.gp.exact_regression import ExactRegression, overall_precisions
+from laplace_sampling.gp.tuned_regression import fit_exact_regression
 from laplace_sampling.likelihoods.likelihood import Gaussian
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.sampling import Draws
@@ -115,7 +117,7 @@ class GramRegression(GramFit):
         return self.exact.at(features)
 
     def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
-        return exact_curves(self.exact, *self.at), []
+        return regression_curves(self.exact, *self.at), []
 
     def leave_one_out(self) -> LeaveOneOut:
         return self.exact.leave_one_out(*self.at)

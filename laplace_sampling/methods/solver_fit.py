@@ -12,7 +12,7 @@ from laplace_sampling.evidence.em import EMResult, fit_em
 from laplace_sampling.evidence.expansion import evidence_path, exact_path
 from laplace_sampling.evidence.path_fit import PathResult, fit_path
 from laplace_sampling.gp.dual_cg import DualCG
-from laplace_sampling.gp.exact_evidence import exact_curves
+from laplace_sampling.gp.exact_curves import regression_curves
 from laplace_sampling.gp.exact_regression import ExactRegression, overall_precisions
 from laplace_sampling.gp.whitened_gram import LowRank
 from laplace_sampling.likelihoods.likelihood import Gaussian, Likelihood
@@ -210,7 +210,7 @@ class SolverFit(Fit):
             return exact_path(model, prior, mode, hessian_at=self.task.hessian_at), problems
         if isinstance(self.solver, DualCG) and self.plan.holds_gram(model.features):
             exact = ExactRegression.of(model, prior.to(model.features.device, torch.float64), max_memory=math.inf)
-            return exact_curves(exact, *overall_precisions(model, prior)), problems
+            return regression_curves(exact, *overall_precisions(model, prior)), problems
         max_basis = self.plan.max_basis
         wished = _EVIDENCE_PROBES if decades is None else _PATH_PROBES
         path, _ = evidence_path(
