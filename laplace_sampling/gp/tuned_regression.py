@@ -29,6 +29,8 @@ __all__ = ["TunedRegression", "fit_exact_regression"]
 
 # Rounds at most, and the change of a log noise precision at which they end: a definition of the accuracy.
 _MAX_ROUNDS, _TOLERANCE = 100, 1e-6
+# Changes that shrink by less than this a round are extrapolated, by at most so many e-folds.
+_SLOW, _LONGEST = 0.9, 2.0
 
 
 @dataclass(frozen=True)
@@ -163,26 +165,43 @@ def _fit_each_output(
     """The fixed point of the noise precision of each output."""
     low, high = (math.log(bound) for bound in search.noise_bounds)
     logs = torch.zeros(R.shape[1], dtype=torch.float64, device=R.device)
-    at_bound, num_maxima, length, last_change, posterior = False, None, 1.0, math.inf, None
+    steps, num_maxima, common, posterior = _Steps(), None, True, None
     for _ in range(_MAX_ROUNDS):
         del posterior  # its memory is needed
         posterior = ExactRegression.decompose(K.clone(), model, prior, R * (logs.mean() - logs).exp(), block_bytes)
-        # Where an output is at its bound, the evidence is not flat in the common factor either: α alone is learnt.
-        optimum = search.at_noise(posterior, float(logs.mean().exp())) if at_bound else search.largest(posterior)
+        optimum = search.largest(posterior) if common else search.at_noise(posterior, float(logs.mean().exp()))
         num_maxima = num_maxima or optimum.num_maxima
         logs = logs - logs.mean() + math.log(optimum.noise_precision)
         updated = logs + _log_update(posterior, optimum)
         at_bound = bool(((updated <= low) | (updated >= high)).any())
+        # Where an output is at its bound, the evidence is not flat in the common factor either: α alone is maximised.
+        common &= not at_bound
         change = updated.clamp(low, high) - logs
-        largest = float(change.abs().max())
-        if settled := largest < _TOLERANCE:
+        if settled := float(change.abs().max()) < _TOLERANCE:
             break
-        # A change that grows may be an oscillation, which shorter steps end.
-        length, last_change = (length / 2 if largest > last_change else length), largest
-        logs = logs + length * change
+        logs = (logs + steps.step(change)).clamp(low, high)
     at_bounds = tuple(n for n in optimum.at_bounds if n == "precision") + (("noise_precision",) if at_bound else ())
     converged = settled and optimum.converged and not at_bounds
     return posterior, replace(optimum, num_maxima=num_maxima, at_bounds=at_bounds, converged=converged)
+
+
+class _Steps:
+    """Steps along the changes of a fixed-point map: shorter where they oscillate, longer where they are slow."""
+
+    def __init__(self) -> None:
+        self.length, self.last = 1.0, torch.zeros(())
+
+    def step(self, change: Tensor) -> Tensor:
+        """The next step, for a change of the map."""
+        direction = float((self.last * change).sum())
+        self.length = 0.5 * self.length if direction < 0 else min(1.0, 2 * self.length)
+        ratio = float(change.norm() / self.last.norm().clamp_min(1e-300))
+        self.last = change
+        if direction > 0 and _SLOW < ratio < 1:
+            # Nearly a geometric series, which is summed (Aitken): so noise that goes to nothing gets to its bound.
+            self.last = torch.zeros_like(change)
+            return change * min(1 / (1 - ratio), _LONGEST / float(change.abs().max()))
+        return self.length * change
 
 
 def _log_update(posterior: ExactRegression, optimum: Optimum) -> Float[Tensor, " C"]:
