@@ -15,13 +15,13 @@ from typing import Any, cast
 import numpy as np
 import scipy.optimize
 import torch
+from laplace_sampling.gp.exact_evidence import ExactFit, fit_exact_regression
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.distributions import Categorical, MixtureSameFamily, Normal
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_sampling.gp.exact_evidence import ExactFit, fit_exact_regression
 from laplace_sampling.gp.linear_operators import gpytorch, settings, to_dense, to_linear_operator
 from laplace_sampling.likelihoods.likelihood import Gaussian
 from laplace_sampling.linear_model.features import DenseFeatures, features_at

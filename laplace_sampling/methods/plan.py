@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_sampling.gp.dual_cg import DualCG, WhitenedGram
+from laplace_sampling.gp.dual_cg import DualCG
 from laplace_sampling.gp.gram import size_of
+from laplace_sampling.gp.whitened_gram import WhitenedGram
 from laplace_sampling.linear_model.cost import Cost, measure
 from laplace_sampling.linear_model.factored import FACTORED, FactoredSampler
 from laplace_sampling.linear_model.features import BLOCK_BYTES, GGN, Features

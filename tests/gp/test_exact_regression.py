@@ -9,6 +9,7 @@ import pytest
 import reference
 import torch
 from cases import Case, make_case
+from laplace_sampling.gp.exact_evidence import NoiseComponents, fit_exact_regression
 from problems import CLOSE, make_prior, noisy
 from torch import Tensor
 from torch.testing import assert_close
@@ -19,7 +20,6 @@ from laplace_sampling.data.batches import Layout
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.evidence.em import fit_em
 from laplace_sampling.evidence.path_fit import fit_path
-from laplace_sampling.gp.exact_evidence import NoiseComponents, fit_exact_regression
 from laplace_sampling.gp.exact_regression import ExactRegression
 from laplace_sampling.gp.gram import gram
 from laplace_sampling.likelihoods.likelihood import Gaussian

@@ -8,10 +8,12 @@ from problems import CLOSE, make_prior
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling.gp.dual_cg import WhitenedGram, dual_mode, randomised_svd, sample_matheron, solve_shifted
+from laplace_sampling.gp.dual_mode import dual_mode
 from laplace_sampling.gp.exact_regression import ExactRegression
 from laplace_sampling.gp.gram import gram
 from laplace_sampling.gp.linear_operators import to_linear_operator
+from laplace_sampling.gp.matheron import sample_matheron
+from laplace_sampling.gp.whitened_gram import WhitenedGram, randomised_svd, solve_shifted
 from laplace_sampling.likelihoods.likelihood import Gaussian
 from laplace_sampling.linear_model.features import features_at
 from laplace_sampling.linear_model.measurements import as_measurement, noise_weights, observe
