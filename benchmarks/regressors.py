@@ -15,7 +15,6 @@ from typing import Any, cast
 import numpy as np
 import scipy.optimize
 import torch
-from laplace_sampling.gp.exact_evidence import ExactFit, fit_exact_regression
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.distributions import Categorical, MixtureSameFamily, Normal
@@ -23,6 +22,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_sampling.gp.linear_operators import gpytorch, settings, to_dense, to_linear_operator
+from laplace_sampling.gp.tuned_regression import TunedRegression, fit_exact_regression
 from laplace_sampling.likelihoods.likelihood import Gaussian
 from laplace_sampling.linear_model.features import DenseFeatures, features_at
 from laplace_sampling.linear_model.priors import as_prior
@@ -200,7 +200,7 @@ def map_held_out(task: Task) -> Outcome:
 
 
 @lru_cache(maxsize=8)
-def fit_tangent(task: Task, prior: str, linear_model: str, noise_at: str) -> ExactFit:
+def fit_tangent(task: Task, prior: str, linear_model: str, noise_at: str) -> TunedRegression:
     """The tangent model with prior and noise precision from the evidence, exactly, in observation space."""
     network, features, _ = task.tangent
     f = network(task.x)
