@@ -21,7 +21,6 @@ from torch.distributions import Categorical, MixtureSameFamily, Normal
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_sampling.gp.exact_evidence import ExactFit, fit_exact_regression
 from laplace_sampling.gp.linear_operators import gpytorch, settings, to_dense, to_linear_operator
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
@@ -29,6 +28,11 @@ from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.network_features import features_at
 from laplace_sampling.linear_model.priors.as_prior import as_prior
+from laplace_sampling.gp.tuned_regression import TunedRegression, fit_exact_regression
+from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.linear_model.features import DenseFeatures, features_at
+from laplace_sampling.linear_model.priors import as_prior
+from laplace_sampling.linear_model.sampling import Draws, LinearModel
 from laplace_sampling.networks.linearisation import Linearisation
 
 __all__ = ["METHODS", "Outcome", "Task", "fit_tangent", "gaussian", "train"]
@@ -202,7 +206,7 @@ def map_held_out(task: Task) -> Outcome:
 
 
 @lru_cache(maxsize=8)
-def fit_tangent(task: Task, prior: str, linear_model: str, noise_at: str) -> ExactFit:
+def fit_tangent(task: Task, prior: str, linear_model: str, noise_at: str) -> TunedRegression:
     """The tangent model with prior and noise precision from the evidence, exactly, in observation space."""
     network, features, _ = task.tangent
     f = network(task.x)

@@ -24,7 +24,7 @@ from scipy.stats import norm
 from torch import Tensor, nn
 
 from laplace_sampling import Gaussian, LinearisedLaplace
-from laplace_sampling.gp.dual_cg import sample_matheron
+from laplace_sampling.gp.matheron import sample_matheron
 from laplace_sampling.gp.whitened_gram import WhitenedGram, randomised_svd
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.tangent_model import tangent_model

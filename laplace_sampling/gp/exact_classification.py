@@ -10,16 +10,18 @@ singular, as it is for the softmax)
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.gp.exact_regression import PRECISION_BOUNDS, ExactPrediction
+from laplace_sampling.gp.dual_point import DualPoint
+from laplace_sampling.gp.exact_prediction import ExactPrediction, PosteriorAt
 from laplace_sampling.gp.gram import MAX_MEMORY, check_gram_size, cross_gram, gram, transposed
+from laplace_sampling.gp.regression_evidence import PRECISION_BOUNDS, check_bounds
+from laplace_sampling.gp.root import falling_root
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
@@ -28,7 +30,7 @@ from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_pr
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
 from laplace_sampling.solvers.lapack import check_finite, inverse_, solve_, symmetric_eigen
 
-__all__ = ["ExactClassification", "ExactMode", "ExactPosterior", "PosteriorAt"]
+__all__ = ["ExactClassification", "ExactMode", "ExactPosterior"]
 
 # Rows of a matrix that a root of the curvature is applied to at once.
 _ROWS = 64
@@ -53,27 +55,6 @@ class ExactMode:
     norm: float
     residual: float
     converged: bool
-
-
-@dataclass(frozen=True)
-class PosteriorAt:
-    """Posterior of the function at some inputs: mean `[M, C]` of `φ(x)θ`, to which the offset is to be added."""
-
-    mean: Float[Tensor, "M C"]
-    precision: float
-    prediction: ExactPrediction
-
-    def covariance(self) -> Float[Tensor, "M C C"]:
-        """Covariance of the outputs of each input."""
-        return self.prediction.covariance(self.precision, 1.0)
-
-    def stddev(self) -> Float[Tensor, "M C"]:
-        """Standard deviation of each output of each input."""
-        return self.prediction.stddev(self.precision, 1.0)
-
-    def joint_covariance(self) -> Float[Tensor, "MC MC"]:
-        """Covariance over all inputs and outputs, the outputs of an input adjacent."""
-        return self.prediction.joint_covariance(self.precision, 1.0)
 
 
 @dataclass(frozen=True)
@@ -109,7 +90,7 @@ class ExactPosterior:
     @property
     def effective_dimension(self) -> float:
         """`γ = Tr(H⁻¹M)`."""
-        return float((self.eigenvalues / (self.eigenvalues + self.precision)).sum())
+        return _effective_dimension(self.eigenvalues, self.precision)
 
     @property
     def log_evidence(self) -> float:
@@ -251,51 +232,46 @@ class ExactClassification:
             tolerance: of the residual.
             max_steps: at most so many.
         """
-        offset, targets, likelihood = self.model.offset.double(), self.model.targets, self.model.likelihood
-        (N, C), K = offset.shape, self.gram
+        K, offset = self.gram, self.model.offset.double()
         a = torch.zeros_like(offset) if start is None else start.coefficients
-        h = offset + (K @ a.flatten()).reshape(N, C) / precision
-        scale = float(likelihood.gradient(offset, targets).norm())
-
-        def loss(h: Tensor) -> float:
-            return float(likelihood.loss(h, targets).sum())
-
-        value, slope = loss(h) + 0.5 * float((a * (h - offset)).sum()), likelihood.gradient(h, targets)
+        point = DualPoint(self.model, a, offset + (K @ a.flatten()).reshape(offset.shape) / precision)
+        scale = float(point.initial_slope.norm())
         for _ in range(max_steps):
-            if float((a + slope).norm()) <= tolerance * scale:
+            if point.residual <= tolerance * scale:
                 break
-            b = likelihood.curvature(h, h - offset, targets) - slope
-            S = self.whitened(h)
-            S /= precision
-            S.diagonal().add_(1)
-            right = likelihood.root_transpose(h, (K @ b.flatten()).reshape(N, C) / precision, targets).reshape(-1, 1)
-            step = b - likelihood.root(h, solve_(S, right).reshape(N, C), targets) - a
-            del S
-            change = (K @ step.flatten()).reshape(N, C) / precision
-            length, moved = 1.0, False
-            while length > 1e-8 and not moved:
-                a_new, h_new = a + length * step, h + length * change
-                candidate = loss(h_new) + 0.5 * float((a_new * (h_new - offset)).sum())
-                if moved := candidate <= value + 1e-13 * abs(value):
-                    a, h, value = a_new, h_new, candidate
-                else:
-                    length /= 2
-            if not moved:
+            step = self._newton_step(point, precision)
+            lower = point.descended(step, (K @ step.flatten()).reshape(offset.shape) / precision)
+            if lower is None:
                 break
-            slope = likelihood.gradient(h, targets)
-        return self.mode_of(precision, a, h, tolerance)
+            point = lower[0]
+        return self.mode_of(precision, point.coefficients, point.outputs, tolerance)
+
+    def _newton_step(self, point: DualPoint, precision: float) -> Float[Tensor, "N C"]:
+        """`b − L(I + S/α)⁻¹LᵀK b/α − a`."""
+        likelihood, targets, h = self.model.likelihood, self.model.targets, point.outputs
+        b = point.newton_target
+        S = self._shifted(h, precision)
+        change = (self.gram @ b.flatten()).reshape(h.shape) / precision
+        right = likelihood.root_transpose(h, change, targets).reshape(-1, 1)
+        return b - likelihood.root(h, solve_(S, right).reshape(h.shape), targets) - point.coefficients
+
+    def _shifted(self, outputs: Float[Tensor, "N C"], precision: float) -> Float[Tensor, "NC NC"]:
+        """`I + S/α`, in the memory of one matrix."""
+        S = self.whitened(outputs)
+        S /= precision
+        S.diagonal().add_(1)
+        return S
 
     def mode_of(
         self, precision: float, a: Float[Tensor, "N C"], h: Float[Tensor, "N C"], tolerance: float = 1e-12
     ) -> ExactMode:
-        """What is known of a mode from its coefficients and outputs; arguments as of `mode`."""
-        offset, targets, likelihood = self.model.offset.double(), self.model.targets, self.model.likelihood
-        scale = float(likelihood.gradient(offset, targets).norm())
-        residual = float((a + likelihood.gradient(h, targets)).norm()) / max(scale, 1e-300)
-        norm = float((a * (h - offset)).sum()) / precision
+        """The mode of given coefficients and outputs, with its residual; arguments as of `mode`."""
+        point = DualPoint(self.model, a, h)
+        loss, norm = (float(v.sum()) for v in (self.model.likelihood.loss(h, self.model.targets), a * point.change))
+        residual = point.relative_residual
         # Rounding of K a leaves more than the tolerance where the data determine much.
         converged = residual <= max(tolerance, 1e-8)
-        return ExactMode(a, h, float(likelihood.loss(h, targets).sum()), norm, residual, converged)
+        return ExactMode(a, h, loss, norm / precision, residual, converged)
 
     def posterior(
         self, precision: float, *, hessian_at: str = "mode", start: ExactMode | None = None
@@ -310,8 +286,7 @@ class ExactClassification:
         _check_place(hessian_at)
         mode = self.mode(precision, start)
         outputs = mode.outputs if hessian_at == "mode" else self.model.network_outputs.double()
-        values, vectors = symmetric_eigen(self.whitened(outputs))
-        return ExactPosterior(self, precision, mode, outputs, values, vectors, mode.converged)
+        return ExactPosterior(self, precision, mode, outputs, *self._decomposed(outputs), mode.converged)
 
     def fit(
         self,
@@ -331,78 +306,43 @@ class ExactClassification:
             tolerance: of `log α`.
         """
         _check_place(hessian_at)
-        if not 0 < precision_bounds[0] < precision_bounds[1]:
-            raise ValueError(f"`precision_bounds` must be positive and in order, but is {precision_bounds}.")
-        fixed = None
-        if hessian_at == "network":
-            fixed = symmetric_eigen(self.whitened(self.model.network_outputs.double()))
+        check_bounds(precision_bounds=precision_bounds)
+        # The curvature at the network's outputs is the same for every α: one decomposition serves all.
+        fixed = self._decomposed(self.model.network_outputs.double()) if hessian_at == "network" else None
         last: ExactMode | None = None
 
-        def excess(u: float) -> float:
-            """`log` of MacKay's update over `α`: rising `α` is right where it is positive."""
+        def excess(log_precision: float) -> float:
+            """`log` of MacKay's update over `α`: where it is positive, `α` is to rise."""
             nonlocal last
-            alpha = math.exp(u)
+            alpha = math.exp(log_precision)
             last = self.mode(alpha, last)
-            if fixed is not None:
-                gamma = float((fixed[0] / (fixed[0] + alpha)).sum())
-            else:
-                S = self.whitened(last.outputs)
-                S /= alpha
-                S.diagonal().add_(1)
-                inverse_(S)
-                gamma = float((1 - S.diagonal()).sum())
-            tiny = 1e-300
-            return math.log(max(gamma, tiny)) - math.log(max(alpha * last.norm, tiny))
+            gamma = self._effective_dimension(last, alpha) if fixed is None else _effective_dimension(fixed[0], alpha)
+            return math.log(max(gamma, 1e-300)) - math.log(max(alpha * last.norm, 1e-300))
 
         bounds = (math.log(precision_bounds[0]), math.log(precision_bounds[1]))
         start = min(max(math.log(overall_precision(self.prior)), bounds[0]), bounds[1])
-        u, inside = _root(excess, start, bounds, tolerance)
-        alpha = math.exp(u) if inside else precision_bounds[bounds.index(u)]
-        at_bounds = () if inside else ("precision",)
-        if fixed is None:
-            found = self.posterior(alpha, start=last)
-            return replace(found, converged=found.converged and inside, at_bounds=at_bounds)
+        root, inside = falling_root(excess, start, bounds, tolerance)
+        alpha = math.exp(root) if inside else precision_bounds[bounds.index(root)]
         mode = self.mode(alpha, last)
-        outputs = self.model.network_outputs.double()
-        return ExactPosterior(self, alpha, mode, outputs, *fixed, mode.converged and inside, at_bounds)
+        outputs = mode.outputs if fixed is None else self.model.network_outputs.double()
+        values, vectors = fixed or self._decomposed(outputs)
+        at_bounds = () if inside else ("precision",)
+        return ExactPosterior(self, alpha, mode, outputs, values, vectors, mode.converged and inside, at_bounds)
+
+    def _decomposed(self, outputs: Float[Tensor, "N C"]) -> tuple[Float[Tensor, " NC"], Float[Tensor, "NC NC"]]:
+        return symmetric_eigen(self.whitened(outputs))
+
+    def _effective_dimension(self, mode: ExactMode, precision: float) -> float:
+        """`γ` with `B` at a mode, by an inverse: a third of the time of a decomposition."""
+        S = self._shifted(mode.outputs, precision)
+        inverse_(S)
+        return float((1 - S.diagonal()).sum())
+
+
+def _effective_dimension(eigenvalues: Float[Tensor, " NC"], precision: float) -> float:
+    return float((eigenvalues / (eigenvalues + precision)).sum())
 
 
 def _check_place(hessian_at: str) -> None:
     if hessian_at not in ("mode", "network"):
         raise ValueError(f'`hessian_at={hessian_at!r}` is not known; use "mode" or "network".')
-
-
-def _root(
-    function: Callable[[float], float], start: float, bounds: tuple[float, float], tolerance: float
-) -> tuple[float, bool]:
-    """Where a function goes from positive to negative, by doubled steps and then regula falsi (Illinois)."""
-    u, value, stride = start, function(start), 1.0
-    while True:
-        edge = bounds[1] if value > 0 else bounds[0]
-        if u == edge:
-            return edge, False
-        proposal = min(u + stride, edge) if value > 0 else max(u - stride, edge)
-        found = function(proposal)
-        if (found > 0) != (value > 0):
-            break
-        u, value, stride = proposal, found, 2 * stride
-    (low, f_low), (high, f_high) = sorted([(u, value), (proposal, found)])
-    side = 0
-    for _ in range(200):
-        if high - low <= tolerance or f_low == 0 or f_high == 0:
-            break
-        middle = (low * f_high - high * f_low) / (f_high - f_low)
-        # Both ends are to come close: a step of the tolerance beyond the root closes the bracket.
-        middle = min(max(middle, low + 0.5 * tolerance), high - 0.5 * tolerance)
-        value = function(middle)
-        if abs(value) <= 1e-14:
-            return middle, True
-        if value > 0:
-            low, f_low = middle, value
-            f_high = f_high / 2 if side == 1 else f_high
-            side = 1
-        else:
-            high, f_high = middle, value
-            f_low = f_low / 2 if side == -1 else f_low
-            side = -1
-    return (low + high) / 2 if f_low != 0 and f_high != 0 else (low if f_low == 0 else high), True

@@ -1,31 +1,20 @@
-"""The Gram matrix of a whitened problem as an operator, its preconditioners, and conjugate gradients on it.
+"""The Gram matrix of a whitened problem, its preconditioner, and conjugate gradients on it.
 
 `S = LᵀΦA⁻¹ΦᵀL`, `[N·C, N·C]`, with a root `L Lᵀ = B` of the curvature: `I + S` has no eigenvalue below one. A product
 is a VJP and a JVP over all data.
 """
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from scipy.optimize import brentq
 from torch import Tensor
 
-from laplace_sampling.gp.linear_operators import IndexType, LinearOperator, NumericalWarning, linear_cg, settings
-from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.features import GGN
 
-__all__ = [
-    "DualSolve",
-    "LowRank",
-    "WhitenedGram",
-    "backward",
-    "forward",
-    "pivoted_cholesky",
-    "randomised_svd",
-    "solve_shifted",
-]
+__all__ = ["DualSolve", "LowRank", "WhitenedGram", "backward", "forward", "randomised_svd", "solve_shifted"]
 
 # Runs of conjugate gradients at most, each from where the last one ended.
 _RESTARTS = 3
@@ -33,53 +22,31 @@ _RESTARTS = 3
 _STACK_BYTES = 2**26
 
 
-class WhitenedGram(LinearOperator):
-    """`S = LᵀΦA⁻¹ΦᵀL`, `[N·C, N·C]` in float64, as `linear_operator` sees matrices: vectors are columns.
-
-    `rows` counts the vectors that it was multiplied with. Gradients are not supported.
+class WhitenedGram:
+    """`S = LᵀΦA⁻¹ΦᵀL`, `[N·C, N·C]` in float64, known by its products.
 
     Args:
         variance: the diagonal of `A⁻¹`, `[P]`.
         ggn: `M = ΦᵀL LᵀΦ`.
+
+    Attributes:
+        rows: how many vectors it was multiplied with so far.
     """
 
     def __init__(self, variance: Float[Tensor, " P"], ggn: GGN) -> None:
-        super().__init__(variance.detach().double(), ggn=ggn)
         self.variance, self.ggn = variance.detach().double(), ggn
         self.rows = 0
-
-    def _size(self) -> torch.Size:
-        return torch.Size([self.ggn.outputs.numel()] * 2)
-
-    def _transpose_nonbatch(self) -> "WhitenedGram":
-        return self
-
-    def _matmul(self, rhs: Float[Tensor, "*B NC K"]) -> Float[Tensor, "*B NC K"]:
-        columns = rhs[:, None] if rhs.dim() == 1 else rhs
-        stack = columns.mT.reshape(-1, len(self))
-        self.rows += len(stack)
-        # Few enough at a time for their stacks in weight space.
-        parts = stack.split(max(1, int(_STACK_BYTES / (8 * self.ggn.size))))
-        products = [forward(self.ggn, self.variance * backward(self.ggn, part)) for part in parts]
-        product = torch.cat(products).reshape(columns.mT.shape).mT
-        return product.reshape(rhs.shape) if rhs.dim() == 1 else product.contiguous()
 
     def __len__(self) -> int:
         return self.ggn.outputs.numel()
 
-    def _diagonal(self) -> Float[Tensor, " NC"]:
-        return torch.cat([(rows.double() ** 2) @ self.variance for rows in self.ggn.root_rows()])
-
-    def _get_indices(self, row_index: IndexType, col_index: IndexType, *batch_indices: IndexType) -> Tensor:
-        assert isinstance(row_index, Tensor)
-        assert isinstance(col_index, Tensor)
-        # By unit vectors, on the side where fewer are asked for: pivoted Cholesky asks for one row at a time.
-        rows, columns = torch.broadcast_tensors(row_index, col_index)
-        few, other = (rows, columns) if len(rows.unique()) < len(columns.unique()) else (columns, rows)
-        distinct, place = few.unique(return_inverse=True)
-        units = torch.zeros(len(self), len(distinct), dtype=torch.float64, device=self.device)
-        units[distinct, torch.arange(len(distinct), device=distinct.device)] = 1
-        return self._matmul(units)[other, place]
+    def matmul(self, columns: Float[Tensor, "NC K"]) -> Float[Tensor, "NC K"]:
+        """`S v` of each column."""
+        self.rows += columns.shape[1]
+        # Few enough at a time for their stacks in weight space, which are larger by P/(N·C).
+        parts = columns.mT.split(max(1, int(_STACK_BYTES / (8 * self.ggn.size))))
+        products = [forward(self.ggn, self.variance * backward(self.ggn, part)) for part in parts]
+        return torch.cat(products).mT.contiguous()
 
 
 def backward(ggn: GGN, u: Float[Tensor, "K NC"]) -> Float[Tensor, "K P"]:
@@ -119,7 +86,7 @@ class LowRank:
         return v - self.vectors @ (weights[:, None] * (self.vectors.mT @ v))
 
     def rescaled(self, factor: float) -> "LowRank":
-        """That of `factor · S`."""
+        """The preconditioner of `I + factor · S`."""
         trace = None if self.trace is None else self.trace * factor
         return replace(self, eigenvalues=self.eigenvalues * factor, products=0, trace=trace)
 
@@ -138,6 +105,7 @@ class LowRank:
         leading = (along_x**2 - (inverse * along_r) ** 2 + inverse).sum(1)
         size, rest = len(self.vectors) - len(self.eigenvalues), self.trace - float(self.eigenvalues.sum())
         s = _decay(float(self.eigenvalues.min()), rest, size)
+        # Least squares, by the pseudoinverse: where all `s` are equal the two columns are dependent.
         line = torch.stack([torch.ones_like(s), 1 + s], dim=1)
         a, b = (torch.linalg.pinv(line) @ (1 / (1 + s))).tolist()
         off = (off_x**2).sum(1) - a * ((off_x * off_r).sum(1) - size) - b * ((off_r**2).sum(1) - size - rest)
@@ -145,10 +113,12 @@ class LowRank:
 
 
 def _decay(largest: float, total: float, num: int) -> Float[Tensor, " num"]:
-    """So many numbers of a geometric series below the largest, of a given sum; equal ones where it is too large."""
+    """A geometric series of `num` terms below `largest` with the sum `total`; equal terms where that is too large."""
     total, powers = max(total, 0.0), torch.arange(1, num + 1, dtype=torch.float64)
     if total >= num * largest:
         return torch.full((num,), total / max(num, 1), dtype=torch.float64)
+    from scipy.optimize import brentq  # slow to import
+
     ratio: Any = brentq(lambda q: float((largest * q**powers).sum()) - total, 0.0, 1.0)
     return largest * ratio**powers
 
@@ -164,37 +134,18 @@ def randomised_svd(S: WhitenedGram, rank: int, *, oversampling: int = 10, seed: 
         oversampling: `p`, columns that are dropped in the end.
         seed: of `R`.
     """
-    rank = _check_rank(S, rank)
+    if rank < 1:
+        raise ValueError(f"The rank of a preconditioner must be at least 1, but is {rank}.")
+    rank = min(rank, len(S))
     generator = torch.Generator().manual_seed(seed)
     columns = min(len(S), rank + oversampling)
     before = S.rows
-    test = torch.randn(len(S), columns, generator=generator, dtype=torch.float64).to(S.device)
-    Q = torch.linalg.qr(S._matmul(test))[0]
-    core = Q.mT @ S._matmul(Q)
+    test = torch.randn(len(S), columns, generator=generator, dtype=torch.float64).to(S.variance.device)
+    Q = torch.linalg.qr(S.matmul(test))[0]
+    # Ritz values on the range: exactly diag(UᵀSU), which `LowRank.traces` relies on.
+    core = Q.mT @ S.matmul(Q)
     values, vectors = torch.linalg.eigh((core + core.mT) / 2)
     return LowRank(Q @ vectors[:, -rank:], values[-rank:].clamp_min(0), S.rows - before)
-
-
-def pivoted_cholesky(S: WhitenedGram, rank: int, *, tolerance: float = 1e-10) -> LowRank:
-    """`S ≈ GGᵀ` by `linear_operator`'s pivoted Cholesky: the exact diagonal, and a product for each column of `G`.
-
-    Args:
-        S: the matrix.
-        rank: columns of `G` at most.
-        tolerance: stop when the trace of the rest is below it, relative to the largest entry of the diagonal.
-    """
-    rank, before = _check_rank(S, rank), S.rows
-    with warnings.catch_warnings(), torch.sparse.check_sparse_tensor_invariants(False):
-        G = S.pivoted_cholesky(rank, error_tol=tolerance)
-    assert isinstance(G, Tensor)
-    U, singular, _ = torch.linalg.svd(G, full_matrices=False)
-    return LowRank(U, singular**2, S.rows - before)
-
-
-def _check_rank(S: WhitenedGram, rank: int) -> int:
-    if rank < 1:
-        raise ValueError(f"The rank of a preconditioner must be at least 1, but is {rank}.")
-    return min(rank, len(S))
 
 
 @dataclass(frozen=True)
@@ -244,33 +195,49 @@ def solve_shifted(
         raise ValueError(
             f"`tolerance` must be positive and `max_iterations` at least 1, but are {tolerance} and {max_iterations}."
         )
-    before = S.rows
-    rhs = rhs.double()
-    history: list[float] = []
-    active = torch.ones(len(rhs), dtype=torch.bool, device=rhs.device)
-    # Columns are normalised by `linear_cg`, so that these are relative residuals.
-    target, iterations = 0.5 * tolerance, 0
-
-    def precondition(residual: Tensor) -> Tensor:
-        norms = residual.norm(dim=0)
-        history.append(float(norms.max()))
-        active.copy_(norms >= target)
-        return residual.clone() if preconditioner is None else preconditioner.solve(residual)
-
-    def multiply(v: Tensor) -> Tensor:
-        # What is returned for a row that has converged is not used.
-        product = v.clone()
-        if bool(active.any()):
-            product[:, active] += S._matmul(v[:, active])
-        return product
-
+    before, rhs = S.rows, rhs.double()
+    run = _Run(S, 0.5 * tolerance, preconditioner)
     x = torch.zeros_like(rhs.mT).contiguous() if init is None else init.double().mT.contiguous()
-    residual, converged = torch.ones_like(rhs[:, 0]), False
     norm = rhs.norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
+    history: list[float] = []
+    iterations, converged, residual = 0, False, torch.ones_like(norm)
     for _ in range(_RESTARTS):
-        # The recurrence may drift from the true residual: then go on from where it ended.
-        before_run = len(history)
-        active.fill_(True)
+        # The residual of the recurrence may drift from the true one: then go on from where it ended.
+        x, norms = run.iterate(rhs, x, max_iterations - iterations)
+        history += norms if iterations == 0 else norms[1:]
+        iterations += max(len(norms) - 1, 0)
+        residual = (rhs.mT - x - S.matmul(x)).norm(dim=0) / norm
+        converged = bool((residual <= tolerance).all())
+        if converged or iterations >= max_iterations or len(norms) <= 1:
+            break
+    return DualSolve(x.mT, residual, iterations, history, S.rows - before, converged)
+
+
+@dataclass
+class _Run:
+    """A run of the conjugate gradients of `linear_operator`, which calls back for products and preconditioning.
+
+    Attributes:
+        matrix: `S`.
+        target: relative residual at which a row is done.
+        preconditioner: of `I + S`.
+        active: rows that are not done.
+        norms: the largest relative residual of a row before each iteration.
+    """
+
+    matrix: WhitenedGram
+    target: float
+    preconditioner: LowRank | None
+    active: Tensor = field(init=False)
+    norms: list[float] = field(init=False)
+
+    def iterate(
+        self, rhs: Float[Tensor, "K NC"], x: Float[Tensor, "NC K"], max_iterations: int
+    ) -> tuple[Float[Tensor, "NC K"], list[float]]:
+        """The iterate at the end, and norms of residuals until all rows are done."""
+        from laplace_sampling.gp.linear_operators import NumericalWarning, linear_cg, settings  # slow to import
+
+        self.active, self.norms = torch.ones(len(rhs), dtype=torch.bool, device=rhs.device), []
         with (
             warnings.catch_warnings(),
             settings.terminate_cg_by_size(False),
@@ -278,30 +245,31 @@ def solve_shifted(
         ):
             warnings.simplefilter("ignore", NumericalWarning)  # the result says whether it converged
             x = linear_cg(
-                multiply,
+                self._multiply,
                 rhs.mT.contiguous(),
                 n_tridiag=0,
-                tolerance=target,
+                tolerance=self.target,
                 eps=1e-100,
-                stop_updating_after=target,
-                max_iter=max_iterations - iterations,
+                stop_updating_after=self.target,
+                max_iter=max_iterations,
                 max_tridiag_iter=0,
                 initial_guess=x,
-                preconditioner=precondition,
+                preconditioner=self._precondition,
             )
-        run = history[before_run:]
-        taken = next((i for i, r in enumerate(run) if r < target), max(len(run) - 1, 0))
-        history[before_run:] = run[: taken + 1] if iterations == 0 else run[1 : taken + 1]
-        iterations += taken
-        residual = (rhs.mT - x - S._matmul(x)).norm(dim=0) / norm
-        converged = bool((residual <= tolerance).all())
-        if converged or iterations >= max_iterations or taken == 0:
-            break
-    return DualSolve(
-        x.mT,
-        residual,
-        iterations,
-        history,
-        S.rows - before,
-        converged,
-    )
+        # It goes on for some iterations after the last row is done, at no products: they do not count.
+        done = next((i for i, norm in enumerate(self.norms) if norm < self.target), max(len(self.norms) - 1, 0))
+        return x, self.norms[: done + 1]
+
+    def _precondition(self, residual: Float[Tensor, "NC K"]) -> Float[Tensor, "NC K"]:
+        # `linear_cg` normalises the right-hand sides, so that these are relative residuals.
+        norms = residual.norm(dim=0)
+        self.norms.append(float(norms.max()))
+        self.active.copy_(norms >= self.target)
+        return residual.clone() if self.preconditioner is None else self.preconditioner.solve(residual)
+
+    def _multiply(self, v: Float[Tensor, "NC K"]) -> Float[Tensor, "NC K"]:
+        # The product of a row that is done is not used.
+        product = v.clone()
+        if bool(self.active.any()):
+            product[:, self.active] += self.matrix.matmul(v[:, self.active])
+        return product

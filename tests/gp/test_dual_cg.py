@@ -12,19 +12,16 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_sampling.evidence.em import effective_dimension, fit_em
-from laplace_sampling.gp.dual_cg import DualCG, DualSolution, dual_mode, sample_matheron
-from laplace_sampling.gp.whitened_gram import (LowRank, WhitenedGram, pivoted_cholesky, randomised_svd, solve_shifted)
-from laplace_sampling.gp.exact_evidence import fit_exact_regression
+from laplace_sampling.gp.dual_cg import DualCG
+from laplace_sampling.gp.dual_mode import dual_mode
 from laplace_sampling.gp.linear_operators import settings
-from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
-from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.linear_model import LinearModel
-from laplace_sampling.linear_model.mode_objective import linear_model_mode
-from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
-from laplace_sampling.linear_model.priors.prior import GaussianPrior
-from laplace_sampling.linear_model.sampling import sample_posterior
+from laplace_sampling.gp.matheron import DualSolution, sample_matheron
+from laplace_sampling.gp.tuned_regression import fit_exact_regression
+from laplace_sampling.gp.whitened_gram import LowRank, WhitenedGram, randomised_svd, solve_shifted
+from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.linear_model.features import GGN, DenseFeatures, ScaledFeatures
+from laplace_sampling.linear_model.priors import GaussianPrior, IsotropicPrior
+from laplace_sampling.linear_model.sampling import Draws, LinearModel, linear_model_mode, sample_posterior
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.solver import ConvergenceWarning, Minimum, Objective, Quadratic, Solution, Solver
 
@@ -85,20 +82,9 @@ def test_samples_of_a_network_by_products() -> None:
 def test_the_operator_is_the_dense_matrix(case: Case) -> None:
     model = case.linear_model()
     S = WhitenedGram(torch.rand(model.features.size).double() + 0.5, model.ggn(model.network_outputs))
-    matrix = dense(S)
-    b = torch.randn(2, len(S), 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for rhs in (b, b[0], b[0, :, 0]):
-        assert_close(S @ rhs, matrix @ rhs)
-    assert_close(S.diagonal(), matrix.diagonal())
-    assert_close(S.mT @ b[0], matrix @ b[0])
-    with torch.sparse.check_sparse_tensor_invariants(False):  # new torch warns where linear_operator does not choose
-        assert_close(S[1, 2], matrix[1, 2])
-    before = S.rows
-    assert_close(S[torch.tensor([1]), torch.arange(len(S))], matrix[1])
-    assert S.rows == before + 1
-    assert_close(S.to_dense(), matrix)
-    again = S.representation_tree()(*S.representation())
-    assert_close(again @ b[0], matrix @ b[0])
+    columns = torch.randn(len(S), 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert_close(S.matmul(columns), dense(S) @ columns)
+    assert S.rows == 3
 
 
 def test_solves_reach_their_tolerance_and_count_products() -> None:
@@ -113,7 +99,7 @@ def test_solves_reach_their_tolerance_and_count_products() -> None:
         assert found.converged
         assert (found.residual <= tolerance).all()
         assert_close(
-            found.residual, (b - found.value * 1e5 @ matrix).norm(dim=1) / b.norm(dim=1), rtol=1e-3, atol=1e-14
+            found.residual, (b - found.value * 1e5 @ matrix).norm(dim=1) / b.norm(dim=1), rtol=1e-3, atol=1e-12
         )
         assert found.products == S.rows - before <= 4 * (found.iterations + 2)
         assert len(found.history) == found.iterations + 1
@@ -134,16 +120,12 @@ def test_preconditioners_cut_iterations() -> None:
     S = WhitenedGram(1 / prior.diagonal(), ggn)
     b = torch.randn(4, len(S), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     plain = solve_shifted(S, b, tolerance=1e-3).iterations
-    counts = {}
-    for name, make in (("randomised SVD", randomised_svd), ("pivoted Cholesky", pivoted_cholesky)):
-        for rank in (5, 40):
-            found = solve_shifted(S, b, tolerance=1e-3, preconditioner=make(S, rank))
-            assert found.converged
-            counts[name, rank] = found.iterations
-    print(f"iterations to 1e-3: {plain} without, {counts}")
-    assert counts["randomised SVD", 40] < counts["randomised SVD", 5] < plain
-    assert counts["pivoted Cholesky", 40] < plain
-    assert counts["randomised SVD", 40] <= 10
+    solves = [solve_shifted(S, b, tolerance=1e-3, preconditioner=randomised_svd(S, rank)) for rank in (5, 40)]
+    assert all(solve.converged for solve in solves)
+    few, many = (solve.iterations for solve in solves)
+    print(f"iterations to 1e-3: {plain} without, {few} at rank 5, {many} at rank 40")
+    assert many < few < plain
+    assert many <= 10
 
 
 def test_preconditioners_of_full_rank_are_the_inverse() -> None:
@@ -157,19 +139,14 @@ def test_preconditioners_of_full_rank_are_the_inverse() -> None:
     assert_close(
         svd.rescaled(0.5).solve(b), torch.linalg.solve(matrix / 2 + torch.eye(30) / 2, b), rtol=1e-6, atol=1e-6
     )
-    cholesky = pivoted_cholesky(S, 30)
-    assert cholesky.products <= 30
-    assert_close(cholesky.solve(b), torch.linalg.solve(matrix, b), rtol=1e-6, atol=1e-6)
-    # Fewer columns where the tolerance says so; and the best rank-r approximation is close to what the SVD finds.
-    assert len(pivoted_cholesky(S, 30, tolerance=0.5).eigenvalues) < 30
+    # The best approximation of rank r is close to what the SVD finds.
     few = randomised_svd(S, 5, oversampling=10)
     assert isinstance(few, LowRank)
     assert few.products == 30
     assert_close(few.eigenvalues, torch.linalg.eigvalsh(dense(S))[-5:], rtol=0.05, atol=0)
     assert not torch.equal(randomised_svd(S, 5, seed=1).vectors, few.vectors)
-    for make in (randomised_svd, pivoted_cholesky):
-        with pytest.raises(ValueError, match="rank of a preconditioner must be at least 1, but is 0"):
-            make(S, 0)
+    with pytest.raises(ValueError, match="rank of a preconditioner must be at least 1, but is 0"):
+        randomised_svd(S, 0)
 
 
 def test_too_few_iterations_name_the_residual() -> None:
@@ -238,7 +215,7 @@ class WithoutNoise(Solver):
         return self.solver.minimise(objective, init)
 
 
-@pytest.mark.parametrize("options", [{}, {"rank": 8}, {"rank": 8, "preconditioner": "cholesky", "seed": 1}])
+@pytest.mark.parametrize("options", [{}, {"rank": 8}, {"rank": 8, "seed": 1}])
 @pytest.mark.parametrize("name", ["regression", "classification", "multi_label"])
 def test_the_solver_agrees_with_dense_algebra(name: str, options: dict) -> None:
     _, model, ggn, built = setting(name)
@@ -269,7 +246,7 @@ def test_em_in_observation_space_ends_near_the_exact_optimum() -> None:
     noise = torch.randn(900, 1, generator=generator, dtype=torch.float64)
     zero = torch.zeros(900, 1, dtype=torch.float64)
     model = LinearModel(features, zero, zero, features.outputs(theta)[0] + noise, Gaussian(1.0, learn=False))
-    prior = IsotropicPrior(100.0).build(model.ggn(zero), ([], torch.zeros(0)), Draws(1, 0).noise(1))
+    prior = IsotropicPrior().build(model.ggn(zero), ([], torch.zeros(0)), 100.0, Draws(1, 0).noise(1))
     exact = fit_exact_regression(model, prior).optimum
     steps = fit_em(model, prior, Draws(2, 0), DualCG(), hessian_at="mode", max_steps=5, tolerance=1e-3).history
     print(f"EM: α {[s.new_prior_precision[0] for s in steps]} against {exact.precision}")
@@ -278,8 +255,6 @@ def test_em_in_observation_space_ends_near_the_exact_optimum() -> None:
 
 def test_refusals_of_the_solver() -> None:
     ggn, prior = decaying(20, 30)
-    with pytest.raises(ValueError, match="`preconditioner='jacobi'` is not known"):
-        DualCG(preconditioner="jacobi")
     for options in ({"tolerance": 0.0}, {"rank": -1}, {"max_iterations": 0}, {"max_refinements": -1}):
         with pytest.raises(ValueError, match="tolerance and max_iterations must be positive"):
             DualCG(**options)
@@ -301,7 +276,6 @@ def test_settings_of_linear_operator_are_put_back_and_nothing_is_warned() -> Non
         warnings.simplefilter("error")
         sample_matheron(ggn, prior, Draws(2, 0))
         S = WhitenedGram(1 / prior.diagonal(), ggn)
-        pivoted_cholesky(S, 3)
         randomised_svd(S, 3)
     assert torch.equal(torch.get_rng_state(), state)
     after = settings.cg_tolerance.value(), settings.max_cg_iterations.value(), settings.terminate_cg_by_size.on()
@@ -332,18 +306,15 @@ def test_effective_dimension_of_few_samples_with_a_preconditioner(alpha: float) 
 
 
 def test_effective_dimensions_of_groups_do_without_the_preconditioner() -> None:
-    """As do those of a preconditioner that is not of Ritz vectors, and of noise that differs between outputs."""
+    """As do those of noise that differs between outputs."""
     _, _, ggn, layers = setting("regression", "layerwise")
     held = DualCG(rank=8).hold(WhitenedGram(1 / layers.diagonal(), ggn))
     solution = sample_posterior(ggn, layers, Draws(2, 0), held)
     assert solution.traces is None
     assert len(effective_dimension(solution, layers)[0]) == len(layers.names) > 1
     S = WhitenedGram(1 / layers.diagonal(), ggn)
-    pivoted = DualCG(rank=8, preconditioner="cholesky").hold(S).held
-    assert pivoted is not None
-    assert pivoted.trace is None
     with pytest.raises(ValueError, match="`traces` needs `trace`"):
-        pivoted.traces(torch.ones(1, len(S)), torch.ones(1, len(S)))
+        randomised_svd(S, 8).traces(torch.ones(1, len(S)), torch.ones(1, len(S)))
     _, _, ggn, layers = setting("regression_per_output", "layerwise")
     held = DualCG(rank=8).hold(WhitenedGram(1 / layers.diagonal(), ggn))
     assert held.held is not None

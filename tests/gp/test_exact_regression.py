@@ -19,22 +19,20 @@ from laplace_sampling.data.batches import Layout
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.evidence.em import fit_em
 from laplace_sampling.evidence.path_fit import fit_path
-from laplace_sampling.gp.exact_evidence import NoiseComponents, fit_exact_regression
 from laplace_sampling.gp.exact_regression import ExactRegression
-from laplace_sampling.gp.gram import gram
-from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.linear_model.features import DenseFeatures
-from laplace_sampling.linear_model.linear_model import LinearModel
-from laplace_sampling.linear_model.network_features import NetworkFeatures, features_at
-from laplace_sampling.linear_model.priors.g_prior import GPrior
-from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
-from laplace_sampling.linear_model.priors.layerwise_prior import LayerwisePrior
-from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision, unit_variance
-from laplace_sampling.linear_model.sampling import sample_posterior
+from laplace_sampling.gp.tuned_regression import fit_exact_regression
+from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.linear_model.features import DenseFeatures, NetworkFeatures, features_at
+from laplace_sampling.linear_model.priors import (
+    GaussianPrior,
+    GPrior,
+    IsotropicPrior,
+    LayerwisePrior,
+    overall_precision,
+)
+from laplace_sampling.linear_model.sampling import Draws, LinearModel, sample_posterior
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.dense import Dense
-from laplace_sampling.solvers.lapack import inverse_, solve_, symmetric_eigen
 
 REGRESSIONS = ["regression", "regression_many_data", "regression_per_output", "regression_flat", "image_regression"]
 PRIORS = {"isotropic": IsotropicPrior(), "g-prior": GPrior(), "layerwise": LayerwisePrior()}
@@ -258,7 +256,7 @@ def test_bounds_are_kept_and_told() -> None:
     features = DenseFeatures(rows * torch.logspace(0, -12, 10, dtype=torch.float64)[:, None, None])
     zero = torch.zeros(10, 1, dtype=torch.float64)
     few = LinearModel(features, zero, zero, features.outputs(torch.ones(1, 50).double())[0], model.likelihood)
-    wide = IsotropicPrior().build(few.ggn(few.offset), ([], torch.zeros(0)), Draws(1, 0).noise(1))
+    wide = IsotropicPrior().build(few.ggn(few.offset), ([], torch.zeros(0)), 1.0, Draws(1, 0).noise(1))
     decomposed = ExactRegression.of(few, wide)
     found = decomposed.fit(noise_bounds=(1e-3, 1e30))
     assert found.noise_precision == 1e30
@@ -296,9 +294,7 @@ def test_noise_given_for_each_datum(shape: str) -> None:
     assert_close(at.joint_covariance(alpha, 1.0), J @ torch.linalg.solve(primal.H, J.T), **CLOSE)
     # A common factor may be learnt: then ratios count, not the unit.
     learnt = [
-        fit_exact_regression(
-            model.with_likelihood(Gaussian(1.0, noise_at="mode")), prior, noise_variances=given * unit
-        ).optimum
+        fit_exact_regression(model.with_likelihood(Gaussian(1.0)), prior, noise_variances=given * unit).optimum
         for unit in (1.0, 100.0)
     ]
     assert learnt[1].noise_precision == pytest.approx(100 * learnt[0].noise_precision)
@@ -310,9 +306,7 @@ def test_a_noise_precision_for_each_output() -> None:
     scales = torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)
     generator = torch.Generator().manual_seed(4)
     targets = case.y + scales * torch.randn(50, 3, generator=generator, dtype=torch.float64)
-    model = LinearModel(
-        model.features, model.offset, model.network_outputs, targets, Gaussian(torch.ones(3), noise_at="mode")
-    )
+    model = LinearModel(model.features, model.offset, model.network_outputs, targets, Gaussian(torch.ones(3)))
     found = fit_exact_regression(model, prior)
     assert found.optimum.converged
     b = found.likelihood.noise_precision
@@ -335,7 +329,8 @@ def test_a_noise_precision_for_each_output() -> None:
             logs[i] += sign * 1e-3
             ends.append(evidence(float(logs[0].exp()), logs[1:].exp()))
         assert max(ends) < best
-        assert abs(ends[1] - ends[0]) / 2e-3 < 1e-5
+        # The iteration ends where a round changes log b_c by less than 1e-6.
+        assert abs(ends[1] - ends[0]) / 2e-3 < 1e-4
     # With the noise fixed the given ratios stay.
     fixed = model.with_likelihood(Gaussian(torch.tensor([1.0, 2.0, 4.0]), learn=False))
     kept = fit_exact_regression(fixed, prior)
@@ -347,28 +342,9 @@ def test_a_noise_precision_for_each_output() -> None:
     assert both[0].optimum.log_evidence == pytest.approx(both[1].optimum.log_evidence)
 
 
-def test_derivatives_of_the_evidence_with_noise_components() -> None:
-    case = make_case("regression_per_output")
-    model = case.linear_model("affine")
-    prior = make_prior(model, case, "g-prior")
-    R = torch.rand(8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
-    r = (case.y - model.offset).detach()
-    components = NoiseComponents(gram(model.features, unit_variance(prior)), r, R)
-    logs = torch.tensor([0.3, -0.5, 0.1, 1.0], dtype=torch.float64)
-    value, gradient, hessian = components.evaluate(logs)
-    primal = Primal(case, model, prior.scale**-2.0 * logs[0].exp(), R / logs[1:].exp())
-    assert value == pytest.approx(primal.evidence, rel=1e-9)
-    for i in range(4):
-        step = torch.zeros(4, dtype=torch.float64)
-        step[i] = 1e-5
-        ends = [components.evaluate(logs - step), components.evaluate(logs + step)]
-        assert float(gradient[i]) == pytest.approx((ends[1][0] - ends[0][0]) / 2e-5, rel=1e-6, abs=1e-6)
-        assert_close(hessian[i], (ends[1][1] - ends[0][1]) / 2e-5, rtol=1e-5, atol=1e-6)
-
-
-def test_noise_components_at_a_bound() -> None:
+def test_noise_precisions_of_outputs_at_a_bound() -> None:
     _, model, prior = noisy(30, outputs=2)
-    model = model.with_likelihood(Gaussian(torch.ones(2), noise_at="mode"))
+    model = model.with_likelihood(Gaussian(torch.ones(2)))
     found = fit_exact_regression(model, prior, noise_bounds=(1e-6, 5.0))
     assert found.optimum.at_bounds == ("noise_precision",)
     assert not found.optimum.converged
@@ -463,31 +439,6 @@ def test_float32_networks_are_decomposed_in_float64() -> None:
     assert exact.mode(1.0, 1.0).dtype == torch.float64
 
 
-def test_eigenvalues_of_small_and_singular_matrices() -> None:
-    values, vectors = symmetric_eigen(torch.tensor([[4.0]], dtype=torch.float64))
-    assert values.tolist() == [4.0]
-    assert vectors.abs().tolist() == [[1.0]]
-    rows = torch.randn(9, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    values, vectors = symmetric_eigen(rows @ rows.T)
-    assert (values >= 0).all()
-    assert_close((vectors * values) @ vectors.T, rows @ rows.T)
-
-
-@pytest.mark.parametrize("size", [1, 7, 1100])
-def test_the_inverse_in_place(size: int) -> None:
-    rows = torch.randn(size, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    G = rows @ rows.T + torch.eye(size, dtype=torch.float64)
-    P = G.clone()
-    assert_close(inverse_(P), torch.linalg.slogdet(G)[1])
-    assert torch.equal(P, P.T)
-    assert_close(P @ G, torch.eye(size, dtype=torch.float64))
-    right = rows[:, :2].contiguous()
-    assert_close(G @ solve_(G.clone(), right), right)
-    for call in (inverse_, lambda G: solve_(G, right)):
-        with pytest.raises(FloatingPointError, match="not positive definite"):
-            call(-G)
-
-
 def test_errors() -> None:
     case, model, prior = noisy(10, outputs=2)
     with pytest.raises(ValueError, match=r"would need about [\d.e-]+ MiB for 10 data of 2 outputs.*method=\"dual\""):
@@ -511,12 +462,12 @@ def test_errors() -> None:
 _PEAK = """
 import os, torch
 from torch import nn
-from laplace_sampling.gp.exact_evidence import fit_exact_regression
-from laplace_sampling.linear_model.network_features import features_at
-from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.gp.tuned_regression import fit_exact_regression
+from laplace_sampling.linear_model.features import features_at
+from laplace_sampling.likelihoods.likelihood import Gaussian
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.linear_model.priors.prior import GaussianPrior
-from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors import GaussianPrior
+from laplace_sampling.linear_model.sampling import LinearModel
 
 torch.manual_seed(0)
 def fit(n, outputs):

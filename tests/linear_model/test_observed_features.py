@@ -21,6 +21,12 @@ from laplace_sampling.linear_model.network_features import features_at
 from laplace_sampling.linear_model.observed_features import observe
 from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.linear_model.weighted_features import noise_weights
+from laplace_sampling.gp.dual_mode import dual_mode
+from laplace_sampling.gp.matheron import sample_matheron
+from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.linear_model.features import features_at
+from laplace_sampling.linear_model.measurements import as_measurement, noise_weights, observe
+from laplace_sampling.linear_model.sampling import Draws, linear_model_mode, sample_posterior
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.dense import Dense
 
