@@ -3,8 +3,8 @@
 from importlib.metadata import version
 
 from laplace_sampling.evidence.curves import EvidenceCurves, MarginalLikelihood
-from laplace_sampling.evidence.em import EMStep
 from laplace_sampling.evidence.plots import plot_evidence
+from laplace_sampling.evidence.step import Step
 from laplace_sampling.gp.dual_cg import DualCG
 from laplace_sampling.laplace import LinearisedLaplace, NotFittedError
 from laplace_sampling.largest_variance import largest_variance
@@ -41,7 +41,6 @@ __all__ = [
     "CountPrediction",
     "Diagnosis",
     "DualCG",
-    "EMStep",
     "EvidenceCurves",
     "GPrior",
     "Gaussian",
@@ -60,6 +59,7 @@ __all__ = [
     "Prediction",
     "Prior",
     "RegressionPrediction",
+    "Step",
     "from_loss",
     "largest_variance",
     "plot_evidence",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.evidence.curves import EvidenceCurves, EvidencePath, MarginalLikelihood
-from laplace_sampling.evidence.em import EMStep
+from laplace_sampling.evidence.step import Step
 from laplace_sampling.gp.dual_cg import DualCG
 from laplace_sampling.held_out import HeldOut, OnTrainingData
 from laplace_sampling.likelihoods.composite import MultiTask
@@ -114,7 +114,7 @@ class LinearisedLaplace:
         mode_: mode `θ̄` of the linear model, `[P]`.
         scale_, temperature_: predictions are those of samples `√scale_ · ζ`; outputs are divided by the temperature, 1
             without validation data.
-        history_: one `EMStep` a step of `fit_hyperparameters`.
+        history_: one `Step` a step of `fit_hyperparameters`.
 
     Example:
         >>> import torch
@@ -216,7 +216,7 @@ class LinearisedLaplace:
         num_data: int | None = None,
         val_loader: Iterable[Any] | None = None,
         progress: bool = True,
-        callback: Callable[[EMStep], object] | None = None,
+        callback: Callable[[Step], object] | None = None,
     ) -> "LinearisedLaplace":
         r"""Tune the prior precision, and the noise precision of a regression, by EM on samples; draw the posterior.
 
@@ -248,7 +248,7 @@ class LinearisedLaplace:
                 regression the noise precision: those under which they are likeliest
                 (`calibration.held_out_classification`, `calibration.held_out_regression`).
             progress: show progress bars.
-            callback: called with the `EMStep` of each step.
+            callback: called with the `Step` of each step.
 
         Raises:
             TypeError, ValueError: for data that do not fit the model or the likelihood, or that cannot be read twice;
@@ -558,7 +558,7 @@ class LinearisedLaplace:
         return self._fitted("mode_").mode
 
     @property
-    def history_(self) -> list[EMStep]:
+    def history_(self) -> list[Step]:
         return self._fitted("history_").history
 
     def __repr__(self) -> str:
@@ -674,7 +674,7 @@ class LinearisedLaplace:
             )
 
 
-def _shifted(callback: Callable[[EMStep], object] | None, shift: float) -> Callable[[EMStep], object] | None:
+def _shifted(callback: Callable[[Step], object] | None, shift: float) -> Callable[[Step], object] | None:
     """With losses of the targets in place of those of the model."""
     if callback is None or shift == 0:
         return callback

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.data.batches import batched, plain
-from laplace_sampling.evidence.em import EMStep
+from laplace_sampling.evidence.step import Step
 from laplace_sampling.gp.dual_cg import DualCG
 from laplace_sampling.likelihoods.composite import MultiTask
 from laplace_sampling.likelihoods.likelihood import (
@@ -77,7 +77,7 @@ class Posterior:
     mode: Float[Tensor, " P"]
     effective_dimension: Float[Tensor, " G"]
     effective_dimension_se: Float[Tensor, " G"]
-    history: list[EMStep]
+    history: list[Step]
     rows: int
     fingerprint: Tensor
     converged: bool = True
@@ -196,7 +196,7 @@ def restore(
         mode=state["mode"].to(device),
         effective_dimension=state["effective_dimension"].to(device),
         effective_dimension_se=state["effective_dimension_se"].to(device),
-        history=[EMStep(**step) for step in settings["history"]],
+        history=[Step(**step) for step in settings["history"]],
         rows=settings["rows"],
         fingerprint=state["fingerprint"].cpu(),
         converged=settings["converged"],

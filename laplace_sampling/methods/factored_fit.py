@@ -7,7 +7,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidencePath
-from laplace_sampling.evidence.expansion import evidence_path, total_loss
+from laplace_sampling.evidence.expansion import total_loss
+from laplace_sampling.evidence.krylov_curves import evidence_path
 from laplace_sampling.likelihoods.likelihood import Gaussian
 from laplace_sampling.linear_model.factored import FactoredSampler, Inverse
 from laplace_sampling.linear_model.features import Features

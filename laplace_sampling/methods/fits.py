@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidencePath
-from laplace_sampling.evidence.em import EMStep
+from laplace_sampling.evidence.step import Step
 from laplace_sampling.gp.dual_cg import DualCG
 from laplace_sampling.likelihoods.likelihood import Gaussian, Likelihood
 from laplace_sampling.linear_model.features import Features
@@ -73,7 +73,7 @@ class Tuning:
     num_samples: int
     precision_bounds: tuple[float, float]
     noise_bounds: tuple[float, float]
-    callback: Callable[[EMStep], object] | None = None
+    callback: Callable[[Step], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Tuned:
         mode: where the search for the mode may start, `[P]`, unscaled.
     """
 
-    history: list[EMStep] = field(default_factory=list)
+    history: list[Step] = field(default_factory=list)
     converged: bool | None = None
     at_bounds: tuple[str, ...] = ()
     problems: list[str] = field(default_factory=list)

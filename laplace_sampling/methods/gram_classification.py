@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.evidence.bounds import check_bounds
 from laplace_sampling.evidence.curves import EvidencePath
-from laplace_sampling.evidence.em import EMStep, check_bounds
+from laplace_sampling.evidence.step import Step
 from laplace_sampling.gp.exact_classification import ExactClassification, ExactPosterior
 from laplace_sampling.gp.exact_regression import ExactPrediction
 from laplace_sampling.linear_model.features import Features
@@ -45,18 +46,15 @@ class GramClassification(GramFit):
         started, model = time.perf_counter(), task.model
         problem = ExactClassification.of(model, task.prior, max_memory=UNLIMITED)
         found = problem.fit(hessian_at=task.hessian_at, precision_bounds=tuning.precision_bounds)
-        step = EMStep(
+        step = Step(
             step=1,
             prior_precision=task.prior.precision.tolist(),
             new_prior_precision=[found.precision],
-            noise_precision=[],
             effective_dimension=[found.effective_dimension],
-            effective_dimension_se=[0.0],
             mode_norm=[found.mode.norm],
             loss=found.mode.loss,
             network_loss=float(model.likelihood.loss(model.network_outputs, model.targets).sum()),
             mode_residual=found.mode.residual,
-            sample_residual=0.0,
             passes=float(model.features.num_outputs),
             seconds=time.perf_counter() - started,
         )

@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.evidence.bounds import check_bounds
 from laplace_sampling.evidence.curves import EvidencePath
-from laplace_sampling.evidence.em import EMStep, check_bounds
+from laplace_sampling.evidence.step import Step
 from laplace_sampling.gp.exact_evidence import exact_curves, fit_exact_regression
 from laplace_sampling.gp.exact_regression import ExactPrediction, ExactRegression, overall_precisions
 from laplace_sampling.likelihoods.likelihood import Gaussian
@@ -60,18 +61,15 @@ class GramRegression(GramFit):
             )
         fitted = model.with_likelihood(found.likelihood)
         precisions = (optimum.precision, optimum.noise_precision)
-        step = EMStep(
+        step = Step(
             step=1,
             prior_precision=[start],
             new_prior_precision=[optimum.precision],
             noise_precision=torch.as_tensor(model.likelihood.noise_precision).reshape(-1).tolist(),
             effective_dimension=[float(exact.effective_dimension(*precisions))],
-            effective_dimension_se=[0.0],
             mode_norm=[float(exact.mode_norm(*precisions))],
             loss=float(found.likelihood.loss(exact.mode_outputs(*precisions), model.targets).sum()),
             network_loss=float(found.likelihood.loss(model.network_outputs, model.targets).sum()),
-            mode_residual=0.0,
-            sample_residual=0.0,
             passes=float(model.features.num_outputs),
             seconds=time.perf_counter() - started,
         )

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidencePath
+from laplace_sampling.evidence.dense_curves import exact_path
 from laplace_sampling.evidence.em import EMResult, fit_em
-from laplace_sampling.evidence.expansion import evidence_path, exact_path
-from laplace_sampling.evidence.path_fit import PathResult, fit_path
+from laplace_sampling.evidence.fixed_point import PathResult, fit_path
+from laplace_sampling.evidence.krylov_curves import evidence_path
 from laplace_sampling.gp.dual_cg import DualCG
 from laplace_sampling.gp.exact_evidence import exact_curves
 from laplace_sampling.gp.exact_regression import ExactRegression, overall_precisions

@@ -193,7 +193,7 @@ class BlockKrylov(Solver):
         return basis.extend(residual)
 
     def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
-        """Newton's method; an objective has one row, for which conjugate gradients are the same and take less memory."""
+        """Newton's method, by `CG`: for the one row of an objective it finds the same steps in less memory."""
         return CG(self.tolerance, self.max_iterations).minimise(objective, init, description=description)
 
 

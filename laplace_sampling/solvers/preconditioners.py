@@ -164,8 +164,8 @@ class Nystrom(Preconditioner):
         while True:
             new = min(max_rank - len(test), max(block, len(test)))
             draw = torch.randn(new, operator.size, generator=generator, dtype=torch.float64).to(operator.device)
-            # Orthogonal to the rows so far, so that the sketch is that of one large Ω. Twice is enough for rows that are
-            # orthogonal to working precision.
+            # Orthogonal to the rows so far, so that the sketch is that of one large Ω. Twice is enough for rows
+            # that are orthogonal to working precision.
             for _ in range(2):
                 draw = draw - (draw @ test.T) @ test
                 draw = torch.linalg.qr(draw.T)[0].T

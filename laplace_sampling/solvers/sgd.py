@@ -183,10 +183,11 @@ class SGD(Solver):
     ) -> tuple[Tensor | None, int]:
         """One descent, `None` if it diverged, and the number of gradients that it took."""
         start, scale = _start(gradient, start, batches)
-        x, num_gradients = start, 2 * _PROBES
-        for x in self._iterates(gradient, start, scale, batches, step_sizes):
+        end, num_gradients = start, 2 * _PROBES
+        for iterate in self._iterates(gradient, start, scale, batches, step_sizes):
+            end = iterate
             num_gradients += 1
-        return x, num_gradients
+        return end, num_gradients
 
     def _iterates(
         self, gradient: Gradient, x: Tensor, scale: Tensor, batches: Iterator[Tensor], step_sizes: Iterable[float]

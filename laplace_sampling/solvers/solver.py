@@ -4,7 +4,8 @@ r"""Solvers for the two convex problems of the library; they see products and mi
 - `Objective`: a smooth convex sum over data plus `½‖θ‖²_A`, for one row.
 
 Both run in coordinates in which the prior is (nearly) isotropic. Iterates are `δ = ζ − θ⁰`: they stay in the range
-of `A⁻¹Φᵀ`, so directions that the data do not determine are exact from the start, also after `A` and `θ⁰` were rescaled.
+of `A⁻¹Φᵀ`, so that directions which the data do not determine are exact from the start, also after `A` and `θ⁰` were
+rescaled.
 """
 
 from abc import ABC, abstractmethod

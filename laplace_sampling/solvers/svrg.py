@@ -45,7 +45,7 @@ class SVRG(Solver):
     The preconditioner `P` has the leading eigenvectors of an estimate of `M` from one random row of some data
     (`Nystrom.of_rows`); `hold` keeps it between solves. Steps are `δ ← δ − η_t P⁻¹ g_b(δ)` with
     `η_t = min(step/λ, 2/(t + 2))`; `λ` is the largest eigenvalue of `P⁻¹H` estimated on a mini-batch, over a few of
-    them. At `P = H` the second makes `δ_t` solve the equation in which `Mζ` is the mean of the estimates of the batches,
+    them. At `P = H` the second makes `δ_t` solve the equation in which `Mζ` is the mean of the estimates of batches,
     weighted by `t`; over a stage, in which each datum comes as often as it should, their noise sums to nearly zero.
 
     A full product then gives residual and leverage. It is the snapshot `δ̃` as well: if a row has not converged, a
@@ -280,9 +280,7 @@ class _Descent:
         energy = (zeta.double() * product.double()).sum(1)
         error = (self.error.double() / energy.clamp_min(tiny(energy))).sqrt()
         total = passes + self.passes
-        return Solution(
-            problem.centre + delta, delta, residual, zeta * product, total, self.converged(), error=error
-        )
+        return Solution(problem.centre + delta, delta, residual, zeta * product, total, self.converged(), error=error)
 
 
 class HeldNystrom:

@@ -42,9 +42,7 @@ def test_averaging_ends_nearer_than_the_last_of_constant_steps(problem) -> None:
     class LastIterate(AveragingSGD):
         _iterates = SGD._iterates
 
-    averaged, last = (
-        sample_posterior(ggn, prior, draws, s).value for s in (solver, LastIterate(**vars(solver)))
-    )
+    averaged, last = (sample_posterior(ggn, prior, draws, s).value for s in (solver, LastIterate(**vars(solver))))
     assert float((averaged - exact).norm()) < 0.5 * float((last - exact).norm())
 
 

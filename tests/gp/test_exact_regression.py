@@ -18,7 +18,7 @@ from laplace_sampling import ConvergenceWarning, LinearisedLaplace
 from laplace_sampling.data.batches import Layout
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.evidence.em import fit_em
-from laplace_sampling.evidence.path_fit import fit_path
+from laplace_sampling.evidence.fixed_point import fit_path
 from laplace_sampling.gp.exact_evidence import NoiseComponents, fit_exact_regression
 from laplace_sampling.gp.exact_regression import ExactRegression
 from laplace_sampling.gp.gram import gram

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_sampling import ConvergenceWarning, Likelihood, LinearisedLaplace
-from laplace_sampling.evidence.expansion import exact_path
+from laplace_sampling.evidence.dense_curves import exact_path
 from laplace_sampling.linear_model.features import NetworkFeatures
 from laplace_sampling.methods import tasks
 from laplace_sampling.methods.gram_classification import GramClassification

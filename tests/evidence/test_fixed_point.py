@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from laplace_sampling.evidence.curves import EvidencePath, FixedPoint, bai_golub_bound
 from laplace_sampling.evidence.em import fit_em
 from laplace_sampling.evidence.expansion import Point, Run, _eigh, _Progress, evidence_path, expand, run_curves
-from laplace_sampling.evidence.path_fit import _Rounds, _Schedule, _Secant, fit_path
+from laplace_sampling.evidence.fixed_point import _Rounds, _Schedule, _Secant, fit_path
 from laplace_sampling.likelihoods.likelihood import Gaussian
 from laplace_sampling.linear_model.features import GGN, DenseFeatures, ScaledFeatures
 from laplace_sampling.linear_model.priors import GaussianPrior, as_prior
