@@ -30,20 +30,6 @@ def exact(p: Quadratic) -> Tensor:
     return torch.linalg.solve(H, (p.linear + p.precision * p.centre).T).T
 
 
-@pytest.mark.parametrize("shape", [(30, 2, 8), (3, 2, 20)], ids=["primal", "dual"])
-def test_dense_solves_both_ways(shape: tuple[int, int, int]) -> None:
-    p = problem(*shape)
-    solution = Dense().solve(p)
-    M = make_dense(p.operator)
-    H = M + torch.diag(p.precision)
-    assert_close(solution.value, exact(p))
-    assert_close(solution.delta, exact(p) - p.centre)
-    assert_close(solution.leverage[0], torch.linalg.solve(H, M).diagonal())
-    assert solution.converged
-    assert solution.exact
-    assert float(solution.residual.max()) < 1e-10
-
-
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
 def test_sgd_converges_at_every_scale_without_a_step_size(scale: float) -> None:
     p = problem(scale=scale)
