@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from benchmarks.published_recipe import AveragingSGD, SubsampledNoise
 from laplace_sampling.__main__ import cnn, digits, train
 from laplace_sampling.evidence.em import EMResult, fit_em
 from laplace_sampling.evidence.path_fit import fit_path
@@ -73,7 +74,13 @@ def function_error(p: Problem, prior: GaussianPrior, samples: Tensor, truth: Ten
     return norm(samples - truth) / norm(truth)
 
 
-def solve(p: Problem, prior: GaussianPrior, draws: Draws, solver: Solver, **settings) -> Solution:
+def solve(
+    p: Problem, prior: GaussianPrior, draws: Draws, solver: Solver, *, objective: str = "L'", **settings
+) -> Solution:
+    """Posterior samples by `L'`, or by an `SGD` on `L`."""
+    if objective == "L":
+        assert isinstance(solver, SGD)
+        solver = SubsampledNoise(solver, draws)
     return sample_posterior(p.ggn(), prior, draws, solver, **settings)
 
 
@@ -105,7 +112,7 @@ def em(p: Problem, start: float, hessian_at: str, num_samples: int = 32, max_ste
 
 # The recipe of Antorán et al. (2023) for MNIST: 8 steps of EM, 16 samples by 20 epochs of SGD and a mode by 40 each,
 # constant step sizes with geometric averaging, then 64 samples. Their step sizes were tuned by hand; ours is not given.
-RECIPE = SGD(epochs=20, mode_epochs=40, averaging="geometric", max_doublings=0)
+RECIPE = AveragingSGD(epochs=20, mode_epochs=40, max_doublings=0)
 
 
 def recipe(p: Problem, start: float, hessian_at: str) -> EMResult:
@@ -146,8 +153,8 @@ def print_sgd(p: Problem, alpha: float, num_samples: int) -> None:
     for epochs in (5, 10, 20, 40):
         value, residual = error(SGD(epochs=epochs, max_doublings=0))
         print(f"SGD, {epochs:>2} epochs: error {value:.2%}, residual {residual:.2f}", flush=True)
-    for averaging in ("decay", "geometric"):
-        value, _ = error(SGD(epochs=40, averaging=averaging, max_doublings=0))
+    for averaging, kind in (("decay", SGD), ("geometric", AveragingSGD)):
+        value, _ = error(kind(epochs=40, max_doublings=0))
         print(f"SGD, 40 epochs, averaging {averaging}: error {value:.2%}", flush=True)
     print("objective L at a batch, L' at an eighth of it, 40 epochs:")
     for batch in (800, 400, 200):

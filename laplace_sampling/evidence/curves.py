@@ -23,7 +23,10 @@ from torch import Tensor
 
 from laplace_sampling.solvers.quadrature import Quadrature
 
-__all__ = ["EvidenceCurves", "EvidencePath", "MarginalLikelihood", "bai_golub_bound"]
+__all__ = ["EvidenceCurves", "EvidencePath", "FixedPoint", "MarginalLikelihood", "bai_golub_bound"]
+
+# Points on which the sign of MacKay's update is looked at, over all of the bounds. GRID_CONSTANT
+_GRID = 800
 
 
 def bai_golub_bound(trace: Tensor, squares: Tensor, largest: Tensor, rank: int, size: int, alpha: Tensor) -> Tensor:
@@ -52,10 +55,13 @@ def bai_golub_bound(trace: Tensor, squares: Tensor, largest: Tensor, rank: int, 
 
 @dataclass(frozen=True)
 class FixedPoint:
-    """`α` (before the factor of the noise) at which MacKay's update stays.
+    """A fixed point of MacKay's update.
 
-    `error` is the standard error of `log α` by the probes, infinite at a bound; `slope`, from 0.05 to 1, by how much an
-    error of `log γ` or `log ‖θ̄‖²` is smaller than the one of `log α` that it makes.
+    Attributes:
+        precision: `α`, before the factor of the noise.
+        noise_factor: the factor by which the noise precision grows.
+        error: standard error of `log α` by the probes, infinite at a bound.
+        slope: ratio of an error of `log γ` or `log ‖θ̄‖²` to the error of `log α` that it causes, from 0.05 to 1.
     """
 
     precision: float
@@ -68,8 +74,8 @@ class FixedPoint:
 class EvidencePath:
     r"""Functions of the prior precision `α` (a tensor `[n]`), at the curvature of one Krylov run.
 
-    For several groups of weights, `α` is the geometric mean of their precisions over the weights, which all go up and
-    down together.
+    For several groups of weights, `α` is the geometric mean of their precisions over the weights; all are multiplied
+    by the same factor.
 
     Attributes:
         traces: quadrature of the probes.
@@ -82,8 +88,8 @@ class EvidencePath:
         exact: no probes, but all eigenvalues: `traces` has one row of unit weights.
         passes: products spent, in units of all data and one vector.
         network_errors: `b Σ(y − f)²` of the network, if the noise is learnt from it (`Gaussian.noise_at`).
-        full: whether the run ended because memory held no more, and not because it was accurate. What more steps would
-            change of the traces is then bounded, for it cannot be foretold from few.
+        full: whether the run ended because memory was full, and not because it was accurate. The change that more
+            steps would make of the traces is then bounded, because few steps do not predict it.
     """
 
     traces: Quadrature
@@ -99,7 +105,7 @@ class EvidencePath:
     full: bool = False
 
     def rescaled(self, factor: float) -> "EvidencePath":
-        """The same for a noise precision that is larger by a factor, with which `M` and `b` grow."""
+        """The curves for a noise precision that is larger by a factor, to which `M` and `b` are proportional."""
         assert self.noise_precision is not None
 
         def constant(noise_precision: float) -> float:
@@ -117,12 +123,12 @@ class EvidencePath:
         )
 
     def _trace(self, f: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """`Tr f(M)` and its standard error, with what further Lanczos steps would change added in squares."""
+        """`Tr f(M)` and its standard error, which has a part of the probes and one of the Lanczos steps not made."""
         value = self.traces(f).mean(0)
         return value, (self._probe_variance(f) + self._missing(f) ** 2).sqrt()
 
     def _missing(self, f: Callable[[Tensor], Tensor]) -> Tensor:
-        """What further Lanczos steps would change of a trace: foretold, or bounded where there is no room for them."""
+        """The change of a trace by further Lanczos steps: predicted, or bounded where memory is full."""
         return self.traces.bound(f) if self.full else self.traces.remaining(f)
 
     def _probe_variance(self, f: Callable[[Tensor], Tensor]) -> Tensor:
@@ -144,7 +150,7 @@ class EvidencePath:
         return self._trace(lambda t: torch.log1p(t / a))
 
     def log_determinant_bound(self, alpha: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-        """Bai and Golub's upper bound of `log|I + M/α|`; its traces are estimates, too."""
+        """Bai and Golub's upper bound of `log|I + M/α|`; its traces are estimates themselves."""
         one = torch.ones(1, 1, dtype=torch.float64)
         trace, square = (self._trace(lambda t, k=k: t**k * one)[0] for k in (1, 2))
         rank = min(self.size, self.num_outputs)
@@ -166,21 +172,22 @@ class EvidencePath:
         return 0.5 * alpha.double() * self.mode_norm(alpha) + 0.5 * self.log_determinant(alpha)[0]
 
     def log_marginal_likelihood(self, alpha: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-        """`log p(y | α)`, and its standard error (of probes, and what further Lanczos steps would change)."""
+        """`log p(y | α)`, and its standard error (of probes, and of the Lanczos steps not made)."""
         a = alpha.double()[:, None]
+        # The data fit and ½ α‖θ̄‖² have the sum −½ bᵀ(M + α)⁻¹b, which converges faster than either.
         change = 0.5 * self.fit.remaining(lambda t: 1 / (t + a))
         error = (0.25 * self.log_determinant(alpha)[1] ** 2 + change**2).sqrt()
         return -self.data_fit(alpha) - self.complexity(alpha), error
 
     def remaining(self, alpha: float) -> tuple[float, float]:
-        """What further Lanczos steps would change of `γ` and `‖θ̄‖²`, relative."""
+        """The relative changes of `γ` and `‖θ̄‖²` by further Lanczos steps."""
         a = torch.tensor([[alpha]], dtype=torch.float64)
         gamma = self._missing(lambda t: t / (t + a)) / self.traces(lambda t: t / (t + a)).mean()
         norm = self.fit.remaining(lambda t: (t + a) ** -2) / self.fit(lambda t: (t + a) ** -2).clamp_min(1e-300)
         return float(gamma.abs()), float(norm.abs())
 
     def remaining_of_evidence(self, alpha: Float[Tensor, " n"]) -> tuple[float, float]:
-        """The same of the two terms of the log marginal likelihood, relative to it, the largest over some `α`."""
+        """The changes of the two terms of the log marginal likelihood, relative to it, the largest over some `α`."""
         a = alpha.double()[:, None]
         value = self.log_marginal_likelihood(alpha)[0].abs()
         traces = 0.5 * self._missing(lambda t: torch.log1p(t / a)).abs() / value
@@ -192,20 +199,21 @@ class EvidencePath:
     ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
         r"""`log` of the ratio of `α` to MacKay's update of it, zero at a fixed point, and the factor of the noise.
 
-        With a noise precision to learn, `M` and `b` scale with it: `α` is then the ratio of the prior precision to the
-        factor `κ` by which the noise precision grows, and `κ = N·C / Q`, `Q = b·SSE + α‖θ̄‖²`, is of most evidence;
-        or `κ = (N·C − γ) / b Σ(y − f)²`, if it is learnt from the network.
+        If the noise precision is learnt, `M` and `b` scale with it: `α` is then the ratio of the prior precision to the
+        factor `κ` by which the noise precision grows. `κ = N·C / Q`, `Q = b·SSE + α‖θ̄‖²`, maximises the evidence; if
+        the noise is learnt from the network, `κ = (N·C − γ) / b Σ(y − f)²`.
         """
         gamma = self.effective_dimension(alpha)[0]
         factor = self.noise_factor(alpha) if learn_noise else torch.ones_like(gamma)
         return (alpha.double() * self.mode_norm(alpha) * factor / gamma.clamp_min(1e-30)).log(), factor
 
     def noise_factor(self, alpha: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-        """`κ` of `mackay`, by which the noise precision of a Gaussian likelihood would have to grow."""
+        """`κ` of `mackay`, the factor by which the noise precision of a Gaussian likelihood should grow."""
         if self.network_errors is None:
             return 1 / self.balance(alpha)
-        left = self.num_outputs - self.effective_dimension(alpha)[0]
-        return left.clamp_min(1e-3 * self.num_outputs) / max(self.network_errors, 1e-30)
+        # A noisy estimate of γ may exceed the number of observations.
+        free = self.num_outputs - self.effective_dimension(alpha)[0]
+        return free.clamp_min(1e-3 * self.num_outputs) / max(self.network_errors, 1e-30)
 
     def balance(self, alpha: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
         """`(b·SSE + α‖θ̄‖²) / (N·C)` of a Gaussian likelihood, one at the noise of most evidence."""
@@ -215,7 +223,7 @@ class EvidencePath:
         return q.clamp_min(1e-30) / self.num_outputs
 
     def _profile(self, alpha: Tensor, learn_noise: bool) -> Tensor:
-        """Evidence at the noise precision that is learnt, up to a constant."""
+        """Evidence, maximised over the noise precision if it is learnt, up to a constant."""
         if not learn_noise:
             return self.log_marginal_likelihood(alpha)[0]
         factor = self.noise_factor(alpha)
@@ -230,34 +238,45 @@ class EvidencePath:
             learn_noise: joint with the noise precision.
             follow: the fixed point that the update leads to from `at`; else the one of most evidence.
         """
-        grid = torch.logspace(math.log10(bounds[0]), math.log10(bounds[1]), 800, dtype=torch.float64)
+        grid = torch.logspace(math.log10(bounds[0]), math.log10(bounds[1]), _GRID, dtype=torch.float64)
         value, factor = self.mackay(grid, learn_noise)
-        up = ((value[:-1] < 0) & (value[1:] >= 0)).nonzero()[:, 0]
-        if len(up) == 0:
+        # Where the ratio rises through zero the update is stable: it raises an α below and lowers one above.
+        stable = ((value[:-1] < 0) & (value[1:] >= 0)).nonzero()[:, 0]
+        if len(stable) == 0:
             end = 0 if value[0] > 0 else -1
             return FixedPoint(float(grid[end]), float(factor[end]), math.inf, 1.0)
         if follow:
-            here = int(torch.searchsorted(grid, torch.tensor(self.at, dtype=torch.float64)).clamp(0, len(grid) - 1))
-            ahead = up[up >= here - 1] if value[here] < 0 else up[up < here].flip(0)
-            chosen = int(ahead[0]) if len(ahead) else int(up[(up - here).abs().argmin()])
+            cell = self._followed(grid, value, stable)
         else:
-            chosen = int(up[self._profile(grid[up], learn_noise).argmax()])
-        low, high, v0, v1 = grid[chosen].log(), grid[chosen + 1].log(), value[chosen], value[chosen + 1]
-        log_alpha = low - v0 * (high - low) / (v1 - v0)
-        if self.exact:  # to rounding, by bisection
-            below, above = float(low), float(high)
-            while below < (middle := 0.5 * (below + above)) < above:
-                log_alpha = torch.tensor(middle, dtype=torch.float64)
-                rising = bool(self.mackay(log_alpha.exp()[None], learn_noise)[0] < 0)
-                below, above = (middle, above) if rising else (below, middle)
+            cell = int(stable[self._profile(grid[stable], learn_noise).argmax()])
+        return self._within_cell(grid[cell : cell + 2].log(), value[cell : cell + 2], learn_noise)
+
+    def _followed(self, grid: Float[Tensor, " n"], value: Float[Tensor, " n"], stable: Tensor) -> int:
+        """The cell of the grid with the fixed point that the update leads to from `at`."""
+        start = int(torch.searchsorted(grid, torch.tensor(self.at, dtype=torch.float64)).clamp(0, len(grid) - 1))
+        ahead = stable[stable >= start - 1] if value[start] < 0 else stable[stable < start].flip(0)
+        return int(ahead[0]) if len(ahead) else int(stable[(stable - start).abs().argmin()])
+
+    def _within_cell(self, logs: Float[Tensor, " 2"], values: Float[Tensor, " 2"], learn_noise: bool) -> FixedPoint:
+        """The fixed point between two neighbours of the grid."""
+        rise = (values[1] - values[0]) / (logs[1] - logs[0])
+        # The curves are smooth on the scale of the grid, and the probes' error is larger than that of a chord.
+        log_alpha = self._bisected(logs, learn_noise) if self.exact else logs[0] - values[0] / rise
         alpha = log_alpha.exp()[None]
-        gamma, error = (
-            self.effective_dimension(alpha)[0],
-            self._probe_variance(lambda t: t / (t + alpha[:, None])).sqrt(),
-        )
-        slope = min(max(float((v1 - v0) / (high - low)), 0.05), 1.0)
-        final_factor = self.mackay(alpha, learn_noise)[1]
-        return FixedPoint(float(alpha), float(final_factor), float(error / gamma) / slope, slope)
+        gamma = self.effective_dimension(alpha)[0]
+        error = self._probe_variance(lambda t: t / (t + alpha[:, None])).sqrt()
+        slope = min(max(float(rise), 0.05), 1.0)
+        factor = self.mackay(alpha, learn_noise)[1]
+        return FixedPoint(float(alpha), float(factor), float(error / gamma) / slope, slope)
+
+    def _bisected(self, logs: Float[Tensor, " 2"], learn_noise: bool) -> Tensor:
+        """`log α` of the fixed point between two values of it, to rounding."""
+        log_alpha, (below, above) = logs[0], logs.tolist()
+        while below < (middle := 0.5 * (below + above)) < above:
+            log_alpha = torch.tensor(middle, dtype=torch.float64)
+            rising = bool(self.mackay(log_alpha.exp()[None], learn_noise)[0] < 0)
+            below, above = (middle, above) if rising else (below, middle)
+        return log_alpha
 
 
 @dataclass(frozen=True)
@@ -298,7 +317,7 @@ class EvidenceCurves:
         )
 
     def shifted(self, loss: float) -> "EvidenceCurves":
-        """The same with a constant added to the losses."""
+        """The curves with a constant added to the losses."""
         return replace(self, data_fit=self.data_fit + loss, log_marginal_likelihood=self.log_marginal_likelihood - loss)
 
 

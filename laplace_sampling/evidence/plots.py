@@ -1,9 +1,11 @@
-"""Pictures of a fit; matplotlib is imported only when one is drawn."""
+"""Plots of a fit; matplotlib is imported only when one is drawn."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from laplace_sampling.laplace import LinearisedLaplace
+from torch import Tensor
+
+from laplace_sampling.evidence.curves import EvidenceCurves
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,19 +16,28 @@ __all__ = ["plot_evidence"]
 _STANDARD_ERRORS = 2
 
 
+class HasEvidence(Protocol):
+    """What `plot_evidence` needs of a `LinearisedLaplace`."""
+
+    @property
+    def prior_precision_(self) -> Tensor: ...
+
+    def evidence_path(self, decades: float = ..., num: int = ...) -> EvidenceCurves: ...
+
+
 def plot_evidence(
-    la: LinearisedLaplace, decades: float = 3.0, num: int = 121, axes: "Sequence[Axes] | None" = None
+    la: HasEvidence, decades: float = 3.0, num: int = 121, axes: "Sequence[Axes] | None" = None
 ) -> "Figure":
     r"""Effective dimension `γ`, `‖θ̄‖²` and log marginal likelihood against the prior precision `α`.
 
-    At the curvature of the fit, with `evidence_path`. Bands are two standard errors (none from the exact method); a
-    vertical line marks the fitted `α`. Where the curvature of the loss is taken at the mode, the evidence need not be
-    largest there, for the curvature moves with `α`.
+    The curves are those of `evidence_path`, at the curvature of the fit. Bands are two standard errors (the exact
+    method has none); a vertical line marks the fitted `α`. Where the curvature of the loss is taken at the mode, the
+    evidence need not be largest there, because the curvature moves with `α`.
 
     Args:
-        la: fitted, with its training data.
-        decades: to both sides of the fitted precision.
-        num: points of each curve.
+        la: a fitted `LinearisedLaplace` that has its training data.
+        decades: range of `α` to both sides of the fitted one.
+        num: number of points of each curve.
         axes: three to draw on; a new figure by default.
     """
     try:
@@ -39,6 +50,15 @@ def plot_evidence(
     if axes is None:
         axes = plt.subplots(3, 1, figsize=(5, 7), sharex=True, layout="constrained")[1]
     assert axes is not None
+    _draw(axes, curves)
+    several = len(la.prior_precision_) > 1
+    axes[-1].set_xlabel("prior precision α" + (", geometric mean" if several else ""))
+    figure = axes[0].get_figure(root=True)
+    assert figure is not None
+    return figure
+
+
+def _draw(axes: "Sequence[Axes]", curves: EvidenceCurves) -> None:
     panels = (
         ("effective dimension γ", curves.effective_dimension, curves.effective_dimension_se),
         ("‖θ̄‖², scaled", curves.mode_norm, None),
@@ -52,8 +72,3 @@ def plot_evidence(
         ax.axvline(curves.at, color="k", linestyle=":", linewidth=1)
         ax.set(xscale="log", ylabel=label)
     axes[1].set_yscale("log")
-    several = len(la.prior_precision_) > 1
-    axes[-1].set_xlabel("prior precision α" + (", geometric mean" if several else ""))
-    figure = axes[0].get_figure(root=True)
-    assert figure is not None
-    return figure

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.gp.exact_classification import ExactClassification, ExactPosterior
-from laplace_sampling.gp.exact_evidence import exact_curves, fit_exact_regression
+from laplace_sampling.gp.exact_evidence import regression_curves, fit_exact_regression
 from laplace_sampling.gp.exact_regression import ExactPrediction, ExactRegression, overall_precisions
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
@@ -35,9 +35,11 @@ class GramPosterior(ABC):
         effective_dimension: `γ`.
         mode_outputs: `h(θ̄, x_i)`, `[N, C]`.
         mode_norm: `‖θ̄‖²` in the scaled coordinates of the prior.
+        mode_residual: of the mode's objective, relative; `None` where the mode is a closed form.
     """
 
     precisions: tuple[float, float]
+    mode_residual: float | None = None
 
     @property
     @abstractmethod
@@ -206,7 +208,7 @@ class GramRegression(GramPosterior):
         return self.exact.at(features)
 
     def curves(self) -> EvidencePath:
-        return exact_curves(self.exact, *self.precisions)
+        return regression_curves(self.exact, *self.precisions)
 
     def leave_one_out(self) -> LeaveOneOut:
         return self.exact.leave_one_out(*self.precisions)
@@ -256,6 +258,10 @@ class GramClassification(GramPosterior):
     @property
     def precisions(self) -> tuple[float, float]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.exact.precision, 1.0
+
+    @property
+    def mode_residual(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.exact.mode.residual
 
     @property
     def effective_dimension(self) -> float:

@@ -44,7 +44,6 @@ def sample_posterior(
     solver: Solver,
     *,
     init: Float[Tensor, "K P"] | None = None,
-    objective: str = "L'",
     description: str | None = None,
 ) -> Solution:
     r"""Zero-mean posterior samples `ζ ~ N(0, (M + A)⁻¹)` in the scaled coordinates `ζ/s` of the prior.
@@ -55,11 +54,8 @@ def sample_posterior(
         draws: frozen noise; the same draws give the same samples with every solver that minimises the objective.
         solver: minimises the objective; a `Sampler` samples in its own way.
         init: warm start `δ = ζ − θ⁰`, in scaled coordinates; zero by default, which is the prior sample.
-        objective: `"L'"`, noise in full at every step, or `"L"`, noise subsampled with the data, for comparison.
         description: label of a progress bar; none by default.
     """
-    if objective not in ("L", "L'"):
-        raise ValueError(f'`objective` must be "L\'" or "L", but is {objective!r}.')
     if isinstance(solver, Sampler):
         return solver.sample(ggn, prior, draws, init)
     scaled = replace(ggn, features=ScaledFeatures(ggn.features, prior.scale))
@@ -67,8 +63,7 @@ def sample_posterior(
     centre = draws.prior(ggn.size).to(ggn.device, ggn.dtype) / spread.sqrt()
     noise = draws.noise(ggn.features.num_outputs)
     linear = scaled.root_matmul(noise)
-    per_batch = (lambda batch: scaled.root_matmul(noise, batch)) if objective == "L" else None
-    return solver.solve(Quadratic(scaled, spread, centre, linear, per_batch), init, description=description)
+    return solver.solve(Quadratic(scaled, spread, centre, linear), init, description=description)
 
 
 @dataclass(frozen=True)

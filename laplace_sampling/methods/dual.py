@@ -136,11 +136,11 @@ class DualFit(SolverFit):
     """A fit in observation space: where the Gram matrix fits in memory, its evidence is exact."""
 
     def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
-        from laplace_sampling.gp.exact_evidence import exact_curves
+        from laplace_sampling.gp.exact_evidence import regression_curves
         from laplace_sampling.gp.exact_regression import ExactRegression, overall_precisions
 
         if not fits_in_observation_space(self.model.features, self.task.memory):
             return super().evidence(decades)
         prior = self.prior.to(self.model.features.device, torch.float64)
         exact = ExactRegression.of(self.model, prior, max_memory=math.inf)
-        return exact_curves(exact, *overall_precisions(self.model, self.prior)), self.mode_problems
+        return regression_curves(exact, *overall_precisions(self.model, self.prior)), self.mode_problems

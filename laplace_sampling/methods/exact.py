@@ -180,6 +180,7 @@ def _tune_in_observation_space(task: Task, tuning: Tuning) -> tuple[Task, Tuned]
         mode_norm=[posterior.mode_norm],
         loss=total_loss(fitted, posterior.mode_outputs),
         network_loss=total_loss(fitted, model.network_outputs),
+        mode_residual=posterior.mode_residual,
         passes=float(model.features.num_outputs),
         seconds=time.perf_counter() - started,
     )

@@ -22,6 +22,7 @@ class Dense(Solver):
     def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
         factor = Factor.of(problem.operator, problem.precision)
         centre, linear = problem.centre.double(), problem.linear.double()
+        # Solved for δ and not for ζ: directions that the data do not determine are exactly those of θ⁰.
         delta = factor.solve(linear - factor.matmul(centre))
         zeta = centre + delta
         residual = relative_residual(factor.matmul(zeta) - linear, factor.precision * delta)
@@ -29,7 +30,7 @@ class Dense(Solver):
         return Solution(zeta, delta, residual, factor.leverage()[None], 0.0, converged=True, exact=True, error=error)
 
     def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
-        """Newton's method, steps halved until the objective goes down."""
+        """Newton's method with exact steps."""
 
         def direction(operator: Operator, precision: Tensor, gradient: Tensor, _: float) -> tuple[Tensor, float]:
             return Factor.of(operator, precision).solve(gradient), 0.0
@@ -43,7 +44,7 @@ class Factor:
 
     Attributes:
         precision: the diagonal of `A`.
-        factor: of `H`, if `root` is `None`; else of `I + R A⁻¹ Rᵀ`.
+        factor: the Cholesky factor of `H`, if `root` is `None`; else of `I + R A⁻¹ Rᵀ`.
         root: `R` with `RᵀR = M`.
         matrix: `M`, if it was formed.
     """
@@ -78,6 +79,7 @@ class Factor:
         """`H⁻¹v`."""
         if self.root is None:
             return torch.cholesky_solve(rhs.T, self.factor).T
+        # Woodbury's identity.
         scaled = rhs / self.precision
         correction = torch.cholesky_solve(self.root @ scaled.T, self.factor)
         return scaled - (self.root.T @ correction).T / self.precision
@@ -85,6 +87,7 @@ class Factor:
     def leverage(self) -> Tensor:
         """The diagonal of `H⁻¹M`."""
         if self.root is None:
+            # 1 − AH⁻¹ needs no product with M.
             return 1 - self.precision * torch.cholesky_inverse(self.factor).diagonal()
         half = torch.linalg.solve_triangular(self.factor, self.root, upper=False)
         return (half**2).sum(0) / self.precision

@@ -1,8 +1,8 @@
 r"""Krylov solvers: block Galerkin projection and conjugate gradients, on full products of `M`.
 
-A single block of residuals of all `K` rows is multiplied at a time, and what it finds serves every row: after `j` block
-products the subspace has up to `jK` dimensions, so that many rows need fewer products each than one. `M` does not
-depend on the shift `α`; a basis holds for all of them.
+A block of residuals of all `K` rows is multiplied at a time, and each product serves every row: after `j` block
+products the subspace has up to `jK` dimensions, so that a row of many needs fewer products than a row alone. `M` does
+not depend on the shift `α`, so that a basis serves all shifts.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from laplace_sampling.solvers.solver import (
 
 __all__ = ["CG", "Basis", "BlockKrylov"]
 
-# Vectors of a block of a basis, up to which blocks are joined.
+# The most vectors of a basis that are kept in one tensor. JOINED_CONSTANT
 _JOINED = 32
 
 
@@ -69,6 +69,7 @@ class Basis:
     def _combine(self, y: Tensor, blocks: list[Tensor]) -> Tensor:
         if not blocks:
             return torch.zeros(len(y), self.operator.size, dtype=self.operator.dtype, device=y.device)
+        # A block at a time: to join them would double the memory of the basis.
         parts = y.to(blocks[0].dtype).split([len(block) for block in blocks], dim=1)
         total = parts[0] @ blocks[0]
         for part, block in zip(parts[1:], blocks[1:], strict=True):
@@ -76,7 +77,7 @@ class Basis:
         return total
 
     def extend(self, rows: Float[Tensor, "K P"]) -> int:
-        """Add what is new in some rows; returns how many dimensions that is (dependent rows cost no product)."""
+        """Adds the directions of some rows that are new; returns their number. Dependent rows cost no product."""
         new = self._orthonormal(rows)
         if len(new) == 0:
             return 0
@@ -84,22 +85,28 @@ class Basis:
         self.passes += len(new)
         _append(self._vectors, new)
         _append(self._products, product)
-        coupling = self.project(product)
-        m = self.size
-        T = torch.zeros(m + len(new), m + len(new), dtype=torch.float64, device=self.T.device)
+        self._couple(self.project(product))
+        return len(new)
+
+    def _couple(self, coupling: Float[Tensor, "b m"]) -> None:
+        """Enlarges `T` by the rows of new vectors."""
+        # All of T is computed, and not the band that Lanczos' recurrence would give in exact arithmetic: with it the
+        # Galerkin solutions stay right where rounding has cost the recurrence its orthogonality.
+        m, size = self.size, coupling.shape[1]
+        T = torch.zeros(size, size, dtype=torch.float64, device=self.T.device)
         T[:m, :m] = self.T
         T[m:] = coupling
         T[:m, m:] = coupling[:, :m].T
         T[m:, m:] = (coupling[:, m:] + coupling[:, m:].T) / 2
         self.T = T
-        return len(new)
 
     def restrict(self, rows: Float[Tensor, "k m"]) -> None:
-        """Keep only the span of some orthonormal combinations: no product is made."""
+        """Keeps only the span of some orthonormal combinations: no product is made."""
         self._vectors, self._products = [self.combine(rows)], [self.combine_products(rows)]
         self.T = rows @ self.T @ rows.T
 
     def _orthonormal(self, rows: Tensor) -> Tensor:
+        """Orthonormal rows for the part of some rows that is orthogonal to the basis."""
         small = 100 * torch.finfo(rows.dtype).eps
         # Twice is enough. The factorisation is inside the loop: dividing a nearly dependent row by its small rest
         # would bring back what the projection removed.
@@ -117,7 +124,7 @@ class Basis:
 
 
 def _append(blocks: list[Tensor], new: Tensor) -> None:
-    """Joined to the last block while that is small: a basis that grows by single vectors is not a list of them."""
+    """Adds a block, joined to the last one while that is small: many single vectors would multiply slowly."""
     if blocks and len(blocks[-1]) + len(new) <= _JOINED:
         new = torch.cat([blocks.pop(), new])
     blocks.append(new)
@@ -125,18 +132,18 @@ def _append(blocks: list[Tensor], new: Tensor) -> None:
 
 @dataclass(frozen=True)
 class BlockKrylov(Solver):
-    r"""Galerkin projection on the block Krylov space of all rows: the fewest products of all solvers here.
+    r"""Galerkin projection on the block Krylov space of all rows: it needs the fewest products of all solvers here.
 
     Each row takes the minimiser of its quadratic in a space that grows by the residuals of the rows that have not
     converged; converged rows cost no product. Where the space would exceed `max_basis` vectors it is restricted to its
-    leading Ritz vectors and the latest directions (as in LOBPCG): it goes on at least as conjugate gradients do.
-    Memory: two vectors of `P` for each of the basis.
+    leading Ritz vectors and the latest directions (as in LOBPCG), so that it converges at least as fast as conjugate
+    gradients. Memory: two vectors of `P` for each of the basis.
 
     Args:
         tolerance: a row has converged when the error of its function on the training data,
             `‖Φ(ζ − ζ*)‖_B / ‖Φζ‖_B`, is below it, by the bound of `function_error`.
-        max_iterations: block products at most.
-        max_basis: vectors at most; at least 4. Rows are solved in groups of a quarter of it.
+        max_iterations: largest number of block products.
+        max_basis: largest number of vectors, at least 4. Rows are solved in groups of a quarter of it.
     """
 
     tolerance: float = 0.03
@@ -150,47 +157,43 @@ class BlockKrylov(Solver):
 
     def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
         problem, shift, undo = whiten(problem)
-        state = _State(problem, None if init is None else init / undo)
+        iterates = _Iterates(problem, shift, None if init is None else init / undo)
         basis = Basis(problem.operator)
         rows = len(problem.centre)
+        # A quarter of the basis for residuals leaves room for the latest directions and some Ritz vectors.
         together = rows if self.max_basis is None else max(1, min(rows, self.max_basis // 4))
         with tqdm(total=rows, desc=description, disable=description is None, leave=False) as bar:
             for group in torch.arange(rows, device=problem.operator.device).split(together):
-                self._solve_group(basis, state, group, shift, bar)
-        return state.solution(shift, undo, state.passes + basis.passes, self.tolerance)
+                self._solve_group(basis, iterates, group, bar)
+        iterates.passes += basis.passes
+        return iterates.solution(undo, self.tolerance)
 
-    def _solve_group(self, basis: Basis, state: "_State", group: Tensor, shift: float, bar: tqdm) -> None:
-        if basis.size:
-            self._project(basis, state, group, shift)
-        active = state.update_error(group, shift) > self.tolerance
-        done = 0
+    def _solve_group(self, basis: Basis, iterates: "_Iterates", group: Tensor, bar: tqdm) -> None:
+        before = int(group[0])
+        if basis.size:  # the space of earlier groups holds the leading eigenvectors already
+            iterates.project(basis, group)
+        active = iterates.update_error(group) > self.tolerance
         for _ in range(self.max_iterations):
-            done = _advance(bar, done, int((~active).sum()))
-            if not bool(active.any()) or not self._extend(basis, state.residual[group[active]], state):
+            _show(bar, before + int((~active).sum()))
+            if not bool(active.any()) or not self._extend(basis, iterates, group[active]):
                 break
-            self._project(basis, state, group, shift)
-            active = state.update_error(group, shift) > self.tolerance
-        _advance(bar, done, len(group))
+            iterates.project(basis, group)
+            active = iterates.update_error(group) > self.tolerance
+        _show(bar, before + len(group))
 
-    def _extend(self, basis: Basis, residual: Tensor, state: "_State") -> int:
+    def _extend(self, basis: Basis, iterates: "_Iterates", rows: Tensor) -> int:
+        """Adds the residuals of some rows to the basis, which is restricted first if it would be too large."""
+        residual, latest = iterates.residual[rows], iterates.latest
         if self.max_basis is not None and basis.size + len(residual) > self.max_basis:
-            latest = state.latest if state.latest is not None else residual.new_zeros(0, basis.size).double()
-            keep = max(1, self.max_basis - len(residual) - len(latest))
-            ritz = torch.linalg.eigh(basis.T)[1].flip(1).T[: min(keep, basis.size // 2)]
+            if latest is None:
+                latest = residual.new_zeros(0, basis.size).double()
+            num_ritz = max(1, self.max_basis - len(residual) - len(latest))
+            ritz = torch.linalg.eigh(basis.T)[1].flip(1).T[: min(num_ritz, basis.size // 2)]
             basis.restrict(torch.linalg.qr(torch.cat([latest, ritz]).T)[0].T)
         return basis.extend(residual)
 
-    @staticmethod
-    def _project(basis: Basis, state: "_State", group: Tensor, shift: float) -> None:
-        """Minimise in the basis."""
-        inner = basis.T + shift * torch.eye(basis.size, dtype=torch.float64, device=basis.T.device)
-        y = torch.linalg.solve(inner, basis.project(state.residual[group]).T).T
-        state.move(group, basis.combine(y), basis.combine_products(y), shift)
-        norm = y.norm(dim=1, keepdim=True)
-        state.latest = (y / norm.clamp_min(torch.finfo(torch.float64).tiny))[norm[:, 0] > 0]
-
     def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
-        """Newton's method; each step by Lanczos in the same way, no more exactly than the step is worth."""
+        """Newton's method, by `CG`: for the one row of an objective it finds the same steps in less memory."""
         return CG(self.tolerance, self.max_iterations).minimise(objective, init, description=description)
 
 
@@ -200,9 +203,9 @@ class CG(Solver):
 
     Args:
         tolerance: as for `BlockKrylov`.
-        max_iterations: products a row at most (for `minimise`: a Newton step).
+        max_iterations: largest number of products a row (for `minimise`: a Newton step).
         preconditioner: an approximation of `(M + α)⁻¹` for every `α`, in the coordinates of the problem. `M` may
-            have changed by a factor since it was made, as with the noise: a product finds it.
+            have changed by a factor since it was made, as with the noise: one product finds the factor.
     """
 
     tolerance: float = 0.03
@@ -213,37 +216,45 @@ class CG(Solver):
         _check_settings(self.tolerance, self.max_iterations)
 
     def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
-        preconditioner, passes = self.preconditioner, 0.0
-        if preconditioner is not None:
-            before = preconditioner.passes
-            preconditioner = preconditioner.adapted(problem.operator)
-            passes = preconditioner.passes - before
+        preconditioner, passes = self._adapted(problem.operator)
         problem, shift, undo = whiten(problem)
         if preconditioner is not None and not bool((undo == 1).all()):
             preconditioner = preconditioner.congruent(undo)
-        state = _State(problem, None if init is None else init / undo)
-        passes, rows = passes + state.passes, torch.arange(len(problem.centre), device=problem.operator.device)
-        active = state.update_error(rows, shift) > self.tolerance
-        direction, rho = torch.zeros_like(state.residual), torch.ones_like(state.residual[:, :1])
-        with tqdm(total=len(rows), desc=description, disable=description is None, leave=False) as bar:
-            done = 0
-            for _ in range(self.max_iterations):
-                done = _advance(bar, done, int((~active).sum()))
-                now = rows[active]
-                if len(now) == 0:
-                    break
-                r = state.residual[now]
-                s = r if preconditioner is None else preconditioner.solve(r, shift)
-                new_rho = (r * s).sum(1, keepdim=True)
-                p = s + (new_rho / rho[now]) * direction[now]
-                product = problem.operator.matmul(p)
-                passes += len(now)
-                length = new_rho / (p * (product + shift * p)).sum(1, keepdim=True)
-                direction[now], rho[now] = p, new_rho
-                state.move(now, length * p, length * product, shift)
-                active[now] = state.update_error(now, shift) > self.tolerance
-            _advance(bar, done, len(rows))
-        return state.solution(shift, undo, passes, self.tolerance)
+        iterates = _Iterates(problem, shift, None if init is None else init / undo)
+        iterates.passes += passes
+        rows = len(problem.centre)
+        with tqdm(total=rows, desc=description, disable=description is None, leave=False) as bar:
+            self._iterate(iterates, preconditioner, bar)
+            _show(bar, rows)
+        return iterates.solution(undo, self.tolerance)
+
+    def _adapted(self, operator: Operator) -> tuple[Preconditioner | None, float]:
+        """The preconditioner for an operator, and the passes that it took to adapt it."""
+        if self.preconditioner is None:
+            return None, 0.0
+        adapted = self.preconditioner.adapted(operator)
+        return adapted, adapted.passes - self.preconditioner.passes
+
+    def _iterate(self, iterates: "_Iterates", preconditioner: Preconditioner | None, bar: tqdm) -> None:
+        shift, operator = iterates.shift, iterates.problem.operator
+        rows = torch.arange(len(iterates.delta), device=operator.device)
+        active = iterates.update_error(rows) > self.tolerance
+        direction, rho = torch.zeros_like(iterates.residual), torch.ones_like(iterates.residual[:, :1])
+        for _ in range(self.max_iterations):
+            _show(bar, int((~active).sum()))
+            unsolved = rows[active]
+            if len(unsolved) == 0:
+                break
+            r = iterates.residual[unsolved]
+            s = r if preconditioner is None else preconditioner.solve(r, shift)
+            new_rho = (r * s).sum(1, keepdim=True)
+            p = s + (new_rho / rho[unsolved]) * direction[unsolved]
+            product = operator.matmul(p)
+            iterates.passes += len(unsolved)
+            length = new_rho / (p * (product + shift * p)).sum(1, keepdim=True)
+            direction[unsolved], rho[unsolved] = p, new_rho
+            iterates.move(unsolved, length * p, length * product)
+            active[unsolved] = iterates.update_error(unsolved) > self.tolerance
 
     def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
         """Newton's method with inexact steps (Eisenstat and Walker): the tolerance of a step follows the gradient."""
@@ -257,11 +268,14 @@ class CG(Solver):
         return newton(objective, init, direction, tolerance=self.tolerance, description=description)
 
 
-class _State:
-    """Iterates `δ` of all rows, `Mζ` and the residual `u − Mζ − αδ`, all from products that were made."""
+class _Iterates:
+    """Iterates `δ` of all rows, `Mζ` and the residual `u − Mζ − αδ`, all from products that were made.
 
-    def __init__(self, problem: Quadratic, init: Tensor | None) -> None:
-        self.problem = problem
+    `latest` are the steps of the last projection, in coordinates of its basis.
+    """
+
+    def __init__(self, problem: Quadratic, shift: float, init: Tensor | None) -> None:
+        self.problem, self.shift = problem, shift
         zero = torch.zeros_like(problem.centre)
         self.delta = zero if init is None else init.clone()
         self.passes = 0.0
@@ -274,32 +288,37 @@ class _State:
         self.error = torch.zeros(len(start), dtype=torch.float64, device=start.device)
         self.latest: Tensor | None = None
 
-    def move(self, rows: Tensor, step: Tensor, product: Tensor, shift: float) -> None:
+    def move(self, rows: Tensor, step: Tensor, product: Tensor) -> None:
         self.delta[rows] += step
         self.product[rows] += product
-        self.residual[rows] = self.problem.linear[rows] - self.product[rows] - shift * self.delta[rows]
+        # From its definition: the recurrence `r − Mp` would drift away from the true residual.
+        self.residual[rows] = self.problem.linear[rows] - self.product[rows] - self.shift * self.delta[rows]
 
-    def update_error(self, rows: Tensor, shift: float) -> Tensor:
-        self.error[rows] = function_error(
-            self.residual[rows],
-            self.problem.centre[rows] + self.delta[rows],
-            self.product[rows],
-            shift,
-        )
+    def project(self, basis: Basis, rows: Tensor) -> None:
+        """Moves some rows to their minimisers in a basis."""
+        inner = basis.T + self.shift * torch.eye(basis.size, dtype=torch.float64, device=basis.T.device)
+        y = torch.linalg.solve(inner, basis.project(self.residual[rows]).T).T
+        self.move(rows, basis.combine(y), basis.combine_products(y))
+        norm = y.norm(dim=1, keepdim=True)
+        self.latest = (y / norm.clamp_min(torch.finfo(torch.float64).tiny))[norm[:, 0] > 0]
+
+    def update_error(self, rows: Tensor) -> Tensor:
+        zeta = self.problem.centre[rows] + self.delta[rows]
+        self.error[rows] = function_error(self.residual[rows], zeta, self.product[rows], self.shift)
         return self.error[rows]
 
-    def solution(self, shift: float, undo: Tensor, passes: float, tolerance: float) -> Solution:
+    def solution(self, undo: Tensor, tolerance: float) -> Solution:
         zeta = self.problem.centre + self.delta
-        residual = relative_residual(self.product - self.problem.linear, shift * self.delta)
+        residual = relative_residual(self.product - self.problem.linear, self.shift * self.delta)
         converged = bool((self.error <= tolerance).all())
         return Solution(
-            zeta * undo, self.delta * undo, residual, zeta * self.product, passes, converged, error=self.error
+            zeta * undo, self.delta * undo, residual, zeta * self.product, self.passes, converged, error=self.error
         )
 
 
-def _advance(bar: tqdm, before: int, now: int) -> int:
-    bar.update(now - before)
-    return now
+def _show(bar: tqdm, count: int) -> None:
+    """Brings a progress bar to a count of rows."""
+    bar.update(count - bar.n)
 
 
 def _check_settings(tolerance: float, max_iterations: int) -> None:

@@ -1,4 +1,8 @@
-"""Dense algebra of a Gram matrix in its own memory: on a CPU by LAPACK itself, elsewhere by torch."""
+"""Dense algebra that overwrites a Gram matrix: by LAPACK on a CPU, by torch elsewhere.
+
+torch copies its arguments and takes up to three times their memory. With LAPACK the matrix itself is the limit of what
+fits in memory, which for exact methods is the number of observations.
+"""
 
 import numpy as np
 import scipy.linalg
@@ -21,22 +25,23 @@ def check_finite(K: Float[Tensor, "n n"]) -> None:
 def symmetric_eigen(K: Float[Tensor, "n n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, "n n"]]:
     """Eigenvalues, rising and not negative, and eigenvectors of a positive semi-definite matrix, which is overwritten.
 
-    On a CPU by LAPACK's `syevr`, which takes the memory of one more matrix; that of torch takes three.
+    On a CPU by LAPACK's `syevr`, which takes the memory of one more matrix; torch's routine takes three.
     """
     check_finite(K)
     if K.device.type != "cpu":
         values, vectors = torch.linalg.eigh(K)
     else:
-        # The transpose of a symmetric matrix in C's order is in Fortran's, which LAPACK takes without a copy.
-        found, columns = scipy.linalg.eigh(
+        # The transpose of a matrix in C's order is in Fortran's, which LAPACK takes without a copy.
+        eigenvalues, columns = scipy.linalg.eigh(
             K.numpy().T, overwrite_a=True, check_finite=False, driver="evr" if len(K) > 1 else "ev"
         )
-        values, vectors = torch.from_numpy(found), torch.from_numpy(columns)
+        values, vectors = torch.from_numpy(eigenvalues), torch.from_numpy(columns)
+    # Rounding makes small eigenvalues of a semi-definite matrix negative.
     return values.clamp_min(0), vectors
 
 
 def inverse_(G: Float[Tensor, "n n"]) -> Tensor:
-    """Overwrite a positive definite matrix by its inverse; its log determinant is returned."""
+    """Overwrites a positive definite matrix by its inverse; returns its log determinant."""
     if G.device.type == "cpu":
         factor = _cholesky_(G)
         logdet = 2 * torch.from_numpy(np.diagonal(factor).copy()).log().sum()
@@ -45,7 +50,7 @@ def inverse_(G: Float[Tensor, "n n"]) -> Tensor:
         factor = torch.linalg.cholesky(G)
         logdet = 2 * factor.diagonal().log().sum()
         G.copy_(torch.cholesky_inverse(factor))
-    # LAPACK leaves one triangle as it was.
+    # LAPACK writes one triangle only; the other is copied from it, a few rows at a time, to need no second matrix.
     for rows in torch.arange(len(G)).split(512):
         first, last = int(rows[0]), int(rows[-1]) + 1
         corner = G[first:last, first:last].triu()
@@ -62,7 +67,7 @@ def solve_(G: Float[Tensor, "n n"], right: Float[Tensor, "n k"]) -> Float[Tensor
 
 
 def _cholesky_(G: Float[Tensor, "n n"]) -> np.ndarray:
-    """A Cholesky factor in the lower triangle of the transpose, which is of Fortran's order."""
+    """A Cholesky factor in the lower triangle of the transpose, which is in Fortran's order."""
     factor, failed = dpotrf(G.numpy().T, lower=1, clean=0, overwrite_a=1)
     if failed:
         raise FloatingPointError("A Gram matrix with noise is not finite, or not positive definite.")

@@ -8,10 +8,14 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from laplace_sampling.solvers.line_search import halve_until_accepted
 from laplace_sampling.solvers.operator import Operator, tiny
 from laplace_sampling.solvers.solver import Minimum, Objective
 
 __all__ = ["newton"]
+
+# The loosest relative accuracy of a step. NEWTON_CONSTANT
+_LOOSEST = 0.2
 
 
 def newton(
@@ -23,49 +27,86 @@ def newton(
     max_steps: int = 50,
     description: str | None = None,
 ) -> Minimum:
-    r"""Newton's method, steps halved until the objective goes down.
+    r"""Newton's method with steps that are halved until the objective goes down.
 
     It ends with the step whose length in the norm of `H` (the Newton decrement) is below `tolerance` times the norm of
-    the iterate in that of `A`: the error that this step leaves is smaller still.
+    the iterate in that of `A`. Convergence is quadratic, so that the error after this step is smaller still.
 
     Args:
         objective: to minimise.
         init: where to start.
-        direction: `H⁻¹g` from the Hessian of the sum over data, the diagonal of `A`, `g`, and the relative accuracy
-            that it needs; with the passes that it took.
-        tolerance: see above.
-        max_steps: at most so many.
+        direction: computes `H⁻¹g` from the Hessian of the sum over data, the diagonal of `A`, `g`, and the relative
+            accuracy that the step needs; returns it with the passes that it took.
+        tolerance: relative length of the last step.
+        max_steps: largest number of steps.
         description: label of a progress bar.
     """
-    theta, value, passes = init, objective.value(init), 0.5
-    gradient, finished = objective.gradient(theta, None), False
-    zero = not bool(theta.any())
-    start = float((gradient if zero else objective.gradient(torch.zeros_like(theta), None)).norm())
-    passes += 1 if zero else 2
-    needed = 0.2
+    point, accuracy, finished = _Iterate(objective, init), _LOOSEST, False
     for _ in tqdm(range(max_steps), desc=description, disable=description is None, leave=False):
-        if float(gradient.norm()) <= 1e-14 * start:
-            finished = True
+        if finished := point.is_stationary():
             break
-        step, spent = direction(objective.curvature(theta), objective.precision, gradient, max(needed, tolerance))
-        passes += spent + 0.5
-        decrease = float((step.double() * gradient.double()).sum())  # the squared Newton decrement
-        length, moved = 1.0, False
-        while length > 1e-8 and not moved:
-            proposal = theta - length * step
-            candidate = objective.value(proposal)
-            passes += 0.5
-            if moved := candidate <= value - 1e-4 * length * decrease + 1e-13 * abs(value):
-                theta, value = proposal, candidate
-            else:
-                length /= 2
-        gradient = objective.gradient(theta, None)
-        passes += 1
-        norm = float((objective.precision * theta.double() ** 2).sum())
-        relative = math.sqrt(max(decrease, 0) / max(norm, torch.finfo(torch.float64).tiny))
-        # Half a unit of rounding of the objective is as far down as its values tell.
-        finished = relative <= tolerance or decrease <= 1e-18 * max(1.0, abs(value))
+        curvature, needed = objective.curvature(point.theta), max(accuracy, tolerance)
+        step, passes = direction(curvature, objective.precision, point.gradient, needed)
+        point.passes += passes + 0.5  # the outputs at which the curvature is taken are half a pass
+        decrement = point.squared_decrement(step)
+        moved = point.move(step, decrement)
+        relative = point.relative_length(decrement)
+        # A decrease below the rounding error of the objective cannot be seen in its values.
+        finished = relative <= tolerance or decrement <= 1e-18 * max(1.0, abs(point.value))
         if finished or not moved:
             break
-        needed = min(0.2, relative)
-    return Minimum(theta, float(gradient.norm()) / max(start, tiny(theta)), passes, finished)
+        # A step has about the relative error that was asked of it. Eisenstat and Walker: no more accuracy than the
+        # step before shows to be worth it, which keeps convergence superlinear.
+        accuracy = min(_LOOSEST, relative)
+    return Minimum(point.theta, point.residual, point.passes, finished)
+
+
+class _Iterate:
+    """A point with the value of the objective, its gradient, and the passes spent so far."""
+
+    def __init__(self, objective: Objective, theta: Float[Tensor, "1 P"]) -> None:
+        self.objective, self.theta, self.passes = objective, theta, 0.0
+        self.value = self._value(theta)
+        self.gradient = self._gradient(theta)
+        # Residuals are relative to the gradient at zero, wherever the iteration starts.
+        at_zero = self._gradient(torch.zeros_like(theta)) if bool(theta.any()) else self.gradient
+        self._scale = float(at_zero.norm())
+
+    def _value(self, theta: Tensor) -> float:
+        self.passes += 0.5  # a JVP without a VJP
+        return self.objective.value(theta)
+
+    def _gradient(self, theta: Tensor) -> Tensor:
+        self.passes += 1
+        return self.objective.gradient(theta, None)
+
+    @property
+    def residual(self) -> float:
+        return float(self.gradient.norm()) / max(self._scale, tiny(self.theta))
+
+    def is_stationary(self) -> bool:
+        """Whether the gradient is zero up to rounding."""
+        return float(self.gradient.norm()) <= 1e-14 * self._scale
+
+    def squared_decrement(self, step: Tensor) -> float:
+        """`gᵀH⁻¹g`, twice the decrease of the objective that its quadratic model predicts."""
+        return float((step.double() * self.gradient.double()).sum())
+
+    def relative_length(self, squared_decrement: float) -> float:
+        norm = float((self.objective.precision * self.theta.double() ** 2).sum())
+        return math.sqrt(max(squared_decrement, 0) / max(norm, torch.finfo(torch.float64).tiny))
+
+    def move(self, step: Tensor, squared_decrement: float) -> bool:
+        """Goes along `-step` as far as the objective goes down; whether it went at all."""
+
+        def attempt(length: float) -> tuple[Tensor, float] | None:
+            proposal = self.theta - length * step
+            value = self._value(proposal)
+            # Armijo's condition. The last term lets steps pass that change the objective by its rounding error only.
+            highest = self.value - 1e-4 * length * squared_decrement + 1e-13 * abs(self.value)
+            return (proposal, value) if value <= highest else None
+
+        accepted = halve_until_accepted(attempt)
+        self.theta, self.value = accepted or (self.theta, self.value)
+        self.gradient = self._gradient(self.theta)
+        return accepted is not None

@@ -1,4 +1,4 @@
-"""Matrices that solvers see: their products, and nothing of where they come from.
+"""Matrices as solvers see them: by their products, whatever they are made of.
 
 A mini-batch is a tensor of data indices; `None` means all data. Sums are over the data of the batch, unscaled.
 """
@@ -12,15 +12,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["Congruent", "Operator", "largest_eigenvalue", "make_dense", "row_products", "tiny"]
+__all__ = ["Congruent", "Operator", "geometric_mean", "largest_eigenvalue", "make_dense", "row_products", "tiny"]
 
 
 class Operator(ABC):
-    """A symmetric positive semi-definite matrix `Σᵢ Mᵢ` of size `P`, a sum over data: what solvers see."""
+    """A symmetric positive semi-definite matrix `Σᵢ Mᵢ` of size `P`, a sum over data."""
 
     @property
     def like(self) -> Any:
-        """What has the same data, size, device and dtype: to be given, or else these four."""
+        """An object with the same data, size, device and dtype; a subclass defines it, or else these four."""
         raise NotImplementedError(f"{type(self).__name__} has no `like`.")
 
     @property
@@ -46,7 +46,7 @@ class Operator(ABC):
         """`Σ_{i∈batch} w_i Mᵢ v_k`, by default with weights of one."""
 
     def sizes(self) -> Float[Tensor, " N"]:
-        """How much each datum contributes to `M`, up to a common factor, roughly: what to draw data by. No product."""
+        """Rough sizes of the contributions `Mᵢ`, up to a common factor, for drawing data by them; makes no product."""
         return torch.ones(self.num_data, dtype=torch.float64)
 
     def random_rows(self, batch: Tensor, generator: torch.Generator) -> Float[Tensor, "n P"]:
@@ -70,7 +70,7 @@ class Congruent(Operator):
         return self.operator
 
     def matmul(self, v: Tensor, batch: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-        # Operators that are used without weights need not know of them.
+        # Operators that are used without weights need not take any.
         extra = () if weights is None else (weights,)
         return self.root(self.operator.matmul(self.root(v), batch, *extra))
 
@@ -98,9 +98,9 @@ def largest_eigenvalue(
     generator: torch.Generator,
     weights: Float[Tensor, " n"] | None = None,
 ) -> float:
-    """The largest eigenvalue of `Σ_{i∈batch} w_i Mᵢ` by power iteration, a lower bound that converges fast enough.
+    """The largest eigenvalue of `Σ_{i∈batch} w_i Mᵢ` by power iteration; weights are `N/n` by default.
 
-    By default weights are `N/n`.
+    It is a lower bound. The norm converges twice as fast as the vector, so that few iterations give a step size.
     """
     weight = operator.num_data / len(batch) if batch is not None and weights is None else 1.0
     extra = () if weights is None else (weights,)
@@ -114,12 +114,19 @@ def largest_eigenvalue(
 
 
 def row_products(a: Float[Tensor, "K P"], b: Float[Tensor, "K P"]) -> Float[Tensor, " K"]:
-    """`⟨a_k, b_k⟩` in float64; a row at a time, so that no stack is copied."""
+    """`⟨a_k, b_k⟩` in float64."""
     if a.dtype == torch.float64:
         return torch.linalg.vecdot(a, b)
+    # A row at a time, so that no stack is copied to float64.
     return torch.stack([torch.dot(x.double(), y.double()) for x, y in zip(a, b, strict=True)])
 
 
+def geometric_mean(values: Tensor) -> float:
+    """`exp(mean(log(values)))` in float64; the value itself, without rounding, where all are equal."""
+    first = values.flatten()[0]
+    return float(first) if bool((values == first).all()) else float(values.double().log().mean().exp())
+
+
 def tiny(t: Tensor) -> float:
-    """The smallest positive normal number: a floor against zero by zero."""
+    """The smallest positive normal number: a floor for denominators that may be zero."""
     return torch.finfo(t.dtype).tiny

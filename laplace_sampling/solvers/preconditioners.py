@@ -12,13 +12,14 @@ from laplace_sampling.solvers.operator import Operator
 
 __all__ = ["Factored", "Jacobi", "Nystrom", "Preconditioner"]
 
+# Data whose rows are computed together: the rows of all are held in any case, temporary ones only of these.
 _ROWS_TOGETHER = 256
 
 
 class Preconditioner(ABC):
     """A symmetric positive definite `P ≈ M + shift·I`, for every `shift > 0`.
 
-    `passes` counts the products that it took to build, in units of all data and one vector.
+    `passes` counts the products that were spent on building it, in units of all data and one vector.
     """
 
     passes: float
@@ -33,17 +34,17 @@ class Preconditioner(ABC):
 
     @abstractmethod
     def congruent(self, w: Float[Tensor, " P"]) -> "Preconditioner":
-        """That of `WMW`, `W = diag(w)`: no product is made."""
+        """The preconditioner of `WMW`, `W = diag(w)`: no product is made."""
 
     def adapted(self, operator: Operator) -> "Preconditioner":
-        """That of a matrix which is about a multiple of `M`, where one product finds the factor."""
+        """The preconditioner of a matrix that is about a multiple of `M`; one product may find the factor."""
         return self
 
 
 class Factored(Preconditioner):
-    """An approximation `M̂` of `M` with all eigenvalues at hand: a posterior of its own, as well as a preconditioner.
+    """An approximation `M̂` of `M` of which all eigenvalues are known: it defines a posterior, too.
 
-    A shift may be a tensor `[P]` that is the same for weights which belong together, as of one layer.
+    A shift may be a tensor `[P]` that is constant within each block of `M̂`, as within a layer.
     """
 
     @abstractmethod
@@ -71,11 +72,11 @@ class Factored(Preconditioner):
 
     @abstractmethod
     def eigenvalues(self) -> Float[Tensor, " P"]:
-        """All of `M̂`, in no order."""
+        """All eigenvalues of `M̂`, in no order."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """All that it is made of, to be kept."""
+        """The tensors that it consists of, for saving."""
 
 
 class Jacobi(Factored):
@@ -140,10 +141,10 @@ class Nystrom(Preconditioner):
     ) -> "Nystrom":
         r"""The approximation of `M`, or of `(N/n) Σ_{i∈batch} Mᵢ`, its rank chosen by the decay that it sees.
 
-        The rank doubles from `block` on; products made are kept. With a hint of the shift the rank doubles while that
-        saves more than it costs: conjugate gradients take about `½ ln(2/ε) √κ` iterations at `κ = 1 + λ_r/shift`, each
-        one pass for every right-hand side; `λ_2r` is foretold as `λ_r²/λ_{r/2}`, a power law; and the next block
-        costs `r` products. Without a hint it doubles until `λ_r < decay · λ_1`.
+        The rank doubles from `block` on; products that were made are kept. If the shift is given, the rank doubles
+        while that saves more than it costs: conjugate gradients take about `½ ln(2/ε) √κ` iterations at
+        `κ = 1 + λ_r/shift`, each one pass for every right-hand side; `λ_2r` is predicted as `λ_r²/λ_{r/2}`, a power
+        law; and the next block costs `r` products. If it is not given, the rank doubles until `λ_r < decay · λ_1`.
 
         Args:
             operator: `M`.
@@ -151,8 +152,8 @@ class Nystrom(Preconditioner):
             block: the first rank.
             max_rank: the largest.
             shift: the shift at which the preconditioner will be used, if it is known.
-            num_rhs: how many right-hand sides there will be.
-            decay: how far the eigenvalues have to fall where no shift is given.
+            num_rhs: the number of right-hand sides that will be solved for.
+            decay: ratio of the last to the first eigenvalue at which the rank is large enough if no shift is given.
             seed: of `Ω`.
         """
         share = 1.0 if batch is None else len(batch) / operator.num_data
@@ -163,7 +164,9 @@ class Nystrom(Preconditioner):
         while True:
             new = min(max_rank - len(test), max(block, len(test)))
             draw = torch.randn(new, operator.size, generator=generator, dtype=torch.float64).to(operator.device)
-            for _ in range(2):  # twice is enough for rows orthogonal to working precision
+            # Orthogonal to the rows so far, so that the sketch is that of one large Ω. Twice is enough for rows
+            # that are orthogonal to working precision.
+            for _ in range(2):
                 draw = draw - (draw @ test.T) @ test
                 draw = torch.linalg.qr(draw.T)[0].T
             product = operator.matmul(draw.to(operator.dtype), batch).double() / share
@@ -181,34 +184,34 @@ class Nystrom(Preconditioner):
         r"""The leading eigenvectors of `Σ_j w_j g_j g_jᵀ`, with one random row `g_j` of each of some data.
 
         It estimates `M` if the weights are those of the data drawn. A row is half a product of one datum, so that this
-        costs `n/2N` passes whatever the rank, and much less than the sketch of `of`.
+        costs `n/2N` passes whatever the rank, and much less than the sketch that `of` makes.
 
         Args:
             operator: `M`.
             data: indices, `[n]`; a datum may come twice.
             weights: `[n]`.
-            max_rank: the small eigenvalues of a sample are mostly its noise: few times fewer than `n`.
+            max_rank: the largest rank; a few times less than `n`, as the small eigenvalues of a sample are mostly its
+                noise.
             generator: of the rows.
         """
-        rows = torch.empty(len(data), operator.size, dtype=operator.dtype, device=operator.device)
-        for part, at in zip(rows.split(_ROWS_TOGETHER), data.split(_ROWS_TOGETHER), strict=True):
-            part.copy_(operator.random_rows(at, generator))
-        rows *= weights.sqrt().to(rows)[:, None]
+        rows = _weighted_rows(operator, data, weights, generator)
+        # The smaller of the two Gram matrices; both have the eigenvalues of the sum.
         wide = len(rows) <= operator.size
         gram = (rows @ rows.T if wide else rows.T @ rows).double()
         if not wide:
-            rows = rows[:0].clone()  # freed: the decomposition takes several times the memory of `gram`
+            rows = rows[:0].clone()  # frees memory: the decomposition takes several times that of `gram`
         if not bool(gram.isfinite().all()):
             raise FloatingPointError(
                 "The rows of the curvature are not finite: the Jacobian products of the model contain NaN or infinity."
             )
         eigenvalues, vectors = symmetric_eigen(gram)
         eigenvalues = eigenvalues.flip(-1)
-        # The Gram matrix has the squares of the singular values, and their rounding errors.
+        # Rounding errors of the Gram matrix are of the size eps·λ_1: smaller eigenvalues are noise.
         large = eigenvalues > 10 * torch.finfo(operator.dtype).eps * eigenvalues[0]
         rank = max(1, min(max_rank, int(large.sum())))
         eigenvalues, vectors = eigenvalues[:rank], vectors[:, -rank:].flip(-1).T
         if wide:
+            # From left to right singular vectors.
             root = eigenvalues.sqrt()[:, None]
             vectors = (vectors / torch.where(root > 0, root, 1.0)).to(rows) @ rows
         return cls(vectors.to(operator.dtype), eigenvalues.to(operator.dtype), len(data) / (2 * operator.num_data))
@@ -226,6 +229,7 @@ class Nystrom(Preconditioner):
 
     def adapted(self, operator: Operator) -> "Nystrom":
         leading = self.vectors[:1]
+        # The leading eigenvector tells the factor best: a multiple of `M` keeps it, and its product is the largest.
         ratio = float((leading * operator.matmul(leading)).sum() / self.eigenvalues[0].clamp_min(1e-30))
         return Nystrom(self.vectors, self.eigenvalues * ratio, self.passes + 1)
 
@@ -234,14 +238,26 @@ class Nystrom(Preconditioner):
         return inside[-1] * v + ((v @ self.vectors.T) * (inside - inside[-1])) @ self.vectors
 
 
+def _weighted_rows(
+    operator: Operator, data: Tensor, weights: Tensor, generator: torch.Generator
+) -> Float[Tensor, "n P"]:
+    """`√w_j g_j` for a random row `g_j` of each datum."""
+    rows = torch.empty(len(data), operator.size, dtype=operator.dtype, device=operator.device)
+    for part, indices in zip(rows.split(_ROWS_TOGETHER), data.split(_ROWS_TOGETHER), strict=True):
+        part.copy_(operator.random_rows(indices, generator))
+    rows *= weights.sqrt().to(rows)[:, None]
+    return rows
+
+
 def _nystrom(test: Tensor, sketch: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Eigenvectors `[r, P]` and eigenvalues of the Nyström approximation from `Ωᵀ` and `(MΩ)ᵀ`, in float64."""
     norm = float(sketch.norm())
-    # The shift hides the rounding of the products, which may make ΩᵀMΩ indefinite; it is taken off in the end.
+    # The shift hides the rounding of the products, which may make ΩᵀMΩ indefinite; it is subtracted in the end.
     shift = max(eps * norm, 1e-290)
     core = test @ sketch.T
     core = (core + core.T) / 2
     eye = torch.eye(len(core), dtype=core.dtype, device=core.device)
+    # Products in float32 may have larger errors than `eps`: a shift that is too small is raised.
     for _ in range(6):
         factor, failed = torch.linalg.cholesky_ex(core + shift * eye)
         if math.isfinite(norm) and not bool(failed):
@@ -252,18 +268,20 @@ def _nystrom(test: Tensor, sketch: Tensor, eps: float) -> tuple[Tensor, Tensor]:
             "The sketch of the curvature is not finite or not positive semi-definite: the Jacobian products of the "
             "model contain NaN or infinity, or are too inaccurate in its precision."
         )
+    # The singular values of C⁻¹(MΩ)ᵀ are the roots of the eigenvalues: more accurate than an eigendecomposition.
     half = torch.linalg.solve_triangular(factor, sketch + shift * test, upper=False)
     _, singular, vectors = torch.linalg.svd(half, full_matrices=False)
     return vectors, (singular**2 - shift).clamp_min(0)
 
 
 def _pays(eigenvalues: Tensor, share: float, shift: float | None, num_rhs: int, decay: float) -> bool:
-    """Whether to double the rank; `Nystrom.of` says how."""
+    """Whether doubling the rank saves more than it costs; `Nystrom.of` explains the rule."""
     rank = len(eigenvalues)
     first, middle, last = (float(eigenvalues[i]) for i in (0, (rank - 1) // 2, rank - 1))
     if shift is None:
         return last > decay * first
     if last <= 0:
         return False
+    # Conjugate gradients are assumed to go on to a relative error of 0.1; the rank depends on it by a logarithm.
     saved = math.sqrt(1 + last / shift) - math.sqrt(1 + last * (last / middle) / shift)
     return num_rhs * 0.5 * math.log(2 / 0.1) * saved > rank * share

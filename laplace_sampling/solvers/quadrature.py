@@ -12,8 +12,11 @@ from laplace_sampling.solvers.krylov import Basis
 
 __all__ = ["Quadrature", "TraceEstimator"]
 
-# Quadratures converge geometrically, at a rate that depends on the function: it is taken between these bounds.
+# Quadratures converge geometrically, at a rate that depends on the function; estimates of the rate are kept between
+# these bounds. RATES_CONSTANT
 _RATES = (0.2, 0.9)
+# Below this length, relative, what a block has beyond the span of others is rounding.
+_DEPENDENT = 1e-8
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,10 @@ class Quadrature:
         weights: `w`.
         random: the part of the weights that is random given the rest; the same weights for plain quadrature.
         total: `Tr M` where it is known: a control variate for estimates of traces.
-        truncated: the same a Lanczos step earlier, `None` if this one is exact.
-        before: the last one of the same run.
-        below: weights and nodes of a matrix that is at most `M`, and sees as much of it as products tell; this one's is
-            the compression of `M`. For an operator monotone and concave `f`, as `λ/(λ + α)` and `log(1 + λ/α)`, the
+        truncated: the same quadrature without the last Lanczos step, `None` if this one is exact.
+        before: the previous quadrature of the same run.
+        below: the quadrature of a matrix that is at most `M`, made from the same products; this one is that of the
+            compression of `M`. For an operator monotone and concave `f`, as `λ/(λ + α)` and `log(1 + λ/α)`, the
             value lies between the two.
     """
 
@@ -48,7 +51,7 @@ class Quadrature:
         return cls(nodes.clamp_min(0).cpu(), weights, weights)
 
     def rescaled(self, nodes: float, weights: float) -> "Quadrature":
-        """With nodes and weights times two factors."""
+        """The quadrature with nodes and weights multiplied by two factors."""
         return Quadrature(
             self.nodes * nodes,
             self.weights * weights,
@@ -67,14 +70,15 @@ class Quadrature:
         return self.weights @ values.T + (self.total - self.weights @ self.nodes)[:, None] * self._slope(values)
 
     def variance(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, " n"]:
-        """Of the mean over the rows: that of a quadratic form in `z̃`, known better so than by the scatter of few.
+        """Variance of the mean over the rows.
 
-        `z̃` is uniform on a sphere, so that a constant in `f` adds nothing.
+        It is that of a quadratic form in `z̃`, which the weights tell better than the scatter of few rows does.
         """
         values = f(self.nodes)
         if self.total is not None:
             values = values - self._slope(values)[:, None] * self.nodes
         weights = self.random.mean(0)
+        # `z̃` is uniform on a sphere, so that a constant in `f` has no variance: the mean is subtracted.
         mean = values @ weights / weights.sum().clamp_min(1e-300)
         return 2 * ((values - mean[:, None]) ** 2 @ weights) / len(self.weights)
 
@@ -83,21 +87,23 @@ class Quadrature:
         weights = self.random.mean(0)
         centred = self.nodes - (weights @ self.nodes) / weights.sum().clamp_min(1e-300)
         mean = (values @ weights / weights.sum().clamp_min(1e-300))[:, None]
+        # Where all nodes are equal up to rounding, the slope is noise over noise.
         floor = (16 * torch.finfo(torch.float64).eps * self.nodes.max()) ** 2 * weights.sum()
         return ((values - mean) @ (weights * centred)) / (weights @ centred**2).clamp_min(max(float(floor), 1e-300))
 
     def remaining(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, " n"]:
-        """What further Lanczos steps would change of the mean over the rows, if they go on as the last two did."""
+        """Predicts what further Lanczos steps would change of the mean over the rows, from the last two changes."""
         last = self._last_change(f)
         if self.before is None or self.before.truncated is None:
             return last
+        # The rest of a geometric series.
         rate = (last / self.before._last_change(f)).abs().nan_to_num().clamp(*_RATES)
         return last * rate / (1 - rate)
 
     def bound(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, " n"]:
-        """What all further Lanczos steps may change of the mean over the rows, at most, for an `f` as `below` says.
+        """Bounds what all further Lanczos steps may change of the mean over the rows, for an `f` as `below` says.
 
-        Infinite without a step. The control variate has no part in it: forms of `M` itself are exact.
+        It is infinite without a step. The control variate has no part in it, since forms of `M` itself are exact.
         """
         if self.below is None:
             return torch.full_like(self(f).mean(0), math.inf)
@@ -110,36 +116,39 @@ class Quadrature:
 
 
 class _OthersSpace:
-    """The Krylov space `Q` of all probes but one, by what the space of all probes has beyond it.
+    """The Krylov space `Q` of all probes but one, described by its complement in the space of all probes.
 
-    In coordinates of a basis, where the operator is `T`. `beyond` `[·, m]` are orthonormal rows, as is `last`, the
-    block that `Q` was extended by. Per step `Q` gains a block, `beyond` about one row.
+    All is in coordinates of a basis, where the operator is `T`. `beyond`, `[·, m]`, has orthonormal rows that span the
+    complement; `last` is the block that `Q` was extended by. In a step `Q` gains a block, and `beyond` about one row:
+    it is much smaller than a basis of `Q`.
     """
 
     def __init__(self, others: Float[Tensor, "r m"], block: Float[Tensor, "R m"]) -> None:
         self.last, self.beyond = self._split(others, block)
 
     def extend(self, T: Float[Tensor, "m m"], block: Float[Tensor, "b m"]) -> None:
-        """A step, `block` being what the space of all probes gains."""
+        """A Lanczos step, in which the space of all probes gains `block`."""
         if len(self.last):
-            self.last, self.beyond = self._split(_pad(self.last, len(T)) @ T, _padded(self.beyond, block))
+            self.last, self.beyond = self._split(_pad(self.last, len(T)) @ T, _stacked(self.beyond, block))
         else:
-            self.beyond = _padded(self.beyond, block)
+            self.beyond = _stacked(self.beyond, block)
 
     @staticmethod
     def _split(images: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
-        """What some vectors span within some orthonormal rows, and the rest of these rows."""
+        """Orthonormal bases of the part of the span of `candidates` that `images` reach, and of the other part."""
         images = images / images.norm(dim=1, keepdim=True).clamp_min(1e-300)
         _, size, rows = torch.linalg.svd(images @ candidates.T)
-        rank = int((size > 1e-8).sum())
+        rank = int((size > _DEPENDENT).sum())
         return rows[:rank] @ candidates, rows[rank:] @ candidates
 
 
 def _pad(rows: Tensor, size: int) -> Tensor:
+    """Coordinates in a basis that has grown since."""
     return torch.nn.functional.pad(rows, (0, size - rows.shape[1]))
 
 
-def _padded(rows: Tensor, more: Tensor) -> Tensor:
+def _stacked(rows: Tensor, more: Tensor) -> Tensor:
+    """Older coordinates on top of newer ones."""
     return torch.cat([_pad(rows, more.shape[1]), more])
 
 
@@ -149,14 +158,14 @@ class TraceEstimator:
     With `Q` an orthonormal basis of the Krylov space of all other probes and `z̃ = (I − QQᵀ)z` brought to norm
     `√(P − dim Q)`, the estimate is `Tr QᵀfQ + z̃ᵀf z̃` (Chen and Hallman 2023, "Krylov-aware stochastic trace
     estimation", with the exchange of probes of Epperly, Tropp and Webber 2024, "XTrace"). Only the second part is
-    random, and it does not see the leading eigenvectors, which `Q` holds. For the small eigenvalues that are left `f`
-    is nearly proportional to `λ`, so that a known `Tr M` takes most of the rest of the variance away.
+    random, and it has no part in the leading eigenvectors, which `Q` holds. For the small eigenvalues that remain `f`
+    is nearly proportional to `λ`, so that a known `Tr M` removes most of the remaining variance.
 
-    `Q` is two block steps short of the basis: these two are for `z̃ᵀf z̃`, and what the second of them changes tells how
-    far its quadrature is from the end.
+    `Q` is two block steps shorter than the basis: these two are for `z̃ᵀf z̃`, and the change in the second of them shows
+    how far its quadrature has converged.
 
     Args:
-        basis: to grow; it may hold other vectors, and grow by others between steps.
+        basis: it is extended; it may hold other vectors, and be extended by others between steps.
         probes: of norm `√P`.
         total: `Tr M`, if known.
     """
@@ -176,17 +185,17 @@ class TraceEstimator:
 
     @property
     def width(self) -> int:
-        """By how much a step may extend the basis."""
+        """The number of vectors by which a step may extend the basis."""
         return len(self._blocks[-1]) if self._blocks else len(self.probes)
 
     def step(self) -> bool:
-        """A block step, after which `quadrature` is the one with it; `False` if nothing was left to add.
+        """Makes a block step and updates `quadrature`; returns `False` if the space of the probes is exhausted.
 
-        The space of the probes is invariant then: it holds all eigenvectors of eigenvalues but zero, unless one has as
-        many of them as there are probes.
+        That space is invariant then: it holds all eigenvectors of nonzero eigenvalues, unless an eigenvalue is repeated
+        at least as often as there are probes.
         """
-        # Products of the last block, not only of what was new in it when other vectors are in the basis, too: the
-        # Krylov spaces of the other probes must not depend on a probe.
+        # Products of the whole last block, also of what other vectors of the basis span already: the Krylov spaces of
+        # the other probes must not depend on a probe.
         front = self.basis.combine_products(self._last_block()) if self._blocks else self.probes
         self.basis.extend(front)
         block = _orthonormal(self.basis.project(front), self._space(len(self._blocks), self.basis.size))
@@ -208,11 +217,12 @@ class TraceEstimator:
         return _pad(self._blocks[-1], self.basis.size)
 
     def _space(self, depth: int, size: int) -> Tensor:
+        """Orthonormal rows that span the first blocks of the Krylov space of all probes."""
         empty = torch.zeros(0, size, dtype=self.basis.T.dtype, device=self.basis.T.device)
         return torch.cat([empty, *(_pad(block, size) for block in self._blocks[:depth])])
 
     def _deepen(self, depth: int, size: int) -> None:
-        """Bring the spaces `Q` to a depth; they lie in the first `size` coordinates."""
+        """Brings the spaces `Q` to a depth; they lie in the first `size` coordinates."""
         if not self._others:
             inside = self.basis.project(self.probes)
             rest = [torch.cat([inside[:i], inside[i + 1 :]]) for i in range(len(inside))]
@@ -225,10 +235,11 @@ class TraceEstimator:
             self._depth += 1
 
     def _exact(self) -> Quadrature | None:
-        """All eigenvalues, if the probes have seen them all."""
+        """The quadrature of all eigenvalues, if an exhausted space holds them all."""
         nodes = torch.linalg.eigvalsh(self.basis.T).clamp_min(0).cpu()
         width, largest = len(self.probes), float(nodes[-1])
-        # As many equal ones as probes: there may be more.
+        # An invariant space holds at most `width` eigenvectors of one eigenvalue: where it holds as many, there may be
+        # more outside.
         if len(nodes) >= width:
             upper, lower = nodes[width - 1 :], nodes[: len(nodes) - width + 1]
             if bool(((upper - lower <= 1e-6 * upper) & (upper > 1e-10 * largest)).any()):
@@ -238,7 +249,7 @@ class TraceEstimator:
         return replace(value, below=value)
 
     def _within(self, step: int, multiplied: int | None) -> Quadrature:
-        """By a step; `multiplied` blocks have their products in the basis, and give the lower bound."""
+        """The quadrature of a step; the first `multiplied` blocks, whose products are known, give the lower bound."""
         size = self._sizes[step]
         T = self.basis.T[:size, :size]
         value = self._weighted(T, size)
@@ -255,8 +266,9 @@ class TraceEstimator:
             rows = others.beyond
             beyond, part = rows @ eigenvectors[: rows.shape[1]], rows @ z[: rows.shape[1]]
             norm = float(part @ part)
-            left = self.probes.shape[1] - len(space) + len(rows)
-            scale = left / norm if norm > 1e-12 * float(z @ z) else 0.0
+            # z̃ is brought to the squared norm P − dim Q; where z lies in Q up to rounding, it has no part.
+            num_free = self.probes.shape[1] - len(space) + len(rows)
+            scale = num_free / norm if norm > 1e-12 * float(z @ z) else 0.0
             fixed.append(whole - (beyond**2).sum(0))
             random.append(scale * (part @ beyond) ** 2)
         weights = torch.stack(random).cpu()
@@ -264,26 +276,27 @@ class TraceEstimator:
 
 
 def _nystrom(T: Float[Tensor, "m m"], rows: Float[Tensor, "k m"]) -> Float[Tensor, "m m"]:
-    """`TQᵀ(QTQᵀ)⁻¹QT`, which is at most `T`, and at most `M` where the span of `Q` is one that `M` keeps in the basis.
+    """`TQᵀ(QTQᵀ)⁻¹QT`: at most `T`, and at most `M` if the products of `Q` with `M` lie in the basis.
 
-    For one vector it is that of the Gauss-Radau rule with a node at zero.
+    For one vector it gives the Gauss-Radau rule with a node at zero.
     """
     product = rows @ T
     values, vectors = torch.linalg.eigh(product @ rows.T)
-    seen = values > 1e-13 * values.max() if len(values) else values > 0
-    half = (vectors[:, seen].T @ product) / values[seen].sqrt()[:, None]
+    # A pseudoinverse: eigenvalues that are zero up to rounding are left out.
+    positive = values > 1e-13 * values.max() if len(values) else values > 0
+    half = (vectors[:, positive].T @ product) / values[positive].sqrt()[:, None]
     return half.T @ half
 
 
 def _orthonormal(block: Tensor, space: Tensor) -> Tensor:
-    """Orthonormal rows for what a block has beyond the span of others."""
-    for _ in range(2):
+    """Orthonormal rows for the part of a block outside the span of others."""
+    for _ in range(2):  # the second time removes what rounding left of the span
         norm = block.norm(dim=1, keepdim=True)
         block = block[norm[:, 0] > 0] / norm[norm > 0][:, None]
         block = block - (block @ space.T) @ space
-        block = block[block.norm(dim=1) > 1e-8]
+        block = block[block.norm(dim=1) > _DEPENDENT]
         if len(block) == 0:
             return block
         q, r = torch.linalg.qr(block.T)
-        block = q.T[r.diagonal().abs() > 1e-8]
+        block = q.T[r.diagonal().abs() > _DEPENDENT]
     return block

@@ -1,7 +1,7 @@
 """Mini-batch gradient descent: for data so many that each pass over them counts."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -21,28 +21,34 @@ from laplace_sampling.solvers.solver import (
 
 __all__ = ["SGD"]
 
+Gradient = Callable[[Tensor, Tensor], Tensor]
+
+# The last step size of a decay, as a fraction of the first. DECAY_CONSTANT
+_LAST_STEP = 1 / 330
+# Mini-batches whose gradients tell the scale of each row, and whether a warm start is better than none. PROBES_CONSTANT
+_PROBES = 3
+
 
 @dataclass(frozen=True)
 class SGD(Solver):
     """Mini-batch gradient descent with Nesterov momentum, for `K` rows in parallel; no step size to give.
 
     The step size is `step / λ`, with `λ` the largest eigenvalue found by power iteration among the mini-batch
-    estimates of the Hessian: what keeps every single step stable, not only the mean one. Each row's gradient is
-    clipped by itself. A diverging run is restarted with a third of the step.
+    estimates of the Hessian, so that every single step is stable, and not only the mean one. It goes down linearly to
+    1/330 of its start, and the last iterate is returned. Each row's gradient is clipped by itself. A diverging run is
+    restarted with a third of the step.
 
     Args:
         epochs: passes over the data.
-        min_steps: at least so many steps, where an epoch has few.
+        min_steps: smallest number of steps, where an epoch has few.
         batch_size: data a step.
         momentum: Nesterov's (thesis §4.2.4).
         step: the step size in units of `1/λ`.
         clip: a row's gradient is clipped to `clip` times its norm at `δ = 0`.
-        averaging: `"decay"`, the step size goes down linearly to 1/330 of its start and the last iterate is
-            returned; or `"geometric"`, constant step and `ᾱ ← χα + (1 − χ)ᾱ` with `χ = 100 / steps`.
         mode_epochs: passes for `minimise`, which has one row only and needs more accuracy in weight space.
         tolerance: residual under which a row counts as converged. Steep directions dominate it, so that it looks
             large: on digits 0.5 goes with an error of one to two percent in function space.
-        max_doublings: while a row has not converged, go on with twice the steps, at most so many times.
+        max_doublings: while a row has not converged, the solver goes on with twice the steps, at most so many times.
         seed: of the order of mini-batches.
     """
 
@@ -52,7 +58,6 @@ class SGD(Solver):
     momentum: float = 0.9
     step: float = 1.0
     clip: float = 1.0
-    averaging: str = "decay"
     mode_epochs: float = 40.0
     tolerance: float = 0.5
     max_doublings: int = 3
@@ -60,8 +65,6 @@ class SGD(Solver):
     max_restarts: int = field(default=5, repr=False)
 
     def __post_init__(self) -> None:
-        if self.averaging not in ("decay", "geometric"):
-            raise ValueError(f'`averaging` must be "decay" or "geometric", but is {self.averaging!r}.')
         positive = (self.epochs, self.mode_epochs, self.batch_size, self.step, self.clip)
         if min(positive) <= 0 or self.max_doublings < 0:
             raise ValueError(
@@ -78,45 +81,57 @@ class SGD(Solver):
             delta, spent = self._descend(
                 problem.gradient, delta, operator.num_data, curvature, steps * 2**doubling, True, description
             )
-            zeta = problem.centre + delta
-            product = operator.matmul(zeta)
-            passes += spent + len(zeta)
-            fit, pull = product - problem.linear, problem.precision * delta
-            residual = relative_residual(fit, pull)
-            converged = bool((residual < self.tolerance).all())
-            if converged or doubling == self.max_doublings:
-                error = function_error(fit + pull, zeta, product, float(problem.precision.min()))
-                return Solution(zeta, delta, residual, zeta * product, passes, converged, error=error)
-        raise AssertionError("unreachable")
+            solution = self._solution(problem, delta, passes + spent)
+            passes = solution.passes
+            if solution.converged:
+                break
+        return solution
+
+    def _solution(self, problem: Quadratic, delta: Tensor, passes: float) -> Solution:
+        """The solution at some iterates, judged by one full product."""
+        zeta = problem.centre + delta
+        product = problem.operator.matmul(zeta)
+        fit, pull = product - problem.linear, problem.precision * delta
+        residual = relative_residual(fit, pull)
+        converged = bool((residual < self.tolerance).all())
+        error = function_error(fit + pull, zeta, product, float(problem.precision.min()))
+        return Solution(zeta, delta, residual, zeta * product, passes + len(zeta), converged, error=error)
 
     def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
-        theta, passes, value = init, 0.0, objective.value(init)
+        theta, value, passes = init, objective.value(init), 0.0
         steps = self._num_steps(self.mode_epochs, objective.num_data)
-        # The curvature moves with the iterate, most at the start: measure it again after a quarter of the way, take
-        # smaller steps than for a quadratic, and smaller ones still if the objective went up.
+        # The curvature moves with the iterate, most at the start: it is measured again after a quarter of the way.
         for share, decay in ((0.25, False), (0.75, True)):
-            curvature, spent = self._stable_curvature(objective.curvature(theta))
-            curvature = 3 * (curvature + float(objective.precision.max()))
-            passes += spent
             part = max(1, round(share * steps))
-            for _ in range(self.max_restarts + 1):
-                proposal, spent = self._descend(
-                    objective.gradient, theta, objective.num_data, curvature, part, decay, description
-                )
-                reached = objective.value(proposal)
-                passes += spent + 0.5  # a value is half a product: a JVP
-                if reached <= value + 1e-6 * abs(value):
-                    theta, value = proposal, reached
-                    break
-                curvature *= 3
+            theta, value, spent = self._minimise_part(objective, theta, value, part, decay, description)
+            passes += spent
         start = objective.gradient(torch.zeros_like(theta), None).norm()
         residual = float(objective.gradient(theta, None).norm() / start.clamp_min(tiny(start)))
         return Minimum(theta, residual, passes + 2, residual < self.tolerance)
 
+    def _minimise_part(
+        self, objective: Objective, theta: Tensor, value: float, steps: int, decay: bool, description: str | None
+    ) -> tuple[Tensor, float, float]:
+        """A descent that does not raise the objective: where it leads, the objective there, and passes."""
+        curvature, passes = self._stable_curvature(objective.curvature(theta))
+        # Three times the curvature of a quadratic, because it may grow on the way; and more if the objective went up.
+        curvature = 3 * (curvature + float(objective.precision.max()))
+        for _ in range(self.max_restarts + 1):
+            proposal, spent = self._descend(
+                objective.gradient, theta, objective.num_data, curvature, steps, decay, description
+            )
+            reached = objective.value(proposal)
+            passes += spent + 0.5  # a value is half a product: a JVP
+            if reached <= value + 1e-6 * abs(value):
+                return proposal, reached, passes
+            curvature *= 3
+        return theta, value, passes
+
     def _num_steps(self, epochs: float, num_data: int) -> int:
         return max(self.min_steps, math.ceil(epochs * math.ceil(num_data / self.batch_size)))
 
-    def _batches(self, num_data: int, generator: torch.Generator):
+    def _batches(self, num_data: int) -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
         while True:
             yield from torch.randperm(num_data, generator=generator).split(self.batch_size)
 
@@ -124,13 +139,14 @@ class SGD(Solver):
         """The largest eigenvalue among some mini-batch estimates of `M`, and the passes that it took."""
         generator = torch.Generator().manual_seed(self.seed)
         batches = torch.randperm(operator.num_data, generator=generator).split(self.batch_size)
-        batches = [b for b in batches if len(b) == len(batches[0])][:num_batches]  # a short last batch is all noise
+        # Without a short last batch, whose estimate is mostly noise.
+        batches = [b for b in batches if len(b) == len(batches[0])][:num_batches]
         largest = max(largest_eigenvalue(operator, b, iterations, generator) for b in batches)
         return largest, len(batches) * iterations * len(batches[0]) / operator.num_data
 
     def _descend(
         self,
-        gradient: Callable[[Tensor, Tensor], Tensor],
+        gradient: Gradient,
         start: Tensor,
         num_data: int,
         curvature: float,
@@ -138,55 +154,65 @@ class SGD(Solver):
         decay: bool,
         description: str | None,
     ) -> tuple[Tensor, float]:
+        """A descent that is restarted with a third of the step if it diverges: where it leads, and the passes."""
         if not (math.isfinite(curvature) and curvature > 0):
             raise FloatingPointError(
                 f"The largest curvature of the problem was estimated as {curvature}: the Jacobian products of the "
                 "model contain NaN or infinity, or the outputs do not depend on the weights."
             )
-        step = self.step / curvature
-        spent = 0
+        step, num_gradients = self.step / curvature, 0
         for _ in range(self.max_restarts + 1):
-            result, gradients = self._run(gradient, start, num_data, step, steps, decay, description)
-            spent += gradients
-            if result is not None:
-                return result, len(start) * spent * min(self.batch_size, num_data) / num_data
+            sizes = self._step_sizes(step, steps, decay)
+            progress = tqdm(sizes, desc=description, disable=description is None, leave=False)
+            end, spent = self._run(gradient, start, self._batches(num_data), progress)
+            num_gradients += spent
+            if end is not None:
+                return end, len(start) * num_gradients * min(self.batch_size, num_data) / num_data
             step /= 3
         raise FloatingPointError(
             f"SGD diverged {self.max_restarts + 1} times, last with step size {3 * step:.1e}; the Jacobian products "
             "of the model may be inaccurate in its precision. Try float64 or a larger `SGD(batch_size=...)`."
         )
 
+    def _step_sizes(self, first: float, steps: int, decay: bool) -> list[float]:
+        # A constant step ends in a cloud around the minimum as wide as the noise of mini-batches; a decay shrinks it.
+        return [first * (1 - (1 - _LAST_STEP) * t / steps) if decay else first for t in range(steps)]
+
     def _run(
-        self,
-        gradient: Callable[[Tensor, Tensor], Tensor],
-        start: Tensor,
-        num_data: int,
-        step: float,
-        steps: int,
-        decay: bool,
-        description: str | None,
+        self, gradient: Gradient, start: Tensor, batches: Iterator[Tensor], step_sizes: Iterable[float]
     ) -> tuple[Tensor | None, int]:
         """One descent, `None` if it diverged, and the number of gradients that it took."""
-        generator = torch.Generator().manual_seed(self.seed)
-        batches = self._batches(num_data, generator)
-        zero = torch.zeros_like(start)
-        probes = [next(batches) for _ in range(3)]
-        scale, warm = (
-            torch.stack([gradient(v, b) for b in probes]).norm(dim=2).mean(0)[:, None] for v in (zero, start)
-        )
-        scale = scale.clamp_min(tiny(scale))
-        x, velocity = torch.where(warm > scale, zero, start), zero  # a warm start that is worse than none is none
-        geometric = self.averaging == "geometric" and decay
-        average, share = start.clone(), min(1.0, 100 / steps)
-        for t in tqdm(range(steps), desc=description, disable=description is None, leave=False):
+        start, scale = _start(gradient, start, batches)
+        end, num_gradients = start, 2 * _PROBES
+        for iterate in self._iterates(gradient, start, scale, batches, step_sizes):
+            end = iterate
+            num_gradients += 1
+        return end, num_gradients
+
+    def _iterates(
+        self, gradient: Gradient, x: Tensor, scale: Tensor, batches: Iterator[Tensor], step_sizes: Iterable[float]
+    ) -> Iterator[Tensor | None]:
+        """The iterates of one descent, which ends with `None` where it diverges; rows in units of `scale`."""
+        velocity = torch.zeros_like(x)
+        for step in step_sizes:
             g = gradient(x + self.momentum * velocity, next(batches))
             size = g.norm(dim=1, keepdim=True) / scale
             if not bool((size < 1e3).all()):  # also when it is NaN
-                return None, t + 7
+                yield None
+                return
+            # Each row by its own norm, so that a row does not depend on the others that are solved with it.
             g = g * (self.clip / size).clamp_max(1)
-            now = step * (1 - (1 - 1 / 330) * t / steps) if decay and not geometric else step
-            velocity = self.momentum * velocity - now * g
+            velocity = self.momentum * velocity - step * g
             x = x + velocity
-            if geometric:
-                average = share * x + (1 - share) * average
-        return average if geometric else x, steps + 6
+            yield x
+
+
+def _start(gradient: Gradient, warm: Tensor, batches: Iterator[Tensor]) -> tuple[Tensor, Tensor]:
+    """Each row of a warm start, or zero where the gradient is smaller there; and the gradient's norm at zero."""
+    zero = torch.zeros_like(warm)
+    probes = [next(batches) for _ in range(_PROBES)]
+    cold, warmed = (
+        torch.stack([gradient(v, batch) for batch in probes]).norm(dim=2).mean(0)[:, None] for v in (zero, warm)
+    )
+    scale = cold.clamp_min(tiny(cold))
+    return torch.where(warmed > scale, zero, warm), scale

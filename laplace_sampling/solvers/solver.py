@@ -4,18 +4,18 @@ r"""Solvers for the two convex problems of the library; they see products and mi
 - `Objective`: a smooth convex sum over data plus `½‖θ‖²_A`, for one row.
 
 Both run in coordinates in which the prior is (nearly) isotropic. Iterates are `δ = ζ − θ⁰`: they stay in the range
-of `A⁻¹Φᵀ`, so directions that the data leave free are exact from the start, also after `A` and `θ⁰` were rescaled.
+of `A⁻¹Φᵀ`, so that directions which the data do not determine are exact from the start, also after `A` and `θ⁰` were
+rescaled.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.solvers.operator import Congruent, Operator, row_products, tiny
+from laplace_sampling.solvers.operator import Congruent, Operator, geometric_mean, row_products, tiny
 
 __all__ = [
     "ConvergenceWarning",
@@ -28,6 +28,7 @@ __all__ = [
     "function_error",
     "relative_residual",
     "whiten",
+    "whitening",
 ]
 
 
@@ -44,22 +45,18 @@ class Quadratic:
         precision: the diagonal of `A`, `[P]`.
         centre: `θ⁰`.
         linear: `u`.
-        linear_batch: `u` restricted to a mini-batch of the data, if the linear term is to be subsampled as well (the
-            high-variance objective `L`); by default it enters in full at every step (`L'`).
     """
 
     operator: Operator
     precision: Float[Tensor, " P"]
     centre: Float[Tensor, "K P"]
     linear: Float[Tensor, "K P"]
-    linear_batch: Callable[[Tensor], Tensor] | None = None
 
     def gradient(self, delta: Float[Tensor, "K P"], batch: Tensor) -> Float[Tensor, "K P"]:
         """An unbiased estimate of the gradient at `ζ = θ⁰ + δ` from a mini-batch."""
         weight = self.operator.num_data / len(batch)
-        fit = weight * self.operator.matmul(self.centre + delta, batch)
-        linear = self.linear if self.linear_batch is None else weight * self.linear_batch(batch)
-        return fit + self.precision * delta - linear
+        # The linear term enters in full: a mini-batch of it would add variance and save no product.
+        return weight * self.operator.matmul(self.centre + delta, batch) + self.precision * delta - self.linear
 
 
 class Objective(ABC):
@@ -135,6 +132,46 @@ class Solver(ABC):
     ) -> Minimum: ...
 
 
+@dataclass(frozen=True)
+class InGroups(Solver):
+    """Another solver applied to a few rows at a time, which takes less memory."""
+
+    solver: Solver
+    rows: int
+
+    def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
+        parts = []
+        for start in range(0, len(problem.centre), self.rows):
+            rows = slice(start, start + self.rows)
+            part = replace(problem, centre=problem.centre[rows], linear=problem.linear[rows])
+            parts.append(self.solver.solve(part, None if init is None else init[rows], description=description))
+        return _joined(parts)
+
+    def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
+        """An objective has one row: the other solver minimises it."""
+        return self.solver.minimise(objective, init, description=description)
+
+
+def _joined(parts: list[Solution]) -> Solution:
+    """The solution of all rows from those of groups of rows."""
+
+    def stacked(name: str) -> Tensor:
+        return torch.cat([getattr(part, name) for part in parts])
+
+    exact = parts[0].exact
+    return Solution(
+        stacked("value"),
+        stacked("delta"),
+        stacked("residual"),
+        # An exact diagonal is the same for every group.
+        parts[0].leverage if exact else stacked("leverage"),
+        sum(part.passes for part in parts),
+        all(part.converged for part in parts),
+        exact,
+        error=stacked("error"),
+    )
+
+
 def relative_residual(fit: Float[Tensor, "K P"], pull: Float[Tensor, "K P"]) -> Float[Tensor, " K"]:
     """The gradient of each row relative to the two terms that cancel in it at the solution."""
     return (fit + pull).norm(dim=1) / (fit.norm(dim=1) + pull.norm(dim=1)).clamp_min(tiny(fit))
@@ -159,61 +196,28 @@ def function_error(
     """
     squared = row_products(residual, residual) / (4 * precision)
     energy = row_products(zeta, product)
+    # A residual of zero is no error, also where the function itself is zero.
     return torch.where(squared > 0, (squared / energy.clamp_min(tiny(energy))).sqrt(), 0.0)
 
 
-@dataclass(frozen=True)
-class InGroups(Solver):
-    """Another solver, on a few rows at a time: for less memory."""
-
-    solver: Solver
-    rows: int
-
-    def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
-        parts = []
-        for rows in torch.arange(len(problem.centre)).split(self.rows):
-            batch, here = problem.linear_batch, slice(int(rows[0]), int(rows[-1]) + 1)
-            part = replace(
-                problem,
-                centre=problem.centre[here],
-                linear=problem.linear[here],
-                linear_batch=None if batch is None else lambda b, here=here, batch=batch: batch(b)[here],
-            )
-            parts.append(self.solver.solve(part, None if init is None else init[here], description=description))
-
-        def all_of(name: str) -> Tensor:
-            return torch.cat([getattr(part, name) for part in parts])
-
-        exact = parts[0].exact
-        return Solution(
-            all_of("value"),
-            all_of("delta"),
-            all_of("residual"),
-            parts[0].leverage if exact else all_of("leverage"),
-            sum(part.passes for part in parts),
-            all(part.converged for part in parts),
-            exact,
-            error=all_of("error"),
-        )
-
-    def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
-        """One row: as the other solver does."""
-        return self.solver.minimise(objective, init, description=description)
+def whitening(precision: Float[Tensor, " P"], mean: float | None = None) -> tuple[float, Float[Tensor, " P"]]:
+    """`α` and `w` for which `A = αI` in coordinates `ζ/w`; `α` is the geometric mean of `A` unless it is given."""
+    # The product of `w` is one with the geometric mean, so that log determinants need no correction.
+    alpha = geometric_mean(precision) if mean is None else mean
+    return alpha, (alpha / precision).sqrt()
 
 
-def whiten(problem: Quadratic) -> tuple[Quadratic, float, Float[Tensor, " P"]]:
-    """The same problem in coordinates `ζ/w` in which `A = αI`, with `α` and `w`; `w = 1` if it is so already."""
+def whiten(problem: Quadratic, mean: float | None = None) -> tuple[Quadratic, float, Float[Tensor, " P"]]:
+    """The same problem in coordinates `ζ/w` in which `A = αI`, with `α` and `w`; see `whitening`."""
     precision = problem.precision
-    mean = float(precision.double().log().mean().exp())
     if bool((precision == precision[0]).all()):
         return problem, float(precision[0]), torch.ones_like(precision)
-    w = (mean / precision).sqrt()
-    linear_batch = problem.linear_batch
-    white = Quadratic(
-        Congruent(problem.operator, lambda v: v * w),
-        torch.full_like(precision, mean),
-        problem.centre / w,
-        problem.linear * w,
-        None if linear_batch is None else lambda batch: linear_batch(batch) * w,
+    alpha, w = whitening(precision, mean)
+    white = replace(
+        problem,
+        operator=Congruent(problem.operator, lambda v: v * w),
+        precision=torch.full_like(precision, alpha),
+        centre=problem.centre / w,
+        linear=problem.linear * w,
     )
-    return white, mean, w
+    return white, alpha, w

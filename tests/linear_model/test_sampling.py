@@ -38,11 +38,10 @@ def test_exact_samples_have_the_posterior_covariance(name: str, prior: str) -> N
     assert_white(solution.value * built.scale, make_dense(ggn) + torch.diag(built.diagonal()))
 
 
-@pytest.mark.parametrize("objective", ["L'", "L"])
-def test_sgd_samples_have_the_posterior_covariance_at_convergence(objective: str) -> None:
+def test_sgd_samples_have_the_posterior_covariance_at_convergence() -> None:
     _, ggn, built = setting(make_case("classification_many_data"), "g-prior")
     solver = SGD(min_steps=3000, batch_size=25)
-    solution = sample_posterior(ggn, built, Draws(400, seed=0), solver, objective=objective)
+    solution = sample_posterior(ggn, built, Draws(400, seed=0), solver)
     assert_white(solution.value * built.scale, make_dense(ggn) + torch.diag(built.diagonal()))
 
 
@@ -139,12 +138,6 @@ def test_a_raw_warm_start_is_stale_where_the_data_leave_much_free() -> None:
     print(f"test variance over the exact one: {ratios}")
     assert ratios["delta"] == pytest.approx(1, abs=0.1)
     assert ratios["raw"] < 0.31
-
-
-def test_unknown_objective() -> None:
-    _, ggn, built = setting(make_case("regression"), "isotropic")
-    with pytest.raises(ValueError, match='`objective` must be "L\'" or "L", but is \'LL\''):
-        sample_posterior(ggn, built, Draws(1, 0), Dense(), objective="LL")
 
 
 def test_linear_model_keeps_its_parts() -> None:

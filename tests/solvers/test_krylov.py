@@ -1,24 +1,17 @@
-import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from cases import make_case
+from quadratics import classification, exact, spectral, true_error
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.linear_model.features import DenseFeatures
-from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.mode_objective import ModeObjective
-from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.krylov import CG, Basis, BlockKrylov
 from laplace_sampling.solvers.newton import newton
-from laplace_sampling.solvers.operator import Operator, make_dense
+from laplace_sampling.solvers.operator import make_dense
 from laplace_sampling.solvers.preconditioners import Jacobi, Nystrom
-from laplace_sampling.solvers.solver import Quadratic, function_error, whiten
+from laplace_sampling.solvers.solver import Quadratic, whiten
 
 SOLVERS = {"block": BlockKrylov, "cg": CG}
 
@@ -26,52 +19,6 @@ SOLVERS = {"block": BlockKrylov, "cg": CG}
 @pytest.fixture(params=list(SOLVERS))
 def kind(request: pytest.FixtureRequest) -> type[BlockKrylov] | type[CG]:
     return SOLVERS[request.param]
-
-
-class Counted(Operator):
-    """Another operator, the rows given to it counted."""
-
-    def __init__(self, operator: Operator) -> None:
-        self.operator, self.count = operator, 0
-
-    like = property(lambda self: self.operator)
-
-    def matmul(self, v: Tensor, batch: Tensor | None = None) -> Tensor:
-        self.count += len(v)
-        return self.operator.matmul(v, batch)
-
-    def root_rows(self) -> Iterator[Tensor]:
-        return self.operator.root_rows()
-
-
-def spectral(
-    condition: float, size: int = 80, rows: int = 4, scale: float = 1.0, uniform: bool = True, samples: bool = True
-) -> Quadratic:
-    """Eigenvalues of `M` from `condition` down to 0.01 in equal ratios and random eigenvectors, `A` about 1."""
-    g = torch.Generator().manual_seed(1)
-    basis = torch.linalg.qr(torch.randn(size, size, generator=g, dtype=torch.float64))[0]
-    spectrum = scale * torch.logspace(math.log10(condition), -2, size, dtype=torch.float64)
-    features = DenseFeatures((spectrum.sqrt()[:, None] * basis)[:, None])
-    ggn = GGN(features, Gaussian(1.0), torch.zeros(size, 1, dtype=torch.float64))
-    precision = torch.ones(size, dtype=torch.float64)
-    if not uniform:
-        precision = 10 ** (2 * torch.rand(size, generator=g, dtype=torch.float64) - 1)
-    precision = scale * precision
-    prior, data = torch.randn(2, rows, size, generator=g, dtype=torch.float64)
-    centre = prior / precision.sqrt()
-    return Quadratic(Counted(ggn), precision, centre if samples else 0 * centre, (data * spectrum.sqrt()) @ basis)
-
-
-def exact(p: Quadratic) -> Tensor:
-    H = make_dense(p.operator) + torch.diag(p.precision)
-    root = p.precision.sqrt()
-    return torch.linalg.solve(H / root / root[:, None], ((p.linear + p.precision * p.centre) / root).T).T / root
-
-
-def true_error(p: Quadratic, value: Tensor) -> Tensor:
-    """`‖Φ(ζ − ζ*)‖_B / ‖Φζ‖_B`."""
-    root = torch.cat(list(p.operator.root_rows()))
-    return ((value - exact(p)) @ root.T).norm(dim=1) / (value @ root.T).norm(dim=1)
 
 
 def true_residual(p: Quadratic, delta: Tensor) -> Tensor:
@@ -240,96 +187,6 @@ def test_many_rows_need_fewer_products_each() -> None:
     assert many / 16 < 0.7 * one
     # In conjugate gradients rows share nothing.
     assert CG(0.03).solve(p).passes / 16 > 0.7 * CG(0.03).solve(first).passes
-
-
-def classification(name: str = "classification", alpha: float = 0.3) -> tuple[ModeObjective, Tensor]:
-    model = make_case(name).linear_model()
-    prior = GaussianPrior(
-        torch.tensor([alpha, 5 * alpha], dtype=torch.float64),
-        (torch.arange(model.features.size) % 3 == 0).long(),
-        torch.ones(model.features.size, dtype=torch.float64),
-        ("a", "b"),
-    )
-    return ModeObjective(model, prior), torch.zeros(1, model.features.size, dtype=torch.float64)
-
-
-@pytest.mark.parametrize(
-    ("name", "start"), [("classification", 0.0), ("classification_many_data", 3.0), ("regression", 0.0)]
-)
-def test_newton_finds_the_mode(kind, name: str, start: float) -> None:
-    objective, zero = classification(name)
-    init = zero + start
-    dense = Dense().minimise(objective, init)
-    counted = objective.model.features.features.network.products
-    counted.update(jvp=0, vjp=0)
-    minimum = kind(tolerance=1e-8).minimise(objective, init)
-    assert minimum.converged
-    assert_close(minimum.value, dense.value, rtol=1e-6, atol=1e-7)
-    assert minimum.residual < 1e-6
-    assert minimum.passes == pytest.approx((counted["jvp"] + counted["vjp"]) / (2 * objective.num_data))
-    # A loose one is as good as it says, and cheaper.
-    rough = kind(tolerance=0.01).minimise(objective, init)
-    assert rough.converged
-    error = ((rough.value - dense.value).square() * objective.precision).sum().sqrt()
-    assert float(error) < 0.03 * float((dense.value.square() * objective.precision).sum().sqrt())
-    assert rough.passes < minimum.passes
-    assert kind(tolerance=0.01).minimise(objective, dense.value.clone()).passes <= rough.passes
-
-
-def test_newton_halves_steps_that_go_up() -> None:
-    objective, zero = classification()
-    dense = Dense().minimise(objective, zero).value
-
-    def too_far(operator: Operator, precision: Tensor, gradient: Tensor, _: float) -> tuple[Tensor, float]:
-        H = make_dense(operator) + torch.diag(precision)
-        return 3 * torch.linalg.solve(H, gradient.T).T, 0.0
-
-    minimum = newton(objective, zero, too_far, tolerance=1e-6, max_steps=100)
-    assert objective.value(minimum.value) <= objective.value(zero)
-    assert_close(minimum.value, dense, rtol=1e-3, atol=1e-3)
-
-
-def test_whitening_is_a_change_of_coordinates() -> None:
-    p = spectral(1e2, uniform=False)
-    white, alpha, w = whiten(p)
-    assert_close(p.precision * w**2, torch.full_like(w, alpha))
-    assert_close(white.precision, torch.full_like(w, alpha))
-    assert_close(make_dense(white.operator), w[:, None] * make_dense(p.operator) * w)
-    root = torch.cat(list(white.operator.root_rows()))
-    assert_close(root.T @ root, make_dense(white.operator))
-    assert_close(exact(white) * w, exact(p))
-    batch = torch.tensor([0, 5, 7])
-    zeta = torch.ones_like(p.centre)
-    assert_close(white.operator.matmul(zeta, batch), w * p.operator.matmul(zeta * w, batch))
-    assert white.operator.size == p.operator.size
-    assert white.operator.num_data == p.operator.num_data
-    uniform = spectral(1e2)
-    same, alpha, w = whiten(uniform)
-    assert same is uniform
-    assert alpha == 1.0
-    assert bool((w == 1).all())
-
-
-def test_function_error_is_a_bound() -> None:
-    p = spectral(1e4, rows=20)
-    M, shift = make_dense(p.operator), 1.0
-    zeta = exact(p) + 0.1 * torch.randn(20, 80, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    residual = (exact(p) - zeta) @ (M + shift * torch.eye(80, dtype=torch.float64))
-    bound = function_error(residual, zeta, zeta @ M, shift)
-    truth = true_error(p, zeta)
-    assert bool((truth <= bound * (1 + 1e-9)).all())
-    zero = torch.zeros_like(zeta)
-    assert float(function_error(zero, zeta, zeta @ M, shift).max()) == 0
-    assert float(function_error(zero, zero, zero, shift).max()) == 0
-
-
-def test_function_error_is_exact_where_an_eigenvalue_equals_the_prior_precision() -> None:
-    shift, values = 0.3, torch.tensor([0.3, 2.0, 5.0], dtype=torch.float64)
-    truth = torch.tensor([[1.0, -2.0, 0.5]], dtype=torch.float64)
-    zeta = truth + torch.tensor([[0.7, 0.0, 0.0]], dtype=torch.float64)  # wrong along that eigenvector only
-    residual = (values + shift) * (truth - zeta)
-    error = (values * (zeta - truth) ** 2).sum(1).sqrt() / (values * zeta**2).sum(1).sqrt()
-    assert_close(function_error(residual, zeta, values * zeta, shift), error)
 
 
 def test_a_preconditioner_of_all_of_the_curvature_needs_one_step_with_unequal_priors_too() -> None:

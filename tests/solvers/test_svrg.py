@@ -198,12 +198,6 @@ def test_passes_count_the_products_that_were_made(warm: bool) -> None:
     assert vjps == jvps + 12
 
 
-def test_the_linear_term_enters_in_full() -> None:
-    p, solver = problem(), SVRG(max_snapshots=1)
-    high = replace(p, linear_batch=lambda batch: torch.full_like(p.linear, torch.nan))
-    assert_close(solver.solve(high).value, solver.solve(p).value)
-
-
 def test_the_preconditioner_is_made_of_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     of_rows = Nystrom.of_rows.__func__

@@ -32,25 +32,10 @@ def exact(p: Quadratic) -> Tensor:
     return torch.linalg.solve(H, (p.linear + p.precision * p.centre).T).T
 
 
-@pytest.mark.parametrize("shape", [(30, 2, 8), (3, 2, 20)], ids=["primal", "dual"])
-def test_dense_solves_both_ways(shape: tuple[int, int, int]) -> None:
-    p = problem(*shape)
-    solution = Dense().solve(p)
-    M = make_dense(p.operator)
-    H = M + torch.diag(p.precision)
-    assert_close(solution.value, exact(p))
-    assert_close(solution.delta, exact(p) - p.centre)
-    assert_close(solution.leverage[0], torch.linalg.solve(H, M).diagonal())
-    assert solution.converged
-    assert solution.exact
-    assert float(solution.residual.max()) < 1e-10
-
-
-@pytest.mark.parametrize("averaging", ["decay", "geometric"])
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
-def test_sgd_converges_at_every_scale_without_a_step_size(scale: float, averaging: str) -> None:
+def test_sgd_converges_at_every_scale_without_a_step_size(scale: float) -> None:
     p = problem(scale=scale)
-    solution = SGD(epochs=400, batch_size=50, averaging=averaging, momentum=0.9).solve(p)
+    solution = SGD(epochs=400, batch_size=50).solve(p)
     assert_close(solution.value, exact(p), rtol=0.02, atol=0.02)
     assert solution.converged
     assert not solution.exact
@@ -137,11 +122,9 @@ def test_passes_count_the_products_that_were_made() -> None:
     assert solution.passes == pytest.approx(network.products["jvp"] / 25)
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"), [({"averaging": "polyak"}, 'must be "decay"'), ({"step": 0.0}, "positive")]
-)
-def test_bad_settings_are_refused(setting: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("setting", [{"step": 0.0}, {"epochs": -1.0}, {"max_doublings": -1}])
+def test_bad_settings_are_refused(setting: dict) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
         SGD(**setting)
 
 

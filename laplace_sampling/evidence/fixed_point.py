@@ -1,0 +1,346 @@
+r"""Prior and noise precision at MacKay's fixed point, and the mode, from a few Krylov runs.
+
+With `B` at the mode a change of `α` moves the mode, the mode moves `B`, and `B` moves the fixed point. So each round
+expands the loss at the present weights, makes one run there, and goes to the fixed point of its curves.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from laplace_sampling.evidence.bounds import Bounds, check_bounds, clamped
+from laplace_sampling.evidence.curves import EvidencePath, FixedPoint
+from laplace_sampling.evidence.dense_curves import DenseCurves
+from laplace_sampling.evidence.expansion import Expansion, Point, expand, total_loss
+from laplace_sampling.evidence.krylov_curves import FixedPointGoal, KrylovRun, run_curves
+from laplace_sampling.evidence.secant import TRUSTED_FACTOR, Secant
+from laplace_sampling.evidence.step import Step
+from laplace_sampling.likelihoods.likelihood import Gaussian, Likelihood
+from laplace_sampling.linear_model.priors import GaussianPrior
+from laplace_sampling.linear_model.sampling import Draws, LinearModel
+
+__all__ = ["PathResult", "fit_path"]
+
+
+@dataclass(frozen=True)
+class PathResult:
+    """What `fit_path` ends with: hyperparameters, mode `[P]` (unscaled), the curves, and a record of each round.
+
+    `full` says that memory held too small a basis for the accuracy.
+    """
+
+    prior: GaussianPrior
+    likelihood: Likelihood
+    mode: Float[Tensor, " P"]
+    path: EvidencePath
+    converged: bool
+    full: bool
+    history: list[Step]
+
+
+# Standard errors of log α that successive rounds aim at: B moves with α, so that rounds far from the end need not be
+# accurate. The last one aims at a third of the tolerance. ROUNDS_CONSTANT
+_ROUNDS = (0.25, 0.08)
+# Probes of the last round, to begin with: each of them uses the Krylov spaces of all others. PROBES_CONSTANT
+_PROBES = 12
+# A step of the mode of this length, relative, leaves an error of at most its square. NEAR_CONSTANT
+_NEAR = 0.15
+# The largest factor by which the probes of a round are multiplied for the next. MORE_CONSTANT
+_MORE_PROBES = 3
+
+
+@dataclass
+class _Schedule:
+    """The accuracy and the number of probes of a round: more of both as rounds settle."""
+
+    targets: list[float]
+    max_probes: int
+    max_basis: int | None
+    level: int = 0
+    _last_probes: int = _PROBES
+
+    @property
+    def last(self) -> bool:
+        return self.level == len(self.targets) - 1
+
+    @property
+    def target(self) -> float:
+        return self.targets[self.level]
+
+    @property
+    def wished(self) -> int:
+        return min(self._last_probes if self.last else 2 * (self.level + 1), self.max_probes)
+
+    @property
+    def num_probes(self) -> int:
+        # A quarter of the basis for a block of probes leaves room for a few steps.
+        return self.wished if self.max_basis is None else min(self.wished, self.max_basis // 4)
+
+    def add_probes(self, error: float) -> None:
+        # The error goes down as the root of the probes.
+        factor = min(max(error / self.targets[-1], 1) ** 2, _MORE_PROBES)
+        self._last_probes = math.ceil(self._last_probes * factor)
+
+    def refine(self) -> None:
+        self.level = min(self.level + 1, len(self.targets) - 1)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What the curves of a round say.
+
+    Attributes:
+        end: their fixed point.
+        accurate: whether it is known to the tolerance.
+        unsure: whether few probes have found none, so that a bound is not believed yet.
+    """
+
+    end: FixedPoint
+    accurate: bool
+    unsure: bool
+
+
+@dataclass
+class _Rounds:
+    """The state between rounds; `play` makes one."""
+
+    model: LinearModel
+    prior: GaussianPrior
+    hessian_at: str
+    tolerance: float
+    precision_bounds: Bounds
+    noise_bounds: Bounds
+    exact: bool
+    schedule: _Schedule
+    converged: bool = False
+    full: bool = False
+    history: list[Step] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        likelihood, features = self.model.likelihood, self.model.features
+        self.quadratic = isinstance(likelihood, Gaussian)
+        self.learn = isinstance(likelihood, Gaussian) and likelihood.learn
+        # B moves with the mode, and the mode with α.
+        self.moving = not self.quadratic and self.hessian_at == "mode"
+        self.secant = Secant(self.moving)
+        self.mode = torch.zeros(1, features.size, device=features.device, dtype=features.dtype)
+        self.point = Point.of(self.model, self.prior, self.mode)
+        self.mode_step = 0.0 if self.quadratic else 1.0
+        self.path: EvidencePath | None = None
+        # The factor by which the noise precision grew after the last run.
+        self.factor = 1.0
+        self._trace: float | None = None
+        self._first_gradient = 0.0
+        self._network_loss = total_loss(self.model, self.model.network_outputs)
+
+    def play(self, seed: int, stream: int) -> None:
+        started, before = time.perf_counter(), float(self.prior.precision)
+        expansion = expand(self.model, self.prior, self.point, self.hessian_at)
+        gradient = self._relative_gradient(expansion, before)
+        run = self._run(expansion, before, seed, stream)
+        self.path = run.path
+        outcome = self._outcome(run.path, before)
+        alpha = self._next(run.path, outcome, before)
+        noise = self._update_noise(outcome)
+        updated = clamped(alpha * self.factor, self.precision_bounds)
+        self.mode, passes = run.mode(alpha), run.path.passes
+        if self.quadratic:
+            # The curves hold everywhere: a run that is not accurate yet is repeated where it was made.
+            updated = updated if outcome.accurate else before
+        else:
+            self._move_mode(updated)
+            passes += 0.5
+        self.prior = self.prior.with_precision(torch.tensor([updated], dtype=torch.float64))
+        self._record(
+            run.path,
+            alpha,
+            before,
+            noise_precision=noise,
+            mode_residual=gradient,
+            passes=passes,
+            seconds=time.perf_counter() - started,
+        )
+        self._judge(run, outcome, abs(math.log(updated / before)))
+
+    def _relative_gradient(self, expansion: Expansion, alpha: float) -> float:
+        """The norm of the gradient at the present weights, relative to that of the first round."""
+        gradient = float((expansion.gradient + alpha * expansion.theta).norm())
+        self._first_gradient = self._first_gradient or gradient
+        return gradient / max(self._first_gradient, 1e-300)
+
+    def _run(self, expansion: Expansion, before: float, seed: int, stream: int) -> KrylovRun | DenseCurves:
+        if self.exact:
+            return DenseCurves(expansion)
+        # The secant enlarges errors of the fixed point by 1/(1 − rate).
+        accuracy = self.schedule.target * (1 - self.secant.rate)
+        run = run_curves(
+            expansion,
+            Draws(self.schedule.num_probes, seed, stream),
+            FixedPointGoal(partial(self._sought, before), accuracy),
+            max_basis=self.schedule.max_basis,
+            trace=self._trace,
+            # The first round of a moving B does not need the trace to be accurate.
+            find_trace=self.schedule.level > 0 or not self.moving,
+        )
+        if not self.moving:
+            self._trace = run.trace
+        return run
+
+    def _fixed_point(self, path: EvidencePath) -> FixedPoint:
+        return path.fixed_point(self.precision_bounds, self.learn, follow=not self.quadratic)
+
+    def _sought(self, before: float, path: EvidencePath) -> FixedPoint:
+        """Where curves are to be accurate: at their fixed point, or as far toward it as `_next` goes."""
+        end = self._fixed_point(path)
+        # At a bound of α hardly less than a basis of everything would do, and the next round has other curves.
+        if math.isinf(end.error) and not self.schedule.last:
+            trust = math.log(TRUSTED_FACTOR)
+        elif self._holds_everywhere(end):
+            return end
+        else:
+            trust = self.secant.trust(math.log(end.precision / before))
+        move = clamped(math.log(end.precision / before), (-trust, trust))
+        return replace(end, precision=before * math.exp(move))
+
+    def _holds_everywhere(self, end: FixedPoint) -> bool:
+        """Whether curves are good for every `α`: around zero weights they are; around a mode, near its own only."""
+        return self.quadratic or (not self.history and math.isfinite(end.error))
+
+    def _outcome(self, path: EvidencePath, before: float) -> _Outcome:
+        end = self._fixed_point(path)
+        error = self.secant.error(end.precision, before, end.error)
+        at_bound = math.isinf(error)
+        # A bound is believed if more probes than the first find no fixed point before it either.
+        believed = at_bound and self.schedule.num_probes > _PROBES
+        accurate = path.exact or error <= 1.5 * self.schedule.targets[-1] or believed
+        return _Outcome(end, accurate, at_bound and not self.schedule.last)
+
+    def _next(self, path: EvidencePath, outcome: _Outcome, before: float) -> float:
+        """`α` to go to."""
+        end = outcome.end
+        if outcome.unsure:
+            # Curves of few probes may miss a fixed point where they are flat: one update instead, in trusted bounds.
+            alpha = before / math.exp(float(path.mackay(torch.tensor([before], dtype=torch.float64))[0]))
+            return clamped(alpha, (before / TRUSTED_FACTOR, before * TRUSTED_FACTOR))
+        if self._holds_everywhere(end):
+            return end.precision
+        # An error of the mode is one of B.
+        error = math.hypot(end.error, self.mode_step**2)
+        return self.secant.next(end.precision, before, error, self.schedule.num_probes)
+
+    def _update_noise(self, outcome: _Outcome) -> list[float] | None:
+        """Updates the noise precision and its `factor`; returns the one before."""
+        likelihood = self.model.likelihood
+        self.factor = 1.0
+        if not isinstance(likelihood, Gaussian):
+            return None
+        noise = torch.as_tensor(likelihood.noise_precision).reshape(-1).tolist()
+        if self.learn and outcome.accurate:
+            updated = clamped(noise[0] * outcome.end.noise_factor, self.noise_bounds)
+            self.model = self.model.with_likelihood(likelihood.with_precision(updated))
+            self.factor = updated / noise[0]
+        return noise
+
+    def _move_mode(self, alpha: float) -> None:
+        """Goes to the new mode, or as far toward it as lowers the objective."""
+        proposal = Point.of(self.model, self.prior, self.mode)
+        following = self.point.toward(self.model, proposal, alpha)
+        self.mode_step, self.point = self.point.distance(self.model, following, alpha), following
+        self.mode = following.theta
+
+    def _judge(self, run: KrylovRun | DenseCurves, outcome: _Outcome, moved: float) -> None:
+        """Decides whether rounds are at their end, or how the next one is made."""
+        schedule = self.schedule
+        # The secant has predicted most of what the move will change of the curvature.
+        near = len(self.history) > 1 and 0.3 * moved <= self.tolerance / 2 and self.mode_step <= _NEAR
+        few = schedule.num_probes < schedule.wished and not outcome.accurate
+        self.full = schedule.last and (run.full or few)
+        self.converged = schedule.last and (self.quadratic or near) and outcome.accurate and not self.full
+        if schedule.last and not outcome.accurate:
+            schedule.add_probes(outcome.end.error / (1 - self.secant.rate))
+        if self.quadratic or outcome.unsure or moved <= 3 * schedule.target:
+            schedule.refine()
+
+    def _record(self, path: EvidencePath, alpha: float, before: float, **measured) -> None:
+        at = torch.tensor([alpha], dtype=torch.float64)
+        gamma, gamma_se = path.effective_dimension(at)
+        step = Step(
+            step=len(self.history) + 1,
+            prior_precision=[before],
+            new_prior_precision=self.prior.precision.tolist(),
+            effective_dimension=gamma.tolist(),
+            effective_dimension_se=None if path.exact else gamma_se.tolist(),
+            mode_norm=path.mode_norm(at).tolist(),
+            loss=float(path.data_fit(at)),
+            network_loss=self._network_loss,
+            **measured,
+        )
+        self.history.append(step)
+
+
+def fit_path(
+    model: LinearModel,
+    prior: GaussianPrior,
+    seed: int,
+    stream: int,
+    *,
+    hessian_at: str,
+    tolerance: float = 0.03,
+    max_rounds: int = 12,
+    max_probes: int = 256,
+    precision_bounds: Bounds = (1e-8, 1e12),
+    noise_bounds: Bounds = (1e-12, 1e12),
+    max_basis: int | None = None,
+    exact: bool = False,
+    progress: bool = False,
+    callback: Callable[[Step], object] | None = None,
+) -> PathResult:
+    r"""Prior precision (one group) and noise precision (one for all outputs) at MacKay's fixed point, by Krylov runs.
+
+    With a Gaussian likelihood `B` is constant, and the fixed point of one run's curves is the answer. Else each round
+    expands the loss around the present weights, makes one Krylov run there, and goes to the fixed point of its curves
+    and to the mode at that `α`: a step of Newton's method for the mode, from the weights where all are zero, together
+    with one for `α`. Rounds go on until both stay, with more probes as they settle.
+
+    Args:
+        model: the linear model on the training data.
+        prior: starting point; its scale stays fixed.
+        seed: of the probes.
+        stream: likewise.
+        hessian_at: `"network"` or `"mode"`.
+        tolerance: of `log α`.
+        max_rounds: largest number of rounds.
+        max_probes: largest number of probes.
+        precision_bounds: bounds of `α`.
+        noise_bounds: bounds of the noise precision.
+        max_basis: largest number of vectors in memory.
+        exact: all eigenvalues by dense algebra instead of Krylov runs.
+        progress: show progress bars.
+        callback: called with the record of each round.
+    """
+    check_bounds(precision_bounds, noise_bounds)
+    # Curves that are exact or hold everywhere need no coarse rounds.
+    known = isinstance(model.likelihood, Gaussian) or exact
+    coarse = [] if known else [level for level in _ROUNDS if level > tolerance]
+    schedule = _Schedule([*coarse, tolerance / 3], max_probes, max_basis)
+    prior = prior.to(model.features.device, model.features.dtype)
+    rounds = _Rounds(model, prior, hessian_at, tolerance, precision_bounds, noise_bounds, exact, schedule)
+    with tqdm(total=max_rounds, desc="evidence", disable=not progress) as bar:
+        while len(rounds.history) < max_rounds and not (rounds.converged or rounds.full):
+            rounds.play(seed, stream)
+            last = rounds.history[-1]
+            if callback is not None:
+                callback(last)
+            bar.update()
+            bar.set_postfix(alpha=f"{last.new_prior_precision[0]:.3g}", gamma=f"{last.effective_dimension[0]:.3g}")
+    assert rounds.path is not None
+    mode = (rounds.mode * rounds.prior.scale)[0]
+    path = rounds.path if rounds.factor == 1 else rounds.path.rescaled(rounds.factor)
+    return PathResult(rounds.prior, rounds.model.likelihood, mode, path, rounds.converged, rounds.full, rounds.history)

@@ -1,0 +1,43 @@
+"""The record of one step of a fit of hyperparameters."""
+
+from dataclasses import dataclass, replace
+
+__all__ = ["Step"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of `fit_hyperparameters`. Vectors have one entry a group of the prior; losses are sums over the data.
+
+    A field is `None` where the likelihood or the method has no such quantity.
+
+    Attributes:
+        step: counted from 1.
+        prior_precision: `α` during the step; `new_prior_precision` after it.
+        noise_precision: `b` during the step, of a Gaussian likelihood.
+        effective_dimension: `γ`; `effective_dimension_se` is its standard error, of methods that estimate it.
+        mode_norm: `‖θ̄‖²` in the scaled coordinates of the prior.
+        loss: `Σ_i ℓ(y_i, h(θ̄, x_i))`; `network_loss` is the same sum for the network itself.
+        mode_residual: norm of the gradient at `θ̄`, relative to that at zero, where the mode is sought by iterations.
+        sample_residual: largest residual of a sample, of methods that sample in each step.
+        passes: Jacobian products, in units of all data and one vector.
+        seconds: wall time of the step.
+    """
+
+    step: int
+    prior_precision: list[float]
+    new_prior_precision: list[float]
+    effective_dimension: list[float]
+    mode_norm: list[float]
+    loss: float
+    network_loss: float
+    passes: float
+    seconds: float
+    noise_precision: list[float] | None = None
+    effective_dimension_se: list[float] | None = None
+    mode_residual: float | None = None
+    sample_residual: float | None = None
+
+    def shifted(self, loss: float) -> "Step":
+        """The same with a constant added to the losses."""
+        return replace(self, loss=self.loss + loss, network_loss=self.network_loss + loss)
