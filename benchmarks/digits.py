@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks.published_recipe import AveragingSGD, SubsampledNoise
 from laplace_sampling.__main__ import cnn, digits, train
 from laplace_sampling.evidence.em import EMResult, fit_em
-from laplace_sampling.evidence.path_fit import fit_path
+from laplace_sampling.evidence.fixed_point import fit_path
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.stored import StoredFeatures
 from laplace_sampling.__main__ import Data
+from laplace_sampling.gp.contour_quadrature import sample_contour
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import Features, ScaledFeatures
@@ -20,7 +21,6 @@ from laplace_sampling.linear_model.priors.g_prior import GPrior
 from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import sample_posterior
-from laplace_sampling.gp.contour_quadrature import sample_contour
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predictions.energy_tests import TestResult, chi_squared_test, data_energy_test
 from laplace_sampling.solvers import krylov

@@ -25,8 +25,8 @@ from benchmarks.predictions import (
 )
 from benchmarks.training import Problem
 from laplace_sampling import ClassificationPrediction, LinearisedLaplace, RegressionPrediction
-from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.posterior import Posterior
+from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.solvers.solver import ConvergenceWarning
 
 __all__ = ["chosen_precision", "defaults", "setting", "with_best_scale", "with_dropout", "with_validation"]

@@ -10,8 +10,8 @@ from functools import partial
 
 from torch import Tensor
 
-from laplace_sampling.linear_model.features import GGN
-from laplace_sampling.linear_model.sampling import Draws
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution, Solver
 

@@ -22,17 +22,14 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_sampling.gp.linear_operators import gpytorch, settings, to_dense, to_linear_operator
+from laplace_sampling.gp.tuned_regression import TunedRegression, fit_exact_regression
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.network_features import features_at
-from laplace_sampling.linear_model.priors.as_prior import as_prior
-from laplace_sampling.gp.tuned_regression import TunedRegression, fit_exact_regression
-from laplace_sampling.likelihoods.likelihood import Gaussian
-from laplace_sampling.linear_model.features import DenseFeatures, features_at
 from laplace_sampling.linear_model.priors import as_prior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel
+from laplace_sampling.linear_model.priors.as_prior import as_prior
 from laplace_sampling.networks.linearisation import Linearisation
 
 __all__ = ["METHODS", "Outcome", "Task", "fit_tangent", "gaussian", "train"]

@@ -3,18 +3,18 @@
 from importlib.metadata import version
 
 from laplace_sampling.evidence.curves import EvidenceCurves, MarginalLikelihood
-from laplace_sampling.evidence.em import EMStep
 from laplace_sampling.evidence.plots import plot_evidence
-from laplace_sampling.laplace import LinearisedLaplace
+from laplace_sampling.evidence.step import Step
 from laplace_sampling.fitted import NotFittedError
+from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.largest_variance import largest_variance
-from laplace_sampling.likelihoods.multi_task import MultiTask
-from laplace_sampling.likelihoods.from_loss import from_loss
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.likelihoods.from_loss import from_loss
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.heteroscedastic_gaussian import HeteroscedasticGaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.likelihoods.multi_task import MultiTask
 from laplace_sampling.likelihoods.poisson import Poisson
 from laplace_sampling.linear_model.priors.g_prior import GPrior
 from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
@@ -28,16 +28,13 @@ from laplace_sampling.methods.factored import Factored
 from laplace_sampling.methods.krylov import Krylov
 from laplace_sampling.methods.method import Method
 from laplace_sampling.methods.stochastic import Stochastic
+from laplace_sampling.predictions.classification_prediction import ClassificationPrediction
+from laplace_sampling.predictions.count_prediction import CountPrediction
 from laplace_sampling.predictions.diagnosis import Diagnosis
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
-from laplace_sampling.predictions.prediction import (
-    ClassificationPrediction,
-    CountPrediction,
-    HeteroscedasticPrediction,
-    MultiTaskPrediction,
-    Prediction,
-    RegressionPrediction,
-)
+from laplace_sampling.predictions.multi_task_prediction import MultiTaskPrediction
+from laplace_sampling.predictions.prediction import Prediction
+from laplace_sampling.predictions.regression_prediction import HeteroscedasticPrediction, RegressionPrediction
 from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.solver import ConvergenceWarning
 from laplace_sampling.solvers.svrg import SVRG
@@ -54,7 +51,6 @@ __all__ = [
     "CountPrediction",
     "Diagnosis",
     "Dual",
-    "EMStep",
     "EvidenceCurves",
     "Exact",
     "Factored",
@@ -77,6 +73,7 @@ __all__ = [
     "Prediction",
     "Prior",
     "RegressionPrediction",
+    "Step",
     "Stochastic",
     "from_loss",
     "largest_variance",

@@ -8,14 +8,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidenceCurves, EvidencePath, MarginalLikelihood
-from laplace_sampling.evidence.em import EMStep
-from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.evidence.step import Step
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.methods.problem import SAMPLE_STREAM
-from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.held_module import solving
+from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predictions.diagnosis import Diagnosis
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
@@ -149,8 +148,7 @@ class FittedModel:
     @property
     def noise_precision_(self) -> Tensor | None:
         posterior = self._require("noise_precision_").posterior
-        likelihood = posterior.calibration.likelihood(posterior.likelihood)
-        return torch.as_tensor(likelihood.noise_precision) if isinstance(likelihood, Gaussian) else None
+        return posterior.calibration.likelihood(posterior.likelihood).noise_precisions()
 
     @property
     def effective_dimension_(self) -> Float[Tensor, " G"]:
@@ -177,7 +175,7 @@ class FittedModel:
         return self._require("mode_").posterior.mode
 
     @property
-    def history_(self) -> list[EMStep]:
+    def history_(self) -> list[Step]:
         return self._require("history_").posterior.history
 
     def __repr__(self) -> str:

@@ -18,6 +18,7 @@ from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.posterior import Posterior
 from laplace_sampling.predict import predict
 from laplace_sampling.predictions.calibration import (
     Calibration,
@@ -29,8 +30,8 @@ from laplace_sampling.predictions.calibration import (
     leave_one_out_scale,
     parts_of,
 )
-from laplace_sampling.predictions.prediction import Prediction, RegressionPrediction
-from laplace_sampling.posterior import Posterior
+from laplace_sampling.predictions.prediction import Prediction
+from laplace_sampling.predictions.regression_prediction import RegressionPrediction
 
 __all__ = ["HeldOut", "OnTrainingData"]
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from laplace_sampling.data.training_data import Unpack
-from laplace_sampling.evidence.em import EMStep
+from laplace_sampling.evidence.step import Step
 from laplace_sampling.fitted import Fitted, NotFittedError
 from laplace_sampling.held_out import HeldOut, OnTrainingData
 from laplace_sampling.likelihoods.likelihood import Likelihood
@@ -20,7 +20,8 @@ from laplace_sampling.networks.random_weights import Subset
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predict import check_inputs, predict
 from laplace_sampling.predictions.calibration import Calibration
-from laplace_sampling.predictions.prediction import Prediction, RegressionPrediction
+from laplace_sampling.predictions.prediction import Prediction
+from laplace_sampling.predictions.regression_prediction import RegressionPrediction
 from laplace_sampling.preparation import prepare
 from laplace_sampling.saving import SavableModel
 from laplace_sampling.settings import Settings
@@ -131,7 +132,7 @@ class LinearisedLaplace(SavableModel):
         unpack: Unpack | None = None,
         num_data: int | None = None,
         progress: bool = True,
-        callback: Callable[[EMStep], object] | None = None,
+        callback: Callable[[Step], object] | None = None,
     ) -> "LinearisedLaplace":
         r"""Tune the prior precision, and the noise precision of a regression, by their evidence; draw the posterior.
 
@@ -173,7 +174,7 @@ class LinearisedLaplace(SavableModel):
                 what was fitted before is kept.
         """
         tuning = Tuning(max_steps, tolerance, num_samples, precision_bounds, noise_bounds, callback)
-        calibration = None if scale == "auto" else Calibration.of_scale(scale)
+        calibration = None if isinstance(scale, str) and scale == "auto" else Calibration.of_scale(scale)
         if val_loader is not None:
             self._check_calibration("val_loader", noise_variances is not None)
         data = {"noise_variances": noise_variances, "weights": weights, "unpack": unpack, "num_data": num_data}

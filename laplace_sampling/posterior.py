@@ -8,9 +8,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.data.encoding import encode_inputs
-from laplace_sampling.evidence.em import EMStep
-from laplace_sampling.likelihoods.weighted import Weighted
+from laplace_sampling.evidence.step import Step
 from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.likelihoods.weighted import Weighted
 from laplace_sampling.linear_model.factored import CURVATURE, restored_curvature
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.tangent_model import TangentModel
@@ -48,7 +48,7 @@ class Posterior:
     mode: Float[Tensor, " P"]
     effective_dimension: Float[Tensor, " G"]
     effective_dimension_se: Float[Tensor, " G"]
-    history: list[EMStep]
+    history: list[Step]
     rows: int
     fingerprint: Tensor
     converged: bool = True

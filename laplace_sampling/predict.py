@@ -10,25 +10,20 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from laplace_sampling.data.batches import Layout, batched, num_rows, place, split
+from laplace_sampling.likelihoods.measurement import as_measurement
 from laplace_sampling.linear_model.factored import Inverse
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.network_features import features_at
 from laplace_sampling.linear_model.observed_features import ObservedFeatures
-from laplace_sampling.likelihoods.measurement import as_measurement
 from laplace_sampling.linear_model.weighted_features import noise_weights
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.posterior import Posterior
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
-from laplace_sampling.predictions.prediction import (
-    FunctionCovariance,
-    Guarded,
-    Prediction,
-    RegressionPrediction,
-    Scaled,
-    prediction,
-)
-from laplace_sampling.posterior import Posterior
+from laplace_sampling.predictions.function_covariance import FunctionCovariance, Guarded, Scaled
+from laplace_sampling.predictions.prediction import Prediction, prediction
+from laplace_sampling.predictions.regression_prediction import RegressionPrediction
 
 __all__ = ["check_inputs", "predict"]
 

@@ -1,6 +1,5 @@
 """From a loader of training data to the problem that a method solves, and from a saved posterior back to its fit."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -26,9 +25,7 @@ __all__ = ["prepare", "restore_fit"]
 _LEAST_ACTIVATIONS = 2**26
 
 
-def prepare(
-    settings: Settings, network: Linearisation, loader: Iterable[Any], progress: bool, **data: Any
-) -> Problem:
+def prepare(settings: Settings, network: Linearisation, loader: Iterable[Any], progress: bool, **data: Any) -> Problem:
     """The problem on the data of a loader.
 
     Args:
@@ -50,7 +47,12 @@ def tangent_of(
 ) -> TangentModel:
     """The tangent model on the data of a loader."""
     return tangent_model(
-        network, likelihood, loader, kind=settings.linear_model, observation=getattr(likelihood, "observe", None), **data
+        network,
+        likelihood,
+        loader,
+        kind=settings.linear_model,
+        observation=getattr(likelihood, "observe", None),
+        **data,
     )
 
 
@@ -82,9 +84,7 @@ def _within_memory(settings: Settings, network: Linearisation, tangent: TangentM
     network.batching.max_rows = None
     bytes_ = max_memory if max_memory is not None else 0.5 * free_memory(network.device)
     counts = dict(network.products)
-    rows = rows_in_memory(
-        features, max(bytes_, _LEAST_ACTIVATIONS), min(settings.num_samples, network.chunk_size)
-    )
+    rows = rows_in_memory(features, max(bytes_, _LEAST_ACTIVATIONS), min(settings.num_samples, network.chunk_size))
     network.products.update(counts)
     if rows >= features.batch_size:
         return tangent

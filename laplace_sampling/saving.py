@@ -11,13 +11,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from laplace_sampling.evidence.em import EMStep
+from laplace_sampling.evidence.step import Step
 from laplace_sampling.fitted import Fitted, FittedModel, check_fingerprint
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.recipes import likelihood_from_recipe, recipe_of_likelihood
-from laplace_sampling.linear_model.priors.prior import GaussianPrior, Prior
 from laplace_sampling.linear_model.priors.as_prior import prior_from_recipe, recipe_of_prior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, Prior
 from laplace_sampling.methods import method_from_recipe, recipe_of_method
 from laplace_sampling.methods.method import Method
 from laplace_sampling.networks.last_layer import LastLayer
@@ -77,7 +77,8 @@ class SavableModel(FittedModel):
             method: likewise.
         """
         state = torch.load(path, map_location="cpu", weights_only=True)
-        la = cls(model, **arguments_of(state, likelihood=likelihood, prior=prior, method=method))
+        # The constructor is that of `LinearisedLaplace`.
+        la = cls(model, **arguments_of(state, likelihood=likelihood, prior=prior, method=method))  # pyright: ignore[reportCallIssue]
         la.load_state_dict(state)
         return la
 
@@ -117,8 +118,9 @@ def state_of(posterior: Posterior, settings: Settings, network: Linearisation) -
         "effective_dimension": posterior.effective_dimension,
         "effective_dimension_se": posterior.effective_dimension_se,
     }
-    if isinstance(posterior.likelihood, Gaussian):
-        state["noise_precision"] = torch.as_tensor(posterior.likelihood.noise_precision)
+    noise = posterior.likelihood.noise_precisions()
+    if noise is not None:
+        state["noise_precision"] = noise
     state |= {f"{_EXACT}{name}": tensor for name, tensor in posterior.exact.items()}
     return {name: tensor.detach().clone() for name, tensor in state.items()}
 
@@ -159,7 +161,7 @@ def posterior_of(state: dict[str, Tensor], settings: Settings, network: Linearis
         mode=state["mode"].to(device),
         effective_dimension=state["effective_dimension"].to(device),
         effective_dimension_se=state["effective_dimension_se"].to(device),
-        history=[EMStep(**step) for step in described["history"]],
+        history=[Step(**step) for step in described["history"]],
         rows=described["rows"],
         fingerprint=state["fingerprint"].cpu(),
         converged=described["converged"],
@@ -202,8 +204,8 @@ def _check_selection(saved: Any, selection: Any) -> None:
     saved_names, names = list(saved), list(selection)
     which = "the same, but of other elements" if saved_names == names else _first_of(names)
     raise ValueError(
-        f"The state is of {len(saved_names)} random parameters, {_first_of(saved_names)}, but this LinearisedLaplace has "
-        f"{len(names)}, {which}. Give the same `parameters=`."
+        f"The state is of {len(saved_names)} random parameters, {_first_of(saved_names)}, but this LinearisedLaplace "
+        f"has {len(names)}, {which}. Give the same `parameters=`."
     )
 
 

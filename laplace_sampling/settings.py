@@ -1,19 +1,18 @@
 """`Settings`: what a `LinearisedLaplace` is constructed with; written once, for the constructor, `repr` and files."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from laplace_sampling.likelihoods.multi_task import MultiTask
-from laplace_sampling.likelihoods.likelihood import Likelihood
+from torch import nn
+
 from laplace_sampling.likelihoods.as_likelihood import as_likelihood
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.priors.as_prior import as_prior
 from laplace_sampling.linear_model.priors.prior import Prior
-from laplace_sampling.linear_model.priors import as_prior
 from laplace_sampling.methods import as_method
 from laplace_sampling.methods.method import Method
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.random_weights import Subset, linearise
-from torch import nn
 
 __all__ = ["Settings"]
 
@@ -45,7 +44,7 @@ class Settings:
         """
         _check_choice("linear_model", linear_model, _LINEAR_MODELS)
         _check_choice("hessian_at", hessian_at, _HESSIANS)
-        likelihood = MultiTask(likelihood) if isinstance(likelihood, Mapping) else as_likelihood(likelihood)
+        likelihood = as_likelihood(likelihood)
         # The affine model was better on small regressions, the homogeneous one on small classifications.
         default = "affine" if likelihood.quadratic else "homogeneous"
         return cls(

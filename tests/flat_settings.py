@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from laplace_sampling import SGD, SVRG, Dual, Gaussian, LinearisedLaplace, Method, Prior, Stochastic
-from laplace_sampling.linear_model.priors import as_prior
+from laplace_sampling.linear_model.priors.as_prior import as_prior
 from laplace_sampling.methods import as_method
 
 

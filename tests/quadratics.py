@@ -7,10 +7,11 @@ import torch
 from cases import make_case
 from torch import Tensor
 
-from laplace_sampling.likelihoods.likelihood import Gaussian
-from laplace_sampling.linear_model.features import GGN, DenseFeatures
-from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.linear_model.sampling import ModeObjective
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.mode_objective import ModeObjective
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.solvers.operator import Operator, make_dense
 from laplace_sampling.solvers.solver import Quadratic
 

@@ -6,10 +6,13 @@ import torch
 from cases import make_case
 from torch import Tensor
 
-from laplace_sampling.likelihoods.likelihood import Gaussian
-from laplace_sampling.linear_model.features import GGN, DenseFeatures, ScaledFeatures
-from laplace_sampling.linear_model.priors import GaussianPrior, as_prior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors import as_prior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 
 
 def dense_model(name: str) -> LinearModel:

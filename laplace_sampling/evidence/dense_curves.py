@@ -9,9 +9,9 @@ from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.expansion import Expansion, Point, expand
-from laplace_sampling.linear_model.features import GGN
-from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.linear_model.sampling import LinearModel
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.solvers.quadrature import Quadrature
 
 __all__ = ["DenseCurves", "exact_path"]

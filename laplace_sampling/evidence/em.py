@@ -17,10 +17,14 @@ from tqdm.auto import tqdm
 from laplace_sampling.evidence.bounds import Bounds, check_bounds
 from laplace_sampling.evidence.expansion import total_loss
 from laplace_sampling.evidence.step import Step
-from laplace_sampling.likelihoods.likelihood import Gaussian, Likelihood
-from laplace_sampling.linear_model.features import GGN
-from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel, linear_model_mode, sample_posterior
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.mode_objective import linear_model_mode
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.solvers.solver import Minimum, Solution, Solver
 
 __all__ = ["EMResult", "effective_dimension", "fit_em", "noise_update"]

@@ -8,10 +8,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidencePath
-from laplace_sampling.likelihoods.likelihood import Gaussian, Likelihood
-from laplace_sampling.linear_model.features import GGN, ScaledFeatures
-from laplace_sampling.linear_model.priors import GaussianPrior, overall_precision
-from laplace_sampling.linear_model.sampling import LinearModel
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.features import ScaledFeatures
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
 from laplace_sampling.solvers.line_search import halve_until_accepted
 from laplace_sampling.solvers.quadrature import Quadrature
 from laplace_sampling.solvers.solver import whitening

@@ -22,9 +22,11 @@ from laplace_sampling.evidence.expansion import Expansion, Point, expand, total_
 from laplace_sampling.evidence.krylov_curves import FixedPointGoal, KrylovRun, run_curves
 from laplace_sampling.evidence.secant import TRUSTED_FACTOR, Secant
 from laplace_sampling.evidence.step import Step
-from laplace_sampling.likelihoods.likelihood import Gaussian, Likelihood
-from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 
 __all__ = ["PathResult", "fit_path"]
 

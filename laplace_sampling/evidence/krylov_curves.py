@@ -12,9 +12,10 @@ from torch import Tensor
 from laplace_sampling.evidence.bounds import Bounds
 from laplace_sampling.evidence.curves import EvidencePath, FixedPoint
 from laplace_sampling.evidence.expansion import Expansion, Point, expand
-from laplace_sampling.likelihoods.likelihood import Gaussian
-from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.solvers.krylov import Basis
 from laplace_sampling.solvers.quadrature import Quadrature, TraceEstimator
 

@@ -22,8 +22,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_sampling.gp.exact_regression import ExactRegression, Optimum
+from laplace_sampling.gp.exact_regression import ExactRegression
 from laplace_sampling.gp.linear_operators import DenseLinearOperator, TriangularLinearOperator, gpytorch
+from laplace_sampling.gp.regression_evidence import Optimum
 from laplace_sampling.gp.tangent_kernel import NetworkMean, shape_inputs
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws

@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.features import ScaledFeatures
-from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import ScaledFeatures
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.solvers.operator import Operator, largest_eigenvalue
 from laplace_sampling.solvers.solver import Solution
 

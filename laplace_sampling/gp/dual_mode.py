@@ -10,9 +10,9 @@ from laplace_sampling.gp.dual_point import DualPoint
 from laplace_sampling.gp.gram import transposed
 from laplace_sampling.gp.matheron import warn_of_residual
 from laplace_sampling.gp.whitened_gram import DualSolve, LowRank, WhitenedGram, solve_shifted
-from laplace_sampling.likelihoods.likelihood import Gaussian
-from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.linear_model.sampling import LinearModel
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.solvers.solver import Minimum
 
 __all__ = ["DualMode", "dual_mode"]

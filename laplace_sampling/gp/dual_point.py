@@ -10,7 +10,7 @@ from functools import cached_property
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.linear_model.sampling import LinearModel
+from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.solvers.line_search import halve_until_accepted
 
 __all__ = ["DualPoint"]

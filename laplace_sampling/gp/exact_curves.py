@@ -6,7 +6,7 @@ from torch import Tensor
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.gp.exact_classification import ExactPosterior
 from laplace_sampling.gp.exact_regression import ExactRegression
-from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.solvers.lapack import symmetric_eigen
 from laplace_sampling.solvers.quadrature import Quadrature
 

@@ -24,10 +24,11 @@ from laplace_sampling.gp.regression_evidence import (
     RegressionEvidence,
     largest_evidence,
 )
-from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
-from laplace_sampling.linear_model.priors import GaussianPrior, overall_precision, unit_variance
-from laplace_sampling.linear_model.sampling import Draws, LinearModel
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision, unit_variance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
 from laplace_sampling.solvers.lapack import symmetric_eigen
 

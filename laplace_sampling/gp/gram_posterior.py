@@ -9,15 +9,16 @@ from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.gp.exact_classification import ExactClassification, ExactPosterior
-from laplace_sampling.gp.exact_evidence import regression_curves, fit_exact_regression
-from laplace_sampling.gp.exact_regression import ExactPrediction, ExactRegression, overall_precisions
+from laplace_sampling.gp.exact_curves import classification_curves, regression_curves
+from laplace_sampling.gp.exact_prediction import ExactPrediction
+from laplace_sampling.gp.exact_regression import ExactRegression, overall_precisions
+from laplace_sampling.gp.tuned_regression import fit_exact_regression
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.features import Features
-from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
 from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.linear_model import LinearModel
-from laplace_sampling.methods.gram_classification import classification_curves
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
 from laplace_sampling.solvers.solver import Minimum
 

@@ -17,9 +17,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.gp.whitened_gram import LowRank, WhitenedGram, backward, forward, solve_shifted
-from laplace_sampling.linear_model.features import GGN
-from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.linear_model.sampling import Draws
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.solvers.solver import ConvergenceWarning, Solution, function_error, relative_residual
 
 __all__ = ["DualSolution", "sample_matheron", "solve_matheron", "warn_of_residual"]

@@ -20,10 +20,10 @@ from laplace_sampling.gp.exact_regression import ExactRegression, noise_scale, o
 from laplace_sampling.gp.gram import MAX_MEMORY, check_gram_size, gram
 from laplace_sampling.gp.regression_evidence import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, Optimum
 from laplace_sampling.gp.root import falling_root
-from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.features import BLOCK_BYTES
-from laplace_sampling.linear_model.priors import GaussianPrior, overall_precision, unit_variance
-from laplace_sampling.linear_model.sampling import LinearModel
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision, unit_variance
 
 __all__ = ["TunedRegression", "fit_exact_regression"]
 

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.linear_model.features import GGN
+from laplace_sampling.linear_model.ggn import GGN
 
 __all__ = ["DualSolve", "LowRank", "WhitenedGram", "backward", "forward", "randomised_svd", "solve_shifted"]
 

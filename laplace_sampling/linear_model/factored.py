@@ -20,9 +20,10 @@ from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.preconditioners import Factored, Jacobi
 from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution
 
-__all__ = ["FACTORED", "FactoredSampler", "Inverse", "factored_curvature", "prior_of_factored", "restored_curvature"]
+__all__ = ["CURVATURE", "FactoredSampler", "Inverse", "factored_curvature", "prior_of_factored", "restored_curvature"]
 
-FACTORED = ("diagonal", "kfac")
+# Before the names of the tensors of `M̂` in a file.
+CURVATURE = "curvature."
 # Number of probes, used in place of outputs if there are more of those, and their stream of noise.
 # PROBESNOTE
 _PROBES, _STREAM = 64, 3

@@ -5,7 +5,6 @@ Costs are floating-point operations, for a choice by the clock would not be the 
 
 from dataclasses import dataclass, fields
 
-from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.cost import Cost, measure
 from laplace_sampling.linear_model.features import BLOCK_BYTES
 from laplace_sampling.methods.dual import Dual
@@ -53,7 +52,9 @@ class Auto(Method):
         if problem.tangent.in_order:
             return self._choice(Krylov, "a stream of data is read in its order, in full passes", cost)
         stochastic = Stochastic(**self._settings())
-        choice = stochastic.decide(problem, cost, f"{num_data} data: steps on few of them cost less than passes over all")
+        choice = stochastic.decide(
+            problem, cost, f"{num_data} data: steps on few of them cost less than passes over all"
+        )
         return Choice(choice.method, self, choice.reason, cost)
 
     def tune(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
@@ -98,8 +99,8 @@ class Auto(Method):
         memory, features, rows = problem.memory_of(self.max_memory), problem.features, problem.num_observations
         krylov, dual = Krylov(**self._settings()), Dual(**self._settings())
         short = krylov.short(memory, problem.num_samples)
-        gaussian = isinstance(problem.tangent.model.likelihood, Gaussian)
-        if gaussian and short and rows < features.size and memory.vectors >= dual.needs(problem):
+        quadratic = problem.tangent.model.likelihood.quadratic
+        if quadratic and short and rows < features.size and memory.vectors >= dual.needs(problem):
             reason = f"memory holds no Krylov basis of weights, but vectors of N·C = {rows} observations"
             return Choice(dual, self, reason, cost)
         reason = f"{features.num_data} data: a few passes over all are cheap"
@@ -126,9 +127,9 @@ def _exact_operations(problem: Problem, space: str, cost: Cost) -> float:
     if space == "observations":
         # Pairs of blocks of rows of the Jacobian are multiplied; each is computed again for every other block.
         blocks = max(1.0, 16 * rows * size / BLOCK_BYTES)
-        gaussian = isinstance(problem.tangent.model.likelihood, Gaussian)
+        quadratic = problem.tangent.model.likelihood.quadratic
         # One decomposition; but for a Gaussian likelihood, Newton's steps to the mode at each precision as well.
-        dense = _EIGEN if gaussian else _EIGEN + _FACTORISATIONS / 3
+        dense = _EIGEN if quadratic else _EIGEN + _FACTORISATIONS / 3
         return rows * cost.vjp * (1 + blocks) / 2 + 2 * rows**2 * size + dense * rows**3
     smaller, larger = min(rows, size), max(rows, size)
     factorisation = 2 * smaller**2 * larger + smaller**3 / 3

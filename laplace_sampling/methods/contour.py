@@ -5,11 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
-from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
-from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.linear_model.sampling import Sampler
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.sampling import PosteriorSamples, Sampler, draw
 from laplace_sampling.methods.krylov import Krylov
 from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.methods.solver_method import SolverFit

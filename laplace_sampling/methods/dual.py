@@ -16,7 +16,7 @@ from laplace_sampling.methods.fit import Tuned
 from laplace_sampling.methods.method import Tuning
 from laplace_sampling.methods.problem import Task
 from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, has_path
-from laplace_sampling.solvers.solver import Minimum, Solver
+from laplace_sampling.solvers.solver import Minimum
 
 if TYPE_CHECKING:
     from laplace_sampling.gp.dual_cg import DualCG
@@ -64,7 +64,7 @@ class Dual(SolverMethod):
         return "Give `Dual(rank=..., max_iterations=...)` more of either; float64 weights help, too."
 
     def check_likelihood(self, likelihood: Likelihood) -> None:
-        if not isinstance(likelihood, Gaussian):
+        if not likelihood.quadratic:
             raise ValueError(
                 f'method="dual" is for regression with a Gaussian likelihood, but the likelihood is '
                 f'{likelihood.name!r}; use method="exact", "krylov" or "stochastic".'
@@ -136,7 +136,7 @@ class DualFit(SolverFit):
     """A fit in observation space: where the Gram matrix fits in memory, its evidence is exact."""
 
     def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
-        from laplace_sampling.gp.exact_evidence import regression_curves
+        from laplace_sampling.gp.exact_curves import regression_curves
         from laplace_sampling.gp.exact_regression import ExactRegression, overall_precisions
 
         if not fits_in_observation_space(self.model.features, self.task.memory):

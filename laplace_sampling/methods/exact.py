@@ -14,28 +14,29 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.evidence.bounds import check_bounds
 from laplace_sampling.evidence.curves import EvidencePath
-from laplace_sampling.evidence.em import EMStep, check_bounds
-from laplace_sampling.evidence.expansion import exact_path
-from laplace_sampling.evidence.path_fit import fit_path
-from laplace_sampling.gp.exact_regression import ExactPrediction
+from laplace_sampling.evidence.dense_curves import exact_path
+from laplace_sampling.evidence.expansion import total_loss
+from laplace_sampling.evidence.fixed_point import fit_path
+from laplace_sampling.evidence.step import Step
+from laplace_sampling.gp.exact_prediction import ExactPrediction
 from laplace_sampling.gp.gram import size_of
 from laplace_sampling.gp.gram_posterior import GramPosterior, gram_posterior_of
-from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.linear_model.features import BLOCK_BYTES, DenseFeatures, Features
-from laplace_sampling.linear_model.sampling import PosteriorSamples
-from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import BLOCK_BYTES, DenseFeatures, Features
 from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.fit import Fit, Tuned
-from laplace_sampling.methods.method import Choice, Method, Tuning, problems_at_bounds
+from laplace_sampling.methods.method import Choice, Tuning, problems_at_bounds
 from laplace_sampling.methods.problem import PATH_STREAM, Memory, Problem, Task
 from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, has_path, search_settings, tuned_by
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
+from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
-from laplace_sampling.predictions.prediction import FunctionCovariance
 from laplace_sampling.solvers.dense import Dense
-from laplace_sampling.solvers.solver import Minimum, Solver
+from laplace_sampling.solvers.solver import Solver
 
 __all__ = ["Exact", "exact_bytes", "fits_in_observation_space"]
 
@@ -79,8 +80,8 @@ class Exact(SolverMethod):
         allowed = memory.bytes if memory.given else min(MOST_BYTES, 2 * memory.bytes)
         if needed <= allowed:
             return
-        gaussian = isinstance(problem.tangent.model.likelihood, Gaussian)
-        others = '"dual" (conjugate gradients in observation space), "krylov"' if gaussian else '"krylov"'
+        quadratic = problem.tangent.model.likelihood.quadratic
+        others = '"dual" (conjugate gradients in observation space), "krylov"' if quadratic else '"krylov"'
         raise ValueError(
             f'method="exact" would need about {size_of(needed)} for {features.num_data} data, '
             f"{features.num_outputs} outputs and {features.size} weights, more than the {size_of(allowed)} that it may "
@@ -170,12 +171,12 @@ def _tune_in_observation_space(task: Task, tuning: Tuning) -> tuple[Task, Tuned]
         noise_bounds=tuning.noise_bounds,
     )
     posterior, fitted = optimum.posterior, model.with_likelihood(optimum.likelihood)
-    alpha = posterior.precisions[0]
+    alpha, noise = posterior.precisions[0], model.likelihood.noise_precisions()
     step = Step(
         step=1,
         prior_precision=task.prior.precision.tolist(),
         new_prior_precision=[alpha],
-        noise_precision=noise_precisions(model.likelihood),
+        noise_precision=None if noise is None else noise.reshape(-1).tolist(),
         effective_dimension=[posterior.effective_dimension],
         mode_norm=[posterior.mode_norm],
         loss=total_loss(fitted, posterior.mode_outputs),

@@ -12,18 +12,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidencePath
-from laplace_sampling.evidence.expansion import evidence_path, total_loss
-from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.evidence.expansion import total_loss
+from laplace_sampling.evidence.krylov_curves import evidence_path
+from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.factored import CURVATURE, FactoredSampler, Inverse, prior_of_factored
 from laplace_sampling.linear_model.features import Features
-from laplace_sampling.linear_model.sampling import PosteriorSamples
-from laplace_sampling.linear_model.priors.prior import GaussianPrior
-from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.problem import PATH_STREAM, Memory, Problem, Task
 from laplace_sampling.methods.solver_method import SolverFit, SolverMethod
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
-from laplace_sampling.predictions.prediction import FunctionCovariance
+from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.operator import row_products
 from laplace_sampling.solvers.preconditioners import Factored as FactoredCurvature
@@ -153,8 +153,7 @@ class FactoredFit(SolverFit):
         energy = float((self.prior.diagonal().double() * self.mode.double() ** 2).sum())
         zero = torch.zeros(1, dtype=torch.float64)
         weight = torch.full((1, 1), self.alpha * energy, dtype=torch.float64)
-        likelihood = self.model.likelihood
-        noise = torch.as_tensor(likelihood.noise_precision) if isinstance(likelihood, Gaussian) else None
+        noise = self.model.likelihood.noise_precisions()
         return EvidencePath(
             traces=self._traces(),
             fit=Quadrature(zero, weight, weight),

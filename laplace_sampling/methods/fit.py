@@ -9,18 +9,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidencePath
-from laplace_sampling.evidence.em import EMStep
-from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.features import Features
-from laplace_sampling.linear_model.sampling import PosteriorSamples
-from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
+from laplace_sampling.evidence.step import Step
 from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import Features
+from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
+from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.problem import Task
 from laplace_sampling.predictions.diagnosis import Diagnosis
 from laplace_sampling.predictions.energy_tests import TestResult, chi_squared_test, data_energy_test
+from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
-from laplace_sampling.predictions.prediction import FunctionCovariance
 from laplace_sampling.solvers.solver import Minimum
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Tuned:
         work: what the method made while tuning and needs again: a solver with its preconditioner, or a decomposition.
     """
 
-    history: list[EMStep] = field(default_factory=list)
+    history: list[Step] = field(default_factory=list)
     converged: bool | None = None
     at_bounds: tuple[str, ...] = ()
     problems: list[str] = field(default_factory=list)

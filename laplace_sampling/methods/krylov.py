@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from laplace_sampling.evidence.path_fit import fit_path
+from laplace_sampling.evidence.fixed_point import fit_path
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.fit import Tuned
 from laplace_sampling.methods.method import Tuning

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from laplace_sampling.evidence.em import EMStep
+from laplace_sampling.evidence.step import Step
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost
-from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.methods.fit import Fit, Tuned
 from laplace_sampling.methods.problem import PRIOR_STREAM, Memory, Problem, Task
 
@@ -38,7 +38,7 @@ class Tuning:
     num_samples: int
     precision_bounds: tuple[float, float]
     noise_bounds: tuple[float, float]
-    callback: Callable[[EMStep], object] | None = None
+    callback: Callable[[Step], object] | None = None
 
     def __post_init__(self) -> None:
         if self.max_steps < 1 or self.num_samples < 1 or not self.tolerance > 0:
@@ -155,9 +155,7 @@ class Method(ABC):
         """The task of this method, once it is chosen."""
         return self.task(problem, choice, problem.tangent.model)
 
-    def task(
-        self, problem: Problem, choice: Choice, model: LinearModel, prior: GaussianPrior | None = None
-    ) -> Task:
+    def task(self, problem: Problem, choice: Choice, model: LinearModel, prior: GaussianPrior | None = None) -> Task:
         """A task on this form of the linear model, with a given prior or that of the problem."""
         memory = problem.memory_of(self.max_memory)
         return Task(

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from laplace_sampling.linear_model.cost import Cost
-from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.features import Features, ScaledFeatures
-from laplace_sampling.linear_model.priors.prior import GaussianPrior, Prior
 from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import Features, ScaledFeatures
+from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, Prior
 from laplace_sampling.linear_model.tangent_model import TangentModel
 
 if TYPE_CHECKING:

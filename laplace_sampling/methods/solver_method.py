@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_sampling.evidence.bounds import is_at_bound
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.em import fit_em
-from laplace_sampling.evidence.expansion import evidence_path
-from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
+from laplace_sampling.evidence.krylov_curves import evidence_path
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.mode_objective import linear_model_mode
+from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
 from laplace_sampling.methods.fit import Fit, Tuned
 from laplace_sampling.methods.method import Method, Tuning, problems_at_bounds
 from laplace_sampling.methods.problem import EM_STREAM, PATH_STREAM, Memory, Task
@@ -31,7 +31,7 @@ __all__ = ["BASIS_STACKS", "SolverFit", "SolverMethod", "basis_that_fits", "has_
 
 # Vectors alive for each row of EM that is not being solved at the moment; measured in float32.
 _EM_STACKS = 12
-# Vectors held for each of a Krylov basis (itself, its product, and room to move), and for each row of a solve beside it.
+# Vectors held for each of a Krylov basis (itself, its product, and room to move), and for each row of a solve.
 BASIS_STACKS, _KRYLOV_STACKS = 3, 16
 # Probes for the evidence at one precision, and for a path: far below the fitted one determinants are known less well.
 _EVIDENCE_PROBES, _PATH_PROBES, _EVIDENCE_ACCURACY = 16, 48, 2e-3
@@ -45,9 +45,8 @@ def basis_that_fits(memory: Memory, num_samples: int) -> int:
 
 def has_path(task: Task) -> bool:
     """Whether the hyperparameters lie on one curve: one prior precision, and at most one noise precision."""
-    likelihood = task.model.likelihood
-    one_noise = not isinstance(likelihood, Gaussian) or torch.as_tensor(likelihood.noise_precision).dim() == 0
-    return len(task.prior.names) == 1 and one_noise
+    noise = task.model.likelihood.noise_precisions()
+    return len(task.prior.names) == 1 and (noise is None or noise.dim() == 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +110,7 @@ class SolverMethod(Method):
         )
         return tuned_by(result, task, tuning, solver)
 
-    def fit(self, task: Task, tuned: Tuned, tolerance: float) -> "SolverFit":
+    def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
         solver = tuned.work
         if solver is None:
             solver = self.make_solver(task, tolerance, float(task.prior.precision.mean()))
@@ -170,7 +169,7 @@ def tuned_by(result: Any, task: Task, tuning: Tuning, solver: Solver) -> tuple[T
             "Raise `max_steps`, or `tolerance`."
         )
     precisions = zip(result.prior.names, result.prior.precision.tolist(), strict=True)
-    groups = [name for name, alpha in precisions if alpha in tuning.precision_bounds]
+    groups = [name for name, alpha in precisions if is_at_bound(alpha, tuning.precision_bounds)]
     noise = _noise_at_bound(result.likelihood, tuning.noise_bounds)
     tuned = Tuned(
         history=result.history,
@@ -184,11 +183,12 @@ def tuned_by(result: Any, task: Task, tuning: Tuning, solver: Solver) -> tuple[T
     return replace(task, model=task.model.with_likelihood(result.likelihood), prior=result.prior), tuned
 
 
-def _noise_at_bound(likelihood: Any, bounds: tuple[float, float]) -> bool:
+def _noise_at_bound(likelihood: Likelihood, bounds: tuple[float, float]) -> bool:
     """Whether a noise precision that was learnt is at one of its bounds."""
-    if not (isinstance(likelihood, Gaussian) and likelihood.learn):
+    noise = likelihood.noise_precisions()
+    if noise is None or not likelihood.learns_noise:
         return False
-    return any(b in bounds for b in torch.as_tensor(likelihood.noise_precision).reshape(-1).tolist())
+    return any(is_at_bound(b, bounds) for b in noise.reshape(-1).tolist())
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,7 @@ class Stochastic(SolverMethod):
         super().__post_init__()
         if not isinstance(self.solver, SGD | SVRG | None):
             raise TypeError(
-                "`Stochastic(solver=...)` must be an SGD or an SVRG, but is a "
-                f"{type(self.solver).__name__}."
+                f"`Stochastic(solver=...)` must be an SGD or an SVRG, but is a {type(self.solver).__name__}."
             )
 
     @property

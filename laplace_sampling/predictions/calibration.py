@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Float
-from scipy.optimize import minimize
 from torch import Tensor
 
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
@@ -60,7 +59,7 @@ class Calibration:
     noise: float = 1.0
 
     @classmethod
-    def of_scale(cls, scale: float) -> "Calibration":
+    def of_scale(cls, scale: float | str) -> "Calibration":
         """A scale that the user gives."""
         if not (isinstance(scale, float | int) and 0 < scale < math.inf):
             raise ValueError(f'`scale` must be a positive number or "auto", but is {scale!r}.')
@@ -229,6 +228,8 @@ def _likeliest(
     stddevs: tuple[float, ...],
 ) -> tuple[float, ...]:
     """Exponentials of the arguments of largest posterior, from three starts: as it is; hardly any spread; less sure."""
+    from scipy.optimize import minimize  # slow to import
+
     precisions = np.array(stddevs) ** -2.0
 
     def value_and_gradient(at: np.ndarray) -> tuple[float, np.ndarray]:

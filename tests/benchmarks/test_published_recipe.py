@@ -6,9 +6,13 @@ from cases import make_case
 from torch.testing import assert_close
 
 from benchmarks.published_recipe import AveragingSGD, SubsampledNoise
+from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures
-from laplace_sampling.linear_model.priors import GaussianPrior, IsotropicPrior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel, linear_model_mode, sample_posterior
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.mode_objective import linear_model_mode
+from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.sgd import SGD
 

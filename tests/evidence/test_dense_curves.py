@@ -9,7 +9,8 @@ from torch.testing import assert_close
 from laplace_sampling.evidence.dense_curves import DenseCurves, _eigh
 from laplace_sampling.evidence.expansion import Point, expand
 from laplace_sampling.evidence.krylov_curves import evidence_path
-from laplace_sampling.linear_model.sampling import Draws, linear_model_mode
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.mode_objective import linear_model_mode
 from laplace_sampling.solvers.dense import Dense
 
 

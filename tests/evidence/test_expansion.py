@@ -6,8 +6,9 @@ from tangent_problems import build, dense_model
 from torch.testing import assert_close
 
 from laplace_sampling.evidence.expansion import Point
-from laplace_sampling.linear_model.features import GGN, ScaledFeatures
-from laplace_sampling.linear_model.sampling import linear_model_mode
+from laplace_sampling.linear_model.features import ScaledFeatures
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.mode_objective import linear_model_mode
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.operator import make_dense
 

@@ -8,8 +8,8 @@ from laplace_sampling.evidence.curves import FixedPoint
 from laplace_sampling.evidence.em import fit_em
 from laplace_sampling.evidence.fixed_point import _Rounds, _Schedule, fit_path
 from laplace_sampling.evidence.secant import Secant
-from laplace_sampling.likelihoods.likelihood import Gaussian
-from laplace_sampling.linear_model.sampling import Draws
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.solvers.dense import Dense
 
 

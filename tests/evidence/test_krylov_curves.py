@@ -10,10 +10,12 @@ from torch.testing import assert_close
 from laplace_sampling.evidence.curves import EvidencePath, FixedPoint
 from laplace_sampling.evidence.expansion import Point, expand
 from laplace_sampling.evidence.krylov_curves import FixedPointGoal, KrylovRun, Progress, evidence_path, run_curves
-from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures
-from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel, linear_model_mode
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.mode_objective import linear_model_mode
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.operator import make_dense

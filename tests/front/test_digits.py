@@ -18,7 +18,7 @@ from benchmarks.digits import (
 from laplace_sampling import LinearisedLaplace
 from laplace_sampling.__main__ import cnn
 from laplace_sampling.__main__ import digits as digits_data
-from laplace_sampling.evidence.expansion import evidence_path
+from laplace_sampling.evidence.krylov_curves import evidence_path
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.mode_objective import linear_model_mode
 from laplace_sampling.solvers.krylov import CG, BlockKrylov

@@ -18,10 +18,15 @@ from laplace_sampling.gp.linear_operators import settings
 from laplace_sampling.gp.matheron import DualSolution, sample_matheron
 from laplace_sampling.gp.tuned_regression import fit_exact_regression
 from laplace_sampling.gp.whitened_gram import LowRank, WhitenedGram, randomised_svd, solve_shifted
-from laplace_sampling.likelihoods.likelihood import Gaussian
-from laplace_sampling.linear_model.features import GGN, DenseFeatures, ScaledFeatures
-from laplace_sampling.linear_model.priors import GaussianPrior, IsotropicPrior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel, linear_model_mode, sample_posterior
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.mode_objective import linear_model_mode
+from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.solver import ConvergenceWarning, Minimum, Objective, Quadratic, Solution, Solver
 

@@ -18,19 +18,19 @@ from laplace_sampling import ConvergenceWarning, LinearisedLaplace
 from laplace_sampling.data.batches import Layout
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.evidence.em import fit_em
-from laplace_sampling.evidence.path_fit import fit_path
+from laplace_sampling.evidence.fixed_point import fit_path
 from laplace_sampling.gp.exact_regression import ExactRegression
 from laplace_sampling.gp.tuned_regression import fit_exact_regression
-from laplace_sampling.likelihoods.likelihood import Gaussian
-from laplace_sampling.linear_model.features import DenseFeatures, NetworkFeatures, features_at
-from laplace_sampling.linear_model.priors import (
-    GaussianPrior,
-    GPrior,
-    IsotropicPrior,
-    LayerwisePrior,
-    overall_precision,
-)
-from laplace_sampling.linear_model.sampling import Draws, LinearModel, sample_posterior
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.network_features import NetworkFeatures, features_at
+from laplace_sampling.linear_model.priors.g_prior import GPrior
+from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
+from laplace_sampling.linear_model.priors.layerwise_prior import LayerwisePrior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
+from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.dense import Dense
 
@@ -463,11 +463,11 @@ _PEAK = """
 import os, torch
 from torch import nn
 from laplace_sampling.gp.tuned_regression import fit_exact_regression
-from laplace_sampling.linear_model.features import features_at
-from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.linear_model.network_features import features_at
+from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.linear_model.sampling import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.linear_model import LinearModel
 
 torch.manual_seed(0)
 def fit(n, outputs):

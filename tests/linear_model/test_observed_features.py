@@ -8,11 +8,12 @@ from problems import CLOSE, make_prior
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling.gp.whitened_gram import WhitenedGram, randomised_svd, solve_shifted
-from laplace_sampling.gp.dual_cg import dual_mode, sample_matheron
+from laplace_sampling.gp.dual_mode import dual_mode
 from laplace_sampling.gp.exact_regression import ExactRegression
 from laplace_sampling.gp.gram import gram
 from laplace_sampling.gp.linear_operators import to_linear_operator
+from laplace_sampling.gp.matheron import sample_matheron
+from laplace_sampling.gp.whitened_gram import WhitenedGram, randomised_svd, solve_shifted
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.measurement import as_measurement
 from laplace_sampling.linear_model.draws import Draws
@@ -21,12 +22,6 @@ from laplace_sampling.linear_model.network_features import features_at
 from laplace_sampling.linear_model.observed_features import observe
 from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.linear_model.weighted_features import noise_weights
-from laplace_sampling.gp.dual_mode import dual_mode
-from laplace_sampling.gp.matheron import sample_matheron
-from laplace_sampling.likelihoods.likelihood import Gaussian
-from laplace_sampling.linear_model.features import features_at
-from laplace_sampling.linear_model.measurements import as_measurement, noise_weights, observe
-from laplace_sampling.linear_model.sampling import Draws, linear_model_mode, sample_posterior
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.dense import Dense
 

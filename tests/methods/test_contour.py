@@ -10,13 +10,13 @@ from problems import PRIORS, setting
 from torch import Tensor
 from torch.testing import assert_close
 
+from laplace_sampling.gp.contour_quadrature import PosteriorPrecision, quadrature, sample_contour
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures, Features, ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
-from laplace_sampling.gp.contour_quadrature import PosteriorPrecision, quadrature, sample_contour
 from laplace_sampling.solvers.operator import make_dense
 
 

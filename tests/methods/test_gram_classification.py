@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from cases import Case, make_case
+from laplace_sampling.methods.plan import make_plan
 from problems import many
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_sampling import ConvergenceWarning, Likelihood, LinearisedLaplace
-from laplace_sampling.evidence.expansion import exact_path
+from laplace_sampling.evidence.dense_curves import exact_path
+from laplace_sampling.gp.gram_posterior import GramClassification
 from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.methods import tasks
-from laplace_sampling.methods.gram_classification import GramClassification
-from laplace_sampling.methods.plan import make_plan
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-8}
 SAMPLES = {"rtol": 1e-5, "atol": 1e-7}

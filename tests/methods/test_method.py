@@ -40,7 +40,9 @@ def test_a_new_method_is_a_file_and_a_line(name, monkeypatch, tmp_path) -> None:
     case = make_case(name)
     toy = LinearisedLaplace(case.model, case.given[0], method="toy", num_samples=4).fit(case.batches, progress=False)
     monkeypatch.undo()
-    exact = LinearisedLaplace(case.model, case.given[0], method="exact", num_samples=4).fit(case.batches, progress=False)
+    exact = LinearisedLaplace(case.model, case.given[0], method="exact", num_samples=4).fit(
+        case.batches, progress=False
+    )
     assert "method='toy' → 'toy': as asked for" in repr(toy)
     assert_close(toy.samples_, exact.samples_, rtol=1e-6, atol=1e-8)
     assert_close(toy.predict(case.x).stddev, exact.predict(case.x).stddev, rtol=0.5, atol=1.0)

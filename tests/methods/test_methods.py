@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from cases import make_case
+from laplace_sampling.methods.plan import Plan, make_plan
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -15,7 +16,6 @@ from laplace_sampling.linear_model.cost import Cost, measure
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
-from laplace_sampling.methods.plan import Plan, make_plan
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.krylov import CG, BlockKrylov
 from laplace_sampling.solvers.preconditioners import Nystrom

@@ -10,9 +10,6 @@ from torch.testing import assert_close
 
 from laplace_sampling.data.batches import read
 from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.networks import jacobian_products, linearisation
-from laplace_sampling.networks.jacobian_products import JacobianProducts
-from laplace_sampling.likelihoods.likelihood import Gaussian
 from laplace_sampling.networks import batching
 from laplace_sampling.networks.batching import Batching
 from laplace_sampling.networks.linearisation import Linearisation

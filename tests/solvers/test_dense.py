@@ -3,8 +3,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling.likelihoods.likelihood import Gaussian
-from laplace_sampling.linear_model.features import GGN, DenseFeatures
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.operator import make_dense
 from laplace_sampling.solvers.solver import Quadratic

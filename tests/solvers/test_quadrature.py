@@ -7,9 +7,10 @@ from tangent_problems import random_spectrum
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling.likelihoods.likelihood import Gaussian
-from laplace_sampling.linear_model.features import GGN, DenseFeatures
-from laplace_sampling.linear_model.sampling import Draws
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.solvers.krylov import Basis
 from laplace_sampling.solvers.operator import make_dense
 from laplace_sampling.solvers.quadrature import Quadrature, TraceEstimator
