@@ -26,7 +26,7 @@ Weights = dict[str, Tensor]
 Function = Callable[[Weights], Tensor]
 
 # Bytes of the largest tensor of a product that stay in the caches of a CPU, and the fewest vectors that are worth a
-# forward pass of their own (`benchmarks/products.py`).
+# forward pass of their own (`benchmarks/networks/products.py`).
 _CACHED, FEWEST = 12 * 2**20, 4
 # Beyond so many bytes pullbacks go one by one on a CPU: the forward pass is there already, and torch's backward
 # convolutions run vector by vector anyway.

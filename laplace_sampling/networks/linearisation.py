@@ -35,7 +35,7 @@ from laplace_sampling.networks.selection import Selection, select
 __all__ = ["Linearisation"]
 
 # Jacobian products evaluated together under `vmap`. Most of the gain over a loop is there at 16 of them
-# (`benchmarks/products.py`); memory grows with it.
+# (`benchmarks/networks/products.py`); memory grows with it.
 DEFAULT_CHUNK = 16
 
 # How far rows of a Jacobian may be from forward mode: in float32 a unit of almost no input is on in one and off in the
