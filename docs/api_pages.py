@@ -74,6 +74,7 @@ def dotted(path: Path) -> str:
 
 def page_of(path: Path) -> str:
     """The page of a module or a folder, in the folder of the documentation."""
+    path = path.parent if path.name == "__init__.py" else path
     if path == PACKAGE:
         return "api/index.md"
     name = path.relative_to(PACKAGE).as_posix()
@@ -168,10 +169,13 @@ def on_pre_build(config: MkDocsConfig) -> None:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the pages into the section `API` of the navigation."""
+    """Put the pages into the sections `API` and `Decisions` of the navigation."""
     for entry in config.nav or []:
         if isinstance(entry, dict) and "API" in entry:
             entry["API"] = navigation()
+        if isinstance(entry, dict) and "Decisions" in entry:
+            names = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("*.md"))
+            entry["Decisions"] = [f"decisions/{name}" for name in sorted(names, key=lambda name: name != "index.md")]
     return config
 
 
