@@ -36,7 +36,8 @@ Everything on this page is imported from `laplace_sampling`. The other pages of 
 You can build on them, but they may change between minor versions.
 
 Names that need GPyTorch or BoTorch are imported from their modules: [`TangentKernel`][TangentKernel],
-[`TangentGP`][TangentGP] and [`NetworkMean`][NetworkMean] for GPyTorch, [`TangentSurrogate`][TangentSurrogate] for BoTorch.
+[`TangentGP`][TangentGP] and [`NetworkMean`][NetworkMean] for GPyTorch, and [`TangentSurrogate`][TangentSurrogate] for
+BoTorch.
 """
 
 log = logging.getLogger("mkdocs.plugins.api_pages")

@@ -39,9 +39,9 @@ def defaults(results: Results) -> list[tuple[str, str, str]]:
             rows.append((claim, f"{share:.0%} of {len(sure)}", verdict(share >= 0.8)))
     ratios = []
     for case in results.cases:
-        own, best = (results.mean(case, name) for name in ("ours", "ours, precision by test oracle"))
-        if results.likelihood(case) == "classification" and not np.isnan(own + best):
-            ratios.append(own / best - 1)
+        ours, best = (results.mean(case, name) for name in ("ours", "ours, precision by test oracle"))
+        if results.likelihood(case) == "classification" and not np.isnan(ours + best):
+            ratios.append(ours / best - 1)
     if ratios:
         mean = float(np.mean(ratios))
         claim = "defaults: within 6 % of the negative log-likelihood of the best prior precision, on average"
@@ -55,9 +55,9 @@ def with_validation(results: Results) -> list[tuple[str, str, str]]:
     def lead(
         over: str, metric: str = "log_likelihood", parts: Sequence[str] = ("test",), own: str = WITH_VALIDATION
     ) -> tuple[float, int]:
-        found = [results.gain(case, own, metric, part, over) for case in cases for part in parts]
-        found = [value for value in found if not np.isnan(value)]
-        return (float(np.mean(found)) if found else np.nan, len(found))
+        gains = [results.gain(case, own, metric, part, over) for case in cases for part in parts]
+        gains = [value for value in gains if not np.isnan(value)]
+        return (float(np.mean(gains)) if gains else np.nan, len(gains))
 
     rows = []
     peers = ["temperature scaling", "MC dropout"]
@@ -83,15 +83,15 @@ def fidelity(near: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
         for metric in ("symmetrised_kl", "symmetrised_kl_predicted", "wasserstein"):
             means: dict[str, float] = {}
             for method in dict.fromkeys(line["method"] for line in near):
-                found = [v[metric] for v in near if v["method"] == method and v["num_parameters"] == size]
-                if found:
-                    means[method] = float(np.mean(found))
+                values = [v[metric] for v in near if v["method"] == method and v["num_parameters"] == size]
+                if values:
+                    means[method] = float(np.mean(values))
             others = {m: v for m, v in means.items() if not m.startswith("ours")}
             if "ours, 64 samples" in means and others:
                 best = min(others, key=others.__getitem__)
-                own = means["ours, 64 samples"]
+                ours = means["ours, 64 samples"]
                 claim = f"64 samples nearest to exact, {metric.replace('_', ' ')}, P = {size}"
-                rows.append((claim, f"{own:.2g}; {best} {others[best]:.2g}", verdict(own < others[best])))
+                rows.append((claim, f"{ours:.2g}; {best} {others[best]:.2g}", verdict(ours < others[best])))
     return rows
 
 

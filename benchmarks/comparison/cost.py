@@ -112,7 +112,7 @@ def measure(outputs: int, size: float, method: str) -> dict[str, float]:
     fit, tune, predict = METHODS[method](model, Part(x[:DATA], y))
     with torch.no_grad():
         model(x)
-    before, found = peak(), {"num_parameters": float(sum(p.numel() for p in model.parameters()))}
+    before, figures = peak(), {"num_parameters": float(sum(p.numel() for p in model.parameters()))}
     new = x[DATA:]
     # the first prediction builds what later ones have
     for name, step in (
@@ -124,9 +124,9 @@ def measure(outputs: int, size: float, method: str) -> dict[str, float]:
         seconds = [timed(step)]
         while name == "predict" and len(seconds) < REPEATS and sum(seconds) < 1.0:
             seconds.append(timed(step))
-        found[f"seconds_{name}"] = round(min(seconds), 4)
-        print(json.dumps(found | {"mebibytes": round(peak() - before, 1)}), flush=True)
-    return found
+        figures[f"seconds_{name}"] = round(min(seconds), 4)
+        print(json.dumps(figures | {"mebibytes": round(peak() - before, 1)}), flush=True)
+    return figures
 
 
 def timed(step: Callable[[], object]) -> float:

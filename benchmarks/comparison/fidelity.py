@@ -69,8 +69,8 @@ def ours(problem: Problem, x: Tensor, precision: float, num_samples: int) -> App
         method="cg",
         **SETTINGS,
     ).fit(problem.data.train.loader(BATCH), progress=False)
-    found: Any = la.predict(x)
-    return found.covariance(), found.probs.double().log()
+    prediction: Any = la.predict(x)
+    return prediction.covariance(), prediction.probs.double().log()
 
 
 def theirs(problem: Problem, x: Tensor, precision: float, subset: str, structure: str) -> Approximation:
@@ -110,10 +110,10 @@ def distances(problem: Problem) -> Iterator[dict[str, Any]]:
     exact = LinearisedLaplace(problem.network, problem.likelihood, method="exact", num_samples=2, scale=1.0, **SETTINGS)
     exact.fit_hyperparameters(problem.data.train.loader(BATCH), progress=False)
     precision = float(exact.prior_precision_[0])
-    found: Any = exact.predict(x)
-    outputs, covariance = found.logits.double(), found.covariance()
+    prediction: Any = exact.predict(x)
+    outputs, covariance = prediction.logits.double(), prediction.covariance()
     probs = log_probs(outputs, covariance)
-    del exact, found
+    del exact, prediction
     for name, method in METHODS_COMPARED.items():
         if getattr(method, "func", None) is theirs and missing(METHODS["laplace-torch, KFAC"]) is not None:
             continue

@@ -62,8 +62,8 @@ def draw(results: Results, near: Sequence[dict[str, Any]], folder: Path) -> list
 def distances(axis: "Axes", near: Sequence[dict[str, Any]], metric: str) -> None:
     sizes = sorted({line["num_parameters"] for line in near})
     for method in dict.fromkeys(line["method"] for line in near):
-        found = [
+        values = [
             np.mean([v[metric] for v in near if v["method"] == method and v["num_parameters"] == size])
             for size in sizes
         ]
-        axis.plot(sizes, found, marker=".", label=method)
+        axis.plot(sizes, values, marker=".", label=method)

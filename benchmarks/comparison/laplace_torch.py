@@ -72,11 +72,11 @@ def laplace_torch(structure: str, tuning: str) -> Callable[[Problem], Fitted]:
             samples = outputs + torch.cat([tangent.jvp(part, deviations) for part in x.split(200)], 1)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                found = [la(part) for part in x.split(batch)]
+                parts = [la(part) for part in x.split(batch)]
             if problem.likelihood == "regression":
-                mean, variance = (torch.cat([part[i].detach().flatten() for part in found]) for i in (0, 1))
+                mean, variance = (torch.cat([part[i].detach().flatten() for part in parts]) for i in (0, 1))
                 return Regressed(mean, variance + noise, samples.flatten(1), noise)
-            probs = torch.cat([part.detach() for part in found]).double().clamp_min(1e-30)
+            probs = torch.cat([part.detach() for part in parts]).double().clamp_min(1e-30)
             mixture = cast(Classified, prediction("classification", samples))
             return Classified(probs.log(), samples, {"mc": mixture.log_probs})
 

@@ -16,15 +16,15 @@ PACKAGES = ("laplace_sampling", "torch", "laplace-torch", "curvlinops-for-pytorc
 
 def read(path: Path, key: Sequence[str]) -> list[dict[str, Any]]:
     """The last line of each `key`, names that all lines have; a line that was cut off in writing does not count."""
-    found = {}
+    results = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
             result = json.loads(line)
         except json.JSONDecodeError:
             continue
         if set(key) <= result.keys():
-            found[tuple(result[name] for name in key)] = result
-    return list(found.values())
+            results[tuple(result[name] for name in key)] = result
+    return list(results.values())
 
 
 def append(path: Path, result: dict[str, Any]) -> None:
@@ -45,10 +45,10 @@ def finite(value: Any) -> Any:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return installed

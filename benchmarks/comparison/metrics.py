@@ -39,14 +39,14 @@ def score(p: Prediction, y: Tensor, seed: int = 0) -> dict[str, float]:
 def _classified(p: Classified, y: Tensor) -> dict[str, float]:
     probs, picked = p.log_probs.double().exp(), torch.arange(len(y))
     num_classes = probs.shape[-1]
-    wrong = probs.argmax(-1) != y
+    is_error = probs.argmax(-1) != y
     normed = probs / probs.sum(-1, keepdim=True)
     scores = {
         "log_likelihood": float(p.log_probs[picked, y].mean()),
         "brier": float(brier_score_loss(y, normed, labels=range(num_classes), scale_by_half=cast(Any, False))),
         "calibration_error": float(multiclass_calibration_error(normed.float(), y, num_classes, n_bins=15)),
-        "accuracy": 1 - float(wrong.double().mean()),
-        "error_auroc": auroc(-probs.amax(-1), wrong),
+        "accuracy": 1 - float(is_error.double().mean()),
+        "error_auroc": auroc(-probs.amax(-1), is_error),
     }
     return scores | {f"log_likelihood_{link}": float(q[picked, y].mean()) for link, q in p.links.items()}
 
@@ -120,9 +120,11 @@ def joint_log_likelihood(ell: Tensor, kappa: int, seed: int = 0, shuffles: int =
 def best_scale(loss: Callable[[float], float], least: float, most: float) -> float:
     """`s` that minimises `loss(log s)` between two bounds: the best of a grid, refined."""
     grid = np.linspace(math.log(least), math.log(most), 21)
-    at, step = grid[int(np.argmin([loss(v) for v in grid]))], grid[1] - grid[0]
-    found: Any = minimize_scalar(loss, bounds=(max(grid[0], at - step), min(grid[-1], at + step)), method="bounded")
-    return math.exp(found.x)
+    best, step = grid[int(np.argmin([loss(v) for v in grid]))], grid[1] - grid[0]
+    optimum: Any = minimize_scalar(
+        loss, bounds=(max(grid[0], best - step), min(grid[-1], best + step)), method="bounded"
+    )
+    return math.exp(optimum.x)
 
 
 def symmetrised_kl(p: Tensor, q: Tensor) -> Tensor:

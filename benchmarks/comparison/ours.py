@@ -197,7 +197,7 @@ def grid(problem: Problem, settings: tuple[tuple[str, Any], ...]) -> dict[float,
     known = {} if noise is None else {"noise_precision": float(noise)}
     fits = {}
     for factor in PRECISION_FACTORS:
-        other, found = la, details
+        other, fit_details = la, details
         if factor != 1:
             precision = factor * float(la.prior_precision_[0])
             other = LinearisedLaplace(
@@ -208,6 +208,6 @@ def grid(problem: Problem, settings: tuple[tuple[str, Any], ...]) -> dict[float,
                 **known,
                 **dict(settings),
             )
-            found = caught(other, lambda other=other: other.fit(problem.data.train.loader(BATCH), progress=False))
-        fits[factor] = fitted_predictions(problem, other, found)
+            fit_details = caught(other, lambda other=other: other.fit(problem.data.train.loader(BATCH), progress=False))
+        fits[factor] = fitted_predictions(problem, other, fit_details)
     return fits

@@ -79,8 +79,8 @@ def best(problem: Problem, candidates: Iterable[tuple[float, Draw]]) -> tuple[fl
     def value(draw: Draw) -> float:
         outputs = draw(part.x)
         p = prediction(problem.likelihood, outputs, residuals(problem, part.y, outputs))
-        found = float(log_mean_exp(label_log_likelihoods(p, y)).mean())
-        return found if math.isfinite(found) else -math.inf
+        log_likelihood = float(log_mean_exp(label_log_likelihoods(p, y)).mean())
+        return log_likelihood if math.isfinite(log_likelihood) else -math.inf
 
     return max(candidates, key=lambda pair: value(pair[1]))
 
@@ -132,7 +132,7 @@ def swag_networks(problem: Problem, step_size: float) -> list[nn.Module]:
     train, recipe, network = problem.data.train, problem.recipe, copy.deepcopy(problem.network).train()
     loss, generator = loss_of(problem.likelihood), torch.Generator().manual_seed(problem.seed)
     optimiser = torch.optim.SGD(network.parameters(), step_size, momentum=0.9, weight_decay=recipe.weight_decay)
-    found: list[Tensor] = []
+    weights: list[Tensor] = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(problem.seed)
         for step in range(SWAG_STEPS):
@@ -141,8 +141,8 @@ def swag_networks(problem: Problem, step_size: float) -> list[nn.Module]:
             loss(network(train.x[batch]), train.y[batch]).backward()
             optimiser.step()
             if (step + 1) % SWAG_EVERY == 0:
-                found.append(parameters_to_vector(network.parameters()).detach())
-    iterates = torch.stack(found)
+                weights.append(parameters_to_vector(network.parameters()).detach())
+    iterates = torch.stack(weights)
     if not iterates.isfinite().all():
         return [problem.network]
     samples = swag_samples(iterates, SWAG_SAMPLES, SWAG_RANK, generator)

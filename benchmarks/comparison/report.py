@@ -92,9 +92,9 @@ def settings_table(results: Results) -> str:
         ratios = {}
         for case in cases:
             mine, base = results.values(case, method, "log_likelihood"), results.values(case, "MAP", "log_likelihood")
-            both = mine.keys() & base.keys()
-            if both:
-                ratios[case] = float(np.log(np.mean([mine[s] for s in both]) / np.mean([base[s] for s in both])))
+            seeds = mine.keys() & base.keys()
+            if seeds:
+                ratios[case] = float(np.log(np.mean([mine[s] for s in seeds]) / np.mean([base[s] for s in seeds])))
         if not ratios:
             continue
         worst = max(ratios, key=ratios.__getitem__)
@@ -132,11 +132,11 @@ def cost_table(results: Results) -> str:
 
 
 def failures(results: Results) -> str:
-    found: dict[tuple[str, str], list[str]] = {}
+    cases_of: dict[tuple[str, str], list[str]] = {}
     for line in results.lines:
         if "error" in line:
-            found.setdefault((line["method"], line["error"]), []).append(line["case"])
-    rows = [[method, f"`{error}`", "; ".join(dict.fromkeys(cases))] for (method, error), cases in found.items()]
+            cases_of.setdefault((line["method"], line["error"]), []).append(line["case"])
+    rows = [[method, f"`{error}`", "; ".join(dict.fromkeys(cases))] for (method, error), cases in cases_of.items()]
     return table(["method", "error", "where"], rows) if rows else ""
 
 
@@ -148,8 +148,8 @@ def fidelity_table(lines: Sequence[dict[str, Any]]) -> str:
         cells = []
         for metric in ("symmetrised_kl", "symmetrised_kl_predicted", "wasserstein"):
             for size in sizes:
-                found = [v[metric] for v in lines if v["method"] == method and v["num_parameters"] == size]
-                cells.append(f"{np.mean(found):.2g}" if found else "")
+                values = [v[metric] for v in lines if v["method"] == method and v["num_parameters"] == size]
+                cells.append(f"{np.mean(values):.2g}" if values else "")
         rows.append([method, *cells])
     heads = [f"{name}, P = {size}" for name in ("KL", "KL as predicted", "W₂") for size in sizes]
     return table(["method", *heads], rows) if rows else ""
@@ -163,12 +163,12 @@ def ratios_table(lines: Sequence[dict[str, Any]], step: str) -> str:
     key = "mebibytes" if step == "memory" else f"seconds_{step}"
     rows = []
     for place in places:
-        own = cells.get((*place, "ours"), {}).get(key)
-        row = [str(place[0]), f"{place[1]:.0e}", "–" if own is None else f"{own:.3g}"]
+        our_value = cells.get((*place, "ours"), {}).get(key)
+        row = [str(place[0]), f"{place[1]:.0e}", "–" if our_value is None else f"{our_value:.3g}"]
         for method in methods:
             line = cells.get((*place, method), {})
-            if line.get(key) is not None and own and not (step == "memory" and "error" in line):
-                row.append(f"{line[key] / own:.2g}")
+            if line.get(key) is not None and our_value and not (step == "memory" and "error" in line):
+                row.append(f"{line[key] / our_value:.2g}")
             else:
                 row.append(line.get("error", "")[:60])
         rows.append(row)
@@ -193,23 +193,27 @@ def page(
             "corruption of severity 3 to 5, or more noise.",
             lambda: by_method(results, "classification"),
         ),
-        ("All methods, regression", "The same; the shift is the gap.", lambda: by_method(results, "regression")),
+        ("All methods, regression", "As above; the shift is the gap.", lambda: by_method(results, "regression")),
         (
             "Settings",
             "`log(NLL / NLL of MAP)`, mean and largest over the cases where there is a result: below zero is better.",
             lambda: settings_table(results),
         ),
         ("Links", "", lambda: links_table(results)),
-        ("Costs", "Means over the same cases; MAP is trained before.", lambda: cost_table(results)),
+        ("Costs", "Means over the same cases. The training of MAP is not counted.", lambda: cost_table(results)),
         (
             "Distance to the exact posterior",
-            "Isotropic prior at the precision of the exact evidence, curvature at the network, for all. KL is "
-            "symmetrised, of probabilities: those of the Gaussians of the logits, and those predicted, with the noise "
-            "of the samples.",
+            "All methods have the isotropic prior at the precision of the exact evidence, and the curvature at the "
+            "network. KL is the symmetrised divergence between probabilities: those of the Gaussians of the logits, "
+            "and those predicted, which include the noise of the samples.",
             lambda: fidelity_table(near),
         ),
         *(
-            (f"Cost against laplace-torch: {step}", "Ours, and theirs over ours.", ratios_table(costs, step))
+            (
+                f"Cost against laplace-torch: {step}",
+                "The figure of this library, and the ratio of theirs to ours.",
+                ratios_table(costs, step),
+            )
             for step in ("fit", "tune", "predict", "memory")
         ),
         ("What did not run", "", lambda: failures(results)),
@@ -217,7 +221,7 @@ def page(
     lines = [
         "# Results",
         "",
-        "Written by `python -m benchmarks report`; see [Benchmarks](benchmarks.md) for how to run it.",
+        "`python -m benchmarks report` writes this page; [Benchmarks](benchmarks.md) says how to run it.",
         summary(results),
     ]
     lines += [f"\n![{Path(image).stem.replace('_', ' ')}]({image})" for image in images]

@@ -38,8 +38,8 @@ class Results:
 
     def likelihood(self, case: str) -> str:
         """`"classification"`, also of segmentations, or `"regression"`."""
-        found = next(line["likelihood"] for line in self.lines if line["case"] == case)
-        return "regression" if found == "regression" else "classification"
+        likelihood = next(line["likelihood"] for line in self.lines if line["case"] == case)
+        return "regression" if likelihood == "regression" else "classification"
 
     def values(self, case: str, method: str, metric: str, part: str = "test") -> dict[int, float]:
         """By seed."""
@@ -50,14 +50,14 @@ class Results:
 
     def mean(self, case: str, method: str, metric: str = "log_likelihood", part: str = "test") -> float:
         """Over seeds; NaN where there is none."""
-        found = self.values(case, method, metric, part)
-        return float(np.mean(list(found.values()))) if found else float("nan")
+        values = self.values(case, method, metric, part)
+        return float(np.mean(list(values.values()))) if values else float("nan")
 
     def gain(self, case: str, method: str, metric: str, part: str = "test", over: str = "MAP") -> float:
         """The mean difference to another method, over the seeds of both."""
         mine, other = (self.values(case, name, metric, part) for name in (method, over))
-        both = mine.keys() & other.keys()
-        return float(np.mean([mine[s] - other[s] for s in both])) if both else float("nan")
+        seeds = mine.keys() & other.keys()
+        return float(np.mean([mine[s] - other[s] for s in seeds])) if seeds else float("nan")
 
     def shifts(self, case: str) -> list[str]:
         line = next(line for line in self.lines if line["case"] == case and "metrics" in line)
@@ -65,8 +65,8 @@ class Results:
 
     def temperature(self, case: str) -> float:
         """The best for test data, geometric mean over seeds: above one where the network is overconfident."""
-        found = self._cells.get((case, "temperature by test oracle"), [])
-        return float(np.exp(np.mean([np.log(line["details"]["temperature"]) for line in found]))) if found else np.nan
+        lines = self._cells.get((case, "temperature by test oracle"), [])
+        return float(np.exp(np.mean([np.log(line["details"]["temperature"]) for line in lines]))) if lines else np.nan
 
 
 def compared(results: Results, likelihood: str) -> list[str]:

@@ -187,7 +187,7 @@ def work(unit: Unit, out: Path, networks: Path, uci: Path | None, threads: int) 
     return unit
 
 
-def estimate(left: Sequence[Unit], done: Sequence[dict[str, Any]]) -> float:
+def estimate(remaining: Sequence[Unit], done: Sequence[dict[str, Any]]) -> float:
     """Seconds that the units take one after another: as the same at other seeds, else as the method elsewhere."""
     by_cell: dict[tuple[str, str], list[float]] = {}
     by_method: dict[str, list[float]] = {}
@@ -195,7 +195,7 @@ def estimate(left: Sequence[Unit], done: Sequence[dict[str, Any]]) -> float:
         by_cell.setdefault((result["case"], result["method"]), []).append(result["seconds"])
         by_method.setdefault(result["method"], []).append(result["seconds"])
     total = 0.0
-    for unit in left:
+    for unit in remaining:
         for method in unit.methods:
             known = by_cell.get((unit.case.name, method)) or by_method.get(method)
             total += float(np.mean(known)) if known else math.nan
@@ -210,13 +210,13 @@ def run(
         cases = [c for name in uci_tasks(uci) for c in grid(name, "tanh MLP", 1e-3, 2, others=False)]
         suite = replace(suite, cases=(*suite.cases, *cases))
     done = read(out, KEY)
-    left = list(units(suite, only, done))
-    count = sum(len(unit.methods) for unit in left)
-    seconds = estimate(left, done) / jobs
+    remaining = list(units(suite, only, done))
+    count = sum(len(unit.methods) for unit in remaining)
+    seconds = estimate(remaining, done) / jobs
     known = f"about {seconds / 60:.0f} minutes" if math.isfinite(seconds) else "time not known before a first seed"
-    print(f"{count} results to come on {len(left)} networks, {len(done)} there: {known}.", flush=True)
+    print(f"{count} results to come on {len(remaining)} networks, {len(done)} there: {known}.", flush=True)
     networks = out.with_suffix("") / "networks"
     with tqdm(total=count) as bar, ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        for future in as_completed([pool.submit(work, unit, out, networks, uci, threads) for unit in left]):
+        for future in as_completed([pool.submit(work, unit, out, networks, uci, threads) for unit in remaining]):
             bar.set_description(future.result().case.name)
             bar.update(len(future.result().methods))

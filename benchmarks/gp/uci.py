@@ -84,12 +84,12 @@ def run(
         for name in sets
         for depth in (*depths, 0)
     ]
-    left = [
+    remaining = [
         (name, split, depth, [m for m in wanted if (name, split, depth, m) not in done])
         for name, split, depth, wanted in cells
     ]
-    with tqdm(total=sum(len(wanted) for *_, wanted in left)) as bar:
-        for name, split, depth, wanted in left:
+    with tqdm(total=sum(len(wanted) for *_, wanted in remaining)) as bar:
+        for name, split, depth, wanted in remaining:
             bar.set_description(f"{name}, split {split}, {depth} hidden")
             results = evaluate(load(folder / name, split), wanted, max(depth, 1), split, networks) if wanted else ()
             for result in results:
@@ -110,10 +110,10 @@ def table(results: Sequence[dict[str, Any]], quantity: str, depth: int, digits: 
     most = max(Counter((r["set"], r["depth"], r["method"]) for r in results).values(), default=0)
     lines = [f"| method | {' | '.join(sets)} | mean |", "|---" * (len(sets) + 2) + "|"]
     for method in METHODS:
-        at = 0 if method in WITHOUT_NETWORK else depth
+        row_depth = 0 if method in WITHOUT_NETWORK else depth
         cells, means = [], []
         for name in sets:
-            key = (method, at, name)
+            key = (method, row_depth, name)
             values = [r[quantity] for r in results if (r["method"], r["depth"], r["set"]) == key]
             if not values:
                 cells.append("")

@@ -41,10 +41,10 @@ class Outcome:
 
 def log_likelihood(problem: Trained, la: LinearisedLaplace) -> float:
     """Of the exact Gaussian of the function; for classes by many draws."""
-    test, found = problem.data.test, _predicted(problem, la)
+    test, prediction = problem.data.test, _predicted(problem, la)
     if problem.likelihood == "regression":
-        return regressed(found.mean, found.variance + found.noise_variance, test.y)
-    return classified(log_probs(found.logits.double(), found.covariance()), test.y)
+        return regressed(prediction.mean, prediction.variance + prediction.noise_variance, test.y)
+    return classified(log_probs(prediction.logits.double(), prediction.covariance()), test.y)
 
 
 def _predicted(problem: Trained, la: LinearisedLaplace) -> Any:
@@ -97,8 +97,8 @@ def compared(cases: Sequence[str], setting: str, choices: Sequence[str], **fixed
     for name in cases:
         plain = [alone(trained(name, seed)) for seed in SEEDS]
         rows.append([name, "the network alone", "", "", spread(plain), ""])
-        found = {choice: [fit(name, seed, **{setting: choice}, **fixed) for seed in SEEDS] for choice in choices}
-        for choice, outcomes in found.items():
+        by_choice = {choice: [fit(name, seed, **{setting: choice}, **fixed) for seed in SEEDS] for choice in choices}
+        for choice, outcomes in by_choice.items():
             gains = [o.log_likelihood - p for o, p in zip(outcomes, plain, strict=True)]
             failed = sum(not o.converged for o in outcomes)
             note = f" ({failed} of {len(SEEDS)} not converged)" if failed else ""
@@ -167,10 +167,10 @@ def norms() -> Iterator[str]:
             for kind in ("affine", "homogeneous")
         }
         rows.append([name, "the network alone", "", spread(plain), ""])
-        for at, outcomes in {"`w̄`": weights, **modes}.items():
+        for norm, outcomes in {"`w̄`": weights, **modes}.items():
             gains = [o.log_likelihood - p for o, p in zip(outcomes, plain, strict=True)]
-            found = ", ".join(precisions(o) for o in outcomes)
-            rows.append(["", at, found, spread([o.log_likelihood for o in outcomes]), spread(gains, "{:+.3f}")])
+            precision = ", ".join(precisions(o) for o in outcomes)
+            rows.append(["", norm, precision, spread([o.log_likelihood for o in outcomes]), spread(gains, "{:+.3f}")])
     yield table(["problem", "evidence at", "`α`", "test log-likelihood", "gain"], rows)
 
 

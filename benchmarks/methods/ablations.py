@@ -191,7 +191,7 @@ def updates() -> Iterator[str]:
         for update in UPDATES:
             paths = {start: [off(s, iterate(s, update, start)) for s in spectra] for start in starts}
             steps = [", ".join(str(steps_to(path, 0.01)) for path in paths[start]) for start in starts]
-            end = max(path[-1] for found in paths.values() for path in found)
+            end = max(path[-1] for seed_paths in paths.values() for path in seed_paths)
             rows.append([f"{name}: `α*` {roots}" if update == "MacKay" else "", update, *steps, f"{end:.0e}"])
     yield table(["problem", "update", *(f"from {start:g}" for start in starts), "end"], rows)
 

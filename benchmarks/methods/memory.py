@@ -97,8 +97,8 @@ def main() -> None:
     print("| method | N | C | head (MiB) | fit (MiB) | and predict (MiB) |\n|---|---|---|---|---|---|")
     for method in given.methods:
         for num, classes in [(10, 10), *(size for name in given.sizes for size in SIZES[name])]:
-            found, head = _run(method, num, classes), _head(num, classes)
-            memory = f"{head:.1f} | {found['fit']:.0f} | {found['predict']:.0f}"
+            peaks, head = _run(method, num, classes), _head(num, classes)
+            memory = f"{head:.1f} | {peaks['fit']:.0f} | {peaks['predict']:.0f}"
             print(f"| {method} | {num} | {classes} | {memory} |", flush=True)
 
 

@@ -195,5 +195,5 @@ class Spectrum:
 
 def root(function: Callable[[float], float], low: float, high: float) -> float:
     """Where a function of `log α` is zero."""
-    found: Any = scipy.optimize.brentq(function, low, high, xtol=1e-12)
-    return found
+    solution: Any = scipy.optimize.brentq(function, low, high, xtol=1e-12)
+    return solution

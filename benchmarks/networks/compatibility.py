@@ -66,10 +66,10 @@ class Outcome:
         return self.error <= TOLERANCE and self.fitted and self.unchanged
 
     def row(self) -> str:
-        said = "; ".join(dict.fromkeys(self.notices)).replace("|", "\\|").replace("\n", " ")
+        notices = "; ".join(dict.fromkeys(self.notices)).replace("|", "\\|").replace("\n", " ")
         yes = {True: "yes", False: "**no**"}
         cells = [self.library, self.name, f"{self.size:,}", self.against, f"{self.error:.0e}"]
-        return f"| {' | '.join(cells)} | {yes[self.fitted]} | {yes[self.unchanged]} | {said} |"
+        return f"| {' | '.join(cells)} | {yes[self.fitted]} | {yes[self.unchanged]} | {notices} |"
 
 
 def state(module: nn.Module) -> dict[str, Any]:
@@ -145,17 +145,17 @@ def product_error(network: Linearisation, x: Any) -> tuple[float, str]:
         error, against = _two_pullbacks_error(network, x, v, jv), "reverse passes"
     w = network.weights.requires_grad_()
     with ours():
-        own = torch.stack([torch.autograd.grad(f(w), w, u_k)[0] for u_k in u])
-    left, right = (jv * u).sum((1, 2)), (v * own).sum(1)
-    adjoint = float((left - right).abs().max() / (jv.norm() * u.norm()))
+        gradients = torch.stack([torch.autograd.grad(f(w), w, u_k)[0] for u_k in u])
+    forward, reverse = (jv * u).sum((1, 2)), (v * gradients).sum(1)
+    adjoint = float((forward - reverse).abs().max() / (jv.norm() * u.norm()))
     # of each datum by itself, since a range of quantisation is of its batch
     each = torch.cat([network.jvp(take(x, slice(n, n + 1)), v) for n in range(num_rows(x))], 1)
     rows = relative(torch.einsum("ncp,kp->knc", network.jacobian(x), v), each)
-    return max(error, 1e4 * relative(pulled, own), 1e4 * adjoint, 1e4 * rows), against
+    return max(error, 1e4 * relative(pulled, gradients), 1e4 * adjoint, 1e4 * rows), against
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
+def relative(value: Tensor, expected: Tensor) -> float:
+    return float((value - expected).abs().max() / expected.abs().max())
 
 
 def _two_pullbacks_error(network: Linearisation, x: Any, v: Tensor, jv: Tensor) -> float:
@@ -236,9 +236,9 @@ def rows_of_page() -> dict[tuple[str, str], str]:
 
 def write(rows: dict[tuple[str, str], str]) -> None:
     """The page, in the order of `NETWORKS`."""
-    found = [rows[library, name] for library, name, _ in NETWORKS if (library, name) in rows]
-    works = sum(float(row.split("|")[5]) <= TOLERANCE and "**no**" not in row for row in found)
-    TABLE.write_text(HEAD + "\n".join(found) + f"\n\n{works} of {len(found)} work.\n")
+    lines = [rows[library, name] for library, name, _ in NETWORKS if (library, name) in rows]
+    works = sum(float(row.split("|")[5]) <= TOLERANCE and "**no**" not in row for row in lines)
+    TABLE.write_text(HEAD + "\n".join(lines) + f"\n\n{works} of {len(lines)} work.\n")
 
 
 def main() -> None:

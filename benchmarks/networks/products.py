@@ -100,7 +100,7 @@ def contenders(
         return torch.autograd.grad(F.cross_entropy(module(x), labels), list(module.parameters()))[0]
 
     u = curvature(network.jvp(x, v))
-    found = {
+    products = {
         "gradient": gradient,
         "jvp": lambda: network.jvp(x, v),
         "vjp": lambda: network.vjp(x, u),
@@ -109,7 +109,7 @@ def contenders(
         "vmap": torch.no_grad()(lambda: vmap(one, chunk_size=chunk)(tangents)),
     }
     if K * network._size(x) < MOST_BYTES:  # else memory is short
-        found["vmap of all"] = torch.no_grad()(lambda: vmap(one)(tangents))
+        products["vmap of all"] = torch.no_grad()(lambda: vmap(one)(tangents))
     if compile:
         compiled = Linearisation(module, compile=True)
 
@@ -117,12 +117,12 @@ def contenders(
             return functional_call(module, w, (x,))
 
         _, push = linearize(outputs, weights)
-        found["compiled"] = lambda: compiled.ggn(x, v, curvature)
-        found["trace"] = torch.no_grad()(lambda: vmap(push, chunk_size=chunk)(tangents))
+        products["compiled"] = lambda: compiled.ggn(x, v, curvature)
+        products["trace"] = torch.no_grad()(lambda: vmap(push, chunk_size=chunk)(tangents))
     try:
         from curvlinops import GGNLinearOperator  # pyright: ignore[reportMissingImports]
     except ImportError:
-        return found
+        return products
     loss = nn.CrossEntropyLoss(reduction="sum")
     operator = GGNLinearOperator(
         module,
@@ -132,19 +132,19 @@ def contenders(
         check_deterministic=False,  # pyright: ignore
     )
     columns = v.T.contiguous() if K > 1 else v[0]
-    return {**found, "curvlinops": lambda: (operator @ columns).reshape(-1, K).T}  # pyright: ignore
+    return {**products, "curvlinops": lambda: (operator @ columns).reshape(-1, K).T}  # pyright: ignore
 
 
-def least_seconds(found: dict[str, Callable[[], Tensor]], repeats: int, device: torch.device) -> dict[str, float]:
+def least_seconds(products: dict[str, Callable[[], Tensor]], repeats: int, device: torch.device) -> dict[str, float]:
     def now() -> float:
         if device.type == "cpu":
             return time.process_time()
         torch.accelerator.synchronize(device)
         return time.perf_counter()
 
-    times = {name: [] for name in found}
+    times = {name: [] for name in products}
     for _ in range(repeats + 1):
-        for name, call in found.items():
+        for name, call in products.items():
             started = now()
             call()
             times[name].append(now() - started)
@@ -186,18 +186,22 @@ def compare(args: argparse.Namespace) -> None:
         x = x if args.data is None else torch.randn(args.data, *x.shape[1:])
         module, x = module.eval().to(args.device), x.to(args.device)
         for K in args.vectors:
-            found = contenders(module, x, K, args.chunk, compile=args.compile)
-            found = {way: call for way, call in found.items() if way.removesuffix(" of all") in ("gradient", *ways)}
+            products = contenders(module, x, K, args.chunk, compile=args.compile)
+            products = {
+                way: call for way, call in products.items() if way.removesuffix(" of all") in ("gradient", *ways)
+            }
             started = time.perf_counter()
-            for _ in range(5 if "compiled" in found else 0):  # the fourth product is the first that is compiled
-                found["compiled"]()
+            for _ in range(5 if "compiled" in products else 0):  # the fourth product is the first that is compiled
+                products["compiled"]()
             compiling = time.perf_counter() - started
-            results = {way: found[way]() for way in ("ours", "loop", "vmap", "curvlinops", "compiled") if way in found}
+            results = {
+                way: products[way]() for way in ("ours", "loop", "vmap", "curvlinops", "compiled") if way in products
+            }
             for way, result in results.items():
                 check(result, results["ours"], way)
-            if {"trace", "jvp"} <= found.keys():
-                check(found["trace"](), found["jvp"](), "trace")
-            seconds = least_seconds(found, args.repeats, args.device)
+            if {"trace", "jvp"} <= products.keys():
+                check(products["trace"](), products["jvp"](), "trace")
+            seconds = least_seconds(products, args.repeats, args.device)
             unit = seconds["gradient"]
             if "vmap of all" in seconds:
                 seconds["vmap"] = min(seconds["vmap"], seconds["vmap of all"])

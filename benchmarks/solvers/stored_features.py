@@ -72,11 +72,13 @@ class _Block:
         if tangent is None:
             t = torch.matmul(v.transpose(0, 1), columns)  # [n, out, K, positions]
             return t.transpose(1, 2).reshape(n * num, len(self.layer.weight), *self._after())
-        own = v[:, :, :-1].flatten(0, 1) @ columns + v[:, :, -1].reshape(-1, 1)  # [n, K·out, positions]
+        from_weights = v[:, :, :-1].flatten(0, 1) @ columns + v[:, :, -1].reshape(-1, 1)  # [n, K·out, positions]
         if isinstance(self.layer, nn.Linear):
-            t = own.reshape(n * num, -1) + tangent.flatten(1) @ self.layer.weight.T
+            t = from_weights.reshape(n * num, -1) + tangent.flatten(1) @ self.layer.weight.T
         else:
-            t = own.reshape(n * num, *self.shape) + F.conv2d(tangent, self.layer.weight, padding=self.layer.padding)
+            t = from_weights.reshape(n * num, *self.shape) + F.conv2d(
+                tangent, self.layer.weight, padding=self.layer.padding
+            )
         return self._follow(t, self._each(batch, num)) if self.relu or self.pool else t
 
     def pull(self, u: Tensor, batch: Tensor, num: int, first: bool, each: bool = False) -> tuple[Tensor, Tensor]:
@@ -148,8 +150,8 @@ class StoredFeatures(Features):
                 weight, bias = block.layer.weight, block.layer.bias
                 middle, end = offset + weight.numel(), offset + weight.numel() + len(weight)
                 assert bias is not None
-                own = torch.cat([v[:, offset:middle].reshape(len(v), len(weight), -1), v[:, middle:end, None]], 2)
-                tangent, offset = block.push(tangent, own, batch), end
+                block_v = torch.cat([v[:, offset:middle].reshape(len(v), len(weight), -1), v[:, middle:end, None]], 2)
+                tangent, offset = block.push(tangent, block_v, batch), end
         assert tangent is not None
         return tangent.reshape(len(batch), len(v), -1).transpose(0, 1)
 
@@ -159,8 +161,8 @@ class StoredFeatures(Features):
         cotangent = u.transpose(0, 1).reshape(len(batch) * len(u), -1)
         with torch.no_grad():
             for block in reversed(self.blocks):
-                own, cotangent = block.pull(cotangent, batch, len(u), block is self.blocks[0])
-                parts = [own[:, :, :-1].flatten(1), own[:, :, -1], *parts]
+                gradients, cotangent = block.pull(cotangent, batch, len(u), block is self.blocks[0])
+                parts = [gradients[:, :, :-1].flatten(1), gradients[:, :, -1], *parts]
         return torch.cat(parts, 1)
 
     def vjp_each(self, u: Tensor, batch: Tensor) -> Tensor:
@@ -169,8 +171,8 @@ class StoredFeatures(Features):
         cotangent = u
         with torch.no_grad():
             for block in reversed(self.blocks):
-                own, cotangent = block.pull(cotangent, batch, 1, block is self.blocks[0], each=True)
-                parts = [own[:, :, :-1].flatten(1), own[:, :, -1], *parts]
+                gradients, cotangent = block.pull(cotangent, batch, 1, block is self.blocks[0], each=True)
+                parts = [gradients[:, :, :-1].flatten(1), gradients[:, :, -1], *parts]
         return torch.cat(parts, 1)
 
     def rows(self, batch: Tensor) -> Tensor:
