@@ -136,7 +136,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def count_iterations(la: LinearisedLaplace, options: argparse.Namespace, T: Tensor, z: Tensor, y: Tensor) -> None:
-    """The iterations of conjugate gradients in observation space for eight samples, with and without a preconditioner."""
+    """Iterations of conjugate gradients for eight samples in observation space, with and without a preconditioner."""
     model = tangent_model(la.network, la.likelihood, [(z, y)], kind="affine", observation=T).model
     ggn, draws = model.ggn(model.network_outputs), Draws(8, 0)
     prior = la.prior.build(ggn, la.network.layers(), float(la.prior_precision_), draws.noise(len(T)))

@@ -16,7 +16,7 @@ WITH_VALIDATION, OF_DROPOUT = "ours, validation", "ours, trained with dropout, v
 def checks(
     results: Results, near: Sequence[dict[str, Any]], costs: Sequence[dict[str, Any]]
 ) -> list[tuple[str, str, str]]:
-    """A claim, the figure, and whether it holds."""
+    """Rows of a table: a claim, its figure, and whether it holds."""
     return [*defaults(results), *with_validation(results), *fidelity(near), *prediction_cost(costs)]
 
 

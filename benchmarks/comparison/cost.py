@@ -63,7 +63,7 @@ def theirs(subset: str, structure: str) -> Callable[[nn.Module, Part], Steps]:
 
 
 def ella(model: nn.Module, data: Part) -> Steps:
-    """Its tuning is a grid on validation data."""
+    """laplace-torch's ELLA; a grid on validation data tunes it."""
     from laplace import Laplace  # pyright: ignore[reportMissingImports]
 
     la: Any = Laplace(
@@ -88,7 +88,7 @@ METHODS: dict[str, Callable[[nn.Module, Part], Steps]] = {
 
 
 def network(outputs: int, size: float) -> nn.Module:
-    """Of about so many weights, two hidden layers of one width."""
+    """An MLP of about `size` weights, with two hidden layers of one width."""
     side = width(outputs, size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -97,13 +97,13 @@ def network(outputs: int, size: float) -> nn.Module:
 
 
 def width(outputs: int, size: float) -> int:
-    """`w` of `w² + (inputs + outputs + 2) w + outputs = size`."""
+    """The width `w` that solves `w² + (inputs + outputs + 2) w + outputs = size`."""
     b = INPUTS + outputs + 2
     return round((math.sqrt(b**2 + 4 * max(0.0, size - outputs)) - b) / 2)
 
 
 def measure(outputs: int, size: float, method: str) -> dict[str, float]:
-    """Seconds of each step, and by how much it made the peak of memory grow, in MiB."""
+    """Seconds of each step, and the growth of the peak of memory in MiB."""
     model = network(outputs, size)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(DATA + NEW, INPUTS, generator=generator)
@@ -114,7 +114,7 @@ def measure(outputs: int, size: float, method: str) -> dict[str, float]:
         model(x)
     before, figures = peak(), {"num_parameters": float(sum(p.numel() for p in model.parameters()))}
     new = x[DATA:]
-    # the first prediction builds what later ones have
+    # the first prediction builds what later ones reuse
     for name, step in (
         ("fit", fit),
         ("first", lambda: predict(new)),
@@ -145,7 +145,7 @@ def cells(suite: str) -> list[tuple[int, float, str]]:
 
 
 def run_cell(outputs: int, size: float, method: str, limit: float) -> dict[str, Any]:
-    """In a process of its own; the steps that ended count even if a later one did not."""
+    """Runs a cell in a process of its own; steps that ended count even if a later one did not."""
     arguments = ["--outputs", str(outputs), "--size", str(size), "--method", method]
     command = [sys.executable, "-m", "benchmarks.comparison.cost", *arguments]
     try:
@@ -158,7 +158,7 @@ def run_cell(outputs: int, size: float, method: str, limit: float) -> dict[str, 
 
 
 def run(suite: str, out: Path) -> None:
-    """Append what is not there yet."""
+    """Appends the results that the file does not have."""
     done = {(r["outputs"], r["size"], r["method"]) for r in read(out, KEY)}
     for outputs, size, method in cells(suite):
         if (outputs, size, method) not in done:

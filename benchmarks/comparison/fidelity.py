@@ -42,7 +42,7 @@ Method = Callable[[Problem, Tensor, float], Approximation]
 
 
 def log_probs(outputs: Tensor, covariance: Tensor) -> Tensor:
-    """Of Gaussian logits, by many draws, the same normal ones for every covariance."""
+    """Log-probabilities of Gaussian logits by many draws; the normal draws are the same for every covariance."""
     values, vectors = torch.linalg.eigh(covariance.double())
     root = vectors * values.clamp_min(0).sqrt()[..., None, :]
     generator = torch.Generator().manual_seed(0)
@@ -105,7 +105,7 @@ METHODS_COMPARED: dict[str, Method] = {
 
 
 def distances(problem: Problem) -> Iterator[dict[str, Any]]:
-    """Of every method, on some of the test data."""
+    """The distances of every method, on some of the test data."""
     x = problem.data.test.x[:TEST]
     exact = LinearisedLaplace(problem.network, problem.likelihood, method="exact", num_samples=2, scale=1.0, **SETTINGS)
     exact.fit_hyperparameters(problem.data.train.loader(BATCH), progress=False)
@@ -134,7 +134,7 @@ def distances(problem: Problem) -> Iterator[dict[str, Any]]:
 
 
 def run(suite: str, out: Path) -> None:
-    """Append what is not there yet, a network at a time."""
+    """Appends the results that the file does not have, network by network."""
     task, seeds = SUITES[suite]
     done = {(r["network"], r["seed"]) for r in read(out, KEY)}
     for seed in range(seeds):

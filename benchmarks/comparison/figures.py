@@ -21,7 +21,7 @@ SHOWN = (
 
 
 def draw(results: Results, near: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """What there are results for."""
+    """Draws the figures for which there are results."""
     import matplotlib as mpl
 
     mpl.use("Agg")

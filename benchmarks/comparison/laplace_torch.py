@@ -21,7 +21,7 @@ from laplace_sampling.networks.linearisation import Linearisation
 
 __all__ = ["GRID", "STRUCTURES", "build", "laplace_torch", "weight_samples"]
 
-# Of its arguments: which weights, and the form of the Hessian.
+# Arguments of `Laplace`: which weights are random, and the form of the Hessian.
 STRUCTURES = {
     "last layer": ("last_layer", "full"),
     "last layer, KFAC": ("last_layer", "kron"),
@@ -37,7 +37,7 @@ KNOWN_TO_BACKPACK = (
 def build(
     network: nn.Module, likelihood: str, subset: str, structure: str, **settings: Any
 ) -> tuple[Any, list[str], int]:
-    """Its object on a copy of the network, the names of the weights that are random in it, and a batch size."""
+    """A `Laplace` on a copy of the network, the names of its random weights, and a batch size."""
     # absent without the extra
     from laplace import Laplace  # pyright: ignore[reportMissingImports]
     from laplace.curvature import BackPackGGN, CurvlinopsGGN  # pyright: ignore[reportMissingImports]
@@ -59,7 +59,7 @@ def build(
 
 
 def laplace_torch(structure: str, tuning: str) -> Callable[[Problem], Fitted]:
-    """`tuning` is `"marglik"`, its marginal likelihood, or `"gridsearch"` on validation data; both of its own."""
+    """`tuning` is `"marglik"`, its marginal likelihood, or `"gridsearch"` on validation data; both are laplace-torch's own."""
 
     def method(problem: Problem) -> Fitted:
         la, names, batch = fitted(problem, structure, tuning)
@@ -88,7 +88,7 @@ def laplace_torch(structure: str, tuning: str) -> Callable[[Problem], Fitted]:
 
 
 def fitted(problem: Problem, structure: str, tuning: str) -> tuple[Any, list[str], int]:
-    """As `build` gives them, fitted and tuned."""
+    """The results of `build`, with the object fitted and tuned."""
     la, names, batch = build(problem.network, problem.likelihood, *STRUCTURES[structure])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -100,7 +100,7 @@ def fitted(problem: Problem, structure: str, tuning: str) -> tuple[Any, list[str
 
 
 def tune(la: Any, problem: Problem, tuning: str, batch: int) -> None:
-    """By its own means; the noise of a regression as its documentation says, or from validation residuals."""
+    """Tunes by its own means; the noise of a regression follows its documentation, or validation residuals."""
     if problem.likelihood == "regression" and tuning == "marglik":
         log_prior, log_noise = (torch.ones(1, requires_grad=True) for _ in range(2))
         optimiser = torch.optim.Adam([log_prior, log_noise], lr=0.1)
@@ -137,7 +137,7 @@ class GaussianLoss:
 
 
 def weight_samples(la: Any, seed: int, num: int = SAMPLES) -> Tensor:
-    """Of its posterior, less the mean: `[K, P]`."""
+    """Samples of the weights from the posterior, minus the mean: `[K, P]`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return (la.sample(num) - la.mean).detach()

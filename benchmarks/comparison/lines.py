@@ -15,7 +15,7 @@ PACKAGES = ("laplace_sampling", "torch", "laplace-torch", "curvlinops-for-pytorc
 
 
 def read(path: Path, key: Sequence[str]) -> list[dict[str, Any]]:
-    """The last line of each `key`, names that all lines have; a line that was cut off in writing does not count."""
+    """The last line for each value of `key`, names that all lines have; skips lines that were cut off in writing."""
     results = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -28,7 +28,7 @@ def read(path: Path, key: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def append(path: Path, result: dict[str, Any]) -> None:
-    """In one piece, so that several processes may write."""
+    """Writes a line in one piece, so that several processes may write to the file."""
     line = "\n" if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n") else ""
     line += json.dumps(finite(result)) + "\n"
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), "wb") as file:
@@ -36,7 +36,7 @@ def append(path: Path, result: dict[str, Any]) -> None:
 
 
 def finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null."""
+    """Replaces NaN and infinity, which JSON does not have, by null."""
     if isinstance(value, dict):
         return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list):

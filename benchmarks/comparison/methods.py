@@ -20,14 +20,14 @@ ALL = ("classification", "binary", "regression")
 
 @dataclass(frozen=True)
 class Method:
-    """How to fit, and on what terms.
+    """How to fit a method, and where it runs.
 
     Attributes:
         fit: from a problem to predictions.
-        sees: what it sees beside the training data: `""`, `"validation"`, or `"test"` for an oracle.
-        likelihoods: of tasks that it is for.
-        own: whether it is of this library.
-        requires: a module that has to be there.
+        sees: which data it sees besides the training data: `""`, `"validation"`, or `"test"` for an oracle.
+        likelihoods: those of the tasks that it is for.
+        own: whether it belongs to this library.
+        requires: a module that must be installed.
         tier: 0 runs on all networks, 1 on those where methods are compared, 2 where settings of this library are,
             3 where also slow ones are.
     """
@@ -41,7 +41,7 @@ class Method:
 
 
 def gaussian_process(problem: Problem) -> Fitted:
-    """RBF kernel with a length for each input, hyperparameters by marginal likelihood: no network."""
+    """A Gaussian process without a network: RBF kernel with a length for each input, tuned by marginal likelihood."""
     # Both import gpytorch, which most methods do without.
     from benchmarks.gp import processes
     from benchmarks.gp.regression_task import Task
@@ -64,7 +64,7 @@ def gaussian_process(problem: Problem) -> Fitted:
 
 
 def _ours() -> dict[str, Method]:
-    """The defaults, and what they might be: prior, where the curvature is, linear model, number of samples."""
+    """The defaults and alternatives to them: prior, outputs of the curvature, linear model, number of samples."""
     classes, numbers = ("classification", "binary"), ("regression",)
 
     def own(
@@ -123,6 +123,6 @@ METHODS: dict[str, Method] = {
 
 
 def missing(method: Method) -> str | None:
-    """The module that a method needs and that is not there."""
+    """The module that a method needs, if it is not installed."""
     absent = method.requires is not None and importlib.util.find_spec(method.requires) is None
     return method.requires if absent else None

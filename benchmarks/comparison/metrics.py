@@ -87,7 +87,7 @@ def entropy(p: Classified) -> Tensor:
 
 
 def ood_auroc(inside: Classified, outside: Classified) -> float:
-    """How well the entropy of predictions tells other data from test data."""
+    """How well the entropy of predictions separates other data from test data."""
     scores = torch.cat([entropy(inside), entropy(outside)])
     return auroc(scores, torch.arange(len(scores)) >= len(inside.log_probs))
 

@@ -117,7 +117,7 @@ NETWORKS: dict[str, Callable[[torch.Size, int, float], nn.Module]] = {
 
 
 def build(name: str, shape: torch.Size, outputs: int, dropout: float = 0.0, seed: int = 0) -> nn.Module:
-    """A network before training; its start depends on the seed only."""
+    """A network before training; its initial weights depend on the seed only."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return NETWORKS[name](shape, outputs, dropout)

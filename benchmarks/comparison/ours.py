@@ -36,7 +36,7 @@ PRECISION_FACTORS = (1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 def setting(**settings: Any) -> Callable[[Problem], Fitted]:
-    """Hyperparameters from the training data alone."""
+    """A fit with hyperparameters from the training data alone."""
 
     def method(problem: Problem) -> Fitted:
         la, details = fitted(problem, tuple(settings.items()))
@@ -49,7 +49,7 @@ defaults = setting()
 
 
 def with_validation(problem: Problem) -> Fitted:
-    """Scale, and temperature or noise, by held-out data."""
+    """A fit with scale, and temperature or noise, from held-out data."""
     la, details = fitted(problem, ())
     started = time.perf_counter()
     la = copy.copy(la).calibrate(problem.data.validation.loader(BATCH))
@@ -58,14 +58,14 @@ def with_validation(problem: Problem) -> Fitted:
 
 
 def with_dropout(problem: Problem) -> Fitted:
-    """As `with_validation`, of the network that is best with Monte Carlo dropout, which is not used to predict."""
+    """`with_validation` on the network that is best with Monte Carlo dropout; predictions do not use dropout."""
     rate, _ = best_dropout(problem)
     fit = with_validation(replace(problem, dropout=rate))
     return replace(fit, details={**fit.details, "rate": rate}, passes=fit.passes + len(DROPOUT_RATES) * problem.epochs)
 
 
 def with_posterior(la: LinearisedLaplace, posterior: Posterior) -> LinearisedLaplace:
-    """With another calibration of the same samples, as `fit_hyperparameters` has it without another fit."""
+    """The same samples with another calibration, as `fit_hyperparameters` finds it without another fit."""
     other = copy.copy(la)
     other._posterior = posterior
     return other
@@ -89,7 +89,7 @@ def _fitted(problem: Problem, settings: tuple[tuple[str, Any], ...]) -> tuple[Li
 
 
 def caught(la: LinearisedLaplace, fit: Callable[[], object]) -> dict[str, Any]:
-    """Fits, and tells hyperparameters and how it went."""
+    """Runs a fit; returns hyperparameters and warnings."""
     started = time.perf_counter()
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always", ConvergenceWarning)
@@ -124,7 +124,7 @@ def fitted_predictions(problem: Problem, la: LinearisedLaplace, details: dict[st
 
 
 def common(likelihood: str, parts: list[Any], scale: float = 1.0) -> Prediction:
-    """Batches of predictions as one, in the form of all methods; deviations from the network times `scale`."""
+    """Joins batches of predictions in the common form; multiplies deviations from the network by `scale`."""
     outputs, deviations = torch.cat([p.outputs for p in parts]), torch.cat([scale * p.deviations for p in parts], 1)
     samples, first = outputs + deviations, parts[0]
     if isinstance(first, RegressionPrediction):
@@ -147,7 +147,7 @@ def link_log_probs(likelihood: str, p: ClassificationPrediction, link: str) -> T
 
 
 def with_best_scale(problem: Problem) -> Fitted:
-    """The posterior's standard deviations times the number of the largest likelihood of the *test* data."""
+    """The posterior's standard deviations times the factor of largest likelihood of the *test* data."""
     la, details = fitted(problem, (("scale", 1.0),))
     part = problem.data.test
     parts = [la.predict(batch) for batch in part.x.split(BATCH)]
@@ -167,7 +167,7 @@ def mean_log_likelihood(p: Prediction, y: Tensor) -> float:
 
 
 def chosen_precision(oracle: bool = False, **settings: Any) -> Callable[[Problem], Fitted]:
-    """The prior precision of the largest log-likelihood of held-out (or test) data, of a few around the fitted one.
+    """Takes the prior precision of largest held-out (or test) log-likelihood among multiples of the fitted one.
 
     Its posterior is not scaled.
     """

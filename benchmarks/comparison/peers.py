@@ -30,14 +30,14 @@ DIVERGENCE_WEIGHTS, MEAN_FIELD_STEPS, MEAN_FIELD_SAMPLES = (1.0, 0.1), 1000, 64
 
 
 def network_alone(problem: Problem) -> Fitted:
-    """MAP: the network; the noise of a regression is that of the training residuals."""
+    """The network alone (MAP); the noise of a regression is that of its training residuals."""
     train, network = problem.data.train, problem.network
     noise = residuals(problem, train.y, outputs_of(network, train.x)[None])
     return Fitted(lambda x: prediction(problem.likelihood, outputs_of(network, x)[None], noise))
 
 
 def temperature_scaling(problem: Problem, oracle: bool = False) -> Fitted:
-    """The temperature, or the noise of a regression, of the largest log-likelihood of validation (or test) data."""
+    """Finds the temperature, or the noise of a regression, of largest validation (or test) log-likelihood."""
     part = problem.data.test if oracle else problem.data.validation
     outputs = outputs_of(problem.network, part.x)[None]
     noise, temperature = residuals(problem, part.y, outputs), 1.0
@@ -57,7 +57,7 @@ def temperature_scaling(problem: Problem, oracle: bool = False) -> Fitted:
 
 
 def residuals(problem: Problem, y: Tensor, outputs: Tensor) -> float:
-    """Mean squared residual of a regression that is not in the spread of its members; zero for classes."""
+    """The mean squared residual that the spread of the members does not explain; zero for classes."""
     if problem.likelihood != "regression":
         return 0.0
     missing = (outputs.mean(0) - y).square().mean() - outputs.var(0, correction=0).mean()
@@ -72,7 +72,7 @@ def by_members(problem: Problem, draw: Draw, passes: float, products: float, **d
 
 
 def best(problem: Problem, candidates: Iterable[tuple[float, Draw]]) -> tuple[float, Draw]:
-    """Of the largest validation log-likelihood."""
+    """The candidate of largest validation log-likelihood."""
     part = problem.data.validation
     y = targets(problem.likelihood, part.y)
 
@@ -96,13 +96,13 @@ def deep_ensemble(problem: Problem) -> Fitted:
 
 
 def mc_dropout(problem: Problem) -> Fitted:
-    """Trained and evaluated with dropout (Gal & Ghahramani 2016)."""
+    """Monte Carlo dropout: training and prediction with dropout (Gal & Ghahramani 2016)."""
     rate, draw = best_dropout(problem)
     return by_members(problem, draw, len(DROPOUT_RATES) * problem.epochs, DROPOUT_SAMPLES, rate=rate)
 
 
 def best_dropout(problem: Problem) -> tuple[float, Draw]:
-    """The rate of the best predictions with dropout, and these."""
+    """The dropout rate of the best predictions, and these predictions."""
 
     def draws(network: nn.Module) -> Draw:
         def draw(x: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def swag(problem: Problem) -> Fitted:
 
 
 def swag_networks(problem: Problem, step_size: float) -> list[nn.Module]:
-    """Samples of the Gaussian, statistics of batch norm taken anew for each; MAP itself where SGD diverges."""
+    """Samples of the Gaussian, each with batch-norm statistics computed again; MAP itself where SGD diverges."""
     train, recipe, network = problem.data.train, problem.recipe, copy.deepcopy(problem.network).train()
     loss, generator = loss_of(problem.likelihood), torch.Generator().manual_seed(problem.seed)
     optimiser = torch.optim.SGD(network.parameters(), step_size, momentum=0.9, weight_decay=recipe.weight_decay)

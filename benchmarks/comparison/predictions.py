@@ -12,7 +12,7 @@ __all__ = ["Classified", "Fitted", "Prediction", "Regressed", "log_mean_exp", "p
 
 @dataclass(frozen=True)
 class Classified:
-    """Of classes, also of the pixels of a segmentation.
+    """Predictions of classes, also for the pixels of a segmentation.
 
     Attributes:
         log_probs: `[N, C]`, of the method's own link.
@@ -27,7 +27,7 @@ class Classified:
 
 @dataclass(frozen=True)
 class Regressed:
-    """Of scalars: a Gaussian for each, noise included, and joint draws of the function, `[K, N]`, without noise."""
+    """Predictions of scalars: a Gaussian for each, with noise, and joint draws of the function, `[K, N]`, without."""
 
     mean: Tensor
     variance: Tensor
@@ -40,7 +40,7 @@ Prediction = Classified | Regressed
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a method gives: predictions of inputs, and what they took.
+    """The result of a method: predictions of inputs, and their cost.
 
     Attributes:
         predict: from inputs to a prediction.
@@ -59,14 +59,14 @@ class Fitted:
 
 
 def log_mean_exp(x: Tensor) -> Tensor:
-    """Over the first axis."""
+    """The logarithm of the mean of exponentials, over the first axis."""
     return x.logsumexp(0) - torch.tensor(float(len(x))).log()
 
 
 def prediction(
     likelihood: str, outputs: Tensor, noise_variance: float = 0.0, temperature: float = 1.0
 ) -> Classified | Regressed:
-    """From outputs of a network, or of `K` of them, `[K, N, ...]`: the mixture of classes, or its first two moments."""
+    """Predictions from outputs of `K` networks, `[K, N, ...]`: a mixture of classes, or the moments of a mixture."""
     outputs = outputs.detach()
     if likelihood == "regression":
         samples = outputs.reshape(len(outputs), -1)
@@ -84,5 +84,5 @@ def two_classes(logits: Tensor) -> Tensor:
 
 
 def targets(likelihood: str, y: Tensor) -> Tensor:
-    """In the order of a prediction, `[N]`."""
+    """Targets in the order of a prediction, `[N]`."""
     return y.flatten() if likelihood == "regression" else y.flatten().long()

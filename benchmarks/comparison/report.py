@@ -50,7 +50,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def by_case(results: Results) -> str:
-    """Test log-likelihood, a row a case."""
+    """Test log-likelihoods, one row for each case."""
     methods = [method for method in MAIN if method in results.methods(results.cases)]
     rows = []
     for case in results.cases:
@@ -141,7 +141,7 @@ def failures(results: Results) -> str:
 
 
 def fidelity_table(lines: Sequence[dict[str, Any]]) -> str:
-    """A row a method, a column a size; means over seeds."""
+    """One row for each method and one column for each size; means over seeds."""
     sizes = sorted({line["num_parameters"] for line in lines})
     rows = []
     for method in dict.fromkeys(line["method"] for line in lines):
@@ -156,7 +156,7 @@ def fidelity_table(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def ratios_table(lines: Sequence[dict[str, Any]], step: str) -> str:
-    """Of a step, theirs over ours; ours in seconds."""
+    """For a step, our figure and the ratio of theirs to ours."""
     cells = {(v["outputs"], v["size"], v["method"]): v for v in lines}
     places = sorted({(outputs, size) for outputs, size, _ in cells})
     methods = [method for method in cost.METHODS if method != "ours"]
@@ -179,7 +179,7 @@ def ratios_table(lines: Sequence[dict[str, Any]], step: str) -> str:
 def page(
     results: Results, near: Sequence[dict[str, Any]], costs: Sequence[dict[str, Any]], images: Sequence[str]
 ) -> str:
-    """Markdown."""
+    """The page in Markdown."""
     parts: list[tuple[str, str, Callable[[], str] | str]] = [
         ("What holds", "", lambda: table(["claim", "figure", "holds"], checks(results, near, costs))),
         (
@@ -233,7 +233,7 @@ def page(
 
 
 def summary(results: Results) -> str:
-    """How much there is, and of which versions."""
+    """The number of results, and the versions of libraries."""
     seeds = len({line["seed"] for line in results.lines})
     minutes = sum(line.get("seconds", 0.0) for line in results.lines) / 60
     versions = sorted({f"{k} {v}" for line in results.lines for k, v in line.get("versions", {}).items()})
@@ -250,7 +250,7 @@ def merged(files: Sequence[Path], key: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def write(files: Sequence[Path], to: Path) -> None:
-    """The page, and its figures into `images` beside it. Later files go before earlier ones."""
+    """Writes the page, and its figures into `images` beside it. Later files replace results of earlier ones."""
     results = Results(merged(files, run.KEY))
     near, costs = merged(files, fidelity.KEY), merged(files, cost.KEY)
     images = figures.draw(results, near, to.parent / "images")

@@ -14,7 +14,7 @@ __all__ = ["Results", "compared", "nan_mean", "severe"]
 
 @dataclass(frozen=True)
 class Results:
-    """Lines of `run` that are no errors, by case, method and seed."""
+    """Lines of `run` without errors, by case, method and seed."""
 
     lines: Sequence[dict[str, Any]]
 
@@ -31,7 +31,7 @@ class Results:
         return list(dict.fromkeys(line["case"] for line in self.lines))
 
     def methods(self, cases: Iterable[str]) -> list[str]:
-        """In the order of the table of methods, those with a result in one of the cases."""
+        """The methods with a result in one of the cases, in the order of the table."""
         known = set(cases)
         there = {method for case, method in self._cells if case in known}
         return [method for method in METHODS if method in there]
@@ -42,14 +42,14 @@ class Results:
         return "regression" if likelihood == "regression" else "classification"
 
     def values(self, case: str, method: str, metric: str, part: str = "test") -> dict[int, float]:
-        """By seed."""
+        """Values by seed."""
         cells = {
             line["seed"]: line["metrics"].get(part, {}).get(metric) for line in self._cells.get((case, method), [])
         }
         return {seed: value for seed, value in cells.items() if value is not None}
 
     def mean(self, case: str, method: str, metric: str = "log_likelihood", part: str = "test") -> float:
-        """Over seeds; NaN where there is none."""
+        """The mean over seeds; NaN without results."""
         values = self.values(case, method, metric, part)
         return float(np.mean(list(values.values()))) if values else float("nan")
 
@@ -64,7 +64,7 @@ class Results:
         return [part for part in line["metrics"] if part != "test"]
 
     def temperature(self, case: str) -> float:
-        """The best for test data, geometric mean over seeds: above one where the network is overconfident."""
+        """The best temperature for test data, geometric mean over seeds: above one for an overconfident network."""
         lines = self._cells.get((case, "temperature by test oracle"), [])
         return float(np.exp(np.mean([np.log(line["details"]["temperature"]) for line in lines]))) if lines else np.nan
 
@@ -80,7 +80,7 @@ def compared(results: Results, likelihood: str) -> list[str]:
 
 
 def severe(parts: Sequence[str]) -> list[str]:
-    """Of the corruptions severity 3 to 5; other shifts all."""
+    """The corruptions of severity 3 to 5, and all other shifts."""
     return [part for part in parts if part not in ("severity 1", "severity 2")]
 
 

@@ -24,7 +24,7 @@ from benchmarks.comparison.predictions import Classified, targets
 from benchmarks.comparison.training import Problem, Recipe
 from benchmarks.data.tasks import TASKS, Part, Task, uci_tasks
 
-# A result of the same is not run again.
+# A result with the same values of these is not computed again.
 KEY = ("case", "seed", "method")
 
 __all__ = ["KEY", "SUITES", "Case", "Suite", "Unit", "estimate", "run", "units"]
@@ -52,7 +52,7 @@ class Suite:
 
 @dataclass(frozen=True)
 class Unit:
-    """Methods on one network, that share it and its data."""
+    """Methods that share one network and its data."""
 
     case: Case
     seed: int
@@ -103,7 +103,7 @@ SUITES = {"small": Suite(_small(), 3), "full": Suite(_full(), 5)}
 
 
 def units(suite: Suite, only: str | None = None, done: Iterable[dict[str, Any]] = ()) -> Iterator[Unit]:
-    """What is left to do, seed after seed; `only` is searched for in `task / network / recipe / method`."""
+    """The units without results, seed after seed; `only` is searched for in `task / network / recipe / method`."""
     there = {(r["case"], r["seed"], r["method"]) for r in done}
     tasks = TASKS
     for seed in range(suite.seeds):
@@ -128,7 +128,7 @@ def problem_of(case: Case, seed: int, networks: Path | None, tasks: dict[str, Ta
 
 
 def evaluate(problem: Problem, name: str) -> dict[str, Any]:
-    """Costs and scores of a method; an error, should there be one, is its result."""
+    """Costs and scores of a method, or its error."""
     network = problem.network  # trained before the clock starts: all methods need it
     started = time.perf_counter(), time.process_time()
     try:
@@ -165,7 +165,7 @@ def part_scores(problem: Problem, fit: Any, part: Part, known: Any) -> dict[str,
 
 
 def work(unit: Unit, out: Path, networks: Path, uci: Path | None, threads: int) -> Unit:
-    """All of a unit; appends its results."""
+    """Runs all methods of a unit and appends the results."""
     torch.set_num_threads(threads)
     tasks = TASKS | (uci_tasks(uci) if uci is not None else {})
     problem = problem_of(unit.case, unit.seed, networks, tasks)
@@ -188,7 +188,7 @@ def work(unit: Unit, out: Path, networks: Path, uci: Path | None, threads: int) 
 
 
 def estimate(remaining: Sequence[Unit], done: Sequence[dict[str, Any]]) -> float:
-    """Seconds that the units take one after another: as the same at other seeds, else as the method elsewhere."""
+    """Predicts the seconds of the units, from other seeds of the same cell, or else from other cells of the method."""
     by_cell: dict[tuple[str, str], list[float]] = {}
     by_method: dict[str, list[float]] = {}
     for result in done:
@@ -205,7 +205,7 @@ def estimate(remaining: Sequence[Unit], done: Sequence[dict[str, Any]]) -> float
 def run(
     suite: Suite, out: Path, *, only: str | None = None, jobs: int = 1, threads: int = 1, uci: Path | None = None
 ) -> None:
-    """Append what is not there yet. Trained networks are kept in a folder beside the file."""
+    """Appends the results that the file does not have. Trained networks are kept in a folder beside the file."""
     if uci is not None:
         cases = [c for name in uci_tasks(uci) for c in grid(name, "tanh MLP", 1e-3, 2, others=False)]
         suite = replace(suite, cases=(*suite.cases, *cases))

@@ -52,7 +52,7 @@ State = dict[str, Tensor]
 
 
 def train(network: nn.Module, likelihood: str, data: Data, recipe: Recipe, seed: int) -> dict[str, State]:
-    """States at the `end` and of least validation loss, `early`, from one run."""
+    """Network states from one run: at the `end`, and `early`, of least validation loss."""
     loss, generator = loss_of(likelihood), torch.Generator().manual_seed(seed)
     optimiser = torch.optim.Adam(network.parameters(), recipe.step_size, weight_decay=recipe.weight_decay)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -63,7 +63,7 @@ def train(network: nn.Module, likelihood: str, data: Data, recipe: Recipe, seed:
         torch.manual_seed(seed)  # of dropout
         while step < recipe.steps:
             network.train()
-            # a last batch of a datum or two has no statistics
+            # a last batch of one or two data has no useful statistics
             order = torch.randperm(len(data.train.y), generator=generator)
             for batch in order[: recipe.batch_size * max(1, len(order) // recipe.batch_size)].split(recipe.batch_size):
                 optimiser.zero_grad()
@@ -80,7 +80,7 @@ def train(network: nn.Module, likelihood: str, data: Data, recipe: Recipe, seed:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What a method is given.
+    """The problem that a method gets.
 
     Attributes:
         task: with its likelihood.
@@ -108,7 +108,7 @@ class Problem:
 
     @property
     def epochs(self) -> float:
-        """Of training a network."""
+        """Epochs of training."""
         return self.recipe.steps * self.recipe.batch_size / len(self.data.train.y)
 
     def trained(self, member: int = 0, dropout: float = 0.0) -> nn.Module:
@@ -133,7 +133,7 @@ class Problem:
 
     @cached_property
     def network(self) -> nn.Module:
-        """What error bars are for."""
+        """The network that gets error bars."""
         return self.trained(dropout=self.dropout) if self.dropout else self.trained()
 
     def residual_variance(self, part: Part, outputs: Tensor) -> float:

@@ -28,7 +28,7 @@ FONTS = tuple(
     for variant in variants
 )
 SYMBOL_FONTS = tuple(name for name in FONTS if name.startswith(("DejaVu", "STIX")))
-# Part of what a seed means: images are made so many at a time.
+# Images are drawn in chunks of this size. Another size would change the images of a seed.
 _CHUNK = 5000
 
 

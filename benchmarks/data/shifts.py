@@ -18,7 +18,7 @@ def noise(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
 
 
 def blur(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
-    """By a Gaussian, its standard deviation 3.5 % of the side of the image for each step."""
+    """Blurs by a Gaussian; its standard deviation grows by 3.5 % of the side of the image for each severity."""
     sigma = 0.035 * severity * x.shape[-1]
     size = 2 * math.ceil(3 * sigma) + 1
     padded = F.pad(x, [size // 2] * 4, mode="replicate")
@@ -26,7 +26,7 @@ def blur(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
 
 
 def rotation(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
-    """By 12 degrees a step, to either side."""
+    """Rotates by 12 degrees for each severity, to either side."""
     angle = math.radians(12 * severity) * (2 * torch.randint(2, (len(x),), generator=generator) - 1)
     cos, sin, zero = angle.cos(), angle.sin(), torch.zeros(len(x))
     maps = torch.stack([torch.stack([cos, -sin, zero], 1), torch.stack([sin, cos, zero], 1)], 1)
@@ -35,7 +35,7 @@ def rotation(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
 
 
 def contrast(x: Tensor, severity: int, generator: torch.Generator) -> Tensor:
-    """Of each image, 17 % less a step."""
+    """Lowers the contrast of each image by 17 % for each severity."""
     mean = x.mean((1, 2, 3), keepdim=True)
     return mean + (1 - 0.17 * severity) * (x - mean)
 

@@ -36,14 +36,14 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Of a task and a seed.
+    """The data of a task and a seed.
 
     Attributes:
-        train: what networks are trained on, and error bars fitted to.
+        train: data for training networks and for fitting error bars.
         validation: seen by methods that say so, and by early stopping.
-        test: of the same distribution.
+        test: data of the same distribution.
         shifts: test data of other distributions.
-        ood: inputs of no class.
+        ood: inputs that belong to no class.
     """
 
     train: Part
@@ -68,7 +68,7 @@ class Task:
 
 
 def split(x: Tensor, y: Tensor, train: int, validation: int, seed: int, test: int | None = None) -> Data:
-    """In an order by the seed; inputs standardised on the training data, images by one mean and scale."""
+    """Splits in an order given by the seed; standardises inputs on the training data, images by one mean and scale."""
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     ends = train, train + validation, None if test is None else train + validation + test
     parts = [order[: ends[0]], order[ends[0] : ends[1]], order[ends[1] : ends[2]]]
@@ -84,7 +84,7 @@ def with_corruptions(data: Data, seed: int) -> Data:
 
 
 def digits(train: int, noise: float) -> Callable[[int], Data]:
-    """8×8 digits with pixel noise; letters of matplotlib's fonts, as small and as noisy, are of no class."""
+    """8×8 digits with pixel noise; letters of matplotlib's fonts, as small and noisy, belong to no class."""
 
     def load(seed: int) -> Data:
         images, labels = datasets.load_digits(return_X_y=True)
@@ -104,7 +104,7 @@ def digits(train: int, noise: float) -> Callable[[int], Data]:
 
 
 def glyph_images(train: int, classes: str, noise: float = 0.1, test: int = 1000, side: int = 20) -> Callable:
-    """Distorted characters; other symbols are of no class."""
+    """Distorted characters; other symbols belong to no class."""
 
     def load(seed: int) -> Data:
         generator = torch.Generator().manual_seed(seed)
@@ -119,7 +119,7 @@ def glyph_images(train: int, classes: str, noise: float = 0.1, test: int = 1000,
 
 
 def two_moons(seed: int) -> Data:
-    """A hundred points; a ring far around them is of no class."""
+    """A hundred points; a ring far around them belongs to no class."""
     x, y = datasets.make_moons(700, noise=0.25, random_state=seed)
     data = split(torch.tensor(x, dtype=torch.float32), torch.tensor(y), 100, 100, seed)
     angle = torch.linspace(0, 2 * torch.pi, 200)
@@ -156,7 +156,7 @@ def gap(seed: int) -> Data:
 
 
 def segmentation(train: int, side: int = 16) -> Callable[[int], Data]:
-    """Discs are to be found, squares not, in noise; the noise of the shift is twice as large."""
+    """The task is to find discs, and not squares, in noise; the noise of the shift is twice as large."""
 
     def part(num: int, noise: float, generator: torch.Generator) -> Part:
         position = torch.arange(side).float()
@@ -198,7 +198,7 @@ TASKS: dict[str, Task] = {
 
 
 def uci_tasks(folder: Path) -> dict[str, Task]:
-    """Those of `benchmarks.gp.uci` in the folder; the seed is the split, a fifth of its training data validate."""
+    """The UCI sets in the folder; the seed is the split, and a fifth of its training data is for validation."""
 
     def task(directory: Path) -> Task:
         def load(seed: int) -> Data:

@@ -24,7 +24,7 @@ from laplace_sampling.networks.linearisation import Linearisation
 __all__ = ["MEMBERS", "Method", "Outcome", "Task", "best_noise", "gaussian", "predict", "train"]
 
 WIDTH, MEMBERS = 50, 5
-# Weight decays that validation goes down, until its error rises: of the objective `½Σ(y − f)² + ½λ‖w‖²`.
+# Weight decays `λ` of the objective `½Σ(y − f)² + ½λ‖w‖²`, tried in this order until the validation error rises.
 WEIGHT_DECAYS = (10.0, 1.0, 0.1, 0.01, 0.001)
 NETWORK_STEPS = 500  # of L-BFGS
 

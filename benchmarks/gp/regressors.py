@@ -75,7 +75,7 @@ def laplace_torch(task: Task) -> Outcome:
     Log determinants come from the eigenvalues of its Hessian, the same numbers as from its own factorisation of the
     posterior precision in each step, which would take hours.
     """
-    # of the extra `bench`
+    # an optional package, of the extra `bench`
     from laplace import FullLaplace  # pyright: ignore[reportMissingImports]
     from laplace.curvature import BackPackGGN  # pyright: ignore[reportMissingImports]
 
@@ -134,7 +134,7 @@ def dropout_means(network: nn.Module, x: Tensor, seed: int) -> Tensor:
 
 
 def mc_dropout(task: Task) -> Outcome:
-    """Rate of dropout and noise by validation (Gal & Ghahramani 2016)."""
+    """Monte Carlo dropout; validation chooses rate and noise (Gal & Ghahramani 2016)."""
     x, y, x_new, y_new = task.held_out
     tried = []
     for rate in DROPOUT_RATES:
@@ -147,14 +147,14 @@ def mc_dropout(task: Task) -> Outcome:
 
 
 def ensemble(task: Task) -> Outcome:
-    """Networks from different starts, the first that of MAP; noise by validation."""
+    """Networks from different initial weights, the first that of MAP; validation chooses the noise."""
     noise, _ = best_noise(task.held_out_means, task.held_out[3])
     others = [task.trained(task.x, task.y, task.weight_decay, k) for k in range(1, MEMBERS)]
     means = torch.stack([predict(network, task.x_test) for network in [task.map, *others]])
     return gaussian(means, noise, noise=noise)
 
 
-# In the order of the tables. Those of no network do not depend on its depth.
+# In the order of the tables. Methods without a network do not depend on its depth.
 METHODS: dict[str, Method] = {
     "MAP, noise of training residuals": map_training,
     "MAP, noise of held-out residuals": map_held_out,

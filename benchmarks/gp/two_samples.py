@@ -20,7 +20,7 @@ NUM_SAMPLES, MAX_STEPS = 2, 5
 
 
 def run_em(task: Task, prior: str, seed: int, *, learn_noise: bool) -> tuple[list[float], list[float]]:
-    """`α` and `b` over those of the optimum, at the start of EM and after each of five steps at most."""
+    """The ratios of `α` and `b` to the optimum, at the start of EM and after each of at most five steps."""
     optimum = fit_tangent(task, prior, "affine", "mode").optimum
     likelihood = Gaussian(1.0 if learn_noise else optimum.noise_precision, learn=learn_noise)
     la = LinearisedLaplace(task.map, likelihood, prior=prior, noise_at="mode", method="dual", num_samples=2, seed=seed)

@@ -28,11 +28,11 @@ LEVEL = 0.9
 
 
 def standardise(split: Split, depth: int, seed: int, networks: Path | None = None) -> Task:
-    """In units of the training data; `networks` is a folder for trained networks."""
+    """A split in units of its training data; `networks` is a folder for trained networks."""
     inputs, unit = StandardScaler().fit(split.x), float(np.std(split.y))
     x, x_test = (torch.from_numpy(np.asarray(inputs.transform(v))) for v in (split.x, split.x_test))
     y = torch.from_numpy((split.y - split.y.mean()) / unit)
-    # The noise of rounding alone.
+    # The noise that rounding of the targets causes.
     resolution = float(np.diff(np.unique(split.y)).min()) / unit
     floor = max(resolution / math.sqrt(12), 1e-3)
     return Task(
@@ -76,7 +76,7 @@ def run(
     methods: Sequence[str],
     networks: Path | None = None,
 ) -> None:
-    """Append the lines that are not there yet. A method without a network has depth 0, and is run once."""
+    """Appends the lines that the file does not have. A method without a network has depth 0, and runs once."""
     done = {(r["set"], r["split"], r["depth"], r["method"]) for r in read(out)}
     cells = [
         (name, split, depth, [m for m in methods if (m in WITHOUT_NETWORK) == (depth == 0)])
@@ -99,13 +99,13 @@ def run(
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and its standard error; NaN of a single value."""
+    """Mean and its standard error, which is NaN for a single value."""
     x = np.asarray(values)
     return float(x.mean()), float(x.std(ddof=1) / math.sqrt(len(x))) if len(x) > 1 else math.nan
 
 
 def table(results: Sequence[dict[str, Any]], quantity: str, depth: int, digits: int) -> str:
-    """A table of a quantity in markdown, a row a method: mean ± standard error over splits, and the mean over sets."""
+    """A Markdown table of a quantity by method: mean ± standard error over splits, and the mean over sets."""
     sets = [name for name in SETS if any(r["set"] == name for r in results)]
     most = max(Counter((r["set"], r["depth"], r["method"]) for r in results).values(), default=0)
     lines = [f"| method | {' | '.join(sets)} | mean |", "|---" * (len(sets) + 2) + "|"]

@@ -31,7 +31,7 @@ MOST_STEPS = 20  # of EM, where a fit takes it
 
 @dataclass(frozen=True)
 class Outcome:
-    """`α` of each group, mean test log-likelihood, log evidence a datum, whether EM had ended; NaN without a fit."""
+    """`α` by group, mean test log-likelihood, log evidence per datum, whether EM converged; NaN without a fit."""
 
     precision: tuple[float, ...]
     log_likelihood: float
@@ -40,7 +40,7 @@ class Outcome:
 
 
 def log_likelihood(problem: Trained, la: LinearisedLaplace) -> float:
-    """Of the exact Gaussian of the function; for classes by many draws."""
+    """Mean log-likelihood of the exact Gaussian of the function; for classes by many draws."""
     test, prediction = problem.data.test, _predicted(problem, la)
     if problem.likelihood == "regression":
         return regressed(prediction.mean, prediction.variance + prediction.noise_variance, test.y)
@@ -73,7 +73,7 @@ def alone(problem: Trained) -> float:
 def fit(
     name: str, seed: int, prior: str | None = None, hessian_at: str | None = None, linear_model: str | None = None
 ) -> Outcome:
-    """With `α` by evidence; defaults of the library for what is not given."""
+    """A fit with `α` by evidence, and the library's defaults for settings that are not given."""
     problem = trained(name, seed)
     given = {"prior": prior, "hessian_at": hessian_at, "linear_model": linear_model}
     la = problem.laplace(**{k: v for k, v in given.items() if v is not None})
@@ -92,7 +92,7 @@ def fit(
 
 
 def compared(cases: Sequence[str], setting: str, choices: Sequence[str], **fixed: str) -> Iterator[str]:
-    """Table: a setting's choices, a row a case and choice, means ± standard deviations over seeds."""
+    """Table: one row for each case and choice of a setting; means ± standard deviations over seeds."""
     rows = []
     for name in cases:
         plain = [alone(trained(name, seed)) for seed in SEEDS]
@@ -115,7 +115,7 @@ def precisions(outcome: Outcome) -> str:
 
 
 def _stdev(values: Sequence[float]) -> float:
-    """NaN where a run ended at infinity."""
+    """The standard deviation, or NaN where a run ended at infinity."""
     return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
@@ -140,7 +140,7 @@ def curvatures() -> Iterator[str]:
 
 
 def precision_of_weights(problem: Trained) -> float:
-    """`α = γ(α)/‖w̄‖²`, `B` at the network: what the evidence takes where it is expanded at the weights themselves."""
+    """The solution of `α = γ(α)/‖w̄‖²`, `B` at the network: the evidence expanded at the trained weights."""
     model = problem.default
     s, norm = Spectrum.of(model, problem.prior(model)), float(problem.weights.square().sum())
     return math.exp(root(lambda u: u + math.log(norm) - math.log(s.gamma(math.exp(u))), -25, 25))

@@ -34,14 +34,14 @@ ALGORITHMS = ("wine, MLP", "digits, LeNet", "diabetes, tanh MLP")
 
 @lru_cache(maxsize=16)
 def spectrum(name: str, seed: int = 0) -> Spectrum:
-    """Of the default linear model of a case, isotropic prior."""
+    """The spectrum of the default linear model of a case, with the isotropic prior."""
     problem = trained(name, seed)
     model = problem.default
     return Spectrum.of(model, problem.prior(model))
 
 
 def in_float32(name: str, seed: int = 0, steps: int = 1000) -> digits.Problem:
-    """A case as `benchmarks.solvers.digits` takes it."""
+    """A case in the form that `benchmarks.solvers.digits` takes."""
     problem = trained(name, seed, steps)
     model = problem.default
     assert isinstance(model.features, DenseFeatures)
@@ -92,7 +92,7 @@ def objectives() -> Iterator[str]:
 
 
 def leverage_of(p: digits.Problem, prior: GaussianPrior, samples: Tensor) -> float:
-    """`γ/N(C − 1)`, by exact samples."""
+    """The mean leverage `γ/N(C − 1)`, by exact samples."""
     v = samples * prior.scale
     degrees = p.model.features.num_data * max(1, p.model.features.num_outputs - 1)
     return float((v * p.ggn().matmul(v)).sum()) / len(v) / degrees
@@ -168,7 +168,7 @@ UPDATES: dict[str, Callable[[Spectrum, float], float]] = {
 
 
 def iterate(s: Spectrum, update: str, start: float, most: int = 20_000) -> list[float]:
-    """`α` step by step, until it changes by less than 10⁻⁹ of itself."""
+    """The values of `α` after each step, until it changes by less than 10⁻⁹ of itself."""
     trace = [start]
     for _ in range(most):
         trace.append(float(np.clip(UPDATES[update](s, trace[-1]), *s.span)))
@@ -203,7 +203,7 @@ def off(s: Spectrum, trace: list[float]) -> list[float]:
 
 
 def steps_to(path: list[float], tolerance: float) -> int:
-    """After which it stays within; its length, if it does not."""
+    """The number of steps after which a trace stays within the tolerance; its length, if it never does."""
     return max((i + 1 for i, value in enumerate(path) if value >= tolerance), default=0)
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from laplace_sampling import SGD, ConvergenceWarning, LinearisedLaplace
 
 INPUTS, WIDTH, SAMPLES = 8, 32, 8
-# What is held does not depend on how long a solver runs.
+# Memory does not depend on how long a solver runs.
 _FEW_STEPS = SGD(epochs=1e-3, mode_epochs=1e-3, min_steps=20, batch_size=20, max_doublings=0)
 # N and C of each run.
 SIZES = {"N": [(n, 10) for n in (1_000, 10_000, 100_000)], "C": [(50, c) for c in (10, 100, 1_000, 10_000)]}
@@ -51,7 +51,7 @@ def measure(method: str, num: int, classes: int) -> dict[str, Any]:
     model.append(nn.Linear(WIDTH, classes))
     alone = method == "predict"
     data = Made(10 if alone else num, classes)
-    # As many outputs go through the network at once, whatever C is.
+    # The number of outputs that go through the network at once is the same for every C.
     rows = max(1, min(1000, 20_000 // classes))
     la = LinearisedLaplace(
         model,
@@ -74,7 +74,7 @@ def _peak() -> float:
 
 
 def _head(num: int, classes: int) -> float:
-    """MiB of the outputs, of samples of them, and of the head's weights."""
+    """MiB of the outputs, of their samples, and of the head's weights."""
     sampled = min(num, 4096, 2**24 // (SAMPLES * classes))
     return 4 * ((num + SAMPLES * sampled) * classes + classes * WIDTH) / 2**20
 

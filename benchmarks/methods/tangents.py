@@ -60,13 +60,13 @@ class Trained:
     likelihood: str
 
     def laplace(self, **settings) -> LinearisedLaplace:
-        """Exactly, the covariance not scaled."""
+        """An exact fit without scaling of the covariance."""
         exact = {"method": "exact", "scale": 1.0, "num_samples": 2}
         return LinearisedLaplace(self.network, self.likelihood, **{**exact, **settings})
 
     @cached_property
     def noise_precision(self) -> float:
-        """That the library fits, or one that nothing depends on."""
+        """The noise precision that the library fits; for classes a number that nothing depends on."""
         la = self.laplace().fit_hyperparameters(self.data.train.loader(), progress=False)
         return 1.0 if la.noise_precision_ is None else float(la.noise_precision_)
 
@@ -85,14 +85,14 @@ class Trained:
         return Linearisation(self.network).weights.double()
 
     def prior(self, model: LinearModel, name: str = "isotropic", precision: float = 1.0) -> GaussianPrior:
-        """With a scale, if it has one, at the network."""
+        """The prior; its scale, if it has one, is taken at the network."""
         ggn = model.ggn(model.network_outputs)
         prior = as_prior(name).build(ggn, self.layers, precision, Draws(64, 0).noise(10))
         return prior.to(model.features.device, torch.float64)
 
     @property
     def layers(self) -> tuple[list[str], Tensor]:
-        """As `Linearisation.layers`."""
+        """Layers in the form of `Linearisation.layers`."""
         return Linearisation(self.network).layers()
 
     def test_features(self, num: int = 100) -> Tensor:
@@ -101,7 +101,7 @@ class Trained:
 
 @lru_cache(maxsize=32)
 def trained(name: str, seed: int, steps: int = 1000) -> Trained:
-    """A network of `CASES`, trained to the end."""
+    """A network of `CASES`, trained to convergence."""
     case = CASES[name]
     task = TASKS[case.task]
     data = task.load(seed)
@@ -116,7 +116,7 @@ def trained(name: str, seed: int, steps: int = 1000) -> Trained:
 class Spectrum:
     """A linear model in scaled coordinates, in the row space of its features, with `B` at the network.
 
-    There all of EM is a function of `α`: exactly but for the norm of the mode, which is tabulated and interpolated.
+    There all of EM is an exact function of `α`, except for the norm of the mode, which is interpolated from a table.
 
     Attributes:
         values: `λ`, eigenvalues of `M`, the others are zero.
@@ -175,7 +175,7 @@ class Spectrum:
         return scipy.interpolate.CubicSpline(np.log(nodes[::-1]), np.log(norms[::-1]))
 
     def norm(self, alpha: float) -> float:
-        """`‖θ̄‖²` in scaled coordinates; outside of the table that at its end."""
+        """`‖θ̄‖²` in scaled coordinates, constant outside of the table."""
         return math.exp(self._log_norm(math.log(min(max(alpha, self.span[0]), self.span[1]))))
 
     def fixed_point(self, norm: Callable[[float], float] | None = None) -> float:
@@ -194,6 +194,6 @@ class Spectrum:
 
 
 def root(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function of `log α` is zero."""
+    """The root of a function of `log α`."""
     solution: Any = scipy.optimize.brentq(function, low, high, xtol=1e-12)
     return solution

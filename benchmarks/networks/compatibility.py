@@ -73,7 +73,7 @@ class Outcome:
 
 
 def state(module: nn.Module) -> dict[str, Any]:
-    """All of a module that a user would notice if it changed."""
+    """The state of a module that a user would notice if it changed."""
     return {
         "weights": [(n, id(p), p.requires_grad, p.detach().clone()) for n, p in module.named_parameters()],
         "buffers": [(n, id(b), b.clone()) for n, b in module.named_buffers()],
@@ -98,7 +98,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 class Widened(TorchFunctionMode):
-    """What a network casts to float32, as many norms do, is left in float64."""
+    """Skips casts to float32, which many norms make, so that all stays in float64."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
@@ -148,7 +148,7 @@ def product_error(network: Linearisation, x: Any) -> tuple[float, str]:
         gradients = torch.stack([torch.autograd.grad(f(w), w, u_k)[0] for u_k in u])
     forward, reverse = (jv * u).sum((1, 2)), (v * gradients).sum(1)
     adjoint = float((forward - reverse).abs().max() / (jv.norm() * u.norm()))
-    # of each datum by itself, since a range of quantisation is of its batch
+    # each datum alone, since the range of a quantisation depends on the batch
     each = torch.cat([network.jvp(take(x, slice(n, n + 1)), v) for n in range(num_rows(x))], 1)
     rows = relative(torch.einsum("ncp,kp->knc", network.jacobian(x), v), each)
     return max(error, 1e4 * relative(pulled, gradients), 1e4 * adjoint, 1e4 * rows), against
@@ -159,7 +159,7 @@ def relative(value: Tensor, expected: Tensor) -> float:
 
 
 def _two_pullbacks_error(network: Linearisation, x: Any, v: Tensor, jv: Tensor) -> float:
-    """Of `φv` against the derivative of `u ↦ φᵀu`."""
+    """The error of `φv` against the derivative of `u ↦ φᵀu`."""
     w = network.weights.requires_grad_()
     with forward_mode_kernels(), evaluation_mode(network.module):
         f = network._apply(network.unflatten(w), x).reshape(num_rows(x), -1)
@@ -191,9 +191,9 @@ def _fit(outcome: Outcome, module: nn.Module, x: Any) -> None:
 
 
 def _call_as_if_trained(module: nn.Module, x: Any) -> None:
-    """Make what is made lazily, move weights off their initial zeros, take the batch's statistics for batch norms.
+    """Builds lazy parts, moves weights off their initial zeros, and gives batch norms the statistics of the batch.
 
-    Rectifiers would else be at their kink, or have signals that are smaller than any step of a difference.
+    Otherwise rectifiers would be at their kink, or signals smaller than any step of a difference.
     """
     args, kwargs = arguments(x)
     norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
@@ -208,7 +208,7 @@ def _call_as_if_trained(module: nn.Module, x: Any) -> None:
 
 
 def run(library: str, name: str, build: Callable[[], tuple[nn.Module, Any]]) -> Outcome:
-    """Build the network, and see what works."""
+    """Builds the network and records what works."""
     outcome = Outcome(library, name)
     with warnings.catch_warnings(record=True) as caught, torch.random.fork_rng():
         warnings.simplefilter("always")
@@ -228,14 +228,14 @@ def run(library: str, name: str, build: Callable[[], tuple[nn.Module, Any]]) -> 
 
 
 def rows_of_page() -> dict[tuple[str, str], str]:
-    """The rows that were written before, by library and name."""
+    """The rows of the present page, by library and name."""
     lines = TABLE.read_text().splitlines() if TABLE.exists() else []
     cells = {line: [cell.strip() for cell in line.split("|")] for line in lines if line.startswith("| ")}
     return {(c[1], c[2]): line for line, c in cells.items()}
 
 
 def write(rows: dict[tuple[str, str], str]) -> None:
-    """The page, in the order of `NETWORKS`."""
+    """Writes the page, in the order of `NETWORKS`."""
     lines = [rows[library, name] for library, name, _ in NETWORKS if (library, name) in rows]
     works = sum(float(row.split("|")[5]) <= TOLERANCE and "**no**" not in row for row in lines)
     TABLE.write_text(HEAD + "\n".join(lines) + f"\n\n{works} of {len(lines)} work.\n")

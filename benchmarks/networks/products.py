@@ -25,7 +25,7 @@ from laplace_sampling.networks.forward_mode import forward_mode_kernels
 from laplace_sampling.networks.linearisation import Linearisation
 
 WAYS = ["jvp", "vjp", "ours", "curvlinops", "loop", "vmap", "compiled", "trace"]
-# Of the largest tensor of a forward pass with all vectors at a time, which hundreds of others are as large as.
+# Limit for the largest tensor of a forward pass with all vectors together; hundreds of others are as large.
 MOST_BYTES = 10**8
 
 
@@ -78,7 +78,7 @@ NETWORKS = {
 def contenders(
     module: nn.Module, x: Tensor, K: int, chunk: int, *, compile: bool = False
 ) -> dict[str, Callable[[], Tensor]]:
-    """What computes the product of the same `K` vectors, and one gradient."""
+    """Functions that compute the product of the same `K` vectors, and one gradient."""
     network = Linearisation(module)
     weights, f = network._selected(), network(x)
     labels = torch.randint(f.shape[1], (len(x),), device=x.device)
@@ -152,7 +152,7 @@ def least_seconds(products: dict[str, Callable[[], Tensor]], repeats: int, devic
 
 
 def check(result: Tensor, expected: Tensor, way: str) -> None:
-    """Raises where two differ by more than rounding in float32 brings about, also in units that it switches."""
+    """Raises an error if two products differ by more than rounding in float32 explains, also through flipped ReLUs."""
     off = float((result - expected).norm() / expected.norm())
     if not off < 2e-3:
         raise ValueError(f"{way} differs by {off:.2g} of its size")

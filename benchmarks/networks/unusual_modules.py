@@ -115,7 +115,7 @@ def _():
 
 
 class Checkpointed(nn.Module):
-    """A part of which is run again in the pullback."""
+    """A module of which a part runs again in the pullback."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def _():
 
 
 class Spectral(nn.Module):
-    """Learnt filters of frequencies, as those of neural operators, and a gate."""
+    """Learnt filters of frequencies, as in neural operators, and a gate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def _():
 
 
 class Quantised(nn.Module):
-    """A body that computes in eight bits, whatever it is given, and a head of floating point."""
+    """A body that always computes in eight bits, and a head in floating point."""
 
     def __init__(self) -> None:
         super().__init__()

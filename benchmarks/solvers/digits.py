@@ -74,7 +74,7 @@ def solve(p: Problem, prior: GaussianPrior, draws: Draws, solver: Solver, **sett
 
 
 def jump(p: Problem, draws: Draws, before: float = 100.0, after: float = 0.1) -> dict[str, float]:
-    """Test variance over the exact one for the same draws, after a jump of α and one E-step from a warm start."""
+    """The ratio of the test variance to the exact one for the same draws, after a jump of α and one warm E-step."""
     solver = SGD()
     old, new = p.prior(before), p.prior(after)
     warm = solve(p, old, draws, solver)
@@ -105,14 +105,14 @@ RECIPE = SGD(epochs=20, mode_epochs=40, averaging="geometric", max_doublings=0)
 
 
 def recipe(p: Problem, start: float, hessian_at: str) -> EMResult:
-    """EM as published, to its last step."""
+    """EM as published, up to its last step."""
     return fit_em(
         p.model, p.prior(start, hessian_at), Draws(16, 0), RECIPE, hessian_at=hessian_at, max_steps=8, tolerance=1e-6
     )
 
 
 def path_fit(p: Problem, start: float, hessian_at: str, seed: int = 0) -> tuple[float, float]:
-    """`α` by evidence paths, and the passes that everything for it took, modes included."""
+    """`α` by evidence paths, and the number of passes, modes included."""
     result = fit_path(p.model, p.prior(start, hessian_at), seed, 0, hessian_at=hessian_at)
     assert result.converged
     return float(result.prior.precision), sum(step.passes for step in result.history)

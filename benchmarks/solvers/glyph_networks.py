@@ -42,7 +42,7 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
 def train(make: Callable[[], nn.Module], data: Data, epochs: int = 5, batch_size: int = 100) -> nn.Module:
     """A network trained by Adam from a fixed seed, on the device of the data; prints size, test accuracy and time.
 
-    Unlike the demo's training the step size goes up and down again, which a few epochs on many data ask for.
+    Unlike in the demo's training, the step size rises and falls, which suits a few epochs on many data.
     """
     start = time.perf_counter()
     generator = torch.Generator().manual_seed(0)

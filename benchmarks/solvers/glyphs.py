@@ -50,7 +50,7 @@ class Comparison:
         return float(gap.sum()) / float((self.truth.double() * self.truth_product.double()).sum())
 
     def spent(self) -> float:
-        """Passes a row since the counter was set to zero, those of the right-hand side included (half of one)."""
+        """Passes for each row since the counter was reset, with half a pass for the right-hand side."""
         products = self.features.products
         return (products["jvp"] + products["vjp"]) / (2 * self.features.num_data * self.rows) + 0.5
 
@@ -68,7 +68,7 @@ def _probes(features: StoredFeatures):
 
 
 def compare(features: StoredFeatures, prior: GaussianPrior, rows: int, tolerance: float = 0.02) -> Comparison:
-    """The truth is that of preconditioned conjugate gradients, run until the bound of its error is `tolerance`."""
+    """The reference solution comes from preconditioned conjugate gradients with an error bound of `tolerance`."""
     ggn = GGN(ScaledFeatures(features, prior.scale), Categorical(), features.outputs_of_network)
     draws = Draws(rows, 0)
     centre = draws.prior(ggn.size) / prior.spread().sqrt()
@@ -116,7 +116,7 @@ def _traced(comparison: Comparison, trace: list[tuple[float, float]], goal: floa
 
 
 def krylov_trace(comparison: Comparison, solver: Solver, goal: float = 0.01) -> list[tuple[float, float]]:
-    """Passes a row and error after each iteration, until the error is below the goal."""
+    """Passes for each row and error after each iteration, until the error is below the goal."""
     trace: list[tuple[float, float]] = []
     comparison.reset()
     with _traced(comparison, trace, goal), suppress(_ReachedError):
@@ -125,7 +125,7 @@ def krylov_trace(comparison: Comparison, solver: Solver, goal: float = 0.01) -> 
 
 
 def stochastic(comparison: Comparison, solver: Solver) -> tuple[float, float, Solution]:
-    """Passes a row, error and solution."""
+    """Passes for each row, error and solution."""
     comparison.reset()
     solution = solver.solve(comparison.problem)
     spent = comparison.spent()
@@ -162,7 +162,7 @@ def energies(ggn: GGN, prior: GaussianPrior, samples: Tensor) -> tuple[Tensor, T
 
 
 def tests_of(ggn: GGN, prior: GaussianPrior, solution: Solution, reference: Tensor) -> tuple[TestResult, TestResult]:
-    """Of the total energy, and of that of the data against `γ` and `2 Tr((H⁻¹M)²)` from other samples."""
+    """Tests of the total energy, and of the data energy against `γ` and `2 Tr((H⁻¹M)²)` from other samples."""
     fit, total = energies(ggn, prior, solution.value)
     mean, variance = float(reference.mean()), float(reference.var())
     return chi_squared_test(total, ggn.size), data_energy_test(
@@ -187,7 +187,7 @@ def samples(features: Features, f: Tensor, num_samples: int, precision: float, c
             flush=True,
         )
     draws = Draws(contour_rows, 0)
-    # Single precision does not get much below 1e-6.
+    # Single precision cannot reach much less than 1e-6.
     accurate = None
     for tolerance in (1e-6, 1e-4):
         solution = sample_contour(ggn, prior, draws, num_quadrature=10, tolerance=tolerance)
