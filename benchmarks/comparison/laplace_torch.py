@@ -59,7 +59,7 @@ def build(
 
 
 def laplace_torch(structure: str, tuning: str) -> Callable[[Problem], Fitted]:
-    """`tuning` is `"marglik"`, its marginal likelihood, or `"gridsearch"` on validation data; both are laplace-torch's own."""
+    """`tuning` is `"marglik"`, its own marginal likelihood, or `"gridsearch"`, its own search on validation data."""
 
     def method(problem: Problem) -> Fitted:
         la, names, batch = fitted(problem, structure, tuning)
