@@ -1,0 +1,9 @@
+"""Commands that measure the library, in folders that mirror its rooms.
+
+- `data`: the data sets.
+- `networks`: time of Jacobian products, and which architectures work.
+- `solvers`: products that solvers and samplers need.
+- `gp`: regression on UCI data, beside Gaussian processes.
+- `methods`: ablations of the method, and its peak memory.
+- `comparison`: error bars beside those of other libraries, which is what `python -m benchmarks` runs.
+"""

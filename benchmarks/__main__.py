@@ -1,7 +1,7 @@
 """`python -m benchmarks`: error bars of this library and of others on many small tasks, measured alike.
 
-`run` appends a line of JSON for each result and goes on where it stopped; `fidelity` and `cost` do the same for
-distances to the exact posterior and for seconds and memory; `report` writes the page of tables and figures.
+`run` appends a line of JSON for each result and continues where an earlier run stopped. `fidelity` and `cost` do the
+same for distances to the exact posterior and for seconds and memory. `report` writes the page of tables and figures.
 """
 
 import argparse
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks import cost, fidelity, lines, report, run
+from benchmarks.comparison import cost, fidelity, lines, report, run
 
 
 def parser() -> argparse.ArgumentParser:
@@ -20,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
     running.add_argument("--only", metavar="REGEX", help="searched for in `task / network / training / method`")
     running.add_argument("--seeds", type=int, help="fewer than the suite has")
     running.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
-    running.add_argument("--uci", type=Path, metavar="DIR", help="a folder of UCI data, as for `benchmarks.uci`")
+    running.add_argument("--uci", type=Path, metavar="DIR", help="a folder of UCI data, as for `benchmarks.gp.uci`")
     running.add_argument("--list", action="store_true", help="print what would be run")
     others = [
         commands.add_parser("fidelity", help="distances to the exact posterior"),

@@ -2,9 +2,9 @@
 
     python examples/bayesian_optimisation.py --function hartmann --steps 20 --seeds 3
 
-A small network is trained anew on all observations at each step; its tangent Gaussian process, with prior and noise
-precision of largest evidence, chooses the next input: by expected improvement, or by a function drawn from its
-posterior (Thompson sampling). The table has the best value found so far, higher is better, as mean over seeds.
+Each step trains a small network on all observations. The tangent Gaussian process of this network, with the prior and
+noise precision of largest evidence, chooses the next input: by expected improvement, or by a function drawn from its
+posterior (Thompson sampling). The table has the best value so far as a mean over seeds; higher is better.
 """
 
 import argparse
@@ -28,7 +28,7 @@ METHODS = ("SingleTaskGP, EI", "tangent, EI", "tangent, Thompson")
 
 
 def train(x: Tensor, y: Tensor, seed: int, width: int = 50, steps: int = 200, decay: float = 1e-3) -> nn.Module:
-    """A network of two hidden layers at the mode of squared loss and weight decay, by L-BFGS."""
+    """A network with two hidden layers, trained by L-BFGS on squared loss and weight decay."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         net = nn.Sequential(
@@ -63,7 +63,7 @@ def propose(method: str, x: Tensor, y: Tensor, seed: int) -> Tensor:
 
 
 def run(function: str, method: str, steps: int, initial: int, seed: int) -> list[float]:
-    """Best value after each step, the first before any."""
+    """The best value after each step; the first entry is that of the initial observations."""
     target = {"branin": Branin, "hartmann": Hartmann}[function](negate=True).to(torch.float64)
     low, high = target.bounds.double()
     with torch.random.fork_rng():
@@ -79,7 +79,7 @@ def run(function: str, method: str, steps: int, initial: int, seed: int) -> list
 
 
 def main(arguments: list[str] | None = None) -> dict[str, list[float]]:
-    """Run all methods and print the table; the means over seeds by method."""
+    """Runs all methods, prints the table, and returns the means over seeds by method."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--function", choices=["branin", "hartmann"], default="hartmann")
     parser.add_argument("--steps", type=int, default=20)

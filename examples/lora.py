@@ -1,4 +1,4 @@
-"""Error bars of a Hugging Face classifier whose LoRA weights only are random. Run by `python examples/lora.py`."""
+"""Error bars of a Hugging Face classifier of which only the LoRA weights are random: `python examples/lora.py`."""
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -7,8 +7,8 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from laplace_sampling import LinearisedLaplace
 
-# A small model with random weights and made data, so that nothing is downloaded: in practice `from_pretrained`,
-# a tokenizer, and more training before the fit.
+# A small model with random weights and generated data, so that nothing is downloaded. In practice the model comes from
+# `from_pretrained`, the data from a tokenizer, and the model is trained longer before the fit.
 torch.manual_seed(0)
 config = BertConfig(
     vocab_size=50,

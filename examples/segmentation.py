@@ -1,7 +1,7 @@
 """Which pixels of a segmentation are wrong: error bars of a U-Net on images of 64 × 64 pixels with 5 classes.
 
-Images of discs, squares, triangles and crosses on a background, in noise and of little contrast. `python
-examples/segmentation.py [picture.png]` trains, fits, predicts and reports how well uncertainty finds wrong pixels.
+The images are discs, squares, triangles and crosses on a background, with noise and low contrast. `python
+examples/segmentation.py [picture.png]` trains, fits, predicts and reports how well the uncertainty finds wrong pixels.
 """
 
 import math
@@ -113,7 +113,7 @@ def run(
 
 
 def report(labels: Tensor, outputs: Tensor, pred: ClassificationPrediction) -> dict[str, float]:
-    """Accuracy, log-likelihood a pixel, and the area under the ROC curve of finding wrong pixels."""
+    """Accuracy, log-likelihood of a pixel, and the area under the ROC curve of finding wrong pixels."""
     from sklearn.metrics import roc_auc_score
 
     wrong = (pred.outputs.argmax(1) != labels).flatten()

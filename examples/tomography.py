@@ -2,11 +2,11 @@
 
     python examples/tomography.py --angles 20 --picture tomography.png
 
-A letter of 28 × 28 pixels is seen by a parallel-beam Radon transform with 5 % noise. A small U-Net with a fixed random
-input is trained until its output explains the measurements (Ulyanov et al., 2018); then its tangent model is fitted to
-the same measurements (Antorán et al., 2022, "Bayesian experimental design with the linearised deep image prior"), which
-gives each pixel a standard deviation. Prints how many pixels lie in their 90 % intervals, and what conjugate gradients
-in observation space cost with and without a preconditioner.
+The measurements are a parallel-beam Radon transform of a letter of 28 × 28 pixels, with 5 % noise. A small U-Net with a
+fixed random input is trained until its output explains the measurements (Ulyanov et al., 2018). Then its tangent model
+is fitted to the same measurements (Antorán et al., 2022, "Bayesian experimental design with the linearised deep image
+prior"), which gives each pixel a standard deviation. The script prints how many pixels lie in their 90 % intervals, and
+what conjugate gradients in observation space cost with and without a preconditioner.
 """
 
 import argparse
@@ -74,7 +74,7 @@ class UNet(nn.Module):
 
 
 def train(T: Tensor, y: Tensor, z: Tensor, steps: int, smoothness: float) -> nn.Module:
-    """The network at the least squares of the measurements and some total variation."""
+    """The network trained on the squared error of the measurements and some total variation."""
     net = UNet()
     optimiser = torch.optim.Adam(net.parameters(), lr=5e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
@@ -137,7 +137,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def count_iterations(la: LinearisedLaplace, options: argparse.Namespace, T: Tensor, z: Tensor, y: Tensor) -> None:
-    """What conjugate gradients in observation space take for eight samples, with a preconditioner and without."""
+    """Iterations of conjugate gradients for eight samples in observation space, with and without a preconditioner."""
     model = tangent_model(la.network, la.likelihood, [(z, y)], kind="affine", observation=T).model
     ggn, draws = model.ggn(model.network_outputs), Draws(8, 0)
     prior = replace(la.prior, precision=float(la.prior_precision_))

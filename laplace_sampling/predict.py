@@ -22,8 +22,8 @@ from laplace_sampling.posterior import Posterior
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
 from laplace_sampling.predictions.function_covariance import FunctionCovariance, Guarded, Scaled
-from laplace_sampling.predictions.prediction import Prediction, prediction
-from laplace_sampling.predictions.regression_prediction import RegressionPrediction
+from laplace_sampling.predictions.make_prediction import make_prediction
+from laplace_sampling.predictions.prediction import Prediction
 
 __all__ = ["check_inputs", "predict"]
 
@@ -71,7 +71,7 @@ def predict(
     observed: bool = False,
     fitted_layout: Layout | None = None,
     check: Callable[[], None] = lambda: None,
-) -> RegressionPrediction | Prediction:
+) -> Prediction:
     """Predictions of the outputs, or of measurements of them.
 
     Args:
@@ -105,7 +105,7 @@ def predict(
         factor = calibration.scale / calibration.temperature**2
         outputs, deviations = outputs / calibration.temperature, math.sqrt(factor) * deviations
         function = None if function is None else Scaled(function, factor)
-    return prediction(
+    return make_prediction(
         outputs,
         deviations,
         posterior.calibration.likelihood(posterior.likelihood).bind(layout),

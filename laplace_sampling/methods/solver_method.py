@@ -19,6 +19,7 @@ from laplace_sampling.evidence.bounds import is_at_bound
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.em import fit_em
 from laplace_sampling.evidence.krylov_curves import evidence_path
+from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.mode_objective import linear_model_mode
 from laplace_sampling.linear_model.sampling import PosteriorSamples, draw

@@ -5,7 +5,7 @@ import torch
 from cases import make_case
 from torch.testing import assert_close
 
-from benchmarks.published_recipe import AveragingSGD, SubsampledNoise
+from benchmarks.solvers.published_recipe import AveragingSGD, SubsampledNoise
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.linear_model import LinearModel

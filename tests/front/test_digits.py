@@ -1,10 +1,10 @@
-"""The figures that `benchmarks/digits.py` prints, on digits; EM on a smaller set than there."""
+"""The figures that `benchmarks/solvers/digits.py` prints, on digits; EM on a smaller set than there."""
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.digits import (
+from benchmarks.solvers.digits import (
     Problem,
     dense_fixed_point,
     em,

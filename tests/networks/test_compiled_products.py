@@ -12,7 +12,7 @@ from cases import make_case
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from benchmarks.compatible_layers import Mixture
+from benchmarks.networks.unusual_modules import Mixture
 from laplace_sampling import LinearisedLaplace
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.subnetwork import Subnetwork

@@ -1,5 +1,6 @@
-"""Notebooks run and the documentation builds without a warning."""
+"""Notebooks run, the documentation builds without a warning, and the commands that it names exist."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +13,31 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
-def test_notebook_runs(path: Path) -> None:
+def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the package of this checkout
     notebook = nbformat.read(path, as_version=4)
     assert all(not cell.get("outputs") for cell in notebook.cells), "outputs are not stored"
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(path.parent)}}).execute()
 
 
-def test_documentation_builds_strictly(tmp_path: Path) -> None:
+def test_documentation_builds_strictly_with_a_page_for_each_module(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    modules = {path.relative_to(ROOT / "laplace_sampling") for path in (ROOT / "laplace_sampling").rglob("*.py")}
+    pages = {path.relative_to(tmp_path / "api").parent for path in (tmp_path / "api").rglob("index.html")}
+    assert {path.with_suffix("") for path in modules if not path.name.startswith("_")} <= pages
+    assert {path.parent for path in modules} <= pages
+
+
+def test_documents_name_commands_that_exist() -> None:
+    texts = [
+        ROOT / "README.md",
+        ROOT / "setup.cfg",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "benchmarks").rglob("*.py"),
+    ]
+    commands = {name for path in texts for name in re.findall(r"python -m (benchmarks[\w.]*)", path.read_text())}
+    files = {name: ROOT / name.replace(".", "/") for name in commands}
+    assert commands
+    assert not {n for n, f in files.items() if not (f.with_suffix(".py").exists() or (f / "__main__.py").exists())}

@@ -1,0 +1,152 @@
+"""Distance of approximations to the exact linearised Laplace, by size of the network (Antorán et al. 2023, Figure 3).
+
+All have the isotropic prior with the precision of the exact evidence, and the curvature at the network's outputs, as
+laplace-torch has. There are three distances, each a mean over test data: the 2-Wasserstein distance between the
+Gaussians of the logits; the symmetrised divergence between predictive probabilities of those Gaussians, by many draws;
+and the same divergence for the probabilities as each method predicts them, which for this library includes the noise of
+its samples.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.comparison.laplace_torch import build
+from benchmarks.comparison.lines import append, read, versions
+from benchmarks.comparison.methods import METHODS, missing
+from benchmarks.comparison.metrics import logit_wasserstein, symmetrised_kl
+from benchmarks.comparison.ours import BATCH
+from benchmarks.comparison.predictions import log_mean_exp
+from benchmarks.comparison.run import Case, problem_of
+from benchmarks.comparison.training import Problem, Recipe, outputs_of
+from laplace_sampling import LinearisedLaplace
+
+__all__ = ["KEY", "METHODS_COMPARED", "SUITES", "run"]
+
+KEY = ("study", "network", "seed", "method")
+NETWORKS = ("LeNet, small", "LeNet", "LeNet, large")
+SUITES = {"small": ("digits, n=300, noise 1", 3), "full": ("digits, n=1400, noise 1", 5)}
+DRAWS, TEST, SUBNETWORK = 4096, 200, 400
+SETTINGS: dict[str, Any] = {"prior": "isotropic", "hessian_at": "network"}
+
+# Covariances of the logits of test data, `[N, C, C]`, and log-probabilities as predicted, `[N, C]`, if not those of the
+# Gaussians.
+Approximation = tuple[Tensor, Tensor | None]
+Method = Callable[[Problem, Tensor, float], Approximation]
+
+
+def log_probs(outputs: Tensor, covariance: Tensor) -> Tensor:
+    """Log-probabilities of Gaussian logits by many draws; the normal draws are the same for every covariance."""
+    values, vectors = torch.linalg.eigh(covariance.double())
+    root = vectors * values.clamp_min(0).sqrt()[..., None, :]
+    generator = torch.Generator().manual_seed(0)
+    total = []
+    for _ in range(0, DRAWS, 256):
+        normal = torch.randn(256, *outputs.shape, generator=generator, dtype=torch.float64)
+        draws = outputs + torch.einsum("ncd,knd->knc", root, normal)
+        total.append(log_mean_exp(draws.log_softmax(-1)))
+    return log_mean_exp(torch.stack(total))
+
+
+def alone(problem: Problem, x: Tensor, precision: float) -> Approximation:
+    outputs = outputs_of(problem.network, x)
+    return torch.zeros(*outputs.shape, outputs.shape[-1]), None
+
+
+def ours(problem: Problem, x: Tensor, precision: float, num_samples: int) -> Approximation:
+    la = LinearisedLaplace(
+        problem.network,
+        problem.likelihood,
+        prior_precision=precision,
+        num_samples=num_samples,
+        seed=problem.seed,
+        method="cg",
+        **SETTINGS,
+    ).fit(problem.data.train.loader(BATCH), progress=False)
+    prediction: Any = la.predict(x)
+    return prediction.covariance(), prediction.probs.double().log()
+
+
+def theirs(problem: Problem, x: Tensor, precision: float, subset: str, structure: str) -> Approximation:
+    settings: dict[str, Any] = {"prior_precision": precision}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if subset == "subnetwork":
+            settings["subnetwork_indices"] = widest(problem, precision)
+        la, _, batch = build(problem.network, problem.likelihood, subset, structure, **settings)
+        la.fit(problem.data.train.loader(batch))
+        parts = [la._glm_predictive_distribution(part)[1].detach() for part in x.split(batch)]
+    return torch.cat(parts), None
+
+
+def widest(problem: Problem, precision: float) -> Tensor:
+    """Indices of the weights of the largest marginal variance (Daxberger et al. 2021)."""
+    diagonal, _, batch = build(problem.network, problem.likelihood, "all", "diag", prior_precision=precision)
+    diagonal.fit(problem.data.train.loader(batch))
+    return diagonal.posterior_variance.topk(SUBNETWORK).indices.sort().values
+
+
+METHODS_COMPARED: dict[str, Method] = {
+    "MAP": alone,
+    "diagonal": partial(theirs, subset="all", structure="diag"),
+    "KFAC": partial(theirs, subset="all", structure="kron"),
+    "last layer": partial(theirs, subset="last_layer", structure="full"),
+    f"subnetwork of {SUBNETWORK}": partial(theirs, subset="subnetwork", structure="full"),
+    "ours, 16 samples": partial(ours, num_samples=16),
+    "ours, 64 samples": partial(ours, num_samples=64),
+    "ours, 256 samples": partial(ours, num_samples=256),
+}
+
+
+def distances(problem: Problem) -> Iterator[dict[str, Any]]:
+    """The distances of every method, on some of the test data."""
+    x = problem.data.test.x[:TEST]
+    exact = LinearisedLaplace(problem.network, problem.likelihood, method="exact", num_samples=2, scale=1.0, **SETTINGS)
+    exact.fit_hyperparameters(problem.data.train.loader(BATCH), progress=False)
+    precision = float(exact.prior_precision_[0])
+    prediction: Any = exact.predict(x)
+    outputs, covariance = prediction.logits.double(), prediction.covariance()
+    probs = log_probs(outputs, covariance)
+    del exact, prediction
+    for name, method in METHODS_COMPARED.items():
+        if getattr(method, "func", None) is theirs and missing(METHODS["laplace-torch, KFAC"]) is not None:
+            continue
+        started = time.perf_counter()
+        spread, predicted = method(problem, x, precision)
+        seconds = time.perf_counter() - started
+        other = log_probs(outputs, spread)
+        predicted = other if predicted is None else predicted
+        yield {
+            "method": name,
+            "symmetrised_kl": float(symmetrised_kl(probs, other).mean()),
+            "symmetrised_kl_predicted": float(symmetrised_kl(probs, predicted).mean()),
+            "wasserstein": float(logit_wasserstein(covariance, spread).mean()),
+            "prior_precision": precision,
+            "num_parameters": sum(p.numel() for p in problem.network.parameters()),
+            "seconds": round(seconds, 3),
+        }
+
+
+def run(suite: str, out: Path) -> None:
+    """Appends the results that the file does not have, network by network."""
+    task, seeds = SUITES[suite]
+    done = {(r["network"], r["seed"]) for r in read(out, KEY)}
+    for seed in range(seeds):
+        for network in NETWORKS:
+            if (network, seed) in done:
+                continue
+            case = Case(task, network, Recipe(weight_decay=1e-3, early=True))
+            head = {"study": "fidelity", "task": task, "network": network, "seed": seed}
+            results = list(distances(problem_of(case, seed, out.with_suffix("") / "networks")))
+            for result in results:
+                append(out, head | result | {"versions": versions()})
+            print(
+                f"{task}, {network}, seed {seed}: "
+                + ", ".join(f"{r['method']} {r['wasserstein']:.3f}" for r in results)
+            )

@@ -1,0 +1,149 @@
+"""Scores of predictions: proper scores, calibration, detection of errors and of other data, joint log-likelihood."""
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import torch
+from scipy.optimize import minimize_scalar
+from sklearn.metrics import brier_score_loss, roc_auc_score
+from torch import Tensor
+from torch.distributions import Normal
+from torchmetrics.functional.classification import multiclass_calibration_error
+
+from benchmarks.comparison.predictions import Classified, Prediction, Regressed, log_mean_exp
+
+__all__ = [
+    "best_scale",
+    "crps",
+    "joint_log_likelihood",
+    "label_log_likelihoods",
+    "logit_wasserstein",
+    "ood_auroc",
+    "score",
+    "symmetrised_kl",
+]
+
+KAPPAS, SHUFFLES, LEVEL = range(1, 6), 10, 0.9
+
+
+def score(p: Prediction, y: Tensor, seed: int = 0) -> dict[str, float]:
+    """All scores of predictions of targets `[N]`; NaN where one is not defined, such as without any error."""
+    scores = _classified(p, y) if isinstance(p, Classified) else _regressed(p, y)
+    ell = label_log_likelihoods(p, y)
+    joint = {f"joint_{kappa}": joint_log_likelihood(ell, kappa, seed) for kappa in KAPPAS}
+    return {**scores, **joint}
+
+
+def _classified(p: Classified, y: Tensor) -> dict[str, float]:
+    probs, picked = p.log_probs.double().exp(), torch.arange(len(y))
+    num_classes = probs.shape[-1]
+    is_error = probs.argmax(-1) != y
+    normed = probs / probs.sum(-1, keepdim=True)
+    scores = {
+        "log_likelihood": float(p.log_probs[picked, y].mean()),
+        "brier": float(brier_score_loss(y, normed, labels=range(num_classes), scale_by_half=cast(Any, False))),
+        "calibration_error": float(multiclass_calibration_error(normed.float(), y, num_classes, n_bins=15)),
+        "accuracy": 1 - float(is_error.double().mean()),
+        "error_auroc": auroc(-probs.amax(-1), is_error),
+    }
+    return scores | {f"log_likelihood_{link}": float(q[picked, y].mean()) for link, q in p.links.items()}
+
+
+def _regressed(p: Regressed, y: Tensor) -> dict[str, float]:
+    distribution = Normal(p.mean, p.variance.sqrt())
+    central = (2 * distribution.cdf(y) - 1).abs()
+    return {
+        "log_likelihood": float(distribution.log_prob(y).mean()),
+        "rmse": float((p.mean - y).square().mean().sqrt()),
+        "crps": float(crps(p.mean, p.variance.sqrt(), y).mean()),
+        "coverage": float((central <= LEVEL).double().mean()),
+        "calibration_error": interval_error(central),
+    }
+
+
+def interval_error(central: Tensor) -> float:
+    """Mean distance between levels of central intervals, 5 to 95 %, and how many targets they cover."""
+    levels = torch.arange(0.05, 1.0, 0.05).to(central)
+    return float((levels - (central[:, None] <= levels).to(central).mean(0)).abs().mean())
+
+
+def crps(mean: Tensor, stddev: Tensor, y: Tensor) -> Tensor:
+    """Continuous ranked probability score of a Gaussian (Gneiting & Raftery 2007, eq. 21): `∫(F(t) − 1[t ≥ y])² dt`."""
+    z = (y - mean) / stddev
+    standard = Normal(torch.zeros_like(z), torch.ones_like(z))
+    return stddev * (z * (2 * standard.cdf(z) - 1) + 2 * standard.log_prob(z).exp() - 1 / math.sqrt(math.pi))
+
+
+def auroc(scores: Tensor, positive: Tensor) -> float:
+    if positive.all() or not positive.any():
+        return math.nan
+    return float(roc_auc_score(positive.numpy(), scores.double().numpy()))
+
+
+def entropy(p: Classified) -> Tensor:
+    return torch.special.entr(p.log_probs.double().exp()).sum(-1)
+
+
+def ood_auroc(inside: Classified, outside: Classified) -> float:
+    """How well the entropy of predictions separates other data from test data."""
+    scores = torch.cat([entropy(inside), entropy(outside)])
+    return auroc(scores, torch.arange(len(scores)) >= len(inside.log_probs))
+
+
+def label_log_likelihoods(p: Prediction, y: Tensor) -> Tensor:
+    """`log p(y_n | f_k(x_n))`, `[K, N]`, of joint draws of the function."""
+    if isinstance(p, Regressed):
+        return Normal(p.samples, math.sqrt(p.noise_variance)).log_prob(y)
+    return p.samples.log_softmax(-1).gather(-1, y.expand(len(p.samples), -1)[..., None])[..., 0]
+
+
+def joint_log_likelihood(ell: Tensor, kappa: int, seed: int = 0, shuffles: int = SHUFFLES) -> float:
+    r"""Mean of `log (1/K) Σ_k exp Σ_l b_l ell_{k,l}` over groups of `κ` data, drawn `τ = 10(κ − 1)` times in all.
+
+    Groups are parts of a shuffled test set, the mean is over shuffles too (Antorán et al. 2023, G.2.1). At `κ = 1` it
+    is the marginal log-likelihood.
+    """
+    if kappa == 1:
+        return float(log_mean_exp(ell).mean())
+    generator = torch.Generator().manual_seed(seed)
+    num, tau = ell.shape[1] // kappa, 10 * (kappa - 1)
+    values = []
+    for _ in range(shuffles):
+        groups = torch.randperm(ell.shape[1], generator=generator)[: num * kappa].reshape(num, kappa)
+        drawn = torch.randint(kappa, (num, tau), generator=generator)
+        values.append(log_mean_exp(ell[:, groups.gather(1, drawn)].sum(-1)).mean())
+    return float(torch.stack(values).mean())
+
+
+def best_scale(loss: Callable[[float], float], least: float, most: float) -> float:
+    """`s` that minimises `loss(log s)` between two bounds: the best of a grid, refined."""
+    grid = np.linspace(math.log(least), math.log(most), 21)
+    best, step = grid[int(np.argmin([loss(v) for v in grid]))], grid[1] - grid[0]
+    optimum: Any = minimize_scalar(
+        loss, bounds=(max(grid[0], best - step), min(grid[-1], best + step)), method="bounded"
+    )
+    return math.exp(optimum.x)
+
+
+def symmetrised_kl(p: Tensor, q: Tensor) -> Tensor:
+    """`KL(p‖q) + KL(q‖p)` of log-probabilities `[N, C]`, `[N]`."""
+    return ((p.exp() - q.exp()) * (p - q)).sum(-1)
+
+
+def logit_wasserstein(a: Tensor, b: Tensor) -> Tensor:
+    """2-Wasserstein distance of Gaussians of equal means, covariances `[N, C, C]`: `[N]`.
+
+    Its square is `tr a + tr b − 2 tr (a^{1/2} b a^{1/2})^{1/2}`.
+    """
+    a, b = a.double(), b.double()
+    root = _root(a)
+    cross = torch.linalg.eigvalsh(root @ b @ root).clamp_min(0).sqrt().sum(-1)
+    traces = a.diagonal(dim1=-2, dim2=-1).sum(-1) + b.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return (traces - 2 * cross).clamp_min(0).sqrt()
+
+
+def _root(a: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(a)
+    return (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT

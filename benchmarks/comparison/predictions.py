@@ -1,0 +1,88 @@
+"""One form for the predictions of every method, so that the same code measures all of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Classified", "Fitted", "Prediction", "Regressed", "log_mean_exp", "prediction", "targets"]
+
+
+@dataclass(frozen=True)
+class Classified:
+    """Predictions of classes, also for the pixels of a segmentation.
+
+    Attributes:
+        log_probs: `[N, C]`, of the method's own link.
+        samples: joint draws of the logits, `[K, N, C]`; `K = 1` for a network without error bars.
+        links: log-probabilities by other links.
+    """
+
+    log_probs: Tensor
+    samples: Tensor
+    links: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Regressed:
+    """Predictions of scalars: a Gaussian for each, with noise, and joint draws of the function, `[K, N]`, without."""
+
+    mean: Tensor
+    variance: Tensor
+    samples: Tensor
+    noise_variance: float
+
+
+Prediction = Classified | Regressed
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The result of a method: predictions of inputs, and their cost.
+
+    Attributes:
+        predict: from inputs to a prediction.
+        passes: of gradients, or pairs of Jacobian products, over all training data, networks trained on the way
+            included; not what MAP took.
+        products: Jacobian products or forward passes that the prediction of one input takes.
+        details: hyperparameters, and what else tells how it went.
+        seconds: of fits that it shares with a method before it, which the clock did not see.
+    """
+
+    predict: Callable[[Tensor], Prediction]
+    passes: float = 0.0
+    products: float = 1.0
+    details: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def log_mean_exp(x: Tensor) -> Tensor:
+    """The logarithm of the mean of exponentials, over the first axis."""
+    return x.logsumexp(0) - torch.tensor(float(len(x))).log()
+
+
+def prediction(
+    likelihood: str, outputs: Tensor, noise_variance: float = 0.0, temperature: float = 1.0
+) -> Classified | Regressed:
+    """Predictions from outputs of `K` networks, `[K, N, ...]`: a mixture of classes, or the moments of a mixture."""
+    outputs = outputs.detach()
+    if likelihood == "regression":
+        samples = outputs.reshape(len(outputs), -1)
+        variance = samples.var(0, correction=0) + noise_variance
+        return Regressed(samples.mean(0), variance, samples, noise_variance)
+    logits = two_classes(outputs) if likelihood == "binary" else outputs
+    logits = logits / temperature
+    return Classified(log_mean_exp(logits.log_softmax(-1)), logits)
+
+
+def two_classes(logits: Tensor) -> Tensor:
+    """A logit for each pixel, `[K, N, ...]`, as logits of two classes, `[K, N·pixels, 2]`."""
+    flat = logits.reshape(len(logits), -1)
+    return torch.stack([torch.zeros_like(flat), flat], -1)
+
+
+def targets(likelihood: str, y: Tensor) -> Tensor:
+    """Targets in the order of a prediction, `[N]`."""
+    return y.flatten() if likelihood == "regression" else y.flatten().long()

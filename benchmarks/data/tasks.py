@@ -1,0 +1,218 @@
+"""Data of the benchmark: generated, or bundled with scikit-learn and matplotlib.
+
+A seed gives a split, the noise, and everything else that is random in a task.
+"""
+
+import string
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn import datasets
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.data import glyphs, uci
+from benchmarks.data.shifts import SEVERITIES, corrupt
+
+__all__ = ["TASKS", "Data", "Part", "Task", "uci_tasks"]
+
+SYMBOLS = "#%&@+=<>?!$§ΓΔΘΛΞΠΣΦΨΩ"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Inputs `[N, ...]` and targets: labels `[N]`, numbers `[N, 1]`, or zeros and ones `[N, H, W]`."""
+
+    x: Tensor
+    y: Tensor
+
+    def loader(self, batch_size: int = 100) -> DataLoader:
+        return DataLoader(TensorDataset(self.x, self.y), batch_size=batch_size)
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """The data of a task and a seed.
+
+    Attributes:
+        train: data for training networks and for fitting error bars.
+        validation: seen by methods that say so, and by early stopping.
+        test: data of the same distribution.
+        shifts: test data of other distributions.
+        ood: inputs that belong to no class.
+    """
+
+    train: Part
+    validation: Part
+    test: Part
+    shifts: dict[str, Part] = field(default_factory=dict)
+    ood: Tensor | None = None
+
+
+def data_of(parts: Iterable[Part], **others: Any) -> Data:
+    train, validation, test = parts
+    return Data(train, validation, test, **others)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A likelihood as `LinearisedLaplace` names it, outputs of a network, and data from a seed."""
+
+    likelihood: str
+    outputs: int
+    load: Callable[[int], Data]
+
+
+def split(x: Tensor, y: Tensor, train: int, validation: int, seed: int, test: int | None = None) -> Data:
+    """Splits in an order given by the seed; standardises inputs on the training data, images by one mean and scale."""
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+    ends = train, train + validation, None if test is None else train + validation + test
+    parts = [order[: ends[0]], order[ends[0] : ends[1]], order[ends[1] : ends[2]]]
+    first = x[parts[0]]
+    axes = 0 if x.dim() == 2 else None
+    mean, scale = (first.mean(), first.std()) if axes is None else (first.mean(axes), first.std(axes).clamp_min(1e-6))
+    return data_of(Part((x[i] - mean) / scale, y[i]) for i in parts)
+
+
+def with_corruptions(data: Data, seed: int) -> Data:
+    shifts = {f"severity {s}": Part(corrupt(data.test.x, s, seed), data.test.y) for s in SEVERITIES}
+    return replace(data, shifts=shifts)
+
+
+def digits(train: int, noise: float) -> Callable[[int], Data]:
+    """8×8 digits with pixel noise; letters of matplotlib's fonts, as small and noisy, belong to no class."""
+
+    def load(seed: int) -> Data:
+        images, labels = datasets.load_digits(return_X_y=True)
+        x = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8)
+        data = split(x, torch.tensor(labels), train, 150, seed, test=400)
+        generator = torch.Generator().manual_seed(1000 + seed)
+
+        def noisy(x: Tensor) -> Tensor:
+            return x + noise * torch.randn(x.shape, generator=generator)
+
+        data = data_of(Part(noisy(part.x), part.y) for part in (data.train, data.validation, data.test))
+        letters = "".join(set(string.ascii_uppercase) - set("BDIOQSZ"))
+        other = glyphs.images("".join(sorted(letters)), 200, 8, 0.0, generator)[0]
+        return replace(with_corruptions(data, seed), ood=noisy((other - other.mean()) / other.std()))
+
+    return load
+
+
+def glyph_images(train: int, classes: str, noise: float = 0.1, test: int = 1000, side: int = 20) -> Callable:
+    """Distorted characters; other symbols belong to no class."""
+
+    def load(seed: int) -> Data:
+        generator = torch.Generator().manual_seed(seed)
+        validation = max(150, train // 10)
+        x, y = glyphs.images(classes, train + validation + test, side, noise, generator)
+        data = split(x, y, train, validation, seed)
+        other = glyphs.images(SYMBOLS, 500, side, noise, generator, glyphs.SYMBOL_FONTS)[0]
+        scale = x[:train]
+        return replace(with_corruptions(data, seed), ood=(other - scale.mean()) / scale.std())
+
+    return load
+
+
+def two_moons(seed: int) -> Data:
+    """A hundred points; a ring far around them belongs to no class."""
+    x, y = datasets.make_moons(700, noise=0.25, random_state=seed)
+    data = split(torch.tensor(x, dtype=torch.float32), torch.tensor(y), 100, 100, seed)
+    angle = torch.linspace(0, 2 * torch.pi, 200)
+    return replace(data, ood=6 * torch.stack([angle.cos(), angle.sin()], 1))
+
+
+def bundled(load: Callable, train: int, validation: int, regression: bool = False) -> Callable[[int], Data]:
+    """A table of scikit-learn; targets of a regression standardised as the inputs are."""
+
+    def loaded(seed: int) -> Data:
+        x, y = (torch.tensor(np.asarray(v)) for v in load(return_X_y=True))
+        if not regression:
+            return split(x.float(), y, train, validation, seed)
+        return standardised_targets(split(x.float(), y.float()[:, None], train, validation, seed))
+
+    return loaded
+
+
+def standardised_targets(data: Data) -> Data:
+    mean, scale = data.train.y.mean(), data.train.y.std()
+    return data_of(Part(p.x, (p.y - mean) / scale) for p in (data.train, data.validation, data.test))
+
+
+def gap(seed: int) -> Data:
+    """`sin 3x` with noise 0.15, on both sides of a gap; test data between are a shift."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def part(*pieces: tuple[float, float, int]) -> Part:
+        x = torch.cat([low + (high - low) * torch.rand(num, 1, generator=generator) for low, high, num in pieces])
+        return Part(x, torch.sin(3 * x) + 0.15 * torch.randn(x.shape, generator=generator))
+
+    sides = [part((-2, -0.7, num), (0.5, 2, num)) for num in (40, 20, 200)]
+    return data_of(sides, shifts={"gap": part((-0.7, 0.5, 200))})
+
+
+def segmentation(train: int, side: int = 16) -> Callable[[int], Data]:
+    """The task is to find discs, and not squares, in noise; the noise of the shift is twice as large."""
+
+    def part(num: int, noise: float, generator: torch.Generator) -> Part:
+        position = torch.arange(side).float()
+        centre = torch.rand(num, 2, 2, 1, 1, generator=generator) * (side - 6) + 3
+        radius = torch.rand(num, 2, 1, 1, generator=generator) * 1.5 + 2
+        vertical, horizontal = position[:, None] - centre[:, :, 0], position - centre[:, :, 1]
+        disc = vertical[:, 0] ** 2 + horizontal[:, 0] ** 2 <= radius[:, 0] ** 2
+        square = torch.maximum(vertical[:, 1].abs(), horizontal[:, 1].abs()) <= 0.9 * radius[:, 1]
+        image = (disc | square).float() - 0.15
+        return Part(image[:, None] + noise * torch.randn(num, 1, side, side, generator=generator), disc.float())
+
+    def load(seed: int) -> Data:
+        generator = torch.Generator().manual_seed(seed)
+        parts = [part(num, 0.4, generator) for num in (train, 20, 30)]
+        return data_of(parts, shifts={"more noise": part(30, 0.8, generator)})
+
+    return load
+
+
+TASKS: dict[str, Task] = {
+    "two moons": Task("classification", 2, two_moons),
+    "wine": Task("classification", 3, bundled(datasets.load_wine, 80, 40)),
+    "breast cancer": Task("classification", 2, bundled(datasets.load_breast_cancer, 250, 100)),
+    "digits, n=300": Task("classification", 10, digits(300, 0.0)),
+    "digits, n=300, noise 1": Task("classification", 10, digits(300, 1.0)),
+    "digits, n=600, noise 1": Task("classification", 10, digits(600, 1.0)),
+    "digits, n=1400": Task("classification", 10, digits(1400, 0.0)),
+    "digits, n=1400, noise 1": Task("classification", 10, digits(1400, 1.0)),
+    "digits, n=1400, noise 2": Task("classification", 10, digits(1400, 2.0)),
+    "glyphs, 10 classes, n=600": Task("classification", 10, glyph_images(600, string.digits, test=400, side=12)),
+    "glyphs, 10 classes, n=5000": Task("classification", 10, glyph_images(5000, string.digits)),
+    "glyphs, 10 classes, n=60000": Task("classification", 10, glyph_images(60_000, string.digits, test=5000)),
+    "glyphs, 62 classes, n=5000": Task("classification", 62, glyph_images(5000, glyphs.CHARACTERS)),
+    "glyphs, 62 classes, n=60000": Task("classification", 62, glyph_images(60_000, glyphs.CHARACTERS, test=5000)),
+    "segmentation": Task("binary", 1, segmentation(20)),
+    "diabetes": Task("regression", 1, bundled(datasets.load_diabetes, 250, 80, regression=True)),
+    "gap": Task("regression", 1, gap),
+}
+
+
+def uci_tasks(folder: Path) -> dict[str, Task]:
+    """The UCI sets in the folder; the seed is the split, and a fifth of its training data is for validation."""
+
+    def task(directory: Path) -> Task:
+        def load(seed: int) -> Data:
+            s = uci.load(directory, seed)
+            order = np.random.default_rng(seed).permutation(len(s.y))
+            held_out, rest = np.split(order, [len(order) // 5])
+
+            def part(x: np.ndarray, y: np.ndarray) -> Part:
+                return Part(torch.tensor(x, dtype=torch.float32), torch.tensor(y, dtype=torch.float32)[:, None])
+
+            parts = [part(s.x[i], s.y[i]) for i in (rest, held_out)] + [part(s.x_test, s.y_test)]
+            mean, scale = parts[0].x.mean(0), parts[0].x.std(0).clamp_min(1e-6)
+            return standardised_targets(data_of(Part((p.x - mean) / scale, p.y) for p in parts))
+
+        return Task("regression", 1, load)
+
+    return {f"uci {name}": task(folder / name) for name in uci.SETS if (folder / name / "data.txt").exists()}

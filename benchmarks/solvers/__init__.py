@@ -1,0 +1,1 @@
+"""Commands that count the products of solvers and samplers: `digits`, `glyphs`."""
