@@ -72,7 +72,7 @@ def _distort(ink: Tensor, side: int, noise: float, generator: torch.Generator) -
         torch.stack([width * cos, width * (shear * cos - sin), shift[0]], 1),
         torch.stack([height * sin, height * (shear * sin + cos), shift[1]], 1),
     ]
-    # Sampled at twice the resolution and averaged: bilinear interpolation alone would alias.
+    # PosteriorSamples at twice the resolution and averaged: bilinear interpolation alone would alias.
     grid = F.affine_grid(torch.stack(rows, 1), [num, 1, 2 * side, 2 * side], align_corners=False)
     x = F.avg_pool2d(F.grid_sample(ink[:, None], grid, align_corners=False), 2)
     weight, contrast, paper = (

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, MixtureSameFamily, Normal
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from laplace_sampling.linear_model.features import DenseFeatures, features_at
+from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.linear_model.network_features import features_at
 from laplace_sampling.networks.linearisation import Linearisation
 
 __all__ = ["MEMBERS", "Method", "Outcome", "Task", "best_noise", "gaussian", "predict", "train"]

@@ -5,16 +5,18 @@ import warnings
 from functools import cached_property, lru_cache
 
 import torch
+from laplace_sampling.gp.exact_evidence import ExactFit
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.gp.processes import deep_kernel, gaussian_process
 from benchmarks.gp.regression_task import MEMBERS, Method, Outcome, Task, best_noise, gaussian, predict
-from laplace_sampling.gp.exact_evidence import ExactFit, fit_exact_regression
-from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.gp.tuned_regression import fit_exact_regression
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors import as_prior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel
 
 __all__ = ["METHODS", "WITHOUT_NETWORK", "fit_tangent"]
 

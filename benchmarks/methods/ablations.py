@@ -21,9 +21,10 @@ from benchmarks.methods import ablated_settings
 from benchmarks.methods.ablated_settings import SEEDS, spread
 from benchmarks.methods.tangents import Spectrum, root, trained
 from benchmarks.solvers import digits
+from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures
-from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.linear_model.sampling import Draws, LinearModel
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.solver import ConvergenceWarning
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, linearize, vjp, vmap
 
 from benchmarks.networks.torch_layers import UNet
-from laplace_sampling.networks.forward_mode import forward_mode_kernels
+from laplace_sampling.networks.derivative_rules import forward_mode_kernels
 from laplace_sampling.networks.linearisation import Linearisation
 
 WAYS = ["jvp", "vjp", "ours", "curvlinops", "loop", "vmap", "compiled", "trace"]

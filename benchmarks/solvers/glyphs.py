@@ -16,11 +16,15 @@ from benchmarks.data.glyphs import glyphs
 from benchmarks.solvers.glyph_networks import lenet, small_cnn, train
 from benchmarks.solvers.stored_features import StoredFeatures
 from laplace_sampling.__main__ import Data
-from laplace_sampling.likelihoods.likelihood import Categorical
-from laplace_sampling.linear_model.features import GGN, DenseFeatures, Features, ScaledFeatures
-from laplace_sampling.linear_model.priors import GaussianPrior, GPrior, IsotropicPrior
-from laplace_sampling.linear_model.sampling import Draws, sample_posterior
-from laplace_sampling.methods.contour import sample_contour
+from laplace_sampling.gp.contour_quadrature import sample_contour
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import DenseFeatures, Features, ScaledFeatures
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.priors.g_prior import GPrior
+from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predictions.energy_tests import TestResult, chi_squared_test, data_energy_test
 from laplace_sampling.solvers import krylov

@@ -5,6 +5,7 @@ import matplotlib as mpl
 import pytest
 import torch
 from cases import make_case
+from flat_settings import laplace_of
 from numpy.testing import assert_allclose
 
 from laplace_sampling import LinearisedLaplace, plot_evidence
@@ -14,7 +15,7 @@ mpl.use("Agg")
 
 def fitted(method: str, **settings) -> LinearisedLaplace:
     case = make_case("regression_many_data")
-    return LinearisedLaplace(case.model, "regression", method=method, **settings).fit(case.batches, progress=False)
+    return laplace_of(case.model, "regression", method=method, **settings).fit(case.batches, progress=False)
 
 
 @pytest.mark.parametrize("error", [0.0, 0.3])

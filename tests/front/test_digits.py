@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from flat_settings import laplace_of
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.solvers.digits import (
@@ -15,7 +16,6 @@ from benchmarks.solvers.digits import (
     problem,
     solve,
 )
-from laplace_sampling import LinearisedLaplace
 from laplace_sampling.__main__ import cnn
 from laplace_sampling.__main__ import digits as digits_data
 from laplace_sampling.evidence.krylov_curves import evidence_path
@@ -139,7 +139,7 @@ def test_samples_do_not_depend_on_the_batch_size_of_the_loader() -> None:
     solver = SGD(epochs=1, min_steps=10, mode_epochs=1, tolerance=1.0)
     for size in (10, 64, 300):
         loader = DataLoader(TensorDataset(data.x.double(), data.y), batch_size=size, shuffle=True)
-        la = LinearisedLaplace(model, "classification", method="sgd", num_samples=2, solver=solver)
+        la = laplace_of(model, "classification", method="sgd", num_samples=2, solver=solver)
         samples[size] = la.fit(loader, progress=False).samples_
     for size in (10, 64):
         torch.testing.assert_close(samples[size], samples[300], rtol=1e-8, atol=1e-10)

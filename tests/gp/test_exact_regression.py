@@ -9,6 +9,7 @@ import pytest
 import reference
 import torch
 from cases import Case, make_case
+from flat_settings import laplace_of
 from problems import CLOSE, make_prior, noisy
 from torch import Tensor
 from torch.testing import assert_close
@@ -378,7 +379,7 @@ def test_each_output_has_the_noise_that_its_network_leaves(num: int, outputs: in
 @pytest.mark.parametrize("noise_at", ["network", "mode"])
 def test_each_output_keeps_to_the_bounds_of_the_noise(noise_at: str) -> None:
     network, x, y = few_data(12, 2, 3)
-    la = LinearisedLaplace(network, Gaussian(torch.ones(2)), method="exact", prior="isotropic", noise_at=noise_at)
+    la = laplace_of(network, Gaussian(torch.ones(2)), method="exact", prior="isotropic", noise_at=noise_at)
     with pytest.warns(ConvergenceWarning, match=r"ended at one of noise_bounds=\(0.5, 1.5\) for the noise precision"):
         la.fit_hyperparameters([(x, y)], noise_bounds=(0.5, 1.5), progress=False)
     assert la.noise_precision_ is not None

@@ -4,6 +4,7 @@ import pytest
 import reference
 import torch
 from cases import Case, make_case
+from flat_settings import laplace_of
 from snapshot import assert_unchanged, snapshot
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -345,9 +346,9 @@ def posterior(la: LinearisedLaplace) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("name", ["classification", "regression", "conv_batch_norm"])
 def test_posterior_and_evidence_are_the_dense_ones(method: str, prior: str, name: str) -> None:
     case = make_case(name)
-    la = LinearisedLaplace(
-        case.model, case.likelihood, method=method, prior=prior, prior_precision=0.6, num_samples=1000
-    ).fit(loader(case), progress=False)
+    la = laplace_of(case.model, case.likelihood, method=method, prior=prior, prior_precision=0.6, num_samples=1000).fit(
+        loader(case), progress=False
+    )
     M, A, mode = posterior(la)
     covariance = torch.linalg.inv(M + A)
     J = reference.jacobian(case.model, case.x[:2]).flatten(0, 1)
@@ -371,7 +372,7 @@ def test_posterior_and_evidence_are_the_dense_ones(method: str, prior: str, name
 
 def test_the_mode_is_that_of_the_linear_model() -> None:
     case = make_case("regression")
-    la = LinearisedLaplace(case.model, case.likelihood, method="kfac", prior_precision=0.6, prior="isotropic")
+    la = laplace_of(case.model, case.likelihood, method="kfac", prior_precision=0.6, prior="isotropic")
     la.fit(loader(case), progress=False, tolerance=1e-3)
     J, offset = reference.jacobian(case.model, case.x), la._fit.model.offset
     expected = reference.mode(case.likelihood, J, offset, case.y, torch.full((J.shape[2],), 0.6).double())
@@ -392,7 +393,7 @@ def test_mackay(method: str) -> None:
         optimiser.zero_grad()
         ((model(x) - y) ** 2).mean().backward()
         optimiser.step()
-    la = LinearisedLaplace(model, "regression", method=method, linear_model="homogeneous")
+    la = laplace_of(model, "regression", method=method, linear_model="homogeneous")
     la.fit_hyperparameters([(x, y)], progress=False, max_steps=40, tolerance=1e-4)
     assert la.converged_
     gamma, prior = float(la.effective_dimension_), la._posterior.prior
@@ -410,7 +411,7 @@ def test_mackay(method: str) -> None:
 @pytest.mark.parametrize("method", ["diagonal", "kfac"])
 def test_every_case_is_fitted_saved_and_loaded(case: Case, method: str, tmp_path) -> None:
     batches = case.batches
-    la = LinearisedLaplace(case.model, case.given[0], method=method, num_samples=4)
+    la = laplace_of(case.model, case.given[0], method=method, num_samples=4)
     la.fit_hyperparameters(batches, progress=False, max_steps=1)
     pred = la.predict(case.x[:2])
     assert (pred.variance > 0).any()
@@ -426,10 +427,10 @@ def test_every_case_is_fitted_saved_and_loaded(case: Case, method: str, tmp_path
 @pytest.mark.parametrize("prior", ["g-prior", "layerwise"])
 def test_the_closed_form_is_there_after_loading(method: str, prior: str) -> None:
     case = make_case("conv_batch_norm")
-    la = LinearisedLaplace(case.model, "classification", method=method, prior=prior, prior_precision=0.6, num_samples=3)
+    la = laplace_of(case.model, "classification", method=method, prior=prior, prior_precision=0.6, num_samples=3)
     pred = la.fit(loader(case), progress=False).predict(case.x)
     M, A, _ = posterior(la)
-    other = LinearisedLaplace(case.model, "classification", method=method, prior=prior)
+    other = laplace_of(case.model, "classification", method=method, prior=prior)
     other.load_state_dict(la.state_dict())
     found = other.predict(case.x)
     assert torch.equal(found.variance, pred.variance)
@@ -476,7 +477,7 @@ def test_laplace_torch_gives_the_same() -> None:
     batches = DataLoader(TensorDataset(x, y), 10)
     settings = {"prior": "isotropic", "prior_precision": alpha, "linear_model": "affine"}
     for method, structure in (("diagonal", "diag"), ("kfac", "kron")):
-        ours = LinearisedLaplace(model, "regression", method=method, **settings)
+        ours = laplace_of(model, "regression", method=method, **settings)
         ours.fit(batches, progress=False, tolerance=1e-6)
         theirs = laplace.Laplace(
             model, "regression", subset_of_weights="all", hessian_structure=structure, prior_precision=alpha

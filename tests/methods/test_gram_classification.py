@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from cases import Case, make_case
+from flat_settings import laplace_of
 from laplace_sampling.methods.plan import make_plan
 from problems import many
 from torch import Tensor, nn
@@ -28,13 +29,13 @@ FIXED = {"prior_precision": 0.7, "num_samples": 4}
 
 def fit(case: Case, **settings) -> LinearisedLaplace:
     settings = {"method": "exact", **FIXED, **settings}
-    la = LinearisedLaplace(case.model, case.likelihood, **settings)
+    la = laplace_of(case.model, case.likelihood, **settings)
     return la.fit(case.batches, tolerance=1e-9, progress=False)
 
 
 def tune(case: Case, **settings) -> LinearisedLaplace:
     tolerance = settings.pop("tolerance", 1e-9)
-    la = LinearisedLaplace(case.model, case.likelihood, **{"method": "exact", "num_samples": 4, **settings})
+    la = laplace_of(case.model, case.likelihood, **{"method": "exact", "num_samples": 4, **settings})
     return la.fit_hyperparameters(case.batches, tolerance=tolerance, max_steps=200, progress=False)
 
 
@@ -166,7 +167,7 @@ def test_several_prior_precisions_and_many_data_are_fitted_in_weight_space() -> 
 def test_too_many_labels_name_the_memory_and_the_methods() -> None:
     model = nn.Linear(200, 100)
     data = [(torch.zeros(100, 200), torch.zeros(100).long())] * 2
-    message = r'would need about 12.\d GiB for 200 data, 100 outputs and 20100 weights, .* use method="cg" or "sgd"'
+    message = r'would need about 12.\d GiB for 200 data, 100 outputs and 20100 weights, .* use method="krylov" or "sgd"'
     with pytest.raises(ValueError, match=message):
         LinearisedLaplace(model, "classification", method="exact", prior="isotropic").fit(data, progress=False)
 
@@ -231,7 +232,7 @@ def test_a_mode_that_does_not_converge_is_told(monkeypatch) -> None:
     newton = GramClassification.of.__globals__["ExactClassification"]
     whole = newton.mode
     monkeypatch.setattr(newton, "mode", lambda self, alpha, start=None: whole(self, alpha, start, max_steps=1))
-    la = LinearisedLaplace(case.model, "classification", method="exact", prior_precision=1e-3, num_samples=4)
+    la = laplace_of(case.model, "classification", method="exact", prior_precision=1e-3, num_samples=4)
     with pytest.warns(ConvergenceWarning, match=r"The mode of the linear model has not converged: residual [\d.]+\."):
         la.fit(case.batches, progress=False)
     assert not la.converged_
@@ -244,7 +245,7 @@ def test_float32_networks_take_the_jacobian_in_float64() -> None:
     expected = fit(case).predict(case.x)
     model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4))
     model.load_state_dict({name: value.float() for name, value in case.model.state_dict().items()})
-    la = LinearisedLaplace(model, "classification", method="exact", **FIXED)
+    la = laplace_of(model, "classification", method="exact", **FIXED)
     pred = la.fit([(case.x.float(), case.y)], progress=False).predict(case.x.float())
     assert la.converged_
     assert la.samples_.dtype == la.mode_.dtype == pred.stddev.dtype == torch.float32

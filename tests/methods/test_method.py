@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from cases import make_case
+from flat_settings import laplace_of
 from torch.testing import assert_close
 
 from laplace_sampling import Auto, Exact, Krylov, LinearisedLaplace, methods
@@ -64,7 +65,7 @@ def test_a_string_stands_for_a_method_with_its_defaults(name) -> None:
 def test_settings_of_a_method_are_kept_in_files(tmp_path) -> None:
     case = make_case("classification")
     method = Krylov(max_memory=1e9)
-    la = LinearisedLaplace(case.model, "classification", method=method, num_samples=4).fit(case.batches, progress=False)
+    la = laplace_of(case.model, "classification", method=method, num_samples=4).fit(case.batches, progress=False)
     la.save(tmp_path / "la.pt")
     assert LinearisedLaplace.load(tmp_path / "la.pt", case.model).settings.method == method
 

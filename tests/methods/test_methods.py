@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from cases import make_case
+from flat_settings import laplace_of
 from laplace_sampling.methods.plan import Plan, make_plan
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -39,7 +40,7 @@ def problem(likelihood: str = "regression", inputs: int = 60, num_data: int = 80
 
 
 def test_solvers_take_what_the_tolerance_asks() -> None:
-    plan = Plan("cg", "", vectors=1e6, num_samples=4)
+    plan = Plan("krylov", "", vectors=1e6, num_samples=4)
     default = partial(Plan.solver, tolerance=0.015, given=SGD(), seed=0)
     tight = partial(Plan.solver, tolerance=0.0015, given=SGD(), seed=0)
     assert default(plan).tolerance == BlockKrylov().tolerance
@@ -60,19 +61,17 @@ def test_solvers_take_what_the_tolerance_asks() -> None:
 def test_a_tighter_tolerance_is_closer_to_dense_algebra() -> None:
     model, data = problem(inputs=120, num_data=100)
     settings = {"prior": "isotropic", "noise_precision": 5.0, "num_samples": 2}
-    exact = LinearisedLaplace(model, "regression", method="exact", **settings)
+    exact = laplace_of(model, "regression", method="exact", **settings)
     exact.fit_hyperparameters(data, max_steps=2000, tolerance=1e-6, progress=False)
     best = float(exact.prior_precision_.log())
     fixed = {**settings, "prior_precision": 0.05}
-    truth = LinearisedLaplace(model, "regression", method="exact", **fixed).fit(data, progress=False)
+    truth = laplace_of(model, "regression", method="exact", **fixed).fit(data, progress=False)
     alphas, errors = [], []
     for tolerance in (0.2, 0.015, 0.004):
-        la = LinearisedLaplace(model, "regression", method="cg", **settings)
+        la = laplace_of(model, "regression", method="krylov", **settings)
         la.fit_hyperparameters(data, tolerance=tolerance, max_steps=20, progress=False)
         alphas.append(abs(float(la.prior_precision_.log()) - best))
-        drawn = LinearisedLaplace(model, "regression", method="cg", **fixed).fit(
-            data, tolerance=tolerance, progress=False
-        )
+        drawn = laplace_of(model, "regression", method="krylov", **fixed).fit(data, tolerance=tolerance, progress=False)
         f, g = (one.predict(data[0][0]).samples for one in (truth, drawn))
         errors.append(float(((f - g).flatten(1).norm(dim=1) / f.flatten(1).norm(dim=1)).max()))
         assert errors[-1] <= 2 * tolerance
@@ -86,7 +85,7 @@ def test_a_tighter_tolerance_is_closer_to_dense_algebra() -> None:
 def test_errors_of_a_solve_are_independent_of_the_sample() -> None:
     """So that they add to variances, by the square of their size."""
     model, data = problem(num_data=40)
-    la = LinearisedLaplace(model, "regression", method="cg", prior="isotropic", prior_precision=0.1, num_samples=2)
+    la = laplace_of(model, "regression", method="krylov", prior="isotropic", prior_precision=0.1, num_samples=2)
     la.fit(data, progress=False)
     linear = la._fit.model
     ggn, prior, draws = linear.ggn(linear.network_outputs), la._posterior.prior, Draws(3000, 0)
@@ -115,10 +114,10 @@ def test_little_memory_gives_the_same_samples_with_one_preconditioner(prior: str
     of = Nystrom.of
     monkeypatch.setattr(Nystrom, "of", lambda *args, **kwargs: made.append(1) or of(*args, **kwargs))
     size = 8 * sum(p.numel() for p in model.parameters())
-    settings = {"prior": prior, "prior_precision": 0.1, "num_samples": 8, "method": "cg", "hessian_at": "network"}
-    plenty = LinearisedLaplace(model, "classification", **settings).fit(data, tolerance=1e-5, progress=False)
+    settings = {"prior": prior, "prior_precision": 0.1, "num_samples": 8, "method": "krylov", "hessian_at": "network"}
+    plenty = laplace_of(model, "classification", **settings).fit(data, tolerance=1e-5, progress=False)
     assert made == []
-    little = LinearisedLaplace(model, "classification", max_memory=100 * size, **settings)
+    little = laplace_of(model, "classification", max_memory=100 * size, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # of ten steps of EM
         little.fit_hyperparameters(data, progress=False)
@@ -137,7 +136,7 @@ def test_little_memory_gives_the_same_samples_with_one_preconditioner(prior: str
 
 def test_too_little_memory_says_what_it_takes() -> None:
     model, data = problem()
-    la = LinearisedLaplace(model, "regression", method="cg", num_samples=8, max_memory=20 * 8 * 61)
+    la = laplace_of(model, "regression", method="krylov", num_samples=8, max_memory=20 * 8 * 61)
     with pytest.raises(ValueError, match=r"max_memory of 9.76e\+03 bytes holds 20 vectors of 61 weights, but 8"):
         la.fit(data, progress=False)
 
@@ -147,12 +146,10 @@ def test_a_full_basis_falls_back_to_em(monkeypatch) -> None:
     monkeypatch.setattr(Plan, "short", False)
     monkeypatch.setattr(Plan, "max_basis", 12)
     known, settings = Gaussian(10.0, learn=False), {"prior": "isotropic", "num_samples": 4}
-    la = LinearisedLaplace(model, known, method="cg", **settings)
+    la = laplace_of(model, known, method="krylov", **settings)
     la.fit_hyperparameters(data, max_steps=200, num_samples=64, tolerance=0.005, progress=False)
     assert all(step.sample_residual > 0 for step in la.history_)  # paths have no samples
-    exact = LinearisedLaplace(
-        model, Gaussian(10.0, learn=False), method="exact", **{**settings, "noise_precision": 1.0}
-    )
+    exact = laplace_of(model, Gaussian(10.0, learn=False), method="exact", **{**settings, "noise_precision": 1.0})
     exact.fit_hyperparameters(data, max_steps=2000, tolerance=1e-5, progress=False)
     gamma = float(exact.effective_dimension_)
     # γ ≤ rank: its relative standard error is at most √(2/(64 γ)); α moves by about as much, twice that is generous
@@ -165,7 +162,7 @@ def test_a_full_basis_falls_back_to_em(monkeypatch) -> None:
 
 def test_operations_are_counted_and_the_same_each_time() -> None:
     model, data = problem("classification")
-    plan = LinearisedLaplace(model, "classification", method="cg", num_samples=2).fit(data, progress=False)
+    plan = LinearisedLaplace(model, "classification", method="krylov", num_samples=2).fit(data, progress=False)
     first, second = (measure(plan._fit.model.features) for _ in range(2))
     product = 2 * 60 * 2  # multiplications and additions of x W: two products at least, the network and its derivative
     assert 2 * product <= first.jvp <= 3 * product
@@ -178,9 +175,9 @@ def test_operations_are_counted_and_the_same_each_time() -> None:
     ("num_data", "size", "operations", "method"),
     [
         (100, 55, 1.0, "exact"),  # small
-        (500, 3000, 1e6, "cg"),
+        (500, 3000, 1e6, "krylov"),
         (500, 3000, 1e10, "exact"),  # a Jacobian costs less than many passes of an expensive network
-        (1900, 1900, 1.0, "cg"),  # factorisations cost more than passes of a cheap one, and it pays
+        (1900, 1900, 1.0, "krylov"),  # factorisations cost more than passes of a cheap one, and it pays
         (30_000, 3000, 1e6, "svrg"),
         (30_000, 3000, 1e3, "sgd"),  # a preconditioner would cost more than the passes that it saves
         (30_000, 10**6, 1e6, "sgd"),  # memory holds no preconditioner
@@ -193,7 +190,7 @@ def test_auto_goes_by_size_unless_operations_differ_much(num_data, size, operati
     assert make_plan("auto", features, 16, 1e9, lambda _: Cost(operations, operations, 1e9)).reason == plan.reason
     if operations == 1e10:
         assert "products of this network are expensive" in plan.reason
-        assert make_plan("auto", features, 16, 1e7, lambda _: Cost(operations, operations, 1.0)).method == "cg"
+        assert make_plan("auto", features, 16, 1e7, lambda _: Cost(operations, operations, 1.0)).method == "krylov"
 
 
 def test_print_tells_the_time_and_repr_does_not() -> None:
@@ -206,10 +203,10 @@ def test_print_tells_the_time_and_repr_does_not() -> None:
 # Bounds and failures ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["exact", "cg"])
+@pytest.mark.parametrize("method", ["exact", "krylov"])
 def test_the_noise_is_kept_within_its_bounds(method: str) -> None:
     model, data = problem()
-    la = LinearisedLaplace(model, "regression", method=method, prior="isotropic", num_samples=2)
+    la = laplace_of(model, "regression", method=method, prior="isotropic", num_samples=2)
     with pytest.warns(ConvergenceWarning, match=r"ended at one of noise_bounds=\(0.1, 2.0\) for the noise") as record:
         la.fit_hyperparameters(data, noise_bounds=(0.1, 2.0), max_steps=200, progress=False)
     assert len(record) == 1
@@ -222,7 +219,7 @@ def test_the_noise_is_kept_within_its_bounds(method: str) -> None:
 
 
 FAILING = {
-    "cg": lambda: BlockKrylov(1e-9, max_iterations=1),
+    "krylov": lambda: BlockKrylov(1e-9, max_iterations=1),
     "sgd": lambda: SGD(epochs=0.1, min_steps=1, mode_epochs=0.1, max_doublings=0, tolerance=1e-6),
     "svrg": lambda: SVRG(tolerance=1e-12, max_snapshots=1),
 }
@@ -234,7 +231,7 @@ def test_a_failing_solve_is_told_once_and_everywhere(method: str, call: str, mon
     model, data = problem("classification")
     monkeypatch.setattr(Plan, "solver", lambda *_: FAILING[method]())
     settings = {"prior": "isotropic", "prior_precision": 0.01, "num_samples": 8}  # few, or a block would span it all
-    la = LinearisedLaplace(model, "classification", method=method, **settings)
+    la = laplace_of(model, "classification", method=method, **settings)
     with pytest.warns(ConvergenceWarning, match="The samples have not converged: residual") as record:
         getattr(la, call)(data, progress=False)
     assert len(record) == 1
@@ -257,7 +254,7 @@ def test_a_failing_solve_is_told_once_and_everywhere(method: str, call: str, mon
 
 def test_a_warning_names_only_what_has_not_converged() -> None:
     model, data = problem()
-    la = LinearisedLaplace(model, "regression", method="cg", prior="isotropic", num_samples=12)
+    la = LinearisedLaplace(model, "regression", method="krylov", prior="isotropic", num_samples=12)
     fit = la.fit(data, progress=False)._fit
     tolerance = fit.judge(fit.sampled)[1]
     assert fit.problems == []
@@ -289,7 +286,7 @@ def test_a_warning_names_only_what_has_not_converged() -> None:
 
 def test_a_full_basis_makes_the_evidence_inaccurate_and_says_so(monkeypatch) -> None:
     model, data = problem(inputs=100, num_data=60)
-    la = LinearisedLaplace(model, "regression", method="cg", prior="isotropic", prior_precision=1e-3, num_samples=2)
+    la = laplace_of(model, "regression", method="krylov", prior="isotropic", prior_precision=1e-3, num_samples=2)
     la.fit(data, progress=False)
     assert la.converged_
     la.log_marginal_likelihood()
@@ -318,7 +315,7 @@ def test_svrg_makes_one_preconditioner_for_em_and_all_samples(monkeypatch) -> No
     monkeypatch.setattr(SVRG, "solve", lambda *a, **k: solves.append(solve(*a, **k)) or solves[-1])
     monkeypatch.setattr(SVRG, "minimise", lambda _, *a, **k: Dense().minimise(*a, **k))  # the mode is found without
     model, data = problem(inputs=10, num_data=40)
-    la = LinearisedLaplace(model, "regression", method="svrg", prior="layerwise", num_samples=2)
+    la = laplace_of(model, "regression", method="svrg", prior="layerwise", num_samples=2)
     la.fit_hyperparameters(
         data, num_samples=4, tolerance=0.05, max_steps=30, progress=False
     )  # the noise is learnt, too
@@ -352,7 +349,7 @@ def test_layerwise_priors_go_by_em_with_warm_starts(monkeypatch) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(model, nn.Tanh(), nn.Linear(2, 2).double())
     settings = {"prior": "layerwise", "hessian_at": "network", "num_samples": 2}
-    la = LinearisedLaplace(model, "classification", method="cg", **settings)
+    la = laplace_of(model, "classification", method="krylov", **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # of five steps
         la.fit_hyperparameters(data, max_steps=5, tolerance=0.001, progress=False)
@@ -362,7 +359,7 @@ def test_layerwise_priors_go_by_em_with_warm_starts(monkeypatch) -> None:
     assert all(start is not None for start in starts[1:-1])
     assert len(warm_and_cold) == len(la.history_) - 1
     assert sum(warm for warm, _ in warm_and_cold) <= 1.1 * sum(cold for _, cold in warm_and_cold)
-    exact = LinearisedLaplace(model, "classification", method="exact", **settings)
+    exact = laplace_of(model, "classification", method="exact", **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         exact.fit_hyperparameters(data, max_steps=5, tolerance=0.001, progress=False)

@@ -7,6 +7,8 @@ import pytest
 import reference
 import torch
 from cases import Case, make_case
+from flat_settings import laplace_of
+from laplace_sampling.methods.plan import make_plan
 from problems import trained
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -16,7 +18,6 @@ from laplace_sampling import ConvergenceWarning, DualCG, Gaussian, LeaveOneOut, 
 from laplace_sampling.gp.linear_operators import to_linear_operator
 from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.methods import tasks
-from laplace_sampling.methods.plan import make_plan
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-8}
 SAMPLES = {"rtol": 1e-5, "atol": 1e-7}
@@ -28,7 +29,7 @@ FIXED = {"prior_precision": 0.7, "num_samples": 4}
 def fit(case: Case, method: str, **settings) -> LinearisedLaplace:
     data = settings.pop("data", case.batches)
     R = settings.pop("noise_variances", None)
-    la = LinearisedLaplace(case.model, settings.pop("likelihood", case.likelihood), method=method, **settings)
+    la = laplace_of(case.model, settings.pop("likelihood", case.likelihood), method=method, **settings)
     return la.fit(data, noise_variances=R, tolerance=1e-9, progress=False)
 
 
@@ -105,7 +106,7 @@ def test_hyperparameters_are_of_largest_evidence_to_rounding(learn: bool, kind: 
     likelihood = Gaussian(20.0, learn=learn)
     settings = {"prior": "isotropic", "linear_model": kind, "hessian_at": hessian_at, "num_samples": 4}
     settings["noise_at"] = "mode"
-    la = LinearisedLaplace(case.model, likelihood, method="exact", **settings)
+    la = laplace_of(case.model, likelihood, method="exact", **settings)
     seen: list = []
     la.fit_hyperparameters(case.batches, progress=False, callback=seen.append)
     assert la._fit.plan.in_observation_space
@@ -115,7 +116,7 @@ def test_hyperparameters_are_of_largest_evidence_to_rounding(learn: bool, kind: 
     assert (b == 20.0) == (not learn)
     best = float(la.log_marginal_likelihood())
     for change in ((0.01, 0), (-0.01, 0), *(((0, 0.01), (0, -0.01)) if learn else ())):
-        near = LinearisedLaplace(
+        near = laplace_of(
             case.model,
             "regression",
             method="exact",
@@ -146,7 +147,7 @@ def test_exact_hyperparameters_agree_between_the_spaces(in_weight_space) -> None
 def test_noise_of_each_output_is_learnt_in_observation_space() -> None:
     case = make_case("regression_per_output")
     settings = {"method": "exact", "prior": "isotropic", "noise_at": "mode", "num_samples": 4}
-    la = LinearisedLaplace(case.model, Gaussian(torch.ones(3)), **settings)
+    la = laplace_of(case.model, Gaussian(torch.ones(3)), **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # the network is not trained
         la.fit_hyperparameters(case.batches, progress=False)
@@ -160,7 +161,7 @@ def test_noise_of_each_output_is_learnt_in_observation_space() -> None:
         for factor in (0.98, 1.02):
             near = b.clone()
             near[c] *= factor
-            other = LinearisedLaplace(
+            other = laplace_of(
                 case.model, Gaussian(near), method="exact", prior="isotropic", prior_precision=alpha, num_samples=4
             )
             assert float(other.fit(case.batches, progress=False).log_marginal_likelihood()) < best
@@ -169,9 +170,9 @@ def test_noise_of_each_output_is_learnt_in_observation_space() -> None:
 def test_em_in_the_dual_comes_close_to_the_optimum() -> None:
     case = trained()
     settings = {"prior": "isotropic", "num_samples": 4, "noise_precision": 10.0, "noise_at": "mode"}
-    exact = LinearisedLaplace(case.model, "regression", method="exact", **settings)
+    exact = laplace_of(case.model, "regression", method="exact", **settings)
     exact.fit_hyperparameters(case.batches, progress=False)
-    dual = LinearisedLaplace(case.model, "regression", method="dual", **settings)
+    dual = laplace_of(case.model, "regression", method="dual", **settings)
     dual.fit_hyperparameters(case.batches, progress=False, max_steps=5, num_samples=64)
     assert dual.converged_
     # γ from 64 samples has a relative standard error of at most √(2/64γ)
@@ -194,7 +195,7 @@ def test_a_poor_preconditioner_of_the_dual_costs_no_accuracy() -> None:
     case = trained()
     settings = {"method": "dual", "prior": "isotropic", "num_samples": 4}
     poor, whole = (
-        LinearisedLaplace(case.model, "regression", solver=DualCG(rank=rank), **settings).fit_hyperparameters(
+        laplace_of(case.model, "regression", solver=DualCG(rank=rank), **settings).fit_hyperparameters(
             case.batches, progress=False, max_steps=5
         )
         for rank in (4, 24)
@@ -217,7 +218,7 @@ def test_float32_networks_in_observation_space() -> None:
     model.load_state_dict({name: value.float() for name, value in case.model.state_dict().items()})
     data = [(case.x.float(), case.y.float())]
     for method in ("exact", "dual"):
-        la = LinearisedLaplace(model, case.likelihood, method=method, prior="isotropic", **FIXED)
+        la = laplace_of(model, case.likelihood, method=method, prior="isotropic", **FIXED)
         la.fit(data, progress=False)
         pred = la.predict(case.x.float())
         assert la.converged_
@@ -266,7 +267,7 @@ def test_auto_takes_observation_space_where_it_is_cheaper() -> None:
     plan = make_plan("auto", features(10_000, size), 16, little, gram=True, dual=True)
     assert plan.method == "dual"
     assert "memory holds no Krylov basis of weights, but vectors of N·C = 10000 observations" in plan.reason
-    assert make_plan("auto", features(10_000, size), 16, little, gram=True).method == "cg"
+    assert make_plan("auto", features(10_000, size), 16, little, gram=True).method == "krylov"
 
 
 def test_auto_is_exact_on_small_regressions() -> None:
@@ -277,7 +278,7 @@ def test_auto_is_exact_on_small_regressions() -> None:
 # Noise ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["exact", "dual", "cg"])
+@pytest.mark.parametrize("method", ["exact", "dual", "krylov"])
 @pytest.mark.parametrize("name", ["regression", "regression_per_output", "regression_many_data"])
 @pytest.mark.parametrize("per_output", [False, True])
 def test_noise_variances_of_each_datum_are_those_of_dense_algebra(name: str, method: str, per_output: bool) -> None:
@@ -296,7 +297,7 @@ def test_noise_variances_of_each_datum_are_those_of_dense_algebra(name: str, met
     )
     evidence = la.log_marginal_likelihood()
     assert_close(
-        float(evidence), float(targets.log_prob(case.y.reshape(-1))), rtol=1e-4 if method == "cg" else 1e-6, atol=0
+        float(evidence), float(targets.log_prob(case.y.reshape(-1))), rtol=1e-4 if method == "krylov" else 1e-6, atol=0
     )
     assert_close(evidence.value, -evidence.data_fit - evidence.complexity)
     assert_close(
@@ -320,13 +321,13 @@ def test_known_and_learnt_noise_variances() -> None:
     case = trained()
     R = torch.linspace(0.02, 0.08, len(case.y)).double()
     settings = {"method": "exact", "prior": "isotropic", "noise_at": "mode", "num_samples": 4}
-    known = LinearisedLaplace(case.model, Gaussian(1.0, learn=False), **settings)
+    known = laplace_of(case.model, Gaussian(1.0, learn=False), **settings)
     known.fit_hyperparameters(case.batches, noise_variances=R, progress=False)
     assert known.noise_precision_ == 1.0
     seen: list = []
-    learnt = LinearisedLaplace(case.model, "regression", **settings)
+    learnt = laplace_of(case.model, "regression", **settings)
     learnt.fit_hyperparameters(case.batches, noise_variances=10 * R, progress=False, callback=seen.append)
-    tenth = LinearisedLaplace(case.model, "regression", **settings)
+    tenth = laplace_of(case.model, "regression", **settings)
     tenth.fit_hyperparameters(case.batches, noise_variances=R, progress=False)
     # Units of the given variances are divided out by the common factor.
     assert_close(learnt.noise_precision_, 10 * tenth.noise_precision_, rtol=1e-6, atol=0)
@@ -375,7 +376,7 @@ def test_leave_one_out_is_a_fit_without_the_datum(name: str, heteroscedastic: bo
     J = reference.jacobian(case.model, case.x)
     for i in (0, num - 1):
         rest = [j for j in range(num) if j != i]
-        without = LinearisedLaplace(case.model, case.likelihood, method="exact", **settings)
+        without = laplace_of(case.model, case.likelihood, method="exact", **settings)
         without.fit([(case.x[rest], case.y[rest])], noise_variances=R[rest], progress=False)
         noise = (R[i] / torch.as_tensor(case.likelihood.noise_precision)).expand(J.shape[1])
         covariance = without.predict(case.x[i : i + 1]).covariance()[0] + torch.diag(noise)
@@ -391,8 +392,10 @@ def test_leave_one_out_of_classes_and_where_it_is_not_known(tmp_path) -> None:
     found = fit(case, "exact", **FIXED).leave_one_out()
     assert found.log_prob.shape == (8,)
     assert (found.log_prob < 0).all()
-    la = fit(case, "cg", **FIXED)
-    with pytest.raises(ValueError, match='needs the covariances of the exact method, but the fit is by method="cg"'):
+    la = fit(case, "krylov", **FIXED)
+    with pytest.raises(
+        ValueError, match='needs the covariances of the exact method, but the fit is by method="krylov"'
+    ):
         la.leave_one_out()
     with pytest.raises(ValueError, match='but the fit is by method="dual": use method="exact"'):
         fit(trained(), "dual", **FIXED).leave_one_out()
@@ -409,12 +412,12 @@ def measured() -> tuple[Case, Tensor, Tensor]:
     return case, T, y
 
 
-@pytest.mark.parametrize("method", ["exact", "dual", "cg"])
+@pytest.mark.parametrize("method", ["exact", "dual", "krylov"])
 @pytest.mark.parametrize("form", ["matrix", "operator", "functions"])
 def test_measurements_are_those_of_dense_algebra(method: str, form: str) -> None:
     case, T, y = measured()
     given = {"matrix": T, "operator": to_linear_operator(T), "functions": (lambda f: T @ f, lambda u: T.T @ u)}[form]
-    la = LinearisedLaplace(
+    la = laplace_of(
         case.model, Gaussian(4.0), method=method, prior="isotropic", observe=given, **{**FIXED, "num_samples": 2000}
     )
     la.fit([(case.x, y)], tolerance=1e-6, progress=False)
@@ -441,7 +444,7 @@ def test_measurements_are_those_of_dense_algebra(method: str, form: str) -> None
 
 def test_hyperparameters_from_measurements_and_a_reload(tmp_path) -> None:
     case, T, y = measured()
-    la = LinearisedLaplace(case.model, "regression", method="exact", observe=T, num_samples=4)
+    la = laplace_of(case.model, "regression", method="exact", observe=T, num_samples=4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         la.fit_hyperparameters([(case.x, y)], progress=False)
@@ -461,15 +464,15 @@ def test_measurements_that_do_not_fit() -> None:
         (T, y[:, :3], r"must be measurements of shape \[4, 5\], but have shape \[4, 3\]"),
     ):
         with pytest.raises(ValueError, match=message):
-            LinearisedLaplace(case.model, "regression", observe=bad).fit([(case.x, data)], progress=False)
+            laplace_of(case.model, "regression", observe=bad).fit([(case.x, data)], progress=False)
     with pytest.raises(ValueError, match=r"observe=T.*is for regression .*the likelihood is 'classification'"):
-        LinearisedLaplace(make_case("classification").model, "classification", observe=T)
+        laplace_of(make_case("classification").model, "classification", observe=T)
     la = LinearisedLaplace(case.model, "regression").fit(case.batches, progress=False)
     with pytest.raises(ValueError, match=r"`predict\(observed=True\)` needs `observe=T` in the constructor"):
         la.predict(case.x, observed=True)
     state = la.state_dict()
     with pytest.raises(ValueError, match=r"not fitted to measurements .*: leave out `observe`"):
-        LinearisedLaplace(case.model, "regression", observe=T).load_state_dict(state)
+        laplace_of(case.model, "regression", observe=T).load_state_dict(state)
 
 
 # Keeping it -------------------------------------------------------------------------------------------------------
@@ -540,7 +543,7 @@ def test_a_gram_matrix_that_is_too_large_says_what_to_use() -> None:
         LinearisedLaplace(model, "regression", method="exact", prior="isotropic").fit(data, progress=False)
     case = trained()
     with pytest.raises(ValueError, match=r'method="exact" would need about .* use method="dual"'):
-        LinearisedLaplace(case.model, "regression", method="exact", max_memory=1e4).fit(case.batches, progress=False)
+        laplace_of(case.model, "regression", method="exact", max_memory=1e4).fit(case.batches, progress=False)
 
 
 def test_the_dual_is_for_gaussian_likelihoods() -> None:
@@ -552,7 +555,7 @@ def test_the_dual_is_for_gaussian_likelihoods() -> None:
 def test_a_dual_solve_that_does_not_converge_names_its_residual(call: str) -> None:
     case = trained()
     solver = DualCG(rank=0, max_iterations=1, max_refinements=0)
-    la = LinearisedLaplace(case.model, case.likelihood, method="dual", solver=solver, prior_precision=1e-3)
+    la = laplace_of(case.model, case.likelihood, method="dual", solver=solver, prior_precision=1e-3)
     with pytest.warns(
         ConvergenceWarning, match=r"not converged: residual [\d.e+]+ at most, above the tolerance"
     ) as record:
@@ -567,10 +570,10 @@ def test_a_dual_solve_that_does_not_converge_names_its_residual(call: str) -> No
 
 
 @pytest.mark.parametrize("num_data", [24, 60])
-@pytest.mark.parametrize("method", ["exact", "dual", "cg"])
+@pytest.mark.parametrize("method", ["exact", "dual", "krylov"])
 def test_fits_with_learnt_noise_are_diagnosed(method: str, num_data: int) -> None:
     case = trained(num_data)
-    la = LinearisedLaplace(case.model, "regression", method=method, prior="isotropic", noise_precision=20.0)
+    la = laplace_of(case.model, "regression", method=method, prior="isotropic", noise_precision=20.0)
     la.fit_hyperparameters(case.batches, progress=False, max_steps=100)
     diagnosis = la.diagnose()
     assert diagnosis.method == method

@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from cases import make_case
+from flat_settings import laplace_of
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -104,7 +105,7 @@ def test_a_fit_is_the_same(tmp_path) -> None:
     case = make_case("classification")
     fits = []
     for backend in (False, "eager"):
-        la = LinearisedLaplace(case.model, "classification", method="cg", num_samples=4, compile=backend)
+        la = laplace_of(case.model, "classification", method="krylov", num_samples=4, compile=backend)
         fits.append(la.fit(case.batches, progress=False))
     plain, compiled = fits
     assert compiled.network.compiled.programs > 0
@@ -307,11 +308,11 @@ def test_messages() -> None:
     module = nn.Linear(3, 2)
     one = "`compile` is for networks in one precision, float32 or float64, without `autocast`: leave it out"
     with pytest.raises(ValueError, match=one):
-        LinearisedLaplace(module, "regression", compile=True, autocast=torch.bfloat16)
+        laplace_of(module, "regression", compile=True, autocast=torch.bfloat16)
     for wrong in (nn.Linear(3, 2).bfloat16(), nn.Sequential(module, nn.Linear(2, 2).double())):
         with pytest.raises(ValueError, match=one):
             Linearisation(wrong, compile=True)
     with pytest.raises(ValueError, match=r"`compile='indoctor'` must be True or a backend of torch.compile, one of \["):
         Linearisation(module, compile="indoctor")
     with pytest.raises(ValueError, match=r'`compile` is for products of a network; those of `parameters="last_layer"`'):
-        LinearisedLaplace(module, "regression", compile=True, parameters="last_layer")
+        laplace_of(module, "regression", compile=True, parameters="last_layer")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from flat_settings import laplace_of
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -44,7 +45,7 @@ def network(seed: int = 0) -> Inputs:
 
 def fit(data: Any, likelihood: str = "classification", **settings: Any) -> LinearisedLaplace:
     options = {name: settings.pop(name) for name in ("unpack", "num_data", "weights") if name in settings}
-    la = LinearisedLaplace(network(), likelihood, prior="isotropic", num_samples=4, **settings)
+    la = laplace_of(network(), likelihood, prior="isotropic", num_samples=4, **settings)
     return la.fit(data, progress=False, **options)
 
 
@@ -94,7 +95,7 @@ HASTY = SGD(epochs=1, mode_epochs=1, min_steps=20, batch_size=4)
 
 @pytest.mark.filterwarnings("ignore:The posterior has not converged:laplace_sampling.ConvergenceWarning")
 @pytest.mark.filterwarnings("ignore:The data go on after the first 9")  # of the endless one
-@pytest.mark.parametrize("method", ["exact", "cg", "sgd"])
+@pytest.mark.parametrize("method", ["exact", "krylov", "sgd"])
 @pytest.mark.parametrize("form", list(FORMS))
 def test_every_form_is_the_same_posterior(form: str, method: str) -> None:
     data, options, x = FORMS[form]
@@ -140,7 +141,7 @@ def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_cache")
-@pytest.mark.parametrize("method", ["exact", "cg", "dual"])
+@pytest.mark.parametrize("method", ["exact", "krylov", "dual"])
 def test_a_stream_that_is_not_kept_is_read_again(method: str) -> None:
     likelihood, targets = ("regression", VALUES) if method == "dual" else ("classification", Y)
 
@@ -157,7 +158,7 @@ def test_a_stream_that_is_not_kept_is_read_again(method: str) -> None:
 @pytest.mark.usefixtures("no_cache")
 def test_a_stream_that_is_not_kept_has_no_mini_batches() -> None:
     loader = DataLoader(Stream(), batch_size=4)
-    with pytest.raises(ValueError, match=r'method="sgd" draws mini-batches, but a stream .* use method="cg"'):
+    with pytest.raises(ValueError, match=r'method="sgd" draws mini-batches, but a stream .* use method="krylov"'):
         fit(loader, method="sgd", num_data=9)
     data = TrainingData(loader, num_data=9, cache_bytes=0)
     assert torch.equal(data.inputs(torch.arange(5, 8)), X[5:8])
@@ -251,12 +252,12 @@ def tagger(data: Any, **settings: Any) -> LinearisedLaplace:
     with torch.random.fork_rng():
         torch.manual_seed(1)
         model = Tagger().double()
-    la = LinearisedLaplace(model, Categorical(class_dim=-1), num_samples=3, **settings)
+    la = laplace_of(model, Categorical(class_dim=-1), num_samples=3, **settings)
     return la.fit(data, progress=False)
 
 
 @pytest.mark.filterwarnings("ignore:The posterior has not converged:laplace_sampling.ConvergenceWarning")
-@pytest.mark.parametrize("method", ["exact", "cg", "sgd", "diagonal", "kfac"])
+@pytest.mark.parametrize("method", ["exact", "krylov", "sgd", "diagonal", "kfac"])
 def test_padding_and_batching_do_not_matter(method: str) -> None:
     everything = padded(list(range(7)), 5)
     expected = tagger([everything], method=method, solver=HASTY if method == "sgd" else None)
@@ -310,7 +311,7 @@ def test_targets_of_different_lengths_are_padded_for_labels_only() -> None:
 @pytest.mark.parametrize(
     ("likelihood", "method"),
     [
-        *itertools.product(["classification", "regression", "binary", "poisson"], ["exact", "cg"]),
+        *itertools.product(["classification", "regression", "binary", "poisson"], ["exact", "krylov"]),
         *itertools.product(["classification", "binary"], ["diagonal", "kfac"]),
     ],
 )
@@ -324,12 +325,12 @@ def test_a_weight_of_two_is_the_datum_twice(likelihood: str, method: str) -> Non
     twice = [(torch.cat([X, X[:3]]), torch.cat([targets, targets[:3]]))]
     weights = torch.tensor([2.0] * 3 + [1.0] * 6)
     settings = {"method": method, "num_samples": 2, "linear_model": "homogeneous"}
-    found = LinearisedLaplace(network(), likelihood, prior="isotropic", **settings)
+    found = laplace_of(network(), likelihood, prior="isotropic", **settings)
     found.fit([(X, targets)], weights=weights, progress=False)
-    expected = LinearisedLaplace(network(), likelihood, prior="isotropic", **settings).fit(twice, progress=False)
+    expected = laplace_of(network(), likelihood, prior="isotropic", **settings).fit(twice, progress=False)
     assert_close(found.mode_, expected.mode_, rtol=1e-4, atol=1e-5)
     assert_close(found.effective_dimension_.sum() > 0, torch.tensor(True))
-    if method != "cg":
+    if method != "krylov":
         assert_close(found.predict(X).variance, expected.predict(X).variance, rtol=1e-4, atol=1e-6)
     if method == "exact":
         assert_close(found.predict(X).variance, expected.predict(X).variance)

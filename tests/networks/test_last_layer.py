@@ -1,5 +1,6 @@
 import pytest
 import torch
+from flat_settings import laplace_of
 from snapshot import assert_unchanged, snapshot
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -151,7 +152,7 @@ def assert_same(
 ) -> LinearisedLaplace:
     """All numbers of a fit with `"last_layer"` are those of the same weights by name."""
     las = [
-        LinearisedLaplace(model, likelihood, parameters=parameters, num_samples=8, **settings)
+        laplace_of(model, likelihood, parameters=parameters, num_samples=8, **settings)
         for parameters in ("last_layer", names)
     ]
     for left, right in zip(*(numbers(la, loader, x, tune, **(arguments or {})) for la in las), strict=True):
@@ -160,7 +161,7 @@ def assert_same(
     return las[0]
 
 
-@pytest.mark.parametrize("method", ["exact", "cg"])
+@pytest.mark.parametrize("method", ["exact", "krylov"])
 def test_equal_to_the_same_weights_by_name(method: str) -> None:
     model, (x, y) = randomised(BackToFront()), data()
     before = snapshot(model)
@@ -191,25 +192,25 @@ NETWORKS = {
 def test_the_layer_and_what_is_run_again(name: str) -> None:
     make, names, root = NETWORKS[name]
     model, (x, y) = randomised(make()), data()
-    la = assert_same(model, names, [(x, y)], x, method="cg")
+    la = assert_same(model, names, [(x, y)], x, method="krylov")
     assert la.network.head is not None
     assert la.network.head.module is model.get_submodule(root)
 
 
 def test_outputs_of_another_shape_and_convolutions() -> None:
     model, (x, y) = randomised(Squeezed()), data()
-    la = assert_same(model, ["head.weight", "head.bias"], [(x, y.double())], x, "regression", method="cg")
+    la = assert_same(model, ["head.weight", "head.bias"], [(x, y.double())], x, "regression", method="krylov")
     assert la.network.head is not None
     model, images = randomised(Convolution()), torch.randn(5, 1, 3, 3, dtype=torch.float64)
     loader = [(images, torch.randint(2, (5, 3, 3)))]
-    la = assert_same(model, ["head.weight", "head.bias"], loader, images, method="cg")
+    la = assert_same(model, ["head.weight", "head.bias"], loader, images, method="krylov")
     assert la.network.head is not None
 
 
 def test_every_datum_goes_through_the_body_once() -> None:
     counts: list[int] = []
     model, (x, y) = randomised(BackToFront(counts)), data(40)
-    la = LinearisedLaplace(model, "classification", parameters="last_layer", method="cg")
+    la = LinearisedLaplace(model, "classification", parameters="last_layer", method="krylov")
     la.fit_hyperparameters(DataLoader(TensorDataset(x, y), 4), progress=False)
     # Besides: the first batch again, to see whether outputs are random, and two data, four times, to find the layer.
     assert sum(counts) <= 40 + 4 + 4 * 2
@@ -223,7 +224,7 @@ def test_weights_and_noise_variances_and_streams() -> None:
     model, (x, y) = randomised(BackToFront()), data()
     names, weights = ["head.weight", "head.bias"], torch.rand(20) + 0.5
     loader = DataLoader(TensorDataset(x, y), 6)
-    assert_same(model, names, loader, x, method="cg", arguments={"weights": weights})
+    assert_same(model, names, loader, x, method="krylov", arguments={"weights": weights})
     loader = DataLoader(TensorDataset(x, torch.randn(20, 3).double()), 6)
     assert_same(model, names, loader, x, "regression", method="exact", arguments={"noise_variances": weights})
 
@@ -231,7 +232,7 @@ def test_weights_and_noise_variances_and_streams() -> None:
         def __iter__(self):
             return zip(x, y, strict=True)
 
-    assert_same(model, names, DataLoader(Stream(), 6), x, method="cg", arguments={"num_data": 20})
+    assert_same(model, names, DataLoader(Stream(), 6), x, method="krylov", arguments={"num_data": 20})
 
 
 def test_a_stream_whose_features_are_kept_has_mini_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +246,7 @@ def test_a_stream_whose_features_are_kept_has_mini_batches(monkeypatch: pytest.M
     settings = {"method": "sgd", "solver": SGD(tolerance=1.0, epochs=1, min_steps=20), "num_samples": 4}
     found = []
     for loader, num_data in ((DataLoader(Stream(), 6), 20), (DataLoader(TensorDataset(x, y), 6), None)):
-        la = LinearisedLaplace(model, "classification", parameters="last_layer", **settings)
+        la = laplace_of(model, "classification", parameters="last_layer", **settings)
         found.append(la.fit(loader, num_data=num_data, progress=False).samples_)
     assert_close(*found)
 
@@ -262,7 +263,7 @@ def test_where_inputs_cannot_be_kept_products_take_the_network_and_say_so(make, 
     model = randomised(make())
     x, y = data(classes=2)
     with pytest.warns(UserWarning, match="the inputs of `head` are not kept, so that each product runs the whole") as w:
-        la = assert_same(model, names, [(x, y)], x, method="cg")
+        la = assert_same(model, names, [(x, y)], x, method="krylov")
     assert [str(warning.message).endswith(f": {why}.") for warning in w] == [True]
     assert la.network.head is None
 
@@ -277,12 +278,12 @@ def test_inputs_of_different_shapes_or_too_large_are_not_kept(monkeypatch: pytes
         return pad(x, batch_first=True), pad(y, batch_first=True, padding_value=-100)
 
     loader = DataLoader(rows, 2, collate_fn=padded)
-    la = LinearisedLaplace(model, Categorical(class_dim=-1), parameters="last_layer", method="cg")
+    la = LinearisedLaplace(model, Categorical(class_dim=-1), parameters="last_layer", method="krylov")
     with pytest.warns(UserWarning, match="batches have inputs of it that differ in more than their rows"):
         la.fit(loader, progress=False)
     monkeypatch.setattr(module_of_last_layer, "free_memory", lambda device: 1000.0)
     model, (x, y) = randomised(BackToFront()), data(40)
-    la = LinearisedLaplace(model, "classification", parameters="last_layer", method="cg")
+    la = LinearisedLaplace(model, "classification", parameters="last_layer", method="krylov")
     with pytest.warns(UserWarning, match=r"they would take 1.6e\+03 bytes, of 5e\+02 that they may take"):
         la.fit([(x, y)], progress=False)
 
@@ -345,7 +346,7 @@ def test_float32_keeps_its_features_and_predicts(tmp_path) -> None:
 def test_a_fit_after_loading_keeps_inputs_too(tmp_path) -> None:
     counts: list[int] = []
     model, (x, y) = randomised(BackToFront(counts)), data()
-    la = LinearisedLaplace(model, "classification", parameters="last_layer", method="cg", prior="isotropic")
+    la = LinearisedLaplace(model, "classification", parameters="last_layer", method="krylov", prior="isotropic")
     la.fit([(x, y)], progress=False).save(tmp_path / "posterior.pt")
     loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", model)
     assert_close(loaded.predict(x).samples, la.predict(x).samples)

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from flat_settings import laplace_of
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -81,10 +82,10 @@ def test_what_does_not_hold_one_datum_is_an_error() -> None:
         Batching().in_parts(5, lambda rows: torch.zeros(2).reshape(7))  # no other error is
 
 
-@pytest.mark.parametrize("method", ["cg", "exact"])
+@pytest.mark.parametrize("method", ["krylov", "exact"])
 def test_a_fit_that_runs_out_of_memory_is_that_of_smaller_batches(method: str) -> None:
-    expected = LinearisedLaplace(net(), "classification", method=method, num_samples=8).fit([(X, Y)], progress=False)
-    la = LinearisedLaplace(net(Hungry), "classification", method=method, num_samples=8)
+    expected = laplace_of(net(), "classification", method=method, num_samples=8).fit([(X, Y)], progress=False)
+    la = laplace_of(net(Hungry), "classification", method=method, num_samples=8)
     with pytest.warns(UserWarning, match="Memory does not hold"):
         la.fit([(X, Y)], progress=False)
     assert_close(la.samples_, expected.samples_, rtol=2e-3, atol=2e-3)
@@ -97,7 +98,7 @@ def test_batches_of_the_loader_go_in_pieces_that_the_budget_holds(monkeypatch) -
     # Not the last layer is random: its features would be kept, and the network not run.
     layers = Hungry(nn.Flatten(), nn.Linear(3, 200_000)), nn.ReLU(), nn.Linear(200_000, 2), nn.Linear(2, 2)
     wide = nn.Sequential(*layers)
-    la = LinearisedLaplace(wide, "classification", parameters="2.bias", method="cg", num_samples=8, max_memory=2**26)
+    la = laplace_of(wide, "classification", parameters="2.bias", method="krylov", num_samples=8, max_memory=2**26)
     la.fit([(X, Y)], progress=False)
     assert la._tangent is not None
     rows = la._tangent.model.features.batch_size
@@ -106,7 +107,7 @@ def test_batches_of_the_loader_go_in_pieces_that_the_budget_holds(monkeypatch) -
     monkeypatch.setattr(Hungry, "largest", 0)
     la.predict(X)
     assert 0 < Hungry.largest <= rows
-    again = LinearisedLaplace(wide, "classification", parameters="2.bias", method="cg", num_samples=8, max_memory=2**30)
+    again = laplace_of(wide, "classification", parameters="2.bias", method="krylov", num_samples=8, max_memory=2**30)
     again.fit([(X, Y)], progress=False)
     assert again.network.batching.max_rows is None
     assert_close(la.predict(X).variance, again.predict(X).variance, rtol=1e-2, atol=1e-5)
@@ -126,7 +127,7 @@ def test_weights_are_no_activations() -> None:
     """A tangent of the matrix for 16 vectors, 10 MB, would leave room for one or two data of a few kilobytes each."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 400), nn.Tanh(), nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 2))
-    la = LinearisedLaplace(model, "classification", method="cg", num_samples=2).fit([(X, Y)], progress=False)
+    la = LinearisedLaplace(model, "classification", method="krylov", num_samples=2).fit([(X, Y)], progress=False)
     assert la._tangent is not None
     found = rows_in_memory(la._tangent.model.features, 2**24, 16)
     activations = 4 * 4 * 400  # bytes of two layers, before and after their nonlinearity
@@ -156,10 +157,10 @@ def test_autocast_products_are_float32_and_right_to_a_percent() -> None:
 
 
 def test_a_fit_under_autocast_converges_or_says_that_it_did_not(tmp_path) -> None:
-    settings = {"method": "cg", "num_samples": 8}
-    expected = LinearisedLaplace(net(), "classification", **settings).fit([(X, Y)], progress=False).predict(X)
+    settings = {"method": "krylov", "num_samples": 8}
+    expected = laplace_of(net(), "classification", **settings).fit([(X, Y)], progress=False).predict(X)
     model = net()
-    la = LinearisedLaplace(model, "classification", **settings, autocast=torch.bfloat16)
+    la = laplace_of(model, "classification", **settings, autocast=torch.bfloat16)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ConvergenceWarning)
         pred = la.fit([(X, Y)], progress=False).predict(X)
@@ -171,15 +172,15 @@ def test_a_fit_under_autocast_converges_or_says_that_it_did_not(tmp_path) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("method", ["cg", "exact"])
+@pytest.mark.parametrize("method", ["krylov", "exact"])
 def test_models_in_half_precision_have_error_bars_in_float32(dtype: torch.dtype, method: str) -> None:
     model = net().to(dtype)
     before = copy.deepcopy(model.state_dict())
-    la = LinearisedLaplace(model, "classification", method=method).fit([(X, Y)], progress=False)
+    la = laplace_of(model, "classification", method=method).fit([(X, Y)], progress=False)
     pred = la.predict(X)
     assert torch.equal(pred.outputs, model(X.to(dtype)).detach().float())
     assert pred.stddev.dtype == pred.log_prob(Y).dtype == torch.float32
-    expected = LinearisedLaplace(net(), "classification", method=method).fit([(X, Y)], progress=False).predict(X)
+    expected = laplace_of(net(), "classification", method=method).fit([(X, Y)], progress=False).predict(X)
     assert float((pred.stddev / expected.stddev - 1).abs().median()) < 0.03
     assert all(torch.equal(now, before[name]) for name, now in model.state_dict().items())
 
@@ -203,7 +204,7 @@ def test_tf32_is_off_in_solvers_and_put_back(monkeypatch, lowered: tuple[str, ..
     extend, forward = Basis.extend, nn.Linear.forward
     monkeypatch.setattr(Basis, "extend", lambda *a: seen["solver"].add(settings()) or extend(*a))
     monkeypatch.setattr(nn.Linear, "forward", lambda *a: seen["network"].add(settings()) or forward(*a))
-    la = LinearisedLaplace(net(), "classification", method="cg", hessian_at=hessian_at, num_samples=4)
+    la = LinearisedLaplace(net(), "classification", method="krylov", hessian_at=hessian_at, num_samples=4)
     la.fit_hyperparameters([(X, Y)], progress=False, tolerance=0.2)
     assert seen["solver"] == {("ieee", "ieee")}
     assert lowered in seen["network"]  # its outputs are as the user has them
@@ -219,7 +220,7 @@ def test_tf32_is_put_back_after_an_error(monkeypatch, lowered: tuple[str, ...]) 
 
     monkeypatch.setattr(BlockKrylov, "solve", fail)
     with pytest.raises(ArithmeticError, match="in the solver"):
-        LinearisedLaplace(net(), "classification", method="cg").fit([(X, Y)], progress=False)
+        LinearisedLaplace(net(), "classification", method="krylov").fit([(X, Y)], progress=False)
     assert settings() == lowered
     assert torch.get_float32_matmul_precision() == "medium"
 

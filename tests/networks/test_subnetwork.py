@@ -2,6 +2,7 @@ import pytest
 import reference
 import torch
 from cases import Case, make_case
+from flat_settings import laplace_of
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -55,11 +56,11 @@ def test_weights_layers_and_unflatten() -> None:
     assert torch.equal(back["0.weight"], case.model[0].weight * masks["0.weight"])
 
 
-@pytest.mark.parametrize("method", ["exact", "cg"])
+@pytest.mark.parametrize("method", ["exact", "krylov"])
 def test_posterior_is_the_dense_one_of_these_columns(method: str) -> None:
     case = make_case("classification")
     masks, index = chosen(case)
-    la = LinearisedLaplace(
+    la = laplace_of(
         case.model, case.likelihood, parameters=masks, prior="isotropic", method=method, hessian_at="network",
         prior_precision=0.7, num_samples=1500,
     )  # fmt: skip
@@ -85,7 +86,7 @@ def test_whole_tensors_are_those_of_their_names() -> None:
     case = make_case("conv_batch_norm")
     found = []
     for parameters in (["5.*"], {"5.weight": torch.ones(4, 12, dtype=torch.bool), "5.bias": range(4)}):
-        la = LinearisedLaplace(case.model, case.likelihood, parameters=parameters, prior="layerwise", method="cg")
+        la = LinearisedLaplace(case.model, case.likelihood, parameters=parameters, prior="layerwise", method="krylov")
         found.append(la.fit([(case.x, case.y)], progress=False).samples_)
     assert_close(*found, rtol=1e-9, atol=1e-10)
 

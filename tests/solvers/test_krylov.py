@@ -13,7 +13,7 @@ from laplace_sampling.solvers.operator import make_dense
 from laplace_sampling.solvers.preconditioners import Jacobi, Nystrom
 from laplace_sampling.solvers.solver import Quadratic, whiten
 
-SOLVERS = {"block": BlockKrylov, "cg": CG}
+SOLVERS = {"block": BlockKrylov, "krylov": CG}
 
 
 @pytest.fixture(params=list(SOLVERS))

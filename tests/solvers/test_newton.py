@@ -9,7 +9,7 @@ from laplace_sampling.solvers.krylov import CG, BlockKrylov
 from laplace_sampling.solvers.newton import newton
 from laplace_sampling.solvers.operator import Operator, make_dense
 
-SOLVERS = {"block": BlockKrylov, "cg": CG}
+SOLVERS = {"block": BlockKrylov, "krylov": CG}
 
 
 @pytest.fixture(params=list(SOLVERS))
