@@ -59,11 +59,13 @@ class KroneckerBlock:
 
     def apply(self, f: Callable[[Tensor], Tensor], v: Float[Tensor, "K P"]) -> Float[Tensor, "K m n"]:
         """`f(M̂) v_k` at these positions."""
+        # `(U ⊗ V) f(λ) (U ⊗ V)ᵀ v` without forming a Kronecker product, which has (mn)² entries.
         _, U, _, V = self._eigen
         return U @ ((U.T @ v[:, self.index].to(U) @ V) * f(self.eigenvalues)) @ V.T
 
     def diagonal(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, "m n"]:
         """The diagonal of `f(M̂)`."""
+        # Entries of the diagonal are `Σ_jk U_ij² f(λ_jk) V_lk²`: the squares suffice.
         _, U, _, V = self._eigen
         return U**2 @ f(self.eigenvalues) @ (V**2).T
 
@@ -142,6 +144,7 @@ class Kronecker(Factored):
         return Kronecker(blocks, self.rest, self.diagonal * w[self.rest].to(self.diagonal) ** 2, self.passes)
 
     def tensors(self) -> dict[str, Tensor]:
+        # Names are flat, as files hold a dictionary of tensors: `3.G` is a factor of block 3.
         blocks = [{"index": block.index, "G": block.G, "A": block.A} for block in self.blocks]
         named = {f"{n}.{name}": tensor for n, block in enumerate(blocks) for name, tensor in block.items()}
         return {"rest": self.rest, "diagonal": self.diagonal, **named}
@@ -164,6 +167,7 @@ def kronecker_prior(prior: GPrior, curvature: Kronecker, layers: Layers, dtype: 
     diagonal[curvature.rest] = curvature.diagonal
     num_floored = 0
     for block in curvature.blocks:
+        # The diagonal of `G ⊗ A` is the product of both diagonals.
         g, a = block.G.diagonal(), block.A.diagonal()
         low_g, low_a = prior.floor * g.mean(), prior.floor * a.mean()
         diagonal[block.index] = torch.maximum(g, low_g)[:, None] * torch.maximum(a, low_a)

@@ -60,12 +60,13 @@ def sample_posterior(
     """
     if objective not in ("L", "L'"):
         raise ValueError(f'`objective` must be "L\'" or "L", but is {objective!r}.')
-    if isinstance(solver, Sampler):
+    if isinstance(solver, Sampler):  # closed forms, and solvers in observation space
         return solver.sample(ggn, prior, draws, init)
     scaled = replace(ggn, features=ScaledFeatures(ggn.features, prior.scale))
     spread = prior.spread()
     centre = draws.prior(ggn.size).to(ggn.device, ggn.dtype) / spread.sqrt()
     noise = draws.noise(ggn.features.num_outputs)
+    # `u = ΦᵀL z`, one VJP of all data for each sample, is computed once for all steps of the solver.
     linear = scaled.root_matmul(noise)
     per_batch = (lambda batch: scaled.root_matmul(noise, batch)) if objective == "L" else None
     return solver.solve(Quadratic(scaled, spread, centre, linear, per_batch), init, description=description)
