@@ -153,7 +153,7 @@ def _with_targets(
     """The linear model, still without an offset, after checks of targets and likelihood."""
     targets = _placed(data.targets, outputs.device)
     model = LinearModel(features, _zero(outputs), outputs, targets, likelihood)
-    # With measurements the targets fit `T f`, not the outputs: they are checked behind `T`.
+    # Targets of measurements fit `T f`, not `f`: they are checked against the measured outputs.
     if observation is not None:
         model = observe(model, observation, targets)
         likelihood.check_targets(model.network_outputs.shape, model.targets)
