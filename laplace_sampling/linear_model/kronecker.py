@@ -1,4 +1,4 @@
-r"""Kronecker-factored curvature, `M̂ = G ⊗ A` for the weights of each layer, and the g-prior that goes with it.
+r"""Kronecker-factored curvature, `M̂ = G ⊗ A` for the weights of each layer.
 
 `kfac.py` computes the factors. In the eigenvectors of `G` and `A` every function of `M̂ + s I` is elementwise.
 """
@@ -11,11 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.linear_model.priors.g_prior import GPrior
-from laplace_sampling.linear_model.priors.prior import GaussianPrior, Layers
 from laplace_sampling.solvers.preconditioners import Factored
 
-__all__ = ["Kronecker", "KroneckerBlock", "kronecker_prior"]
+__all__ = ["Kronecker", "KroneckerBlock"]
 
 # Added to the eigenvalues: one number, or one for each weight.
 Shift = float | Tensor
@@ -155,28 +153,3 @@ class Kronecker(Factored):
         numbers = range((len(tensors) - 2) // 3)
         blocks = [KroneckerBlock(*(tensors[f"{n}.{name}"] for name in ("index", "G", "A"))) for n in numbers]
         return cls(blocks, tensors["rest"], tensors["diagonal"], 0.0)
-
-
-def kronecker_prior(prior: GPrior, curvature: Kronecker, layers: Layers, dtype: torch.dtype) -> GaussianPrior:
-    """The g-prior of Kronecker-factored curvature, `A = α diag(M̂)`.
-
-    In a block each of the two factors has a floor, so that scales remain a product of one factor for each output and
-    one for each input.
-    """
-    diagonal = torch.zeros(curvature.size, dtype=torch.float64, device=curvature.rest.device)
-    diagonal[curvature.rest] = curvature.diagonal
-    num_floored = 0
-    for block in curvature.blocks:
-        # The diagonal of `G ⊗ A` is the product of both diagonals.
-        g, a = block.G.diagonal(), block.A.diagonal()
-        low_g, low_a = prior.floor * g.mean(), prior.floor * a.mean()
-        diagonal[block.index] = torch.maximum(g, low_g)[:, None] * torch.maximum(a, low_a)
-        num_floored += int(((g < low_g)[:, None] | (a < low_a)).sum())
-    built = prior.from_diagonal(diagonal, layers)
-    scale = built.scale.clone()
-    for block in curvature.blocks:
-        # Undo the floor of single weights in a block: it would break the product of two factors.
-        if bool((diagonal[block.index] > 0).all()):
-            scale[block.index] = diagonal[block.index].rsqrt()
-    num_floored += int((scale[curvature.rest] < curvature.diagonal.rsqrt()).sum())
-    return replace(built, scale=scale.to(dtype), num_floored=num_floored)

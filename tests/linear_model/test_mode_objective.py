@@ -16,7 +16,7 @@ from laplace_sampling.solvers.sgd import SGD
 @pytest.mark.parametrize("kind", ["affine", "homogeneous"])
 def test_mode_equals_the_dense_one(case: Case, kind: str) -> None:
     if case.likelihood.name == "heteroscedastic":
-        pytest.skip("Fisher scoring converges linearly; tests/test_outputs.py has its mode")
+        pytest.skip("Fisher scoring converges linearly; tests/front/test_outputs.py has its mode")
     model = case.linear_model(kind)
     model = replace(model, features=DenseFeatures.of(model.features))
     _, _, built = setting(case, "g-prior")
