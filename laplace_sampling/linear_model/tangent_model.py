@@ -18,7 +18,6 @@ from laplace_sampling.linear_model.features import DenseFeatures, NetworkFeature
 from laplace_sampling.linear_model.measurements import Measurement, noise_weights, observe, weigh
 from laplace_sampling.linear_model.sampling import LinearModel
 from laplace_sampling.networks.consistency import check_consistency
-from laplace_sampling.networks.last_layer import keep_inputs, shortened
 from laplace_sampling.networks.linearisation import Linearisation
 
 __all__ = ["Observation", "TangentModel", "tangent_model"]
@@ -117,9 +116,9 @@ def tangent_model(
         if isinstance(likelihood, Gaussian):
             noise_variances = _as_variances(weights, noise_variances)
     first = network(_inputs(network, data, torch.arange(min(data.batch_size, data.num_data))))
-    with keep_inputs(network, data) as kept:
+    with network.keep_inputs(data) as kept:
         outputs, layout = _outputs(network, data, first)
-    features = NetworkFeatures(*shortened(network, data, kept), layout)
+    features = NetworkFeatures(*network.shortened(data, kept), layout)
     check_consistency(network, _inputs(network, data, torch.arange(min(data.batch_size, data.num_data))))
     f = outputs.reshape(data.num_data, -1)
     targets = _placed(data.targets, network.device)

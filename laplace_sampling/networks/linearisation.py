@@ -14,7 +14,7 @@ A product passes these policies, each in a file of its own:
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Self
 
@@ -24,6 +24,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_sampling.data.batches import Layout, num_rows, rows_of, take
+from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.networks.allocator import keep_freed_memory
 from laplace_sampling.networks.batching import DEFAULT_CHUNK, Batching
 from laplace_sampling.networks.compiled_products import CompiledProducts
@@ -68,11 +69,7 @@ class Linearisation:
     Attributes:
         num_parameters: `P`, the length of a flat weight vector.
         products: counts of `jvp` and `vjp`; the unit is one datum and one vector.
-        held: the module as a function of the random weights.
-        batching: how many data and vectors go through the network at once.
-        ways: of differentiating, which were found to work.
-        row_check: compares rows of the Jacobian with forward mode.
-        compiled: programs, if products are compiled.
+        held, batching, ways, row_check, compiled: the policies; `compiled` is `None` if products are not compiled.
 
     Raises:
         TypeError: if `module` is not an `nn.Module`.
@@ -174,6 +171,15 @@ class Linearisation:
         other = copy.copy(self)
         other.held, other.compile, other.compiled = self.held.in_float64(), False, None
         return other
+
+    @contextmanager
+    def keep_inputs(self, data: TrainingData) -> Iterator[list[Any]]:
+        """The inputs that `shortened` takes, of calls inside; none but of a last layer."""
+        yield []
+
+    def shortened(self, data: TrainingData, kept: Sequence[Any]) -> tuple["Linearisation", TrainingData]:
+        """The part of the network that has random weights and its inputs, if these were kept."""
+        return self, data
 
     # Outputs ----------------------------------------------------------------------------------------------------------
 
