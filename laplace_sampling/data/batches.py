@@ -248,7 +248,8 @@ def _has_heads(output: Any, num: int) -> bool:
     """Whether a dictionary is one of several heads, one of them named `logits`."""
     if type(output) is not dict:
         return False
-    return len(output) > 1 and all(isinstance(v, Tensor) and v.dim() > 0 and len(v) == num for v in output.values())
+    have_rows = [isinstance(v, Tensor) and v.dim() > 0 and len(v) == num for v in output.values()]
+    return len(have_rows) > 1 and all(have_rows)
 
 
 def _check_rows(output: Tensor, num: int) -> None:

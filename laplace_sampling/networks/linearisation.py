@@ -87,6 +87,7 @@ class Linearisation:
         compile: bool | str = False,
         batching: Batching | None = None,
     ) -> None:
+        # Nothing here runs the network or changes the process: the first product does what products need.
         self.batching = Batching(chunk_size) if batching is None else batching
         module = unwrapped(module)
         self.held = HeldModule(module, select(module, parameters), autocast, ComposedLayers)
@@ -163,6 +164,7 @@ class Linearisation:
     def with_names(self, names: list[str]) -> "Linearisation":
         """The same network with other weights random; what was learnt about its products is shared."""
         other = Linearisation(self.module, names, autocast=self.autocast, compile=self.compile, batching=self.batching)
+        # Operations without derivatives are those of the module, whichever weights are random.
         other.ways, other.products = self.ways, self.products
         return other
 
@@ -239,6 +241,7 @@ class Linearisation:
         """
         self._check_width(v, "ggn")
         if num_rows(x) <= (self.batching.max_rows or num_rows(x)):
+            # Memory that does not hold the JVP and the pullback together may hold one after the other.
             with suppress(torch.OutOfMemoryError):
                 return self._run(self._ggn, x, v, curvature)
         return self.vjp(x, curvature(self.jvp(x, v)))
@@ -300,6 +303,7 @@ class Linearisation:
             tangents = {name: t.to(weights[name].dtype) for name, t in self.unflatten(v).items()}
             return self.ways.push(self.held.outputs(x), weights, tangents, largest, graph=graph)
 
+        # Programs are made without a graph, and so have no derivatives.
         if graph or self.compiled is None:
             return push(v)
         most = self.batching.max_vectors(v.device, largest)
@@ -344,6 +348,7 @@ class Linearisation:
         weights, rows = self.held.random(), torch.empty_like(v)
         tangent = {name: t[0].to(weights[name].dtype) for name, t in self.unflatten(v).items()}
         pieces, num, start = self._pieces(x, 1), num_rows(x), 0
+        # The curvature is applied to the outputs of all data, once for each piece.
         if len(pieces) > 1 and not self.batching.curvature_in_pieces(pieces, x):
             return None
         for piece in pieces:

