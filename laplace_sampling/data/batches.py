@@ -235,8 +235,8 @@ def read(output: Any, num: int) -> tuple[Float[Tensor, "N ..."], Layout]:
         kind = type(output).__name__
         description = f"{kind} with {list(output)}" if isinstance(output, Mapping) else kind
         raise TypeError(
-            f"The model returned a {description}, not a tensor. Wrap it in a module that returns the one tensor of outputs, "
-            "of shape [N, ...], an object with `logits`, or a dictionary of such tensors, one for each head."
+            f"The model returned a {description}, not a tensor. Wrap it in a module that returns the one tensor of "
+            "outputs, of shape [N, ...], an object with `logits`, or a dictionary of such tensors, one for each head."
         )
     for head in output.values():
         _check_rows(head, num)

@@ -28,8 +28,8 @@ Unpack = Callable[[Any], tuple[Any, Any]]
 # Inputs up to this size are kept in memory, as tensors, and the dataset is read once. It is not tuned: half and twice
 # of it change no result, and the time only where the size of a dataset is between the two.
 DEFAULT_CACHE_BYTES = 2**31
-# The batch size of the loader that a dataset gets. With 128 and 512 instead, GGN products of 8 vectors on LeNet take the
-# same time a datum within 5 %.
+# The batch size of the loader that a dataset gets. With 128 and 512 instead, GGN products of 8 vectors on LeNet take
+# the same time a datum within 5 %.
 _BATCH_SIZE = 256
 
 

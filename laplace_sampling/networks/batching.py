@@ -27,8 +27,8 @@ T = TypeVar("T")
 Forward = Callable[[Any], Tensor]
 
 # The constants were tuned on the networks of `benchmarks/products.py`: an MLP, two LeNets, a U-Net and a ResNet-18.
-# Times are those of 64 products (8 of the ResNet) on one core of an AMD EPYC, at half and at twice the value, divided by
-# those at the value.
+# Times are those of 64 products (8 of the ResNet) on one core of an AMD EPYC, at half and at twice the value, divided
+# by those at the value.
 
 # Vectors together under `vmap`. On a CPU it matters for networks of small tensors only: JVPs of the MLP take 1.2 and
 # 0.8, others the same within noise. Twice as many take twice the memory.

@@ -184,7 +184,7 @@ def _grouped_mm(
     """
     if offs is None or rows.dim() != 2 or weights.dim() != 3:
         return torch._grouped_mm(rows, weights, offs, bias, out_dtype)  # pyright: ignore
-    # A group is a slice of rows, since the kernel has no forward derivative and takes bfloat16 only on some GPUs.
+    # Products of slices of rows have the derivatives that the kernel lacks.
     ends = offs.tolist()
     parts = rows.tensor_split(ends)
     product = torch.cat([*[a @ b for a, b in zip(parts, weights, strict=False)], parts[-1] @ weights[0] * 0])

@@ -91,7 +91,7 @@ class Linearisation:
         self.batching = Batching(chunk_size) if batching is None else batching
         module = unwrapped(module)
         self.held = HeldModule(module, select(module, parameters), autocast, ComposedLayers)
-        self.num_parameters = sum(self.held.sizes)
+        self.num_parameters, self.chunk_size = sum(self.held.sizes), self.batching.chunk_size
         self.products = {"jvp": 0, "vjp": 0}
         self.ways = JacobianProducts(module, self.batching)
         self.row_check = RowCheck()
@@ -115,10 +115,6 @@ class Linearisation:
     @property
     def autocast(self) -> torch.dtype | None:
         return self.held.autocast
-
-    @property
-    def chunk_size(self) -> int:
-        return self.batching.chunk_size
 
     @property
     def device(self) -> torch.device:
