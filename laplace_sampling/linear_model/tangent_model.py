@@ -20,7 +20,6 @@ from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.linear_model.observed_features import observe
 from laplace_sampling.linear_model.weighted_features import noise_weights, weigh
 from laplace_sampling.networks.consistency import check_consistency
-from laplace_sampling.networks.last_layer import keep_inputs, shortened
 from laplace_sampling.networks.linearisation import Linearisation
 
 __all__ = ["TangentModel", "tangent_model"]
@@ -135,9 +134,9 @@ def _features(network: Linearisation, data: TrainingData) -> tuple[NetworkFeatur
     first_batch = torch.arange(min(data.batch_size, data.num_data))
     first = network(_inputs(network, data, first_batch))
     # With random weights in the last layer only, its inputs are kept: products then skip the rest of the network.
-    with keep_inputs(network, data) as kept:
+    with network.keep_inputs(data) as kept:
         outputs, layout = _outputs(network, data, first)
-    features = NetworkFeatures(*shortened(network, data, kept), layout)
+    features = NetworkFeatures(*network.shortened(data, kept), layout)
     check_consistency(network, _inputs(network, data, first_batch))
     return features, outputs.reshape(data.num_data, -1)
 
