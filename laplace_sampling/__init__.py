@@ -19,16 +19,13 @@ from laplace_sampling.likelihoods.likelihood import (
     Poisson,
 )
 from laplace_sampling.linear_model.priors import GPrior, IsotropicPrior, LayerwisePrior, Prior
+from laplace_sampling.predictions.classification_prediction import ClassificationPrediction
+from laplace_sampling.predictions.count_prediction import CountPrediction
 from laplace_sampling.predictions.diagnosis import Diagnosis
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
-from laplace_sampling.predictions.prediction import (
-    ClassificationPrediction,
-    CountPrediction,
-    HeteroscedasticPrediction,
-    MultiTaskPrediction,
-    Prediction,
-    RegressionPrediction,
-)
+from laplace_sampling.predictions.multi_task_prediction import MultiTaskPrediction
+from laplace_sampling.predictions.prediction import Prediction
+from laplace_sampling.predictions.regression_prediction import HeteroscedasticPrediction, RegressionPrediction
 from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.solver import ConvergenceWarning
 

@@ -27,7 +27,7 @@ from laplace_sampling.predictions.calibration import (
     leave_one_out_scale,
     parts_of,
 )
-from laplace_sampling.predictions.prediction import Prediction, RegressionPrediction
+from laplace_sampling.predictions.prediction import Prediction
 from laplace_sampling.saving import Posterior
 
 __all__ = ["HeldOut", "OnTrainingData"]
@@ -222,7 +222,7 @@ class HeldOut:
         found = held_out_classification(self.likelihood, targets, outputs, deviations)
         return replace(posterior, calibration=found)
 
-    def _wide(self, flat: Tensor, found: Prediction | RegressionPrediction) -> Tensor:
+    def _wide(self, flat: Tensor, found: Prediction) -> Tensor:
         """What was predicted of padded data, as wide as the longest of them."""
         own = Layout.single(found.outputs.shape[1:]) if self.data.ragged else self.layout
         return own.widen(flat, self.layout)

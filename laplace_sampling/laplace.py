@@ -32,7 +32,7 @@ from laplace_sampling.predict import check_inputs, predict
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.diagnosis import Diagnosis, advice
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
-from laplace_sampling.predictions.prediction import Prediction, RegressionPrediction
+from laplace_sampling.predictions.prediction import Prediction
 from laplace_sampling.saving import Posterior, arguments_of, check_observed, encode, recipe_of, restore, settings_of
 from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.solver import ConvergenceWarning
@@ -391,7 +391,7 @@ class LinearisedLaplace:
         num_samples: int | None = None,
         noise_variances: Tensor | None = None,
         observed: bool = False,
-    ) -> RegressionPrediction | Prediction:
+    ) -> Prediction:
         r"""Predictions with error bars: `f(w̄, x)` and `φ(x) ζ_k`, by `K` JVPs a datum and no VJP.
 
         After an exact fit in observation space, variances and covariances are `φ(x) H⁻¹ φ(x)ᵀ` itself, computed when

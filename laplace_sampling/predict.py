@@ -18,14 +18,9 @@ from laplace_sampling.methods.fits import Fit
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
-from laplace_sampling.predictions.prediction import (
-    FunctionCovariance,
-    Guarded,
-    Prediction,
-    RegressionPrediction,
-    Scaled,
-    prediction,
-)
+from laplace_sampling.predictions.function_covariance import FunctionCovariance, Guarded, Scaled
+from laplace_sampling.predictions.make_prediction import make_prediction
+from laplace_sampling.predictions.prediction import Prediction
 from laplace_sampling.saving import Posterior
 
 __all__ = ["check_inputs", "predict"]
@@ -75,7 +70,7 @@ def predict(
     observed: bool,
     layout: Layout | None = None,
     check: Callable[[], None],
-) -> RegressionPrediction | Prediction:
+) -> Prediction:
     """Predictions of the outputs, or of measurements of them.
 
     Args:
@@ -120,4 +115,4 @@ def predict(
         weights = noise_weights(noise_variances, (len(outputs), outputs[0].numel()))
         scale = (weights**-2).to(outputs).reshape(outputs.shape)
     noise = {"noise_scale": scale, "has_noise": observation is None or observed}
-    return prediction(outputs, deviations, likelihood, function=function, **noise)
+    return make_prediction(outputs, deviations, likelihood, function=function, **noise)

@@ -16,7 +16,7 @@ from laplace_sampling.linear_model.sampling import Draws
 from laplace_sampling.methods.fits import PATH_STREAM
 from laplace_sampling.methods.solver_fit import SolverFit
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
-from laplace_sampling.predictions.prediction import FunctionCovariance
+from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.saving import CURVATURE
 from laplace_sampling.solvers.operator import row_products
 from laplace_sampling.solvers.preconditioners import Factored

@@ -19,8 +19,8 @@ from laplace_sampling.linear_model.sampling import Draws, LinearModel
 from laplace_sampling.methods.plan import Plan
 from laplace_sampling.predictions.diagnosis import Diagnosis, advice
 from laplace_sampling.predictions.energy_tests import TestResult, chi_squared_test, data_energy_test
+from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
-from laplace_sampling.predictions.prediction import FunctionCovariance
 from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.solver import Minimum
 

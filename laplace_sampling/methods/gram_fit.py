@@ -15,7 +15,7 @@ from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.posterior_samples import Sampled
 from laplace_sampling.linear_model.sampling import Draws
 from laplace_sampling.methods.fits import Fit, Task, Tuning
-from laplace_sampling.predictions.prediction import FunctionCovariance
+from laplace_sampling.predictions.function_covariance import FunctionCovariance
 
 __all__ = ["UNLIMITED", "GramFit"]
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Float
-from scipy.optimize import minimize
 from torch import Tensor
 
 from laplace_sampling.likelihoods.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
@@ -219,6 +218,8 @@ def _likeliest(
     stddevs: tuple[float, ...],
 ) -> tuple[float, ...]:
     """Exponentials of the arguments of largest posterior, from three starts: as it is; hardly any spread; less sure."""
+    from scipy.optimize import minimize  # slow to import
+
     precisions = np.array(stddevs) ** -2.0
 
     def value_and_gradient(at: np.ndarray) -> tuple[float, np.ndarray]:

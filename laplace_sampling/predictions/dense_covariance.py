@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
 from laplace_sampling.linear_model.priors import GaussianPrior
-from laplace_sampling.predictions.prediction import FunctionCovariance
+from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.solvers.dense import Factor
 from laplace_sampling.solvers.operator import Operator
 

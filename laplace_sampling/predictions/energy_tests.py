@@ -25,15 +25,11 @@ Functions of numbers only: nothing here runs a network.
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 from jaxtyping import Float
-from scipy import special, stats
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 __all__ = [
     "Distribution",
@@ -41,7 +37,6 @@ __all__ = [
     "chi_squared_test",
     "data_energy_distribution",
     "data_energy_test",
-    "quantile_plot",
 ]
 
 # A test rejects below the first; a rejection matters from the second (a share of γ) or the third (a KS statistic) on.
@@ -118,6 +113,8 @@ def chi_squared_test(energies: Float[Tensor, " K"], degrees: float) -> TestResul
     """
     if not degrees > 0:
         raise ValueError(f"`chi_squared_test` needs degrees above 0, got {degrees}.")
+    from scipy import stats  # half a second to import
+
     values = _values(energies, "chi_squared_test", 1)
     result = stats.kstest(values, stats.chi2(degrees).cdf)
     return TestResult(
@@ -137,6 +134,8 @@ def data_energy_distribution(mean: float, variance: float) -> Distribution:
     Welch (1938): exact for equal weights, close for many. For few strong directions beside many weak ones it
     is poor: for weights 1 and a hundred of 0.01 the distribution functions differ by 0.19.
     """
+    from scipy import stats  # half a second to import
+
     return stats.gamma(mean**2 / variance, scale=variance / mean)
 
 
@@ -185,6 +184,8 @@ def data_energy_test(
         nearest = min(max(float(values.mean()), low), high)  # about where the p-value is largest
         means += [nearest, *np.linspace(low, high, _GRID).tolist()]
         outside = _OUTSIDE
+    from scipy import stats  # half a second to import
+
     ordered = np.sort(values)
     statistics = [float(_distance(_gamma_cdf(ordered, m, variance)[None])[0]) for m in means]
     # The p-value goes down with the statistic: the largest one is that of the smallest.
@@ -202,6 +203,8 @@ def data_energy_test(
 @lru_cache(maxsize=256)
 def _allowance(mean: float, variance: float) -> float:
     """`Δ`: how far the distribution of the energy may be from the gamma distribution of its mean and variance."""
+    from scipy import special  # slow to import
+
     strong = variance / 2  # directions of weight 1
     if strong >= mean:  # no weights of at most 1 have these moments, but noisy estimates may: those of equal ones
         return 0.0
@@ -214,6 +217,8 @@ def _allowance(mean: float, variance: float) -> float:
 
 def _gamma_cdf(x: np.ndarray, mean: np.ndarray | float, variance: np.ndarray | float) -> np.ndarray:
     """That of `data_energy_distribution`, without the overhead of `scipy.stats`."""
+    from scipy import special  # slow to import
+
     return special.gammainc(mean**2 / variance, np.maximum(x, 0) * mean / variance)
 
 
@@ -258,46 +263,3 @@ def _values(energies: Tensor, call: str, fewest: int) -> np.ndarray:
     if not np.isfinite(values).all():
         raise ValueError(f"`{call}`: the energies contain NaN or infinity.")
     return values
-
-
-def quantile_plot(energies: Float[Tensor, " K"], distribution: Distribution, ax: "Axes | None" = None) -> "Axes":
-    r"""Sorted energies against the quantiles at `(k − ½)/K` of the distribution that they should have.
-
-    The band holds all points *together* for 95 % of right sets of samples: each order statistic has its own interval
-    from its Beta distribution, all at one level, which is found by simulation with a fixed seed. So a single point
-    outside is a finding. With a band of 95 % for each point by itself, right samples often have some outside.
-
-    Args:
-        energies: of the samples.
-        distribution: `scipy.stats.chi2(P)` for `ζᵀHζ`, `data_energy_distribution(γ, v)` for `ζᵀMζ`.
-        ax: where to draw; new axes by default.
-    """
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError('`quantile_plot` needs matplotlib: pip install "laplace_sampling[demo]"') from error
-    values = np.sort(_values(energies, "quantile_plot", 1))
-    ranks = np.arange(1, len(values) + 1)
-    expected = distribution.ppf((ranks - 0.5) / len(values))
-    order = stats.beta(ranks, len(values) + 1 - ranks)
-    level = _joint_level(len(values))
-    low, high = (distribution.ppf(order.ppf(np.full(len(values), q))) for q in (level / 2, 1 - level / 2))
-    if ax is None:
-        _, ax = plt.subplots(figsize=(4, 4), layout="constrained")
-    ax.fill_between(expected, low, high, color="C0", alpha=0.2, linewidth=0, label="95 % of right sets, all points")
-    ends = expected[[0, -1]]
-    ax.plot(ends, ends, color="C0", linewidth=1, label="expected")
-    ax.plot(expected, values, "k.", markersize=4, label="samples")
-    ax.set(xlabel="expected quantile", ylabel="energy of a sample")
-    ax.legend(frameon=False)
-    return ax
-
-
-def _joint_level(size: int, coverage: float = 0.95) -> float:
-    """The level of each order statistic of `size` uniform numbers at which all are inside with the given coverage."""
-    ranks = np.arange(1, size + 1)
-    simulations = max(200, min(1000, _SIMULATED_NUMBERS // size))
-    uniform = np.sort(np.random.default_rng(0).random((simulations, size)), axis=1)
-    heights = np.asarray(stats.beta.cdf(uniform, ranks, size + 1 - ranks))
-    smallest = 2 * np.minimum(heights, 1 - heights).min(1)
-    return float(np.quantile(smallest, 1 - coverage))

@@ -5,7 +5,8 @@ import torch
 from torch.testing import assert_close
 
 from laplace_sampling.likelihoods.likelihood import Bernoulli, Categorical, Gaussian
-from laplace_sampling.predictions.prediction import ClassificationPrediction, RegressionPrediction
+from laplace_sampling.predictions.classification_prediction import ClassificationPrediction
+from laplace_sampling.predictions.regression_prediction import RegressionPrediction
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

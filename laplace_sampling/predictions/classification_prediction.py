@@ -1,0 +1,109 @@
+"""Predictions of classifications, by three links from logits to probabilities."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.likelihoods.likelihood import Bernoulli, Categorical
+from laplace_sampling.predictions.prediction import SampledPrediction
+
+__all__ = ["ClassificationPrediction"]
+
+
+@dataclass(frozen=True)
+class ClassificationPrediction(SampledPrediction):
+    """Predictions of a classification: categorical over an axis of the outputs, or Bernoulli for each output."""
+
+    @property
+    def logits(self) -> Float[Tensor, "N *C"]:
+        """The network's own output."""
+        return self.outputs
+
+    @property
+    def probs(self) -> Float[Tensor, "N *C"]:
+        """Predictive probabilities with the default link, `probs_with("mc")`."""
+        return self.probs_with("mc")
+
+    def probs_with(self, link: str) -> Float[Tensor, "N *C"]:
+        r"""Predictive probabilities `E[σ(f)]`, by one of three links.
+
+        - `"mc"`: the mean of softmax (or sigmoid) over the samples `f ± φ(x) ζ_k` (thesis eq. 6.15).
+        - `"probit"`: `σ(f / √(1 + (π/8) var f))`, MacKay's factor `π/8` for each logit (the paper prints `π/2`).
+        - `"bridge"`: the mean of the Dirichlet of the Laplace bridge (Hobbhahn et al. 2022), after the Gaussian is
+          conditioned on logits that sum to zero; categorical likelihoods only.
+        """
+        if link == "mc":
+            return self._link(self._mirrored).mean(0)
+        if link == "probit":
+            return self._link(self.outputs / (1 + math.pi / 8 * self.variance).sqrt())
+        if link == "bridge":
+            return self._bridge()
+        raise ValueError(f'`probs_with({link!r})` is not known; use "mc", "probit" or "bridge".')
+
+    @property
+    def _bound(self) -> Categorical | Bernoulli:
+        bound = self.likelihood.bind(self._layout)
+        assert isinstance(bound, Categorical | Bernoulli)
+        return bound
+
+    def _link(self, logits: Tensor) -> Tensor:
+        flat = logits.reshape(*logits.shape[: logits.dim() - len(self._layout.shape)], -1)
+        return self._bound.link(flat).reshape(logits.shape)
+
+    def _bridge(self) -> Tensor:
+        if not isinstance(self.likelihood, Categorical):
+            raise ValueError(
+                'The Laplace bridge of a single logit has mean sigmoid(f) whatever the variance; use "mc" or "probit".'
+            )
+        likelihood = self._bound
+        assert isinstance(likelihood, Categorical)
+        mean, variance = self._conditioned_on_zero_sum()
+        num = mean.shape[-1]
+        # Parameters of the Dirichlet that matches mean and variance of the logits.
+        log_terms = mean + (-mean).logsumexp(-1, keepdim=True) - 2 * math.log(num)
+        alpha = (1 - 2 / num + log_terms.exp()) / variance
+        return likelihood.flat(alpha / alpha.sum(-1, keepdim=True)).reshape(self.outputs.shape)
+
+    def _conditioned_on_zero_sum(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance of the logits given that those of a position sum to zero, as a Dirichlet's do."""
+        outputs, draws = self._classes(self.outputs), self._classes(self.deviations)
+        # From samples, cov(f, Σf) and var(Σf) need no C × C matrix.
+        if self.function is not None:
+            if outputs.shape[1] > 1:
+                raise ValueError('The Laplace bridge of several positions is not there; use "mc" or "probit".')
+            cross = self._blocks.sum(-1)[:, None]
+            total_variance = cross.sum(-1, keepdim=True)
+        else:
+            total = draws.sum(-1, keepdim=True)
+            cross, total_variance = (draws * total).mean(0), (total**2).mean(0)
+        # Samples that are all zero have a sum of no variance.
+        total_variance = total_variance.clamp_min(torch.finfo(cross.dtype).tiny)
+        unconditional = self._classes(self.variance)
+        mean = outputs - cross * outputs.sum(-1, keepdim=True) / total_variance
+        variance = (unconditional - cross**2 / total_variance).clamp_min(1e-12 * unconditional + 1e-30)
+        return mean, variance
+
+    def _classes(self, f: Tensor) -> Float[Tensor, "*K N S c"]:
+        """Logits with the classes last, by positions."""
+        bound = self._bound
+        assert isinstance(bound, Categorical)
+        return bound.positions(f.reshape(*f.shape[: f.dim() - len(self._layout.shape)], -1))
+
+    @property
+    def entropy(self) -> Tensor:
+        """Entropy of the predictive probabilities, in nats: total uncertainty; of each datum, position or output."""
+        return self._entropy(self.probs)
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """Entropy of the mean minus mean of the entropies over samples, in nats: what more data would remove."""
+        return (self.entropy - self._entropy(self._link(self._mirrored)).mean(0)).clamp_min(0)
+
+    def _entropy(self, p: Tensor) -> Tensor:
+        if isinstance(self.likelihood, Categorical):
+            dim = self.likelihood.class_dim
+            return torch.special.entr(p).sum(dim if dim < 0 else dim - self.outputs.dim())
+        return torch.special.entr(p) + torch.special.entr(1 - p)

@@ -1,0 +1,98 @@
+"""Covariance of the function at the inputs of a prediction, where it is known without samples."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+__all__ = ["FunctionCovariance", "Guarded", "OfOutputs", "Scaled"]
+
+
+class FunctionCovariance(ABC):
+    """Covariance of the function at the inputs of a prediction without samples, as the exact method knows it."""
+
+    @abstractmethod
+    def variance(self) -> Float[Tensor, "N C"]:
+        """Of each output."""
+
+    @abstractmethod
+    def blocks(self) -> Float[Tensor, "N C C"]:
+        """Between the (flattened) outputs of each input."""
+
+    @abstractmethod
+    def joint(self) -> Float[Tensor, "NC NC"]:
+        """Over all inputs and outputs, the outputs of an input adjacent."""
+
+
+@dataclass(frozen=True)
+class Guarded(FunctionCovariance):
+    """A covariance that is computed when it is asked for, after a check that it still can be.
+
+    Args:
+        function: the covariance.
+        check: raises if not.
+    """
+
+    function: FunctionCovariance
+    check: Callable[[], None]
+
+    def _checked(self, name: str) -> Tensor:
+        with torch.inference_mode(False):
+            self.check()
+            return getattr(self.function, name)()
+
+    def variance(self) -> Tensor:
+        return self._checked("variance")
+
+    def blocks(self) -> Tensor:
+        return self._checked("blocks")
+
+    def joint(self) -> Tensor:
+        return self._checked("joint")
+
+
+@dataclass(frozen=True)
+class Scaled(FunctionCovariance):
+    """A multiple of a covariance."""
+
+    function: FunctionCovariance
+    factor: float
+
+    def variance(self) -> Tensor:
+        return self.factor * self.function.variance()
+
+    def blocks(self) -> Tensor:
+        return self.factor * self.function.blocks()
+
+    def joint(self) -> Tensor:
+        return self.factor * self.function.joint()
+
+
+@dataclass(frozen=True)
+class OfOutputs(FunctionCovariance):
+    """That of some of the (flattened) outputs.
+
+    Args:
+        function: of all outputs.
+        columns: which.
+        num_outputs: `C`, of all.
+    """
+
+    function: FunctionCovariance
+    columns: slice
+    num_outputs: int
+
+    def variance(self) -> Tensor:
+        variance = self.function.variance()
+        return variance.reshape(len(variance), -1)[:, self.columns]
+
+    def blocks(self) -> Tensor:
+        return self.function.blocks()[:, self.columns, self.columns]
+
+    def joint(self) -> Tensor:
+        joint = self.function.joint()
+        part = joint.reshape(-1, self.num_outputs, len(joint))[:, self.columns].flatten(0, 1)
+        return part.reshape(len(part), -1, self.num_outputs)[..., self.columns].flatten(1)

@@ -1,0 +1,81 @@
+"""The prediction of a likelihood, by one table of kinds."""
+
+import itertools
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.likelihoods.composite import MultiTask
+from laplace_sampling.likelihoods.likelihood import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+    Poisson,
+)
+from laplace_sampling.predictions.classification_prediction import ClassificationPrediction
+from laplace_sampling.predictions.count_prediction import CountPrediction
+from laplace_sampling.predictions.function_covariance import FunctionCovariance, OfOutputs
+from laplace_sampling.predictions.multi_task_prediction import MultiTaskPrediction
+from laplace_sampling.predictions.prediction import Prediction, SampledPrediction
+from laplace_sampling.predictions.regression_prediction import HeteroscedasticPrediction, RegressionPrediction
+
+__all__ = ["KINDS", "make_prediction"]
+
+# The prediction of each likelihood. Any other likelihood, as a user's own, has a `SampledPrediction`, which needs its
+# loss only: a new likelihood need not be added here.
+KINDS: dict[type[Likelihood], type[Prediction]] = {
+    Gaussian: RegressionPrediction,
+    Categorical: ClassificationPrediction,
+    Bernoulli: ClassificationPrediction,
+    Poisson: CountPrediction,
+    HeteroscedasticGaussian: HeteroscedasticPrediction,
+    MultiTask: MultiTaskPrediction,
+}
+
+
+def make_prediction(
+    outputs: Float[Tensor, "N *C"],
+    deviations: Float[Tensor, "K N *C"],
+    likelihood: Likelihood,
+    *,
+    function: FunctionCovariance | None = None,
+    **noise: Any,
+) -> Prediction:
+    """The prediction of the kind that a likelihood has.
+
+    Args:
+        outputs: of the network.
+        deviations: of samples from them.
+        likelihood: of targets.
+        function: covariance of the function, where it is known without samples.
+        noise: `noise_scale` and `has_noise` of a `RegressionPrediction`.
+    """
+    kind = next((kind for family, kind in KINDS.items() if isinstance(likelihood, family)), SampledPrediction)
+    options: dict[str, Any] = {}
+    if kind is RegressionPrediction:
+        options = noise
+    if isinstance(likelihood, MultiTask):
+        options = {"heads": _heads(outputs, deviations, likelihood, function)}
+    return kind(outputs, deviations, likelihood, function=function, **options)
+
+
+def _heads(
+    outputs: Float[Tensor, "N C"],
+    deviations: Float[Tensor, "K N C"],
+    likelihood: MultiTask,
+    function: FunctionCovariance | None,
+) -> dict[str, Any]:
+    """The prediction of each head, from its columns of the flattened outputs."""
+    layout = likelihood.layout
+    assert layout is not None
+    parts, deviation_parts = layout.split(outputs), layout.split(deviations)
+    ends = [0, *itertools.accumulate(layout.sizes)]
+    heads = {}
+    for number, (name, family) in enumerate(likelihood.likelihoods.items()):
+        columns = slice(ends[number], ends[number + 1])
+        part = None if function is None else OfOutputs(function, columns, layout.size)
+        heads[name] = make_prediction(parts[name], deviation_parts[name], family, function=part)
+    return heads

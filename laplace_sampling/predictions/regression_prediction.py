@@ -1,0 +1,96 @@
+"""Predictions of regressions: noise of the same precision everywhere, or a variance that the network gives."""
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributions import LowRankMultivariateNormal, MultivariateNormal
+
+from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.predictions.prediction import Prediction, SampledPrediction
+
+__all__ = ["HeteroscedasticPrediction", "RegressionPrediction"]
+
+
+@dataclass(frozen=True)
+class RegressionPrediction(Prediction):
+    """Predictions of a regression; everything in the units of the targets.
+
+    `noise_scale` is `R` of heteroscedastic noise at these inputs, in the shape of the outputs.
+    """
+
+    noise_scale: Tensor | None = field(default=None, kw_only=True)
+    has_noise: bool = field(default=True, kw_only=True)
+
+    @property
+    def mean(self) -> Float[Tensor, "N *C"]:
+        """The network's own output."""
+        return self.outputs
+
+    @property
+    def noise_variance(self) -> Tensor:
+        """`R/b`, the variance of the observation noise: a scalar, one an output, or one for each input and output."""
+        assert isinstance(self.likelihood, Gaussian)
+        if not self.has_noise:
+            raise ValueError(
+                "The noise is that of the measurements `y = T f(x) + noise`, not of the outputs: `predict(x, "
+                "observed=True)` predicts measurements."
+            )
+        variance = 1 / self.likelihood.precision(self.outputs)
+        variance = variance.reshape(self.outputs.shape[1:]) if variance.numel() > 1 else variance
+        return variance if self.noise_scale is None else variance * self.noise_scale
+
+    def distribution(self) -> LowRankMultivariateNormal | MultivariateNormal:
+        """Of new observations, noise included: for each input a Gaussian over its (flattened) outputs."""
+        shape = self._flat.shape[1:]
+        mean, noise = self.outputs.reshape(shape), self.noise_variance
+        noise = noise.reshape(shape) if self.noise_scale is not None else noise.flatten().expand(shape)
+        if self.function is not None:
+            return MultivariateNormal(mean, self._blocks + torch.diag_embed(noise))
+        return LowRankMultivariateNormal(mean, self._flat.permute(1, 2, 0) / math.sqrt(len(self.deviations)), noise)
+
+    @property
+    def observation_variance(self) -> Float[Tensor, "N *C"]:
+        """Variance of a new observation, `variance + noise_variance`."""
+        return self.variance + self.noise_variance
+
+    def log_prob(self, y: Tensor) -> Float[Tensor, " N"]:
+        """Log density of each observation, noise included, joint over its outputs. `y` has the shape of `mean`."""
+        self._prepared(y)
+        return self.distribution().log_prob(y.reshape(len(y), -1).to(self.outputs))
+
+
+@dataclass(frozen=True)
+class HeteroscedasticPrediction(SampledPrediction):
+    """Predictions of a regression whose network gives means and log variances, halves of axis 1 of its outputs.
+
+    `samples`, `variance` and `stddev` are of the mean; `covariance()` and `joint_covariance()` of both, flattened.
+    """
+
+    @property
+    def mean(self) -> Float[Tensor, "N *D"]:
+        """The network's own means."""
+        return self.outputs.chunk(2, 1)[0]
+
+    @property
+    def samples(self) -> Float[Tensor, "K N *D"]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Draws of the mean."""
+        return (self.outputs + self.deviations).chunk(2, 2)[0]
+
+    @property
+    def variance(self) -> Float[Tensor, "N *D"]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Of the mean, without noise: what more data would remove."""
+        return self._variances.chunk(2, 1)[0]
+
+    @cached_property
+    def noise_variance(self) -> Float[Tensor, "N *D"]:
+        """Expected variance of the noise, `E[eˢ] = exp(s + ½ var s)` of a Gaussian log variance `s`."""
+        return (self.outputs.chunk(2, 1)[1] + self._variances.chunk(2, 1)[1] / 2).exp()
+
+    @property
+    def observation_variance(self) -> Float[Tensor, "N *D"]:
+        """Variance of a new observation, `variance + noise_variance`."""
+        return self.variance + self.noise_variance
