@@ -17,7 +17,7 @@ from laplace_sampling.linear_model.posterior_samples import Sampled
 from laplace_sampling.linear_model.priors import GaussianPrior
 from laplace_sampling.linear_model.sampling import Draws, LinearModel
 from laplace_sampling.methods.plan import Plan
-from laplace_sampling.predictions.diagnosis import Diagnosis, advice
+from laplace_sampling.predictions.diagnosis import Diagnosis, advice, residual_kind
 from laplace_sampling.predictions.energy_tests import TestResult, chi_squared_test, data_energy_test
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
@@ -250,6 +250,8 @@ class Fit(ABC):
             num_floored=prior.num_floored,
             passes=spent,
             max_rank=len(f) * rank if (rank := model.likelihood.rank(f.shape[1])) < f.shape[1] else None,
+            advice=advice(self.plan.method),
+            residual_kind=residual_kind(self.plan.method),
         )
 
 

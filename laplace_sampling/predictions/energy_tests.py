@@ -178,26 +178,33 @@ def data_energy_test(
             f"`data_energy_test` needs a positive mean and variance and a finite standard error, got {mean}, "
             f"{variance}, {mean_se}."
         )
-    means, outside = [mean], 0.0
-    if mean_se > 0:
-        low, high = max(mean - _INTERVAL * mean_se, 1e-3 * mean), mean + _INTERVAL * mean_se
-        nearest = min(max(float(values.mean()), low), high)  # about where the p-value is largest
-        means += [nearest, *np.linspace(low, high, _GRID).tolist()]
-        outside = _OUTSIDE
+    statistic, least, outside = _smallest_statistic(np.sort(values), mean, variance, mean_se)
     from scipy import stats  # half a second to import
 
-    ordered = np.sort(values)
-    statistics = [float(_distance(_gamma_cdf(ordered, m, variance)[None])[0]) for m in means]
-    # The p-value goes down with the statistic: the largest one is that of the smallest.
-    least = min(statistic - _allowance(m, variance) for statistic, m in zip(statistics, means, strict=True))
     return TestResult(
         "data energy",
-        min(statistics),
+        statistic,
         min(1.0, float(stats.kstwo.sf(max(least, 0.0), len(values))) + outside),
         float(values.mean()),
         mean,
         math.sqrt(variance),
     )
+
+
+def _smallest_statistic(
+    ordered: np.ndarray, mean: float, variance: float, mean_se: float
+) -> tuple[float, float, float]:
+    """The smallest statistic of means near a reference, the smallest less its allowance, and `P(mean is farther)`."""
+    means, outside = [mean], 0.0
+    if mean_se > 0:
+        low, high = max(mean - _INTERVAL * mean_se, 1e-3 * mean), mean + _INTERVAL * mean_se
+        nearest = min(max(float(ordered.mean()), low), high)  # about where the p-value is largest
+        means += [nearest, *np.linspace(low, high, _GRID).tolist()]
+        outside = _OUTSIDE
+    statistics = [float(_distance(_gamma_cdf(ordered, m, variance)[None])[0]) for m in means]
+    # The p-value goes down with the statistic: the largest one is that of the smallest.
+    least = min(statistic - _allowance(m, variance) for statistic, m in zip(statistics, means, strict=True))
+    return min(statistics), least, outside
 
 
 @lru_cache(maxsize=256)
