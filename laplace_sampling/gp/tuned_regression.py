@@ -165,8 +165,8 @@ def _fit_each_output(
     """The fixed point of the noise precision of each output."""
     low, high = (math.log(bound) for bound in search.noise_bounds)
     logs = torch.zeros(R.shape[1], dtype=torch.float64, device=R.device)
-    steps, num_maxima, common, posterior = _Steps(), None, True, None
-    for _ in range(_MAX_ROUNDS):
+    steps, rounds, num_maxima, common, posterior = _Steps(), 0, None, True, None
+    while True:
         del posterior  # its memory is needed
         posterior = ExactRegression.decompose(K.clone(), model, prior, R * (logs.mean() - logs).exp(), block_bytes)
         optimum = search.largest(posterior) if common else search.at_noise(posterior, float(logs.mean().exp()))
@@ -177,7 +177,8 @@ def _fit_each_output(
         # Where an output is at its bound, the evidence is not flat in the common factor either: α alone is maximised.
         common &= not at_bound
         change = updated.clamp(low, high) - logs
-        if settled := float(change.abs().max()) < _TOLERANCE:
+        settled, rounds = float(change.abs().max()) < _TOLERANCE, rounds + 1
+        if settled or rounds == _MAX_ROUNDS:
             break
         logs = (logs + steps.step(change)).clamp(low, high)
     at_bounds = tuple(n for n in optimum.at_bounds if n == "precision") + (("noise_precision",) if at_bound else ())
