@@ -29,7 +29,9 @@ __all__ = ["TunedRegression", "fit_exact_regression"]
 
 # Rounds at most, and the change of a log noise precision at which they end: a definition of the accuracy.
 _MAX_ROUNDS, _TOLERANCE = 100, 1e-6
-# Changes that shrink by less than this a round are extrapolated, by at most so many e-folds.
+# A change that shrinks a round by less than this factor is extrapolated, by at most so many e-folds. Tuned on networks
+# of 40 units with 6 and 15 data of three outputs: a factor of 0.45 took 53 rounds in place of 34 where noise runs to
+# its bound and 13 in place of 19 where it does not; 0.99, and one or four e-folds, changed the rounds by at most 3.
 _SLOW, _LONGEST = 0.9, 2.0
 
 
