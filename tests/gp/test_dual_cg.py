@@ -117,7 +117,7 @@ def test_solves_reach_their_tolerance_and_count_products() -> None:
         assert found.converged
         assert (found.residual <= tolerance).all()
         assert_close(
-            found.residual, (b - found.value * 1e5 @ matrix).norm(dim=1) / b.norm(dim=1), rtol=1e-3, atol=1e-14
+            found.residual, (b - found.value * 1e5 @ matrix).norm(dim=1) / b.norm(dim=1), rtol=1e-3, atol=1e-12
         )
         assert found.products == S.rows - before <= 4 * (found.iterations + 2)
         assert len(found.history) == found.iterations + 1
@@ -319,7 +319,7 @@ def test_effective_dimension_of_few_samples_with_a_preconditioner(alpha: float) 
     # a preconditioner made at another α, whose vectors are far from eigenvectors of a part of `S`
     held = DualCG(rank=30, tolerance=1e-6).hold(WhitenedGram(1 / prior.diagonal(), ggn))
     assert held.held is not None
-    assert held.held.trace == pytest.approx(float(dense(WhitenedGram(1 / prior.diagonal(), ggn)).trace()), rel=1e-10)
+    assert held.held.trace == pytest.approx(float(dense(WhitenedGram(1 / prior.diagonal(), ggn)).trace()), rel=1e-8)
     prior = prior.with_precision(torch.tensor([alpha]))
     S = dense(WhitenedGram(1 / prior.diagonal(), ggn))
     exact = float(torch.linalg.solve(torch.eye(120).double() + S, S).trace())

@@ -38,7 +38,7 @@ def test_jvp_and_vjp_are_adjoint(case: Case) -> None:
     f = network(case.x).reshape(len(case.x), -1)
     v, u = random(3, network.num_parameters), random(3, *f.shape)
     left = (network.jvp(case.x, v) * u).sum((1, 2))
-    assert_close(left, (v * network.vjp(case.x, u)).sum(1), rtol=1e-10, atol=1e-10)
+    assert_close(left, (v * network.vjp(case.x, u)).sum(1), rtol=1e-8, atol=1e-9)
 
 
 def test_outputs_are_the_networks_own_bit_for_bit(case: Case) -> None:
@@ -424,7 +424,7 @@ def test_products_of_pieces_are_those_of_the_whole(
     seen = passes(case.model)
     found = [split.jvp(case.x, v), split.vjp(case.x, u), split.ggn(case.x, v, lambda g: g * u)]
     for product, right in zip(found, expected, strict=True):
-        assert_close(product, right, rtol=1e-9, atol=1e-10)
+        assert_close(product, right, rtol=1e-8, atol=1e-9)
         assert not product.requires_grad
     assert max(seen) == -(-len(f) // pieces)
     assert split.products == {"jvp": 3 * num * len(f), "vjp": 2 * num * len(f)}
@@ -621,8 +621,8 @@ def test_products_of_distances() -> None:
     u, v = torch.randn(6, 5, 4, dtype=torch.float64), torch.randn(6, full.shape[1], dtype=torch.float64)
     names = [name for name, _ in model.named_parameters()]
     assert network.names == names
-    assert_close(network.jacobian(x).reshape(full.shape), full, rtol=1e-10, atol=1e-12)
-    assert_close(network.vjp(x, u), u.flatten(1) @ full, rtol=1e-10, atol=1e-12)
-    assert_close(network.jvp(x, v).flatten(1), v @ full.T, rtol=1e-10, atol=1e-12)
+    assert_close(network.jacobian(x).reshape(full.shape), full, rtol=1e-8, atol=1e-10)
+    assert_close(network.vjp(x, u), u.flatten(1) @ full, rtol=1e-8, atol=1e-10)
+    assert_close(network.jvp(x, v).flatten(1), v @ full.T, rtol=1e-8, atol=1e-10)
     each = (u[0].reshape(5, 4, 1) * full.reshape(5, 4, -1)).sum(1)
-    assert_close(network.vjp_each(x, u[0]), each, rtol=1e-10, atol=1e-12)
+    assert_close(network.vjp_each(x, u[0]), each, rtol=1e-8, atol=1e-10)
