@@ -141,6 +141,7 @@ class InGroups(Solver):
 
     def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
         parts = []
+        # One group after the other, so that the memory of one is in use at a time.
         for start in range(0, len(problem.centre), self.rows):
             rows = slice(start, start + self.rows)
             part = replace(problem, centre=problem.centre[rows], linear=problem.linear[rows])
@@ -196,6 +197,7 @@ def function_error(
     """
     squared = row_products(residual, residual) / (4 * precision)
     energy = row_products(zeta, product)
+    # Products of rows are summed in float64: residuals near convergence are differences of large numbers.
     # A residual of zero is no error, also where the function itself is zero.
     return torch.where(squared > 0, (squared / energy.clamp_min(tiny(energy))).sqrt(), 0.0)
 
