@@ -25,8 +25,8 @@ from laplace_sampling.solvers.quadrature import Quadrature
 
 __all__ = ["EvidenceCurves", "EvidencePath", "FixedPoint", "MarginalLikelihood", "bai_golub_bound"]
 
-# Points at which the sign of MacKay's update is computed, over all of the bounds: a factor of 1.06 apart by default, much
-# closer than the curves bend. Half and twice have no effect on the problems of `fixed_point`.
+# Points at which the sign of MacKay's update is computed, over all of the bounds: a factor of 1.06 apart by default,
+# much closer than the curves bend. Half and twice have no effect on the problems of `fixed_point`.
 _GRID = 800
 
 

@@ -45,9 +45,9 @@ class PathResult:
     history: list[Step]
 
 
-# "Problems" below are nine fits of classifiers of 3 outputs and two of regressions, of 300 data and 200 weights whose curvature
-# falls by a power law, with B at the network or at the mode, α started a factor of 30 off, and two seeds each: 4,460
-# passes in all, and a root mean square error of log α of 0.003 at a tolerance of 0.03.
+# "Problems" below are nine fits of classifiers of 3 outputs and two of regressions, of 300 data and 200 weights whose
+# curvature falls by a power law, with B at the network or at the mode, α started a factor of 30 off, and two seeds
+# each: 4,460 passes in all, and a root mean square error of log α of 0.003 at a tolerance of 0.03.
 
 # Standard errors of log α that successive rounds aim at: B moves with α, so that rounds far from the end need not be
 # accurate. The last one aims at a third of the tolerance. Without coarse rounds the problems take 10,830 passes; halved

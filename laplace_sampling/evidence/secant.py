@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 __all__ = ["TRUSTED_FACTOR", "Secant"]
 
-# The expansion at the mode is trusted within this factor of the present α. On the problems of `fixed_point` 2 changes the
-# passes by one percent and doubles the error, within the tolerance; 8 has no effect.
+# The expansion at the mode is trusted within this factor of the present α. On the problems of `fixed_point` 2 changes
+# the passes by one percent and doubles the error, within the tolerance; 8 has no effect.
 TRUSTED_FACTOR = 4.0
 # The factor by which a round shrinks the distance to the end where B is at the mode: mean and spread of what was seen
 # in practice. `Secant` weighs between them and what it measures. On the problems of `fixed_point` half the mean

@@ -24,7 +24,7 @@ __all__ = ["SGD"]
 
 Gradient = Callable[[Tensor, Tensor], Tensor]
 
-# The last step size of a decay, as a fraction of the first, from the appendix on settings of the paper (docs/equations.md).
+# The last step size of a decay, as a fraction of the first: the paper's (docs/equations.md).
 # Half and twice change the error on classifiers of 100 weights by less than one percent of it.
 _LAST_STEP = 1 / 330
 # Mini-batches whose gradients tell the scale of each row, and whether a warm start is better than none. With two or six

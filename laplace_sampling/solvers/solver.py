@@ -197,7 +197,6 @@ def function_error(
     """
     squared = row_products(residual, residual) / (4 * precision)
     energy = row_products(zeta, product)
-    # Products of rows are summed in float64: residuals near convergence are differences of large numbers.
     # A residual of zero is no error, also where the function itself is zero.
     return torch.where(squared > 0, (squared / energy.clamp_min(tiny(energy))).sqrt(), 0.0)
 
