@@ -31,7 +31,7 @@ def test_jvp_and_vjp_are_adjoint(case: Case) -> None:
     f = network(case.x).reshape(len(case.x), -1)
     v, u = random(3, network.num_parameters), random(3, *f.shape)
     left = (network.jvp(case.x, v) * u).sum((1, 2))
-    assert_close(left, (v * network.vjp(case.x, u)).sum(1), rtol=1e-10, atol=1e-10)
+    assert_close(left, (v * network.vjp(case.x, u)).sum(1), rtol=1e-8, atol=1e-9)
 
 
 def test_fused_attention_has_a_jvp_and_the_fast_path_is_put_back() -> None:
@@ -211,8 +211,8 @@ def test_products_of_distances() -> None:
     u, v = torch.randn(6, 5, 4, dtype=torch.float64), torch.randn(6, full.shape[1], dtype=torch.float64)
     names = [name for name, _ in model.named_parameters()]
     assert network.names == names
-    assert_close(network.jacobian(x).reshape(full.shape), full, rtol=1e-10, atol=1e-12)
-    assert_close(network.vjp(x, u), u.flatten(1) @ full, rtol=1e-10, atol=1e-12)
-    assert_close(network.jvp(x, v).flatten(1), v @ full.T, rtol=1e-10, atol=1e-12)
+    assert_close(network.jacobian(x).reshape(full.shape), full, rtol=1e-8, atol=1e-10)
+    assert_close(network.vjp(x, u), u.flatten(1) @ full, rtol=1e-8, atol=1e-10)
+    assert_close(network.jvp(x, v).flatten(1), v @ full.T, rtol=1e-8, atol=1e-10)
     each = (u[0].reshape(5, 4, 1) * full.reshape(5, 4, -1)).sum(1)
-    assert_close(network.vjp_each(x, u[0]), each, rtol=1e-10, atol=1e-12)
+    assert_close(network.vjp_each(x, u[0]), each, rtol=1e-8, atol=1e-10)
