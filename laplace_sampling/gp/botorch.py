@@ -26,10 +26,12 @@ from laplace_sampling.gp.exact_regression import ExactRegression
 from laplace_sampling.gp.linear_operators import DenseLinearOperator, TriangularLinearOperator, gpytorch
 from laplace_sampling.gp.regression_evidence import Optimum
 from laplace_sampling.gp.tangent_kernel import NetworkMean, shape_inputs
-from laplace_sampling.likelihoods.likelihood import Gaussian
-from laplace_sampling.linear_model.features import features_at, row_blocks
-from laplace_sampling.linear_model.priors import GaussianPrior, unit_variance
-from laplace_sampling.linear_model.sampling import Draws, LinearModel
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import row_blocks
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.network_features import features_at
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, unit_variance
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.solver import ConvergenceWarning
 

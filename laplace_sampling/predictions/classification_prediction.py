@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.likelihoods.likelihood import Bernoulli, Categorical
+from laplace_sampling.likelihoods.bernoulli import Bernoulli
+from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.predictions.prediction import SampledPrediction
 
 __all__ = ["ClassificationPrediction"]

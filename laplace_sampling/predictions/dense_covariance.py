@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
-from laplace_sampling.linear_model.priors import GaussianPrior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.solvers.dense import Factor
 from laplace_sampling.solvers.operator import Operator

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from laplace_sampling.data.batches import Layout
-from laplace_sampling.likelihoods.composite import MultiTask
+from laplace_sampling.likelihoods.multi_task import MultiTask
 from laplace_sampling.predictions.prediction import SampledPrediction
 
 __all__ = ["MultiTaskPrediction"]

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import LowRankMultivariateNormal, MultivariateNormal
 
-from laplace_sampling.likelihoods.likelihood import Gaussian
+from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.predictions.prediction import Prediction, SampledPrediction
 
 __all__ = ["HeteroscedasticPrediction", "RegressionPrediction"]

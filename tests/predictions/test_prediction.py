@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from laplace_sampling.likelihoods.likelihood import Bernoulli, Categorical, Gaussian
+from laplace_sampling.likelihoods.bernoulli import Bernoulli
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.predictions.classification_prediction import ClassificationPrediction
 from laplace_sampling.predictions.regression_prediction import RegressionPrediction
 
