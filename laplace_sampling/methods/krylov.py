@@ -6,9 +6,9 @@ from torch import Tensor
 
 from laplace_sampling.evidence.fixed_point import fit_path
 from laplace_sampling.linear_model.sampling import PosteriorSamples
-from laplace_sampling.methods.fit import Tuned
+from laplace_sampling.methods.fit import PATH_STREAM, Memory, Task, Tuned
 from laplace_sampling.methods.method import Tuning
-from laplace_sampling.methods.problem import PATH_STREAM, Memory, Problem, Task
+from laplace_sampling.methods.problem import Problem
 from laplace_sampling.methods.solver_method import (
     BASIS_STACKS,
     SolverMethod,

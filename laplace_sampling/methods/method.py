@@ -14,8 +14,8 @@ from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
-from laplace_sampling.methods.fit import Fit, Tuned
-from laplace_sampling.methods.problem import PRIOR_STREAM, Memory, Problem, Task
+from laplace_sampling.methods.fit import PRIOR_STREAM, Fit, Memory, Task, Tuned
+from laplace_sampling.methods.problem import Problem
 
 __all__ = ["Choice", "Method", "Tuning", "problems_at_bounds"]
 

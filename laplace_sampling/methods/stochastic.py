@@ -7,8 +7,9 @@ from torch import Tensor
 
 from laplace_sampling.linear_model.cost import Cost, measure
 from laplace_sampling.linear_model.sampling import PosteriorSamples
+from laplace_sampling.methods.fit import Memory, Task
 from laplace_sampling.methods.method import Choice
-from laplace_sampling.methods.problem import Memory, Problem, Task
+from laplace_sampling.methods.problem import Problem
 from laplace_sampling.methods.solver_method import SolverMethod
 from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.solver import Solver

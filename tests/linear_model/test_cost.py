@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from laplace_sampling import SGD, LinearisedLaplace
 from laplace_sampling.likelihoods.categorical import Categorical
-from laplace_sampling.linear_model.tangent_model import tangent_model
+from laplace_sampling.linear_model.tangent_model_of import tangent_model_of
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers import svrg
 
@@ -115,7 +115,7 @@ def test_peak_memory_of_products_does_not_grow_with_the_data() -> None:
     model, peaks = _body(), {}
     for num in (4, 16):
         batches = [(torch.randn(1, 1, 32, 32), torch.zeros(1).long()) for _ in range(num)]
-        linear = tangent_model(Linearisation(model), Categorical(), batches, kind="homogeneous").model
+        linear = tangent_model_of(Linearisation(model), Categorical(), batches, kind="homogeneous").model
         ggn = linear.ggn(linear.network_outputs)
         v = torch.randn(4, ggn.size)
         peaks[num] = _peak(lambda g=ggn, v=v: g.matmul(v))

@@ -13,7 +13,8 @@ from laplace_sampling import ConvergenceWarning, LinearisedLaplace
 from laplace_sampling.data.batches import read
 from laplace_sampling.networks.held_module import precisions, solving, users_precision
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.solvers.krylov import Basis, BlockKrylov
+from laplace_sampling.solvers.krylov import BlockKrylov
+from laplace_sampling.solvers.basis import Basis
 
 X = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] * X[:, 1] > 0).long()
