@@ -13,8 +13,8 @@ from laplace_sampling.linear_model.cost import rows_in_memory
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.linear_model.tangent_model_of import tangent_model_of
 from laplace_sampling.methods import as_method
-from laplace_sampling.methods.fit import Fit, Memory
-from laplace_sampling.methods.problem import Problem
+from laplace_sampling.methods.fit import Fit
+from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.resources import free_memory
 from laplace_sampling.posterior import Posterior

@@ -9,9 +9,8 @@ from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import PosteriorSamples, Sampler, draw
-from laplace_sampling.methods.fit import Memory
 from laplace_sampling.methods.krylov import Krylov
-from laplace_sampling.methods.problem import Problem
+from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.methods.solver_method import SolverFit
 from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution, Solver
 
@@ -43,6 +42,10 @@ class Contour(Krylov):
     @property
     def stacks(self) -> int:
         return 80
+
+    @property
+    def residual_kind(self) -> str:
+        return "relative gradient"
 
     def remark(self, problem: Problem, memory: Memory) -> str:
         return ""

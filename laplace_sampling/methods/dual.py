@@ -62,6 +62,10 @@ class Dual(SolverMethod):
     def advice(self) -> str:
         return "Give `Dual(rank=..., max_iterations=...)` more of either; float64 weights help, too."
 
+    @property
+    def residual_kind(self) -> str:
+        return "relative error of the function"
+
     def check_likelihood(self, likelihood: Likelihood) -> None:
         if not likelihood.quadratic:
             raise ValueError(

@@ -28,9 +28,9 @@ from laplace_sampling.linear_model.features import DenseFeatures, Features
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import PosteriorSamples
-from laplace_sampling.methods.fit import PATH_STREAM, Fit, Memory, Task, Tuned
+from laplace_sampling.methods.fit import PATH_STREAM, Fit, Task, Tuned
 from laplace_sampling.methods.method import Choice, Tuning, problems_at_bounds
-from laplace_sampling.methods.problem import MOST_BYTES, Problem, exact_bytes, space_of
+from laplace_sampling.methods.problem import MOST_BYTES, Memory, Problem, exact_bytes, space_of
 from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, has_path, search_settings, tuned_by
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
 from laplace_sampling.predictions.function_covariance import FunctionCovariance

@@ -15,13 +15,14 @@ from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.expansion import total_loss
 from laplace_sampling.evidence.krylov_curves import evidence_path
 from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.linear_model.factored import CURVATURE, FactoredSampler, Inverse, prior_of_factored
+from laplace_sampling.linear_model.factored import FactoredSampler, prior_of_factored
 from laplace_sampling.linear_model.features import Features
+from laplace_sampling.linear_model.kronecker import CURVATURE, Inverse
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import PosteriorSamples
-from laplace_sampling.methods.fit import PATH_STREAM, Memory, Task
-from laplace_sampling.methods.problem import Problem
+from laplace_sampling.methods.fit import PATH_STREAM, Task
+from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.methods.solver_method import SolverFit, SolverMethod
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
 from laplace_sampling.predictions.function_covariance import FunctionCovariance

@@ -25,34 +25,15 @@ from laplace_sampling.solvers.solver import Minimum
 
 if TYPE_CHECKING:
     from laplace_sampling.methods.method import Method
+    from laplace_sampling.methods.problem import Memory
 
-__all__ = ["EM_STREAM", "PATH_STREAM", "PRIOR_STREAM", "SAMPLE_STREAM", "Fit", "Memory", "Task", "Tuned"]
+__all__ = ["EM_STREAM", "PATH_STREAM", "PRIOR_STREAM", "SAMPLE_STREAM", "Fit", "Task", "Tuned"]
 
 # Each set of draws has its own stream of the one seed, so that none of them is correlated with another. Streams of
 # posterior samples count up from `SAMPLE_STREAM`, one for each call of `sample`; the path's is far above them.
 EM_STREAM, PRIOR_STREAM, SAMPLE_STREAM, PATH_STREAM = 0, 1, 2, 2**20
 # How many unconverged rows a message names.
 _NAMED_ROWS = 8
-
-
-@dataclass(frozen=True)
-class Memory:
-    """The memory that solvers may take for vectors of `P` numbers.
-
-    Attributes:
-        bytes: as a number.
-        given: whether the user gave it; otherwise it is half of what is free.
-        vector: bytes of one vector.
-    """
-
-    bytes: float
-    given: bool
-    vector: int
-
-    @property
-    def vectors(self) -> float:
-        """How many vectors it holds."""
-        return self.bytes / self.vector
 
 
 @dataclass(frozen=True)
@@ -72,7 +53,7 @@ class Task:
     method: "Method"
     model: LinearModel
     prior: GaussianPrior
-    memory: Memory
+    memory: "Memory"
     reason: str
     hessian_at: str
     num_samples: int
@@ -270,6 +251,7 @@ class Fit(ABC):
             method=self.method.name,
             reason=self.task.reason,
             advice=self.method.advice,
+            residual_kind=self.method.residual_kind,
             residuals=residuals.cpu(),
             tolerance=tolerance,
             solver_converged=sampled.converged,

@@ -14,8 +14,8 @@ from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
-from laplace_sampling.methods.fit import PRIOR_STREAM, Fit, Memory, Task, Tuned
-from laplace_sampling.methods.problem import Problem
+from laplace_sampling.methods.fit import PRIOR_STREAM, Fit, Task, Tuned
+from laplace_sampling.methods.problem import Memory, Problem
 
 __all__ = ["Choice", "Method", "Tuning", "problems_at_bounds"]
 
@@ -118,6 +118,11 @@ class Method(ABC):
     def advice(self) -> str:
         """What to do about a solve that did not converge."""
         return "Float64 weights help where the problem is badly conditioned, a larger prior precision too."
+
+    @property
+    def residual_kind(self) -> str:
+        """What the residuals of the samples measure."""
+        return "relative gradient"
 
     def check_likelihood(self, likelihood: Likelihood) -> None:  # noqa: B027
         """Raise a `ValueError` if the method has no posterior for a likelihood."""

@@ -9,14 +9,33 @@ from torch import Tensor
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.linear_model.tangent_model import TangentModel
-from laplace_sampling.methods.fit import Memory
 
-__all__ = ["MOST_BYTES", "Problem", "exact_bytes", "fits_in_observation_space", "space_of"]
+__all__ = ["MOST_BYTES", "Memory", "Problem", "exact_bytes", "fits_in_observation_space", "space_of"]
 
 # Bytes that dense algebra takes at most where the user gives no number: what a machine for small problems has.
 MOST_BYTES = 8 * 2**30
 # Gram matrices in memory at once: itself, its eigenvectors, and the workspace of the decomposition.
 _GRAMS = 4
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory that solvers may take for vectors of `P` numbers.
+
+    Attributes:
+        bytes: as a number.
+        given: whether the user gave it; otherwise it is half of what is free.
+        vector: bytes of one vector.
+    """
+
+    bytes: float
+    given: bool
+    vector: int
+
+    @property
+    def vectors(self) -> float:
+        """How many vectors it holds."""
+        return self.bytes / self.vector
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,9 @@ from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.mode_objective import linear_model_mode
 from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
-from laplace_sampling.methods.fit import EM_STREAM, PATH_STREAM, Fit, Memory, Task, Tuned
+from laplace_sampling.methods.fit import EM_STREAM, PATH_STREAM, Fit, Task, Tuned
 from laplace_sampling.methods.method import Method, Tuning, problems_at_bounds
+from laplace_sampling.methods.problem import Memory
 from laplace_sampling.solvers.solver import InGroups, Minimum, Solver
 
 __all__ = ["BASIS_STACKS", "SolverFit", "SolverMethod", "basis_that_fits", "has_path", "search_settings", "tuned_by"]
