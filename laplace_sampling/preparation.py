@@ -73,7 +73,7 @@ def problem_of(settings: "Settings", network: Linearisation, tangent: TangentMod
     return Problem(
         tangent=tangent,
         prior=settings.prior,
-        layers=network.layers(),
+        layers=network.layers,
         hessian_at=settings.hessian_at,
         num_samples=settings.num_samples,
         seed=settings.seed,

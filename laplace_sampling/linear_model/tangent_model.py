@@ -1,6 +1,7 @@
 """`TangentModel`: the linear model of a network on training data, and what it comes from."""
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from jaxtyping import Float
 from torch import Tensor
@@ -9,6 +10,9 @@ from laplace_sampling.data.batches import Layout
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.linear_model import LinearModel
+
+if TYPE_CHECKING:
+    from laplace_sampling.networks.linearisation import Linearisation
 
 __all__ = ["TangentModel", "with_offset", "zeros_as"]
 
@@ -19,7 +23,7 @@ class TangentModel:
 
     Attributes:
         model: linear model of the targets; with `weights`, of the targets times these.
-        trained_weights: `w̄`, the random ones.
+        network: linearised network.
         data: training data.
         kind: `"affine"` or `"homogeneous"`.
         layout: layout of the outputs of a datum.
@@ -28,7 +32,7 @@ class TangentModel:
     """
 
     model: LinearModel
-    trained_weights: Float[Tensor, " P"]
+    network: "Linearisation"
     data: TrainingData
     kind: str
     layout: Layout
@@ -49,7 +53,7 @@ class TangentModel:
         precise = replace(
             self.model, features=self.model.features.in_float64(), network_outputs=self.model.network_outputs.double()
         )
-        return with_offset(precise, self.trained_weights, self.kind)
+        return with_offset(precise, self.network.weights, self.kind)
 
     def dense(self) -> LinearModel:
         """The model with its Jacobian in memory, in float64."""
@@ -58,7 +62,7 @@ class TangentModel:
             features=DenseFeatures.of(self.model.features),
             network_outputs=self.model.network_outputs.double(),
         )
-        return with_offset(dense, self.trained_weights, self.kind)
+        return with_offset(dense, self.network.weights, self.kind)
 
 
 def with_offset(model: LinearModel, trained_weights: Float[Tensor, " P"], kind: str) -> LinearModel:

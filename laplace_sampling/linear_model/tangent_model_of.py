@@ -77,7 +77,7 @@ def tangent_model_of(
         model = weigh(model, row_weights)
     return TangentModel(
         with_offset(model, network.weights, kind),
-        network.weights,
+        network,
         data,
         kind,
         features.layout,

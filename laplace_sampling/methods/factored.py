@@ -65,7 +65,7 @@ class Factored(SolverMethod):
             return super().build_prior(problem, model, memory)
         # `M̂ + A` has a closed form only if the scales of a g-prior are products of two factors in each layer.
         ggn = self.ggn_of_prior(problem, model, memory)
-        return prior_of_factored(problem.prior, ggn, problem.layers, problem.seed)
+        return prior_of_factored(problem.prior, ggn, problem.layers(), problem.seed)
 
     def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
         return FactoredSampler(self.kind, CG(min(2 * tolerance, 0.5)), task.seed)

@@ -185,7 +185,7 @@ class Method(ABC):
         """The prior, whose scale, if it has one, is that of the curvature."""
         ggn = self.ggn_of_prior(problem, model, memory)
         probes = Draws(getattr(problem.prior, "num_probes", 1), problem.seed, PRIOR_STREAM)
-        return problem.prior.build(ggn, problem.layers, probes.noise(model.features.num_outputs))
+        return problem.prior.build(ggn, problem.layers(), probes.noise(model.features.num_outputs))
 
     def ggn_of_prior(self, problem: Problem, model: LinearModel, memory: Memory) -> GGN:
         """`M` of which a g-prior takes the diagonal.

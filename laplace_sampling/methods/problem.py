@@ -45,7 +45,7 @@ class Problem:
     Attributes:
         tangent: the linear model, and what it comes from.
         prior: the family of the prior.
-        layers: names of layers, and the layer of each random weight.
+        layers: returns names of layers, and the layer of each random weight.
         hessian_at: `"network"` or `"mode"`, where the curvature of the loss is taken.
         num_samples: `K`.
         seed: of all draws.
@@ -57,7 +57,7 @@ class Problem:
 
     tangent: TangentModel
     prior: Prior
-    layers: tuple[list[str], Tensor]
+    layers: Callable[[], tuple[list[str], Tensor]]
     hessian_at: str
     num_samples: int
     seed: int

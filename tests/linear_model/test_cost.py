@@ -152,7 +152,7 @@ def test_a_fit_keeps_to_its_memory(method: str, prior: str, hyperparameters: boo
         product = _peak(lambda: network.vjp(x, torch.ones(1, 4, 3)) + network.jvp(x, torch.ones(1, size)).sum())
         beside = product + 6 * 4 * size + 4 * x.numel() * 4
         print(method, prior, "peak", memory.peak / (4 * size), "vectors of", vectors, "and", beside / (4 * size))
-        assert memory.peak <= la.max_memory + beside
+        assert memory.peak <= la.settings.method.max_memory + beside
         assert la.samples_.shape == (16, size)
 
 
