@@ -1,4 +1,8 @@
+from dataclasses import replace
+
 import pytest
+from dataclasses import replace
+
 import reference
 import torch
 from cases import Case, make_case
