@@ -306,7 +306,7 @@ def test_few_data_are_looked_at_and_the_first_ones_of_a_stream(monkeypatch: pyte
     monkeypatch.setattr(held_out, "_ENOUGH", 20)
     model, (x, y), _ = overfitted()
     la = LinearisedLaplace(model, "classification", num_samples=8).fit_hyperparameters([(x, y)], progress=False)
-    fit = replace(la._fit, sampled=replace(la._fit.sampled, samples=la.samples_))
+    fit = replace(la._fitted.fit, sampled=replace(la._fitted.fit.sampled, samples=la.samples_))
     assert held_out.OnTrainingData.of(fit, False).some.tolist() == list(range(0, 90, 5))
     assert held_out.OnTrainingData.of(fit, True).some.tolist() == list(range(20))
     monkeypatch.setattr(held_out, "_NUMBERS", 8 * 3 * 10)

@@ -47,9 +47,9 @@ def fitted(case: Case, **settings) -> LinearisedLaplace:
 
 def posterior_covariance(la: LinearisedLaplace) -> Tensor:
     """`H⁻¹` of what was fitted, dense."""
-    prior = la._posterior.prior
-    model = la._fit.model
-    ggn = model.ggn(la._fit.mode_outputs if la.hessian_at == "mode" else model.network_outputs)
+    prior = la._fitted.posterior.prior
+    model = la._fitted.fit.model
+    ggn = model.ggn(la._fitted.fit.mode_outputs if la.hessian_at == "mode" else model.network_outputs)
     return torch.linalg.inv(make_dense(ggn) + torch.diag(prior.diagonal().double()))
 
 
@@ -94,7 +94,7 @@ def test_predictive_covariance_is_the_dense_one(prior: str, linear_model: str, h
         theta = theta - la.network.weights
     at = f if hessian_at == "network" else J @ theta + (f if linear_model == "affine" else 0)
     B = reference.curvature(case.likelihood, at, case.y)
-    H = reference.ggn(J, B) + torch.diag(la._posterior.prior.diagonal())
+    H = reference.ggn(J, B) + torch.diag(la._fitted.posterior.prior.diagonal())
     assert_close(torch.linalg.inv(H), posterior_covariance(la), rtol=1e-4, atol=1e-6)
 
 
@@ -103,10 +103,10 @@ def test_auto_chooses_by_likelihood_and_size() -> None:
     assert (regression.linear_model, regression.hessian_at) == ("affine", "mode")
     classification = LinearisedLaplace(make_case("classification").model, "classification")
     assert (classification.linear_model, classification.hessian_at) == ("homogeneous", "mode")
-    assert "DenseFeatures" in type(fitted(make_case("classification_many_data"))._fit.model.features).__name__
+    assert "DenseFeatures" in type(fitted(make_case("classification_many_data"))._fitted.fit.model.features).__name__
     case = make_case("classification")
-    assert "NetworkFeatures" in type(fitted(case)._fit.model.features).__name__
-    assert "NetworkFeatures" in type(fitted(case, method="sgd", solver=QUICK)._fit.model.features).__name__
+    assert "NetworkFeatures" in type(fitted(case)._fitted.fit.model.features).__name__
+    assert "NetworkFeatures" in type(fitted(case, method="sgd", solver=QUICK)._fitted.fit.model.features).__name__
 
 
 def test_samples_are_joint_over_inputs() -> None:
@@ -187,7 +187,7 @@ def test_prior_noise_and_starting_values_are_used() -> None:
     la = fitted(case, prior=GPrior(floor=0.5), prior_precision=3.0)
     assert la.prior_precision_.tolist() == [3.0]
     assert la.noise_precision_ == 2.5
-    assert la._posterior.prior.num_floored > 0
+    assert la._fitted.posterior.prior.num_floored > 0
     named = laplace_of(case.model, "regression", noise_precision=7.0).fit(loader(case), progress=False)
     assert named.noise_precision_ == 7.0
     assert_close(named.predict(case.x).noise_variance, torch.tensor(1 / 7.0).double())
@@ -421,7 +421,7 @@ def test_subsets_and_noise_survive_a_reload(tmp_path) -> None:
     again = LinearisedLaplace.load(tmp_path / "la.pt", case.model)
     assert again.network.names == ["2.weight", "2.bias"]
     assert again.noise_precision_.tolist() == [1.0, 2.0, 3.0]
-    assert not again._posterior.likelihood.learn
+    assert not again._fitted.posterior.likelihood.learn
     with pytest.raises(NotFittedError, match=r"`sample` needs the training data.*call `fit\(loader\)`"):
         again.sample(2)
 

@@ -187,7 +187,7 @@ def test_rows_count_as_their_data_do() -> None:
     y[0, 2] = y[3, 0] = -100
     la = LinearisedLaplace(model, Categorical(class_dim=-1), method="kfac", prior="isotropic", hessian_at="network")
     la.fit(DataLoader(TensorDataset(x, y), 2), weights=w, progress=False)
-    found = la._fit.curvature
+    found = la._fitted.fit.curvature
     assert isinstance(found, Kronecker)
     h = model.first(x).tanh().detach()
     p = model(x).softmax(-1).detach()
@@ -335,7 +335,7 @@ def loader(case: Case) -> DataLoader:
 
 def posterior(la: LinearisedLaplace) -> tuple[Tensor, Tensor, Tensor]:
     """`M̂`, `A` and `φ` of a fit, dense and unscaled, from its parts."""
-    prior, fit = la._posterior.prior, la._fit
+    prior, fit = la._fitted.posterior.prior, la._fitted.fit
     found = factored_curvature(la.method, fit.ggn, la.seed)
     size = la.network.num_parameters
     return dense(found, size), torch.diag(prior.diagonal().double()), fit.mode.double()
@@ -359,7 +359,7 @@ def test_posterior_and_evidence_are_the_dense_ones(method: str, prior: str, name
     error = ((expected.diagonal()[:, None] * expected.diagonal() + expected**2) / 1000).sqrt()
     assert ((samples.T @ samples / 1000 - expected).abs() < 5 * error + 1e-12).all()
     assert_close(la.effective_dimension_.sum(), (covariance @ M).trace(), rtol=1e-6, atol=1e-9)
-    loss = sum(reference.loss(case.likelihood, f, y) for f, y in zip(la._fit.mode_outputs, case.y, strict=True))
+    loss = sum(reference.loss(case.likelihood, f, y) for f, y in zip(la._fitted.fit.mode_outputs, case.y, strict=True))
     log_det = torch.linalg.slogdet(torch.eye(len(M)).double() + torch.linalg.solve(A, M))[1]
     evidence = la.log_marginal_likelihood()
     assert float(evidence) == pytest.approx(float(-loss - 0.5 * mode @ A @ mode - 0.5 * log_det), rel=1e-7)
@@ -374,7 +374,7 @@ def test_the_mode_is_that_of_the_linear_model() -> None:
     case = make_case("regression")
     la = laplace_of(case.model, case.likelihood, method="kfac", prior_precision=0.6, prior="isotropic")
     la.fit(loader(case), progress=False, tolerance=1e-3)
-    J, offset = reference.jacobian(case.model, case.x), la._fit.model.offset
+    J, offset = reference.jacobian(case.model, case.x), la._fitted.fit.model.offset
     expected = reference.mode(case.likelihood, J, offset, case.y, torch.full((J.shape[2],), 0.6).double())
     assert_close(la.mode_, expected, rtol=1e-3, atol=1e-3)
 
@@ -396,7 +396,7 @@ def test_mackay(method: str) -> None:
     la = laplace_of(model, "regression", method=method, linear_model="homogeneous")
     la.fit_hyperparameters([(x, y)], progress=False, max_steps=40, tolerance=1e-4)
     assert la.converged_
-    gamma, prior = float(la.effective_dimension_), la._posterior.prior
+    gamma, prior = float(la.effective_dimension_), la._fitted.posterior.prior
     norm = float((la.mode_.double() ** 2 / prior.scale.double() ** 2).sum())
     assert float(la.prior_precision_) * norm == pytest.approx(gamma, rel=2e-2)
     errors = float(((model(x) - y) ** 2).sum().detach())

@@ -55,9 +55,9 @@ def learnable(name: str) -> Case:
 
 def assert_equal(gram: LinearisedLaplace, weights: LinearisedLaplace, x: Tensor, y: Tensor) -> None:
     """Everything that can be asked."""
-    assert gram._fit.plan.in_observation_space
-    assert weights._fit.plan.holds_jacobian
-    assert isinstance(gram._fit.model.features, NetworkFeatures)
+    assert in_observation_space(gram)
+    assert in_weights_space(weights)
+    assert isinstance(gram._fitted.fit.model.features, NetworkFeatures)
     a, b = weights.predict(x), gram.predict(x)
     assert torch.equal(a.logits, b.logits)
     assert_close(b.covariance(), a.covariance(), **CLOSE)
@@ -126,7 +126,7 @@ def test_hyperparameters_agree_between_the_spaces(name: str, hessian_at: str, in
 
 @pytest.mark.parametrize("hessian_at", ["mode", "network"])
 def test_curves_are_those_of_all_eigenvalues_in_weight_space(hessian_at: str) -> None:
-    fitted = fit(make_case("classification"), hessian_at=hessian_at)._fit
+    fitted = fit(make_case("classification"), hessian_at=hessian_at)._fitted.fit
     curves, _ = fitted.evidence(None)
     dense = fitted.task.prior
     expected = exact_path(fitted.model, dense, (fitted.mode / dense.scale)[None], hessian_at=hessian_at)
@@ -152,7 +152,7 @@ def test_auto_works_in_observation_space_without_a_jacobian(monkeypatch) -> None
 
     monkeypatch.setattr(tasks.TangentModel, "dense", held)
     la = LinearisedLaplace(case.model, "classification", num_samples=4).fit(case.batches, progress=False)
-    assert isinstance(la._fit, GramClassification)
+    assert isinstance(la._fitted.fit, GramClassification)
     assert "'exact': a matrix of 32 rows is cheap, in the space of the observations (P = 52 weights, N·C = 32" in repr(
         la
     )
@@ -160,7 +160,7 @@ def test_auto_works_in_observation_space_without_a_jacobian(monkeypatch) -> None
 
 def test_several_prior_precisions_and_many_data_are_fitted_in_weight_space() -> None:
     for la in (fit(make_case("classification"), prior="layerwise"), fit(make_case("classification_many_data"))):
-        assert la._fit.plan.holds_jacobian
+        assert in_weights_space(la)
         assert "in the space of the weights" in repr(la)
 
 
@@ -287,8 +287,8 @@ def test_a_likelihood_of_ones_own(in_weight_space, tmp_path) -> None:
     assert torch.equal(again.predict(case.x).variance, gram.predict(case.x).variance)
     in_weight_space()
     weights = fit(case)
-    assert gram._fit.plan.in_observation_space
-    assert weights._fit.plan.holds_jacobian
+    assert in_observation_space(gram)
+    assert in_weights_space(weights)
     assert_close(gram.samples_, weights.samples_, **SAMPLES)
     assert_close(gram.predict(case.x).variance, weights.predict(case.x).variance, **CLOSE)
     assert float(gram.log_marginal_likelihood()) == pytest.approx(float(weights.log_marginal_likelihood()), rel=1e-6)
@@ -313,7 +313,7 @@ def fit(n, at):
     settings = dict(method="exact", prior="isotropic", prior_precision=5.0, num_samples=4, hessian_at=at)
     la = LinearisedLaplace(net, "classification", **settings)
     la.fit(data, progress=False) if at == "mode" else la.fit_hyperparameters(data, progress=False)
-    assert la._fit.plan.in_observation_space
+    assert in_observation_space(la)
     la.log_marginal_likelihood(), la.leave_one_out(), la.predict(x[:5]).covariance()
 fit(40, "mode")
 before = int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -87,8 +87,8 @@ def test_errors_of_a_solve_are_independent_of_the_sample() -> None:
     model, data = problem(num_data=40)
     la = laplace_of(model, "regression", method="krylov", prior="isotropic", prior_precision=0.1, num_samples=2)
     la.fit(data, progress=False)
-    linear = la._fit.model
-    ggn, prior, draws = linear.ggn(linear.network_outputs), la._posterior.prior, Draws(3000, 0)
+    linear = la._fitted.fit.model
+    ggn, prior, draws = linear.ggn(linear.network_outputs), la._fitted.posterior.prior, Draws(3000, 0)
     root = torch.cat(list(ggn.root_rows())).double()
     rows = partial(draw, ggn, prior, draws, rows=3000, dtype=torch.float64)
     truth, rough = (rows(solver).samples @ root.T for solver in (Dense(), CG(0.4)))
@@ -124,9 +124,9 @@ def test_little_memory_gives_the_same_samples_with_one_preconditioner(prior: str
     little.sample(3)
     assert made == [1]
     assert "preconditioned conjugate gradients" in repr(little)
-    assert isinstance(little._fit.solver, CG)
-    assert little._fit.solver.preconditioner is not None
-    assert 1 <= little._fit.plan.rows(8) < 8
+    assert isinstance(little._fitted.fit.solver, CG)
+    assert little._fitted.fit.solver.preconditioner is not None
+    assert 1 <= little._fitted.fit.plan.rows(8) < 8
     little.fit(data, tolerance=1e-5, progress=False)
     assert little.converged_
     assert_close(little.samples_, plenty.samples_, rtol=1e-3, atol=1e-4)
@@ -163,7 +163,7 @@ def test_a_full_basis_falls_back_to_em(monkeypatch) -> None:
 def test_operations_are_counted_and_the_same_each_time() -> None:
     model, data = problem("classification")
     plan = LinearisedLaplace(model, "classification", method="krylov", num_samples=2).fit(data, progress=False)
-    first, second = (measure(plan._fit.model.features) for _ in range(2))
+    first, second = (measure(plan._fitted.fit.model.features) for _ in range(2))
     product = 2 * 60 * 2  # multiplications and additions of x W: two products at least, the network and its derivative
     assert 2 * product <= first.jvp <= 3 * product
     assert 2 * product <= first.vjp <= 3 * product
@@ -245,7 +245,7 @@ def test_a_failing_solve_is_told_once_and_everywhere(method: str, call: str, mon
         la.sample(2)
     assert len(record) == 1
     assert record[0].filename == __file__
-    la._fit = replace(la._fit, minimum=replace(la._fit.minimum, converged=False))
+    la._fitted.fit = replace(la._fitted.fit, minimum=replace(la._fitted.fit.minimum, converged=False))
     with pytest.warns(ConvergenceWarning, match=r"`log_marginal_likelihood` is inaccurate: the mode") as record:
         la.log_marginal_likelihood()
     assert len(record) == 1
@@ -255,7 +255,7 @@ def test_a_failing_solve_is_told_once_and_everywhere(method: str, call: str, mon
 def test_a_warning_names_only_what_has_not_converged() -> None:
     model, data = problem()
     la = LinearisedLaplace(model, "regression", method="krylov", prior="isotropic", num_samples=12)
-    fit = la.fit(data, progress=False)._fit
+    fit = la.fit(data, progress=False)._fitted.fit
     tolerance = fit.judge(fit.sampled)[1]
     assert fit.problems == []
 

@@ -51,9 +51,9 @@ def test_all_spaces_agree(name: str, prior: str, kind: str, in_weight_space) -> 
     gram, dual = (fit(case, method, **settings) for method in ("exact", "dual"))
     in_weight_space()
     weights = fit(case, "exact", **settings)
-    small = gram._fit.model.offset.numel() < gram.network.num_parameters
-    assert gram._fit.plan.in_observation_space == (small and prior != "layerwise")
-    assert weights._fit.plan.holds_jacobian
+    small = gram._fitted.fit.model.offset.numel() < gram.network.num_parameters
+    assert in_observation_space(gram) == (small and prior != "layerwise")
+    assert in_weights_space(weights)
     x = case.x[:3] * 1.5 + 0.2
     a, b, c = (la.predict(x) for la in (weights, gram, dual))
     for pred, la in ((b, gram), (c, dual)):
@@ -62,7 +62,7 @@ def test_all_spaces_agree(name: str, prior: str, kind: str, in_weight_space) -> 
         assert_close(la.samples_, weights.samples_, **SAMPLES)
         assert_close(la.mode_, weights.mode_, **SAMPLES)
         assert_close(la.sample(2), weights.sample(2), **SAMPLES)
-        weights._drawn -= 1
+        weights._fitted.num_draws -= 1
         one, other = la.log_marginal_likelihood(), weights.log_marginal_likelihood()
         assert one.exact
         assert one.standard_error == 0
@@ -86,8 +86,8 @@ def test_exact_covariances_are_those_of_dense_algebra_without_sampling_noise(nam
     case = make_case(name)
     la = fit(case, "exact", **FIXED)
     J = reference.jacobian(case.model, case.x)
-    B = reference.curvature(case.likelihood, la._fit.mode_outputs, case.y)
-    H = reference.ggn(J, B) + torch.diag(la._posterior.prior.diagonal())
+    B = reference.curvature(case.likelihood, la._fitted.fit.mode_outputs, case.y)
+    H = reference.ggn(J, B) + torch.diag(la._fitted.posterior.prior.diagonal())
     flat = J.flatten(0, 1)
     expected = flat @ torch.linalg.solve(H, flat.T)
     pred = la.predict(case.x)
@@ -109,7 +109,7 @@ def test_hyperparameters_are_of_largest_evidence_to_rounding(learn: bool, kind: 
     la = laplace_of(case.model, likelihood, method="exact", **settings)
     seen: list = []
     la.fit_hyperparameters(case.batches, progress=False, callback=seen.append)
-    assert la._fit.plan.in_observation_space
+    assert in_observation_space(la)
     assert seen == la.history_
     assert la.converged_
     alpha, b = float(la.prior_precision_), float(la.noise_precision_)
@@ -136,8 +136,8 @@ def test_exact_hyperparameters_agree_between_the_spaces(in_weight_space) -> None
         fits.append(la.fit_hyperparameters(case.batches, progress=False))
         in_weight_space()
     gram, weights = fits
-    assert gram._fit.plan.in_observation_space
-    assert weights._fit.plan.holds_jacobian
+    assert in_observation_space(gram)
+    assert in_weights_space(weights)
     assert_close(gram.prior_precision_, weights.prior_precision_, rtol=1e-6, atol=0)
     assert_close(gram.noise_precision_, weights.noise_precision_, rtol=1e-6, atol=0)
     assert_close(gram.effective_dimension_, weights.effective_dimension_, **CLOSE)
@@ -151,7 +151,7 @@ def test_noise_of_each_output_is_learnt_in_observation_space() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # the network is not trained
         la.fit_hyperparameters(case.batches, progress=False)
-    assert la._fit.plan.in_observation_space
+    assert in_observation_space(la)
     b = la.noise_precision_
     assert b.shape == (3,)
     assert len(set(b.tolist())) == 3
@@ -272,7 +272,7 @@ def test_auto_takes_observation_space_where_it_is_cheaper() -> None:
 
 def test_auto_is_exact_on_small_regressions() -> None:
     la = fit(trained(), "auto")
-    assert la._fit.plan.in_observation_space
+    assert in_observation_space(la)
 
 
 # Noise ------------------------------------------------------------------------------------------------------------
@@ -448,7 +448,7 @@ def test_hyperparameters_from_measurements_and_a_reload(tmp_path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         la.fit_hyperparameters([(case.x, y)], progress=False)
-    assert la._fit.plan.in_observation_space
+    assert in_observation_space(la)
     assert la.leave_one_out().log_prob.shape == (4,)
     la.save(tmp_path / "la.pt")
     with pytest.raises(ValueError, match=r"was fitted to measurements .*: give T as `observe=T`"):
@@ -494,7 +494,7 @@ def test_a_loaded_exact_posterior_is_as_exact(name: str, heteroscedastic: bool, 
     assert torch.equal(again.predict(x).variance, la.predict(x).variance)
     assert torch.equal(again.predict(x).log_prob(case.y[:3]), la.predict(x).log_prob(case.y[:3]))
     assert again.state_dict().keys() == la.state_dict().keys()
-    if la._fit.plan.in_observation_space:  # the training data are part of it
+    if in_observation_space(la):  # the training data are part of it
         assert_close(again.leave_one_out().log_prob, la.leave_one_out().log_prob)
         assert float(again.log_marginal_likelihood()) == pytest.approx(float(la.log_marginal_likelihood()))
         assert_close(again.sample(2), la.sample(2))
@@ -504,8 +504,8 @@ def test_solver_settings_of_the_dual_survive_a_reload(tmp_path) -> None:
     case = trained()
     settings = DualCG(rank=5, tolerance=1e-6, max_iterations=77)
     la = fit(case, "dual", solver=settings, **FIXED)
-    assert la._fit.solver.rank == 5
-    assert la._fit.solver.held is not None
+    assert la._fitted.fit.solver.rank == 5
+    assert la._fitted.fit.solver.held is not None
     la.save(tmp_path / "la.pt")
     again = LinearisedLaplace.load(tmp_path / "la.pt", case.model)
     assert again.solver == settings
@@ -514,11 +514,11 @@ def test_solver_settings_of_the_dual_survive_a_reload(tmp_path) -> None:
 
 def test_settings_of_the_dual_that_are_not_given_are_chosen() -> None:
     case = trained()
-    plain, given = (fit(case, "dual", solver=s, **FIXED)._fit.solver for s in (None, DualCG(max_iterations=500)))
+    plain, given = (fit(case, "dual", solver=s, **FIXED)._fitted.fit.solver for s in (None, DualCG(max_iterations=500)))
     assert given.rank == plain.rank == len(case.x)
     assert given.accuracy == plain.accuracy
     tight = fit(case, "dual", solver=DualCG(tolerance=1e-9, rank=0), **FIXED)
-    assert tight._fit.solver.rank == 0
+    assert tight._fitted.fit.solver.rank == 0
     exact = fit(case, "exact", **FIXED)
     assert_close(tight.samples_, exact.samples_, rtol=1e-7, atol=1e-9)
 
@@ -580,7 +580,7 @@ def test_fits_with_learnt_noise_are_diagnosed(method: str, num_data: int) -> Non
     assert not [p.what for p in diagnosis.problems if p.serious]
     assert "Verdict: nothing is wrong" in str(diagnosis)
     if method == "exact":
-        assert la._fit.plan.in_observation_space == (num_data == 24)
+        assert in_observation_space(la) == (num_data == 24)
         assert diagnosis.gamma_reference == pytest.approx(float(la.effective_dimension_))
         assert diagnosis.data_test.independent
 

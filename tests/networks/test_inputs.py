@@ -150,7 +150,7 @@ def test_a_stream_that_is_not_kept_is_read_again(method: str) -> None:
             return iter(zip(X, targets, strict=True))
 
     la = fit(DataLoader(Pairs(), batch_size=4), likelihood, method=method, num_data=9)
-    assert la._tangent.data.in_order
+    assert la._fitted.tangent.data.in_order
     plain = fit([(X, targets)], likelihood, method=method)
     assert_close(la.samples_, plain.samples_, rtol=1e-5, atol=1e-6)
 
@@ -265,7 +265,7 @@ def test_padding_and_batching_do_not_matter(method: str) -> None:
     for batch_size, shuffle in ((2, True), (3, False)):
         loader = DataLoader(Rows(lambda i: i, 7), batch_size=batch_size, shuffle=shuffle, collate_fn=collate)
         found = tagger(loader, method=method, solver=HASTY if method == "sgd" else None)
-        assert found._tangent.data.ragged
+        assert found._fitted.tangent.data.ragged
         assert_close(found.samples_, expected.samples_, **exactness)
     if method in ("diagonal", "kfac"):  # samples of others are of noise in each output, of which there are more
         assert_close(tagger([padded(list(range(7)), 9)], method=method).samples_, expected.samples_, **exactness)
