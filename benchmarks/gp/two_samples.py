@@ -32,7 +32,7 @@ def run_em(task: Task, prior: str, seed: int, *, learn_noise: bool) -> tuple[lis
     assert la.noise_precision_ is not None
     steps = la.history_
     alphas = [step.prior_precision[0] for step in steps] + [steps[-1].new_prior_precision[0]]
-    noises = [step.noise_precision[0] for step in steps] + [float(la.noise_precision_)]
+    noises = [step.noise_precision[0] for step in steps if step.noise_precision] + [float(la.noise_precision_)]
     return [a / optimum.precision for a in alphas], [b / optimum.noise_precision for b in noises]
 
 

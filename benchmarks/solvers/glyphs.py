@@ -103,20 +103,20 @@ class _ReachedError(Exception):
 @contextmanager
 def _traced(comparison: Comparison, trace: list[tuple[float, float]], goal: float) -> Iterator[None]:
     """Errors of the iterates of Krylov solvers, which have `Mζ` of each; ends the solve at the goal."""
-    update = krylov._State.update_error
+    update = krylov._Iterates.update_error
 
-    def traced(state: krylov._State, rows: Tensor, shift: float) -> Tensor:
-        value = state.problem.centre + state.delta
-        trace.append((comparison.spent(), comparison.error(value, state.product)))
+    def traced(iterates: krylov._Iterates, rows: Tensor) -> Tensor:
+        value = iterates.problem.centre + iterates.delta
+        trace.append((comparison.spent(), comparison.error(value, iterates.product)))
         if trace[-1][1] < goal:
             raise _ReachedError
-        return update(state, rows, shift)
+        return update(iterates, rows)
 
-    krylov._State.update_error = traced  # type: ignore[method-assign]
+    krylov._Iterates.update_error = traced  # type: ignore[method-assign]
     try:
         yield
     finally:
-        krylov._State.update_error = update  # type: ignore[method-assign]
+        krylov._Iterates.update_error = update  # type: ignore[method-assign]
 
 
 def krylov_trace(comparison: Comparison, solver: Solver, goal: float = 0.01) -> list[tuple[float, float]]:

@@ -1,8 +1,8 @@
 """How a batch is given to a network, and the outputs that come back.
 
 Inputs are a tensor; a tuple or list, for positional arguments; or a mapping, for keyword arguments (a `BatchEncoding`
-is one). They may be nested. The rows of a batch are the first axis of its tensors; what is no tensor, or a tensor
-without an axis, goes through as it is.
+is one). They may be nested. The rows of a batch are the first axis of its tensors; other objects, and tensors without
+an axis, go to the network as they are.
 
 Outputs are a tensor `[N, ...]`; a dictionary of tensors, the heads of a network; or another object or mapping with
 `logits`, which are taken. The outputs of a datum are flattened, head after head, to `C` numbers where algebra needs it.
@@ -39,37 +39,37 @@ _HEAD = ""
 
 @dataclass(frozen=True)
 class Layout:
-    """The shape of the outputs of one datum, of each head in order.
+    """The shapes of the outputs of one datum: of each head in order.
 
     Attributes:
-        heads: names and shapes; of a network that returns a tensor one, without a name.
+        heads: names and shapes; a network that returns a tensor has one head, without a name.
     """
 
     heads: tuple[tuple[str, tuple[int, ...]], ...]
 
     @classmethod
     def single(cls, shape: Sequence[int]) -> "Layout":
-        """Of a network that returns a tensor `[N, *shape]`."""
+        """The layout of a network that returns a tensor `[N, *shape]`."""
         return cls(((_HEAD, tuple(shape)),))
 
     @property
     def names(self) -> list[str]:
-        """Of the heads; empty for a network that returns a tensor."""
+        """The names of the heads; empty for a network that returns a tensor."""
         return [name for name, _ in self.heads if name != _HEAD]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the outputs of a datum; flat if there are several heads."""
+        """The shape of the outputs of a datum; flat if there are several heads."""
         return (self.size,) if self.names else self.heads[0][1]
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers of each head."""
+        """How many numbers each head has."""
         return [torch.Size(shape).numel() for _, shape in self.heads]
 
     @property
     def size(self) -> int:
-        """`C`."""
+        """`C`, the numbers of all heads."""
         return sum(self.sizes)
 
     def split(self, flat: Float[Tensor, "*K C"]) -> dict[str, Tensor]:
@@ -78,7 +78,7 @@ class Layout:
         return {name: part.reshape(*flat.shape[:-1], *s) for (name, s), part in zip(self.heads, parts, strict=True)}
 
     def union(self, other: "Layout") -> "Layout":
-        """The smallest that holds both; their shapes may differ in lengths, as those of padded sequences do.
+        """The smallest layout that holds both; lengths of axes may differ, as those of padded sequences do.
 
         Raises:
             ValueError: if heads or numbers of axes differ.
@@ -93,13 +93,14 @@ class Layout:
         return Layout(tuple((name, shape) for (name, _), shape in zip(self.heads, shapes, strict=True)))
 
     def widen(self, flat: Float[Tensor, "*K c"], to: "Layout") -> Float[Tensor, "*K C"]:
-        """Outputs of this layout in a larger one, with zeros for what is not there."""
+        """Outputs of this layout in a larger one, filled up with zeros."""
         if self == to:
             return flat
         heads = zip(self.split(flat).values(), to.heads, self.heads, strict=True)
+        # `F.pad` takes the last axis first: nothing before, what is missing behind.
         padded = [
-            F.pad(part, [n for a, b in zip(reversed(own), reversed(wide), strict=True) for n in (0, b - a)])
-            for part, (_, wide), (_, own) in heads
+            F.pad(part, [n for a, b in zip(reversed(shape), reversed(larger), strict=True) for n in (0, b - a)])
+            for part, (_, larger), (_, shape) in heads
         ]
         lead = flat.dim() - 1
         return torch.cat([part.flatten(lead) if part.dim() > lead else part[..., None] for part in padded], dim=-1)
@@ -123,7 +124,7 @@ def arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def plain(x: Any) -> Any:
-    """The same with dictionaries in place of other mappings, which `torch` does not look into."""
+    """The same with dictionaries in place of other mappings, into which torch does not look."""
     if type(x) is not dict and isinstance(x, Mapping):
         x = dict(x)
     return tree_map(lambda leaf: plain(leaf) if isinstance(leaf, Mapping) else leaf, x)
@@ -146,8 +147,8 @@ def batched(x: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
 
 
 def constants(x: Any) -> list[Any]:
-    """What has no rows: it goes to the network as it is."""
-    return [x for x in tree_flatten(plain(x))[0] if not (isinstance(x, Tensor) and x.dim())]
+    """The parts of a batch that have no rows: they go to the network as they are."""
+    return [leaf for leaf in tree_flatten(plain(x))[0] if not (isinstance(leaf, Tensor) and leaf.dim())]
 
 
 def num_rows(x: Any) -> int:
@@ -176,7 +177,7 @@ def _each(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def take(x: Any, indices: Tensor | slice) -> Any:
-    """Some data of a batch."""
+    """Some of the data of a batch."""
     return _each(x, lambda tensor: tensor[indices])
 
 
@@ -186,7 +187,7 @@ def rows_of(x: Any, rows: slice) -> Any:
 
 
 def split(x: Any, size: int) -> list[Any]:
-    """A batch in pieces of so many data."""
+    """A batch in pieces of `size` data."""
     return [take(x, slice(start, start + size)) for start in range(0, num_rows(x), size)]
 
 
@@ -197,7 +198,7 @@ def concatenate(pieces: Sequence[Any]) -> Any:
 
 
 def place(x: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """The inputs on the device of a network; numbers narrower than its weights are widened, which changes no value."""
+    """The inputs on the device of a network; numbers of less precision than its weights are widened to theirs."""
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -209,7 +210,7 @@ def place(x: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def num_bytes(x: Any) -> int:
-    """Of all tensors."""
+    """The bytes of all tensors of a batch."""
     return sum(tensor.numel() * tensor.element_size() for tensor in batched(x)[0])
 
 
@@ -221,7 +222,7 @@ def read(output: Any, num: int) -> tuple[Float[Tensor, "N ..."], Layout]:
         num: `N`, of the inputs.
 
     Raises:
-        TypeError: if it is none of the forms above.
+        TypeError: if it is none of the forms that this file names.
         ValueError: if its first axis is not that of the inputs.
     """
     if isinstance(output, Tensor):
@@ -232,10 +233,10 @@ def read(output: Any, num: int) -> tuple[Float[Tensor, "N ..."], Layout]:
         return read(logits, num)
     if not isinstance(output, Mapping) or not output or not all(isinstance(v, Tensor) for v in output.values()):
         kind = type(output).__name__
-        found = f"{kind} with {list(output)}" if isinstance(output, Mapping) else kind
+        description = f"{kind} with {list(output)}" if isinstance(output, Mapping) else kind
         raise TypeError(
-            f"The model returned a {found}, not a tensor. Wrap it in a module that returns the one tensor of outputs, "
-            "of shape [N, ...], an object with `logits`, or a dictionary of such tensors, one for each head."
+            f"The model returned a {description}, not a tensor. Wrap it in a module that returns the one tensor of "
+            "outputs, of shape [N, ...], an object with `logits`, or a dictionary of such tensors, one for each head."
         )
     for head in output.values():
         _check_rows(head, num)
@@ -244,13 +245,11 @@ def read(output: Any, num: int) -> tuple[Float[Tensor, "N ..."], Layout]:
 
 
 def _has_heads(output: Any, num: int) -> bool:
-    """Whether `logits` are one head of several, rather than the outputs among what else an object holds."""
-    rows = (
-        [isinstance(v, Tensor) and v.dim() > 0 and len(v) == num for v in output.values()]
-        if type(output) is dict
-        else []
-    )
-    return len(rows) > 1 and all(rows)
+    """Whether a dictionary is one of several heads, one of them named `logits`."""
+    if type(output) is not dict:
+        return False
+    have_rows = [isinstance(v, Tensor) and v.dim() > 0 and len(v) == num for v in output.values()]
+    return len(have_rows) > 1 and all(have_rows)
 
 
 def _check_rows(output: Tensor, num: int) -> None:

@@ -25,7 +25,8 @@ from laplace_sampling.solvers.quadrature import Quadrature
 
 __all__ = ["EvidenceCurves", "EvidencePath", "FixedPoint", "MarginalLikelihood", "bai_golub_bound"]
 
-# Points on which the sign of MacKay's update is looked at, over all of the bounds. GRID_CONSTANT
+# Points at which the sign of MacKay's update is computed, over all of the bounds: a factor of 1.06 apart by default,
+# much closer than the curves bend. Half and twice have no effect on the problems of `fixed_point`.
 _GRID = 800
 
 
@@ -136,6 +137,7 @@ class EvidencePath:
 
     def effective_dimension(self, alpha: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
         """`γ(α) = Tr M(M + α)⁻¹`, and its standard error."""
+        # A column of `α` against the row of nodes, here and below.
         a = alpha.double()[:, None]
         return self._trace(lambda t: t / (t + a))
 
@@ -151,6 +153,7 @@ class EvidencePath:
 
     def log_determinant_bound(self, alpha: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
         """Bai and Golub's upper bound of `log|I + M/α|`; its traces are estimates themselves."""
+        # The formula is for M + α, with α on the null space; log|α I| is subtracted.
         one = torch.ones(1, 1, dtype=torch.float64)
         trace, square = (self._trace(lambda t, k=k: t**k * one)[0] for k in (1, 2))
         rank = min(self.size, self.num_outputs)
@@ -218,6 +221,7 @@ class EvidencePath:
     def balance(self, alpha: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
         """`(b·SSE + α‖θ̄‖²) / (N·C)` of a Gaussian likelihood, one at the noise of most evidence."""
         assert self.noise_precision is not None
+        # The data fit of a Gaussian likelihood is ½ b·SSE and the constant of its density.
         constant = 0.5 * self.num_outputs * math.log(2 * math.pi / self.noise_precision)
         q = 2 * (self.data_fit(alpha) - constant) + alpha.double() * self.mode_norm(alpha)
         return q.clamp_min(1e-30) / self.num_outputs

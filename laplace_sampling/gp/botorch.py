@@ -52,7 +52,7 @@ _JITTERS = 16
 
 
 class _Covariance(DenseLinearOperator):
-    """A covariance as it is; only its Cholesky factor is of one with jitter, relative to its largest variance."""
+    """A covariance; its Cholesky factor is that of a matrix with jitter, relative to its largest variance."""
 
     def _cholesky(self, upper: bool | None = False) -> TriangularLinearOperator:
         matrix = self.tensor
@@ -107,17 +107,8 @@ class TangentSurrogate(Model):
         input_shape: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
-        if train_Y.dim() != 2 or len(train_Y) != len(train_X):
-            raise ValueError(
-                f"`train_Y` must have shape [N, C] with N = {len(train_X)}, but has {list(train_Y.shape)}."
-            )
-        for name, data in (("train_X", train_X), ("train_Y", train_Y)):
-            if not bool(data.isfinite().all()):
-                rows = (~data.isfinite()).flatten(1).any(1).nonzero()[:, 0].tolist()
-                raise ValueError(f"`{name}` contains NaN or infinity, in rows {rows[:5]}: leave these data out.")
-        for name, value in (("prior_precision", prior_precision), ("noise_precision", noise_precision)):
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"`{name}` must be positive and finite, or None to be learnt, but is {value}.")
+        _check_data(train_X, train_Y)
+        _check_precisions(prior_precision=prior_precision, noise_precision=noise_precision)
         # A linearisation is no module: the weights are not parameters of this one.
         self.network = network if isinstance(network, Linearisation) else Linearisation(network)
         self.mean_module = NetworkMean(self.network, mean, input_shape=input_shape)
@@ -132,28 +123,25 @@ class TangentSurrogate(Model):
         train_X, train_Y = train_X.detach().clone(), train_Y.detach().clone()
         self.train_inputs, self.train_targets = (train_X,), train_Y
         self._fingerprint = self.network.fingerprint()
-        size, C = self.network.num_parameters, train_Y.shape[1]
-        unit = torch.ones(size, dtype=torch.float64, device=self.network.device)
-        prior = GaussianPrior(
-            torch.tensor([1.0 if prior_precision is None else prior_precision], dtype=torch.float64),
-            torch.zeros(size, dtype=torch.long, device=unit.device),
-            unit if scale is None else scale.to(unit),
-            ("all",),
-        )
-        features = features_at(self.network, shape_inputs(self.network, train_X, input_shape))
-        if features.num_outputs != C:
-            raise ValueError(f"`train_Y` has {C} outputs, but the network has {features.num_outputs}.")
-        with torch.no_grad():
-            offset = self._mean(train_X).double()
-        start = 1.0 if noise_precision is None else noise_precision
-        likelihood = Gaussian(start, learn=noise_precision is None, noise_at="mode")
-        model = LinearModel(features, offset, offset, train_Y.double(), likelihood)
-        self.exact = ExactRegression.of(model, prior)
+        likelihood = Gaussian(1.0 if noise_precision is None else noise_precision, learn=noise_precision is None)
+        prior = _isotropic(self.network, scale, 1.0 if prior_precision is None else prior_precision)
+        self.exact = ExactRegression.of(self._linear_model(train_X, train_Y, likelihood), prior)
         self.optimum: Optimum = self.exact.fit(learn_precision=prior_precision is None)
         self.prior_precision, self.noise_precision = self.optimum.precision, self.optimum.noise_precision
         if not self.optimum.converged:
             warnings.warn(_problem(self.optimum), ConvergenceWarning, stacklevel=3)
         self._condition(prior)
+
+    def _linear_model(
+        self, train_X: Float[Tensor, "N D"], train_Y: Float[Tensor, "N C"], likelihood: Gaussian
+    ) -> LinearModel:
+        """The tangent model on the observations, with the prior mean as its offset."""
+        features = features_at(self.network, shape_inputs(self.network, train_X, self._input_shape))
+        if features.num_outputs != train_Y.shape[1]:
+            raise ValueError(f"`train_Y` has {train_Y.shape[1]} outputs, but the network has {features.num_outputs}.")
+        with torch.no_grad():
+            offset = self._mean(train_X).double()
+        return LinearModel(features, offset, offset, train_Y.double(), likelihood)
 
     def _condition(self, prior: GaussianPrior) -> None:
         exact, alpha, b = self.exact, self.prior_precision, self.noise_precision
@@ -194,33 +182,29 @@ class TangentSurrogate(Model):
         if kwargs:
             raise TypeError(f"`posterior` does not know {sorted(kwargs)}.")
         self._check_network("posterior")
-        shape, C = X.shape[:-1], self.num_outputs
-        mean: Tensor
-        flat = X.reshape(-1, X.shape[-1])
+        mean, covariance = self._moments(X)
+        if output_indices is not None:
+            chosen = torch.arange(X.shape[-2])[:, None] * self.num_outputs + torch.tensor(output_indices)
+            covariance = covariance[..., chosen.flatten(), :][..., chosen.flatten()]
+            mean = mean[..., output_indices]
+        if isinstance(observation_noise, Tensor) or observation_noise:
+            common = torch.tensor(1 / self.noise_precision)
+            noise = (observation_noise if isinstance(observation_noise, Tensor) else common).to(covariance)
+            covariance = covariance + torch.diag_embed(noise.expand_as(mean).flatten(-2))
+        posterior = GPyTorchPosterior(_distribution(mean.to(X.dtype), _Covariance(covariance.to(X.dtype))))
+        return posterior if posterior_transform is None else posterior_transform(posterior)
+
+    def _moments(self, X: Float[Tensor, "*B Q D"]) -> tuple[Float[Tensor, "*B Q C"], Float[Tensor, "*B QC QC"]]:
+        """Mean and covariance of the function, in float64, with gradients where `X` has them."""
+        shape, flat = X.shape[:-1], X.reshape(-1, X.shape[-1])
         graph = torch.is_grad_enabled() and X.requires_grad
         with torch.set_grad_enabled(graph):
             x = shape_inputs(self.network, flat, self._input_shape)
             rows = self.network.jacobian(x, graph=graph).double()
-            mean = self._mean(flat).reshape(*shape, C).double() + (rows @ self._mode).reshape(*shape, C)
-            rows = rows.reshape(*shape[:-1], shape[-1] * C, -1)
+            mean = self._mean(flat).reshape(*shape, -1).double() + (rows @ self._mode).reshape(*shape, -1)
+            rows = rows.reshape(*shape[:-1], shape[-1] * self.num_outputs, -1)
             reduced = rows @ self._reduction.T
-            covariance = (rows * self._variance) @ rows.mT - reduced @ reduced.mT
-        if output_indices is not None:
-            keep = (torch.arange(shape[-1])[:, None] * C + torch.tensor(output_indices)).flatten()
-            covariance = covariance[..., keep, :][..., keep]
-            mean = mean[..., output_indices]
-        if isinstance(observation_noise, Tensor) or observation_noise:
-            fixed = torch.tensor(1 / self.noise_precision)
-            noise = (observation_noise if isinstance(observation_noise, Tensor) else fixed).to(covariance)
-            covariance = covariance + torch.diag_embed(noise.expand_as(mean).reshape(*shape[:-1], -1))
-        mean, covariance = mean.to(X.dtype), _Covariance(covariance.to(X.dtype))
-        distributions = gpytorch.distributions
-        if mean.shape[-1] == 1:
-            distribution = distributions.MultivariateNormal(mean[..., 0], covariance)
-        else:
-            distribution = distributions.MultitaskMultivariateNormal(mean, covariance)
-        posterior = GPyTorchPosterior(distribution)
-        return posterior if posterior_transform is None else posterior_transform(posterior)
+            return mean, (rows * self._variance) @ rows.mT - reduced @ reduced.mT
 
     def _check_network(self, call: str) -> None:
         if not torch.equal(self._fingerprint, self.network.fingerprint()):
@@ -301,6 +285,35 @@ class TangentSurrogate(Model):
             f"`subset_output({idcs})`: a TangentSurrogate of some outputs only is not supported. Use "
             f"`posterior(X, output_indices={idcs})`, or an objective or a posterior transform that selects them."
         )
+
+
+def _check_data(train_X: Tensor, train_Y: Tensor) -> None:
+    if train_Y.dim() != 2 or len(train_Y) != len(train_X):
+        raise ValueError(f"`train_Y` must have shape [N, C] with N = {len(train_X)}, but has {list(train_Y.shape)}.")
+    for name, data in (("train_X", train_X), ("train_Y", train_Y)):
+        if not bool(data.isfinite().all()):
+            rows = (~data.isfinite()).flatten(1).any(1).nonzero()[:, 0].tolist()
+            raise ValueError(f"`{name}` contains NaN or infinity, in rows {rows[:5]}: leave these data out.")
+
+
+def _check_precisions(**precisions: float | None) -> None:
+    for name, value in precisions.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"`{name}` must be positive and finite, or None to be learnt, but is {value}.")
+
+
+def _isotropic(network: Linearisation, scale: Tensor | None, precision: float) -> GaussianPrior:
+    """A prior of one group of weights."""
+    unit = torch.ones(network.num_parameters, dtype=torch.float64, device=network.device)
+    groups = torch.zeros(len(unit), dtype=torch.long, device=unit.device)
+    alpha = torch.tensor([precision], dtype=torch.float64)
+    return GaussianPrior(alpha, groups, unit if scale is None else scale.to(unit), ("all",))
+
+
+def _distribution(mean: Float[Tensor, "*B Q C"], covariance: _Covariance) -> Any:
+    if mean.shape[-1] == 1:
+        return gpytorch.distributions.MultivariateNormal(mean[..., 0], covariance)
+    return gpytorch.distributions.MultitaskMultivariateNormal(mean, covariance)
 
 
 @DrawMatheronPaths.register(TangentSurrogate)

@@ -42,8 +42,10 @@ from laplace_sampling.solvers.solver import (
 __all__ = ["DualCG"]
 
 # A preconditioner is kept for another matrix if that maps its leading eigenvector to within this of a multiple of it.
+# Tuned on a spectrum that falls as a power, at α from 0.04 to 400: half and twice the value gave the same products.
 _KEPT = 0.3
-# Outputs up to which the exact trace, `C` VJPs a datum, is worth its products.
+# Outputs up to which the exact trace, `C` VJPs a datum, is worth its products: a definition, not tuned. Half or twice
+# as many makes no difference to problems of up to 32 outputs, nor to those of more than 128.
 _TRACE_OUTPUTS = 64
 
 

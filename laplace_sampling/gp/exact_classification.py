@@ -32,7 +32,7 @@ from laplace_sampling.solvers.lapack import check_finite, inverse_, solve_, symm
 
 __all__ = ["ExactClassification", "ExactMode", "ExactPosterior"]
 
-# Rows of a matrix that a root of the curvature is applied to at once.
+# Rows of a matrix that a root of the curvature is applied to at once: a definition of what is little memory next to it.
 _ROWS = 64
 
 
@@ -83,7 +83,7 @@ class ExactPosterior:
 
     @property
     def prior(self) -> GaussianPrior:
-        """With the precision of this posterior."""
+        """The prior with the precision of this posterior."""
         prior = self.owner.prior
         return prior.with_precision(prior.precision * (self.precision / overall_precision(prior)))
 
@@ -118,8 +118,9 @@ class ExactPosterior:
         for rows in K.split(_ROWS):
             stack = rows.reshape(-1, N, C)
             rows.copy_(self._likelihood().root_transpose(self.curvature_outputs, stack, targets).flatten(1))
-        rotated, nothing = K @ self.vectors, torch.zeros_like(self.eigenvalues)
-        prediction = ExactPrediction(features, variance, rotated, self.eigenvalues, nothing, owner.block_bytes)
+        # The mean is not linear in the targets, so that the prediction has none: it serves for covariances only.
+        targets = torch.zeros_like(self.eigenvalues)
+        prediction = ExactPrediction(features, variance, K @ self.vectors, self.eigenvalues, targets, owner.block_bytes)
         return PosteriorAt(mean, self.precision, prediction)
 
     def sample(self, draws: Draws) -> Float[Tensor, "K P"]:
@@ -131,10 +132,11 @@ class ExactPosterior:
         centre = draws.prior(features.size).to(self.vectors)
         centre = centre * (unit_variance(self.owner.prior) / self.precision).sqrt()
         outputs, likelihood, targets = self.curvature_outputs, self._likelihood(), self.owner.model.targets
-        at = features.outputs(centre.to(features.dtype)).double()
-        difference = draws.noise(C)(torch.arange(N)).to(at) - likelihood.root_transpose(outputs, at, targets)
+        prior_outputs = features.outputs(centre.to(features.dtype)).double()
+        white = draws.noise(C)(torch.arange(N)).to(prior_outputs)
+        difference = white - likelihood.root_transpose(outputs, prior_outputs, targets)
         solved = (difference.flatten(1) @ self.vectors / (self.eigenvalues / self.precision + 1)) @ self.vectors.T
-        return centre + self._to_weights(likelihood.root(outputs, solved.reshape(at.shape), targets))
+        return centre + self._to_weights(likelihood.root(outputs, solved.reshape(white.shape), targets))
 
     def leave_one_out(self, num_samples: int = 512, seed: int = 0) -> LeaveOneOut:
         r"""Each datum from the others, to first order: `Σ_i(I − B_iΣ_i)⁻¹`, `h_i + Σ_i(I − B_iΣ_i)⁻¹ ∂ℓ/∂h_i`.
@@ -180,7 +182,7 @@ class ExactClassification:
         block_bytes: float = BLOCK_BYTES,
         max_memory: float = MAX_MEMORY,
     ) -> "ExactClassification":
-        """With a Gram matrix that fits in memory.
+        """Make sure that the Gram matrix fits in memory.
 
         Args:
             model: the linear model on the training data.
@@ -209,7 +211,7 @@ class ExactClassification:
         S = K.clone() if keep else K
         if not keep:
             del vars(self)["gram"]
-        # Along rows, then along columns.
+        # Along rows, then along columns, in blocks: a root of all rows would take the memory of two more matrices.
         for view in (S, S.T):
             for rows in view.split(_ROWS):
                 stack = rows.reshape(-1, N, C)

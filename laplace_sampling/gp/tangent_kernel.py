@@ -309,7 +309,7 @@ class TangentGP(gpytorch.models.ExactGP):
             self._check_outputs()
 
     def _check_outputs(self) -> None:
-        """That targets, likelihood and kernel have the outputs of the network."""
+        """Raise if targets, likelihood or kernel do not have the outputs of the network."""
         (x,) = cast(tuple[Tensor], self.train_inputs)
         y = cast(Tensor, self.train_targets)
         with torch.no_grad():
@@ -321,17 +321,24 @@ class TangentGP(gpytorch.models.ExactGP):
                 f"`TangentGP` with a network of {_outputs(C)} needs `train_y` of shape {list(shape)}, "
                 f"but got {list(y.shape)}."
             )
-        found = getattr(self.likelihood, "num_tasks", 1 if isinstance(self.likelihood, _SINGLE) else C)
-        if found != C or (C == 1 and hasattr(self.likelihood, "num_tasks")):
+        self._check_likelihood(C)
+        self._check_kernel(C, x)
+
+    def _check_likelihood(self, C: int) -> None:
+        tasks = getattr(self.likelihood, "num_tasks", 1 if isinstance(self.likelihood, _SINGLE) else C)
+        if tasks != C or (C == 1 and hasattr(self.likelihood, "num_tasks")):
             needed = "GaussianLikelihood()" if C == 1 else f"MultitaskGaussianLikelihood(num_tasks={C})"
             raise ValueError(
                 f"`TangentGP` with a network of {_outputs(C)} needs a likelihood of as many, as `{needed}`, but got a "
-                f"{type(self.likelihood).__name__} of {found}."
+                f"{type(self.likelihood).__name__} of {tasks}."
             )
+
+    def _check_kernel(self, C: int, x: Tensor) -> None:
+        """Raise if the kernel is not of `C` outputs, or adds or multiplies kernels of different numbers of outputs."""
         groups = [[self.covar_module], *(k.kernels for k in self.covar_module.modules() if isinstance(k, _COMBINED))]
-        for number, kernels in enumerate(cast(list[list[Any]], groups)):
+        for position, kernels in enumerate(cast(list[list[Any]], groups)):
             sizes = [kernel.num_outputs_per_input(x, x) for kernel in kernels]
-            wanted = C if number == 0 else max(sizes)
+            wanted = C if position == 0 else max(sizes)
             for kernel, size in zip(kernels, sizes, strict=True):
                 if size != wanted:
                     raise ValueError(
@@ -342,10 +349,11 @@ class TangentGP(gpytorch.models.ExactGP):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The prior in training, the posterior in evaluation, see `gpytorch.models.ExactGP`."""
         network = cast(NetworkMean, self.mean_module).network
-        if not torch.equal(self._fingerprint, found := network.fingerprint()):
-            # What GPyTorch keeps for predictions is of the network as it was.
+        fingerprint = network.fingerprint()
+        if not torch.equal(self._fingerprint, fingerprint):
+            # GPyTorch's cache for predictions is that of the weights as they were.
             self._clear_cache()
-            self._fingerprint = found
+            self._fingerprint = fingerprint
         return super().__call__(*args, **kwargs)
 
     def forward(self, x: Float[Tensor, "*B N D"]) -> gpytorch.distributions.MultivariateNormal:

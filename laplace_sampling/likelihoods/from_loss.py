@@ -16,9 +16,10 @@ __all__ = ["LossLikelihood", "from_loss"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
-# An eigenvalue below zero counts as rounding down to `-_ROUNDING · ε · C` times the largest one.
+# An eigenvalue below zero counts as rounding down to `-_ROUNDING · ε · C` times the largest of all data. Convex losses
+# of 3 to 200 outputs stayed above -0.6 of this unit, so half or twice the value changes nothing.
 _ROUNDING = 100.0
-# Entries of Hessians in memory at once.
+# Entries of Hessians in memory at once. For 10 and 100 outputs, half and twice as many change the time by at most 5 %.
 _HESSIAN_NUMBERS = 2**22
 
 
@@ -79,8 +80,9 @@ class LossLikelihood(Likelihood):
     def curvature(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
         y = self._needed(y)
 
+        # Reverse over reverse: many operations of torch have no forward derivative. `B` is symmetric, so `uᵀB` is `Bu`.
         def product(f_n: Tensor, u_n: Tensor, y_n: Tensor) -> Tensor:
-            return vjp(lambda g: grad(self._single)(g, y_n), f_n)[1](u_n)[0]  # `B` is symmetric
+            return vjp(lambda g: grad(self._single)(g, y_n), f_n)[1](u_n)[0]
 
         each = vmap(product)
         stack = u.reshape(-1, *f.shape)
@@ -97,7 +99,8 @@ class LossLikelihood(Likelihood):
 
     def _root(self, f: Tensor, y: Tensor, first: int) -> Float[Tensor, "N C C"]:
         values, vectors = torch.linalg.eigh(vmap(jacrev(grad(self._single)))(f, y))
-        rounding = _ROUNDING * torch.finfo(f.dtype).eps * f.shape[-1] * values.abs().amax(-1)
+        # Relative to all data: where a softmax is saturated, the whole Hessian of a datum is of the size of rounding.
+        rounding = _ROUNDING * torch.finfo(f.dtype).eps * f.shape[-1] * values.abs().max()
         indefinite = (values[:, 0] < -rounding).nonzero()[:, 0]
         if len(indefinite):
             datum = int(indefinite[0])

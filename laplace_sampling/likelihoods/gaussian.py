@@ -35,6 +35,7 @@ class Gaussian(Likelihood):
     quadratic = True
 
     def __post_init__(self) -> None:
+        # Hyperparameters are kept in float64 on the CPU, whatever the network computes in.
         precision = torch.as_tensor(self.noise_precision, dtype=torch.float64).detach().cpu()
         if precision.dim() > 1 or not bool(torch.all(precision > 0)) or not bool(precision.isfinite().all()):
             raise ValueError(
@@ -69,6 +70,7 @@ class Gaussian(Likelihood):
         return replace(self, noise_precision=noise_precision)
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
+        # Normalised, so that losses of different `b` compare: the evidence of the noise precision needs `log b`.
         b = self.precision(f)
         return 0.5 * (b * (f - y.reshape(f.shape[-2:])) ** 2 - b.log() + math.log(2 * math.pi)).sum(-1)
 

@@ -27,9 +27,11 @@ class HeteroscedasticGaussian(Likelihood):
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         m, s = f.chunk(2, -1)
+        # `e⁻ˢ`, not `1 / eˢ`: no overflow for large log variances.
         error, precision = m - y.reshape(m.shape[-2:]).to(f), (-s).exp()
         return torch.cat([error * precision, 0.5 - 0.5 * error**2 * precision], dim=-1)
 
+    # The Fisher matrix is diagonal: mean and log variance are orthogonal parameters of a normal distribution.
     def curvature(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
         s = f.chunk(2, -1)[1].to(u)
         return torch.cat([(-s).exp(), torch.full_like(s, 0.5)], dim=-1) * u

@@ -79,12 +79,13 @@ class MultiTask(Likelihood):
         return replace(bound, widths=tuple(part.shape[1] for part in columns)), torch.cat(columns, dim=1)
 
     def _parts(self, *flat: Tensor, y: Tensor | None) -> list[tuple[Any, ...]]:
-        """Likelihood, outputs and targets of each head."""
+        """Likelihood, outputs and targets of each head, as views of the flattened ones."""
         assert self.layout is not None
         columns = [tensor.split(self.layout.sizes, dim=-1) for tensor in flat]
         targets = [None] * len(self.heads) if y is None else y.split(self.widths, dim=-1)
         return list(zip(self.likelihoods.values(), *columns, targets, strict=True))
 
+    # Heads are independent given the outputs: losses add up, and `B` and its root are block diagonal.
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
         return torch.stack([head.loss(g, t) for head, g, t in self._parts(f, y=y)]).sum(0)
 

@@ -18,6 +18,7 @@ class Poisson(Likelihood):
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
         y = y.reshape(f.shape[-2:]).to(f)
+        # `log y!` does not depend on `f`, but densities of predictions need it.
         return (f.exp() - y * f + torch.lgamma(y + 1)).sum(-1)
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
@@ -27,6 +28,7 @@ class Poisson(Likelihood):
         return f.exp().to(u) * u
 
     def root(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
+        # `√eᶠ` as `e^{f/2}` overflows later.
         return (f / 2).exp().to(u) * u
 
     root_transpose = root

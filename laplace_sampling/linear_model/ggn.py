@@ -14,11 +14,14 @@ from laplace_sampling.solvers.operator import Operator
 
 __all__ = ["GGN", "WhiteNoise"]
 
-# Numbers of the Jacobian in memory at once where it is computed row by row.
+# Numbers of the Jacobian in memory at once where it is computed row by row. The diagonal of 500 data with 10 and 200
+# outputs took the same and half the time at half the value, 0.8 and 1.4 times as long at twice the value.
 _BLOCK_NUMBERS = 2**24
-# Random signs in memory at once, and how many for each trace: `sizes` need not be better than SVRG's sampling of data.
-_SIGN_NUMBERS = 2**18
+# Random signs for each trace. For confident outputs of 10 classes the error of `sizes` was 5 %, with half as many signs
+# 11 %, with twice as many 3 %; they only choose which data SVRG samples more often.
 _SIGNS = 32
+# Signs in memory at once; no effect on the values.
+_SIGN_NUMBERS = 2**18
 
 
 class WhiteNoise(ABC):

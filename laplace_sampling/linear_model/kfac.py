@@ -144,13 +144,14 @@ def kfac(ggn: GGN, noise: WhiteNoise) -> Kronecker:
             layers = _used_as_their_class_says(layers, f, weights)
         roots = features.layout.narrow(_roots(ggn, noise, chunk), layout).to(f)
         _add_chunk(ggn, layers, f, roots, chunk)
-        # A pass is a JVP and a VJP of all data: each root takes one of the two.
+        # A pass is a JVP and a VJP of all data; each root takes a VJP.
         passes += len(roots) * len(chunk) / (2 * features.num_data)
     return _assembled(ggn, layers, noise, passes)
 
 
 def _layers(network: Linearisation) -> list[_Layer]:
     """Linear layers and convolutions whose weight is random."""
+    # By identity: a weight that two modules share has one name, that of the first.
     names = {id(p): name for name, p in network.module.named_parameters() if name in network.shapes}
     layers = []
     for module in network.module.modules():
@@ -166,6 +167,7 @@ def _layers(network: Linearisation) -> list[_Layer]:
 @contextmanager
 def _recorded(layers: list[_Layer]) -> Iterator[None]:
     """Records the calls of layers inside."""
+    # Hooks, not a changed forward: subclasses and functional calls of a layer are seen as well.
     handles = [layer.module.register_forward_hook(layer.record, with_kwargs=True) for layer in layers]
     try:
         yield
@@ -177,6 +179,7 @@ def _recorded(layers: list[_Layer]) -> Iterator[None]:
 def _roots(ggn: GGN, noise: WhiteNoise, chunk: Tensor) -> Float[Tensor, "R n C"]:
     """The columns of roots of `B`, or random combinations of them if outputs are more than probes."""
     f = ggn.outputs[chunk]
+    # Columns of `L` are exact; with `E[zzᵀ] = I`, scaled probes `Lz` have the same sum of squares in the mean.
     if f.shape[1] <= noise.num_samples:
         white = torch.eye(f.shape[1]).to(f)[:, None].expand(-1, len(f), -1)
     else:
@@ -188,8 +191,10 @@ def _add_chunk(ggn: GGN, layers: list[_Layer], f: Tensor, roots: Tensor, chunk: 
     """Adds the data of a chunk to the factors of all layers."""
     calls = [(layer, call) for layer in layers for call in layer.calls]
     for root in roots if calls else []:
+        # One reverse pass gives the gradients in the outputs of all calls of all layers.
         for (layer, call), g in zip(calls, _pulled_back(f, calls, root), strict=True):
             layer.G = layer.G + g.T @ g
+            # A gradient of exactly zero for all roots: padding, or a label that is ignored.
             call.counts[(g != 0).any(1)] = 1.0
     if isinstance(ggn.likelihood, Weighted) and calls:
         targets = ggn._targets(chunk)
@@ -215,6 +220,7 @@ def _weigh(f: Tensor, calls: list[tuple[_Layer, _Call]], roots: Tensor, weights:
     A layer may fold data and places into its rows in any way. So the datum of a row is not looked up: a reverse pass
     scaled by the weights shows the weight of each row as a ratio of gradients.
     """
+    # A random combination of the roots, in which gradients that are not zero do not cancel.
     signs = torch.randn(len(roots), generator=torch.Generator().manual_seed(0)).to(roots)
     u = torch.einsum("k,knc->nc", signs, roots)
     pairs = zip(_pulled_back(f, calls, u), _pulled_back(f, calls, u * weights[:, None]), strict=True)
@@ -233,6 +239,7 @@ def _used_as_their_class_says(layers: list[_Layer], f: Tensor, weights: dict[str
     weight_gradients = dict(zip(weights, _gradients(f, list(weights.values()), u), strict=True))
     used = []
     for layer in layers:
+        # A layer that is never called, or called by other means than its forward, has no outputs here.
         outputs = [call.output for call in layer.calls]
         if outputs and layer.explains(_gradients(f, outputs, u), weight_gradients):
             used.append(layer)
@@ -251,6 +258,7 @@ def _assembled(ggn: GGN, layers: list[_Layer], noise: WhiteNoise, passes: float)
     if not places:
         nothing = torch.zeros(0, dtype=torch.long, device=ggn.device)
         return Kronecker(blocks, nothing, nothing.double(), passes)
+    # The diagonal takes products with the other weights only.
     others = NetworkFeatures(network.with_names(list(places)), features.data, features.layout)
     diagonal = GPrior(num_probes=noise.num_samples).diagonal(replace(ggn, features=others), noise)
     return Kronecker(blocks, torch.cat([places[name] for name in others.network.names]), diagonal.double(), passes)

@@ -1,4 +1,4 @@
-r"""Kronecker-factored curvature, `M̂ = G ⊗ A` for the weights of each layer, and the g-prior that goes with it.
+r"""Kronecker-factored curvature, `M̂ = G ⊗ A` for the weights of each layer.
 
 `kfac.py` computes the factors. In the eigenvectors of `G` and `A` every function of `M̂ + s I` is elementwise.
 """
@@ -11,11 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.linear_model.priors.g_prior import GPrior
-from laplace_sampling.linear_model.priors.prior import GaussianPrior, Layers
 from laplace_sampling.solvers.preconditioners import Factored
 
-__all__ = ["Kronecker", "KroneckerBlock", "kronecker_prior"]
+__all__ = ["Kronecker", "KroneckerBlock"]
 
 # Added to the eigenvalues: one number, or one for each weight.
 Shift = float | Tensor
@@ -59,11 +57,13 @@ class KroneckerBlock:
 
     def apply(self, f: Callable[[Tensor], Tensor], v: Float[Tensor, "K P"]) -> Float[Tensor, "K m n"]:
         """`f(M̂) v_k` at these positions."""
+        # `(U ⊗ V) f(λ) (U ⊗ V)ᵀ v` without forming a Kronecker product, which has (mn)² entries.
         _, U, _, V = self._eigen
         return U @ ((U.T @ v[:, self.index].to(U) @ V) * f(self.eigenvalues)) @ V.T
 
     def diagonal(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, "m n"]:
         """The diagonal of `f(M̂)`."""
+        # Entries of the diagonal are `Σ_jk U_ij² f(λ_jk) V_lk²`: the squares suffice.
         _, U, _, V = self._eigen
         return U**2 @ f(self.eigenvalues) @ (V**2).T
 
@@ -142,6 +142,7 @@ class Kronecker(Factored):
         return Kronecker(blocks, self.rest, self.diagonal * w[self.rest].to(self.diagonal) ** 2, self.passes)
 
     def tensors(self) -> dict[str, Tensor]:
+        # Names are flat, as files hold a dictionary of tensors: `3.G` is a factor of block 3.
         blocks = [{"index": block.index, "G": block.G, "A": block.A} for block in self.blocks]
         named = {f"{n}.{name}": tensor for n, block in enumerate(blocks) for name, tensor in block.items()}
         return {"rest": self.rest, "diagonal": self.diagonal, **named}
@@ -152,27 +153,3 @@ class Kronecker(Factored):
         numbers = range((len(tensors) - 2) // 3)
         blocks = [KroneckerBlock(*(tensors[f"{n}.{name}"] for name in ("index", "G", "A"))) for n in numbers]
         return cls(blocks, tensors["rest"], tensors["diagonal"], 0.0)
-
-
-def kronecker_prior(prior: GPrior, curvature: Kronecker, layers: Layers, dtype: torch.dtype) -> GaussianPrior:
-    """The g-prior of Kronecker-factored curvature, `A = α diag(M̂)`.
-
-    In a block each of the two factors has a floor, so that scales remain a product of one factor for each output and
-    one for each input.
-    """
-    diagonal = torch.zeros(curvature.size, dtype=torch.float64, device=curvature.rest.device)
-    diagonal[curvature.rest] = curvature.diagonal
-    num_floored = 0
-    for block in curvature.blocks:
-        g, a = block.G.diagonal(), block.A.diagonal()
-        low_g, low_a = prior.floor * g.mean(), prior.floor * a.mean()
-        diagonal[block.index] = torch.maximum(g, low_g)[:, None] * torch.maximum(a, low_a)
-        num_floored += int(((g < low_g)[:, None] | (a < low_a)).sum())
-    built = prior.from_diagonal(diagonal, layers)
-    scale = built.scale.clone()
-    for block in curvature.blocks:
-        # Undo the floor of single weights in a block: it would break the product of two factors.
-        if bool((diagonal[block.index] > 0).all()):
-            scale[block.index] = diagonal[block.index].rsqrt()
-    num_floored += int((scale[curvature.rest] < curvature.diagonal.rsqrt()).sum())
-    return replace(built, scale=scale.to(dtype), num_floored=num_floored)

@@ -35,7 +35,7 @@ class ObservedFeatures(DerivedFeatures):
         return self.features.vjp_each(self.measurement.adjoint(u), batch)
 
     def rows(self, batch: Tensor) -> Tensor:
-        # A VJP for each measurement: there may be far fewer than outputs.
+        # A VJP for each measurement: often there are far fewer of them than outputs.
         eye = torch.eye(self.num_outputs, dtype=self.dtype, device=self.device)
         return torch.stack([self.vjp(eye[:, None], datum) for datum in batch.split(1)])
 
@@ -63,6 +63,7 @@ def observe(model: LinearModel, T: Observation, targets: Tensor) -> LinearModel:
         raise ValueError(
             f"The targets must be measurements of shape {list(shape)}, but have shape {list(targets.shape)}."
         )
+    # `T` is linear: measured offset and outputs are those of the linear model `T h`.
     offset, outputs = measurement.apply(model.offset), measurement.apply(model.network_outputs)
     return replace(
         model,

@@ -56,12 +56,13 @@ def sample_posterior(
         init: warm start `δ = ζ − θ⁰`, in scaled coordinates; zero by default, which is the prior sample.
         description: label of a progress bar; none by default.
     """
-    if isinstance(solver, Sampler):
+    if isinstance(solver, Sampler):  # closed forms, and solvers in observation space
         return solver.sample(ggn, prior, draws, init)
     scaled = replace(ggn, features=ScaledFeatures(ggn.features, prior.scale))
     spread = prior.spread()
     centre = draws.prior(ggn.size).to(ggn.device, ggn.dtype) / spread.sqrt()
     noise = draws.noise(ggn.features.num_outputs)
+    # `u = ΦᵀL z`, one VJP of all data for each sample, is computed once for all steps of the solver.
     linear = scaled.root_matmul(noise)
     return solver.solve(Quadratic(scaled, spread, centre, linear), init, description=description)
 

@@ -20,7 +20,6 @@ from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.linear_model.observed_features import observe
 from laplace_sampling.linear_model.weighted_features import noise_weights, weigh
 from laplace_sampling.networks.consistency import check_consistency
-from laplace_sampling.networks.last_layer import keep_inputs, shortened
 from laplace_sampling.networks.linearisation import Linearisation
 
 __all__ = ["TangentModel", "tangent_model"]
@@ -131,11 +130,13 @@ def tangent_model(
 
 def _features(network: Linearisation, data: TrainingData) -> tuple[NetworkFeatures, Float[Tensor, "N C"]]:
     """The features, and the outputs of the network, after checks of both."""
+    # The first batch runs twice: outputs that differ show a random forward, such as dropout that stays on.
     first_batch = torch.arange(min(data.batch_size, data.num_data))
     first = network(_inputs(network, data, first_batch))
-    with keep_inputs(network, data) as kept:
+    # With random weights in the last layer only, its inputs are kept: products then skip the rest of the network.
+    with network.keep_inputs(data) as kept:
         outputs, layout = _outputs(network, data, first)
-    features = NetworkFeatures(*shortened(network, data, kept), layout)
+    features = NetworkFeatures(*network.shortened(data, kept), layout)
     check_consistency(network, _inputs(network, data, first_batch))
     return features, outputs.reshape(data.num_data, -1)
 
@@ -148,9 +149,10 @@ def _with_targets(
     observation: Observation | None,
     weights: Tensor | None,
 ) -> LinearModel:
-    """The linear model without its offset, after checks of targets and likelihood."""
+    """The linear model, still without an offset, after checks of targets and likelihood."""
     targets = _placed(data.targets, outputs.device)
     model = LinearModel(features, _zero(outputs), outputs, targets, likelihood)
+    # Targets of measurements fit `T f`, not `f`: they are checked against the measured outputs.
     if observation is not None:
         model = observe(model, observation, targets)
         likelihood.check_targets(model.network_outputs.shape, model.targets)
@@ -210,11 +212,13 @@ def _outputs(network: Linearisation, data: TrainingData, first: Tensor) -> tuple
                 "in its forward (for example `F.dropout(..., training=True)`)."
             )
     layout = reduce(Layout.union, layouts)
+    # Batches with less padding have fewer outputs: all get those of the largest.
     widened = [narrow.widen(output, layout) for narrow, output in zip(layouts, outputs, strict=True)]
     return torch.cat(widened).reshape(data.num_data, *layout.shape), layout
 
 
 def _with_offset(model: LinearModel, network: Linearisation, kind: str) -> LinearModel:
+    # `o = f(w̄) − Φw̄`, so that the affine model agrees with the network at the trained weights.
     f, features = model.network_outputs, model.features
     if kind == "homogeneous":
         return replace(model, offset=_zero(f))

@@ -17,7 +17,7 @@ __all__ = ["WeightedFeatures", "noise_weights", "weigh"]
 
 
 class WeightedFeatures(DerivedFeatures):
-    """`R^{-1/2}Φ`, every row `φ_ic` by a weight of its own.
+    """`R^{-1/2}Φ`: each row `φ_ic` has its own weight.
 
     Args:
         features: `Φ`.
@@ -52,15 +52,15 @@ def noise_weights(noise_variances: Tensor, shape: tuple[int, int]) -> Float[Tens
     Raises:
         ValueError: if they are of another shape, or not positive and finite.
     """
-    given = torch.as_tensor(noise_variances).detach().double()  # lists and NumPy arrays will do
-    if given.shape[:1] != shape[:1] or given.numel() not in (shape[0], shape[0] * shape[1]):
+    variances = torch.as_tensor(noise_variances).detach().double()  # accepts lists and NumPy arrays
+    if variances.shape[:1] != shape[:1] or variances.numel() not in (shape[0], shape[0] * shape[1]):
         raise ValueError(
             f"`noise_variances` must have one entry a datum, [{shape[0]}], or one an output, {list(shape)}, in the "
-            f"order of the dataset, but have shape {list(given.shape)}."
+            f"order of the dataset, but have shape {list(variances.shape)}."
         )
-    if not bool((given > 0).all()) or not bool(given.isfinite().all()):
+    if not bool((variances > 0).all()) or not bool(variances.isfinite().all()):
         raise ValueError("`noise_variances` must be positive and finite.")
-    return given.reshape(shape[0], -1).expand(shape).rsqrt()
+    return variances.reshape(shape[0], -1).expand(shape).rsqrt()
 
 
 def weigh(model: LinearModel, weights: Float[Tensor, "N C"]) -> LinearModel:
@@ -72,6 +72,7 @@ def weigh(model: LinearModel, weights: Float[Tensor, "N C"]) -> LinearModel:
         model: of the targets.
         weights: `R^{-1/2}`, see `noise_weights`.
     """
+    # Targets, offset and features times `R^{-1/2}` give the loss `½ b ‖R^{-1/2}(y − h)‖²`.
     w = weights.to(model.offset)
     targets = model.targets.reshape(model.offset.shape).to(model.offset)
     return replace(

@@ -29,14 +29,19 @@ Weights = dict[str, Tensor]
 Program = Callable[[Weights, Sequence[Tensor], Tensor], Tensor]
 Product = Callable[[Tensor], Tensor]
 
-# Products of a shape before it is compiled, so that rare shapes are not, as that of a smaller last batch. TUNED_BEFORE
+# Products of a shape before it is compiled, so that rare shapes are not, as that of a smaller last batch. A program
+# takes seconds to compile: at one, shapes that come twice are compiled in vain; at six, three more products are not.
 _CALLS_BEFORE = 3
-# At most so many programs, each of which holds memory.
+# At most so many programs, each of which holds memory. Networks of the tests take 1 to 6 of them, so that half and
+# twice change nothing.
 _MAX_PROGRAMS = 32
-# Differences that rounding brings about, as a power of the precision of the numbers: 2e-3 in float32. TUNED_EXP
+# Differences that rounding brings about, as a power of the precision of the numbers: 2e-3 in float32. Programs differ
+# by 1e-7 or are wrong altogether; as in `consistency`, 0.2 and 0.8 would be 4e-2 and 3e-6.
 _ROUNDING_EXPONENT = 0.4
 # On a CPU, pullbacks are slower compiled if the network makes tensors of more bytes than this: their convolutions are
-# torch's own again, and run vector by vector. TUNED_COMPILED
+# torch's own again, and run vector by vector. Compiled, 8 pullbacks of LeNet (0.6 MB) take 0.95 of the time, which half
+# of the value would give away; those of networks of 1.1 MB, which twice would compile, gained nothing on a
+# Xeon and compile for a minute.
 _COMPILED_PULL_BYTES = 10**6
 
 

@@ -162,6 +162,7 @@ def affine(func: Callable, trailing: int) -> Callable:
         (x, x_dot), (w, w_dot), (b, b_dot) = _dual_parts(input), _dual_parts(weight), _dual_parts(bias)
         if x_dot is w_dot is b_dot is None or (x_dot is not None and w_dot is not None):
             return func(input, weight, bias, *args, **kwargs)
+        # One factor has a tangent at most, so the tangent is one product: torch would take two.
         value = func(x, w, b, *args, **kwargs)
         if w_dot is not None:
             tangent = func(x, w_dot, b_dot, *args, **kwargs)
@@ -237,6 +238,7 @@ def _fixed_batch_norm(
     # The tangent is computed in float32 at least, as torch computes the value.
     scale = (var.to(torch.promote_types(x.dtype, torch.float32)) + eps).rsqrt()
     axes = (-1, *[1] * (x.dim() - 2))
+    # Terms are added in place, to keep the number of passes over the data small.
     tangent = None
     if x_dot is not None:
         tangent = x_dot * (scale if w is None else scale * w).reshape(axes)

@@ -35,6 +35,7 @@ def _recurrent(func: Callable, *args: Any, **kwargs: Any) -> Any:
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """`g v / ‖v‖`, a norm for each index of `dim`; one of all for -1."""
+    # `dim` of -1 is torch's sign for one norm of the whole tensor.
     axes = [axis for axis in range(v.dim()) if dim == -1 or axis != dim % v.dim()]
     return v * (g / v.square().sum(axes, keepdim=True).sqrt())
 
@@ -53,6 +54,7 @@ def _embedding(
     torch's reverse derivative leaves out the row of padding, which its forward one does not, and may be scaled.
     """
     _check_norm(max_norm, "Embedding")
+    # `scale_grad_by_freq` and `sparse` say how gradients are used by an optimiser, not what the derivative is.
     rows = F.embedding(input, weight)
     if padding_idx is None:
         return rows
@@ -89,9 +91,11 @@ def _embedding_bag(
     if padding_idx is not None:
         padding_idx %= len(weight)
         rows, bags = rows[indices != padding_idx], bags[indices != padding_idx]
+    # Bags are sums by index, not padded to one length: their lengths differ.
     if mode == "max":
         empty = rows.new_zeros(rows.shape[1])
         return torch.stack([rows[bags == n].amax(0) if bool((bags == n).any()) else empty for n in range(num)])
+    # Empty bags have the sum zero, and the mean zero as well.
     total = rows.new_zeros(num, rows.shape[1]).index_add(0, bags, rows)
     return total if mode == "sum" else total / bags.bincount(minlength=num).clamp(min=1)[:, None]
 
@@ -146,6 +150,7 @@ def instance_norm(
     else:
         mean, var = running_mean[None], running_var[None]
     mean, var = mean.to(input.dtype), var.to(input.dtype)
+    # One factor for each channel, so that scaling takes one pass over the data.
     scale = (var + eps).rsqrt() if weight is None else (var + eps).rsqrt() * weight
     shape = (-1, input.shape[1], *[1] * (input.dim() - 2))
     scaled = (input - mean.reshape(shape)) * scale.reshape(shape)
@@ -179,6 +184,7 @@ def _grouped_mm(
     """
     if offs is None or rows.dim() != 2 or weights.dim() != 3:
         return torch._grouped_mm(rows, weights, offs, bias, out_dtype)  # pyright: ignore
+    # Products of slices of rows have the derivatives that the kernel lacks.
     ends = offs.tolist()
     parts = rows.tensor_split(ends)
     product = torch.cat([*[a @ b for a, b in zip(parts, weights, strict=False)], parts[-1] @ weights[0] * 0])
@@ -208,6 +214,7 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     axes = tuple(range(-len(normalized_shape), 0))
+    # The variance is that of the centred input, which does not cancel for inputs far from zero.
     centred = input - input.mean(axes, keepdim=True)
     scaled = centred * (centred.square().mean(axes, keepdim=True) + eps).rsqrt()
     scaled = scaled if weight is None else scaled * weight
@@ -217,6 +224,7 @@ def layer_norm(
 def group_norm(
     input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
+    # A group of channels is normalised as a layer.
     grouped = input.reshape(len(input), num_groups, -1)
     scaled = layer_norm(grouped, grouped.shape[-1:], eps=eps).reshape(input.shape)
     channels = (1, -1, *[1] * (input.dim() - 2))

@@ -172,6 +172,7 @@ class HeldModule:
 
     def write(self, gradients: Iterable[list[Tensor | None]], rows: Float[Tensor, "K P"], *, add: bool = False) -> None:
         """Writes gradients by weight, of some vectors after others, to rows; or adds them to what is there."""
+        # Rows are written in place: a list of gradients that is stacked would take their memory twice.
         zero, start = rows.new_zeros(1, 1), 0
         for by_weight in gradients:
             num = next((len(gradient) for gradient in by_weight if gradient is not None), 1)
@@ -181,6 +182,7 @@ class HeldModule:
                 for size, gradient in zip(self.sizes, by_weight, strict=True)
             ]
             part = rows[start : start + num]
+            # Sums go weight by weight, which makes no copy of the gradients.
             if add:
                 for row, gradient in zip(part.split(self.sizes, 1), flat, strict=True):
                     row += gradient
@@ -263,6 +265,7 @@ def solving() -> Iterator[None]:
 def users_precision() -> Iterator[None]:
     """Inside `solving`, the precision that the user has set outside of it."""
     now = precisions()
+    # Contexts of `solving` nest; what was set before the outermost is the user's.
     try:
         _set_precisions(_users_settings[0] if _users_settings else now)
         yield

@@ -97,6 +97,7 @@ class JacobianProducts:
             RuntimeError: if an operation has neither a forward derivative nor a second reverse one.
         """
         errors = []
+        # `vmap` over a single vector would only take longer.
         single = len(next(iter(tangents.values()))) == 1
         for way in self._pushes:
             if single and way == self._push_together:
@@ -136,6 +137,7 @@ class JacobianProducts:
 
     def _push_each(self, f: Function, weights: Weights, tangents: Weights, largest: float, graph: bool) -> Tensor:
         num = len(next(iter(tangents.values())))
+        # For operations that have a forward derivative, but no rule for batches.
         each = [{name: t[k] for name, t in tangents.items()} for k in range(num)]
         return torch.stack([jvp(f, (weights,), (t,))[1] for t in each])
 
@@ -195,6 +197,7 @@ class JacobianProducts:
             if len(part) > 1 and self._pulls_together:
                 result, error = _attempt(partial(gradients, part, batched=True), partial(gradients, part[0]))
                 if error is None:
+                    # Without any gradient nothing says how many cotangents there were: one row is given for each.
                     dependent = any(g is not None for g in result)
                     yield from [list(result)] * (1 if dependent else len(part))
                     continue
@@ -205,6 +208,7 @@ class JacobianProducts:
 
     def _check_derivatives(self, outputs: Tensor) -> None:
         """Raises where torch takes a derivative that it does not have for zero, as those of quantised layers."""
+        # torch marks an operation without a derivative by a node of the graph that warns when it is run.
         nodes, visited = [outputs.grad_fn], set()
         while nodes:
             node = nodes.pop()
@@ -275,6 +279,7 @@ def vjps_of_each_datum(held: HeldModule, ways: JacobianProducts, x: Any, u: Floa
     weights, fixed, num = held.random(), held.fixed(), num_rows(x)
     tensors, rebuild = batched(x)
 
+    # Each datum is a batch of one, so that the network sees the axis that it expects.
     def of_datum(weights: Weights, x_n: list[Tensor], u_n: Tensor) -> Weights:
         datum = rebuild([t[None] for t in x_n])
         return vjp(lambda w: held({**fixed, **w}, datum).reshape(-1), weights)[1](u_n)[0]

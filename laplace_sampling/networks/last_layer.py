@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from jaxtyping import Float
@@ -23,10 +23,13 @@ from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.resources import free_memory
 from laplace_sampling.networks.unwrapping import unwrapped
 
-__all__ = ["LastLayer", "keep_inputs", "shortened"]
+__all__ = ["LastLayer"]
 
-# Data that the network is run on to find the layer, and the share of free memory that its inputs may take.
-_FEW, _SHARE = 2, 0.5
+# Data that the network is run on to find the layer: networks with batch normalisation may not run on a single one.
+_DATA_OF_THE_RUN = 2
+# The share of free memory that the inputs of the layer may take; solvers take the rest. It is not tuned: a quarter or
+# all of it changes nothing for data that are smaller.
+_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,11 @@ class LastLayer(Linearisation):
     Args:
         module: the trained network.
         chunk_size: as for `Linearisation`.
+        autocast: as for `Linearisation`.
 
     Attributes:
         layer: the name of the layer.
+        found: whether the layer was found by a run of the network.
         head: the innermost module that contains it and gives the outputs of the network, with its own weights; `None`
             where products take the whole network.
     """
@@ -59,34 +64,33 @@ class LastLayer(Linearisation):
         self, module: nn.Module, *, chunk_size: int = DEFAULT_CHUNK, autocast: torch.dtype | None = None
     ) -> None:
         module = unwrapped(module)
-        self.found, self.head, self._root = False, None, ""
+        self.found, self.head, self._head_name = False, None, ""
         self._choose(module, [name for name, _ in module.named_modules()], chunk_size, autocast)
 
     def _choose(self, module: nn.Module, names: list[str], chunk_size: int, autocast: torch.dtype | None) -> None:
-        """Take the last of some modules that has weights of its own."""
-        own = {name: _own(module, name) for name in names}
-        layers = [name for name in names if own[name]]
+        """Takes the last of some modules that has weights of its own."""
+        weights = {name: _own_weights(module, name) for name in names}
+        layers = [name for name in names if weights[name]]
         if not layers:
             raise ValueError(
                 '`parameters="last_layer"` finds no layer: no module with floating-point weights of its own was '
                 "called. Name weights with `parameters=[...]`."
             )
-        wide = [name for name in layers if any(p.dim() > 1 for p in own[name])]
-        self.layer = (wide or layers)[-1]
-        random = {id(p) for p in own[self.layer]}
-        chosen = [name for name, p in module.named_parameters() if id(p) in random]
-        super().__init__(module, chosen, chunk_size=chunk_size, autocast=autocast)
+        with_matrix = [name for name in layers if any(p.dim() > 1 for p in weights[name])]
+        self.layer = (with_matrix or layers)[-1]
+        super().__init__(module, _names_of(module, weights[self.layer]), chunk_size=chunk_size, autocast=autocast)
 
     def take_over(self, names: Any) -> None:
-        """The layer that a saved posterior is of, if it is one: its inputs are not kept until a fit."""
-        of = [name for name, _ in self.module.named_modules() if _own(self.module, name)]
-        for name in of if not self.found else []:
-            random = {id(p) for p in _own(self.module, name)}
-            if [n for n, p in self.module.named_parameters() if id(p) in random] == names:
+        """Takes the layer that a saved posterior is of, if it is one: its inputs are not kept until a fit."""
+        if self.found:
+            return
+        for name in [name for name, _ in self.module.named_modules()]:
+            weights = _own_weights(self.module, name)
+            if weights and _names_of(self.module, weights) == names:
                 self._choose(self.module, [name], self.chunk_size, self.autocast)
 
     def find(self, x: Any, num_data: int) -> None:
-        """Find the layer by a run on a few inputs; done once.
+        """Finds the layer by a run on a few inputs, once.
 
         A notice says if its inputs cannot be kept for so many data.
 
@@ -95,35 +99,35 @@ class LastLayer(Linearisation):
         """
         if self.found:
             return
-        calls, outputs, layout = self._run(x)
+        calls, outputs, layout = self._recorded_calls(x)
         if layout.names:
             raise ValueError(
                 f'`parameters="last_layer"` is for one layer, but the model returns the heads {layout.names}. Name '
                 'their layers, as by `parameters=["head_a.*", "head_b.*"]`.'
             )
         if not bool(outputs.isfinite().all()):
-            return  # said when the outputs on all data are computed
+            return  # the fit raises when it computes the outputs on all data
         self._choose(self.module, [call.name for call in calls], self.chunk_size, self.autocast)
         self.found = True
-        head, why = self._head(x, calls, outputs)
-        if head is not None:
-            z = next(call.inputs for call in calls if call.name == head)
-            needed, room = num_data / num_rows(z) * num_bytes(z), _SHARE * free_memory(self.device)
-            if needed > room:
-                head, why = None, f"they would take {needed:.2g} bytes, of {room:.2g} that they may take"
-        if head is None:
-            self._say(why)
+        name, reason = self._find_head(x, calls, outputs)
+        if name is not None:
+            z = next(call.inputs for call in calls if call.name == name)
+            needed, allowed = num_data / num_rows(z) * num_bytes(z), _SHARE * free_memory(self.device)
+            if needed > allowed:
+                name, reason = None, f"they would take {needed:.2g} bytes, of {allowed:.2g} that they may take"
+        if name is None:
+            self._drop_head(reason)
         else:
-            self._hold(head)
+            self._hold_head(name)
 
-    def _run(self, x: Any) -> tuple[list[_Call], Tensor, Layout]:
+    def _recorded_calls(self, x: Any) -> tuple[list[_Call], Tensor, Layout]:
         """All calls of modules, in the order in which they end, and what the network returns."""
         calls: list[_Call] = []
         handles = []
         for name, module in self.module.named_modules():
 
             def record(module: nn.Module, args: tuple, kwargs: dict, output: Any, name: str = name) -> None:
-                calls.append(_Call(name, _inputs(args, kwargs), output))
+                calls.append(_Call(name, _inputs_of_call(args, kwargs), output))
 
             handles.append(module.register_forward_hook(record, with_kwargs=True))
         try:
@@ -133,56 +137,76 @@ class LastLayer(Linearisation):
                 handle.remove()
         return calls, outputs, layout
 
-    def _head(self, x: Any, calls: list[_Call], outputs: Tensor) -> tuple[str | None, str]:
-        """The module whose inputs are to be kept; or why there is none."""
-        why = f"what `{self.layer}` returns is changed before the network returns it"
+    def _find_head(self, x: Any, calls: list[_Call], outputs: Tensor) -> tuple[str | None, str]:
+        """The name of the module whose inputs are to be kept; or `None`, and why there is none."""
+        reason = f"what `{self.layer}` returns is changed before the network returns it"
+        # Weights may be used outside of the module as well, as tied ones: a product by a random vector tells.
         v = torch.randn(1, self.num_parameters, generator=torch.Generator().manual_seed(0)).to(outputs)
-        whole = super().jvp(x, v)
+        expected = super().jvp(x, v)
         parts = self.layer.split(".")
         for name in (".".join(parts[:n]) for n in range(len(parts), 0, -1)):
-            of_name = [call for call in calls if call.name == name]
-            if len(of_name) != 1 or not _gives(of_name[0], outputs):
+            calls_of_module = [call for call in calls if call.name == name]
+            if len(calls_of_module) != 1 or not _returns(calls_of_module[0], outputs):
                 continue
-            z = of_name[0].inputs
+            z = calls_of_module[0].inputs
             if z is None:
-                why = f"`{name}` takes inputs that are not tensors with a row for each datum"
+                reason = f"`{name}` takes inputs that are not tensors with a row for each datum"
                 continue
-            head = self._part(self.module, name)
-            if not _close(head.jvp(z, v), whole):
-                why = f"weights of `{self.layer}` are used outside of `{name}` as well"
+            if not _close(self._part(name).jvp(z, v), expected):
+                reason = f"weights of `{self.layer}` are used outside of `{name}` as well"
                 continue
             return name, ""
-        return None, why
+        return None, reason
 
-    def _part(self, module: nn.Module, name: str) -> Linearisation:
-        """A module with the random weights in it."""
-        part, parameters = module.get_submodule(name), dict(module.named_parameters())
-        random = {id(parameters[name]) for name in self.names}
-        names = [name for name, p in part.named_parameters() if id(p) in random]
+    def _part(self, name: str) -> Linearisation:
+        """A part of the module with the random weights in it."""
+        part, parameters = self.module.get_submodule(name), dict(self.module.named_parameters())
+        names = _names_of(part, [parameters[name] for name in self.names])
         return Linearisation(part, names, chunk_size=self.chunk_size, autocast=self.autocast)
 
-    def _hold(self, name: str) -> None:
-        self._root, self.head = name, self._part(self.module, name)
+    def _hold_head(self, name: str) -> None:
+        self._head_name, self.head = name, self._part(name)
         self.head.products = self.products
 
-    def _say(self, why: str) -> None:
+    def _drop_head(self, reason: str) -> None:
         self.head = None
         warnings.warn(
             f'`parameters="last_layer"`: the inputs of `{self.layer}` are not kept, so that each product runs the '
-            f"whole network: {why}.",
+            f"whole network: {reason}.",
             stacklevel=2,
         )
 
     @contextmanager
-    def keeping(self) -> Iterator[list[Any]]:
+    def keep_inputs(self, data: TrainingData) -> Iterator[list[Any]]:
+        """Finds the layer, and keeps the inputs of the head in calls inside, for `shortened`."""
+        few = data.inputs(torch.arange(min(_DATA_OF_THE_RUN, data.num_data)))
+        self.find(place(few, self.device, self.dtype), data.num_data)
+        if self.head is None:
+            yield []
+            return
+        with self._recording() as kept:
+            yield kept
+
+    def shortened(self, data: TrainingData, kept: Sequence[Any]) -> tuple[Linearisation, TrainingData]:
+        """The head and its inputs, one for each batch; the whole network if none were kept or their forms differ."""
+        if not kept or self.head is None:
+            return self, data
+        forms = [None if z is None else ([t.shape[1:] for t in batched(z)[0]], constants(z)) for z in kept]
+        if None in forms or any(form != forms[0] for form in forms):
+            self._drop_head("batches have inputs of it that differ in more than their rows")
+            return self, data
+        return self.head, TrainingData.unlabelled(concatenate(kept), data.batch_size)
+
+    @contextmanager
+    def _recording(self) -> Iterator[list[Any]]:
         """The inputs of the head in each call of the network, copied."""
         kept: list[Any] = []
         assert self.head is not None
 
         def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            z = _inputs(args, kwargs)
+            z = _inputs_of_call(args, kwargs)
             tensors, rebuild = ([], lambda _: None) if z is None else batched(z)
-            # a view would hold all of what it is a view of
+            # Tensors are copied, since a view would hold all of what it is a view of.
             kept.append(rebuild([tensor.detach().clone() for tensor in tensors]))
 
         handle = self.head.module.register_forward_pre_hook(record, with_kwargs=True)
@@ -192,91 +216,66 @@ class LastLayer(Linearisation):
             handle.remove()
 
     def _inputs(self, x: Any) -> Any:
-        """Of the head."""
-        with self.keeping() as kept:
+        """The inputs of the head, by a run of the network."""
+        with self._recording() as kept:
             self.evaluate(x)
         return kept[0]
 
     def jvp(self, x: Any, v: Float[Tensor, "K P"], *, graph: bool = False) -> Float[Tensor, "K N C"]:
-        """As of a `Linearisation`; without a graph, all but the head runs once."""
+        """As `Linearisation` does; without a graph, the rest of the network runs once."""
         if self.head is None or graph:
             return super().jvp(x, v, graph=graph)
         self._check_width(v, "jvp")
         return self.head.jvp(self._inputs(x), v)
 
     def vjp(self, x: Any, u: Float[Tensor, "K N C"], *, graph: bool = False) -> Float[Tensor, "K P"]:
-        """As of a `Linearisation`; without a graph, all but the head runs once."""
+        """As `Linearisation` does; without a graph, the rest of the network runs once."""
         if self.head is None or graph:
             return super().vjp(x, u, graph=graph)
         return self.head.vjp(self._inputs(x), u)
 
     def ggn(self, x: Any, v: Float[Tensor, "K P"], curvature: Callable[[Tensor], Tensor]) -> Float[Tensor, "K P"]:
-        """As of a `Linearisation`; all but the head runs once."""
+        """As `Linearisation` does; the rest of the network runs once."""
         if self.head is None:
             return super().ggn(x, v, curvature)
         return self.head.ggn(self._inputs(x), v, curvature)
 
     def vjp_each(self, x: Any, u: Float[Tensor, "N C"]) -> Float[Tensor, "N P"]:
-        """As of a `Linearisation`; all but the head runs once."""
+        """As `Linearisation` does; the rest of the network runs once."""
         return super().vjp_each(x, u) if self.head is None else self.head.vjp_each(self._inputs(x), u)
 
     def jacobian(self, x: Any, *, graph: bool = False) -> Float[Tensor, "N C P"]:
-        """As of a `Linearisation`; without a graph, all but the head runs once."""
+        """As `Linearisation` does; without a graph, the rest of the network runs once."""
         if self.head is None or graph:
             return super().jacobian(x, graph=graph)
         return self.head.jacobian(self._inputs(x))
 
-    def in_float64(self) -> "LastLayer":
+    def in_float64(self) -> Self:
         """The same on a copy of the module in float64."""
         other = super().in_float64()
-        assert isinstance(other, LastLayer)
         if other.head is not None:
-            other._hold(self._root)
+            other._hold_head(self._head_name)
         return other
 
-    def with_kept(self, data: TrainingData, kept: Sequence[Any]) -> tuple[Linearisation, TrainingData]:
-        """The head and its inputs on the training data, one for each batch; the whole network if these differ."""
-        assert self.head is not None
-        forms = [None if z is None else ([t.shape[1:] for t in batched(z)[0]], constants(z)) for z in kept]
-        if None in forms or any(form != forms[0] for form in forms):
-            self._say("batches have inputs of it that differ in more than their rows")
-            return self, data
-        return self.head, TrainingData.unlabelled(concatenate(kept), data.batch_size)
 
-
-@contextmanager
-def keep_inputs(network: Linearisation, data: TrainingData) -> Iterator[list[Any]]:
-    """The inputs that `shortened` takes, from calls of the network inside; none but of a `LastLayer`."""
-    if isinstance(network, LastLayer):
-        some = data.inputs(torch.arange(min(_FEW, data.num_data)))
-        network.find(place(some, network.device, network.dtype), data.num_data)
-        if network.head is not None:
-            with network.keeping() as kept:
-                yield kept
-            return
-    yield []
-
-
-def shortened(network: Linearisation, data: TrainingData, kept: Sequence[Any]) -> tuple[Linearisation, TrainingData]:
-    """The part of the network that has random weights and its inputs, where these were kept; else both as they are."""
-    if kept and isinstance(network, LastLayer):
-        return network.with_kept(data, kept)
-    return network, data
-
-
-def _own(module: nn.Module, name: str) -> list[nn.Parameter]:
-    """The floating-point weights of a module itself, also those that it computes its weights from."""
+def _own_weights(module: nn.Module, name: str) -> list[nn.Parameter]:
+    """The floating-point weights of a part of a module itself, also those that it computes its weights from."""
     if "parametrizations" in name.split("."):
         return []
-    found = module.get_submodule(name)
-    own = list(found.parameters(recurse=False))
-    if nn.utils.parametrize.is_parametrized(found):
-        own += list(found.get_submodule("parametrizations").parameters())
-    return [p for p in own if p.is_floating_point()]
+    part = module.get_submodule(name)
+    weights = list(part.parameters(recurse=False))
+    if nn.utils.parametrize.is_parametrized(part):
+        weights += list(part.get_submodule("parametrizations").parameters())
+    return [p for p in weights if p.is_floating_point()]
 
 
-def _inputs(args: tuple, kwargs: dict) -> Any:
-    """Of a call, in the form of `laplace_sampling.data.batches`; `None` if there is none."""
+def _names_of(module: nn.Module, weights: Sequence[nn.Parameter]) -> list[str]:
+    chosen = {id(p) for p in weights}
+    return [name for name, p in module.named_parameters() if id(p) in chosen]
+
+
+def _inputs_of_call(args: tuple, kwargs: dict) -> Any:
+    """The inputs of a call, in the form of `laplace_sampling.data.batches`; `None` if they have another."""
     if bool(args) == bool(kwargs):
         return None
     x = kwargs or (args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args)
@@ -287,7 +286,7 @@ def _inputs(args: tuple, kwargs: dict) -> Any:
     return x
 
 
-def _gives(call: _Call, outputs: Tensor) -> bool:
+def _returns(call: _Call, outputs: Tensor) -> bool:
     """Whether a call returned the outputs of the network, but for the shape of a datum."""
     try:
         output = read(call.output, len(outputs))[0]
@@ -298,5 +297,5 @@ def _gives(call: _Call, outputs: Tensor) -> bool:
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    """Up to rounding: half of the digits."""
+    """Whether two products agree in half of their digits: they differ by rounding only."""
     return float((a - b).norm()) <= math.sqrt(torch.finfo(b.dtype).eps) * float(b.norm())

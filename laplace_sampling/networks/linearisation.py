@@ -14,7 +14,7 @@ A product passes these policies, each in a file of its own:
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Self
 
@@ -24,6 +24,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_sampling.data.batches import Layout, num_rows, rows_of, take
+from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.networks.allocator import keep_freed_memory
 from laplace_sampling.networks.batching import DEFAULT_CHUNK, Batching
 from laplace_sampling.networks.compiled_products import CompiledProducts
@@ -68,11 +69,7 @@ class Linearisation:
     Attributes:
         num_parameters: `P`, the length of a flat weight vector.
         products: counts of `jvp` and `vjp`; the unit is one datum and one vector.
-        held: the module as a function of the random weights.
-        batching: how many data and vectors go through the network at once.
-        ways: of differentiating, which were found to work.
-        row_check: compares rows of the Jacobian with forward mode.
-        compiled: programs, if products are compiled.
+        held, batching, ways, row_check, compiled: the policies; `compiled` is `None` if products are not compiled.
 
     Raises:
         TypeError: if `module` is not an `nn.Module`.
@@ -90,10 +87,11 @@ class Linearisation:
         compile: bool | str = False,
         batching: Batching | None = None,
     ) -> None:
+        # Nothing here runs the network or changes the process: the first product does what products need.
         self.batching = Batching(chunk_size) if batching is None else batching
         module = unwrapped(module)
         self.held = HeldModule(module, select(module, parameters), autocast, ComposedLayers)
-        self.num_parameters = sum(self.held.sizes)
+        self.num_parameters, self.chunk_size = sum(self.held.sizes), self.batching.chunk_size
         self.products = {"jvp": 0, "vjp": 0}
         self.ways = JacobianProducts(module, self.batching)
         self.row_check = RowCheck()
@@ -117,10 +115,6 @@ class Linearisation:
     @property
     def autocast(self) -> torch.dtype | None:
         return self.held.autocast
-
-    @property
-    def chunk_size(self) -> int:
-        return self.batching.chunk_size
 
     @property
     def device(self) -> torch.device:
@@ -166,6 +160,7 @@ class Linearisation:
     def with_names(self, names: list[str]) -> "Linearisation":
         """The same network with other weights random; what was learnt about its products is shared."""
         other = Linearisation(self.module, names, autocast=self.autocast, compile=self.compile, batching=self.batching)
+        # Operations without derivatives are those of the module, whichever weights are random.
         other.ways, other.products = self.ways, self.products
         return other
 
@@ -174,6 +169,15 @@ class Linearisation:
         other = copy.copy(self)
         other.held, other.compile, other.compiled = self.held.in_float64(), False, None
         return other
+
+    @contextmanager
+    def keep_inputs(self, data: TrainingData) -> Iterator[list[Any]]:
+        """The inputs that `shortened` takes, of calls inside; none but of a last layer."""
+        yield []
+
+    def shortened(self, data: TrainingData, kept: Sequence[Any]) -> tuple["Linearisation", TrainingData]:
+        """The part of the network that has random weights and its inputs, if these were kept."""
+        return self, data
 
     # Outputs ----------------------------------------------------------------------------------------------------------
 
@@ -185,7 +189,7 @@ class Linearisation:
         if not graph:
             return self.evaluate(x)[0]
         with torch.enable_grad(), evaluation_mode(self.module):
-            return self.held({**self.held.fixed(), **self.held.random()}, x)
+            return self.held(self.held.fixed() | self.held.random(), x)
 
     def evaluate(self, x: Any) -> tuple[Float[Tensor, "N ..."], Layout]:
         """The network's own output and its layout, without gradient."""
@@ -208,14 +212,9 @@ class Linearisation:
         """
         self._check_width(v, "jvp")
         if graph:
-            with self._differentiating(layers=False), differentiable(True):
-                return self._push([x], v, graph=True)
-
-        def product(rows: slice) -> Tensor:
-            with self._differentiating(layers=False):
-                return self._push_in_pieces(rows_of(x, rows), v)
-
-        return _joined(self.batching.in_parts(num_rows(x), product), 1)
+            return self._run(self._push, x, v, graph=True)
+        parts = self.batching.in_parts(num_rows(x), lambda rows: self._run(self._push, rows_of(x, rows), v))
+        return _joined(parts, 1)
 
     def vjp(self, x: Any, u: Float[Tensor, "K N C"], *, graph: bool = False) -> Float[Tensor, "K P"]:
         """`Σ_n φ(x_n)ᵀ u_kn` for each of `K` cotangents: one forward pass, `K` pullbacks.
@@ -227,11 +226,7 @@ class Linearisation:
             with differentiable(True), self._differentiating():
                 return vjp_with_graph(self.held, x, u, self.chunk_size)
 
-        def product(rows: slice) -> Tensor:
-            with self._differentiating(layers=False):
-                return self._pull(rows_of(x, rows), u[:, rows])
-
-        parts = self.batching.in_parts(num_rows(x), product)
+        parts = self.batching.in_parts(num_rows(x), lambda rows: self._run(self._pull, rows_of(x, rows), u[:, rows]))
         return sum(parts[1:], parts[0])
 
     def ggn(self, x: Any, v: Float[Tensor, "K P"], curvature: Curvature) -> Float[Tensor, "K P"]:
@@ -242,9 +237,9 @@ class Linearisation:
         """
         self._check_width(v, "ggn")
         if num_rows(x) <= (self.batching.max_rows or num_rows(x)):
-            with suppress(torch.OutOfMemoryError), self._differentiating(layers=False):
-                rows = self._ggn_of_dual_numbers(x, v, curvature) if len(v) == 1 else None
-                return self._pull(x, curvature(self._push_in_pieces(x, v))) if rows is None else rows
+            # Memory that does not hold the JVP and the pullback together may hold one after the other.
+            with suppress(torch.OutOfMemoryError):
+                return self._run(self._ggn, x, v, curvature)
         return self.vjp(x, curvature(self.jvp(x, v)))
 
     def vjp_each(self, x: Any, u: Float[Tensor, "N C"]) -> Float[Tensor, "N P"]:
@@ -273,7 +268,7 @@ class Linearisation:
             return product(slice(0, num_rows(x)))
         return _joined(self.batching.in_parts(num_rows(x), product), 0)
 
-    # Steps of the products: of data that go through the network at once -----------------------------------------------
+    # Products of data that go through the network at once - -----------------------------------------------
 
     @contextmanager
     def _differentiating(self, layers: bool = True) -> Iterator[None]:
@@ -286,58 +281,60 @@ class Linearisation:
         weight_bytes = self.num_parameters * self.dtype.itemsize
         return self.batching.pieces(self.held.forward, x, num_vectors, weight_bytes, self.device)
 
-    def _push_in_pieces(self, x: Any, v: Tensor) -> Tensor:
-        with differentiable(False):
-            return self._push(self._pieces(x, len(v)), v)
+    def _run(self, product: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        with self._differentiating(layers=False):
+            return product(*args, **kwargs)
 
-    def _push(self, pieces: list[Any], v: Tensor, *, graph: bool = False) -> Tensor:
-        weights = self.held.random()
-
-        def push_piece(piece: Any) -> Tensor:
-            largest = self.batching.largest_tensor(self.held.forward, piece)
-
-            def push(v: Tensor) -> Tensor:
-                tangents = {name: t.to(weights[name].dtype) for name, t in self.unflatten(v).items()}
-                return self.ways.push(self.held.outputs(piece), weights, tangents, largest, graph=graph)
-
-            if graph or self.compiled is None:
-                return push(v)
-            most = self.batching.max_vectors(v.device, largest)
-            return self.compiled.push({**self.held.fixed(), **weights}, piece, v, most, push)
-
-        product = _joined([push_piece(piece) for piece in pieces], 1)
-        self.products["jvp"] += len(v) * product.shape[1]
+    def _push(self, x: Any, v: Tensor, *, graph: bool = False) -> Tensor:
+        with differentiable(graph):
+            pieces = [x] if graph else self._pieces(x, len(v))
+            product = _joined([self._push_piece(piece, v, graph) for piece in pieces], 1)
+        self.products["jvp"] += len(v) * num_rows(x)
         return product
 
+    def _push_piece(self, x: Any, v: Tensor, graph: bool) -> Tensor:
+        weights, largest = self.held.random(), self.batching.largest_tensor(self.held.forward, x)
+
+        def push(v: Tensor) -> Tensor:
+            tangents = {name: t.to(weights[name].dtype) for name, t in self.unflatten(v).items()}
+            return self.ways.push(self.held.outputs(x), weights, tangents, largest, graph=graph)
+
+        # Programs are made without a graph, and so have no derivatives.
+        if graph or self.compiled is None:
+            return push(v)
+        most = self.batching.max_vectors(v.device, largest)
+        return self.compiled.push(self.held.fixed() | weights, x, v, most, push)
+
     def _pull(self, x: Any, u: Tensor) -> Tensor:
-        pieces = self._pieces(x, 1)
-        largest = self.batching.largest_tensor(self.held.forward, x)
+        pieces, largest = self._pieces(x, 1), self.batching.largest_tensor(self.held.forward, x)
         if self.compiled is None or not self.compiled.pays_to_pull(u.device, largest):
             rows = self._pull_pieces(pieces, u)
         else:
-            most, weights = self.batching.max_vectors(u.device, largest), {**self.held.fixed(), **self.held.random()}
+            most, weights = self.batching.max_vectors(u.device, largest), self.held.fixed() | self.held.random()
             rows = self.compiled.pull(weights, x, u.flatten(2), most, lambda u: self._pull_pieces(pieces, u))
         self.products["vjp"] += len(u) * num_rows(x)
         return rows
 
     def _pull_pieces(self, pieces: list[Any], u: Tensor) -> Tensor:
-        several, constant = len(pieces) > 1, 0
+        several, num_constant = len(pieces) > 1, 0
         rows = (u.new_zeros if several else u.new_empty)(len(u), self.num_parameters)
         for piece, cotangents in zip(pieces, u.split([num_rows(piece) for piece in pieces], 1), strict=True):
-            weights = self.held.leaves()
+            weights, largest = self.held.leaves(), self.batching.largest_tensor(self.held.forward, piece)
             with torch.enable_grad():
                 outputs = self.held.outputs(piece)(weights)
                 if several and not outputs.requires_grad:
                     # It is enough that one of the pieces depends on the weights; for the last `pull` raises.
-                    constant += 1
-                    if constant < len(pieces):
+                    num_constant += 1
+                    if num_constant < len(pieces):
                         continue
                 cotangents = cotangents.to(outputs.dtype).reshape(len(u), *outputs.shape)
-                pulled = self.ways.pull(
-                    outputs, list(weights.values()), cotangents, self.batching.largest_tensor(self.held.forward, piece)
-                )
+                pulled = self.ways.pull(outputs, list(weights.values()), cotangents, largest)
                 self.held.write(pulled, rows, add=several)
         return rows
+
+    def _ggn(self, x: Any, v: Tensor, curvature: Curvature) -> Tensor:
+        rows = self._ggn_of_dual_numbers(x, v, curvature) if len(v) == 1 else None
+        return self._pull(x, curvature(self._push(x, v))) if rows is None else rows
 
     def _ggn_of_dual_numbers(self, x: Any, v: Tensor, curvature: Curvature) -> Tensor | None:
         """The product of one vector by one forward pass; `None` where torch lacks a derivative.
@@ -347,18 +344,15 @@ class Linearisation:
         weights, rows = self.held.random(), torch.empty_like(v)
         tangent = {name: t[0].to(weights[name].dtype) for name, t in self.unflatten(v).items()}
         pieces, num, start = self._pieces(x, 1), num_rows(x), 0
+        # The curvature is applied to the outputs of all data, once for each piece.
         if len(pieces) > 1 and not self.batching.curvature_in_pieces(pieces, x):
             return None
         for piece in pieces:
             stop = start + num_rows(piece)
             try:
-                gradients = self.ways.push_and_pull(
-                    self.held.outputs(piece),
-                    weights,
-                    tangent,
-                    curvature if len(pieces) == 1 else _of_rows(curvature, start, stop, num),
-                    self.batching.largest_tensor(self.held.forward, piece),
-                )
+                part = curvature if len(pieces) == 1 else _of_rows(curvature, start, stop, num)
+                largest = self.batching.largest_tensor(self.held.forward, piece)
+                gradients = self.ways.push_and_pull(self.held.outputs(piece), weights, tangent, part, largest)
             except ValueError:  # a piece need not depend on the weights
                 if len(pieces) == 1:
                     raise
@@ -382,8 +376,7 @@ class Linearisation:
             num_outputs = self.held.forward(take(x, slice(1))).numel()
         if self.num_parameters < num_outputs and not graph:  # columns are fewer than rows
             columns = torch.eye(self.num_parameters, dtype=self.dtype, device=self.device)
-            with self._differentiating(layers=False):
-                return self._push_in_pieces(x, columns).permute(1, 2, 0)
+            return self._run(self._push, x, columns).permute(1, 2, 0)
         self.products["vjp"] += num_rows(x) * num_outputs
         # `enable_grad` also without a graph: see `_vjp_each`.
         with differentiable(graph), torch.enable_grad(), self._differentiating():

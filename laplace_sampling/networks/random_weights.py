@@ -1,4 +1,4 @@
-"""What `parameters=` takes, and the network whose weights are random so."""
+"""What `parameters=` takes, and the network with these weights random."""
 
 from collections.abc import Mapping
 
@@ -18,10 +18,16 @@ Subset = Selection | Elements
 def linearise(
     module: nn.Module, parameters: Subset, *, autocast: torch.dtype | None = None, compile: bool | str = False
 ) -> Linearisation:
-    """The network with the random weights that `parameters` says.
+    """The network with the random weights that `parameters` names.
+
+    Args:
+        module: the trained network.
+        parameters: names, globs or a predicate; `"last_layer"`; or masks or indices by name of parameter.
+        autocast: as for `Linearisation`.
+        compile: as for `Linearisation`.
 
     Raises:
-        TypeError, ValueError: as `Linearisation`, `LastLayer` and `Subnetwork`; for a last layer to be compiled.
+        TypeError, ValueError: as `Linearisation`, `LastLayer` and `Subnetwork` do; for `compile` of a last layer.
     """
     if isinstance(parameters, str) and parameters == "last_layer":
         if compile:

@@ -12,42 +12,63 @@ Selection = Sequence[str] | str | Callable[[str, nn.Parameter], bool] | None
 
 
 def select(module: nn.Module, selection: Selection) -> list[str]:
-    """Names of the random weights, in the order of `module.named_parameters()`."""
+    """Names of the random weights, in the order of `module.named_parameters()`.
+
+    Raises:
+        TypeError: for what is no selection.
+        ValueError: if it selects nothing, names nothing, or takes weights that are not floating point.
+    """
     parameters = dict(module.named_parameters())
     if selection is None:
-        names = [name for name, p in parameters.items() if p.requires_grad and p.is_floating_point()]
-        fixed = [name for name, p in parameters.items() if not p.is_floating_point()]
-        if fixed:
-            warnings.warn(
-                f"Parameters {fixed} are not floating point: they are left out and stay as they are.", stacklevel=4
-            )
-        if not names:
-            raise ValueError(
-                "No parameter of the model requires a gradient, so none is random. "
-                f"{_quantised(module) or 'Name some with `parameters=[...]`, or call `requires_grad_(True)` on them.'}"
-            )
+        names = _trained(module)
     elif callable(selection):
         names = [name for name, p in parameters.items() if selection(name, p)]
     else:
-        patterns = [selection] if isinstance(selection, str) else selection
-        if not isinstance(patterns, Iterable) or not all(isinstance(pattern, str) for pattern in patterns):
-            found = type(patterns).__name__
-            if isinstance(patterns, Sequence):
-                found += f" of {', '.join(sorted({type(pattern).__name__ for pattern in patterns}))}"
-            raise TypeError(
-                f"`parameters` takes names, globs, a predicate `(name, parameter) -> bool` or masks by name, but got a "
-                f"{found}; the names are those of `model.named_parameters()`."
-            )
-        names = _matching(module, list(patterns))
+        names = _matching(module, _patterns(selection))
     if not names:
         raise ValueError(f"`parameters` selects nothing; the model has {list(parameters)}.")
-    wrong = [name for name in names if not parameters[name].is_floating_point()]
-    if wrong:
-        raise ValueError(f"Parameters {wrong} are not floating point; leave them out with `parameters=`.")
+    fixed = [name for name in names if not parameters[name].is_floating_point()]
+    if fixed:
+        raise ValueError(f"Parameters {fixed} are not floating point; leave them out with `parameters=`.")
     return names
 
 
+def _trained(module: nn.Module) -> list[str]:
+    """All that require a gradient; a notice names those that cannot be random."""
+    parameters = dict(module.named_parameters())
+    fixed = [name for name, p in parameters.items() if not p.is_floating_point()]
+    if fixed:
+        warnings.warn(
+            f"Parameters {fixed} are not floating point: they are left out and stay as they are.", stacklevel=5
+        )
+    names = _require_gradient(module)
+    if not names:
+        raise ValueError(
+            "No parameter of the model requires a gradient, so none is random. "
+            f"{_quantised(module) or 'Name some with `parameters=[...]`, or call `requires_grad_(True)` on them.'}"
+        )
+    return names
+
+
+def _require_gradient(module: nn.Module) -> list[str]:
+    return [name for name, p in module.named_parameters() if p.requires_grad and p.is_floating_point()]
+
+
+def _patterns(selection: Sequence[str] | str) -> list[str]:
+    patterns = [selection] if isinstance(selection, str) else selection
+    if isinstance(patterns, Iterable) and all(isinstance(pattern, str) for pattern in patterns):
+        return list(patterns)
+    given = type(patterns).__name__
+    if isinstance(patterns, Sequence):
+        given += f" of {', '.join(sorted({type(pattern).__name__ for pattern in patterns}))}"
+    raise TypeError(
+        f"`parameters` takes names, globs, a predicate `(name, parameter) -> bool` or masks by name, but got a "
+        f"{given}; the names are those of `model.named_parameters()`."
+    )
+
+
 def _quantised(module: nn.Module) -> str:
+    """What to do about a model whose layers are quantised, if they are the reason for its lack of parameters."""
     if any(True for _ in module.parameters()):
         return ""
     layers = sorted({type(m).__name__ for m in module.modules() if ".quantized" in type(m).__module__})
@@ -55,32 +76,37 @@ def _quantised(module: nn.Module) -> str:
 
 
 def _matching(module: nn.Module, patterns: list[str]) -> list[str]:
-    """Names that match a pattern and none with a leading `"!"`; with these alone, of all that require a gradient.
-
-    What is a name is no pattern. Tied weights have several names.
-    """
+    """Names that match a pattern and none with a leading `"!"`; with these alone, of all that require a gradient."""
     parameters = dict(module.named_parameters())
-    first = {id(p): name for name, p in parameters.items()}
-    names_of: dict[str, list[str]] = {name: [] for name in parameters}
-    aliases: dict[str, list[str]] = {name: [] for name in parameters}
-    for name, p in module.named_parameters(remove_duplicate=False):
-        owner, _, own = name.rpartition(".")
-        names_of[first[id(p)]].append(name)
-        aliases[first[id(p)]] += [name, f"{type(module.get_submodule(owner)).__name__}.{own}"]
-    exact = {name for names in names_of.values() for name in names}
+    names_of, classes_of = _all_names(module)
+    existing = {name for names in names_of.values() for name in names}
 
     def matches(name: str, pattern: str) -> bool:
         pattern = pattern.removeprefix("!")
-        if pattern in exact:
+        if pattern in existing:  # brackets in a name are no glob
             return pattern in names_of[name]
-        return any(fnmatchcase(alias, pattern) for alias in aliases[name])
+        return any(fnmatchcase(alias, pattern) for alias in (*names_of[name], *classes_of[name]))
 
     unknown = [pattern for pattern in patterns if not any(matches(name, pattern) for name in parameters)]
     if unknown:
         raise ValueError(f"`parameters={unknown}` match no parameter of the model; it has {list(parameters)}.")
-    wanted = [pattern for pattern in patterns if not pattern.startswith("!")]
-    if wanted or not patterns:
-        names = [name for name in parameters if any(matches(name, pattern) for pattern in wanted)]
+    included = [pattern for pattern in patterns if not pattern.startswith("!")]
+    excluded = [pattern for pattern in patterns if pattern.startswith("!")]
+    if included or not patterns:
+        names = [name for name in parameters if any(matches(name, pattern) for pattern in included)]
     else:
-        names = [name for name, p in parameters.items() if p.requires_grad and p.is_floating_point()]
-    return [name for name in names if not any(matches(name, p) for p in patterns if p.startswith("!"))]
+        names = _require_gradient(module)
+    return [name for name in names if not any(matches(name, pattern) for pattern in excluded)]
+
+
+def _all_names(module: nn.Module) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """The names of each parameter, of which tied weights have several, and `Class.name` of the modules that own it."""
+    parameters = dict(module.named_parameters())
+    first_name = {id(p): name for name, p in parameters.items()}
+    names_of: dict[str, list[str]] = {name: [] for name in parameters}
+    classes_of: dict[str, list[str]] = {name: [] for name in parameters}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        owner, _, last = name.rpartition(".")
+        names_of[first_name[id(p)]].append(name)
+        classes_of[first_name[id(p)]].append(f"{type(module.get_submodule(owner)).__name__}.{last}")
+    return names_of, classes_of

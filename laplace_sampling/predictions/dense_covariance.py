@@ -17,14 +17,14 @@ __all__ = ["DenseCovariance"]
 
 
 class Solves(Protocol):
-    """What gives `H⁻¹v` of rows."""
+    """An object that computes `H⁻¹v` of rows."""
 
     def solve(self, rhs: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class DenseCovariance(FunctionCovariance):
-    """At some inputs.
+    """The covariance at some inputs.
 
     Attributes:
         features: `φ(x)`.
@@ -54,15 +54,15 @@ class DenseCovariance(FunctionCovariance):
 
     def _parts(self) -> list[Float[Tensor, "n C C"]]:
         features = self.features
-        few = max(1, int(BLOCK_BYTES / (16 * features.num_outputs * features.size)))
-        batches = torch.arange(features.num_data).split(min(few, features.batch_size))
-        found = []
+        most = max(1, int(BLOCK_BYTES / (16 * features.num_outputs * features.size)))
+        batches = torch.arange(features.num_data).split(min(most, features.batch_size))
+        blocks = []
         for batch in batches:
             rows = features.rows(batch).double() * self.prior.scale.double()
             solved = self.factor.solve(rows.flatten(0, 1)).reshape(rows.shape)
             block = rows @ solved.mT
-            found.append((block + block.mT) / 2)
-        return found
+            blocks.append((block + block.mT) / 2)
+        return blocks
 
     def blocks(self) -> Float[Tensor, "N C C"]:
         return torch.cat(self._parts())

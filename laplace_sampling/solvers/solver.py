@@ -141,6 +141,7 @@ class InGroups(Solver):
 
     def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
         parts = []
+        # One group after the other, so that the memory of one is in use at a time.
         for start in range(0, len(problem.centre), self.rows):
             rows = slice(start, start + self.rows)
             part = replace(problem, centre=problem.centre[rows], linear=problem.linear[rows])

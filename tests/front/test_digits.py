@@ -142,4 +142,4 @@ def test_samples_do_not_depend_on_the_batch_size_of_the_loader() -> None:
         la = laplace_of(model, "classification", method="sgd", num_samples=2, solver=solver)
         samples[size] = la.fit(loader, progress=False).samples_
     for size in (10, 64):
-        torch.testing.assert_close(samples[size], samples[300], rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(samples[size], samples[300], rtol=1e-6, atol=1e-8)

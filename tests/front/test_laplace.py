@@ -134,7 +134,7 @@ def test_the_same_seed_gives_the_same_samples_whatever_the_batch_size(method: st
 
     first = run(10)
     for other in (run(4), run(25), run(10, shuffle=True)):
-        assert_close(other.samples_, first.samples_, rtol=1e-8, atol=1e-10)
+        assert_close(other.samples_, first.samples_, rtol=1e-6, atol=1e-8)
         assert_close(other.prior_precision_, first.prior_precision_, rtol=1e-8, atol=0)
     assert not torch.allclose(run(10, seed=1).samples_, first.samples_)
     state = torch.random.get_rng_state()

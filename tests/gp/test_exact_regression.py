@@ -127,7 +127,7 @@ def test_both_hyperparameters_are_at_the_maximum() -> None:
     assert found.converged
     assert found.num_maxima == 1
     assert not found.at_bounds
-    assert max(map(abs, found.gradient)) < 1e-9
+    assert max(map(abs, found.gradient)) < 1e-7
     assert 0.2 < found.precision * 0.7**2 < 5
     assert found.noise_precision == pytest.approx(1 / 0.3**2, rel=0.4)
     # MacKay's fixed point, and the identity that holds there only.
@@ -136,8 +136,8 @@ def test_both_hyperparameters_are_at_the_maximum() -> None:
         found.precision,
         found.noise_precision,
     )
-    assert float(gamma / exact.mode_norm(alpha, b)) == pytest.approx(alpha, rel=1e-10)
-    assert float((60 - gamma) / exact.squared_error(alpha, b)) == pytest.approx(b, rel=1e-10)
+    assert float(gamma / exact.mode_norm(alpha, b)) == pytest.approx(alpha, rel=1e-8)
+    assert float((60 - gamma) / exact.squared_error(alpha, b)) == pytest.approx(b, rel=1e-8)
     best = float(exact.log_evidence(alpha, b))
     assert best == found.log_evidence
     for du, dv in ((0.01, 0), (-0.01, 0), (0, 0.01), (0, -0.01), (0.01, 0.01)):
@@ -153,7 +153,7 @@ def test_one_or_none_is_learnt(precision: bool, noise: bool) -> None:
     found = exact.fit(learn_precision=precision, learn_noise=noise)
     assert found.converged
     for learnt, slope, error in zip((precision, noise), found.gradient, found.standard_errors, strict=True):
-        assert (abs(slope) < 1e-9) == learnt
+        assert (abs(slope) < 1e-7) == learnt
         assert (error > 0) == learnt
     assert (found.precision == overall_precision(prior)) == (not precision)
     assert (found.noise_precision == 1.0) == (not noise)
@@ -229,7 +229,7 @@ def test_em_ends_at_the_same_hyperparameters() -> None:
     found = fit_exact_regression(model, prior)
     assert float(em.prior.precision) == pytest.approx(found.optimum.precision, rel=1e-7)
     assert float(em.likelihood.noise_precision) == pytest.approx(found.optimum.noise_precision, rel=1e-7)
-    assert float(found.prior.precision) == pytest.approx(found.optimum.precision, rel=1e-12)
+    assert float(found.prior.precision) == pytest.approx(found.optimum.precision, rel=1e-8)
     assert float(found.likelihood.noise_precision) == found.optimum.noise_precision
     assert_close(
         found.posterior.mode(found.optimum.precision, found.optimum.noise_precision), em.mode, rtol=1e-6, atol=1e-7
@@ -322,7 +322,7 @@ def test_a_noise_precision_for_each_output() -> None:
 
     alpha = found.optimum.precision
     best = evidence(alpha, b)
-    assert best == pytest.approx(found.optimum.log_evidence, rel=1e-10)
+    assert best == pytest.approx(found.optimum.log_evidence, rel=1e-8)
     for i in range(4):
         ends = []
         for sign in (-1, 1):
@@ -427,7 +427,7 @@ def test_the_order_of_a_shuffled_loader_is_kept() -> None:
     features = NetworkFeatures(Linearisation(case.model), data, Layout.single((1,)))
     shuffled = LinearModel(features, model.offset, model.network_outputs, data.targets, model.likelihood)
     found = [ExactRegression.of(m, prior).fit() for m in (model, shuffled)]
-    assert found[0].log_evidence == pytest.approx(found[1].log_evidence, rel=1e-12)
+    assert found[0].log_evidence == pytest.approx(found[1].log_evidence, rel=1e-8)
 
 
 def test_float32_networks_are_decomposed_in_float64() -> None:

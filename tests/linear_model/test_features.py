@@ -1,28 +1,8 @@
-import pytest
-import reference
 import torch
-from cases import Case, make_case
+from cases import Case
 from torch.testing import assert_close
 
-from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
-from laplace_sampling.linear_model.ggn import WhiteNoise
-from laplace_sampling.solvers.operator import largest_eigenvalue, make_dense
-
-
-def dense(case: Case) -> torch.Tensor:
-    J = reference.jacobian(case.model, case.x)
-    return reference.ggn(J, reference.curvature(case.likelihood, case.linear_model().network_outputs, case.y))
-
-
-def test_ggn_equals_the_dense_one(case: Case) -> None:
-    model = case.linear_model()
-    M = dense(case)
-    ggn = model.ggn(model.network_outputs)
-    assert_close(make_dense(ggn), M, rtol=1e-6, atol=1e-9)
-    assert_close(ggn.diagonal(), M.diagonal(), rtol=1e-6, atol=1e-9)
-    rows = torch.cat(list(ggn.root_rows()))
-    assert_close(rows.T @ rows, M, rtol=1e-6, atol=1e-9)
+from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures, row_blocks
 
 
 def test_dense_and_scaled_features_give_the_same_products(case: Case) -> None:
@@ -40,56 +20,13 @@ def test_dense_and_scaled_features_give_the_same_products(case: Case) -> None:
     assert_close(dense_features.outputs(v), features.outputs(v))
 
 
-def test_the_same_vector_twice_gives_the_same_product(case: Case) -> None:
-    model = case.linear_model()
-    ggn = model.ggn(model.network_outputs)
-    v = torch.ones(2, ggn.size, dtype=torch.float64)
-    assert torch.equal(ggn.matmul(v), ggn.matmul(v))
-
-
-def test_mini_batches_add_up_to_the_whole(case: Case) -> None:
-    model = case.linear_model()
-    ggn = model.ggn(model.network_outputs)
-    v = torch.ones(1, ggn.size, dtype=torch.float64)
-    order = torch.randperm(ggn.num_data, generator=torch.Generator().manual_seed(0))
-    parts = sum(ggn.matmul(v, batch) for batch in order.split(2))
-    assert_close(parts, ggn.matmul(v))
-    noise = Draws(2, seed=0).noise(model.features.num_outputs)
-    parts = sum(ggn.root_matmul(noise, batch) for batch in order.split(2))
-    assert_close(parts, ggn.root_matmul(noise))
-
-
-@pytest.mark.parametrize("name", ["classification", "regression_per_output"])
-def test_root_noise_has_covariance_m(name: str) -> None:
-    model = make_case(name).linear_model()
-    ggn, num = model.ggn(model.network_outputs), 20_000
-    M = make_dense(ggn)
-    dense_ggn = type(ggn)(DenseFeatures.of(ggn.features), ggn.likelihood, ggn.outputs)
-    draws = dense_ggn.root_matmul(Draws(num, seed=0).noise(model.features.num_outputs))
-    error = (M.diagonal()[:, None] * M.diagonal() + M**2).sqrt() / num**0.5
-    assert ((draws.T @ draws / num - M).abs() < 5.5 * error + 1e-12).all()
-
-
-def test_noise_belongs_to_a_datum() -> None:
-    noise = Draws(3, seed=0).noise(2)
-    whole = noise(torch.arange(600))
-    assert torch.equal(noise(torch.tensor([599, 3, 256])), whole[:, [599, 3, 256]])
-    assert torch.equal(Draws(2, seed=0).noise(2)(torch.arange(600)), whole[:2])
-    assert not torch.equal(Draws(3, seed=1).noise(2)(torch.arange(600)), whole)
-    assert not torch.equal(Draws(3, seed=0, stream=1).noise(2)(torch.arange(600)), whole)
-    assert isinstance(noise, WhiteNoise)
-    assert abs(float(whole.mean())) < 5 / 3600**0.5
-    # Rows are independent: no two samples share a draw, nor two data.
-    assert len(whole.unique()) == whole.numel()
-
-
-def test_largest_eigenvalue_of_a_batch() -> None:
-    model = make_case("classification").linear_model()
-    ggn = model.ggn(model.network_outputs)
-    generator = torch.Generator().manual_seed(0)
-    exact = torch.linalg.eigvalsh(make_dense(ggn))[-1]
-    assert largest_eigenvalue(ggn, None, 200, generator) == pytest.approx(float(exact), rel=1e-6)
-    batch = torch.tensor([1, 4])
-    part = type(ggn)(DenseFeatures(DenseFeatures.of(ggn.features).matrix[batch]), ggn.likelihood, ggn.outputs[batch])
-    exact = 4 * torch.linalg.eigvalsh(make_dense(part))[-1]
-    assert largest_eigenvalue(ggn, batch, 200, generator) == pytest.approx(float(exact), rel=1e-6)
+def test_blocks_of_rows_are_the_jacobian(case: Case) -> None:
+    """Blocks of several data, and blocks of some outputs of one datum."""
+    features = case.linear_model().features
+    rows = DenseFeatures.of(features).matrix.flatten(0, 1)
+    for num_rows in (2 * features.num_outputs, 1):
+        blocks = list(row_blocks(features, 8 * features.size * num_rows, start=1))
+        assert max(len(block) for _, block in blocks) <= num_rows
+        assert blocks[0][0] == features.num_outputs
+        assert_close(torch.cat([block for _, block in blocks]), rows[features.num_outputs :])
+    assert list(row_blocks(features, start=features.num_data)) == []

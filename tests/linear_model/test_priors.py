@@ -1,4 +1,5 @@
-from dataclasses import replace
+import json
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -8,10 +9,12 @@ from torch.testing import assert_close
 
 from laplace_sampling import LinearisedLaplace
 from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.linear_model.priors.as_prior import as_prior
+from laplace_sampling.linear_model.ggn import GGN, WhiteNoise
+from laplace_sampling.linear_model.priors.as_prior import PRIORS, as_prior, prior_from_recipe, recipe_of_prior
 from laplace_sampling.linear_model.priors.g_prior import GPrior
 from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
 from laplace_sampling.linear_model.priors.layerwise_prior import LayerwisePrior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, Layers, Prior, ungrouped
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.operator import make_dense
 
@@ -103,6 +106,43 @@ def test_names_and_bad_settings() -> None:
         as_prior("flat")
     with pytest.raises(ValueError, match="num_probes of at least 1 and a positive floor"):
         GPrior(num_probes=0)
+
+
+@pytest.mark.parametrize("precision", [0.0, -1.0, float("nan"), float("inf")])
+def test_precisions_that_are_none_are_refused(precision: float) -> None:
+    for prior in (IsotropicPrior, LayerwisePrior, GPrior):
+        with pytest.raises(
+            ValueError, match=rf"`{prior.__name__}\(precision=...\)` must be positive and finite, but is"
+        ):
+            prior(precision=precision)
+
+
+@pytest.mark.parametrize("prior", [IsotropicPrior(0.5), LayerwisePrior(2.0), GPrior(3.0, num_probes=7, floor=0.1)])
+def test_a_prior_comes_back_from_its_recipe(prior: Prior) -> None:
+    recipe = json.loads(json.dumps(recipe_of_prior(prior)))
+    assert prior_from_recipe(recipe) == prior
+
+
+@dataclass(frozen=True)
+class ByIndex(Prior):
+    """Precisions that grow with the index of a weight, as no prior of the library has them."""
+
+    growth: float = 0.1
+
+    def build(self, ggn: GGN, layers: Layers, noise: WhiteNoise) -> GaussianPrior:
+        return ungrouped((1 + self.growth * torch.arange(ggn.size)).rsqrt().to(ggn.dtype), self.precision)
+
+
+def test_a_new_prior_is_a_line_in_the_table(monkeypatch) -> None:
+    with pytest.raises(ValueError, match="the prior was a ByIndex, which is not of this library; give it as `prior=`"):
+        prior_from_recipe(recipe_of_prior(ByIndex()))
+    monkeypatch.setitem(PRIORS, "by_index", ByIndex)
+    assert as_prior("by_index") == ByIndex()
+    assert prior_from_recipe(recipe_of_prior(ByIndex(2.0, growth=0.3))) == ByIndex(2.0, growth=0.3)
+    case = make_case("regression")
+    la = LinearisedLaplace(case.model, case.likelihood, prior="by_index", num_samples=2)
+    la.fit([(case.x, case.y)], progress=False)
+    assert la.prior_scale_[0] > la.prior_scale_[1]
 
 
 def test_the_prior_is_isotropic_by_default() -> None:

@@ -1,7 +1,4 @@
-from dataclasses import replace
-
 import pytest
-import reference
 import torch
 from cases import Case, make_case
 from problems import PRIORS, setting
@@ -11,8 +8,6 @@ from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.linear_model import LinearModel
-from laplace_sampling.linear_model.mode_objective import linear_model_mode
 from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
 from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.solvers.dense import Dense
@@ -63,25 +58,6 @@ def test_a_sample_is_the_minimiser_of_its_formula(case: Case) -> None:
     u = ggn.root_matmul(draws.noise(ggn.features.num_outputs))
     expected = torch.linalg.solve(H, (u + A * theta).T).T
     assert_close(sample_posterior(ggn, built, draws, Dense()).value * built.scale, expected, rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("kind", ["affine", "homogeneous"])
-def test_mode_equals_the_dense_one(case: Case, kind: str) -> None:
-    if case.likelihood.name == "heteroscedastic":
-        pytest.skip("Fisher scoring converges linearly; tests/test_outputs.py has its mode")
-    model = case.linear_model(kind)
-    model = replace(model, features=DenseFeatures.of(model.features))
-    _, _, built = setting(case, "g-prior")
-    J = reference.jacobian(case.model, case.x)
-    f = model.network_outputs
-    weights = torch.cat([p.detach().reshape(-1) for p in case.model.parameters() if p.requires_grad])
-    offset = f - J @ weights if kind == "affine" else torch.zeros_like(f)
-    expected = reference.mode(case.likelihood, J, offset, case.y, built.diagonal())
-    newton = linear_model_mode(model, built, Dense())
-    assert newton.converged
-    assert_close((newton.value * built.scale)[0], expected, rtol=1e-5, atol=1e-6)
-    sgd = linear_model_mode(model, built, SGD(min_steps=2500, batch_size=100))
-    assert_close((sgd.value * built.scale)[0], expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
 
 
 def test_low_variance_objective_has_less_noise() -> None:

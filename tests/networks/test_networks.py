@@ -626,26 +626,6 @@ def test_tangents_of_linear_layers_are_not_repeated_for_each_index_of_a_sequence
     assert F.linear is before
 
 
-@pytest.mark.parametrize(("width", "chunk_size", "calls"), [(2, 16, 1), (2, 1, 2), (2**16, 16, 2), (2**17, 2, 3)])
-def test_vectors_go_together_while_caches_hold_them(width: int, chunk_size: int, calls: int) -> None:
-    seen = []
-
-    class Counted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(random(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(1)
-            return (x @ self.weight)[:, None].expand(-1, width).contiguous().mean(1)  # 4 MiB, or 8, if wide
-
-    network, x, v = Linearisation(Counted(), chunk_size=chunk_size), random(8, 3), random(6, 3)
-    assert_close(network.jvp(x, v), (v @ x.mT)[:, :, None])
-    seen.clear()
-    assert_close(network.jvp(x, v), (v @ x.mT)[:, :, None])
-    assert len(seen) == calls
-
-
 def test_groups_of_rows_are_multiplied_by_their_matrices() -> None:
     rows, weights, ends = random(7, 4).float(), random(3, 4, 8).float(), torch.tensor([2, 2, 6], dtype=torch.int32)
     expected = torch._grouped_mm(rows, weights, offs=ends)  # pyright: ignore

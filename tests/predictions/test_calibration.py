@@ -224,5 +224,5 @@ def test_leverages_from_few_samples_are_clipped() -> None:
         expected = h + step / (1 - ratio)
         expected = expected - expected.mean()
         found = left_out_outputs(likelihood, y, h, h, d)
-        same = torch.allclose(found / found.norm(), expected / expected.norm(), rtol=1e-9)
+        same = torch.allclose(found / found.norm(), expected / expected.norm(), rtol=1e-7)
         assert same == (ratio == 0.95)

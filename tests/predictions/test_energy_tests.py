@@ -1,7 +1,5 @@
 import math
-import sys
 
-import matplotlib as mpl
 import numpy as np
 import pytest
 import torch
@@ -10,12 +8,9 @@ from scipy import stats
 from laplace_sampling.predictions.energy_tests import (
     TestResult,
     chi_squared_test,
-    data_energy_distribution,
     data_energy_test,
-    quantile_plot,
 )
 
-mpl.use("Agg")
 K, REPEATS = 64, 200
 
 
@@ -167,34 +162,3 @@ def test_bad_arguments_are_refused() -> None:
         data_energy_test(good, 1.0, 1.0, math.nan)
     with pytest.raises(ValueError, match="positive and differ"):
         data_energy_test(good)
-
-
-# Plots ---------------------------------------------------------------------------------------------------------------
-
-
-def test_quantile_plot_has_a_point_a_sample_inside_its_band() -> None:
-    import matplotlib.pyplot as plt
-
-    values = (normal(K, 30, seed=8) ** 2).sum(1)
-    axes = quantile_plot(values, stats.chi2(30))
-    assert [len(line.get_xdata()) for line in axes.lines] == [2, K]
-    assert axes.lines[1].get_ydata() == pytest.approx(values.sort().values.numpy())
-    _, own = plt.subplots()
-    assert quantile_plot(values, data_energy_distribution(30.0, 60.0), own) is own
-    plt.close("all")
-
-
-def test_band_holds_all_points_of_95_percent_of_right_sets() -> None:
-    from laplace_sampling.predictions.energy_tests import _joint_level
-
-    ranks, level = np.arange(1, K + 1), _joint_level(K)
-    heights = stats.beta.cdf(np.sort(np.random.default_rng(1).random((2000, K)), axis=1), ranks, K + 1 - ranks)
-    inside = (np.abs(heights - 0.5) <= 0.5 - level / 2).all(1).mean()
-    assert inside == pytest.approx(0.95, abs=0.025)  # three standard errors of both simulations
-    assert level < 0.01  # far from 5 % at each point
-
-
-def test_plot_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(ImportError, match=r"laplace_sampling\[demo\]"):
-        quantile_plot(torch.ones(3), stats.chi2(1))

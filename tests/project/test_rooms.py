@@ -1,6 +1,7 @@
 """Rooms, and imports that point down only."""
 
 import ast
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -33,11 +34,19 @@ def room(module: str) -> str:
     return first if rest else "front"
 
 
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """All that may run: what is imported for type checkers only does not."""
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        if not (isinstance(child, ast.If) and getattr(child.test, "id", "") == "TYPE_CHECKING"):
+            yield from statements(child)
+
+
 @cache
 def imports(module: str) -> frozenset[str]:
-    """The modules of the package that one imports, also inside functions; a room itself stands for its `__init__`."""
+    """The modules of the package that one imports, also inside functions, but for types; a room is its `__init__`."""
     found = set()
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in statements(ast.parse(MODULES[module].read_text())):
         names = []
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]

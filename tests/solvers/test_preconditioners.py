@@ -150,7 +150,7 @@ def test_no_product_is_made_twice_and_all_are_counted() -> None:
 def test_growing_in_blocks_is_the_same_as_one_sketch() -> None:
     op = operator(falling())
     grown, whole = Nystrom.of(op, block=5, max_rank=40, decay=0.0), Nystrom.of(op, block=40)
-    assert_close(grown.eigenvalues, whole.eigenvalues, rtol=1e-6, atol=1e-12)
+    assert_close(grown.eigenvalues, whole.eigenvalues, rtol=1e-6, atol=1e-10)
 
 
 def test_a_subsample_estimates_the_sum_over_all_data() -> None:

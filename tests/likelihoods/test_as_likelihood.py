@@ -1,0 +1,56 @@
+import pytest
+from cases import make_case
+
+from laplace_sampling import LinearisedLaplace
+from laplace_sampling.likelihoods.as_likelihood import LIKELIHOODS, as_likelihood
+from laplace_sampling.likelihoods.bernoulli import Bernoulli
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.multi_task import MultiTask
+from laplace_sampling.likelihoods.poisson import Poisson
+from laplace_sampling.likelihoods.recipes import likelihood_from_recipe, recipe_of_likelihood
+
+
+def test_names_give_likelihoods() -> None:
+    assert as_likelihood("regression", 3.0) == Gaussian(3.0)
+    assert as_likelihood("classification") == Categorical()
+    assert as_likelihood("binary") == Bernoulli()
+    own = Gaussian(2.0)
+    assert as_likelihood(own) is own
+    with pytest.raises(
+        ValueError, match=r"`likelihood='student'` is not known; use \"regression\", \"classification\""
+    ):
+        as_likelihood("student")
+
+
+def test_noise_precision_without_a_use_is_refused() -> None:
+    for likelihood in ("classification", Gaussian(2.0)):
+        with pytest.raises(ValueError, match=r"`noise_precision` goes with likelihood=\"regression\" only"):
+            as_likelihood(likelihood, 3.0)
+
+
+def test_a_dictionary_gives_a_likelihood_for_each_head() -> None:
+    heads = {"value": Gaussian(2.0, learn=False), "count": "poisson"}
+    assert as_likelihood(heads) == MultiTask({"value": Gaussian(2.0, learn=False), "count": Poisson()})
+    with pytest.raises(ValueError, match=r"does not learn the noise precision of a head, but \['value'\] ask for it"):
+        as_likelihood({"value": "regression"})
+    with pytest.raises(TypeError, match=r"needs a Likelihood for each head, but has none for \['count'\]"):
+        MultiTask({"count": "poisson"})  # pyright: ignore[reportArgumentType]
+
+
+class Doubled(Poisson):
+    """A likelihood that the library does not have."""
+
+    def settings(self) -> dict:
+        return {}
+
+
+def test_a_new_likelihood_is_a_line_in_the_table(monkeypatch) -> None:
+    with pytest.raises(ValueError, match="likelihood 'poisson' was a Doubled, which the file does not hold"):
+        likelihood_from_recipe(recipe_of_likelihood(Doubled()))
+    monkeypatch.setitem(LIKELIHOODS, "doubled", Doubled)
+    assert type(as_likelihood("doubled")) is Doubled
+    assert type(likelihood_from_recipe(recipe_of_likelihood(Doubled()))) is Doubled
+    case = make_case("poisson")
+    la = LinearisedLaplace(case.model, "doubled", num_samples=2).fit([(case.x, case.y)], progress=False)
+    assert la.predict(case.x).mean.shape == case.y.shape

@@ -1,0 +1,29 @@
+import pytest
+import torch
+from torch.testing import assert_close
+
+from laplace_sampling.data.batches import Layout
+from laplace_sampling.likelihoods.categorical import Categorical
+
+
+def test_labels_of_another_axis_say_which() -> None:
+    y = torch.zeros(8, 5, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"have \[8, 5\]. They fit classes on axis 2: `Categorical\(class_dim=2\)`\.$"):
+        Categorical().check_targets(torch.Size((8, 5, 3)), y)
+    with pytest.raises(ValueError, match=r"but have \[8, 7\]\.$"):
+        Categorical().check_targets(torch.Size((8, 5, 3)), torch.zeros(8, 7, dtype=torch.long))
+
+
+def test_labels_of_any_integer_type() -> None:
+    f, y = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 3, 1])
+    assert_close(Categorical().loss(f, y.int()), Categorical().loss(f, y))
+    assert_close(Categorical().gradient(f, y.to(torch.uint8)), Categorical().gradient(f, y))
+
+
+@pytest.mark.parametrize("classes", [2, 5, 15, 16, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_probabilities_of_few_and_many_classes(classes: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+    f = 300 * torch.randn(3, 4, classes, generator=generator, dtype=torch.float64).to(dtype)
+    likelihood = Categorical().prepare(Layout.single([classes]), torch.zeros(4, dtype=torch.long))[0]
+    assert_close(likelihood.link(f), f.softmax(-1))
+    assert_close(likelihood.link(f + 1e6), (f + 1e6).softmax(-1))

@@ -1,0 +1,40 @@
+import pytest
+import torch
+
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.likelihoods.gaussian import Gaussian
+
+
+@pytest.mark.parametrize("precision", [0.0, -1.0, float("nan"), float("inf"), [[1.0]]])
+def test_gaussian_refuses_a_noise_precision_that_is_none(precision) -> None:
+    with pytest.raises(ValueError, match="needs a positive number or a tensor"):
+        Gaussian(torch.tensor(precision))
+
+
+def test_what_other_code_asks_of_a_likelihood() -> None:
+    likelihood = Gaussian(torch.tensor([2.0, 3.0]))
+    assert likelihood.quadratic
+    assert likelihood.learns_noise
+    assert likelihood.noise_precisions().tolist() == [2.0, 3.0]
+    assert not Gaussian(learn=False).learns_noise
+    other = Categorical()
+    assert (other.quadratic, other.learns_noise, other.noise_precisions()) == (False, False, None)
+
+
+def test_one_entry_is_a_scalar() -> None:
+    assert Gaussian(torch.tensor([2.0])) == Gaussian(2.0)
+    assert Gaussian(torch.tensor([2.0])).noise_precisions().dim() == 0
+
+
+def test_measurements_are_carried_and_not_compared() -> None:
+    T = torch.eye(2)
+    likelihood = Gaussian(2.0, observe=T)
+    assert likelihood.with_precision(3.0).observe is T
+    assert likelihood == Gaussian(2.0)
+    assert "observe" not in repr(likelihood)
+
+
+def test_residuals_of_the_noise() -> None:
+    assert Gaussian().noise_at == "network"
+    with pytest.raises(ValueError, match="noise_at='data'"):
+        Gaussian(noise_at="data")
