@@ -3,11 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
+from cases import Case
 from torch import nn
 
 from laplace_sampling import SGD, SVRG, Dual, Gaussian, LinearisedLaplace, Method, Prior, Stochastic
 from laplace_sampling.linear_model.priors.as_prior import as_prior
 from laplace_sampling.methods import as_method
+from laplace_sampling.methods.exact import ObservationSpaceFit, WeightSpaceFit
 
 
 def laplace_of(
@@ -43,3 +45,21 @@ def laplace_of(
     else:
         method = replace(as_method(method), **products) if any(products.values()) else as_method(method)
     return LinearisedLaplace(model, likelihood, prior=prior, method=method, seed=seed, **settings)
+
+
+def fit_case(case: Case, method: str = "exact", **settings: Any) -> LinearisedLaplace:
+    """A fit to a tight tolerance; noise and prior are of one size, so that the posterior is neither of them."""
+    data = settings.pop("data", case.batches)
+    R = settings.pop("noise_variances", None)
+    settings = {"likelihood": case.likelihood, "prior_precision": 0.7, "num_samples": 4, "method": method, **settings}
+    la = laplace_of(case.model, **settings)
+    return la.fit(data, noise_variances=R, tolerance=1e-9, progress=False)
+
+
+def in_observation_space(la: LinearisedLaplace) -> bool:
+    """Whether a fit is the exact one without a Jacobian in memory."""
+    return la._fitted is not None and isinstance(la._fitted.fit, ObservationSpaceFit)
+
+
+def holds_jacobian(la: LinearisedLaplace) -> bool:
+    return la._fitted is not None and isinstance(la._fitted.fit, WeightSpaceFit)

@@ -8,7 +8,6 @@ import reference
 import torch
 from cases import Case, make_case
 from flat_settings import laplace_of
-from laplace_sampling.methods.plan import make_plan
 from snapshot import assert_unchanged, snapshot
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -17,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from laplace_sampling import (
     SGD,
     ConvergenceWarning,
-    DualCG,
     Gaussian,
     GPrior,
     IsotropicPrior,
@@ -525,7 +523,7 @@ def test_targets_that_are_zero_end_at_a_bound_and_not_in_an_error() -> None:
 
 
 def test_a_solver_of_another_kind() -> None:
-    with pytest.raises(TypeError, match="`solver` must be an SGD or a DualCG, but is a str"):
+    with pytest.raises(TypeError, match="`solver` must be an SGD or a but is a str"):
         laplace_of(make_case("classification").model, "classification", solver="adam")
 
 

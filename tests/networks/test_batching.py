@@ -100,8 +100,8 @@ def test_batches_of_the_loader_go_in_pieces_that_the_budget_holds(monkeypatch) -
     wide = nn.Sequential(*layers)
     la = LinearisedLaplace(wide, "classification", parameters="2.bias", method="cg", num_samples=8, max_memory=2**26)
     la.fit([(X, Y)], progress=False)
-    assert la._tangent is not None
-    rows = la._tangent.model.features.batch_size
+    assert la._fitted.tangent is not None
+    rows = la._fitted.tangent.model.features.batch_size
     assert rows < 60
     assert la.network.batching.max_rows == rows
     monkeypatch.setattr(Hungry, "largest", 0)
@@ -115,8 +115,8 @@ def test_batches_of_the_loader_go_in_pieces_that_the_budget_holds(monkeypatch) -
 
 def test_rows_are_foretold_from_what_is_made() -> None:
     la = LinearisedLaplace(net(), "classification", num_samples=4).fit([(X, Y)], progress=False)
-    assert la._tangent is not None
-    features = la._tangent.model.features
+    assert la._fitted.tangent is not None
+    features = la._fitted.tangent.model.features
     few, many = (rows_in_memory(features, 2**22, vectors) for vectors in (1, 16))
     assert many < few
     assert abs(rows_in_memory(features, 2**23, 16) - 2 * many) <= 1
@@ -128,8 +128,8 @@ def test_weights_are_no_activations() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 400), nn.Tanh(), nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 2))
     la = LinearisedLaplace(model, "classification", method="cg", num_samples=2).fit([(X, Y)], progress=False)
-    assert la._tangent is not None
-    found = rows_in_memory(la._tangent.model.features, 2**24, 16)
+    assert la._fitted.tangent is not None
+    found = rows_in_memory(la._fitted.tangent.model.features, 2**24, 16)
     activations = 4 * 4 * 400  # bytes of two layers, before and after their nonlinearity
     assert 2**24 / (100 * activations) < found < 2**24 / activations
 
