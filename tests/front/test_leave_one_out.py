@@ -17,7 +17,7 @@ def test_leave_one_out_is_a_fit_without_the_datum(name: str, heteroscedastic: bo
     case = make_case(name)
     num = len(case.y)
     R = torch.linspace(0.5, 2, num).double() if heteroscedastic else torch.ones(num).double()
-    settings = {"prior": "isotropic", "linear_model": "homogeneous"}
+    settings = {"linear_model": "homogeneous", "prior_precision": 0.7, "num_samples": 4}
     la = fit_case(case, "exact", noise_variances=R if heteroscedastic else None, **settings)
     found = la.leave_one_out()
     assert isinstance(found, LeaveOneOut)

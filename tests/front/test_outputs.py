@@ -27,6 +27,7 @@ from laplace_sampling import (
     RegressionPrediction,
     from_loss,
 )
+from laplace_sampling.predictions.prediction import SampledPrediction
 
 NEW = ["segmentation", "token_labels", "poisson", "heteroscedastic", "multi_task", "from_loss"]
 
@@ -87,7 +88,7 @@ def test_saved_posteriors_predict_the_same(name: str, tmp_path) -> None:
     assert type(found) is type(expected)
     assert torch.equal(found.variance, expected.variance)
     assert torch.equal(found.log_prob(case.given[1]), expected.log_prob(case.given[1]))
-    assert repr(loaded.likelihood) == repr(la.likelihood)
+    assert repr(loaded.settings.likelihood) == repr(la.settings.likelihood)
 
 
 # Predictions -------------------------------------------------------------------------------------------------
@@ -209,7 +210,7 @@ def test_a_likelihood_from_a_loss_is_the_one_that_is_written_out() -> None:
     assert_close(found.predict(case.x).variance, written.predict(case.x).variance)
     assert_close(found.log_marginal_likelihood().value, written.log_marginal_likelihood().value)
     pred = found.predict(case.x)
-    assert type(pred) is Prediction
+    assert type(pred) is SampledPrediction
     assert_close(pred.log_prob(case.given[1]), written.predict(case.x).log_prob(case.given[1]), rtol=0.2, atol=0.2)
 
 

@@ -156,7 +156,7 @@ def test_float32_networks_in_observation_space() -> None:
     model.load_state_dict({name: value.float() for name, value in case.model.state_dict().items()})
     data = [(case.x.float(), case.y.float())]
     for method in ("exact", "dual"):
-        la = laplace_of(model, case.likelihood, method=method, prior="isotropic")
+        la = laplace_of(model, case.likelihood, method=method, prior_precision=0.7, num_samples=4)
         la.fit(data, progress=False)
         pred = la.predict(case.x.float())
         assert la.converged_

@@ -4,7 +4,7 @@ import pytest
 import reference
 import torch
 from cases import Case, make_case
-from flat_settings import laplace_of
+from flat_settings import laplace_of, loader
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
@@ -16,10 +16,6 @@ from laplace_sampling.solvers.preconditioners import Factored
 
 def dense(found: Factored, size: int) -> Tensor:
     return found.matmul(torch.eye(size, dtype=torch.float64))
-
-
-def loader(case: Case) -> DataLoader:
-    return DataLoader(TensorDataset(case.x, case.given[1]), 3)
 
 
 def posterior(la: LinearisedLaplace) -> tuple[Tensor, Tensor, Tensor]:
