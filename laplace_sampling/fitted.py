@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
@@ -11,15 +12,16 @@ from laplace_sampling.evidence.curves import EvidenceCurves, EvidencePath, Margi
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.tangent_model import TangentModel
-from laplace_sampling.methods.fit import Fit
-from laplace_sampling.methods.problem import SAMPLE_STREAM
+from laplace_sampling.methods.fit import SAMPLE_STREAM, Fit
 from laplace_sampling.networks.held_module import solving
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predictions.diagnosis import Diagnosis
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
-from laplace_sampling.settings import Settings
 from laplace_sampling.solvers.solver import ConvergenceWarning
+
+if TYPE_CHECKING:
+    from laplace_sampling.settings import Settings
 
 __all__ = ["Fitted", "FittedModel", "NotFittedError"]
 
@@ -51,7 +53,7 @@ class FittedModel:
     """Fitted attributes and questions about the fit; `LinearisedLaplace` adds fits, predictions and files."""
 
     network: Linearisation
-    settings: Settings
+    settings: "Settings"
     _fitted: Fitted | None = None
 
     @solving()

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.methods.factored import FactoredFit
 from laplace_sampling.methods.fit import Tuned
 from laplace_sampling.preparation import prepare
+from laplace_sampling.settings import Settings
 
 __all__ = ["largest_variance"]
 
@@ -43,6 +43,7 @@ def largest_variance(
         ValueError: if there are not so many weights, or for another `method`.
 
     Example:
+        >>> from laplace_sampling import LinearisedLaplace
         >>> x, y = torch.randn(20, 3), torch.randn(20, 1)
         >>> model = nn.Linear(3, 1)
         >>> masks = largest_variance(model, "regression", [(x, y)], 2)
@@ -50,25 +51,26 @@ def largest_variance(
         >>> la.samples_.shape
         torch.Size([64, 2])
     """
-    of_fit = {name: settings.pop(name) for name in ("unpack", "weights", "num_data") if name in settings}
+    data = {name: settings.pop(name, None) for name in ("unpack", "weights", "num_data")}
     if settings.get("method", "diagonal") != "diagonal":
         raise ValueError(
             f"`largest_variance(method={settings['method']!r})`: the variances are those of the diagonal posterior; "
             "leave out `method`."
         )
-    settings = {"prior": "isotropic", **settings, "method": "diagonal", "num_samples": 2}
-    la = LinearisedLaplace(model, likelihood, **settings)
-    task = la.settings.method.prepare(prepare(la.settings, la.network, loader, progress=False, **of_fit))
-    size = la.network.num_parameters
-    if not 1 <= k <= size:
+    chosen = Settings.of(likelihood, **{**settings, "method": "diagonal", "num_samples": 2})
+    network = chosen.linearise(model)
+    if not 1 <= k <= network.num_parameters:
         raise ValueError(
-            f"`largest_variance(k={k})`: there are {size} weights to choose from; give a k from 1 to that."
+            f"`largest_variance(k={k})`: there are {network.num_parameters} weights to choose from; give a k from 1 to "
+            "that."
         )
+    task = chosen.method.prepare(prepare(chosen, network, loader, progress=False, **data))
     fit = task.method.fit(task, Tuned(), _TOLERANCE)
     assert isinstance(fit, FactoredFit)
-    variance, seen = fit.marginal_variance(), fit.curvature.eigenvalues() > 0
-    first = torch.where(seen, variance, 0)
+    # Weights that the data do not see have the prior's variance, the largest of all, and no effect.
+    is_seen = fit.curvature.eigenvalues() > 0
+    variance = torch.where(is_seen, fit.marginal_variance(), 0)
     mask = torch.zeros(len(variance), dtype=torch.bool, device=variance.device)
-    mask[first.topk(k).indices] = True
-    masks = la.network.unflatten(mask)
+    mask[variance.topk(k).indices] = True
+    masks = network.unflatten(mask)
     return {name: of_name for name, of_name in masks.items() if bool(of_name.any())}

@@ -11,7 +11,7 @@ from laplace_sampling.data.encoding import encode_inputs
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.weighted import Weighted
-from laplace_sampling.linear_model.factored import CURVATURE, restored_curvature
+from laplace_sampling.linear_model.kronecker import CURVATURE, restored_curvature
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from laplace_sampling.data.batches import Layout, batched, num_rows, place, split
 from laplace_sampling.likelihoods.measurement import as_measurement
-from laplace_sampling.linear_model.factored import Inverse
 from laplace_sampling.linear_model.features import Features
+from laplace_sampling.linear_model.kronecker import Inverse
 from laplace_sampling.linear_model.network_features import features_at
 from laplace_sampling.linear_model.observed_features import ObservedFeatures
 from laplace_sampling.linear_model.weighted_features import noise_weights

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,14 +10,17 @@ from laplace_sampling.data.batches import split
 from laplace_sampling.data.encoding import decode_inputs
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import rows_in_memory
-from laplace_sampling.linear_model.tangent_model import TangentModel, tangent_model
+from laplace_sampling.linear_model.tangent_model import TangentModel
+from laplace_sampling.linear_model.tangent_model_of import tangent_model_of
 from laplace_sampling.methods import as_method
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.resources import free_memory
 from laplace_sampling.posterior import Posterior
-from laplace_sampling.settings import Settings
+
+if TYPE_CHECKING:
+    from laplace_sampling.settings import Settings
 
 __all__ = ["prepare", "restore_fit"]
 
@@ -25,7 +28,9 @@ __all__ = ["prepare", "restore_fit"]
 _LEAST_ACTIVATIONS = 2**26
 
 
-def prepare(settings: Settings, network: Linearisation, loader: Iterable[Any], progress: bool, **data: Any) -> Problem:
+def prepare(
+    settings: "Settings", network: Linearisation, loader: Iterable[Any], progress: bool, **data: Any
+) -> Problem:
     """The problem on the data of a loader.
 
     Args:
@@ -43,10 +48,10 @@ def prepare(settings: Settings, network: Linearisation, loader: Iterable[Any], p
 
 
 def tangent_of(
-    settings: Settings, network: Linearisation, likelihood: Likelihood, loader: Iterable[Any], **data: Any
+    settings: "Settings", network: Linearisation, likelihood: Likelihood, loader: Iterable[Any], **data: Any
 ) -> TangentModel:
     """The tangent model on the data of a loader."""
-    return tangent_model(
+    return tangent_model_of(
         network,
         likelihood,
         loader,
@@ -56,7 +61,7 @@ def tangent_of(
     )
 
 
-def problem_of(settings: Settings, network: Linearisation, tangent: TangentModel, progress: bool) -> Problem:
+def problem_of(settings: "Settings", network: Linearisation, tangent: TangentModel, progress: bool) -> Problem:
     """What is asked of the posterior of a tangent model."""
     vector = network.num_parameters * torch.empty((), dtype=network.dtype).element_size()
 
@@ -68,7 +73,7 @@ def problem_of(settings: Settings, network: Linearisation, tangent: TangentModel
     return Problem(
         tangent=tangent,
         prior=settings.prior,
-        layers=network.layers(),
+        layers=network.layers,
         hessian_at=settings.hessian_at,
         num_samples=settings.num_samples,
         seed=settings.seed,
@@ -78,7 +83,7 @@ def problem_of(settings: Settings, network: Linearisation, tangent: TangentModel
     )
 
 
-def _within_memory(settings: Settings, network: Linearisation, tangent: TangentModel) -> TangentModel:
+def _within_memory(settings: "Settings", network: Linearisation, tangent: TangentModel) -> TangentModel:
     """The same, with as many data in the network at once as activations have memory for, if the loader has more."""
     features, max_memory = tangent.model.features, settings.method.max_memory
     network.batching.max_rows = None
@@ -93,7 +98,7 @@ def _within_memory(settings: Settings, network: Linearisation, tangent: TangentM
 
 
 def restore_fit(
-    settings: Settings, network: Linearisation, posterior: Posterior
+    settings: "Settings", network: Linearisation, posterior: Posterior
 ) -> tuple[Fit, TangentModel] | tuple[None, None]:
     """The fit of a loaded posterior, if it was saved with its training data."""
     kept, rows = posterior.exact, posterior.rows

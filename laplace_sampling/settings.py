@@ -35,7 +35,16 @@ class Settings:
 
     @classmethod
     def of(
-        cls, likelihood: Any, *, prior: Any, method: Any, linear_model: str, hessian_at: str, **others: Any
+        cls,
+        likelihood: Any,
+        *,
+        prior: Any = "isotropic",
+        parameters: Subset = None,
+        method: Any = "auto",
+        num_samples: int = 64,
+        seed: int = 0,
+        linear_model: str = "auto",
+        hessian_at: str = "auto",
     ) -> "Settings":
         """The settings of arguments, some of which are strings.
 
@@ -50,10 +59,12 @@ class Settings:
         return cls(
             likelihood=likelihood,
             prior=as_prior(prior),
+            parameters=parameters,
             method=as_method(method),
+            num_samples=num_samples,
+            seed=seed,
             linear_model=default if linear_model == "auto" else linear_model,
             hessian_at="mode" if hessian_at == "auto" else hessian_at,
-            **others,
         )
 
     def __post_init__(self) -> None:

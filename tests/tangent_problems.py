@@ -11,7 +11,7 @@ from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.linear_model import LinearModel
-from laplace_sampling.linear_model.priors import as_prior
+from laplace_sampling.linear_model.priors.as_prior import as_prior
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 
 
@@ -23,7 +23,9 @@ def dense_model(name: str) -> LinearModel:
 def build(recipe: str, model: LinearModel, precision: float) -> GaussianPrior:
     layers = (["all"], torch.zeros(model.features.size, dtype=torch.long))
     ggn = model.ggn(model.network_outputs)
-    return as_prior(recipe).build(ggn, layers, precision, Draws(64, 0, 1).noise(model.features.num_outputs))
+    return replace(as_prior(recipe), precision=precision).build(
+        ggn, layers, Draws(64, 0, 1).noise(model.features.num_outputs)
+    )
 
 
 def rows_of(model: LinearModel, prior: GaussianPrior) -> Tensor:

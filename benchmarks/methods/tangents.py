@@ -24,7 +24,7 @@ from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.mode_objective import linear_model_mode
 from laplace_sampling.linear_model.priors.as_prior import as_prior
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
-from laplace_sampling.linear_model.tangent_model import tangent_model
+from laplace_sampling.linear_model.tangent_model_of import tangent_model_of
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.dense import Dense
 
@@ -78,7 +78,7 @@ class Trained:
         """The linear model, `"affine"` or `"homogeneous"`; the noise of a regression is known."""
         regression = self.likelihood == "regression"
         likelihood = Gaussian(self.noise_precision, learn=False) if regression else Categorical()
-        return tangent_model(Linearisation(self.network), likelihood, self.data.train.loader(), kind=kind).dense()
+        return tangent_model_of(Linearisation(self.network), likelihood, self.data.train.loader(), kind=kind).dense()
 
     @property
     def default(self) -> LinearModel:

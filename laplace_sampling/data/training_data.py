@@ -251,7 +251,7 @@ class _Stream(_Source):
         if len(indices) != stop - start or bool((indices.diff() != 1).any()):
             raise ValueError(
                 "A stream of data can be read in its order only, not by index, which mini-batches need: use "
-                'method="cg", or a map-style dataset.'
+                'method="krylov", or a map-style dataset.'
             )
         if self.held is None or start < self.first:
             self.reader, self.first, self.held = iter(self), 0, None

@@ -16,7 +16,7 @@ from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
-from laplace_sampling.solvers.krylov import Basis
+from laplace_sampling.solvers.basis import Basis
 from laplace_sampling.solvers.quadrature import Quadrature, TraceEstimator
 
 __all__ = ["EvidenceGoal", "FixedPointGoal", "KrylovRun", "evidence_path", "run_curves"]

@@ -177,7 +177,7 @@ def check_gram_size(features: Features, max_memory: float, dual: bool = True) ->
         raise ValueError(
             f"The exact method in observation space would need about {size_of(needed)} for {features.num_data} "
             f"data of {features.num_outputs} outputs, more than the {size_of(max_memory)} that it may take; use "
-            f'method={others}"cg" or "sgd".'
+            f'method={others}"krylov" or "stochastic".'
         )
 
 

@@ -6,7 +6,6 @@ The mode is that of the linear model itself: only the covariance is approximated
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.linear_model.draws import Draws
@@ -20,10 +19,8 @@ from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.preconditioners import Factored, Jacobi
 from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution
 
-__all__ = ["CURVATURE", "FactoredSampler", "Inverse", "factored_curvature", "prior_of_factored", "restored_curvature"]
+__all__ = ["FactoredSampler", "factored_curvature", "prior_of_factored"]
 
-# Before the names of the tensors of `M̂` in a file.
-CURVATURE = "curvature."
 # Number of probes, used in place of outputs if there are more of those, and their stream of noise.
 # With 200 outputs they put `γ` of KFAC off by 0.7 %; half as many by 1.3 % in half the time, twice as many by 0.35 %.
 _PROBES, _STREAM = 64, 3
@@ -76,23 +73,6 @@ def _kronecker_prior(prior: GPrior, curvature: Kronecker, layers: Layers, dtype:
             scale[block.index] = diagonal[block.index].rsqrt()
     num_floored += int((scale[curvature.rest] < curvature.diagonal.rsqrt()).sum())
     return replace(built, scale=scale.to(dtype), num_floored=num_floored)
-
-
-def restored_curvature(tensors: dict[str, Tensor]) -> Factored:
-    """`M̂` from its `tensors`."""
-    return Kronecker.from_tensors(tensors) if "rest" in tensors else Jacobi(tensors["diagonal"])
-
-
-@dataclass(frozen=True)
-class Inverse:
-    """`(M̂ + A)⁻¹` of rows, in scaled coordinates."""
-
-    curvature: Factored
-    spread: Float[Tensor, " P"]
-
-    def solve(self, rhs: Tensor) -> Tensor:
-        """`(M̂ + A)⁻¹ v`."""
-        return self.curvature.solve(rhs, self.spread)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.solvers.preconditioners import Factored
+from laplace_sampling.solvers.preconditioners import Factored, Jacobi
 
-__all__ = ["Kronecker", "KroneckerBlock"]
+__all__ = ["CURVATURE", "Inverse", "Kronecker", "KroneckerBlock", "restored_curvature"]
 
+# Before the names of the tensors of `M̂` in a file.
+CURVATURE = "curvature."
 # Added to the eigenvalues: one number, or one for each weight.
 Shift = float | Tensor
 
@@ -153,3 +155,20 @@ class Kronecker(Factored):
         numbers = range((len(tensors) - 2) // 3)
         blocks = [KroneckerBlock(*(tensors[f"{n}.{name}"] for name in ("index", "G", "A"))) for n in numbers]
         return cls(blocks, tensors["rest"], tensors["diagonal"], 0.0)
+
+
+def restored_curvature(tensors: dict[str, Tensor]) -> Factored:
+    """`M̂` from its `tensors`."""
+    return Kronecker.from_tensors(tensors) if "rest" in tensors else Jacobi(tensors["diagonal"])
+
+
+@dataclass(frozen=True)
+class Inverse:
+    """`(M̂ + A)⁻¹` of rows, in scaled coordinates."""
+
+    curvature: Factored
+    spread: Float[Tensor, " P"]
+
+    def solve(self, rhs: Tensor) -> Tensor:
+        """`(M̂ + A)⁻¹ v`."""
+        return self.curvature.solve(rhs, self.spread)

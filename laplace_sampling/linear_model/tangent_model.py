@@ -1,28 +1,20 @@
-"""The linear model of a network on the data of a loader, after checks of network, data and targets."""
+"""`TangentModel`: the linear model of a network on training data, and what it comes from."""
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.data.batches import Layout, batched, place
-from laplace_sampling.data.training_data import TrainingData, Unpack
-from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.likelihoods.measurement import Observation
-from laplace_sampling.likelihoods.weighted import check_weights, weighted
+from laplace_sampling.data.batches import Layout
+from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.linear_model import LinearModel
-from laplace_sampling.linear_model.network_features import NetworkFeatures
-from laplace_sampling.linear_model.observed_features import observe
-from laplace_sampling.linear_model.weighted_features import noise_weights, weigh
-from laplace_sampling.networks.consistency import check_consistency
-from laplace_sampling.networks.linearisation import Linearisation
 
-__all__ = ["TangentModel", "tangent_model"]
+if TYPE_CHECKING:
+    from laplace_sampling.networks.linearisation import Linearisation
+
+__all__ = ["TangentModel", "with_offset", "zeros_as"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +32,7 @@ class TangentModel:
     """
 
     model: LinearModel
-    network: Linearisation
+    network: "Linearisation"
     data: TrainingData
     kind: str
     layout: Layout
@@ -61,7 +53,7 @@ class TangentModel:
         precise = replace(
             self.model, features=self.model.features.in_float64(), network_outputs=self.model.network_outputs.double()
         )
-        return _with_offset(precise, self.network, self.kind)
+        return with_offset(precise, self.network.weights, self.kind)
 
     def dense(self) -> LinearModel:
         """The model with its Jacobian in memory, in float64."""
@@ -70,161 +62,18 @@ class TangentModel:
             features=DenseFeatures.of(self.model.features),
             network_outputs=self.model.network_outputs.double(),
         )
-        return _with_offset(dense, self.network, self.kind)
+        return with_offset(dense, self.network.weights, self.kind)
 
 
-def tangent_model(
-    network: Linearisation,
-    likelihood: Likelihood,
-    loader: Iterable[Any],
-    *,
-    kind: str,
-    observation: Observation | None = None,
-    noise_variances: Tensor | None = None,
-    weights: Tensor | Sequence[float] | None = None,
-    unpack: Unpack | None = None,
-    num_data: int | None = None,
-) -> TangentModel:
-    r"""The tangent model on training data.
-
-    Args:
-        network: linearised network.
-        likelihood: likelihood of the targets.
-        loader: batches of inputs and targets.
-        kind: `"affine"`, with the offset `f − φw̄`, or `"homogeneous"`, without.
-        observation: `T` of targets `y = T f(x) + noise`, applied to the outputs of each datum.
-        noise_variances: `R`, the noise variance of each datum or of each of its outputs, in units of `1/b`.
-        weights: weight of each datum in the sum of losses; for a Gaussian likelihood `1/R`.
-        unpack: `batch -> (inputs, targets)`.
-        num_data: number of data of a stream.
-
-    Raises:
-        TypeError, ValueError: for data that do not fit the model or the likelihood, or that cannot be read twice.
-    """
-    with torch.random.fork_rng(devices=[]):  # a shuffled loader draws from the global generator
-        data = TrainingData(loader, unpack=unpack, num_data=num_data, fill=likelihood.fill)
-    if noise_variances is not None and not likelihood.quadratic:
-        raise ValueError(
-            f"`noise_variances` are of a regression, but the likelihood is {likelihood.name!r}, which has no noise "
-            "variance; leave them out."
-        )
-    if not bool(network.weights.isfinite().all()):
-        raise ValueError("The weights of the model contain NaN or infinity; train or load it again.")
-    if weights is not None:
-        weights = _as_tensor(weights)
-        check_weights(weights, data.num_data)
-        if likelihood.quadratic:
-            # Weights of a Gaussian likelihood are precisions: as noise variances they keep its loss quadratic.
-            weights, noise_variances = None, _as_variances(weights, noise_variances)
-    features, outputs = _features(network, data)
-    model = _with_targets(features, outputs, likelihood, data, observation, weights)
-    row_weights = None
-    if noise_variances is not None:
-        variances = torch.as_tensor(noise_variances, device=network.device)
-        row_weights = noise_weights(variances, (data.num_data, model.network_outputs.shape[1]))
-        model = weigh(model, row_weights)
-    return TangentModel(
-        _with_offset(model, network, kind), network, data, kind, features.layout, row_weights, features.data.in_order
-    )
-
-
-def _features(network: Linearisation, data: TrainingData) -> tuple[NetworkFeatures, Float[Tensor, "N C"]]:
-    """The features, and the outputs of the network, after checks of both."""
-    # The first batch runs twice: outputs that differ show a random forward, such as dropout that stays on.
-    first_batch = torch.arange(min(data.batch_size, data.num_data))
-    first = network(_inputs(network, data, first_batch))
-    # With random weights in the last layer only, its inputs are kept: products then skip the rest of the network.
-    with network.keep_inputs(data) as kept:
-        outputs, layout = _outputs(network, data, first)
-    features = NetworkFeatures(*network.shortened(data, kept), layout)
-    check_consistency(network, _inputs(network, data, first_batch))
-    return features, outputs.reshape(data.num_data, -1)
-
-
-def _with_targets(
-    features: NetworkFeatures,
-    outputs: Float[Tensor, "N C"],
-    likelihood: Likelihood,
-    data: TrainingData,
-    observation: Observation | None,
-    weights: Tensor | None,
-) -> LinearModel:
-    """The linear model, still without an offset, after checks of targets and likelihood."""
-    targets = _placed(data.targets, outputs.device)
-    model = LinearModel(features, _zero(outputs), outputs, targets, likelihood)
-    # Targets of measurements fit `T f`, not `f`: they are checked against the measured outputs.
-    if observation is not None:
-        model = observe(model, observation, targets)
-        likelihood.check_targets(model.network_outputs.shape, model.targets)
-    else:
-        likelihood, targets = likelihood.prepare(features.layout, targets)
-        if weights is not None:
-            likelihood, targets = weighted(likelihood, targets, weights)
-        model = replace(model, targets=targets, likelihood=likelihood)
-    if not bool(model.likelihood.loss(model.network_outputs, model.targets).isfinite().all()):
-        raise ValueError("The loss of the model on the data is not finite; check targets and noise precision.")
-    model.likelihood.check_curvature(model.network_outputs, model.targets)
-    return model
-
-
-def _as_tensor(weights: Any) -> Tensor:
-    try:
-        return torch.as_tensor(weights)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"`weights` must be numbers, one for each datum, as a tensor, an array or a list, but are {weights!r:.40}."
-        ) from error
-
-
-def _as_variances(weights: Tensor, noise_variances: Tensor | None) -> Tensor:
-    if noise_variances is not None:
-        raise ValueError("`weights` of a regression are `1/noise_variances`: give one of them.")
-    if not bool((weights > 0).all()):
-        raise ValueError(
-            f"`weights` of a regression are `1/noise_variances`, so positive, but {int((weights == 0).sum())} are 0: "
-            "leave these data out, as by `torch.utils.data.Subset(dataset, weights.nonzero()[:, 0].tolist())`."
-        )
-    return 1 / weights.double()
-
-
-def _placed(y: Any, device: torch.device) -> Any:
-    tensors, rebuild = batched(y)
-    return rebuild([tensor.detach().to(device) for tensor in tensors])
-
-
-def _inputs(network: Linearisation, data: TrainingData, batch: Tensor) -> Any:
-    return place(data.inputs(batch), network.device, network.dtype)
-
-
-def _outputs(network: Linearisation, data: TrainingData, first: Tensor) -> tuple[Float[Tensor, "N *C"], Layout]:
-    """The outputs on all data, and their layout, the largest of all batches; `first` is the first batch once more."""
-    outputs: list[Tensor] = []
-    layouts: list[Layout] = []
-    for number, batch in enumerate(torch.arange(data.num_data).split(data.batch_size)):
-        output, layout = network.evaluate(_inputs(network, data, batch))
-        outputs.append(output.reshape(len(batch), -1))
-        layouts.append(layout)
-        if not bool(output.isfinite().all()):
-            raise ValueError(f"The model gives NaN or infinity on batch {number} (counted from 0) of the data.")
-        if number == 0 and not torch.equal(first, output):
-            raise ValueError(
-                "The model gives different outputs for the same input in evaluation mode. Remove what is random "
-                "in its forward (for example `F.dropout(..., training=True)`)."
-            )
-    layout = reduce(Layout.union, layouts)
-    # Batches with less padding have fewer outputs: all get those of the largest.
-    widened = [narrow.widen(output, layout) for narrow, output in zip(layouts, outputs, strict=True)]
-    return torch.cat(widened).reshape(data.num_data, *layout.shape), layout
-
-
-def _with_offset(model: LinearModel, network: Linearisation, kind: str) -> LinearModel:
+def with_offset(model: LinearModel, trained_weights: Float[Tensor, " P"], kind: str) -> LinearModel:
+    """The model with the offset of its kind: `f − Φw̄` or zero."""
     # `o = f(w̄) − Φw̄`, so that the affine model agrees with the network at the trained weights.
     f, features = model.network_outputs, model.features
     if kind == "homogeneous":
-        return replace(model, offset=_zero(f))
-    return replace(model, offset=f - features.outputs(network.weights[None].to(features.dtype))[0])
+        return replace(model, offset=zeros_as(f))
+    return replace(model, offset=f - features.outputs(trained_weights[None].to(features.dtype))[0])
 
 
-def _zero(f: Tensor) -> Tensor:
+def zeros_as(f: Tensor) -> Tensor:
     """Zeros in the shape of the outputs, which take no memory."""
     return f.new_zeros(1, 1).expand_as(f)

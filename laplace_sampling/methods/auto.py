@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields
 from laplace_sampling.linear_model.cost import Cost, measure
 from laplace_sampling.linear_model.features import BLOCK_BYTES
 from laplace_sampling.methods.dual import Dual
-from laplace_sampling.methods.exact import MOST_BYTES, Exact, exact_bytes, space_of
-from laplace_sampling.methods.fit import Fit, Tuned
+from laplace_sampling.methods.exact import Exact
+from laplace_sampling.methods.fit import Fit, Task, Tuned
 from laplace_sampling.methods.krylov import Krylov
 from laplace_sampling.methods.method import Choice, Method, Tuning
-from laplace_sampling.methods.problem import Problem, Task
+from laplace_sampling.methods.problem import MOST_BYTES, Problem, exact_bytes, space_of
 from laplace_sampling.methods.solver_method import basis_that_fits
 from laplace_sampling.methods.stochastic import Stochastic
 

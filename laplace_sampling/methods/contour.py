@@ -43,6 +43,10 @@ class Contour(Krylov):
     def stacks(self) -> int:
         return 80
 
+    @property
+    def residual_kind(self) -> str:
+        return "relative gradient"
+
     def remark(self, problem: Problem, memory: Memory) -> str:
         return ""
 

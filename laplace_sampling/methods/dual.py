@@ -11,10 +11,9 @@ from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.sampling import PosteriorSamples
-from laplace_sampling.methods.exact import fits_in_observation_space
-from laplace_sampling.methods.fit import Tuned
+from laplace_sampling.methods.fit import Task, Tuned
 from laplace_sampling.methods.method import Tuning
-from laplace_sampling.methods.problem import Task
+from laplace_sampling.methods.problem import fits_in_observation_space
 from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, has_path
 from laplace_sampling.solvers.solver import Minimum
 
@@ -62,6 +61,10 @@ class Dual(SolverMethod):
     @property
     def advice(self) -> str:
         return "Give `Dual(rank=..., max_iterations=...)` more of either; float64 weights help, too."
+
+    @property
+    def residual_kind(self) -> str:
+        return "relative error of the function"
 
     def check_likelihood(self, likelihood: Likelihood) -> None:
         if not likelihood.quadratic:

@@ -24,13 +24,13 @@ from laplace_sampling.gp.exact_prediction import ExactPrediction
 from laplace_sampling.gp.gram import size_of
 from laplace_sampling.gp.gram_posterior import GramPosterior, gram_posterior_of
 from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.linear_model.features import BLOCK_BYTES, DenseFeatures, Features
+from laplace_sampling.linear_model.features import DenseFeatures, Features
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import PosteriorSamples
-from laplace_sampling.methods.fit import Fit, Tuned
+from laplace_sampling.methods.fit import PATH_STREAM, Fit, Task, Tuned
 from laplace_sampling.methods.method import Choice, Tuning, problems_at_bounds
-from laplace_sampling.methods.problem import PATH_STREAM, Memory, Problem, Task
+from laplace_sampling.methods.problem import MOST_BYTES, Memory, Problem, exact_bytes, space_of
 from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, has_path, search_settings, tuned_by
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
@@ -38,31 +38,10 @@ from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_ou
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.solver import Solver
 
-__all__ = ["Exact", "exact_bytes", "fits_in_observation_space"]
+__all__ = ["Exact"]
 
-# Bytes that dense algebra takes at most where the user gives no number, and Gram matrices that are in memory at once.
-MOST_BYTES, _GRAMS = 8 * 2**30, 4
 # Samples that go through the features together, and the residual that rounding leaves at most.
 _FEW, _RESIDUAL = 16, 1e-6
-
-
-def exact_bytes(space: str, rows: int, size: int) -> float:
-    """Bytes that dense algebra takes in one of the spaces, for `N·C` rows and `P` columns of the Jacobian."""
-    if space == "observations":
-        return 8.0 * _GRAMS * rows**2 + min(BLOCK_BYTES, 8 * rows * size)
-    return 8.0 * (rows * size + 3 * min(rows, size) ** 2)
-
-
-def space_of(problem: Problem) -> str:
-    """The space in which dense algebra is smaller: `"weights"` or `"observations"`."""
-    smaller = problem.num_observations < problem.features.size
-    return "observations" if problem.in_observation_space and smaller else "weights"
-
-
-def fits_in_observation_space(features: Features, memory: Memory) -> bool:
-    """Whether memory holds the Gram matrix and its decomposition."""
-    bytes_ = exact_bytes("observations", features.num_data * features.num_outputs, features.size)
-    return bytes_ <= min(MOST_BYTES, memory.bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,12 +15,14 @@ from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.expansion import total_loss
 from laplace_sampling.evidence.krylov_curves import evidence_path
 from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.linear_model.factored import CURVATURE, FactoredSampler, Inverse, prior_of_factored
+from laplace_sampling.linear_model.factored import FactoredSampler, prior_of_factored
 from laplace_sampling.linear_model.features import Features
+from laplace_sampling.linear_model.kronecker import CURVATURE, Inverse
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import PosteriorSamples
-from laplace_sampling.methods.problem import PATH_STREAM, Memory, Problem, Task
+from laplace_sampling.methods.fit import PATH_STREAM, Task
+from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.methods.solver_method import SolverFit, SolverMethod
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
@@ -63,7 +65,7 @@ class Factored(SolverMethod):
             return super().build_prior(problem, model, memory)
         # `M̂ + A` has a closed form only if the scales of a g-prior are products of two factors in each layer.
         ggn = self.ggn_of_prior(problem, model, memory)
-        return prior_of_factored(problem.prior, ggn, problem.layers, problem.seed)
+        return prior_of_factored(problem.prior, ggn, problem.layers(), problem.seed)
 
     def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
         return FactoredSampler(self.kind, CG(min(2 * tolerance, 0.5)), task.seed)

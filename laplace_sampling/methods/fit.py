@@ -10,13 +10,13 @@ from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.step import Step
+from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.linear_model.features import Features
+from laplace_sampling.linear_model.features import Features, ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
 from laplace_sampling.linear_model.sampling import PosteriorSamples
-from laplace_sampling.methods.problem import Task
 from laplace_sampling.predictions.diagnosis import Diagnosis
 from laplace_sampling.predictions.energy_tests import TestResult, chi_squared_test, data_energy_test
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
@@ -25,11 +25,62 @@ from laplace_sampling.solvers.solver import Minimum
 
 if TYPE_CHECKING:
     from laplace_sampling.methods.method import Method
+    from laplace_sampling.methods.problem import Memory
 
-__all__ = ["Fit", "Tuned"]
+__all__ = ["EM_STREAM", "PATH_STREAM", "PRIOR_STREAM", "SAMPLE_STREAM", "Fit", "Task", "Tuned"]
 
+# Each set of draws has its own stream of the one seed, so that none of them is correlated with another. Streams of
+# posterior samples count up from `SAMPLE_STREAM`, one for each call of `sample`; the path's is far above them.
+EM_STREAM, PRIOR_STREAM, SAMPLE_STREAM, PATH_STREAM = 0, 1, 2, 2**20
 # How many unconverged rows a message names.
 _NAMED_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Task:
+    """A problem as one method takes it.
+
+    Attributes:
+        method: that was chosen for it.
+        model: the linear model, as the method works on it: in float64, or with its Jacobian in memory.
+        prior: with the precisions to start from, or those of the posterior.
+        memory: that solvers may take.
+        reason: why the method was chosen, in words.
+        cost: of products, if it was measured.
+        hessian_at: as of a `Problem`; likewise `num_samples`, `seed`, `dtype`, `progress`.
+    """
+
+    method: "Method"
+    model: LinearModel
+    prior: GaussianPrior
+    memory: "Memory"
+    reason: str
+    hessian_at: str
+    num_samples: int
+    seed: int
+    dtype: torch.dtype
+    progress: bool
+    cost: Cost | None = None
+
+    @property
+    def draws(self) -> Draws:
+        """The draws of the samples that are kept."""
+        return Draws(self.num_samples, self.seed, SAMPLE_STREAM)
+
+    def ggn(self, mode_outputs: Tensor | None = None) -> GGN:
+        """`M`, with the curvature at the network's outputs or at those of the mode, whichever the task asks for.
+
+        Before the mode is known its place is taken by outputs of zero, where `B` does not depend on `α`.
+        """
+        outputs = self.model.network_outputs
+        if self.hessian_at == "mode":
+            outputs = torch.zeros_like(outputs) if mode_outputs is None else mode_outputs
+        return self.model.ggn(outputs)
+
+    def scaled_ggn(self, mode_outputs: Tensor | None = None) -> GGN:
+        """The same in the scaled coordinates of the prior."""
+        ggn = self.ggn(mode_outputs)
+        return replace(ggn, features=ScaledFeatures(ggn.features, self.prior.scale.to(ggn.device, ggn.dtype)))
 
 
 @dataclass(frozen=True)
@@ -200,6 +251,7 @@ class Fit(ABC):
             method=self.method.name,
             reason=self.task.reason,
             advice=self.method.advice,
+            residual_kind=self.method.residual_kind,
             residuals=residuals.cpu(),
             tolerance=tolerance,
             solver_converged=sampled.converged,

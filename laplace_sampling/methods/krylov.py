@@ -6,9 +6,9 @@ from torch import Tensor
 
 from laplace_sampling.evidence.fixed_point import fit_path
 from laplace_sampling.linear_model.sampling import PosteriorSamples
-from laplace_sampling.methods.fit import Tuned
+from laplace_sampling.methods.fit import PATH_STREAM, Task, Tuned
 from laplace_sampling.methods.method import Tuning
-from laplace_sampling.methods.problem import PATH_STREAM, Memory, Problem, Task
+from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.methods.solver_method import (
     BASIS_STACKS,
     SolverMethod,
@@ -45,6 +45,10 @@ class Krylov(SolverMethod):
     @property
     def stacks(self) -> int:
         return 16
+
+    @property
+    def residual_kind(self) -> str:
+        return "relative error of the function"
 
     def short(self, memory: Memory, num_samples: int) -> bool:
         """Whether a Krylov basis worth having does not fit."""

@@ -14,8 +14,8 @@ from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
-from laplace_sampling.methods.fit import Fit, Tuned
-from laplace_sampling.methods.problem import PRIOR_STREAM, Memory, Problem, Task
+from laplace_sampling.methods.fit import PRIOR_STREAM, Fit, Task, Tuned
+from laplace_sampling.methods.problem import Memory, Problem
 
 __all__ = ["Choice", "Method", "Tuning", "problems_at_bounds"]
 
@@ -119,6 +119,11 @@ class Method(ABC):
         """What to do about a solve that did not converge."""
         return "Float64 weights help where the problem is badly conditioned, a larger prior precision too."
 
+    @property
+    def residual_kind(self) -> str:
+        """What the residuals of the samples measure."""
+        return "relative gradient"
+
     def check_likelihood(self, likelihood: Likelihood) -> None:  # noqa: B027
         """Raise a `ValueError` if the method has no posterior for a likelihood."""
 
@@ -180,7 +185,7 @@ class Method(ABC):
         """The prior, whose scale, if it has one, is that of the curvature."""
         ggn = self.ggn_of_prior(problem, model, memory)
         probes = Draws(getattr(problem.prior, "num_probes", 1), problem.seed, PRIOR_STREAM)
-        return problem.prior.build(ggn, problem.layers, probes.noise(model.features.num_outputs))
+        return problem.prior.build(ggn, problem.layers(), probes.noise(model.features.num_outputs))
 
     def ggn_of_prior(self, problem: Problem, model: LinearModel, memory: Memory) -> GGN:
         """`M` of which a g-prior takes the diagonal.

@@ -1,28 +1,21 @@
-"""What is to be fitted: the linear model of a network on training data, and the same as one method takes it."""
+"""`Problem`: what is to be fitted, before a method is chosen, and what dense algebra would take of it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from laplace_sampling.linear_model.cost import Cost
-from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.linear_model.features import Features, ScaledFeatures
-from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.linear_model import LinearModel
-from laplace_sampling.linear_model.priors.prior import GaussianPrior, Prior
+from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
+from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.linear_model.tangent_model import TangentModel
 
-if TYPE_CHECKING:
-    from laplace_sampling.methods.method import Method
+__all__ = ["MOST_BYTES", "Memory", "Problem", "exact_bytes", "fits_in_observation_space", "space_of"]
 
-__all__ = ["EM_STREAM", "PATH_STREAM", "PRIOR_STREAM", "SAMPLE_STREAM", "Memory", "Problem", "Task"]
-
-# Each set of draws has its own stream of the one seed, so that none of them is correlated with another. Streams of
-# posterior samples count up from `SAMPLE_STREAM`, one for each call of `sample`; the path's is far above them.
-EM_STREAM, PRIOR_STREAM, SAMPLE_STREAM, PATH_STREAM = 0, 1, 2, 2**20
+# Bytes that dense algebra takes at most where the user gives no number: what a machine for small problems has.
+MOST_BYTES = 8 * 2**30
+# Gram matrices in memory at once: itself, its eigenvectors, and the workspace of the decomposition.
+_GRAMS = 4
 
 
 @dataclass(frozen=True)
@@ -52,7 +45,7 @@ class Problem:
     Attributes:
         tangent: the linear model, and what it comes from.
         prior: the family of the prior.
-        layers: names of layers, and the layer of each random weight.
+        layers: returns names of layers, and the layer of each random weight.
         hessian_at: `"network"` or `"mode"`, where the curvature of the loss is taken.
         num_samples: `K`.
         seed: of all draws.
@@ -64,7 +57,7 @@ class Problem:
 
     tangent: TangentModel
     prior: Prior
-    layers: tuple[list[str], Tensor]
+    layers: Callable[[], tuple[list[str], Tensor]]
     hessian_at: str
     num_samples: int
     seed: int
@@ -84,48 +77,20 @@ class Problem:
         return self.features.num_data * self.features.num_outputs
 
 
-@dataclass(frozen=True)
-class Task:
-    """A problem as one method takes it.
+def exact_bytes(space: str, rows: int, size: int) -> float:
+    """Bytes that dense algebra takes in one of the spaces, for `N·C` rows and `P` columns of the Jacobian."""
+    if space == "observations":
+        return 8.0 * _GRAMS * rows**2 + min(BLOCK_BYTES, 8 * rows * size)
+    return 8.0 * (rows * size + 3 * min(rows, size) ** 2)
 
-    Attributes:
-        method: that was chosen for it.
-        model: the linear model, as the method works on it: in float64, or with its Jacobian in memory.
-        prior: with the precisions to start from, or those of the posterior.
-        memory: that solvers may take.
-        reason: why the method was chosen, in words.
-        cost: of products, if it was measured.
-        hessian_at: as of a `Problem`; likewise `num_samples`, `seed`, `dtype`, `progress`.
-    """
 
-    method: "Method"
-    model: LinearModel
-    prior: GaussianPrior
-    memory: Memory
-    reason: str
-    hessian_at: str
-    num_samples: int
-    seed: int
-    dtype: torch.dtype
-    progress: bool
-    cost: Cost | None = None
+def space_of(problem: Problem) -> str:
+    """The space in which dense algebra is smaller: `"weights"` or `"observations"`."""
+    smaller = problem.num_observations < problem.features.size
+    return "observations" if problem.in_observation_space and smaller else "weights"
 
-    @property
-    def draws(self) -> Draws:
-        """The draws of the samples that are kept."""
-        return Draws(self.num_samples, self.seed, SAMPLE_STREAM)
 
-    def ggn(self, mode_outputs: Tensor | None = None) -> GGN:
-        """`M`, with the curvature at the network's outputs or at those of the mode, whichever the task asks for.
-
-        Before the mode is known its place is taken by outputs of zero, where `B` does not depend on `α`.
-        """
-        outputs = self.model.network_outputs
-        if self.hessian_at == "mode":
-            outputs = torch.zeros_like(outputs) if mode_outputs is None else mode_outputs
-        return self.model.ggn(outputs)
-
-    def scaled_ggn(self, mode_outputs: Tensor | None = None) -> GGN:
-        """The same in the scaled coordinates of the prior."""
-        ggn = self.ggn(mode_outputs)
-        return replace(ggn, features=ScaledFeatures(ggn.features, self.prior.scale.to(ggn.device, ggn.dtype)))
+def fits_in_observation_space(features: Features, memory: Memory) -> bool:
+    """Whether memory holds the Gram matrix and its decomposition."""
+    bytes_ = exact_bytes("observations", features.num_data * features.num_outputs, features.size)
+    return bytes_ <= min(MOST_BYTES, memory.bytes)

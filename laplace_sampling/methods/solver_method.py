@@ -23,13 +23,15 @@ from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.mode_objective import linear_model_mode
 from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
-from laplace_sampling.methods.fit import Fit, Tuned
+from laplace_sampling.methods.fit import EM_STREAM, PATH_STREAM, Fit, Task, Tuned
 from laplace_sampling.methods.method import Method, Tuning, problems_at_bounds
-from laplace_sampling.methods.problem import EM_STREAM, PATH_STREAM, Memory, Task
+from laplace_sampling.methods.problem import Memory
 from laplace_sampling.solvers.solver import InGroups, Minimum, Solver
 
 __all__ = ["BASIS_STACKS", "SolverFit", "SolverMethod", "basis_that_fits", "has_path", "search_settings", "tuned_by"]
 
+# More samples than anybody asks for.
+_ALL = 2**31
 # Vectors alive for each row of EM that is not being solved at the moment; measured in float32.
 _EM_STACKS = 12
 # Vectors held for each of a Krylov basis (itself, its product, and room to move), and for each row of a solve.
@@ -75,7 +77,7 @@ class SolverMethod(Method):
     def rows(self, memory: Memory, num_samples: int, held: float = 0) -> int:
         """Samples to solve for together, beside `held` vectors."""
         if not self.stacks:
-            return num_samples
+            return _ALL
         room = memory.vectors - held - self.preconditioner_vectors(memory, num_samples)
         return max(1, int(room / self.stacks))
 

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from laplace_sampling.linear_model.cost import Cost, measure
 from laplace_sampling.linear_model.sampling import PosteriorSamples
+from laplace_sampling.methods.fit import Task
 from laplace_sampling.methods.method import Choice
-from laplace_sampling.methods.problem import Memory, Problem, Task
+from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.methods.solver_method import SolverMethod
 from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.solver import Solver
@@ -62,6 +63,10 @@ class Stochastic(SolverMethod):
         if self.plain:
             return "Give more passes with `Stochastic(solver=SGD(epochs=..., mode_epochs=...))`."
         return 'Raise `tolerance`, or use `method="krylov"`, which goes on for longer.'
+
+    @property
+    def residual_kind(self) -> str:
+        return super().residual_kind if self.plain else "relative error of the function"
 
     def choose(self, problem: Problem) -> Choice:
         if self.solver is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from laplace_sampling.predictions.diagnosis_page import Problem, Row, listed, number, page, percent, plus_minus
 from laplace_sampling.predictions.energy_tests import SHIFT, SIGNIFICANT, TestResult
 
-__all__ = ["Diagnosis", "advice", "residual_kind"]
+__all__ = ["Diagnosis"]
 
 # Definitions of what deserves a word: differences in standard errors, samples, and shares of the whole.
 _STANDARD_ERRORS = 3.0
@@ -23,22 +23,6 @@ _FAR_OFFSET = 0.5
 
 _HYPERPARAMETERS = {True: "converged", False: "not converged", None: "as given"}
 _GROUPS_SHOWN = 4
-
-
-def advice(method: str) -> str:
-    """What to do about a solve of a method that did not converge."""
-    if method == "sgd":
-        return "Give more passes with `solver=SGD(epochs=..., mode_epochs=...)`."
-    if method == "svrg":
-        return 'Raise `tolerance`, or use `method="cg"`, which goes on for longer.'
-    if method == "dual":
-        return "Give `solver=DualCG(rank=..., max_iterations=...)` more of either; float64 weights help, too."
-    return "Float64 weights help where the problem is badly conditioned, a larger prior precision too."
-
-
-def residual_kind(method: str) -> str:
-    """What the residuals of a method's samples measure."""
-    return "relative error of the function" if method in ("cg", "dual", "svrg") else "relative gradient"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.solvers.krylov import Basis
+from laplace_sampling.solvers.basis import Basis
 
 __all__ = ["Quadrature", "TraceEstimator"]
 

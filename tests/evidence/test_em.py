@@ -38,13 +38,13 @@ def toy(num_data: int = 100, noise: float = 0.1, width: int = 50) -> LinearModel
         y = torch.sin(3 * x) + noise * torch.randn(num_data, 1, dtype=torch.float64)
     J = reference.jacobian(model, x)
     f = model(x).detach()
-    return LinearModel(DenseFeatures(J), torch.zeros_like(f), f, y, Gaussian(1 / noise**2))
+    return LinearModel(DenseFeatures(J), torch.zeros_like(f), f, y, Gaussian(1 / noise**2, noise_at="mode"))
 
 
 def built(recipe, model: LinearModel, precision: float):
     layers = (["first", "second"], (torch.arange(model.features.size) >= model.features.size // 2).long())
     ggn = model.ggn(model.network_outputs)
-    return recipe.build(ggn, layers, precision, Draws(64, 0, 1).noise(model.features.num_outputs))
+    return replace(recipe, precision=precision).build(ggn, layers, Draws(64, 0, 1).noise(model.features.num_outputs))
 
 
 def test_effective_dimension_is_unbiased_and_of_the_variance_of_its_formula() -> None:
@@ -109,7 +109,7 @@ def log_evidence(model: LinearModel, alpha: float, beta: float, scale: torch.Ten
 
 @pytest.mark.parametrize("start", [100.0, 0.01])
 def test_em_ends_at_a_maximum_of_the_dense_evidence(start: float) -> None:
-    model = toy(60, width=10).with_likelihood(Gaussian(1.0))
+    model = toy(60, width=10).with_likelihood(Gaussian(1.0, noise_at="mode"))
     prior = built(GPrior(), model, start)
     result = fit_em(model, prior, Draws(4, 0), Dense(), hessian_at="network", max_steps=200, tolerance=1e-8)
     assert result.converged
@@ -127,7 +127,8 @@ def test_em_ends_at_a_maximum_of_the_dense_evidence(start: float) -> None:
 def test_per_output_noise_reaches_the_maximum_of_each_output() -> None:
     case = make_case("regression_per_output")
     model = case.linear_model()
-    model = replace(model, features=DenseFeatures.of(model.features))
+    learnt = replace(case.likelihood, noise_at="mode")
+    model = replace(model, features=DenseFeatures.of(model.features), likelihood=learnt)
     prior = built(IsotropicPrior(), model, 1.0)
     mode_outputs = model.outputs(linear_model_mode(model, prior, Dense()).value)[0]
     ggn = model.ggn(mode_outputs)
@@ -139,7 +140,7 @@ def test_per_output_noise_reaches_the_maximum_of_each_output() -> None:
     expected = (len(J) - gamma) / ((mode_outputs - case.y) ** 2).sum(0)
     update = noise_update(model, ggn, samples, gamma.sum()[None], mode_outputs)
     assert_close(update, expected, rtol=0.05, atol=0)
-    scalar = model.with_likelihood(Gaussian(1.0))
+    scalar = model.with_likelihood(Gaussian(1.0, noise_at="mode"))
     update = noise_update(scalar, ggn, samples, gamma.sum()[None], mode_outputs)
     assert_close(update, (J.shape[0] * 3 - gamma.sum()) / ((mode_outputs - case.y) ** 2).sum())
 

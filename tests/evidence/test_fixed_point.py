@@ -15,7 +15,7 @@ from laplace_sampling.solvers.dense import Dense
 
 @pytest.mark.parametrize("recipe", ["isotropic", "g-prior"])
 def test_the_fixed_point_of_regression_is_that_of_em(recipe: str) -> None:
-    model = dense_model("regression_many_data").with_likelihood(Gaussian(0.5, learn=True))
+    model = dense_model("regression_many_data").with_likelihood(Gaussian(0.5, noise_at="mode"))
     prior = build(recipe, model, 2.0)
     em = fit_em(model, prior, Draws(2, 0), Dense(), hessian_at="network", max_steps=5000, tolerance=1e-10)
     result = fit_path(model, prior, 0, 3, hessian_at="network", tolerance=1e-3)

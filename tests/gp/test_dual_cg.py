@@ -251,7 +251,7 @@ def test_em_in_observation_space_ends_near_the_exact_optimum() -> None:
     noise = torch.randn(900, 1, generator=generator, dtype=torch.float64)
     zero = torch.zeros(900, 1, dtype=torch.float64)
     model = LinearModel(features, zero, zero, features.outputs(theta)[0] + noise, Gaussian(1.0, learn=False))
-    prior = IsotropicPrior().build(model.ggn(zero), ([], torch.zeros(0)), 100.0, Draws(1, 0).noise(1))
+    prior = IsotropicPrior(100.0).build(model.ggn(zero), ([], torch.zeros(0)), Draws(1, 0).noise(1))
     exact = fit_exact_regression(model, prior).optimum
     steps = fit_em(model, prior, Draws(2, 0), DualCG(), hessian_at="mode", max_steps=5, tolerance=1e-3).history
     print(f"EM: α {[s.new_prior_precision[0] for s in steps]} against {exact.precision}")

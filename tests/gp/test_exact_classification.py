@@ -145,7 +145,7 @@ def test_bounds_are_kept_and_told() -> None:
     for call in (exact.fit, lambda **k: exact.posterior(1.0, **k)):
         with pytest.raises(ValueError, match="`hessian_at='here'` is not known"):
             call(hessian_at="here")
-    with pytest.raises(ValueError, match='that it may take; use method="krylov" or "sgd"'):
+    with pytest.raises(ValueError, match='that it may take; use method="krylov" or "stochastic"'):
         ExactClassification.of(model, prior, max_memory=1e4)
     assert not exact.mode(inside, max_steps=1).converged
     assert exact.mode(inside, tolerance=1e-3).residual < 1e-3

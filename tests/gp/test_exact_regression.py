@@ -257,7 +257,7 @@ def test_bounds_are_kept_and_told() -> None:
     features = DenseFeatures(rows * torch.logspace(0, -12, 10, dtype=torch.float64)[:, None, None])
     zero = torch.zeros(10, 1, dtype=torch.float64)
     few = LinearModel(features, zero, zero, features.outputs(torch.ones(1, 50).double())[0], model.likelihood)
-    wide = IsotropicPrior().build(few.ggn(few.offset), ([], torch.zeros(0)), 1.0, Draws(1, 0).noise(1))
+    wide = IsotropicPrior().build(few.ggn(few.offset), ([], torch.zeros(0)), Draws(1, 0).noise(1))
     decomposed = ExactRegression.of(few, wide)
     found = decomposed.fit(noise_bounds=(1e-3, 1e30))
     assert found.noise_precision == 1e30
@@ -295,7 +295,9 @@ def test_noise_given_for_each_datum(shape: str) -> None:
     assert_close(at.joint_covariance(alpha, 1.0), J @ torch.linalg.solve(primal.H, J.T), **CLOSE)
     # A common factor may be learnt: then ratios count, not the unit.
     learnt = [
-        fit_exact_regression(model.with_likelihood(Gaussian(1.0)), prior, noise_variances=given * unit).optimum
+        fit_exact_regression(
+            model.with_likelihood(Gaussian(1.0, noise_at="mode")), prior, noise_variances=given * unit
+        ).optimum
         for unit in (1.0, 100.0)
     ]
     assert learnt[1].noise_precision == pytest.approx(100 * learnt[0].noise_precision)
@@ -307,7 +309,9 @@ def test_a_noise_precision_for_each_output() -> None:
     scales = torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)
     generator = torch.Generator().manual_seed(4)
     targets = case.y + scales * torch.randn(50, 3, generator=generator, dtype=torch.float64)
-    model = LinearModel(model.features, model.offset, model.network_outputs, targets, Gaussian(torch.ones(3)))
+    model = LinearModel(
+        model.features, model.offset, model.network_outputs, targets, Gaussian(torch.ones(3), noise_at="mode")
+    )
     found = fit_exact_regression(model, prior)
     assert found.optimum.converged
     b = found.likelihood.noise_precision
@@ -345,7 +349,7 @@ def test_a_noise_precision_for_each_output() -> None:
 
 def test_noise_precisions_of_outputs_at_a_bound() -> None:
     _, model, prior = noisy(30, outputs=2)
-    model = model.with_likelihood(Gaussian(torch.ones(2)))
+    model = model.with_likelihood(Gaussian(torch.ones(2), noise_at="mode"))
     found = fit_exact_regression(model, prior, noise_bounds=(1e-6, 5.0))
     assert found.optimum.at_bounds == ("noise_precision",)
     assert not found.optimum.converged

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from laplace_sampling import SGD, LinearisedLaplace
 from laplace_sampling.likelihoods.categorical import Categorical
-from laplace_sampling.linear_model.tangent_model import tangent_model
+from laplace_sampling.linear_model.tangent_model_of import tangent_model_of
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers import svrg
 
@@ -115,7 +115,7 @@ def test_peak_memory_of_products_does_not_grow_with_the_data() -> None:
     model, peaks = _body(), {}
     for num in (4, 16):
         batches = [(torch.randn(1, 1, 32, 32), torch.zeros(1).long()) for _ in range(num)]
-        linear = tangent_model(Linearisation(model), Categorical(), batches, kind="homogeneous").model
+        linear = tangent_model_of(Linearisation(model), Categorical(), batches, kind="homogeneous").model
         ggn = linear.ggn(linear.network_outputs)
         v = torch.randn(4, ggn.size)
         peaks[num] = _peak(lambda g=ggn, v=v: g.matmul(v))
@@ -152,7 +152,7 @@ def test_a_fit_keeps_to_its_memory(method: str, prior: str, hyperparameters: boo
         product = _peak(lambda: network.vjp(x, torch.ones(1, 4, 3)) + network.jvp(x, torch.ones(1, size)).sum())
         beside = product + 6 * 4 * size + 4 * x.numel() * 4
         print(method, prior, "peak", memory.peak / (4 * size), "vectors of", vectors, "and", beside / (4 * size))
-        assert memory.peak <= la.max_memory + beside
+        assert memory.peak <= la.settings.method.max_memory + beside
         assert la.samples_.shape == (16, size)
 
 

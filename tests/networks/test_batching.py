@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import Case, make_case
+from flat_settings import laplace_of
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -82,10 +83,10 @@ def test_what_does_not_hold_one_datum_is_an_error() -> None:
         Batching().in_parts(5, lambda rows: torch.zeros(2).reshape(7))  # no other error is
 
 
-@pytest.mark.parametrize("method", ["cg", "exact"])
+@pytest.mark.parametrize("method", ["krylov", "exact"])
 def test_a_fit_that_runs_out_of_memory_is_that_of_smaller_batches(method: str) -> None:
-    expected = LinearisedLaplace(net(), "classification", method=method, num_samples=8).fit([(X, Y)], progress=False)
-    la = LinearisedLaplace(net(Hungry), "classification", method=method, num_samples=8)
+    expected = laplace_of(net(), "classification", method=method, num_samples=8).fit([(X, Y)], progress=False)
+    la = laplace_of(net(Hungry), "classification", method=method, num_samples=8)
     with pytest.warns(UserWarning, match="Memory does not hold"):
         la.fit([(X, Y)], progress=False)
     assert_close(la.samples_, expected.samples_, rtol=2e-3, atol=2e-3)
@@ -98,7 +99,7 @@ def test_batches_of_the_loader_go_in_pieces_that_the_budget_holds(monkeypatch) -
     # Not the last layer is random: its features would be kept, and the network not run.
     layers = Hungry(nn.Flatten(), nn.Linear(3, 200_000)), nn.ReLU(), nn.Linear(200_000, 2), nn.Linear(2, 2)
     wide = nn.Sequential(*layers)
-    la = LinearisedLaplace(wide, "classification", parameters="2.bias", method="cg", num_samples=8, max_memory=2**26)
+    la = laplace_of(wide, "classification", parameters="2.bias", method="krylov", num_samples=8, max_memory=2**26)
     la.fit([(X, Y)], progress=False)
     assert la._fitted.tangent is not None
     rows = la._fitted.tangent.model.features.batch_size
@@ -107,7 +108,7 @@ def test_batches_of_the_loader_go_in_pieces_that_the_budget_holds(monkeypatch) -
     monkeypatch.setattr(Hungry, "largest", 0)
     la.predict(X)
     assert 0 < Hungry.largest <= rows
-    again = LinearisedLaplace(wide, "classification", parameters="2.bias", method="cg", num_samples=8, max_memory=2**30)
+    again = laplace_of(wide, "classification", parameters="2.bias", method="krylov", num_samples=8, max_memory=2**30)
     again.fit([(X, Y)], progress=False)
     assert again.network.batching.max_rows is None
     assert_close(la.predict(X).variance, again.predict(X).variance, rtol=1e-2, atol=1e-5)
@@ -127,7 +128,7 @@ def test_weights_are_no_activations() -> None:
     """A tangent of the matrix for 16 vectors, 10 MB, would leave room for one or two data of a few kilobytes each."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 400), nn.Tanh(), nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 2))
-    la = LinearisedLaplace(model, "classification", method="cg", num_samples=2).fit([(X, Y)], progress=False)
+    la = LinearisedLaplace(model, "classification", method="krylov", num_samples=2).fit([(X, Y)], progress=False)
     assert la._fitted.tangent is not None
     found = rows_in_memory(la._fitted.tangent.model.features, 2**24, 16)
     activations = 4 * 4 * 400  # bytes of two layers, before and after their nonlinearity

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from cases import Case, make_case
+from flat_settings import laplace_of
 from snapshot import assert_unchanged, snapshot
 from torch import Tensor, nn
 
@@ -13,7 +14,8 @@ from laplace_sampling import ConvergenceWarning, LinearisedLaplace
 from laplace_sampling.data.batches import read
 from laplace_sampling.networks.held_module import precisions, solving, users_precision
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.solvers.krylov import Basis, BlockKrylov
+from laplace_sampling.solvers.basis import Basis
+from laplace_sampling.solvers.krylov import BlockKrylov
 
 X = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] * X[:, 1] > 0).long()
@@ -137,10 +139,10 @@ def test_autocast_products_are_float32_and_right_to_a_percent() -> None:
 
 
 def test_a_fit_under_autocast_converges_or_says_that_it_did_not(tmp_path) -> None:
-    settings = {"method": "cg", "num_samples": 8}
-    expected = LinearisedLaplace(net(), "classification", **settings).fit([(X, Y)], progress=False).predict(X)
+    settings = {"method": "krylov", "num_samples": 8}
+    expected = laplace_of(net(), "classification", **settings).fit([(X, Y)], progress=False).predict(X)
     model = net()
-    la = LinearisedLaplace(model, "classification", **settings, autocast=torch.bfloat16)
+    la = laplace_of(model, "classification", **settings, autocast=torch.bfloat16)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ConvergenceWarning)
         pred = la.fit([(X, Y)], progress=False).predict(X)
@@ -152,15 +154,15 @@ def test_a_fit_under_autocast_converges_or_says_that_it_did_not(tmp_path) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("method", ["cg", "exact"])
+@pytest.mark.parametrize("method", ["krylov", "exact"])
 def test_models_in_half_precision_have_error_bars_in_float32(dtype: torch.dtype, method: str) -> None:
     model = net().to(dtype)
     before = copy.deepcopy(model.state_dict())
-    la = LinearisedLaplace(model, "classification", method=method).fit([(X, Y)], progress=False)
+    la = laplace_of(model, "classification", method=method).fit([(X, Y)], progress=False)
     pred = la.predict(X)
     assert torch.equal(pred.outputs, model(X.to(dtype)).detach().float())
     assert pred.stddev.dtype == pred.log_prob(Y).dtype == torch.float32
-    expected = LinearisedLaplace(net(), "classification", method=method).fit([(X, Y)], progress=False).predict(X)
+    expected = laplace_of(net(), "classification", method=method).fit([(X, Y)], progress=False).predict(X)
     assert float((pred.stddev / expected.stddev - 1).abs().median()) < 0.03
     assert all(torch.equal(now, before[name]) for name, now in model.state_dict().items())
 
@@ -184,7 +186,7 @@ def test_tf32_is_off_in_solvers_and_put_back(monkeypatch, lowered: tuple[str, ..
     extend, forward = Basis.extend, nn.Linear.forward
     monkeypatch.setattr(Basis, "extend", lambda *a: seen["solver"].add(settings()) or extend(*a))
     monkeypatch.setattr(nn.Linear, "forward", lambda *a: seen["network"].add(settings()) or forward(*a))
-    la = LinearisedLaplace(net(), "classification", method="cg", hessian_at=hessian_at, num_samples=4)
+    la = LinearisedLaplace(net(), "classification", method="krylov", hessian_at=hessian_at, num_samples=4)
     la.fit_hyperparameters([(X, Y)], progress=False, tolerance=0.2)
     assert seen["solver"] == {("ieee", "ieee")}
     assert lowered in seen["network"]  # its outputs are as the user has them
@@ -200,7 +202,7 @@ def test_tf32_is_put_back_after_an_error(monkeypatch, lowered: tuple[str, ...]) 
 
     monkeypatch.setattr(BlockKrylov, "solve", fail)
     with pytest.raises(ArithmeticError, match="in the solver"):
-        LinearisedLaplace(net(), "classification", method="cg").fit([(X, Y)], progress=False)
+        LinearisedLaplace(net(), "classification", method="krylov").fit([(X, Y)], progress=False)
     assert settings() == lowered
     assert torch.get_float32_matmul_precision() == "medium"
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from laplace_sampling import SGD, Categorical, LinearisedLaplace
 from laplace_sampling.data.training_data import TrainingData
-from laplace_sampling.linear_model import tangent_model
+from laplace_sampling.linear_model import tangent_model_of
 
 generator = torch.Generator().manual_seed(0)
 A = torch.randn(9, 2, generator=generator, dtype=torch.float64)
@@ -137,7 +137,7 @@ def test_half_precision_inputs_are_widened() -> None:
 
 @pytest.fixture
 def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tangent_model, "TrainingData", partial(TrainingData, cache_bytes=0))
+    monkeypatch.setattr(tangent_model_of, "TrainingData", partial(TrainingData, cache_bytes=0))
 
 
 @pytest.mark.usefixtures("no_cache")
@@ -158,7 +158,9 @@ def test_a_stream_that_is_not_kept_is_read_again(method: str) -> None:
 @pytest.mark.usefixtures("no_cache")
 def test_a_stream_that_is_not_kept_has_no_mini_batches() -> None:
     loader = DataLoader(Stream(), batch_size=4)
-    with pytest.raises(ValueError, match=r'method="sgd" draws mini-batches, but a stream .* use method="krylov"'):
+    with pytest.raises(
+        ValueError, match=r'method="stochastic" draws mini-batches, but a stream .* use method="krylov"'
+    ):
         fit(loader, method="sgd", num_data=9)
     data = TrainingData(loader, num_data=9, cache_bytes=0)
     assert torch.equal(data.inputs(torch.arange(5, 8)), X[5:8])

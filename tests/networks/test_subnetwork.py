@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_sampling import LinearisedLaplace, largest_variance
+from laplace_sampling.linear_model.priors.as_prior import as_prior
 from laplace_sampling.networks.subnetwork import Subnetwork
 
 
@@ -123,7 +124,12 @@ def test_errors_say_what_to_do() -> None:
 def test_the_largest_marginal_variances_of_the_diagonal_posterior(prior: str) -> None:
     case = make_case("classification")
     masks = largest_variance(
-        case.model, case.likelihood, [(case.x, case.y)], 11, prior=prior, prior_precision=0.3, hessian_at="network"
+        case.model,
+        case.likelihood,
+        [(case.x, case.y)],
+        11,
+        prior=replace(as_prior(prior), precision=0.3),
+        hessian_at="network",
     )
     found = torch.cat([masks.get(n, torch.zeros_like(p)).reshape(-1) for n, p in case.model.named_parameters()]).bool()
     B = reference.curvature(case.likelihood, case.model(case.x).detach(), case.y)

@@ -11,7 +11,7 @@ from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.solvers.krylov import Basis
+from laplace_sampling.solvers.basis import Basis
 from laplace_sampling.solvers.operator import make_dense
 from laplace_sampling.solvers.quadrature import Quadrature, TraceEstimator
 

@@ -8,12 +8,14 @@ simple form (thesis §6.2.2).
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.linear_model.ggn import GGN, WhiteNoise
+if TYPE_CHECKING:
+    from laplace_sampling.linear_model.ggn import GGN, WhiteNoise
 
 __all__ = ["GaussianPrior", "Layers", "Prior", "overall_precision", "ungrouped", "unit_variance"]
 
@@ -109,7 +111,7 @@ class Prior(ABC):
             )
 
     @abstractmethod
-    def build(self, ggn: GGN, layers: Layers, noise: WhiteNoise) -> GaussianPrior:
+    def build(self, ggn: "GGN", layers: Layers, noise: "WhiteNoise") -> GaussianPrior:
         """The prior of a problem.
 
         Args:
