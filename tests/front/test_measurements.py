@@ -28,15 +28,8 @@ def measured() -> tuple[Case, Tensor, Tensor]:
 def test_measurements_are_those_of_dense_algebra(method: str, form: str) -> None:
     case, T, y = measured()
     given = {"matrix": T, "operator": to_linear_operator(T), "functions": (lambda f: T @ f, lambda u: T.T @ u)}[form]
-    la = laplace_of(
-        case.model,
-        Gaussian(4.0),
-        method=method,
-        prior="isotropic",
-        observe=given,
-        prior_precision=0.7,
-        num_samples=2000,
-    )
+    likelihood = Gaussian(4.0, observe=given)
+    la = laplace_of(case.model, likelihood, method=method, prior_precision=0.7, num_samples=2000)
     la.fit([(case.x, y)], tolerance=1e-6, progress=False)
     J = reference.jacobian(case.model, case.x)
     features = torch.einsum("mc,ncp->nmp", T, J).flatten(0, 1)

@@ -23,6 +23,7 @@ from laplace_sampling import (
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.sampling import draw
 from laplace_sampling.methods.problem import Memory
+from laplace_sampling.methods.solver_method import SolverMethod
 from laplace_sampling.preparation import prepare
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.krylov import CG, BlockKrylov
@@ -133,3 +134,22 @@ def test_layerwise_priors_go_by_em_with_warm_starts(monkeypatch) -> None:
         allowed = 5 * torch.tensor(step.effective_dimension_se) / torch.tensor(step.effective_dimension) + 0.05
         ratio = torch.tensor(step.new_prior_precision) / torch.tensor(other.new_prior_precision)
         assert (ratio.log().abs() < 2 * allowed).all()
+
+
+@pytest.mark.parametrize("vectors", [100, 300, 5000, 10**6])
+@pytest.mark.parametrize(
+    "method",
+    [Krylov(), Stochastic(solver=SGD()), Stochastic(solver=SVRG()), Dual()],
+    ids=["krylov", "sgd", "svrg", "dual"],
+)
+def test_rows_and_what_is_held_fit_in_memory(method: SolverMethod, vectors: int) -> None:
+    memory, num_samples = Memory(4.0 * vectors, True, 4), 16
+    held = method.preconditioner_vectors(memory, num_samples)
+    rows = method.rows(memory, num_samples)
+    assert rows >= 1
+    assert rows == 1 or held + rows * method.stacks <= vectors
+    assert rows == 1 or rows > method.rows(memory, num_samples, held=2 * method.stacks)
+    in_em = method.em_samples(memory, 16, num_samples)
+    assert 1 <= in_em <= 16
+    assert in_em == 1 or method.making_vectors(memory, num_samples) + method.stacks + 12 * in_em <= vectors
+    assert vectors < 10**6 or in_em == 16
