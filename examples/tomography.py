@@ -113,8 +113,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{len(clean)} measurements of {len(truth)} pixels, {sum(p.numel() for p in net.parameters())} weights")
     print(f"relative misfit {float((net(z) @ T.T - y).detach().norm() / y.norm()):.3f}")
 
-    likelihood = Gaussian(1 / sigma**2, learn=options.learn_noise)
-    la = LinearisedLaplace(net, likelihood, prior=options.prior, observe=T, method="exact")
+    likelihood = Gaussian(1 / sigma**2, learn=options.learn_noise, observe=T)
+    la = LinearisedLaplace(net, likelihood, prior=options.prior, method="exact")
     la.fit_hyperparameters([(z, y)], progress=False)
     print(la)
     prediction = la.predict(z)

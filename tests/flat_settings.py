@@ -3,11 +3,17 @@
 from dataclasses import replace
 from typing import Any
 
+from cases import Case
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_sampling import SGD, SVRG, Dual, Gaussian, LinearisedLaplace, Method, Prior, Stochastic
 from laplace_sampling.linear_model.priors.as_prior import as_prior
 from laplace_sampling.methods import as_method
+from laplace_sampling.methods.exact import ObservationSpaceFit, WeightSpaceFit
+
+# For tests that need a fit by mini-batches, and not its accuracy.
+QUICK = SGD(epochs=2, min_steps=20, mode_epochs=4, tolerance=1.0)
 
 
 def laplace_of(
@@ -43,3 +49,34 @@ def laplace_of(
     else:
         method = replace(as_method(method), **products) if any(products.values()) else as_method(method)
     return LinearisedLaplace(model, likelihood, prior=prior, method=method, seed=seed, **settings)
+
+
+def loader(case: Case, batch_size: int = 8, **settings: Any) -> DataLoader:
+    x, y = case.x, case.given[1]
+    if isinstance(y, dict):
+        return DataLoader(
+            [(x[n], {head: t[n] for head, t in y.items()}) for n in range(len(x))], batch_size, **settings
+        )
+    return DataLoader(TensorDataset(x, y), batch_size, **settings)
+
+
+def fitted(case: Case, **settings: Any) -> LinearisedLaplace:
+    return laplace_of(case.model, case.likelihood, **settings).fit(loader(case), progress=False)
+
+
+def fit_case(case: Case, method: str = "exact", **settings: Any) -> LinearisedLaplace:
+    """A fit to a tight tolerance; noise and prior are of one size, so that the posterior is neither of them."""
+    data = settings.pop("data", case.batches)
+    R = settings.pop("noise_variances", None)
+    settings = {"likelihood": case.likelihood, "prior_precision": 0.7, "num_samples": 4, "method": method, **settings}
+    la = laplace_of(case.model, **settings)
+    return la.fit(data, noise_variances=R, tolerance=1e-9, progress=False)
+
+
+def in_observation_space(la: LinearisedLaplace) -> bool:
+    """Whether a fit is the exact one without a Jacobian in memory."""
+    return la._fitted is not None and isinstance(la._fitted.fit, ObservationSpaceFit)
+
+
+def holds_jacobian(la: LinearisedLaplace) -> bool:
+    return la._fitted is not None and isinstance(la._fitted.fit, WeightSpaceFit)

@@ -1,16 +1,21 @@
 """Problems that several tests solve, in float64."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 from cases import Case, make_case
 from torch import Tensor, nn
 
 from laplace_sampling import Gaussian, GPrior, IsotropicPrior, LayerwisePrior
+from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.tangent_model import TangentModel
+from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.networks.linearisation import Linearisation
 
 PRIORS = {"isotropic": IsotropicPrior(), "g-prior": GPrior(), "layerwise": LayerwisePrior()}
@@ -32,6 +37,7 @@ def setting(case: Case, prior: str, precision: float = 0.8):
 
 # Agreement of observation space and weight space, relative to the largest entry.
 CLOSE = {"rtol": 1e-6, "atol": 1e-8}
+SAMPLES = {"rtol": 1e-5, "atol": 1e-7}
 
 
 def make_prior(model: LinearModel, case: Case, prior: str, precision: float = 0.8) -> GaussianPrior:
@@ -88,3 +94,50 @@ def trained(num_data: int = 24) -> Case:
             (((model(x) - y) ** 2).sum() * 10 + sum((p**2).sum() for p in model.parameters())).backward()
             optimiser.step()
     return Case(model, Gaussian(20.0), x, y, 7)
+
+
+def linear_problem(
+    likelihood: str = "regression", inputs: int = 60, num_data: int = 80
+) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    """A linear network on inputs whose variances fall over three decades, and a loader of its data."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(num_data, inputs, generator=g) * torch.logspace(0, -1.5, inputs)
+    model = nn.Linear(inputs, 1 if likelihood == "regression" else 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.randn(model.weight.shape, generator=g))
+        model.bias.zero_()
+        noise = 0.3 * torch.randn(num_data, len(model.bias), generator=g)
+        y = model(x) + noise if likelihood == "regression" else (model(x) + noise).argmax(1)
+    return model.double(), [(x.double(), y.double() if likelihood == "regression" else y)]
+
+
+def unsolved_problem(
+    num_data: int,
+    size: int,
+    max_memory: float,
+    *,
+    outputs: int = 1,
+    likelihood: Likelihood | None = None,
+    num_samples: int = 16,
+    in_order: bool = False,
+    in_observation_space: bool = True,
+) -> Problem:
+    """The sizes of a problem and the memory for it, with a Jacobian of zeros: what the choice of a method looks at."""
+    features = DenseFeatures(torch.zeros(1, outputs, 1).expand(num_data, outputs, size))
+    model = SimpleNamespace(features=features, likelihood=likelihood or Gaussian(1.0))
+
+    def memory_of(given: float | None) -> Memory:
+        return Memory(max_memory if given is None else given, given is not None, 4 * size)
+
+    return Problem(
+        tangent=cast(TangentModel, SimpleNamespace(model=model, in_order=in_order)),
+        prior=IsotropicPrior(),
+        layers=([], torch.zeros(0)),
+        hessian_at="mode",
+        num_samples=num_samples,
+        seed=0,
+        dtype=features.dtype,
+        progress=False,
+        memory_of=memory_of,
+        in_observation_space=in_observation_space,
+    )

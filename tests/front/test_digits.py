@@ -105,7 +105,7 @@ def test_evidence_over_six_decades_is_the_dense_one(few_digits: Problem, hessian
         relative, sigmas = (error / torch.stack(truth)).abs().max(), (error.abs() / (se + 1e-6 * value.abs())).max()
         print(f"largest error {relative:.3%}, {sigmas:.2f} s.e., {path.passes} passes")
         assert relative <= 0.01
-        assert (error.abs() <= 3 * se + 1e-6 * torch.stack(truth).abs()).all()
+        assert (error.abs() <= 3 * se + 1e-5 * torch.stack(truth).abs()).all()
 
 
 def test_64_samples_by_block_krylov(digits: Problem) -> None:

@@ -30,7 +30,7 @@ def test_exact_posteriors(case: Case) -> None:
     outputs = []
     for device in ("cpu", DEVICE):
         model = copy.deepcopy(case.model).to(device)
-        la = laplace_of(model, case.given[0], method="exact", prior_precision=2.0, scale=1.0)
+        la = laplace_of(model, case.given[0], method="exact", prior_precision=2.0)
         prediction = la.fit(case.batches, progress=False).predict(case.x.to(device))
         parts = prediction.values() if isinstance(prediction, dict) else [prediction]
         outputs.append([part.covariance().cpu() for part in parts])
@@ -42,7 +42,7 @@ def test_exact_posteriors(case: Case) -> None:
 def test_samples(name: str, method: str) -> None:
     """Variances of 512 samples: standard error 6 %, of the largest of some dozens 20 %; and saved, on the CPU."""
     case = make_case(name)
-    settings = {"prior_precision": 2.0, "scale": 1.0, "num_samples": 512}
+    settings = {"prior_precision": 2.0, "num_samples": 512}
     exact = laplace_of(case.model, case.given[0], method="exact", **settings).fit(case.batches, progress=False)
     la = laplace_of(copy.deepcopy(case.model).to(DEVICE), case.given[0], method=method, **settings)
     la.fit(case.batches, progress=False)

@@ -39,13 +39,15 @@ def overfitted() -> tuple[nn.Module, tuple[Tensor, Tensor], tuple[Tensor, Tensor
 def test_a_classification_is_scaled_by_its_own_data() -> None:
     model, train, test = overfitted()
     la = LinearisedLaplace(model, "classification", prior="isotropic").fit_hyperparameters([train], progress=False)
-    plain = LinearisedLaplace(model, "classification", prior="isotropic", scale=1.0)
-    plain.fit_hyperparameters([train], progress=False)
+    plain = LinearisedLaplace(model, "classification", prior="isotropic")
+    plain.fit_hyperparameters([train], scale=1.0, progress=False)
     assert plain.scale_ == plain.temperature_ == la.temperature_ == 1
     assert_close(la.samples_, plain.samples_, rtol=0, atol=0)
     deviations = plain.predict(train[0]).deviations
     mode_outputs = la.network.jvp(train[0], la.mode_[None])[0]
-    assert la.scale_ == leave_one_out_scale(plain.likelihood, train[1], la.network(train[0]), mode_outputs, deviations)
+    assert la.scale_ == leave_one_out_scale(
+        plain.settings.likelihood, train[1], la.network(train[0]), mode_outputs, deviations
+    )
     for found, unscaled in ((la.predict(test[0]), plain.predict(test[0])),):
         assert_close(found.deviations, math.sqrt(la.scale_) * unscaled.deviations)
         assert_close(found.covariance(), la.scale_ * unscaled.covariance())
@@ -88,7 +90,7 @@ def test_validation_data_choose_scale_and_temperature(tmp_path: Path) -> None:
     assert loss(la.scale_, la.temperature_, *test) < 0.9 * loss(1e-9, 1.0, *test)
     la.save(tmp_path / "la.pt")
     loaded = LinearisedLaplace.load(tmp_path / "la.pt", model)
-    assert (loaded.scale_, loaded.temperature_, loaded.scale) == (la.scale_, la.temperature_, "auto")
+    assert (loaded.scale_, loaded.temperature_) == (la.scale_, la.temperature_)
     assert_close(loaded.predict(test[0]).probs, la.predict(test[0]).probs, rtol=0, atol=0)
 
 
@@ -235,9 +237,9 @@ def test_messages() -> None:
     case = make_case("regression")
     for scale in (0, -1.0, math.inf, "mode"):
         with pytest.raises(ValueError, match='`scale` must be a positive number or "auto", but is'):
-            LinearisedLaplace(case.model, "regression", scale=scale)
+            LinearisedLaplace(case.model, "regression").fit_hyperparameters(case.batches, scale=scale)
     la = LinearisedLaplace(case.model, "regression")
-    with pytest.raises(ValueError, match="`val_loader` goes with neither `noise_variances` nor `observe`"):
+    with pytest.raises(ValueError, match="`val_loader` does not go with `noise_variances`, which the fit was given"):
         la.fit_hyperparameters(case.batches, val_loader=case.batches, noise_variances=torch.ones(len(case.y)))
     with pytest.raises(ValueError, match="NaN or infinity in its targets"):
         la.fit_hyperparameters(case.batches, val_loader=[(case.x, case.y * math.nan)], progress=False)
@@ -253,23 +255,23 @@ def test_messages() -> None:
 
 def test_a_posterior_that_forgets_its_data_says_so() -> None:
     model, train, _ = overfitted()
-    la = LinearisedLaplace(model, "classification", prior="isotropic", scale=1e4)
+    la = LinearisedLaplace(model, "classification", prior="isotropic")
     with pytest.warns(ConvergenceWarning, match=r"hardly better, with a mean .* without inputs \(-1\.1; the network"):
-        la.fit_hyperparameters([train], progress=False)
+        la.fit_hyperparameters([train], scale=1e4, progress=False)
     line = nn.Linear(1, 1).double()
     nn.init.ones_(line.weight)
     nn.init.zeros_(line.bias)
     x = torch.linspace(-1, 1, 40, dtype=torch.float64)[:, None]
     noisy = x + 0.1 * torch.randn(40, 1, generator=torch.Generator().manual_seed(0))
-    la = LinearisedLaplace(line, "regression", prior="isotropic", scale=1e6)
+    la = LinearisedLaplace(line, "regression", prior="isotropic")
     with pytest.warns(ConvergenceWarning, match="With its error bars the posterior predicts the training data hardly"):
-        la.fit_hyperparameters([(x, noisy)], progress=False)
+        la.fit_hyperparameters([(x, noisy)], scale=1e6, progress=False)
     one = nn.Linear(2, 1).double()
     nn.init.constant_(one.weight, 5.0)
-    binary = LinearisedLaplace(one, "binary", prior="isotropic", scale=1e9)
+    binary = LinearisedLaplace(one, "binary", prior="isotropic")
     points = torch.randn(60, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     with pytest.warns(ConvergenceWarning, match="pass `val_loader`"):
-        binary.fit_hyperparameters([(points, (points.sum(1, keepdim=True) > 0).double())], progress=False)
+        binary.fit_hyperparameters([(points, (points.sum(1, keepdim=True) > 0).double())], scale=1e9, progress=False)
 
 
 def test_the_log_likelihood_without_inputs_is_that_of_frequencies() -> None:
@@ -306,7 +308,7 @@ def test_few_data_are_looked_at_and_the_first_ones_of_a_stream(monkeypatch: pyte
     monkeypatch.setattr(held_out, "_ENOUGH", 20)
     model, (x, y), _ = overfitted()
     la = LinearisedLaplace(model, "classification", num_samples=8).fit_hyperparameters([(x, y)], progress=False)
-    fit = replace(la._fit, sampled=replace(la._fit.sampled, samples=la.samples_))
+    fit = replace(la._fitted.fit, sampled=replace(la._fitted.fit.sampled, samples=la.samples_))
     assert held_out.OnTrainingData.of(fit, False).some.tolist() == list(range(0, 90, 5))
     assert held_out.OnTrainingData.of(fit, True).some.tolist() == list(range(20))
     monkeypatch.setattr(held_out, "_NUMBERS", 8 * 3 * 10)

@@ -27,6 +27,7 @@ from laplace_sampling import (
     RegressionPrediction,
     from_loss,
 )
+from laplace_sampling.predictions.prediction import SampledPrediction
 
 NEW = ["segmentation", "token_labels", "poisson", "heteroscedastic", "multi_task", "from_loss"]
 
@@ -51,8 +52,8 @@ def test_posteriors_equal_dense_ones(name: str, method: str, hessian_at: str) ->
     at = J @ theta if hessian_at == "mode" else f
     H = reference.ggn(J, reference.curvature(case.likelihood, at, case.y)) + torch.diag(A)
     expected = torch.linalg.inv(H)
-    model = la._fit.model
-    ours = model.ggn(la._fit.mode_outputs if hessian_at == "mode" else model.network_outputs)
+    model = la._fitted.fit.model
+    ours = model.ggn(la._fitted.fit.mode_outputs if hessian_at == "mode" else model.network_outputs)
     M = torch.cat(list(ours.root_rows())).double()
     assert_close(M.T @ M + torch.diag(A), H, rtol=0.05, atol=0.05 * float(H.diagonal().max()))
     if method == "exact":
@@ -87,7 +88,7 @@ def test_saved_posteriors_predict_the_same(name: str, tmp_path) -> None:
     assert type(found) is type(expected)
     assert torch.equal(found.variance, expected.variance)
     assert torch.equal(found.log_prob(case.given[1]), expected.log_prob(case.given[1]))
-    assert repr(loaded.likelihood) == repr(la.likelihood)
+    assert repr(loaded.settings.likelihood) == repr(la.settings.likelihood)
 
 
 # Predictions -------------------------------------------------------------------------------------------------
@@ -209,7 +210,7 @@ def test_a_likelihood_from_a_loss_is_the_one_that_is_written_out() -> None:
     assert_close(found.predict(case.x).variance, written.predict(case.x).variance)
     assert_close(found.log_marginal_likelihood().value, written.log_marginal_likelihood().value)
     pred = found.predict(case.x)
-    assert type(pred) is Prediction
+    assert type(pred) is SampledPrediction
     assert_close(pred.log_prob(case.given[1]), written.predict(case.x).log_prob(case.given[1]), rtol=0.2, atol=0.2)
 
 

@@ -105,7 +105,7 @@ def test_peak_memory_of_predict_does_not_grow_with_the_number_of_outputs() -> No
         model = nn.Sequential(_body(), nn.Linear(8, outputs))
         la = LinearisedLaplace(model, "classification", num_samples=16, prior="isotropic", method="exact")
         la.fit([(x[:1], torch.zeros(1).long())], progress=False)
-        la._posterior = type(la._posterior)(**{**vars(la._posterior), "rows": 4})
+        la._fitted.posterior = type(la._fitted.posterior)(**{**vars(la._fitted.posterior), "rows": 4})
         peaks[outputs] = _peak(lambda la=la: la.predict(x))
     print("peak bytes of predict", peaks, "ratio", peaks[1000] / peaks[10])
     assert peaks[1000] < 1.2 * peaks[10]

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from cases import Case, make_case
-from flat_settings import laplace_of
-from laplace_sampling.methods.plan import make_plan
-from problems import many
+from flat_settings import fit_case, holds_jacobian, in_observation_space, laplace_of
+from problems import CLOSE, SAMPLES, many
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -18,31 +17,16 @@ from laplace_sampling import ConvergenceWarning, Likelihood, LinearisedLaplace
 from laplace_sampling.evidence.dense_curves import exact_path
 from laplace_sampling.gp.gram_posterior import GramClassification
 from laplace_sampling.linear_model.network_features import NetworkFeatures
-from laplace_sampling.methods import tasks
+from laplace_sampling.linear_model.tangent_model import TangentModel
 
-CLOSE = {"rtol": 1e-6, "atol": 1e-8}
-SAMPLES = {"rtol": 1e-5, "atol": 1e-7}
 # N·C is less than P.
 NAMES = ["classification", "conv_batch_norm", "layer_norm", "attention", "binary", "multi_label"]
-FIXED = {"prior_precision": 0.7, "num_samples": 4}
-
-
-def fit(case: Case, **settings) -> LinearisedLaplace:
-    settings = {"method": "exact", **FIXED, **settings}
-    la = laplace_of(case.model, case.likelihood, **settings)
-    return la.fit(case.batches, tolerance=1e-9, progress=False)
 
 
 def tune(case: Case, **settings) -> LinearisedLaplace:
     tolerance = settings.pop("tolerance", 1e-9)
     la = laplace_of(case.model, case.likelihood, **{"method": "exact", "num_samples": 4, **settings})
     return la.fit_hyperparameters(case.batches, tolerance=tolerance, max_steps=200, progress=False)
-
-
-@pytest.fixture
-def in_weight_space(monkeypatch):
-    """Make the exact method work in weight space."""
-    return lambda: monkeypatch.setattr(tasks, "make_plan", lambda *a, **kw: make_plan(*a, **{**kw, "gram": False}))
 
 
 def learnable(name: str) -> Case:
@@ -55,9 +39,9 @@ def learnable(name: str) -> Case:
 
 def assert_equal(gram: LinearisedLaplace, weights: LinearisedLaplace, x: Tensor, y: Tensor) -> None:
     """Everything that can be asked."""
-    assert gram._fit.plan.in_observation_space
-    assert weights._fit.plan.holds_jacobian
-    assert isinstance(gram._fit.model.features, NetworkFeatures)
+    assert in_observation_space(gram)
+    assert holds_jacobian(weights)
+    assert isinstance(gram._fitted.fit.model.features, NetworkFeatures)
     a, b = weights.predict(x), gram.predict(x)
     assert torch.equal(a.logits, b.logits)
     assert_close(b.covariance(), a.covariance(), **CLOSE)
@@ -96,9 +80,9 @@ def assert_equal(gram: LinearisedLaplace, weights: LinearisedLaplace, x: Tensor,
 def test_both_spaces_agree(name: str, prior: str, kind: str, hessian_at: str, in_weight_space) -> None:
     case = make_case(name)
     settings = {"prior": prior, "linear_model": kind, "hessian_at": hessian_at}
-    gram = fit(case, **settings)
+    gram = fit_case(case, **settings)
     in_weight_space()
-    assert_equal(gram, fit(case, **settings), case.x[:3] * 1.5 + 0.2, case.y[:3])
+    assert_equal(gram, fit_case(case, **settings), case.x[:3] * 1.5 + 0.2, case.y[:3])
 
 
 @pytest.mark.parametrize("hessian_at", ["mode", "network"])
@@ -116,7 +100,7 @@ def test_hyperparameters_agree_between_the_spaces(name: str, hessian_at: str, in
     step, last = gram.history_[0], weights.history_[-1]
     assert step.new_prior_precision == gram.prior_precision_.tolist()
     assert step.prior_precision == [1.0]
-    assert step.noise_precision == []
+    assert step.noise_precision is None
     assert step.effective_dimension[0] == pytest.approx(last.effective_dimension[0], rel=1e-6)
     assert step.mode_norm[0] == pytest.approx(last.mode_norm[0], rel=1e-6)
     assert step.effective_dimension[0] / step.mode_norm[0] == pytest.approx(step.new_prior_precision[0], rel=1e-8)
@@ -126,7 +110,7 @@ def test_hyperparameters_agree_between_the_spaces(name: str, hessian_at: str, in
 
 @pytest.mark.parametrize("hessian_at", ["mode", "network"])
 def test_curves_are_those_of_all_eigenvalues_in_weight_space(hessian_at: str) -> None:
-    fitted = fit(make_case("classification"), hessian_at=hessian_at)._fit
+    fitted = fit_case(make_case("classification"), hessian_at=hessian_at)._fitted.fit
     curves, _ = fitted.evidence(None)
     dense = fitted.task.prior
     expected = exact_path(fitted.model, dense, (fitted.mode / dense.scale)[None], hessian_at=hessian_at)
@@ -138,7 +122,7 @@ def test_curves_are_those_of_all_eigenvalues_in_weight_space(hessian_at: str) ->
     # At the fitted precision the norm is that of the mode itself.
     here = torch.tensor([0.7]).double()
     assert float(curves.mode_norm(here)) == pytest.approx(float(((fitted.mode / dense.scale) ** 2).sum()))
-    assert float(curves.data_fit(here)) == pytest.approx(fitted.exact.mode.loss)
+    assert float(curves.data_fit(here)) == pytest.approx(fitted.posterior.exact.mode.loss)
 
 
 # Choice -----------------------------------------------------------------------------------------------------------
@@ -150,24 +134,27 @@ def test_auto_works_in_observation_space_without_a_jacobian(monkeypatch) -> None
     def held(*_) -> None:
         raise AssertionError("The Jacobian is held.")
 
-    monkeypatch.setattr(tasks.TangentModel, "dense", held)
+    monkeypatch.setattr(TangentModel, "dense", held)
     la = LinearisedLaplace(case.model, "classification", num_samples=4).fit(case.batches, progress=False)
-    assert isinstance(la._fit, GramClassification)
+    assert in_observation_space(la)
     assert "'exact': a matrix of 32 rows is cheap, in the space of the observations (P = 52 weights, N·C = 32" in repr(
         la
     )
 
 
 def test_several_prior_precisions_and_many_data_are_fitted_in_weight_space() -> None:
-    for la in (fit(make_case("classification"), prior="layerwise"), fit(make_case("classification_many_data"))):
-        assert la._fit.plan.holds_jacobian
+    for la in (
+        fit_case(make_case("classification"), prior="layerwise"),
+        fit_case(make_case("classification_many_data")),
+    ):
+        assert holds_jacobian(la)
         assert "in the space of the weights" in repr(la)
 
 
 def test_too_many_labels_name_the_memory_and_the_methods() -> None:
     model = nn.Linear(200, 100)
     data = [(torch.zeros(100, 200), torch.zeros(100).long())] * 2
-    message = r'would need about 12.\d GiB for 200 data, 100 outputs and 20100 weights, .* use method="krylov" or "sgd"'
+    message = r'would need about 12.\d GiB for 200 data, 100 outputs and 20100 weights, .* "krylov" or "stochastic"'
     with pytest.raises(ValueError, match=message):
         LinearisedLaplace(model, "classification", method="exact", prior="isotropic").fit(data, progress=False)
 
@@ -242,10 +229,10 @@ def test_a_mode_that_does_not_converge_is_told(monkeypatch) -> None:
 
 def test_float32_networks_take_the_jacobian_in_float64() -> None:
     case = make_case("classification")
-    expected = fit(case).predict(case.x)
+    expected = fit_case(case).predict(case.x)
     model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4))
     model.load_state_dict({name: value.float() for name, value in case.model.state_dict().items()})
-    la = laplace_of(model, "classification", method="exact", **FIXED)
+    la = laplace_of(model, "classification", method="exact", prior_precision=0.7, num_samples=4)
     pred = la.fit([(case.x.float(), case.y)], progress=False).predict(case.x.float())
     assert la.converged_
     assert la.samples_.dtype == la.mode_.dtype == pred.stddev.dtype == torch.float32
@@ -281,14 +268,14 @@ def test_a_likelihood_of_ones_own(in_weight_space, tmp_path) -> None:
     base = make_case("binary")
     y = torch.tensor([0.0, 2, 1, 4, 0, 1, 3]).double()[:, None]
     case = Case(base.model, Poisson(), base.x, y, 3)
-    gram = fit(case)
+    gram = fit_case(case)
     gram.save(tmp_path / "la.pt")
     again = LinearisedLaplace.load(tmp_path / "la.pt", case.model, Poisson())
     assert torch.equal(again.predict(case.x).variance, gram.predict(case.x).variance)
     in_weight_space()
-    weights = fit(case)
-    assert gram._fit.plan.in_observation_space
-    assert weights._fit.plan.holds_jacobian
+    weights = fit_case(case)
+    assert in_observation_space(gram)
+    assert holds_jacobian(weights)
     assert_close(gram.samples_, weights.samples_, **SAMPLES)
     assert_close(gram.predict(case.x).variance, weights.predict(case.x).variance, **CLOSE)
     assert float(gram.log_marginal_likelihood()) == pytest.approx(float(weights.log_marginal_likelihood()), rel=1e-6)
@@ -301,7 +288,8 @@ def test_a_likelihood_of_ones_own(in_weight_space, tmp_path) -> None:
 _PEAK = """
 import os, torch
 from torch import nn
-from laplace_sampling import LinearisedLaplace
+from laplace_sampling import IsotropicPrior, LinearisedLaplace
+from laplace_sampling.methods.exact import ObservationSpaceFit
 from laplace_sampling.gp import exact_classification
 torch.manual_seed(0)
 BLOCK = 2**22
@@ -310,10 +298,10 @@ def fit(n, at):
     net = nn.Sequential(nn.Linear(3, 310), nn.Tanh(), nn.Linear(310, 4)).double()
     x = torch.randn(n, 3).double()
     data = list(zip(x.split(50), net(4 * x).detach().argmax(1).split(50)))
-    settings = dict(method="exact", prior="isotropic", prior_precision=5.0, num_samples=4, hessian_at=at)
+    settings = dict(method="exact", prior=IsotropicPrior(precision=5.0), num_samples=4, hessian_at=at)
     la = LinearisedLaplace(net, "classification", **settings)
     la.fit(data, progress=False) if at == "mode" else la.fit_hyperparameters(data, progress=False)
-    assert la._fit.plan.in_observation_space
+    assert isinstance(la._fitted.fit, ObservationSpaceFit)
     la.log_marginal_likelihood(), la.leave_one_out(), la.predict(x[:5]).covariance()
 fit(40, "mode")
 before = int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,183 @@
+"""Bad settings, data and models, and use before a fit."""
+
+import copy
+
+import pytest
+import torch
+from cases import make_case
+from flat_settings import fitted, loader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from laplace_sampling import (
+    Dual,
+    Factored,
+    LinearisedLaplace,
+    NotFittedError,
+    Stochastic,
+)
+
+CLASSES = make_case("classification_many_data")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda la: la.predict(torch.zeros(1, 3)),
+        lambda la: la.sample(1),
+        lambda la: la.samples_,
+        lambda la: la.history_,
+        lambda la: la.state_dict(),
+        lambda la: la.save("nowhere"),
+    ],
+)
+def test_use_before_fit(use) -> None:
+    la = LinearisedLaplace(make_case("classification").model, "classification")
+    with pytest.raises(NotFittedError, match=r"needs a fitted posterior: call `fit_hyperparameters\(loader\)`, `fit"):
+        use(la)
+    assert not hasattr(la, "samples_")  # as scikit-learn's checks expect of fitted attributes
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"likelihood": "ordinal"}, "`likelihood='ordinal'` is not known"),
+        ({"prior": "flat"}, "`prior='flat'` is not known"),
+        ({"linear_model": "quadratic"}, r"`linear_model='quadratic'` is not known; use one of \['auto', 'affine'"),
+        ({"hessian_at": "map"}, "`hessian_at='map'` is not known"),
+        ({"method": "adam"}, "`method='adam'` is not known"),
+        ({"prior_precision": 0.0}, "`prior_precision` must be positive and finite, but is 0.0"),
+        ({"seed": -1}, "`seed` must not be negative, but is -1"),
+        ({"num_samples": 1}, "`num_samples` must be at least 2, but is 1"),
+        ({"parameters": "nothing"}, "match no parameter of the model"),
+    ],
+)
+def test_bad_settings(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LinearisedLaplace(make_case("classification").model, **{"likelihood": "classification", **settings})
+
+
+def test_bad_settings_of_parts() -> None:
+    with pytest.raises(TypeError, match=r"`Stochastic\(solver=...\)` must be an SGD or an SVRG, but is a str"):
+        Stochastic(solver="adam")
+    with pytest.raises(ValueError, match="accuracy and max_iterations must be positive, rank and max_refinements"):
+        Dual(rank=-1)
+    with pytest.raises(ValueError, match="is not known; use one of"):
+        Factored(kind="full")
+
+
+def test_the_exact_method_says_what_it_would_need() -> None:
+    model = nn.Sequential(nn.Linear(3, 50_000), nn.Linear(50_000, 4))
+    data = [(torch.randn(100, 3), torch.zeros(100).long())] * 50
+    with pytest.raises(ValueError, match=r"method=\"exact\" would need about [\d.]+ GiB for 5000 data, 4 outputs"):
+        LinearisedLaplace(model, "classification", method="exact").fit(data, progress=False)
+
+
+class Augmented(Dataset):
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, i: int):
+        return CLASSES.x[i] + torch.rand(2), CLASSES.y[i]
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        ([(CLASSES.x, CLASSES.y.double())], TypeError, r"labels must be integers, but have dtype torch.float64"),
+        ([(CLASSES.x, CLASSES.y + 5)], ValueError, r"must lie between 0 and 2 for 3 outputs"),
+        ([(CLASSES.x, CLASSES.y[:, None])], ValueError, r"must have shape \[25\] for outputs .*, but have \[25, 1\]"),
+        ([(CLASSES.x / 0, CLASSES.y)], ValueError, r"Batch 0 .* has NaN or infinity in its inputs"),
+        ([], ValueError, "The loader is empty"),
+        (iter([(CLASSES.x, CLASSES.y)]), TypeError, "one-shot iterator"),
+        (DataLoader(Augmented(), batch_size=3), ValueError, "different data at each pass"),
+    ],
+)  # fmt: skip
+def test_bad_data_are_refused_and_nothing_is_lost(data, error, message: str) -> None:
+    la = fitted(CLASSES)
+    expected = la.samples_
+    with pytest.raises(error, match=message):
+        la.fit_hyperparameters(data, progress=False)
+    assert la.samples_ is expected
+
+
+def test_regression_targets_of_another_shape() -> None:
+    case = make_case("regression")
+    with pytest.raises(ValueError, match=r"must have the shape of the model's output, \[7, 1\], but have \[7\]"):
+        LinearisedLaplace(case.model, "regression").fit([(case.x, case.y[:, 0])], progress=False)
+
+
+def test_nan_in_weights_outputs_and_loss() -> None:
+    case = make_case("classification_many_data")
+    broken = copy.deepcopy(case.model)
+    with torch.no_grad():
+        broken.bias[0] = float("nan")
+    with pytest.raises(ValueError, match="weights of the model contain NaN or infinity"):
+        LinearisedLaplace(broken, "classification").fit(loader(case), progress=False)
+
+    class Overflowing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) / (x[:, :1] - case.x[7, :1])
+
+    model = Overflowing(2, 3).double()
+    with pytest.raises(ValueError, match=r"gives NaN or infinity on batch 2 \(counted from 0\)"):
+        LinearisedLaplace(model, "classification").fit(loader(case, 3), progress=False)
+    huge = copy.deepcopy(make_case("regression"))
+    with pytest.raises(ValueError, match="loss of the model on the data is not finite"):
+        LinearisedLaplace(huge.model, "regression").fit([(huge.x, huge.y + 1e300)], progress=False)
+
+
+def test_a_model_that_is_random_in_evaluation_mode() -> None:
+    class Noisy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(super().forward(x), 0.5, training=True)
+
+    case = make_case("classification_many_data")
+    with pytest.raises(ValueError, match=r"different outputs for the same input in evaluation mode.*F.dropout"):
+        LinearisedLaplace(Noisy(2, 3).double(), "classification").fit(loader(case), progress=False)
+
+
+def test_a_model_whose_output_is_not_a_tensor() -> None:
+    case = make_case("classification_many_data")
+
+    class Tuple(nn.Linear):
+        def forward(self, x: Tensor):  # pyright: ignore
+            return super().forward(x), x
+
+    with pytest.raises(TypeError, match="returned a tuple, not a tensor"):
+        LinearisedLaplace(Tuple(2, 3).double(), "classification").fit(loader(case), progress=False)
+
+
+def test_one_datum_without_the_axis_of_the_batch() -> None:
+    x, y = torch.randn(6, 3, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 3
+    la = LinearisedLaplace(nn.Linear(3, 3), "classification", num_samples=2).fit([(x, y)], progress=False)
+    with pytest.raises(
+        ValueError, match=r"gives outputs \[3\] for x, but those of the training data were \[N, 3\]. .*`x\[None\]`"
+    ):
+        la.predict(x[0])
+    assert la.predict(x[0][None]).probs.shape == (1, 3)
+
+
+def test_bad_predictions_and_samples() -> None:
+    la = fitted(CLASSES)
+    with pytest.raises(
+        TypeError, match=r"`predict\(x\)` needs a tensor, or a tuple or dictionary of them, but got ndarray"
+    ):
+        la.predict(CLASSES.x.numpy())
+    with pytest.raises(ValueError, match=r"x contains NaN or infinity"):
+        la.predict(CLASSES.x / 0)
+    with pytest.raises(ValueError, match=r"needs a batch of inputs .* got \[0, 2\]"):
+        la.predict(CLASSES.x[:0])
+    with pytest.raises(ValueError, match=r"`predict\(num_samples=65\)`: there are 64 samples; construct"):
+        la.predict(CLASSES.x, num_samples=65)
+    with pytest.raises(ValueError, match=r"`sample\(num_samples\)` needs at least 1, got 0"):
+        la.sample(0)
+    with pytest.raises(ValueError, match="max_steps and num_samples of at least 1 and a positive tolerance"):
+        la.fit_hyperparameters(loader(CLASSES), max_steps=0)
+
+
+def test_a_path_of_evidence_needs_a_range() -> None:
+    case = make_case("classification_many_data")
+    la = LinearisedLaplace(case.model, "classification").fit(case.batches, progress=False)
+    with pytest.raises(ValueError, match="needs 0 < decades <= 12"):
+        la.evidence_path(decades=0)

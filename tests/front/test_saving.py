@@ -1,0 +1,156 @@
+"""Posteriors in files, and which states are refused."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from cases import Case, make_case
+from flat_settings import QUICK, fitted, laplace_of, loader
+from torch import Tensor, nn
+
+from laplace_sampling import (
+    ConvergenceWarning,
+    Gaussian,
+    GPrior,
+    IsotropicPrior,
+    LinearisedLaplace,
+    NotFittedError,
+    from_loss,
+)
+
+
+@pytest.mark.parametrize("method", ["exact", "sgd"])
+def test_predictions_after_a_reload_are_the_same_bit_for_bit(case: Case, method: str, tmp_path) -> None:
+    la = laplace_of(
+        case.model, case.likelihood, method=method, solver=QUICK if method == "sgd" else None, num_samples=4
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        la.fit_hyperparameters(loader(case), max_steps=2, num_samples=2, progress=False)
+    la.save(tmp_path / "la.pt")
+    state = torch.load(tmp_path / "la.pt", weights_only=True)
+    assert all(isinstance(value, Tensor) for value in state.values())
+    # The function of a loss is not in the file.
+    given = case.likelihood if case.likelihood.name == "custom" else None
+    again = LinearisedLaplace.load(tmp_path / "la.pt", copy.deepcopy(case.model), given)
+    pred, expected = again.predict(case.x), la.predict(case.x)
+    assert torch.equal(pred.samples, expected.samples)
+    assert torch.equal(pred.log_prob(case.given[1]), expected.log_prob(case.given[1]))
+    assert again.history_ == la.history_
+    assert torch.equal(again.mode_, la.mode_)
+    assert torch.equal(again.prior_precision_, la.prior_precision_)
+    assert torch.equal(again.effective_dimension_, la.effective_dimension_)
+    other = LinearisedLaplace(case.model, case.likelihood)
+    other.load_state_dict(la.state_dict())
+    assert torch.equal(other.predict(case.x).samples, expected.samples)
+    assert other.state_dict().keys() == la.state_dict().keys()
+
+
+def test_other_weights_are_refused() -> None:
+    case = make_case("conv_batch_norm")
+    la = fitted(case)
+    state = la.state_dict()
+    other = copy.deepcopy(case.model)
+    other[1].running_var += 1e-6
+    with pytest.raises(
+        ValueError, match=r"`load_state_dict`: the weights or buffers of the model are not those of the fit"
+    ):
+        LinearisedLaplace(other, "classification").load_state_dict(state)
+    with torch.no_grad():
+        case.model[0].weight += 1e-6
+    with pytest.raises(ValueError, match=r"`predict`: the weights or buffers.*or fit again"):
+        la.predict(case.x)
+    case.model[0].weight.data.copy_(other[0].weight)
+    la.predict(case.x)  # put back: as good as before
+    case.model[0].weight.data.mul_(2)  # behind autograd's back
+    with pytest.raises(ValueError, match="not those of the fit"):
+        la.predict(case.x)
+
+
+def test_states_that_do_not_fit_are_refused(tmp_path) -> None:
+    case = make_case("classification")
+    state = fitted(case).state_dict()
+    with pytest.raises(
+        ValueError, match=r"of 4 random parameters, 0.weight.*has 2, 2.weight, 2.bias.*same `parameters=`"
+    ):
+        LinearisedLaplace(case.model, "classification", parameters="2.*").load_state_dict(state)
+    with pytest.raises(ValueError, match="of likelihood 'classification', but this LinearisedLaplace has 'binary'"):
+        LinearisedLaplace(case.model, "binary").load_state_dict(state)
+    for damaged in ({**state, "samples": state["samples"][:, :3]}, {k: v for k, v in state.items() if k != "samples"}):
+        with pytest.raises(ValueError, match=r"incomplete or damaged: entries \['samples'\]"):
+            LinearisedLaplace(case.model, "classification").load_state_dict(damaged)
+    with pytest.raises(ValueError, match="no entry 'settings'"):
+        LinearisedLaplace(case.model, "classification").load_state_dict({"weight": torch.zeros(1)})
+
+
+def test_subsets_and_noise_survive_a_reload(tmp_path) -> None:
+    case = make_case("regression_per_output")
+    likelihood = Gaussian(torch.tensor([1.0, 2.0, 3.0]), learn=False)
+    la = LinearisedLaplace(case.model, likelihood, parameters="2.*", prior="layerwise").fit(
+        loader(case), progress=False
+    )
+    la.save(tmp_path / "la.pt")
+    again = LinearisedLaplace.load(tmp_path / "la.pt", case.model)
+    assert again.network.names == ["2.weight", "2.bias"]
+    assert again.noise_precision_.tolist() == [1.0, 2.0, 3.0]
+    assert not again._fitted.posterior.likelihood.learn
+    with pytest.raises(NotFittedError, match=r"`sample` needs the training data.*call `fit\(loader\)`"):
+        again.sample(2)
+
+
+def test_a_loaded_object_fits_as_the_saved_one_would(tmp_path) -> None:
+    case = make_case("regression")
+    settings = {"prior": GPrior(num_probes=7), "prior_precision": 7.0, "num_samples": 5, "seed": 3, "method": "sgd"}
+    la = laplace_of(case.model, "regression", noise_precision=0.1, solver=QUICK, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        la.fit_hyperparameters(loader(case), max_steps=2, progress=False)
+        la.save(tmp_path / "la.pt")
+        again = LinearisedLaplace.load(tmp_path / "la.pt", case.model)
+        assert torch.equal(again.samples_, la.samples_)
+        for one in (la, again):
+            one.fit(loader(case), progress=False)
+    assert torch.equal(again.samples_, la.samples_)
+    assert repr(again) == repr(la)
+
+
+def test_a_prior_of_ones_own_must_be_given_to_load(tmp_path) -> None:
+    class Mine(IsotropicPrior):
+        pass
+
+    case = make_case("regression")
+    la = LinearisedLaplace(case.model, "regression", prior=Mine()).fit(loader(case), progress=False)
+    la.save(tmp_path / "la.pt")
+    with pytest.raises(ValueError, match="the prior was a Mine, which is not of this library; give it as `prior=`"):
+        LinearisedLaplace.load(tmp_path / "la.pt", case.model)
+    again = LinearisedLaplace.load(tmp_path / "la.pt", case.model, prior=Mine())
+    assert torch.equal(again.samples_, la.samples_)
+
+
+def test_a_likelihood_of_ones_own_is_given_to_load(tmp_path) -> None:
+    """Whatever its name."""
+    x, y = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)), torch.zeros(6, 1)
+    for name in ("mine", "regression"):
+        own, model = from_loss(lambda f, t: ((f - t) ** 2).sum(), name), nn.Linear(2, 1)
+        la = LinearisedLaplace(model, own, num_samples=2).fit([(x, y)], progress=False)
+        la.save(tmp_path / "posterior.pt")
+        with pytest.raises(ValueError, match=f"'{name}' was a LossLikelihood, .*; give it as `likelihood=`"):
+            LinearisedLaplace.load(tmp_path / "posterior.pt", model)
+        loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", model, likelihood=own)
+        assert torch.equal(loaded.predict(x).samples, la.predict(x).samples)
+    with pytest.raises(
+        ValueError, match=r"is of likelihood 'regression', a LossLikelihood, but .* 'regression', a Gaus"
+    ):
+        LinearisedLaplace.load(tmp_path / "posterior.pt", model, likelihood="regression")
+
+
+@pytest.mark.parametrize("call", ["log_marginal_likelihood", "evidence_path", "diagnose"])
+def test_what_needs_the_training_data_says_so(call: str, tmp_path) -> None:
+    case = make_case("classification_many_data")
+    with pytest.raises(NotFittedError, match=call):
+        getattr(LinearisedLaplace(case.model, "classification"), call)()
+    LinearisedLaplace(case.model, "classification").fit(case.batches, progress=False).save(tmp_path / "la.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "la.pt", case.model)
+    with pytest.raises(NotFittedError, match=f"`{call}` needs the"):
+        getattr(loaded, call)()

@@ -1,0 +1,93 @@
+"""Conjugate gradients in observation space, through the public class."""
+
+import pytest
+import torch
+from cases import make_case
+from flat_settings import fit_case, laplace_of
+from problems import trained
+from torch.testing import assert_close
+
+from laplace_sampling import ConvergenceWarning, Dual, Gaussian, LinearisedLaplace
+
+
+def test_em_in_the_dual_comes_close_to_the_optimum() -> None:
+    case = trained()
+    settings = {"prior": "isotropic", "num_samples": 4, "noise_precision": 10.0, "noise_at": "mode"}
+    exact = laplace_of(case.model, "regression", method="exact", **settings)
+    exact.fit_hyperparameters(case.batches, progress=False)
+    dual = laplace_of(case.model, "regression", method="dual", **settings)
+    dual.fit_hyperparameters(case.batches, progress=False, max_steps=5, num_samples=64)
+    assert dual.converged_
+    # γ from 64 samples has a relative standard error of at most √(2/64γ)
+    gamma = float(exact.effective_dimension_)
+    allowed = 6 * (2 / (64 * gamma)) ** 0.5
+    assert abs(float((dual.prior_precision_ / exact.prior_precision_).log())) < allowed
+    assert abs(float((dual.noise_precision_ / exact.noise_precision_).log())) < allowed
+    assert dual.samples_.shape == exact.samples_.shape
+    assert dual.samples_.dtype == exact.samples_.dtype
+    assert "'dual': as asked for" in repr(dual)
+    # The search starts where the leading part of the kernel has its optimum; here that is all of it.
+    assert dual.history_[0].prior_precision[0] == pytest.approx(float(exact.prior_precision_), rel=1e-3)
+    assert dual.history_[0].noise_precision[0] == pytest.approx(float(exact.noise_precision_), rel=1e-3)
+    fixed = LinearisedLaplace(case.model, Gaussian(10.0, learn=False), method="dual", prior="isotropic", num_samples=4)
+    fixed.fit_hyperparameters(case.batches, progress=False, max_steps=20)
+    assert fixed.noise_precision_ == 10.0
+
+
+def test_a_poor_preconditioner_of_the_dual_costs_no_accuracy() -> None:
+    case = trained()
+    settings = {"method": "dual", "prior": "isotropic", "num_samples": 4}
+    poor, whole = (
+        laplace_of(case.model, "regression", solver={"rank": rank}, **settings).fit_hyperparameters(
+            case.batches, progress=False, max_steps=5
+        )
+        for rank in (4, 24)
+    )
+    assert poor.converged_
+    assert_close(poor.prior_precision_, whole.prior_precision_, rtol=0.06, atol=0)  # EM stops at 0.03 in log α
+
+
+def test_solver_settings_of_the_dual_survive_a_reload(tmp_path) -> None:
+    case = trained()
+    settings = {"rank": 5, "accuracy": 1e-6, "max_iterations": 77}
+    la = fit_case(case, "dual", solver=settings)
+    assert la._fitted.fit.solver.rank == 5
+    assert la._fitted.fit.solver.held is not None
+    la.save(tmp_path / "la.pt")
+    again = LinearisedLaplace.load(tmp_path / "la.pt", case.model)
+    assert again.settings.method == Dual(**settings)
+    assert torch.equal(again.predict(case.x).samples, la.predict(case.x).samples)
+
+
+def test_settings_of_the_dual_that_are_not_given_are_chosen() -> None:
+    case = trained()
+    plain, given = (fit_case(case, "dual", solver=s)._fitted.fit.solver for s in (None, {"max_iterations": 500}))
+    assert given.rank == plain.rank == len(case.x)
+    assert given.accuracy == plain.accuracy
+    tight = fit_case(case, "dual", solver={"accuracy": 1e-9, "rank": 0})
+    assert tight._fitted.fit.solver.rank == 0
+    exact = fit_case(case, "exact")
+    assert_close(tight.samples_, exact.samples_, rtol=1e-7, atol=1e-9)
+
+
+def test_the_dual_is_for_gaussian_likelihoods() -> None:
+    with pytest.raises(ValueError, match=r'method="dual" is for regression .*; use method="exact"'):
+        LinearisedLaplace(make_case("classification").model, "classification", method="dual")
+
+
+@pytest.mark.parametrize("call", ["fit", "fit_hyperparameters"])
+def test_a_dual_solve_that_does_not_converge_names_its_residual(call: str) -> None:
+    case = trained()
+    solver = {"rank": 0, "max_iterations": 1, "max_refinements": 0}
+    la = laplace_of(case.model, case.likelihood, method="dual", solver=solver, prior_precision=1e-3)
+    with pytest.warns(
+        ConvergenceWarning, match=r"not converged: residual [\d.e+]+ at most, above the tolerance"
+    ) as record:
+        getattr(la, call)(case.batches, progress=False, **({"max_steps": 2} if call == "fit_hyperparameters" else {}))
+    assert len(record) == 1
+    assert record[0].filename == __file__
+    assert "`Dual(rank=..., max_iterations=...)`" in str(record[0].message)
+    assert la.converged_ is False
+    assert not la.diagnose().ok
+    with pytest.warns(ConvergenceWarning, match="The samples have not converged: residual"):
+        la.sample(2)

@@ -1,0 +1,122 @@
+"""What a fit says of its solves, of its bounds and of its convergence."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import make_case
+from flat_settings import in_observation_space, laplace_of
+from problems import linear_problem, trained
+
+from laplace_sampling import SGD, ConvergenceWarning, Krylov, LinearisedLaplace, Stochastic
+from laplace_sampling.linear_model.sampling import PosteriorSamples
+from laplace_sampling.solvers.krylov import BlockKrylov
+from laplace_sampling.solvers.svrg import SVRG
+
+
+@pytest.mark.parametrize("method", ["exact", "krylov"])
+def test_the_noise_is_kept_within_its_bounds(method: str) -> None:
+    model, data = linear_problem()
+    la = laplace_of(model, "regression", method=method, prior="isotropic", num_samples=2)
+    with pytest.warns(ConvergenceWarning, match=r"ended at one of noise_bounds=\(0.1, 2.0\) for the noise") as record:
+        la.fit_hyperparameters(data, noise_bounds=(0.1, 2.0), max_steps=200, progress=False)
+    assert len(record) == 1
+    assert float(la.noise_precision_) == 2.0
+    assert "noise" in la.diagnose().at_bounds
+    with pytest.raises(ValueError, match=r"`noise_bounds` must be positive and in order, but is \(2.0, 1.0\)"):
+        LinearisedLaplace(model, "regression", method="exact").fit_hyperparameters(
+            data, noise_bounds=(2.0, 1.0), progress=False
+        )
+
+
+FAILING = {
+    "krylov": lambda: BlockKrylov(1e-9, max_iterations=1),
+    "sgd": lambda: SGD(epochs=0.1, min_steps=1, mode_epochs=0.1, max_doublings=0, tolerance=1e-6),
+    "svrg": lambda: SVRG(tolerance=1e-12, max_snapshots=1),
+}
+
+
+@pytest.mark.parametrize("method", list(FAILING))
+@pytest.mark.parametrize("call", ["fit", "fit_hyperparameters"])
+def test_a_failing_solve_is_told_once_and_everywhere(method: str, call: str, monkeypatch) -> None:
+    model, data = linear_problem("classification")
+    file = Krylov if method == "krylov" else Stochastic
+    monkeypatch.setattr(file, "make_solver", lambda *_: FAILING[method]())
+    settings = {"prior": "isotropic", "prior_precision": 0.01, "num_samples": 8}  # few, or a block would span it all
+    la = laplace_of(model, "classification", method=method, **settings)
+    with pytest.warns(ConvergenceWarning, match="The samples have not converged: residual") as record:
+        getattr(la, call)(data, progress=False)
+    assert len(record) == 1
+    assert record[0].filename == __file__
+    assert la.converged_ is False
+    diagnosis = la.diagnose()
+    assert not diagnosis.solver_converged
+    assert not diagnosis.ok
+    assert "The samples have not converged" in str(diagnosis)
+    with pytest.warns(ConvergenceWarning, match="The samples have not converged: residual") as record:
+        la.sample(2)
+    assert len(record) == 1
+    assert record[0].filename == __file__
+    la._fitted.fit = replace(la._fitted.fit, minimum=replace(la._fitted.fit.minimum, converged=False))
+    with pytest.warns(ConvergenceWarning, match=r"`log_marginal_likelihood` is inaccurate: the mode") as record:
+        la.log_marginal_likelihood()
+    assert len(record) == 1
+    assert record[0].filename == __file__
+
+
+def test_a_warning_names_only_what_has_not_converged() -> None:
+    model, data = linear_problem()
+    la = LinearisedLaplace(model, "regression", method="krylov", prior="isotropic", num_samples=12)
+    fit = la.fit(data, progress=False)._fitted.fit
+    tolerance = fit.judge(fit.sampled)[1]
+    assert fit.problems == []
+
+    def errors(wrong: list[int]) -> PosteriorSamples:
+        bad = torch.full((12,), 0.1 * tolerance, dtype=torch.float64)
+        bad[wrong] = 0.5
+        return replace(fit.sampled, error=bad, converged=False)
+
+    (said, do) = replace(fit, sampled=errors([0, 7])).problems
+    assert said == (
+        f"The samples have not converged: residual 0.5 at most, above the tolerance {tolerance:.2g} for 2 (0, 7) of 12."
+    )
+    assert "larger prior precision" in do
+    assert "for 9 (0, 1, 2, 3, 4, 5, 6, 7, …) of 12" in fit.unconverged(errors([*range(9)]))
+    assert "for all of 12" in fit.unconverged(errors([*range(12)]))
+    assert "says the solver, though no residual is above" in fit.unconverged(errors([]))
+    mode = replace(fit.minimum, converged=False, residual=0.25)
+    (said, do) = replace(fit, minimum=mode).problems
+    assert said == "The mode of the linear model has not converged: residual 0.25."
+    words = replace(fit, minimum=mode, sampled=errors([3]), tuned=replace(fit.tuned, problems=["α moves."])).problems
+    assert [word.split()[:3] for word in words[:3]] == [
+        ["α", "moves."],
+        ["The", "mode", "of"],
+        ["The", "samples", "have"],
+    ]
+    assert replace(fit, tuned=replace(fit.tuned, problems=["α moves."])).problems == ["α moves."]
+
+
+def test_convergence_survives_a_reload(tmp_path) -> None:
+    case = make_case("regression")
+    la = LinearisedLaplace(case.model, "regression", prior="layerwise")
+    with pytest.warns(ConvergenceWarning, match="stopped after 1 steps"):
+        la.fit_hyperparameters(case.batches, max_steps=1, progress=False)
+    la.save(tmp_path / "la.pt")
+    assert la.converged_ is False
+    assert LinearisedLaplace.load(tmp_path / "la.pt", case.model).converged_ is False
+
+
+@pytest.mark.parametrize("num_data", [24, 60])
+@pytest.mark.parametrize("method", ["exact", "dual", "krylov"])
+def test_fits_with_learnt_noise_are_diagnosed(method: str, num_data: int) -> None:
+    case = trained(num_data)
+    la = laplace_of(case.model, "regression", method=method, prior="isotropic", noise_precision=20.0)
+    la.fit_hyperparameters(case.batches, progress=False, max_steps=100)
+    diagnosis = la.diagnose()
+    assert diagnosis.method == method
+    assert not [p.what for p in diagnosis.problems if p.serious]
+    assert "Verdict: nothing is wrong" in str(diagnosis)
+    if method == "exact":
+        assert in_observation_space(la) == (num_data == 24)
+        assert diagnosis.gamma_reference == pytest.approx(float(la.effective_dimension_))
+        assert diagnosis.data_test.independent

@@ -1,0 +1,63 @@
+"""Mini-batches: the preconditioner, and when one is worth having."""
+
+from functools import partial
+
+import pytest
+from flat_settings import laplace_of
+from problems import linear_problem, unsolved_problem
+
+from laplace_sampling import SGD, SVRG, Stochastic
+from laplace_sampling.linear_model.cost import Cost
+from laplace_sampling.methods import stochastic
+from laplace_sampling.methods.problem import Memory
+from laplace_sampling.solvers.dense import Dense
+from laplace_sampling.solvers.preconditioners import Nystrom
+
+
+def test_svrg_makes_one_preconditioner_for_em_and_all_samples(monkeypatch) -> None:
+    made, solves = [], []
+    of_rows, solve = Nystrom.of_rows.__func__, SVRG.solve
+    monkeypatch.setattr(Nystrom, "of_rows", classmethod(lambda *a, **k: made.append(1) or of_rows(*a, **k)))
+    monkeypatch.setattr(SVRG, "solve", lambda *a, **k: solves.append(solve(*a, **k)) or solves[-1])
+    monkeypatch.setattr(SVRG, "minimise", lambda _, *a, **k: Dense().minimise(*a, **k))  # the mode is found without
+    model, data = linear_problem(inputs=10, num_data=40)
+    la = laplace_of(model, "regression", method="svrg", prior="layerwise", num_samples=2)
+    la.fit_hyperparameters(
+        data, num_samples=4, tolerance=0.05, max_steps=30, progress=False
+    )  # the noise is learnt, too
+    steps = len(la.history_)
+    assert len(solves) == steps + 1
+    la.sample(2)
+    la.sample(1)
+    assert len(solves) == steps + 3 > 5
+    assert len(made) == 1
+
+
+def test_the_rank_is_what_memory_holds_and_what_was_asked_for() -> None:
+    memory = partial(Memory, given=True, vector=1)
+    preconditioned = Stochastic(solver=SVRG())
+    assert preconditioned.rank(memory(1e6), 64) == SVRG().max_rank
+    assert Stochastic(solver=SVRG(max_rank=30)).rank(memory(1e6), 64) == 30
+    # Four rows of data for each of the rank, their factor, and what a product needs.
+    assert preconditioned.rank(memory(64 + 22 + 8 * 50), 64) == 50
+    assert preconditioned.rank(memory(0), 64) == 1
+    assert Stochastic(solver=SGD()).preconditioner_vectors(memory(1e6), 64) == 0
+
+
+@pytest.mark.parametrize(("operations", "solver"), [(1e6, SVRG), (1e3, SGD)])
+def test_a_preconditioner_is_made_where_it_pays(operations: float, solver: type, monkeypatch) -> None:
+    monkeypatch.setattr(stochastic, "measure", lambda _: Cost(operations, operations, 1.0))
+    choice = Stochastic(max_memory=1e9).choose(unsolved_problem(30_000, 3000, 1e9))
+    assert isinstance(choice.method, Stochastic)
+    assert isinstance(choice.method.solver, solver)
+    assert choice.method.max_memory == 1e9
+    assert choice.cost is not None
+    assert ("preconditioned by" in choice.reason) == (solver is SVRG)
+    given = Stochastic(solver=SGD(epochs=3))
+    assert given.choose(unsolved_problem(30_000, 3000, 1e9)).method == given
+
+
+def test_a_stream_has_no_mini_batches() -> None:
+    problem = unsolved_problem(100, 10, 1e9, in_order=True)
+    with pytest.raises(ValueError, match=r'a stream of data .* in its order only: use method="krylov"'):
+        Stochastic(solver=SGD()).check(problem)
