@@ -1,8 +1,6 @@
 from dataclasses import replace
 
 import pytest
-from dataclasses import replace
-
 import reference
 import torch
 from cases import Case, make_case
