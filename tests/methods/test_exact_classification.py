@@ -294,6 +294,8 @@ from laplace_sampling import IsotropicPrior, LinearisedLaplace
 from laplace_sampling.methods.exact import ObservationSpaceFit
 from laplace_sampling.gp import exact_classification
 torch.manual_seed(0)
+# Threads that wait for each other take minutes where other tests run side by side.
+torch.set_num_threads(1)
 BLOCK = 2**22
 exact_classification.ExactClassification.of.__func__.__kwdefaults__["block_bytes"] = BLOCK
 def fit(n, at):
