@@ -23,8 +23,16 @@ def measured() -> tuple[Case, Tensor, Tensor]:
     return case, T, y
 
 
-@pytest.mark.parametrize("method", ["exact", "dual", "krylov"])
-@pytest.mark.parametrize("form", ["matrix", "operator", "functions"])
+@pytest.mark.parametrize(
+    ("method", "form"),
+    [
+        ("exact", "matrix"),
+        ("exact", "operator"),
+        ("exact", "functions"),
+        ("dual", "functions"),
+        ("krylov", "functions"),
+    ],
+)
 def test_measurements_are_those_of_dense_algebra(method: str, form: str) -> None:
     case, T, y = measured()
     given = {"matrix": T, "operator": to_linear_operator(T), "functions": (lambda f: T @ f, lambda u: T.T @ u)}[form]

@@ -68,13 +68,6 @@ def test_bad_settings_of_parts() -> None:
         Factored(kind="full")
 
 
-def test_the_exact_method_says_what_it_would_need() -> None:
-    model = nn.Sequential(nn.Linear(3, 50_000), nn.Linear(50_000, 4))
-    data = [(torch.randn(100, 3), torch.zeros(100).long())] * 50
-    with pytest.raises(ValueError, match=r"method=\"exact\" would need about [\d.]+ GiB for 5000 data, 4 outputs"):
-        LinearisedLaplace(model, "classification", method="exact").fit(data, progress=False)
-
-
 class Augmented(Dataset):
     def __len__(self) -> int:
         return 9
