@@ -239,6 +239,7 @@ def fit_em(
     iteration = _Iteration(model, prior, draws, solver, hessian_at, tolerance, precision_bounds, noise_bounds, progress)
     with tqdm(total=max_steps, desc="EM", disable=not progress) as bar:
         while True:
+            expectation = None  # the samples of the last step are freed before the next ones are made
             expectation = iteration.step()
             alpha, gamma = float(iteration.prior.precision.mean()), float(expectation.gamma.sum())
             bar.update()

@@ -254,7 +254,12 @@ class _Descent:
 
     def advance(self) -> None:
         """Moves each row to the minimum of its objective along a new direction."""
-        move, change = self._conjugate(*self._direction())
+        move, change = self._direction()
+        # Made conjugate to the latest directions, so that their minima are kept. Not by a call with these as arguments,
+        # whose caller would hold both stacks twice.
+        for earlier, earlier_change in self.directions:
+            share = _ratio(move, change, earlier, earlier_change, self.shift)
+            move, change = move - share * earlier, change - share * earlier_change
         self.directions = [*self.directions[1 - _DIRECTIONS :], (move, change)]
         length = _ratio(self.full, None, move, change, self.shift)
         self.delta = self.delta - length * move
@@ -268,15 +273,9 @@ class _Descent:
         move = -self.preconditioner.solve(self.full, self.shift)
         return move, self.operator.matmul(move)
 
-    def _conjugate(self, move: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
-        """A direction made conjugate to the latest ones, so that their minima are kept."""
-        for earlier, earlier_change in self.directions:
-            share = _ratio(move, change, earlier, earlier_change, self.shift)
-            move, change = move - share * earlier, change - share * earlier_change
-        return move, change
-
     def solution(self, problem: Quadratic, undo: Tensor, passes: float) -> Solution:
         """The solution of the problem in its own coordinates; some passes were spent before."""
+        self.directions.clear()  # frees memory for the stacks of the solution
         product, delta = self.product, self.delta * undo
         residual = relative_residual((product - self.problem.linear) / undo, self.shift * self.delta / undo)
         zeta = self.problem.centre + self.delta

@@ -147,4 +147,4 @@ def test_a_new_prior_is_a_line_in_the_table(monkeypatch) -> None:
 
 def test_the_prior_is_isotropic_by_default() -> None:
     network = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3), torch.nn.Linear(3, 1))
-    assert LinearisedLaplace(network, "regression").prior == IsotropicPrior()
+    assert LinearisedLaplace(network, "regression").settings.prior == IsotropicPrior()
