@@ -23,8 +23,16 @@ def measured() -> tuple[Case, Tensor, Tensor]:
     return case, T, y
 
 
-@pytest.mark.parametrize("method", ["exact", "dual", "krylov"])
-@pytest.mark.parametrize("form", ["matrix", "operator", "functions"])
+@pytest.mark.parametrize(
+    ("method", "form"),
+    [
+        ("exact", "matrix"),
+        ("exact", "operator"),
+        ("exact", "functions"),
+        ("dual", "functions"),
+        ("krylov", "functions"),
+    ],
+)
 def test_measurements_are_those_of_dense_algebra(method: str, form: str) -> None:
     case, T, y = measured()
     given = {"matrix": T, "operator": to_linear_operator(T), "functions": (lambda f: T @ f, lambda u: T.T @ u)}[form]
@@ -75,8 +83,6 @@ def test_measurements_that_do_not_fit() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             laplace_of(case.model, "regression", observe=bad).fit([(case.x, data)], progress=False)
-    with pytest.raises(ValueError, match=r"observe=T.*is for regression .*the likelihood is 'classification'"):
-        laplace_of(make_case("classification").model, "classification", observe=T)
     la = LinearisedLaplace(case.model, "regression").fit(case.batches, progress=False)
     with pytest.raises(ValueError, match=r"`predict\(observed=True\)` needs a likelihood `Gaussian\(observe=T\)`"):
         la.predict(case.x, observed=True)

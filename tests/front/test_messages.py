@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from laplace_sampling import (
     Dual,
     Factored,
+    IsotropicPrior,
     LinearisedLaplace,
     NotFittedError,
     Stochastic,
@@ -46,7 +47,6 @@ def test_use_before_fit(use) -> None:
         ({"linear_model": "quadratic"}, r"`linear_model='quadratic'` is not known; use one of \['auto', 'affine'"),
         ({"hessian_at": "map"}, "`hessian_at='map'` is not known"),
         ({"method": "adam"}, "`method='adam'` is not known"),
-        ({"prior_precision": 0.0}, "`prior_precision` must be positive and finite, but is 0.0"),
         ({"seed": -1}, "`seed` must not be negative, but is -1"),
         ({"num_samples": 1}, "`num_samples` must be at least 2, but is 1"),
         ({"parameters": "nothing"}, "match no parameter of the model"),
@@ -60,17 +60,12 @@ def test_bad_settings(settings: dict, message: str) -> None:
 def test_bad_settings_of_parts() -> None:
     with pytest.raises(TypeError, match=r"`Stochastic\(solver=...\)` must be an SGD or an SVRG, but is a str"):
         Stochastic(solver="adam")
+    with pytest.raises(ValueError, match=r"`IsotropicPrior\(precision=...\)` must be positive and finite, but is 0.0"):
+        IsotropicPrior(precision=0.0)
     with pytest.raises(ValueError, match="accuracy and max_iterations must be positive, rank and max_refinements"):
         Dual(rank=-1)
     with pytest.raises(ValueError, match="is not known; use one of"):
         Factored(kind="full")
-
-
-def test_the_exact_method_says_what_it_would_need() -> None:
-    model = nn.Sequential(nn.Linear(3, 50_000), nn.Linear(50_000, 4))
-    data = [(torch.randn(100, 3), torch.zeros(100).long())] * 50
-    with pytest.raises(ValueError, match=r"method=\"exact\" would need about [\d.]+ GiB for 5000 data, 4 outputs"):
-        LinearisedLaplace(model, "classification", method="exact").fit(data, progress=False)
 
 
 class Augmented(Dataset):

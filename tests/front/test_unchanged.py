@@ -62,10 +62,11 @@ def test_after_an_exception_the_network_is_unchanged_and_nothing_is_lost(fuse: i
 
 
 def test_inference_mode_around_everything_and_no_gradient() -> None:
-    expected = fitted(CLASSES, method="sgd", solver=QUICK).predict(CLASSES.x)
+    case = make_case("classification_many_data")
+    expected = fitted(case, method="sgd", solver=QUICK).predict(case.x)
     with torch.inference_mode():
-        la = fitted(CLASSES, method="sgd", solver=QUICK)
-        assert_close(la.predict(CLASSES.x).samples, expected.samples)
+        la = fitted(case, method="sgd", solver=QUICK)
+        assert_close(la.predict(case.x).samples, expected.samples)
         assert la.sample(2).isfinite().all()
     assert not expected.samples.requires_grad
 
