@@ -112,7 +112,8 @@ class TangentSurrogate(Model):
         super().__init__()
         _check_data(train_X, train_Y)
         _check_precisions(prior_precision=prior_precision, noise_precision=noise_precision)
-        # A linearisation is no module, so that optimisers of a BoTorch model do not see the network's weights: the weights are not parameters of this one.
+        # A linearisation is no module, so that the weights are not parameters of this model: an optimiser of its
+        # hyperparameters cannot change them.
         self.network = network if isinstance(network, Linearisation) else Linearisation(network)
         self.mean_module = NetworkMean(self.network, mean, input_shape=input_shape)
         self._input_shape = input_shape
@@ -277,7 +278,7 @@ class TangentSurrogate(Model):
                 "several batches are not supported."
             )
         self._check_network("condition_on_observations")
-        # Given precisions are not learnt again: a new observation must not move the model between two acquisitions.
+        # BoTorch expects of this call that hyperparameters stay; a new TangentSurrogate learns them again.
         options = {**self.options, "prior_precision": self.prior_precision, "noise_precision": self.noise_precision}
         data = (torch.cat([self.train_inputs[0], X.detach()]), torch.cat([self.train_targets, Y.detach()]))
         return TangentSurrogate(self.network, *data, **cast(dict[str, Any], options))

@@ -95,7 +95,7 @@ class ExactPosterior:
     @property
     def log_evidence(self) -> float:
         """Laplace's approximation of `log p(y)`, a sum over the data."""
-        # `log1p`: most eigenvalues are tiny against `α`, and `log(1 + x)` of them would be zero.
+        # `log1p`: most eigenvalues are tiny against `α`, and `log(1 + x)` would lose their digits.
         logdet = float((self.eigenvalues / self.precision).log1p().sum())
         return -self.mode.loss - 0.5 * self.precision * self.mode.norm - 0.5 * logdet
 
@@ -122,7 +122,9 @@ class ExactPosterior:
             rows.copy_(self._likelihood().root_transpose(self.curvature_outputs, stack, targets).flatten(1))
         # The mean is not linear in the targets, so that the prediction has none: it serves for covariances only.
         targets = torch.zeros_like(self.eigenvalues)
-        prediction = ExactPrediction(features, variance, K @ self.vectors, self.eigenvalues, targets, problem.block_bytes)
+        prediction = ExactPrediction(
+            features, variance, K @ self.vectors, self.eigenvalues, targets, problem.block_bytes
+        )
         return PosteriorAt(mean, self.precision, prediction)
 
     def sample(self, draws: Draws) -> Float[Tensor, "K P"]:

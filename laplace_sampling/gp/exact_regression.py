@@ -224,7 +224,7 @@ def noise_scale(model: LinearModel, variances: Tensor | None) -> Float[Tensor, "
             "use `ExactClassification`."
         )
     shape = model.offset.shape
-    # Ratios only: the common factor is `b`, which is learnt, and would otherwise count twice.
+    # Ratios only: the common factor is `b`, which all methods take beside `R`; it would count twice.
     precision = model.likelihood.precision(model.offset).double()
     R = (overall_noise(model.likelihood) / precision).expand(shape)
     if variances is None:

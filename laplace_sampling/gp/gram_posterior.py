@@ -91,7 +91,9 @@ class GramPosterior(ABC):
 
     @classmethod
     @abstractmethod
-    def tuned(cls, model: LinearModel, prior: GaussianPrior, hessian_at: str, bounds: HyperparameterBounds) -> "GramOptimum":
+    def tuned(
+        cls, model: LinearModel, prior: GaussianPrior, hessian_at: str, bounds: HyperparameterBounds
+    ) -> "GramOptimum":
         """The posterior at the hyperparameters of largest evidence."""
 
     @classmethod
@@ -133,7 +135,9 @@ class GramRegression(GramPosterior):
         return cls(exact, overall_precisions(model, prior))
 
     @classmethod
-    def tuned(cls, model: LinearModel, prior: GaussianPrior, hessian_at: str, bounds: HyperparameterBounds) -> GramOptimum:
+    def tuned(
+        cls, model: LinearModel, prior: GaussianPrior, hessian_at: str, bounds: HyperparameterBounds
+    ) -> GramOptimum:
         tuned = fit_exact_regression(
             model, prior, precision_bounds=bounds.precision, noise_bounds=bounds.noise, max_memory=_UNLIMITED
         )
@@ -217,7 +221,9 @@ class GramClassification(GramPosterior):
         return cls(problem.posterior(overall_precision(prior), hessian_at=hessian_at))
 
     @classmethod
-    def tuned(cls, model: LinearModel, prior: GaussianPrior, hessian_at: str, bounds: HyperparameterBounds) -> GramOptimum:
+    def tuned(
+        cls, model: LinearModel, prior: GaussianPrior, hessian_at: str, bounds: HyperparameterBounds
+    ) -> GramOptimum:
         problem = ExactClassification.of(model, prior, max_memory=_UNLIMITED)
         exact = problem.fit(hessian_at=hessian_at, precision_bounds=bounds.precision)
         # An α at a bound counts as converged here; the bound has a warning of its own.

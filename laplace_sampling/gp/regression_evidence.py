@@ -19,7 +19,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["NOISE_BOUNDS", "PRECISION_BOUNDS", "HyperparameterBounds", "Optimum", "RegressionEvidence", "check_bounds", "largest_evidence"]
+__all__ = [
+    "NOISE_BOUNDS",
+    "PRECISION_BOUNDS",
+    "HyperparameterBounds",
+    "Optimum",
+    "RegressionEvidence",
+    "check_bounds",
+    "largest_evidence",
+]
 
 Bounds = tuple[float, float]
 
