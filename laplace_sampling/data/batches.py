@@ -77,19 +77,19 @@ class Layout:
         parts = flat.split(self.sizes, dim=-1)
         return {name: part.reshape(*flat.shape[:-1], *s) for (name, s), part in zip(self.heads, parts, strict=True)}
 
-    def union(self, other: "Layout") -> "Layout":
+    def union(self, layout: "Layout") -> "Layout":
         """The smallest layout that holds both; lengths of axes may differ, as those of padded sequences do.
 
         Raises:
             ValueError: if heads or numbers of axes differ.
         """
-        ranks = [[(name, len(shape)) for name, shape in layout.heads] for layout in (self, other)]
+        ranks = [[(name, len(shape)) for name, shape in item.heads] for item in (self, layout)]
         if ranks[0] != ranks[1]:
             raise ValueError(
                 f"The model gives outputs of different kinds for different batches: {dict(self.heads)} and "
-                f"{dict(other.heads)}. Heads and numbers of axes must be the same for all data."
+                f"{dict(layout.heads)}. Heads and numbers of axes must be the same for all data."
             )
-        shapes = [tuple(map(max, a, b)) for (_, a), (_, b) in zip(self.heads, other.heads, strict=True)]
+        shapes = [tuple(map(max, a, b)) for (_, a), (_, b) in zip(self.heads, layout.heads, strict=True)]
         return Layout(tuple((name, shape) for (name, _), shape in zip(self.heads, shapes, strict=True)))
 
     def widen(self, flat: Float[Tensor, "*K c"], to: "Layout") -> Float[Tensor, "*K C"]:
@@ -132,6 +132,7 @@ def plain(x: Any) -> Any:
 
 def batched(x: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
     """The tensors of a batch that have rows, and how to put others in their place."""
+    # The usual batch, one tensor, without a walk over a tree at every product.
     if isinstance(x, Tensor) and x.dim():
         return [x], lambda tensors: tensors[0]
     leaves, spec = tree_flatten(plain(x))
@@ -183,6 +184,7 @@ def take(x: Any, indices: Tensor | slice) -> Any:
 
 def rows_of(x: Any, rows: slice) -> Any:
     """`take` of neighbouring data; a batch itself, without a copy, if they are all of its data."""
+    # A copy of all data would double the memory of a pass.
     return x if rows.stop >= num_rows(x) and not rows.start else take(x, rows)
 
 
@@ -203,6 +205,7 @@ def place(x: Any, device: torch.device, dtype: torch.dtype) -> Any:
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
+        # Integers are labels or tokens and stay; so do numbers of more precision, which would lose digits silently.
         narrow = leaf.is_floating_point() and torch.promote_types(leaf.dtype, dtype) == dtype
         return leaf.to(device, dtype if narrow else leaf.dtype, non_blocking=True)
 
@@ -240,12 +243,14 @@ def read(output: Any, num: int) -> tuple[Float[Tensor, "N ..."], Layout]:
         )
     for head in output.values():
         _check_rows(head, num)
+    # One matrix for all heads, so that products, curvatures and solvers need not know of heads.
     flat = torch.cat([head.reshape(num, -1) for head in output.values()], dim=1)
     return flat, Layout(tuple((str(name), tuple(head.shape[1:])) for name, head in output.items()))
 
 
 def _has_heads(output: Any, num: int) -> bool:
     """Whether a dictionary is one of several heads, one of them named `logits`."""
+    # Output objects of libraries are dictionaries as well, with hidden states beside the logits: a plain one only.
     if type(output) is not dict:
         return False
     have_rows = [isinstance(v, Tensor) and v.dim() > 0 and len(v) == num for v in output.values()]

@@ -201,6 +201,7 @@ class _Stream(_Source):
     def __init__(self, batches: Iterable[Any], num_data: int | None, unpack: Unpack) -> None:
         self.kept = not isinstance(batches, DataLoader)  # a list is in memory, as it is
         self.batches, self.num_data, self.unpack = batches, num_data, unpack
+        # Every batch of every pass is compared: an order that changes would give a datum the noise of another.
         self.checksums: dict[int, tuple[int, ...]] = {}
         self.reader: Iterator[tuple[Any, Any]] = iter(())
         self.first, self.held = 0, None
@@ -253,6 +254,7 @@ class _Stream(_Source):
                 "A stream of data can be read in its order only, not by index, which mini-batches need: use "
                 'method="krylov", or a map-style dataset.'
             )
+        # Earlier data are gone: a stream goes forward only.
         if self.held is None or start < self.first:
             self.reader, self.first, self.held = iter(self), 0, None
         while self.held is None or self.first + num_rows(self.held) < stop:
@@ -266,6 +268,7 @@ class _Stream(_Source):
 
 
 def _source(loader: Iterable[Any], num_data: int | None, unpack: Unpack) -> _Source:
+    # Before anything is read from it: reading would use up the data of the caller.
     if isinstance(loader, Iterator):
         raise TypeError(
             f"The data are a one-shot iterator ({type(loader).__name__}): they can be read only once, and fitting "
@@ -357,6 +360,7 @@ def _unrepeatable(number: int) -> ValueError:
 
 def _check_repeatable(source: _Source) -> None:
     """Compare the checksum of the first batch in two passes."""
+    # One batch is enough for augmentation, which changes every datum; streams compare all batches as they are read.
     first, second = (next(itertools.islice(source, 1), None) for _ in range(2))
     if first is not None and (second is None or _checksum(first) != _checksum(second)):
         raise _unrepeatable(0)

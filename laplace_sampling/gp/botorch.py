@@ -190,7 +190,7 @@ class TangentSurrogate(Model):
         self._check_network("posterior")
         mean, covariance = self._moments(X)
         if output_indices is not None:
-            # Outputs of an input are adjacent in the joint covariance, as multitask distributions of GPyTorch have them.
+            # Outputs of an input are adjacent in the joint covariance, as in GPyTorch's multitask distributions.
             chosen = torch.arange(X.shape[-2])[:, None] * self.num_outputs + torch.tensor(output_indices)
             covariance = covariance[..., chosen.flatten(), :][..., chosen.flatten()]
             mean = mean[..., output_indices]

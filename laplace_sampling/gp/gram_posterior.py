@@ -149,7 +149,7 @@ class GramRegression(GramPosterior):
             f"is {optimum.gradient[0]:.2g}, {optimum.gradient[1]:.2g}. Check the data, or use `model.double()`."
         )
         fitted = prior.with_precision(torch.tensor([optimum.precision], dtype=torch.float64))
-        # The decomposition is that of the kernel at α = 1 and b = 1: it serves the fitted precisions without a second one.
+        # The decomposition is that of the kernel at α = 1 and b = 1: it serves the fitted precisions, too.
         exact = replace(tuned.posterior, model=model.with_likelihood(tuned.likelihood), prior=fitted)
         return GramOptimum(
             cls(exact, (optimum.precision, optimum.noise_precision)),

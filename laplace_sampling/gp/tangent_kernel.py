@@ -40,7 +40,7 @@ class TangentKernelOperator(LinearOperator):
     def __init__(
         self, variance: Float[Tensor, "*B P"], *, x1: Tensor, x2: Tensor | None = None, network: Linearisation
     ) -> None:
-        # A LinearOperator indexes the batch axes of its positional arguments, as those of the matrix; keywords stay whole.
+        # A LinearOperator indexes the batch axes of its positional arguments with those of the matrix; keywords stay.
         super().__init__(variance, x1=x1, network=network, **({} if x2 is None else {"x2": x2}))
         self.variance, self.x1, self.x2, self.network = variance, x1, x1 if x2 is None else x2, network
         self.num_outputs = network(self._inputs(x1[:1])).numel()

@@ -127,7 +127,9 @@ def fit_exact_regression(
         learn_precision: whether `α` is learnt.
         precision_bounds: within which `α` is kept.
         noise_bounds: within which the noise precision is kept.
-        products, block_bytes, max_memory: as of `ExactRegression.of`.
+        products: as of `ExactRegression.of`.
+        block_bytes: likewise.
+        max_memory: likewise.
 
     Raises:
         TypeError, ValueError: as `ExactRegression.of` does.

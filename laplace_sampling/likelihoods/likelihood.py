@@ -98,6 +98,7 @@ class Likelihood(ABC):
         Raises:
             TypeError, ValueError: if targets do not fit.
         """
+        # Heads first: targets of a dictionary would otherwise be blamed for a likelihood that is missing.
         bound = self.bind(layout)
         if not isinstance(y, Tensor):
             raise TypeError(
@@ -125,6 +126,7 @@ class Likelihood(ABC):
 
     def weights(self, y: Tensor) -> Float[Tensor, " N"]:
         """How often each datum counts."""
+        # In float64, in which weighted sums over many data keep their digits.
         return torch.ones(len(y), dtype=torch.float64, device=y.device)
 
     def noise(

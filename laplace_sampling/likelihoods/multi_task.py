@@ -54,6 +54,7 @@ class MultiTask(Likelihood):
     @property
     def likelihoods(self) -> dict[str, Likelihood]:
         """The likelihoods by head, in the order of the outputs once that is known."""
+        # The network's order, in which outputs are flattened, need not be that of the user's dictionary.
         order = self.heads if self.layout is None else self.layout.names
         return {name: self.heads[name] for name in order}
 
@@ -75,6 +76,7 @@ class MultiTask(Likelihood):
         if not isinstance(y, Mapping) or set(y) != set(self.heads):
             given = list(y) if isinstance(y, Mapping) else f"a {type(y).__name__}"
             raise ValueError(f"Targets must be a dictionary with the heads {layout.names}, but are {given}.")
+        # Each head checks its own targets, so that an error names the head.
         columns = [_columns(name, bound.heads[name], Layout.single(shape), y[name]) for name, shape in layout.heads]
         return replace(bound, widths=tuple(part.shape[1] for part in columns)), torch.cat(columns, dim=1)
 

@@ -76,6 +76,7 @@ class LastLayer(Linearisation):
                 '`parameters="last_layer"` finds no layer: no module with floating-point weights of its own was '
                 "called. Name weights with `parameters=[...]`."
             )
+        # A normalisation or a scale at the end has weights, too, but is not what users mean by the last layer.
         with_matrix = [name for name in layers if any(p.dim() > 1 for p in weights[name])]
         self.layer = (with_matrix or layers)[-1]
         super().__init__(module, _names_of(module, weights[self.layer]), chunk_size=chunk_size, autocast=autocast)
@@ -123,6 +124,7 @@ class LastLayer(Linearisation):
     def _recorded_calls(self, x: Any) -> tuple[list[_Call], Tensor, Layout]:
         """All calls of modules, in the order in which they end, and what the network returns."""
         calls: list[_Call] = []
+        # Hooks rather than a look at the modules' order: a network may register its layers in any order.
         handles = []
         for name, module in self.module.named_modules():
 
@@ -144,6 +146,7 @@ class LastLayer(Linearisation):
         v = torch.randn(1, self.num_parameters, generator=torch.Generator().manual_seed(0)).to(outputs)
         expected = super().jvp(x, v)
         parts = self.layer.split(".")
+        # From the layer outwards: the innermost module that will do has the smallest forward pass.
         for name in (".".join(parts[:n]) for n in range(len(parts), 0, -1)):
             calls_of_module = [call for call in calls if call.name == name]
             if len(calls_of_module) != 1 or not _returns(calls_of_module[0], outputs):
@@ -252,10 +255,11 @@ class LastLayer(Linearisation):
 
     def in_float64(self) -> Self:
         """The same on a copy of the module in float64."""
-        other = super().in_float64()
-        if other.head is not None:
-            other._hold_head(self._head_name)
-        return other
+        double = super().in_float64()
+        # The head is a part of the module, so that a copy of the module needs a head of its own.
+        if double.head is not None:
+            double._hold_head(self._head_name)
+        return double
 
 
 def _own_weights(module: nn.Module, name: str) -> list[nn.Parameter]:

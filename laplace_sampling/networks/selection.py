@@ -51,6 +51,7 @@ def _trained(module: nn.Module) -> list[str]:
 
 
 def _require_gradient(module: nn.Module) -> list[str]:
+    # Weights that were frozen in training are not at a mode of the loss in their own directions.
     return [name for name, p in module.named_parameters() if p.requires_grad and p.is_floating_point()]
 
 
@@ -87,6 +88,7 @@ def _matching(module: nn.Module, patterns: list[str]) -> list[str]:
             return pattern in names_of[name]
         return any(fnmatchcase(alias, pattern) for alias in (*names_of[name], *classes_of[name]))
 
+    # A pattern with a misprint would otherwise select nothing without a word, or exclude nothing.
     unknown = [pattern for pattern in patterns if not any(matches(name, pattern) for name in parameters)]
     if unknown:
         raise ValueError(f"`parameters={unknown}` match no parameter of the model; it has {list(parameters)}.")
@@ -102,6 +104,7 @@ def _matching(module: nn.Module, patterns: list[str]) -> list[str]:
 def _all_names(module: nn.Module) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """The names of each parameter, of which tied weights have several, and `Class.name` of the modules that own it."""
     parameters = dict(module.named_parameters())
+    # By identity: tied weights are one parameter, random once, under whichever of its names the user selects it.
     first_name = {id(p): name for name, p in parameters.items()}
     names_of: dict[str, list[str]] = {name: [] for name in parameters}
     classes_of: dict[str, list[str]] = {name: [] for name in parameters}

@@ -103,6 +103,8 @@ class Subnetwork(Linearisation):
     def ggn(self, x: Any, v: Float[Tensor, "K P"], curvature: Callable[[Tensor], Tensor]) -> Float[Tensor, "K P"]:
         """As `Linearisation` does."""
         self._check_width(v, "ggn")
+        # One vector takes the fused product; a stack goes in two halves, so that only a few embedded vectors of all
+        # elements are in memory at a time.
         if len(v) == 1:
             return self.whole.ggn(x, self.embed(v), curvature)[:, self.index]
         return self.vjp(x, curvature(self.jvp(x, v)))
@@ -121,10 +123,10 @@ class Subnetwork(Linearisation):
 
     def in_float64(self) -> "Subnetwork":
         """The same on a copy of the module in float64."""
-        other = copy.copy(self)
-        other.whole = self.whole.in_float64()
-        other.held, other.compile = other.whole.held, False
-        return other
+        double = copy.copy(self)
+        double.whole = self.whole.in_float64()
+        double.held, double.compile = double.whole.held, False
+        return double
 
 
 def _indices(module: nn.Module, elements: Elements) -> dict[str, Tensor]:
@@ -153,6 +155,7 @@ def _index(name: str, shape: torch.Size, elements: Tensor | Sequence[int]) -> Te
                 "its shape, or indices into its flattened elements."
             )
         return given.reshape(-1).nonzero()[:, 0].cpu()
+    # A repeated or negative index would count a weight twice, under two priors.
     index = given.reshape(-1).long().cpu()
     inside = (index >= 0) & (index < shape.numel())
     if not bool(inside.all()) or len(index.unique()) < len(index):

@@ -38,17 +38,17 @@ _SCALES = torch.logspace(-2, 2, 17, dtype=torch.float64)
 # early; with 20 % noisy labels; with noisy labels that it has memorised. Numbers are test log-likelihoods in nats.
 # The size of logits of left-out data, relative to the network's own on its training data. The features of the linear
 # model have seen each datum, so that it predicts it better than the network would. Tuned on 46 networks for small image
-# tasks (docs/decisions/calibration.md): with 1.25 all 17 overconfident networks gained, one of the others lost 2 %; 1.15
-# gained less. On the eight digit networks half of it lost 0.3 to 0.5 where noise is memorised, and gained at most 0.05
+# tasks (docs/decisions/calibration.md): with 1.25 all 17 overconfident networks gained, one of the others lost 2 %; with
+# 1.15 they gained less. On the eight digit networks half of it lost 0.3 to 0.5 where noise is memorised, and gained at most 0.05
 # elsewhere; twice of it lost 0.2 to 0.6 on six of them.
 _MARGIN = 1.25
 # The largest leverage of a datum: estimates from few samples reach one, where the update of a left-out datum diverges.
-# A guard: on the eight digit networks half and twice the distance to one, 0.975 and 0.9, changed nothing, nor did 0.999.
-# Half of the value shrank the scale of two of them two- and threefold, for a gain of 0.03.
+# A guard: on the eight digit networks half and twice its distance to one, 0.975 and 0.9, changed nothing, nor did
+# 0.999. Half of the value shrank the scale of two of them two- and threefold, for a gain of 0.03.
 _LEVERAGE = 0.95
 # Standard deviations of Gaussian priors of `log τ`, so of `log √τ` one, and of `log T`. Of error bars and a temperature
-# that explain held-out data equally well, the error bars are believed: they tell data far from the training data. Chosen
-# by corrupted and held-out images of 29 small networks (docs/decisions/calibration.md). With 80 validation images half
+# that explain held-out data equally well, the error bars are believed: they tell data far from the training data.
+# Chosen by corrupted and held-out images of 29 small networks (docs/decisions/calibration.md). With 80 validation images half
 # and twice the first changed the eight digit networks by at most 0.03, and one by a gain of 0.06 with half; without
 # validation data by at most 0.01. Half of the second lost 0.05 and 0.1 where noise is memorised (T fell from 2.4 to
 # 1.5), twice of it gained 0.05 and 0.01 there; both changed the others by at most 0.005.
@@ -122,7 +122,7 @@ def left_out_outputs(
     slope = slope + (U @ ((leverage / (1 - leverage)) * (U.mT @ slope[..., None])[..., 0])[..., None])[..., 0]
     labels = _labels_of(likelihood)
     left_out, trained = (
-        _centred(labels, f) for f in (h + torch.einsum("knc,nk->nc", d, along), network_outputs.double())
+        _centred(labels, f) for f in (h + torch.einsum("knc,nk->nc", d, slope), network_outputs.double())
     )
     # The linear model gives the direction only; its logits without a datum are far smaller than a network's would be.
     size = trained.norm(dim=-1, keepdim=True) / left_out.norm(dim=-1, keepdim=True).clamp_min(1e-300)

@@ -261,7 +261,7 @@ def _shape_test(values: np.ndarray) -> TestResult:
 def _gamma_statistic(rows: np.ndarray) -> np.ndarray:
     """The distance of each row `[R, K]` to the gamma distribution with the mean and the variance of that row."""
     mean, variance = rows.mean(1, keepdims=True), rows.var(1, ddof=1, keepdims=True)
-    # A row of one repeated value (or of zeros, where the shape is tiny) fits no gamma distribution: its distance is one.
+    # A row of one repeated value (or of zeros, where the shape is tiny) fits no gamma distribution: the distance is 1.
     has_fit = (mean > 0) & (variance > 0)
     mean, variance = np.where(has_fit, mean, 1), np.where(has_fit, variance, 1)
     statistic = _distance(_gamma_cdf(np.sort(rows, axis=1), mean, variance))
