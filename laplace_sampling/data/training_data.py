@@ -286,6 +286,7 @@ def _source(loader: Iterable[Any], num_data: int | None, unpack: Unpack) -> _Sou
         return _Stream(loader, len(loader.dataset) if num_data is None else num_data, unpack)  # pyright: ignore
     if num_data is not None:
         raise ValueError(f"`num_data` is for an IterableDataset; the data of a {type(loader).__name__} are counted.")
+    # Without a sampler of batches a loader's dataset gives whole batches, which have an order only.
     if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
         return _RandomAccess(loader, loader.batch_sampler, unpack)
     return _Stream(loader, None, unpack)

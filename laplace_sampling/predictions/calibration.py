@@ -37,26 +37,27 @@ _SCALES = torch.logspace(-2, 2, 17, dtype=torch.float64)
 # "Eight digit networks" below are an MLP of 16 units on 200 images, two seeds each: trained to convergence; stopped
 # early; with 20 % noisy labels; with noisy labels that it has memorised. Numbers are test log-likelihoods in nats.
 # The size of logits of left-out data, relative to the network's own on its training data. The features of the linear
-# model have seen each datum, so that it predicts it better than the network would. Tuned on 46 networks for small image
-# tasks (docs/decisions/calibration.md): with 1.25 all 17 overconfident networks gained, one of the others lost 2 %; with
-# 1.15 they gained less. On the eight digit networks half of it lost 0.3 to 0.5 where noise is memorised, and gained at most 0.05
-# elsewhere; twice of it lost 0.2 to 0.6 on six of them.
+# model have seen each datum, so that it predicts it better than the network would. Tuned on 46 networks for small
+# image tasks (docs/decisions/calibration.md): with 1.25 all 17 overconfident networks gained, one of the others lost
+# 2 %; with 1.15 they gained less. On the eight digit networks half of it lost 0.3 to 0.5 where noise is memorised,
+# and gained at most 0.05 elsewhere; twice of it lost 0.2 to 0.6 on six of them.
 _MARGIN = 1.25
-# The largest leverage of a datum: estimates from few samples reach one, where the update of a left-out datum diverges.
-# A guard: on the eight digit networks half and twice its distance to one, 0.975 and 0.9, changed nothing, nor did
-# 0.999. Half of the value shrank the scale of two of them two- and threefold, for a gain of 0.03.
+# The largest leverage of a datum: estimates from few samples reach one, where the update of a left-out datum
+# diverges. A guard: on the eight digit networks half and twice its distance to one, 0.975 and 0.9, changed nothing,
+# nor did 0.999. Half of the value shrank the scale of two of them two- and threefold, for a gain of 0.03.
 _LEVERAGE = 0.95
-# Standard deviations of Gaussian priors of `log τ`, so of `log √τ` one, and of `log T`. Of error bars and a temperature
-# that explain held-out data equally well, the error bars are believed: they tell data far from the training data.
-# Chosen by corrupted and held-out images of 29 small networks (docs/decisions/calibration.md). With 80 validation images half
-# and twice the first changed the eight digit networks by at most 0.03, and one by a gain of 0.06 with half; without
-# validation data by at most 0.01. Half of the second lost 0.05 and 0.1 where noise is memorised (T fell from 2.4 to
-# 1.5), twice of it gained 0.05 and 0.01 there; both changed the others by at most 0.005.
+# Standard deviations of Gaussian priors of `log τ`, so of `log √τ` one, and of `log T`. Of error bars and a
+# temperature that explain held-out data equally well, the error bars are believed: they tell data far from the
+# training data. Chosen by corrupted and held-out images of 29 small networks (docs/decisions/calibration.md). With 80
+# validation images half and twice the first changed the eight digit networks by at most 0.03, and one by a gain of
+# 0.06 with half; without validation data by at most 0.01. Half of the second lost 0.05 and 0.1 where noise is
+# memorised (T fell from 2.4 to 1.5), twice of it gained 0.05 and 0.01 there; both changed the others by at most
+# 0.005.
 _LOG_SCALE, _LOG_TEMPERATURE = 2.0, 0.5
-# The same for the temperature of the network alone where it is below one: predictions are surer than the network's only
-# where many data say so. Without it 40 validation images without an error took the temperature towards zero. With 80 of
-# them half of it lost 0.2 and twice of it gained 0.2 for the networks that were stopped early, which are not sure
-# enough; the other six changed by at most 0.002.
+# The same for the temperature of the network alone where it is below one: predictions are surer than the network's
+# only where many data say so. Without it 40 validation images without an error took the temperature towards zero.
+# With 80 of them half of it lost 0.2 and twice of it gained 0.2 for the networks that were stopped early, which are
+# not sure enough; the other six changed by at most 0.002.
 _LOG_SHARPER = 0.1
 
 

@@ -271,6 +271,7 @@ class Diagnosis:
         )
 
     def _far_offset(self) -> Problem | None:
+        # The affine model agrees with the network at its weights by definition, so that it has no such distance.
         if not (self.linear_model == "homogeneous" and self.offset > _FAR_OFFSET):
             return None
         return Problem(
