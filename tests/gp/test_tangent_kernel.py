@@ -97,8 +97,8 @@ class TestRectangularOperator(RectangularLinearOperatorTestCase, unittest.TestCa
         return TangentKernelOperator(torch.ones(net.num_parameters), x1=x, x2=other, network=net)
 
     def evaluate_linear_op(self, linear_op: TangentKernelOperator) -> Tensor:
-        variance, other, x = linear_op.representation()
-        return dense(linear_op._kwargs["network"], variance, x, other)
+        variance, x1, x2 = linear_op.representation()
+        return dense(linear_op._kwargs["network"], variance, x1, x2)
 
 
 def test_the_operator_is_the_dense_matrix(case: Case) -> None:
@@ -306,9 +306,9 @@ def test_the_matrix_that_is_kept_is_of_the_present_network_scale_and_inputs() ->
     check()
     kernel.load_state_dict({**kernel.state_dict(), "variance": torch.linspace(0.5, 2, 17).double()})
     check()
-    kept = kernel._kept
+    kept = kernel._cached
     check()
-    assert kernel._kept is kept
+    assert kernel._cached is kept
 
 
 def test_predictions_are_of_the_present_network() -> None:
