@@ -58,8 +58,7 @@ class LinearisedLaplace(SavableModel):
         seed: of all randomness.
         linear_model: `"affine"`, `h = f + φ(θ − w̄)`; `"homogeneous"`, `h = φθ`; `"auto"`, affine for a Gaussian
             likelihood and homogeneous for the others.
-        hessian_at: where `B` is evaluated: `"network"`, at `f(w̄, x)`; `"mode"`, at `h(θ̄, x)`; `"auto"` is the
-            mode. (For a Gaussian likelihood `B` is constant.)
+        hessian_at: where `B` is evaluated: `"network"`, at `f(w̄, x)`; `"mode"`, at `h(θ̄, x)`, which `"auto"` is.
 
     Raises:
         ValueError: for settings that are not known or do not go together.
@@ -72,8 +71,7 @@ class LinearisedLaplace(SavableModel):
         converged_: whether samples and mode, and hyperparameters if they were fitted, reached their tolerances.
         samples_: zero-mean posterior samples `ζ`, `[K, P]`.
         mode_: mode `θ̄` of the linear model, `[P]`.
-        scale_, temperature_: predictions are those of samples `√scale_ · ζ`; outputs are divided by the temperature, 1
-            without validation data.
+        scale_, temperature_: predictions are of samples `√scale_ · ζ`; outputs are divided by the temperature.
         history_: one `Step` a step of `fit_hyperparameters`.
 
     Example:
