@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.networks.library_networks import NETWORKS
-from laplace_sampling import LinearisedLaplace
+from laplace_sampling import IsotropicPrior, LinearisedLaplace
 from laplace_sampling.data.batches import arguments, num_rows, place, take
 from laplace_sampling.networks.derivative_rules import forward_mode_kernels
 from laplace_sampling.networks.held_module import HeldModule, evaluation_mode
@@ -184,7 +184,7 @@ def _products(outcome: Outcome, module: nn.Module, x: Any) -> None:
 
 def _fit(outcome: Outcome, module: nn.Module, x: Any) -> None:
     targets = torch.randn(Linearisation(module)(x).shape)
-    la = LinearisedLaplace(module, "regression", prior="isotropic", prior_precision=10.0, num_samples=2, method="exact")
+    la = LinearisedLaplace(module, "regression", prior=IsotropicPrior(10.0), num_samples=2, method="exact")
     la.fit([(x, targets)], progress=False)
     outcome.fitted = bool(torch.isfinite(la.predict(x).variance).all())
 
