@@ -33,7 +33,7 @@ from laplace_sampling.predictions.calibration import (
 from laplace_sampling.predictions.prediction import Prediction
 from laplace_sampling.predictions.regression_prediction import RegressionPrediction
 
-__all__ = ["HeldOut", "OnTrainingData"]
+__all__ = ["HeldOut", "OnTrainingData", "check_calibration"]
 
 # Training data that are looked at, as the scale is one number; and numbers of their deviations in memory.
 _ENOUGH, _NUMBERS = 4096, 2**24
@@ -218,6 +218,14 @@ class HeldOut:
         """What was predicted of padded data, as wide as the longest of them."""
         own = Layout.single(found.outputs.shape[1:]) if self.data.ragged else self.layout
         return own.widen(flat, self.layout)
+
+
+def check_calibration(call: str, observation: Any, unequal_noise: bool) -> None:
+    """Raise if there is no scale that held-out data choose."""
+    if observation is not None:
+        raise ValueError(f"`{call}` does not go with `observe`: there is no scale for measurements.")
+    if unequal_noise:
+        raise ValueError(f"`{call}` does not go with `noise_variances`, which the fit was given.")
 
 
 def _unknown(likelihood: Likelihood) -> ValueError:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.fitted import Fitted, NotFittedError
-from laplace_sampling.held_out import HeldOut, OnTrainingData
+from laplace_sampling.held_out import HeldOut, OnTrainingData, check_calibration
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.linear_model.tangent_model import TangentModel
@@ -18,7 +18,7 @@ from laplace_sampling.methods.method import Method, Tuning
 from laplace_sampling.networks.held_module import solving
 from laplace_sampling.networks.random_weights import Subset
 from laplace_sampling.posterior import Posterior
-from laplace_sampling.predict import check_inputs, predict
+from laplace_sampling.predict import check_inputs, check_options, predict
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.prediction import Prediction
 from laplace_sampling.predictions.regression_prediction import RegressionPrediction
@@ -176,17 +176,17 @@ class LinearisedLaplace(SavableModel):
         tuning = Tuning(max_steps, tolerance, num_samples, precision_bounds, noise_bounds, callback)
         calibration = None if isinstance(scale, str) and scale == "auto" else Calibration.of_scale(scale)
         if val_loader is not None:
-            self._check_calibration("val_loader", noise_variances is not None)
+            check_calibration("val_loader", self.settings.observation, noise_variances is not None)
+        # Prepare: the linear model on the data. All data are read before anything is fitted.
         data = {"noise_variances": noise_variances, "weights": weights, "unpack": unpack, "num_data": num_data}
         problem = prepare(self.settings, self.network, loader, progress, **data)
-        held_out = None
-        if val_loader is not None:
-            held_out = HeldOut.read(val_loader, self.network, self.settings.likelihood, unpack)
-
+        likelihood = self.settings.likelihood
+        held_out = None if val_loader is None else HeldOut.read(val_loader, self.network, likelihood, unpack)
+        # Choose a method, tune the hyperparameters, fit the posterior.
         task = self.settings.method.prepare(problem)
         task, tuned = task.method.tune(task, tuning.shifted(problem.tangent.log_scale))
         fit = task.method.fit(task, tuned, tolerance)
-
+        # Calibrate, by data left out or held out; store.
         trained = OnTrainingData.of(fit, problem.tangent.in_order)
         calibration = calibration or trained.calibration()
         posterior = Posterior.of(fit, problem.tangent, self.network, calibration)
@@ -209,15 +209,7 @@ class LinearisedLaplace(SavableModel):
     ) -> "LinearisedLaplace":
         """The posterior at the precisions of the prior and of the noise that the constructor was given.
 
-        Args:
-            loader: as for `fit_hyperparameters`, and so are all others.
-            tolerance: likewise.
-            scale: likewise, a number.
-            noise_variances: likewise.
-            weights: likewise.
-            unpack: likewise.
-            num_data: likewise.
-            progress: show progress bars.
+        Arguments are those of `fit_hyperparameters`; `scale` is a number.
         """
         if not tolerance > 0:
             raise ValueError(f"`fit` needs a positive tolerance, got {tolerance}.")
@@ -252,7 +244,7 @@ class LinearisedLaplace(SavableModel):
         """
         fitted = self._require("calibrate")
         self._check_network("calibrate")
-        self._check_calibration("calibrate(val_loader)", fitted.posterior.unequal_noise)
+        check_calibration("calibrate(val_loader)", self.settings.observation, fitted.posterior.unequal_noise)
         held_out = HeldOut.read(val_loader, self.network, self.settings.likelihood, unpack, num_data)
         fitted.posterior = held_out.calibrated(self.network, fitted.posterior, fitted.fit)
         return self
@@ -285,13 +277,8 @@ class LinearisedLaplace(SavableModel):
         fitted = self._require("predict")
         posterior = fitted.posterior
         check_inputs(x, num_samples, len(posterior.samples))
+        check_options(self.settings.likelihood, observed, noise_variances)
         self._check_network("predict")
-        if (observed and self.settings.observation is None) or (
-            noise_variances is not None and self.noise_precision_ is None
-        ):
-            raise ValueError(
-                "`predict(observed=True)` needs a likelihood `Gaussian(observe=T)`, and `noise_variances` a regression."
-            )
         return predict(
             self.network,
             posterior,
@@ -303,13 +290,6 @@ class LinearisedLaplace(SavableModel):
             fitted_layout=None if fitted.tangent is None else fitted.tangent.layout,
             check=lambda: self._check_network("predict"),
         )
-
-    def _check_calibration(self, call: str, unequal_noise: bool) -> None:
-        """Raise if there is no scale that held-out data choose."""
-        if self.settings.observation is not None:
-            raise ValueError(f"`{call}` does not go with `observe`: there is no scale for measurements.")
-        if unequal_noise:
-            raise ValueError(f"`{call}` does not go with `noise_variances`, which the fit was given.")
 
     def _store(
         self, posterior: Posterior, fit: Fit, tangent: TangentModel, problems: Sequence[str] = ()

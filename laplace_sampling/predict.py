@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from laplace_sampling.data.batches import Layout, batched, num_rows, place, split
+from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.measurement import as_measurement
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.kronecker import Inverse
@@ -25,7 +26,7 @@ from laplace_sampling.predictions.function_covariance import FunctionCovariance,
 from laplace_sampling.predictions.make_prediction import make_prediction
 from laplace_sampling.predictions.prediction import Prediction
 
-__all__ = ["check_inputs", "predict"]
+__all__ = ["check_inputs", "check_options", "predict"]
 
 
 def check_inputs(x: Any, num_samples: int | None, available: int) -> None:
@@ -47,6 +48,15 @@ def check_inputs(x: Any, num_samples: int | None, available: int) -> None:
         raise ValueError(
             f"`predict(num_samples={num_samples})`: there are {available} samples; construct "
             f"`LinearisedLaplace(..., num_samples={num_samples})` and fit for more."
+        )
+
+
+def check_options(likelihood: Likelihood, observed: bool, noise_variances: Tensor | None) -> None:
+    """Raise if the likelihood has no measurements, or no noise, that are asked for."""
+    no_measurements = observed and getattr(likelihood, "observe", None) is None
+    if no_measurements or (noise_variances is not None and not likelihood.quadratic):
+        raise ValueError(
+            "`predict(observed=True)` needs a likelihood `Gaussian(observe=T)`, and `noise_variances` a regression."
         )
 
 

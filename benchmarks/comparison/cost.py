@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from benchmarks.comparison.laplace_torch import build
 from benchmarks.comparison.lines import append, read, versions
 from benchmarks.data.tasks import Part
-from laplace_sampling import ClassificationPrediction, LinearisedLaplace
+from laplace_sampling import ClassificationPrediction, IsotropicPrior, LinearisedLaplace
 
 __all__ = ["KEY", "METHODS", "SUITES", "cells", "network", "run"]
 
@@ -40,7 +40,9 @@ Steps = tuple[Callable[[], object], Callable[[], object], Callable[[Tensor], obj
 
 def ours(model: nn.Module, data: Part) -> Steps:
     def build_ours() -> LinearisedLaplace:
-        return LinearisedLaplace(model, "classification", prior_precision=PRECISION, num_samples=SAMPLES)
+        return LinearisedLaplace(
+            model, "classification", prior=IsotropicPrior(precision=PRECISION), num_samples=SAMPLES
+        )
 
     la, loader = build_ours(), data.loader(100)
     return (

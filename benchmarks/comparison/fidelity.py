@@ -25,7 +25,7 @@ from benchmarks.comparison.ours import BATCH
 from benchmarks.comparison.predictions import log_mean_exp
 from benchmarks.comparison.run import Case, problem_of
 from benchmarks.comparison.training import Problem, Recipe, outputs_of
-from laplace_sampling import LinearisedLaplace
+from laplace_sampling import IsotropicPrior, LinearisedLaplace
 
 __all__ = ["KEY", "METHODS_COMPARED", "SUITES", "run"]
 
@@ -33,7 +33,7 @@ KEY = ("study", "network", "seed", "method")
 NETWORKS = ("LeNet, small", "LeNet", "LeNet, large")
 SUITES = {"small": ("digits, n=300, noise 1", 3), "full": ("digits, n=1400, noise 1", 5)}
 DRAWS, TEST, SUBNETWORK = 4096, 200, 400
-SETTINGS: dict[str, Any] = {"prior": "isotropic", "hessian_at": "network"}
+HESSIAN_AT = "network"
 
 # Covariances of the logits of test data, `[N, C, C]`, and log-probabilities as predicted, `[N, C]`, if not those of the
 # Gaussians.
@@ -63,11 +63,11 @@ def ours(problem: Problem, x: Tensor, precision: float, num_samples: int) -> App
     la = LinearisedLaplace(
         problem.network,
         problem.likelihood,
-        prior_precision=precision,
+        prior=IsotropicPrior(precision=precision),
         num_samples=num_samples,
         seed=problem.seed,
-        method="cg",
-        **SETTINGS,
+        method="krylov",
+        hessian_at=HESSIAN_AT,
     ).fit(problem.data.train.loader(BATCH), progress=False)
     prediction: Any = la.predict(x)
     return prediction.covariance(), prediction.probs.double().log()
@@ -107,8 +107,8 @@ METHODS_COMPARED: dict[str, Method] = {
 def distances(problem: Problem) -> Iterator[dict[str, Any]]:
     """The distances of every method, on some of the test data."""
     x = problem.data.test.x[:TEST]
-    exact = LinearisedLaplace(problem.network, problem.likelihood, method="exact", num_samples=2, scale=1.0, **SETTINGS)
-    exact.fit_hyperparameters(problem.data.train.loader(BATCH), progress=False)
+    exact = LinearisedLaplace(problem.network, problem.likelihood, method="exact", num_samples=2, hessian_at=HESSIAN_AT)
+    exact.fit_hyperparameters(problem.data.train.loader(BATCH), scale=1.0, progress=False)
     precision = float(exact.prior_precision_[0])
     prediction: Any = exact.predict(x)
     outputs, covariance = prediction.logits.double(), prediction.covariance()

@@ -24,7 +24,8 @@ from benchmarks.comparison.predictions import (
     two_classes,
 )
 from benchmarks.comparison.training import Problem
-from laplace_sampling import ClassificationPrediction, LinearisedLaplace, RegressionPrediction
+from laplace_sampling import ClassificationPrediction, Gaussian, LinearisedLaplace, RegressionPrediction
+from laplace_sampling.linear_model.priors.as_prior import as_prior
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.solvers.solver import ConvergenceWarning
@@ -35,11 +36,11 @@ BATCH = 200
 PRECISION_FACTORS = (1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
-def setting(**settings: Any) -> Callable[[Problem], Fitted]:
-    """A fit with hyperparameters from the training data alone."""
+def setting(scale: float | str = "auto", **settings: Any) -> Callable[[Problem], Fitted]:
+    """A fit with hyperparameters from the training data alone; `noise_at` is a setting of the likelihood."""
 
     def method(problem: Problem) -> Fitted:
-        la, details = fitted(problem, tuple(settings.items()))
+        la, details = fitted(problem, tuple(settings.items()), scale)
         return fitted_predictions(problem, la, details)
 
     return method
@@ -67,24 +68,32 @@ def with_dropout(problem: Problem) -> Fitted:
 def with_posterior(la: LinearisedLaplace, posterior: Posterior) -> LinearisedLaplace:
     """The same samples with another calibration, as `fit_hyperparameters` finds it without another fit."""
     other = copy.copy(la)
-    other._posterior = posterior
+    assert la._fitted is not None
+    other._fitted = replace(la._fitted, posterior=posterior)
     return other
 
 
-def fitted(problem: Problem, settings: tuple[tuple[str, Any], ...]) -> tuple[LinearisedLaplace, dict[str, Any]]:
+def laplace(problem: Problem, *, noise_at: str | None = None, **settings: Any) -> LinearisedLaplace:
+    likelihood = problem.likelihood if noise_at is None else Gaussian(noise_at=noise_at)
+    return LinearisedLaplace(problem.network, likelihood, seed=problem.seed, **settings)
+
+
+def fitted(
+    problem: Problem, settings: tuple[tuple[str, Any], ...], scale: float | str = "auto"
+) -> tuple[LinearisedLaplace, dict[str, Any]]:
     """With what is not the default of the network anyway, so that nothing is fitted twice; a scale needs no fit."""
-    default, given = (LinearisedLaplace(problem.network, problem.likelihood, **s) for s in ({}, dict(settings)))
-    needed = tuple((k, v) for k, v in settings if k != "scale" and getattr(given, k) != getattr(default, k))
+    default = laplace(problem).settings
+    needed = tuple((k, v) for k, v in settings if laplace(problem, **{k: v}).settings != default)
     la, details = _fitted(problem, needed)
-    if given.scale != "auto":
-        assert la._posterior is not None
-        la = with_posterior(la, replace(la._posterior, calibration=Calibration(scale=float(given.scale))))
+    if scale != "auto":
+        assert la._fitted is not None
+        la = with_posterior(la, replace(la._fitted.posterior, calibration=Calibration(scale=float(scale))))
     return la, details | hyperparameters(la)
 
 
 @lru_cache(maxsize=3)
 def _fitted(problem: Problem, settings: tuple[tuple[str, Any], ...]) -> tuple[LinearisedLaplace, dict[str, Any]]:
-    la = LinearisedLaplace(problem.network, problem.likelihood, seed=problem.seed, **dict(settings))
+    la = laplace(problem, **dict(settings))
     return la, caught(la, lambda: la.fit_hyperparameters(problem.data.train.loader(BATCH), progress=False))
 
 
@@ -120,7 +129,7 @@ def fitted_predictions(problem: Problem, la: LinearisedLaplace, details: dict[st
 
     details = dict(details)
     seconds, passes = details.pop("seconds"), details.pop("passes")
-    return Fitted(predict, passes, la.num_samples, details, seconds)
+    return Fitted(predict, passes, la.settings.num_samples, details, seconds)
 
 
 def common(likelihood: str, parts: list[Any], scale: float = 1.0) -> Prediction:
@@ -148,7 +157,7 @@ def link_log_probs(likelihood: str, p: ClassificationPrediction, link: str) -> T
 
 def with_best_scale(problem: Problem) -> Fitted:
     """The posterior's standard deviations times the factor of largest likelihood of the *test* data."""
-    la, details = fitted(problem, (("scale", 1.0),))
+    la, details = fitted(problem, (), 1.0)
     part = problem.data.test
     parts = [la.predict(batch) for batch in part.x.split(BATCH)]
     y = targets(problem.likelihood, part.y)
@@ -171,7 +180,6 @@ def chosen_precision(oracle: bool = False, **settings: Any) -> Callable[[Problem
 
     Its posterior is not scaled.
     """
-    settings = {"scale": 1.0, **settings}
 
     def method(problem: Problem) -> Fitted:
         part = problem.data.test if oracle else problem.data.validation
@@ -192,22 +200,17 @@ def chosen_precision(oracle: bool = False, **settings: Any) -> Callable[[Problem
 @lru_cache(maxsize=2)
 def grid(problem: Problem, settings: tuple[tuple[str, Any], ...]) -> dict[float, Fitted]:
     """Fits at multiples of the fitted precision, at its noise."""
-    la, details = fitted(problem, settings)
+    la, details = fitted(problem, settings, 1.0)
     noise = la.noise_precision_
-    known = {} if noise is None else {"noise_precision": float(noise)}
+    likelihood = problem.likelihood if noise is None else Gaussian(float(noise))
     fits = {}
     for factor in PRECISION_FACTORS:
         other, fit_details = la, details
         if factor != 1:
             precision = factor * float(la.prior_precision_[0])
-            other = LinearisedLaplace(
-                problem.network,
-                problem.likelihood,
-                prior_precision=precision,
-                seed=problem.seed,
-                **known,
-                **dict(settings),
-            )
+            given = dict(settings)
+            prior = replace(as_prior(given.pop("prior", "isotropic")), precision=precision)
+            other = LinearisedLaplace(problem.network, likelihood, prior=prior, seed=problem.seed, **given)
             fit_details = caught(other, lambda other=other: other.fit(problem.data.train.loader(BATCH), progress=False))
         fits[factor] = fitted_predictions(problem, other, fit_details)
     return fits

@@ -5,18 +5,17 @@ import warnings
 from functools import cached_property, lru_cache
 
 import torch
-from laplace_sampling.gp.exact_evidence import ExactFit
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.gp.processes import deep_kernel, gaussian_process
 from benchmarks.gp.regression_task import MEMBERS, Method, Outcome, Task, best_noise, gaussian, predict
-from laplace_sampling.gp.tuned_regression import fit_exact_regression
+from laplace_sampling.gp.tuned_regression import TunedRegression, fit_exact_regression
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.linear_model import LinearModel
-from laplace_sampling.linear_model.priors import as_prior
+from laplace_sampling.linear_model.priors.as_prior import as_prior
 
 __all__ = ["METHODS", "WITHOUT_NETWORK", "fit_tangent"]
 
@@ -34,7 +33,7 @@ def map_held_out(task: Task) -> Outcome:
 
 
 @lru_cache(maxsize=8)
-def fit_tangent(task: Task, prior: str, linear_model: str, noise_at: str) -> ExactFit:
+def fit_tangent(task: Task, prior: str, linear_model: str, noise_at: str) -> TunedRegression:
     """The tangent model with prior and noise precision from the evidence, exactly, in observation space."""
     network, features, _ = task.tangent
     f = network(task.x)
@@ -42,7 +41,7 @@ def fit_tangent(task: Task, prior: str, linear_model: str, noise_at: str) -> Exa
     if linear_model == "affine":
         offset = f - features.outputs(network.weights[None])[0]
     model = LinearModel(features, offset, f, task.y.reshape(f.shape), Gaussian(noise_at=noise_at))
-    start = as_prior(prior).build(model.ggn(f), network.layers(), 1.0, Draws(64, 0).noise(1))
+    start = as_prior(prior).build(model.ggn(f), network.layers(), Draws(64, 0).noise(1))
     return fit_exact_regression(model, start, noise_bounds=(1e-12, task.noise_floor**-2))
 
 

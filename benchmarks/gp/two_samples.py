@@ -22,8 +22,8 @@ NUM_SAMPLES, MAX_STEPS = 2, 5
 def run_em(task: Task, prior: str, seed: int, *, learn_noise: bool) -> tuple[list[float], list[float]]:
     """The ratios of `α` and `b` to the optimum, at the start of EM and after each of at most five steps."""
     optimum = fit_tangent(task, prior, "affine", "mode").optimum
-    likelihood = Gaussian(1.0 if learn_noise else optimum.noise_precision, learn=learn_noise)
-    la = LinearisedLaplace(task.map, likelihood, prior=prior, noise_at="mode", method="dual", num_samples=2, seed=seed)
+    likelihood = Gaussian(1.0 if learn_noise else optimum.noise_precision, learn=learn_noise, noise_at="mode")
+    la = LinearisedLaplace(task.map, likelihood, prior=prior, method="dual", num_samples=2, seed=seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # five steps may be too few for it
         la.fit_hyperparameters(

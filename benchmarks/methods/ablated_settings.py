@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.comparison.fidelity import log_probs
 from benchmarks.comparison.report import table
 from benchmarks.methods.tangents import Spectrum, Trained, root, trained
-from laplace_sampling import LinearisedLaplace
+from laplace_sampling import Gaussian, IsotropicPrior, LinearisedLaplace
 from laplace_sampling.solvers.solver import ConvergenceWarning
 
 __all__ = ["ABLATIONS", "Outcome", "alone", "fit", "precision_of_weights", "spread"]
@@ -80,7 +80,7 @@ def fit(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # it is in the outcome
         try:
-            la.fit_hyperparameters(problem.data.train.loader(200), max_steps=MOST_STEPS, progress=False)
+            la.fit_hyperparameters(problem.data.train.loader(200), max_steps=MOST_STEPS, scale=1.0, progress=False)
         except ValueError:  # the mode has run away
             return Outcome((math.nan,), math.nan, math.nan, False)
         evidence = float(la.log_marginal_likelihood()) / len(problem.data.train.y)
@@ -156,10 +156,9 @@ def norms() -> Iterator[str]:
         for p in problems:
             alpha = precision_of_weights(p)
             la = p.laplace(
-                prior="isotropic",
+                likelihood=Gaussian(p.noise_precision) if p.likelihood == "regression" else p.likelihood,
+                prior=IsotropicPrior(precision=alpha),
                 hessian_at="network",
-                prior_precision=alpha,
-                noise_precision=p.noise_precision,
             ).fit(p.data.train.loader(200), progress=False)
             weights.append(Outcome((alpha,), log_likelihood(p, la), math.nan, True))
         modes = {

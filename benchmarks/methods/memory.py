@@ -20,11 +20,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from laplace_sampling import SGD, ConvergenceWarning, LinearisedLaplace
+from laplace_sampling import SGD, SVRG, ConvergenceWarning, Krylov, LinearisedLaplace, Method, Stochastic
 
 INPUTS, WIDTH, SAMPLES = 8, 32, 8
 # Memory does not depend on how long a solver runs.
 _FEW_STEPS = SGD(epochs=1e-3, mode_epochs=1e-3, min_steps=20, batch_size=20, max_doublings=0)
+_MEMORY = 2**26
+METHODS: dict[str, Method] = {
+    "krylov": Krylov(max_memory=_MEMORY),
+    "sgd": Stochastic(solver=_FEW_STEPS, max_memory=_MEMORY),
+    "svrg": Stochastic(solver=SVRG(), max_memory=_MEMORY),
+}
 # N and C of each run.
 SIZES = {"N": [(n, 10) for n in (1_000, 10_000, 100_000)], "C": [(50, c) for c in (10, 100, 1_000, 10_000)]}
 
@@ -49,18 +55,15 @@ def measure(method: str, num: int, classes: int) -> dict[str, Any]:
     warnings.simplefilter("ignore", ConvergenceWarning)  # a few steps are enough to see what is held
     model = nn.Sequential(nn.Linear(INPUTS, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
     model.append(nn.Linear(WIDTH, classes))
-    alone = method == "predict"
-    data = Made(10 if alone else num, classes)
+    data = Made(10 if method == "predict" else num, classes)
     # The number of outputs that go through the network at once is the same for every C.
     rows = max(1, min(1000, 20_000 // classes))
     la = LinearisedLaplace(
         model,
         "classification",
         parameters=["0.*", "2.*"],
-        method="cg" if alone else method,
+        method=METHODS["krylov" if method == "predict" else method],
         num_samples=SAMPLES,
-        max_memory=2**26,
-        solver=_FEW_STEPS if method == "sgd" else None,
     )
     la.fit_hyperparameters(DataLoader(data, rows), max_steps=2, num_samples=4, tolerance=0.1, progress=False)
     fitted = _peak()
@@ -88,7 +91,7 @@ def _run(method: str, num: int, classes: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--one", nargs=3, metavar=("METHOD", "N", "C"), help="measure one size in this process")
-    parser.add_argument("--methods", nargs="+", default=["cg", "sgd", "svrg", "predict"])
+    parser.add_argument("--methods", nargs="+", default=[*METHODS, "predict"])
     parser.add_argument("--sizes", nargs="+", choices=["N", "C"], default=["N", "C"])
     given = parser.parse_args()
     if given.one:

@@ -64,14 +64,14 @@ class Trained:
     likelihood: str
 
     def laplace(self, **settings) -> LinearisedLaplace:
-        """An exact fit without scaling of the covariance."""
-        exact = {"method": "exact", "scale": 1.0, "num_samples": 2}
-        return LinearisedLaplace(self.network, self.likelihood, **{**exact, **settings})
+        """The exact method; fits should have `scale=1.0`."""
+        exact = {"likelihood": self.likelihood, "method": "exact", "num_samples": 2}
+        return LinearisedLaplace(self.network, **{**exact, **settings})
 
     @cached_property
     def noise_precision(self) -> float:
         """The noise precision that the library fits; for classes a number that nothing depends on."""
-        la = self.laplace().fit_hyperparameters(self.data.train.loader(), progress=False)
+        la = self.laplace().fit_hyperparameters(self.data.train.loader(), scale=1.0, progress=False)
         return 1.0 if la.noise_precision_ is None else float(la.noise_precision_)
 
     def model(self, kind: str) -> LinearModel:

@@ -184,7 +184,7 @@ def _products(outcome: Outcome, module: nn.Module, x: Any) -> None:
 
 def _fit(outcome: Outcome, module: nn.Module, x: Any) -> None:
     targets = torch.randn(Linearisation(module)(x).shape)
-    la = LinearisedLaplace(module, "regression", prior=IsotropicPrior(10.0), num_samples=2, method="exact")
+    la = LinearisedLaplace(module, "regression", prior=IsotropicPrior(precision=10.0), num_samples=2, method="exact")
     la.fit([(x, targets)], progress=False)
     outcome.fitted = bool(torch.isfinite(la.predict(x).variance).all())
 

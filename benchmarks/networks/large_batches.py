@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.networks.products import NETWORKS, check
-from laplace_sampling.networks import jacobian_products, linearisation
 from laplace_sampling.networks.linearisation import Linearisation
 
 # Batches, and sizes of images where they are not those of `benchmarks.networks.products`.
@@ -37,24 +36,24 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     print("| network | images | K | product | pieces | s | whole, s | ratio | pages | whole, pages |\n|" + "---|" * 10)
-    kept = jacobian_products.LARGEST_KEPT
     for name in args.networks:
         module, x = NETWORKS[name]()
         num, side = BATCHES[name]
         x = torch.randn(num, x.shape[1], side, side)
         network = Linearisation(module.eval())
+        kept = network.batching.kept_bytes
         for K in args.vectors:
             v, u = torch.randn(K, network.num_parameters), torch.randn(K, *network(x).shape)
             for call, vectors in (("jvp", v), ("vjp", u), ("ggn", v)):
                 times, pages, products = {}, {}, {}
                 for _ in range(args.repeats):
                     for most in (kept, math.inf):
-                        jacobian_products.LARGEST_KEPT = linearisation.LARGEST_KEPT = most
+                        network.batching.kept_bytes = most
                         seconds, pages[most], products[most] = measured(network, call, x, vectors)
                         times[most] = min(times.get(most, math.inf), seconds)
-                jacobian_products.LARGEST_KEPT = linearisation.LARGEST_KEPT = kept
+                network.batching.kept_bytes = kept
                 check(products[kept], products[math.inf], "the product of pieces")
-                pieces = len(network._pieces(x, K, pull=call == "vjp" or (call == "ggn" and K == 1)))
+                pieces = len(network._pieces(x, 1 if call == "vjp" else K))
                 a, b = times[kept], times[math.inf]
                 of_product = f"| {name} | {num} | {K} | {call} | {pieces} | {a:.2f} | {b:.2f} | {a / b:.2f} "
                 print(f"{of_product}| {pages[kept]:,} | {pages[math.inf]:,} |", flush=True)

@@ -64,7 +64,7 @@ class Comparison:
 
 def g_prior(features: StoredFeatures, model: nn.Module, precision: float) -> GaussianPrior:
     f = features.outputs_of_network
-    return GPrior().build(GGN(features, Categorical(), f), Linearisation(model).layers(), precision, _probes(features))
+    return GPrior(precision).build(GGN(features, Categorical(), f), Linearisation(model).layers(), _probes(features))
 
 
 def _probes(features: StoredFeatures):
@@ -176,7 +176,7 @@ def tests_of(ggn: GGN, prior: GaussianPrior, solution: Solution, reference: Tens
 
 def samples(features: Features, f: Tensor, num_samples: int, precision: float, contour_rows: int, seeds: int) -> None:
     ggn = GGN(features, Categorical(), f)
-    prior = IsotropicPrior().build(ggn, ([], torch.zeros(0)), precision, Draws(1, 0).noise(features.num_outputs))
+    prior = IsotropicPrior(precision).build(ggn, ([], torch.zeros(0)), Draws(1, 0).noise(features.num_outputs))
     print(f"N = {features.num_data}, P = {features.size}, isotropic prior, α = {precision}, {num_samples} samples")
     reference, _ = energies(ggn, prior, sample_posterior(ggn, prior, Draws(num_samples, 1000), BlockKrylov()).value)
     ours = 0.0

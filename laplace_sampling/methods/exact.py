@@ -18,7 +18,6 @@ from laplace_sampling.evidence.bounds import check_bounds
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.dense_curves import exact_path
 from laplace_sampling.evidence.expansion import total_loss
-from laplace_sampling.evidence.fixed_point import fit_path
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.gp.exact_prediction import ExactPrediction
 from laplace_sampling.gp.gram import size_of
@@ -28,10 +27,10 @@ from laplace_sampling.linear_model.features import DenseFeatures, Features
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import PosteriorSamples
-from laplace_sampling.methods.fit import PATH_STREAM, Fit, Task, Tuned
+from laplace_sampling.methods.fit import Fit, Task, Tuned
 from laplace_sampling.methods.method import Choice, Tuning, problems_at_bounds
 from laplace_sampling.methods.problem import MOST_BYTES, Memory, Problem, exact_bytes, space_of
-from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, has_path, search_settings, tuned_by
+from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, follow_path, has_path, tuned_by
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
@@ -100,16 +99,7 @@ class Exact(SolverMethod):
             return _tune_in_observation_space(task, tuning)
         if not has_path(task):
             return super().tune(task, tuning)
-        result = fit_path(
-            task.model,
-            task.prior,
-            task.seed,
-            PATH_STREAM,
-            max_rounds=tuning.max_steps,
-            exact=True,
-            **search_settings(task, tuning),
-        )
-        return tuned_by(result, task, tuning, Dense())
+        return tuned_by(follow_path(task, tuning, exact=True), task, tuning, Dense())
 
     def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
         if _holds_jacobian(task):

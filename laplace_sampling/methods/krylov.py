@@ -4,17 +4,16 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from laplace_sampling.evidence.fixed_point import fit_path
 from laplace_sampling.linear_model.sampling import PosteriorSamples
-from laplace_sampling.methods.fit import PATH_STREAM, Task, Tuned
+from laplace_sampling.methods.fit import Task, Tuned
 from laplace_sampling.methods.method import Tuning
 from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.methods.solver_method import (
     BASIS_STACKS,
     SolverMethod,
     basis_that_fits,
+    follow_path,
     has_path,
-    search_settings,
     tuned_by,
 )
 from laplace_sampling.solvers.krylov import CG, BlockKrylov
@@ -98,15 +97,7 @@ class Krylov(SolverMethod):
         solver = self.make_solver(task, tuning.tolerance, None)
         if not (isinstance(solver, BlockKrylov) and has_path(task)):
             return self.tune_by_em(task, tuning, solver)
-        result = fit_path(
-            task.model,
-            task.prior,
-            task.seed,
-            PATH_STREAM,
-            max_rounds=tuning.max_steps,
-            max_basis=solver.max_basis,
-            **search_settings(task, tuning),
-        )
+        result = follow_path(task, tuning, max_basis=solver.max_basis)
         if not result.full:
             return tuned_by(result, task, tuning, solver)
         # The basis was full before the curves were accurate: EM goes on from what they gave.

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from laplace_sampling.evidence.bounds import is_at_bound
 from laplace_sampling.evidence.curves import EvidencePath
-from laplace_sampling.evidence.em import fit_em
+from laplace_sampling.evidence.em import EMResult, fit_em
+from laplace_sampling.evidence.fixed_point import PathResult, fit_path
 from laplace_sampling.evidence.krylov_curves import evidence_path
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.draws import Draws
@@ -28,7 +29,7 @@ from laplace_sampling.methods.method import Method, Tuning, problems_at_bounds
 from laplace_sampling.methods.problem import Memory
 from laplace_sampling.solvers.solver import InGroups, Minimum, Solver
 
-__all__ = ["BASIS_STACKS", "SolverFit", "SolverMethod", "basis_that_fits", "has_path", "search_settings", "tuned_by"]
+__all__ = ["BASIS_STACKS", "SolverFit", "SolverMethod", "basis_that_fits", "follow_path", "has_path", "tuned_by"]
 
 # More samples than anybody asks for.
 _ALL = 2**31
@@ -109,7 +110,7 @@ class SolverMethod(Method):
             Draws(held, task.seed, EM_STREAM),
             self.in_groups(solver, task, held),
             max_steps=tuning.max_steps,
-            **search_settings(task, tuning),
+            **_search_settings(task, tuning),
         )
         return tuned_by(result, task, tuning, solver)
 
@@ -140,7 +141,20 @@ class SolverMethod(Method):
         return SolverFit(*parts)
 
 
-def search_settings(task: Task, tuning: Tuning) -> dict[str, Any]:
+def follow_path(task: Task, tuning: Tuning, **options: Any) -> PathResult:
+    """Hyperparameters at the fixed point of evidence curves; `options` are those of `fit_path`."""
+    return fit_path(
+        task.model,
+        task.prior,
+        task.seed,
+        PATH_STREAM,
+        max_rounds=tuning.max_steps,
+        **_search_settings(task, tuning),
+        **options,
+    )
+
+
+def _search_settings(task: Task, tuning: Tuning) -> dict[str, Any]:
     """Arguments that `fit_em` and `fit_path` have in common.
 
     Where the prior decides, predicted standard deviations go with `α^{-1/2}`: `log α` is needed to twice their error.
@@ -155,7 +169,7 @@ def search_settings(task: Task, tuning: Tuning) -> dict[str, Any]:
     }
 
 
-def tuned_by(result: Any, task: Task, tuning: Tuning, solver: Solver) -> tuple[Task, Tuned]:
+def tuned_by(result: EMResult | PathResult, task: Task, tuning: Tuning, solver: Solver) -> tuple[Task, Tuned]:
     """The task with the hyperparameters of a result, and how they were found.
 
     Args:
