@@ -27,7 +27,7 @@ from laplace_sampling import Gaussian, LinearisedLaplace
 from laplace_sampling.gp.matheron import sample_matheron
 from laplace_sampling.gp.whitened_gram import WhitenedGram, randomised_svd
 from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.linear_model.tangent_model import tangent_model
+from laplace_sampling.linear_model.tangent_model_of import tangent_model_of
 
 SIDE = 28
 
@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def count_iterations(la: LinearisedLaplace, options: argparse.Namespace, T: Tensor, z: Tensor, y: Tensor) -> None:
     """Iterations of conjugate gradients for eight samples in observation space, with and without a preconditioner."""
-    model = tangent_model(la.network, la.settings.likelihood, [(z, y)], kind="affine", observation=T).model
+    model = tangent_model_of(la.network, la.settings.likelihood, [(z, y)], kind="affine", observation=T).model
     ggn, draws = model.ggn(model.network_outputs), Draws(8, 0)
     prior = replace(la.settings.prior, precision=float(la.prior_precision_))
     prior = prior.build(ggn, la.network.layers(), draws.noise(len(T)))
