@@ -77,6 +77,7 @@ class Auto(Method):
             return None
         dense, passes = _exact_operations(problem, space, cost), _krylov_operations(problem, cost)
         holds_jacobian = space == "weights"
+        # A small matrix is decomposed in seconds, whatever the network costs, unless passes take a minute less.
         if self._is_small(problem):
             if passes * _CHEAPER < dense - _WORTH:
                 return None
