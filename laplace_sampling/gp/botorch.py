@@ -56,6 +56,9 @@ class _Covariance(DenseLinearOperator):
 
     def _cholesky(self, upper: bool | None = False) -> TriangularLinearOperator:
         matrix = self.tensor
+        # Acquisition functions evaluate inputs that nearly coincide, whose covariance is singular up to rounding. The
+        # jitter starts at a few roundings of the largest variance, which change no digit that is right, and rises
+        # tenfold for those matrices of a batch that still fail.
         largest = matrix.detach().diagonal(dim1=-1, dim2=-2).abs().amax(-1).clamp_min(1e-30)
         jitter = 10 * torch.finfo(matrix.dtype).eps * largest
         for _ in range(_JITTERS):
@@ -109,7 +112,8 @@ class TangentSurrogate(Model):
         super().__init__()
         _check_data(train_X, train_Y)
         _check_precisions(prior_precision=prior_precision, noise_precision=noise_precision)
-        # A linearisation is no module: the weights are not parameters of this one.
+        # A linearisation is no module, so that the weights are not parameters of this model: an optimiser of its
+        # hyperparameters cannot change them.
         self.network = network if isinstance(network, Linearisation) else Linearisation(network)
         self.mean_module = NetworkMean(self.network, mean, input_shape=input_shape)
         self._input_shape = input_shape
@@ -122,6 +126,7 @@ class TangentSurrogate(Model):
         }
         train_X, train_Y = train_X.detach().clone(), train_Y.detach().clone()
         self.train_inputs, self.train_targets = (train_X,), train_Y
+        # The network is held, not copied: changed weights would give wrong moments, so that all methods compare this.
         self._fingerprint = self.network.fingerprint()
         likelihood = Gaussian(1.0 if noise_precision is None else noise_precision, learn=noise_precision is None)
         prior = _isotropic(self.network, scale, 1.0 if prior_precision is None else prior_precision)
@@ -146,6 +151,7 @@ class TangentSurrogate(Model):
     def _condition(self, prior: GaussianPrior) -> None:
         exact, alpha, b = self.exact, self.prior_precision, self.noise_precision
         self._variance = unit_variance(prior) / alpha
+        # `[N·C, P]` once, here: each later posterior is then two dense products, without a pass over the observations.
         rows = torch.cat([block for _, block in row_blocks(exact.model.features)])
         v = exact.eigenvalues / alpha + 1 / b
         # Any root of (K/α + I/b)⁻¹ will do: here V diag(v)^{-1/2}.
@@ -184,6 +190,7 @@ class TangentSurrogate(Model):
         self._check_network("posterior")
         mean, covariance = self._moments(X)
         if output_indices is not None:
+            # Outputs of an input are adjacent in the joint covariance, as multitask distributions of GPyTorch have them.
             chosen = torch.arange(X.shape[-2])[:, None] * self.num_outputs + torch.tensor(output_indices)
             covariance = covariance[..., chosen.flatten(), :][..., chosen.flatten()]
             mean = mean[..., output_indices]
@@ -197,12 +204,14 @@ class TangentSurrogate(Model):
     def _moments(self, X: Float[Tensor, "*B Q D"]) -> tuple[Float[Tensor, "*B Q C"], Float[Tensor, "*B QC QC"]]:
         """Mean and covariance of the function, in float64, with gradients where `X` has them."""
         shape, flat = X.shape[:-1], X.reshape(-1, X.shape[-1])
+        # A graph through the Jacobian is several times the memory: only where an optimiser asks for gradients in `X`.
         graph = torch.is_grad_enabled() and X.requires_grad
         with torch.set_grad_enabled(graph):
             x = shape_inputs(self.network, flat, self._input_shape)
             rows = self.network.jacobian(x, graph=graph).double()
             mean = self._mean(flat).reshape(*shape, -1).double() + (rows @ self._mode).reshape(*shape, -1)
             rows = rows.reshape(*shape[:-1], shape[-1] * self.num_outputs, -1)
+            # A difference of two positive terms, in float64 for its digits; far from the data the second is small.
             reduced = rows @ self._reduction.T
             return mean, (rows * self._variance) @ rows.mT - reduced @ reduced.mT
 
@@ -228,6 +237,7 @@ class TangentSurrogate(Model):
             raise ValueError(f"`sample_paths(num_samples)` needs at least 1, got {num_samples}.")
         self._check_network("sample_paths")
         zeta = self.exact.sample(Draws(num_samples or 1, seed), self.prior_precision, self.noise_precision)
+        # A sample is one vector of weights: a function at any inputs, without the cubic cost of joint draws there.
         weights = (self._mode + zeta).to(self.network.dtype)
 
         def function(X: Tensor, k: int) -> Tensor:
@@ -241,6 +251,7 @@ class TangentSurrogate(Model):
             self._check_network("a path of sample_paths")
             if num_samples is None:
                 return function(X, 0)
+            # Each function has inputs of its own, so that all are maximised together.
             X = X[None] if X.dim() < 3 else X
             X = X.expand(*X.shape[:-3], num_samples, *X.shape[-2:])
             return torch.stack([function(X[..., k, :, :], k) for k in range(num_samples)], dim=-3)
@@ -267,6 +278,7 @@ class TangentSurrogate(Model):
                 "several batches are not supported."
             )
         self._check_network("condition_on_observations")
+        # BoTorch expects of this call that hyperparameters stay; a new TangentSurrogate learns them again.
         options = {**self.options, "prior_precision": self.prior_precision, "noise_precision": self.noise_precision}
         data = (torch.cat([self.train_inputs[0], X.detach()]), torch.cat([self.train_targets, Y.detach()]))
         return TangentSurrogate(self.network, *data, **cast(dict[str, Any], options))

@@ -51,6 +51,7 @@ def dual_mode(
         warn: whether a solve that does not converge gives a warning; the result says so in any case.
     """
     gaussian, variance = isinstance(model.likelihood, Gaussian), 1 / prior.diagonal().double()
+    # Zero weights have the outputs `o`: the start costs no pass over the data.
     offset = model.offset.double()
     point = DualPoint(model, torch.zeros_like(offset), offset)
     theta = torch.zeros(1, model.features.size).to(offset)
@@ -59,9 +60,11 @@ def dual_mode(
         solve, step = _newton_step(point, variance, preconditioner, tolerance, max_iterations)
         if warn and not solve.converged:
             warn_of_residual("dual_mode", solve.iterations, solve.residual, tolerance)
+        # One VJP and one JVP give the step in weights and in outputs; halving it then costs no product.
         direction, change = _kernel_product(model, variance, step)
         passes += solve.products + 2
         iterations += solve.iterations
+        # Far from the mode a full Newton step can raise the loss: the softmax is flat where labels are certain.
         lower = point.descended(step, change)
         point, length = lower or (point, 0.0)
         theta = theta + length * direction
@@ -87,6 +90,7 @@ def _newton_step(
     gaussian, b = isinstance(likelihood, Gaussian), point.newton_target
     rhs = targets.reshape(h.shape) - model.offset.double() if gaussian else _kernel_product(model, variance, b)[1]
     rhs = likelihood.root_transpose(h, rhs[None], targets).flatten(1)
+    # In whitened coordinates the matrix is `I + S`: its eigenvalues are at least one, also where `B` is singular.
     S = WhitenedGram(variance, model.ggn(h))
     solve = solve_shifted(S, rhs, tolerance=tolerance, max_iterations=max_iterations, preconditioner=preconditioner)
     solved = likelihood.root(h, solve.value.reshape(1, *h.shape), targets)[0]

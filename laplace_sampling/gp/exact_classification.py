@@ -62,7 +62,7 @@ class ExactPosterior:
     """The posterior at one prior precision.
 
     Attributes:
-        owner: the Gram matrix and the data.
+        problem: the Gram matrix and the data.
         precision: `α`.
         mode: at `α`.
         curvature_outputs: where `B` was taken, `[N, C]`.
@@ -72,7 +72,7 @@ class ExactPosterior:
         at_bounds: `("precision",)` if `α` ended at one of its bounds.
     """
 
-    owner: "ExactClassification"
+    problem: "ExactClassification"
     precision: float
     mode: ExactMode
     curvature_outputs: Float[Tensor, "N C"]
@@ -84,7 +84,7 @@ class ExactPosterior:
     @property
     def prior(self) -> GaussianPrior:
         """The prior with the precision of this posterior."""
-        prior = self.owner.prior
+        prior = self.problem.prior
         return prior.with_precision(prior.precision * (self.precision / overall_precision(prior)))
 
     @property
@@ -95,32 +95,36 @@ class ExactPosterior:
     @property
     def log_evidence(self) -> float:
         """Laplace's approximation of `log p(y)`, a sum over the data."""
+        # `log1p`: most eigenvalues are tiny against `α`, and `log(1 + x)` would lose their digits.
         logdet = float((self.eigenvalues / self.precision).log1p().sum())
         return -self.mode.loss - 0.5 * self.precision * self.mode.norm - 0.5 * logdet
 
     def _likelihood(self) -> Likelihood:
-        return self.owner.model.likelihood
+        return self.problem.model.likelihood
 
     def mode_weights(self) -> Float[Tensor, " P"]:
         """`θ̄`, unscaled."""
         return self._to_weights(self.mode.coefficients[None])[0]
 
     def _to_weights(self, u: Float[Tensor, "K N C"]) -> Float[Tensor, "K P"]:
-        return transposed(self.owner.model.features, u) * unit_variance(self.owner.prior) / self.precision
+        return transposed(self.problem.model.features, u) * unit_variance(self.problem.prior) / self.precision
 
     def at(self, features: Features) -> PosteriorAt:
         """The posterior at other inputs; see `features_at`."""
-        owner, (N, C) = self.owner, self.curvature_outputs.shape
-        variance = unit_variance(owner.prior)
-        K = cross_gram(features, owner.model.features, variance, block_bytes=owner.block_bytes)
+        problem, (N, C) = self.problem, self.curvature_outputs.shape
+        variance = unit_variance(problem.prior)
+        K = cross_gram(features, problem.model.features, variance, block_bytes=problem.block_bytes)
         mean = (K @ self.mode.coefficients.flatten() / self.precision).reshape(-1, features.num_outputs)
-        targets = owner.model.targets
+        targets = problem.model.targets
+        # `Lᵀk(X, x)`, in blocks and in the memory of `k`, which the mean does not need any more.
         for rows in K.split(_ROWS):
             stack = rows.reshape(-1, N, C)
             rows.copy_(self._likelihood().root_transpose(self.curvature_outputs, stack, targets).flatten(1))
         # The mean is not linear in the targets, so that the prediction has none: it serves for covariances only.
         targets = torch.zeros_like(self.eigenvalues)
-        prediction = ExactPrediction(features, variance, K @ self.vectors, self.eigenvalues, targets, owner.block_bytes)
+        prediction = ExactPrediction(
+            features, variance, K @ self.vectors, self.eigenvalues, targets, problem.block_bytes
+        )
         return PosteriorAt(mean, self.precision, prediction)
 
     def sample(self, draws: Draws) -> Float[Tensor, "K P"]:
@@ -128,10 +132,10 @@ class ExactPosterior:
 
         `ζ = θ⁰ + A⁻¹ΦᵀL(I + S/α)⁻¹(z − LᵀΦθ⁰)`: Matheron's rule where `B` may be singular.
         """
-        features, (N, C) = self.owner.model.features, self.curvature_outputs.shape
+        features, (N, C) = self.problem.model.features, self.curvature_outputs.shape
         centre = draws.prior(features.size).to(self.vectors)
-        centre = centre * (unit_variance(self.owner.prior) / self.precision).sqrt()
-        outputs, likelihood, targets = self.curvature_outputs, self._likelihood(), self.owner.model.targets
+        centre = centre * (unit_variance(self.problem.prior) / self.precision).sqrt()
+        outputs, likelihood, targets = self.curvature_outputs, self._likelihood(), self.problem.model.targets
         prior_outputs = features.outputs(centre.to(features.dtype)).double()
         white = draws.noise(C)(torch.arange(N)).to(prior_outputs)
         difference = white - likelihood.root_transpose(outputs, prior_outputs, targets)
@@ -144,13 +148,15 @@ class ExactPosterior:
         `Σ_i` is the posterior covariance of its outputs; mean and covariance are of the outputs, without noise. The log
         probability is that of the mean of the likelihood over so many samples.
         """
-        owner, (N, C) = self.owner, self.curvature_outputs.shape
-        likelihood, outputs, targets = self._likelihood(), self.curvature_outputs, owner.model.targets
+        problem, (N, C) = self.problem, self.curvature_outputs.shape
+        likelihood, outputs, targets = self._likelihood(), self.curvature_outputs, problem.model.targets
         blocks = []
+        # Only the blocks on the diagonal are needed: `k(x_i, x_i)` less the part that the data explain, a few rows of
+        # `K` at a time, so that no second matrix is held beside the Gram matrix and the eigenvectors.
         for batch in torch.arange(N).split(max(1, _ROWS // C)):
-            rows = owner.gram.reshape(N, C, N, C)[batch].reshape(-1, N, C)
+            rows = problem.gram.reshape(N, C, N, C)[batch].reshape(-1, N, C)
             Q = (likelihood.root_transpose(outputs, rows, targets).flatten(1) @ self.vectors).reshape(len(batch), C, -1)
-            prior = owner.gram.reshape(N, C, N, C)[batch, :, batch]
+            prior = problem.gram.reshape(N, C, N, C)[batch, :, batch]
             blocks.append((prior - (Q / (self.eigenvalues + self.precision)) @ Q.mT) / self.precision)
         covariance = torch.cat(blocks)
         return leave_one_out(likelihood, targets, self.mode.outputs, outputs, covariance, num_samples, seed)
@@ -163,45 +169,33 @@ class ExactClassification:
     Attributes:
         model: the linear model on the training data.
         prior: its precisions in ratio are those of `A₁`.
-        products: how the Gram matrix is built, see `gram`.
         block_bytes: memory for rows of the Jacobian.
     """
 
     model: LinearModel
     prior: GaussianPrior
-    products: str = "auto"
     block_bytes: float = BLOCK_BYTES
 
     @classmethod
-    def of(
-        cls,
-        model: LinearModel,
-        prior: GaussianPrior,
-        *,
-        products: str = "auto",
-        block_bytes: float = BLOCK_BYTES,
-        max_memory: float = MAX_MEMORY,
-    ) -> "ExactClassification":
-        """Make sure that the Gram matrix fits in memory.
+    def of(cls, model: LinearModel, prior: GaussianPrior, max_memory: float = MAX_MEMORY) -> "ExactClassification":
+        """Checks that the Gram matrix fits in memory; the first method that needs the matrix builds it.
 
         Args:
             model: the linear model on the training data.
             prior: of its weights.
-            products: how the Gram matrix is built, see `gram`.
-            block_bytes: memory for rows of the Jacobian.
             max_memory: bytes that four Gram matrices may take.
 
         Raises:
             ValueError: if it is too large.
         """
         check_gram_size(model.features, max_memory, dual=False)
-        return cls(model, prior, products, block_bytes)
+        return cls(model, prior)
 
     @cached_property
     def gram(self) -> Float[Tensor, "NC NC"]:
         """`K` at `α = 1`, built when it is first needed."""
         variance = unit_variance(self.prior)
-        K = gram(self.model.features, variance, products=self.products, block_bytes=self.block_bytes)
+        K = gram(self.model.features, variance, block_bytes=self.block_bytes)
         check_finite(K)
         return K
 
@@ -234,15 +228,19 @@ class ExactClassification:
             tolerance: of the residual.
             max_steps: at most so many.
         """
+        # `a` hardly depends on `α` where the data decide, so that a mode at another precision saves Newton steps; its
+        # outputs do, and are computed again.
         K, offset = self.gram, self.model.offset.double()
         a = torch.zeros_like(offset) if start is None else start.coefficients
         point = DualPoint(self.model, a, offset + (K @ a.flatten()).reshape(offset.shape) / precision)
+        # Relative to zero weights: the slope at the mode itself vanishes where the network fits its labels.
         scale = float(point.initial_slope.norm())
         for _ in range(max_steps):
             if point.residual <= tolerance * scale:
                 break
             step = self._newton_step(point, precision)
             lower = point.descended(step, (K @ step.flatten()).reshape(offset.shape) / precision)
+            # No length lowers the objective any more: rounding is reached, and `mode_of` judges the residual.
             if lower is None:
                 break
             point = lower[0]
@@ -252,10 +250,11 @@ class ExactClassification:
         """`b − L(I + S/α)⁻¹LᵀK b/α − a`."""
         likelihood, targets, h = self.model.likelihood, self.model.targets, point.outputs
         b = point.newton_target
+        # `I + S/α` has no eigenvalue below one and exists for a singular `B`; `K + B⁻¹` does not.
         S = self._shifted(h, precision)
         change = (self.gram @ b.flatten()).reshape(h.shape) / precision
-        right = likelihood.root_transpose(h, change, targets).reshape(-1, 1)
-        return b - likelihood.root(h, solve_(S, right).reshape(h.shape), targets) - point.coefficients
+        rhs = likelihood.root_transpose(h, change, targets).reshape(-1, 1)
+        return b - likelihood.root(h, solve_(S, rhs).reshape(h.shape), targets) - point.coefficients
 
     def _shifted(self, outputs: Float[Tensor, "N C"], precision: float) -> Float[Tensor, "NC NC"]:
         """`I + S/α`, in the memory of one matrix."""
@@ -311,6 +310,7 @@ class ExactClassification:
         check_bounds(precision_bounds=precision_bounds)
         # The curvature at the network's outputs is the same for every α: one decomposition serves all.
         fixed = self._decomposed(self.model.network_outputs.double()) if hessian_at == "network" else None
+        # Every mode starts from the one before: the root search moves `α` less and less.
         last: ExactMode | None = None
 
         def excess(log_precision: float) -> float:
@@ -321,6 +321,7 @@ class ExactClassification:
             gamma = self._effective_dimension(last, alpha) if fixed is None else _effective_dimension(fixed[0], alpha)
             return math.log(max(gamma, 1e-300)) - math.log(max(alpha * last.norm, 1e-300))
 
+        # In `log α`, in which the update is smooth and the tolerance is a relative one.
         bounds = (math.log(precision_bounds[0]), math.log(precision_bounds[1]))
         start = min(max(math.log(overall_precision(self.prior)), bounds[0]), bounds[1])
         root, inside = falling_root(excess, start, bounds, tolerance)

@@ -49,7 +49,7 @@ def classification_curves(exact: ExactPosterior) -> EvidencePath:
     the expansion is `b = Mθ̄ − ∇ℓ = (M + α)θ̄`, and `θ̄` along the eigenvectors of `M` is `UᵀLᵀ(h − o)/√λ`. The expansion
     has `B` at the mode; where the traces have it at the network's outputs, that takes a second decomposition.
     """
-    problem, mode, alpha = exact.owner, exact.mode, exact.precision
+    problem, mode, alpha = exact.problem, exact.mode, exact.precision
     likelihood, targets, offset = problem.model.likelihood, problem.model.targets, problem.model.offset.double()
     change = mode.outputs - offset
     values, vectors = exact.eigenvalues, exact.vectors

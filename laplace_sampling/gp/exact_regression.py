@@ -109,6 +109,7 @@ class ExactRegression(RegressionEvidence):
         K /= root
         K /= root[:, None]
         values, vectors = symmetric_eigen(K)
+        # The noise is white in these coordinates, so that one decomposition is diagonal for all `α` and `b` together.
         residual = (model.targets.reshape(model.offset.shape) - model.offset).double().flatten()
         return cls(model, prior, values, vectors, vectors.T @ (residual / root), noise_scale, block_bytes)
 
@@ -123,6 +124,7 @@ class ExactRegression(RegressionEvidence):
 
     def mode_outputs(self, precision: float, noise_precision: float) -> Float[Tensor, "N C"]:
         """`h(θ̄, x_i) = y − (R/b) (K/α + R/b)⁻¹ (y − o)`, without a pass over the data."""
+        # From the residual of the targets: `o + K(…)` would need `K`, which the decomposition has overwritten.
         targets = self.model.targets.reshape(self.noise_scale.shape).double()
         return targets - self.noise_scale / noise_precision * self.coefficients(precision, noise_precision)
 
@@ -149,6 +151,7 @@ class ExactRegression(RegressionEvidence):
         centre = draws.prior(features.size).to(self.vectors) * (unit_variance(self.prior) / precision).sqrt()
         white = draws.noise(C)(torch.arange(N)).to(self.vectors) / noise_precision**0.5
         root = self.noise_scale.sqrt()
+        # Prior samples go through the features: a root of `K` would give the outputs only, not the weights.
         outputs = features.outputs(centre.to(features.dtype)).double() / root
         solved = ((white - outputs).flatten(1) @ self.vectors / v) @ self.vectors.T
         return centre + self._to_weights(solved.reshape(outputs.shape) / root, precision)
@@ -162,6 +165,7 @@ class ExactRegression(RegressionEvidence):
         _, _, v = self._terms(precision, noise_precision)
         (N, C), root = self.noise_scale.shape, self.noise_scale.sqrt()
         rows, covariances = self.vectors.reshape(N, C, -1), []
+        # `P_ii` from the rows of `U` of datum `i` alone: N inverses of size C in place of N fits.
         for batch in torch.arange(N).split(max(1, _NUMBERS // (C * self.size))):
             part = rows[batch] / root[batch][..., None]
             covariances.append(torch.linalg.inv((part / v) @ part.mT))
@@ -176,6 +180,7 @@ class ExactRegression(RegressionEvidence):
         """The posterior at other inputs, of as many outputs or of others (`features_at` makes features of inputs)."""
         variance = unit_variance(self.prior)
         K = cross_gram(features, self.model.features, variance, products=products, block_bytes=self.block_bytes)
+        # Columns belong to training data, whose noise was made white; rows belong to the new inputs and stay.
         K /= self.noise_scale.flatten().sqrt()
         return ExactPrediction(features, variance, K @ self.vectors, self.eigenvalues, self.rotated, self.block_bytes)
 
@@ -219,6 +224,7 @@ def noise_scale(model: LinearModel, variances: Tensor | None) -> Float[Tensor, "
             "use `ExactClassification`."
         )
     shape = model.offset.shape
+    # Ratios only: the common factor is `b`, which all methods take beside `R`; it would count twice.
     precision = model.likelihood.precision(model.offset).double()
     R = (overall_noise(model.likelihood) / precision).expand(shape)
     if variances is None:

@@ -1,4 +1,4 @@
-"""Posteriors that a decomposition of the Gram matrix knows in closed form, of a regression or any other likelihood."""
+"""Posteriors in closed form from a decomposition of the Gram matrix, for a regression or any other likelihood."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -12,6 +12,7 @@ from laplace_sampling.gp.exact_classification import ExactClassification, ExactP
 from laplace_sampling.gp.exact_curves import classification_curves, regression_curves
 from laplace_sampling.gp.exact_prediction import ExactPrediction
 from laplace_sampling.gp.exact_regression import ExactRegression, overall_precisions
+from laplace_sampling.gp.regression_evidence import HyperparameterBounds
 from laplace_sampling.gp.tuned_regression import fit_exact_regression
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
@@ -39,6 +40,7 @@ class GramPosterior(ABC):
         mode_residual: of the mode's objective, relative; `None` where the mode is a closed form.
     """
 
+    # Annotations only: a regression stores these as fields, the other posteriors compute them as properties.
     precisions: tuple[float, float]
     mode_residual: float | None = None
 
@@ -60,7 +62,7 @@ class GramPosterior(ABC):
 
     @abstractmethod
     def minimum(self, mode: Float[Tensor, "1 P"]) -> Minimum:
-        """How good the mode, which is given in scaled coordinates, is."""
+        """The mode, which is given in scaled coordinates, with its residual."""
 
     @abstractmethod
     def sample(self, draws: Draws) -> Float[Tensor, "K P"]:
@@ -80,7 +82,7 @@ class GramPosterior(ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """What `restore` needs."""
+        """The tensors that `restore` needs."""
 
     @classmethod
     @abstractmethod
@@ -90,13 +92,7 @@ class GramPosterior(ABC):
     @classmethod
     @abstractmethod
     def tuned(
-        cls,
-        model: LinearModel,
-        prior: GaussianPrior,
-        *,
-        hessian_at: str,
-        precision_bounds: tuple[float, float],
-        noise_bounds: tuple[float, float],
+        cls, model: LinearModel, prior: GaussianPrior, hessian_at: str, bounds: HyperparameterBounds
     ) -> "GramOptimum":
         """The posterior at the hyperparameters of largest evidence."""
 
@@ -140,24 +136,20 @@ class GramRegression(GramPosterior):
 
     @classmethod
     def tuned(
-        cls,
-        model: LinearModel,
-        prior: GaussianPrior,
-        *,
-        hessian_at: str,
-        precision_bounds: tuple[float, float],
-        noise_bounds: tuple[float, float],
+        cls, model: LinearModel, prior: GaussianPrior, hessian_at: str, bounds: HyperparameterBounds
     ) -> GramOptimum:
         tuned = fit_exact_regression(
-            model, prior, precision_bounds=precision_bounds, noise_bounds=noise_bounds, max_memory=_UNLIMITED
+            model, prior, precision_bounds=bounds.precision, noise_bounds=bounds.noise, max_memory=_UNLIMITED
         )
         optimum = tuned.optimum
+        # A search that ends at a bound has done its work; `fit_hyperparameters` warns about the bound itself.
         converged = optimum.converged or bool(optimum.at_bounds)
         problem = (
             "`fit_hyperparameters` found no maximum of the evidence to rounding: its gradient in log α and log b "
             f"is {optimum.gradient[0]:.2g}, {optimum.gradient[1]:.2g}. Check the data, or use `model.double()`."
         )
         fitted = prior.with_precision(torch.tensor([optimum.precision], dtype=torch.float64))
+        # The decomposition is that of the kernel at α = 1 and b = 1: it serves the fitted precisions without a second one.
         exact = replace(tuned.posterior, model=model.with_likelihood(tuned.likelihood), prior=fitted)
         return GramOptimum(
             cls(exact, (optimum.precision, optimum.noise_precision)),
@@ -171,6 +163,7 @@ class GramRegression(GramPosterior):
     @classmethod
     def restore(cls, model: LinearModel, prior: GaussianPrior, tensors: dict[str, Tensor]) -> "GramRegression":
         values, vectors, noise_scale = (tensors[name] for name in ("eigenvalues", "vectors", "noise_scale"))
+        # `c` costs one product with the eigenvectors, so that files need not hold it.
         residual = (model.targets.reshape(noise_scale.shape) - model.offset).double() / noise_scale.sqrt()
         exact = ExactRegression(model, prior, values, vectors, vectors.T @ residual.flatten(), noise_scale)
         alpha, noise_precision = tensors["precisions"].tolist()
@@ -200,6 +193,7 @@ class GramRegression(GramPosterior):
         return float(self.exact.mode_norm(*self.precisions))
 
     def minimum(self, mode: Float[Tensor, "1 P"]) -> Minimum:
+        # The mode is a closed form of the decomposition: it has the residual zero up to rounding, for one pass of VJPs.
         return Minimum(mode, 0.0, 1.0, True)
 
     def sample(self, draws: Draws) -> Float[Tensor, "K P"]:
@@ -228,24 +222,20 @@ class GramClassification(GramPosterior):
 
     @classmethod
     def tuned(
-        cls,
-        model: LinearModel,
-        prior: GaussianPrior,
-        *,
-        hessian_at: str,
-        precision_bounds: tuple[float, float],
-        noise_bounds: tuple[float, float],
+        cls, model: LinearModel, prior: GaussianPrior, hessian_at: str, bounds: HyperparameterBounds
     ) -> GramOptimum:
         problem = ExactClassification.of(model, prior, max_memory=_UNLIMITED)
-        exact = problem.fit(hessian_at=hessian_at, precision_bounds=precision_bounds)
+        exact = problem.fit(hessian_at=hessian_at, precision_bounds=bounds.precision)
+        # An α at a bound counts as converged here; the bound has a warning of its own.
         return GramOptimum(cls(exact), model.likelihood, precision_at_bound=bool(exact.at_bounds))
 
     @classmethod
     def restore(cls, model: LinearModel, prior: GaussianPrior, tensors: dict[str, Tensor]) -> "GramClassification":
+        # Without the check of `of`: the Gram matrix is built only if leave-one-out predictions or curves ask for it.
         problem, alpha = ExactClassification(model, prior), overall_precision(prior)
         mode = problem.mode_of(alpha, tensors["coefficients"], tensors["mode_outputs"])
-        values, vectors, at = (tensors[name] for name in ("eigenvalues", "vectors", "curvature_outputs"))
-        return cls(ExactPosterior(problem, alpha, mode, at, values, vectors, mode.converged))
+        values, vectors, outputs = (tensors[name] for name in ("eigenvalues", "vectors", "curvature_outputs"))
+        return cls(ExactPosterior(problem, alpha, mode, outputs, values, vectors, mode.converged))
 
     def tensors(self) -> dict[str, Tensor]:
         return {
@@ -256,6 +246,7 @@ class GramClassification(GramPosterior):
             "mode_outputs": self.exact.mode.outputs,
         }
 
+    # The likelihood has no noise of its own, so that `b = 1`: the noise is in the root of the curvature.
     @property
     def precisions(self) -> tuple[float, float]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.exact.precision, 1.0

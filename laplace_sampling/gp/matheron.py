@@ -81,11 +81,13 @@ def solve_matheron(
     delta: Float[Tensor, "K P"] | None = None,
 ) -> DualSolution:
     """`sample_matheron` without a warning; starts are coefficients (`init`), or weights (`delta`)."""
+    # The algebra is in float64, products of the network are in its own dtype: conjugate gradients need the digits.
     S = WhitenedGram(1 / prior.diagonal().double(), ggn)
     preconditioner = precondition(S)
     spread, scale = prior.spread().double(), prior.scale.double()
     centre = draws.prior(ggn.size).to(ggn.device).double() / spread.sqrt()
     white = draws.noise(ggn.features.num_outputs)(torch.arange(ggn.num_data)).to(ggn.device).double()
+    # Frozen draws: solves at other precisions see the same noise, so that the fixed point of `α` has no jitter.
     rhs = white.flatten(1) - forward(ggn, centre * scale)
     if delta is not None and preconditioner is None:
         init = _coefficients(S, rhs, white.flatten(1) - forward(ggn, (centre + delta) * scale))
@@ -93,8 +95,11 @@ def solve_matheron(
     solve = solve_shifted(
         S, rhs, tolerance=tolerance, max_iterations=max_iterations, preconditioner=preconditioner, init=init
     )
+    # Back in weight space for `[K, N·C]` coefficients: one VJP a sample over all data.
     delta = backward(ggn, solve.value) * scale / spread
     zeta = centre + delta
+    # `Mζ` once more, with the solution: residual, energies and error are then those of the sample that is returned,
+    # and comparable with those of solvers in weight space.
     product = backward(ggn, forward(ggn, zeta * scale)) * scale
     fit, pull = product - backward(ggn, white.flatten(1)) * scale, spread * delta
     traces = None
@@ -107,6 +112,7 @@ def solve_matheron(
         delta.to(dtype),
         relative_residual(fit, pull).to(dtype),
         (zeta * product).to(dtype),
+        # Half a product for the right-hand side, half for `δ`, one for `Mζ` and half for its noise term.
         float(solve.products + before + 2.5 * len(zeta)),
         solve.converged,
         error=function_error(fit + pull, zeta, product, float(spread.min())),

@@ -19,12 +19,28 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["NOISE_BOUNDS", "PRECISION_BOUNDS", "Optimum", "RegressionEvidence", "check_bounds", "largest_evidence"]
+__all__ = [
+    "NOISE_BOUNDS",
+    "PRECISION_BOUNDS",
+    "HyperparameterBounds",
+    "Optimum",
+    "RegressionEvidence",
+    "check_bounds",
+    "largest_evidence",
+]
 
 Bounds = tuple[float, float]
 
 # A definition, the same as of expectation maximisation: ten and more decades on either side of any sensible value.
 PRECISION_BOUNDS, NOISE_BOUNDS = (1e-8, 1e12), (1e-12, 1e12)
+
+
+@dataclass(frozen=True)
+class HyperparameterBounds:
+    """The bounds within which a search keeps `α` (`precision`) and `b` (`noise`)."""
+
+    precision: Bounds = PRECISION_BOUNDS
+    noise: Bounds = NOISE_BOUNDS
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from laplace_sampling.networks.linearisation import Linearisation
 
 __all__ = ["NetworkMean", "TangentGP", "TangentKernel", "TangentKernelOperator"]
 
-# Numbers of a block of rows of the Jacobian.
+# Numbers of a block of rows of the Jacobian: a definition, 128 MiB in float32.
 _BLOCK = 2**25
 _MEANS = ("network", "affine", "homogeneous")
 _SINGLE = (gpytorch.likelihoods.GaussianLikelihood, gpytorch.likelihoods.FixedNoiseGaussianLikelihood)
@@ -32,27 +32,27 @@ class TangentKernelOperator(LinearOperator):
 
     Args:
         variance: `v`, the prior variance of each weight, `[…, P]`; a batch of them gives a batch of matrices.
-        x: `X`, inputs as the network takes them, `[N, …]`.
-        other: `X'`, by default `X`.
+        x1: `X`, inputs as the network takes them, `[N, …]`.
+        x2: `X'`, by default `X`.
         network: the linearised network.
     """
 
     def __init__(
-        self, variance: Float[Tensor, "*B P"], *, x: Tensor, other: Tensor | None = None, network: Linearisation
+        self, variance: Float[Tensor, "*B P"], *, x1: Tensor, x2: Tensor | None = None, network: Linearisation
     ) -> None:
-        # Positional arguments have the batch axes of the matrix, keywords have not.
-        super().__init__(variance, x=x, network=network, **({} if other is None else {"other": other}))
-        self.variance, self.x, self.other, self.network = variance, x, x if other is None else other, network
-        self.num_outputs = network(self._inputs(x[:1])).numel()
+        # A LinearOperator indexes the batch axes of its positional arguments, as those of the matrix; keywords stay whole.
+        super().__init__(variance, x1=x1, network=network, **({} if x2 is None else {"x2": x2}))
+        self.variance, self.x1, self.x2, self.network = variance, x1, x1 if x2 is None else x2, network
+        self.num_outputs = network(self._inputs(x1[:1])).numel()
 
     def _size(self) -> torch.Size:
-        sizes = (len(self.x) * self.num_outputs, len(self.other) * self.num_outputs)
+        sizes = (len(self.x1) * self.num_outputs, len(self.x2) * self.num_outputs)
         return torch.Size([*self.variance.shape[:-1], *sizes])
 
     def _transpose_nonbatch(self) -> "TangentKernelOperator":
-        if self.other is self.x:
+        if self.x2 is self.x1:
             return self
-        return TangentKernelOperator(self.variance, x=self.other, other=self.x, network=self.network)
+        return TangentKernelOperator(self.variance, x1=self.x2, x2=self.x1, network=self.network)
 
     def _graph(self, *tensors: Tensor) -> bool:
         return torch.is_grad_enabled() and any(t.requires_grad for t in (self.variance, *tensors))
@@ -61,16 +61,18 @@ class TangentKernelOperator(LinearOperator):
         return x.to(self.network.dtype) if x.is_floating_point() else x
 
     def _matmul(self, rhs: Float[Tensor, "*B MC K"]) -> Float[Tensor, "*B NC K"]:
-        if torch.is_inference_mode_enabled():  # which pullbacks do not work in
+        # Pullbacks do not work in inference mode, in which GPyTorch may predict.
+        if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self._matmul(rhs.clone())
         columns = rhs[:, None] if rhs.dim() == 1 else rhs
-        x, other = self._inputs(self.x), self._inputs(self.other)
-        stack = columns.mT.reshape(-1, len(other), self.num_outputs).to(self.network.dtype)
-        graph = self._graph(self.x, self.other, rhs)
-        weights = self.network.vjp(other, stack, graph=graph).reshape(*columns.mT.shape[:-1], -1)
+        x1, x2 = self._inputs(self.x1), self._inputs(self.x2)
+        # All columns of all batches are one stack of vectors, so that they share one forward pass.
+        stack = columns.mT.reshape(-1, len(x2), self.num_outputs).to(self.network.dtype)
+        graph = self._graph(self.x1, self.x2, rhs)
+        weights = self.network.vjp(x2, stack, graph=graph).reshape(*columns.mT.shape[:-1], -1)
         weights = weights * self.variance.to(weights.dtype)[..., None, :]
-        product = self.network.jvp(x, weights.reshape(-1, weights.shape[-1]), graph=graph).flatten(1)
+        product = self.network.jvp(x1, weights.reshape(-1, weights.shape[-1]), graph=graph).flatten(1)
         product = product.reshape(*weights.shape[:-1], -1).mT.to(self.dtype)
         return product[..., 0] if rhs.dim() == 1 else product.contiguous()
 
@@ -82,28 +84,28 @@ class TangentKernelOperator(LinearOperator):
 
     def to_dense(self) -> Float[Tensor, "*B NC MC"]:
         """The matrix, from blocks of rows of the Jacobian; those of `X'` are computed for each block of `X`."""
-        blocks, pieces = [], self._pieces(self.x)
-        others = pieces if self.other is self.x else self._pieces(self.other)
-        for x in pieces:
-            left = (held := self._rows(x)) * self.variance[..., None, :]
-            row = [left @ (held if y is x else self._rows(y)).mT for y in others]
-            blocks.append(torch.cat(row, dim=-1))
+        blocks, row_pieces = [], self._pieces(self.x1)
+        column_pieces = row_pieces if self.x2 is self.x1 else self._pieces(self.x2)
+        for x in row_pieces:
+            scaled = (jacobian := self._rows(x)) * self.variance[..., None, :]
+            products = [scaled @ (jacobian if y is x else self._rows(y)).mT for y in column_pieces]
+            blocks.append(torch.cat(products, dim=-1))
         return torch.cat(blocks, dim=-2)
 
     def _diagonal(self) -> Float[Tensor, "*B NC"]:
         parts = []
-        for x, y in zip(self._pieces(self.x), self._pieces(self.other), strict=True):
-            left = self._rows(x)
-            parts.append((left * (left if self.other is self.x else self._rows(y))) @ self.variance[..., None])
+        for x, y in zip(self._pieces(self.x1), self._pieces(self.x2), strict=True):
+            rows = self._rows(x)
+            parts.append((rows * (rows if self.x2 is self.x1 else self._rows(y))) @ self.variance[..., None])
         return torch.cat(parts, dim=-2)[..., 0]
 
     def _get_indices(self, row_index: IndexType, col_index: IndexType, *batch_indices: IndexType) -> Tensor:
         assert isinstance(row_index, Tensor)
         assert isinstance(col_index, Tensor)
-        # The data that are asked for, and the block of the matrix that they make.
-        data, row_place = (row_index // self.num_outputs).unique(return_inverse=True)
-        others, column_place = (col_index // self.num_outputs).unique(return_inverse=True)
-        part = TangentKernelOperator(self.variance, x=self.x[data], other=self.other[others], network=self.network)
+        # Only the data that the indices touch: a few entries of a large matrix take a small block of it.
+        row_data, row_place = (row_index // self.num_outputs).unique(return_inverse=True)
+        column_data, column_place = (col_index // self.num_outputs).unique(return_inverse=True)
+        part = TangentKernelOperator(self.variance, x1=self.x1[row_data], x2=self.x2[column_data], network=self.network)
         rows = row_place * self.num_outputs + row_index % self.num_outputs
         columns = column_place * self.num_outputs + col_index % self.num_outputs
         return part.to_dense()[cast(tuple[Tensor, ...], (*batch_indices, rows, columns))]
@@ -151,6 +153,7 @@ class TangentKernel(gpytorch.kernels.Kernel):
         self.input_shape = None if input_shape is None else tuple(input_shape)
         self.dense_size = dense_size
         self.register_parameter("raw_prior_precision", nn.Parameter(torch.zeros(1).to(self.variance)))
+        # The optimiser sees `log α`: a sensible `α` may lie anywhere in ten decades.
         positive = gpytorch.constraints.Positive(
             transform=torch.exp,  # pyright: ignore[reportArgumentType]
             inv_transform=torch.log,
@@ -164,8 +167,8 @@ class TangentKernel(gpytorch.kernels.Kernel):
                 lambda module, value: setattr(module, "prior_precision", value),
             )
         self.prior_precision = prior_precision
-        # What the matrix that is kept was made of, and the matrix.
-        self._kept: tuple[tuple[Tensor, ...], Tensor] | None = None
+        # The matrix of the last inputs without gradient, and the tensors that it depends on.
+        self._cached: tuple[tuple[Tensor, ...], Tensor] | None = None
         self._num_outputs: int | None = None
 
     @property
@@ -201,6 +204,7 @@ class TangentKernel(gpytorch.kernels.Kernel):
                 return self.forward(x1, x2, diag=diag)
         x1, x2 = (x.clone() if x.is_inference() else x for x in (x1, x2))
         alpha = self.prior_precision
+        # A network has one batch axis: the pairs of a batch of inputs are matrices one after the other.
         if x1.dim() > 2 or x2.dim() > 2:
             shape = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
             pairs = zip(*(x.expand(*shape, *x.shape[-2:]).flatten(0, -3) for x in (x1, x2)), strict=True)
@@ -215,18 +219,20 @@ class TangentKernel(gpytorch.kernels.Kernel):
 
     def _operator(self, x1: Tensor, x2: Tensor) -> TangentKernelOperator:
         inputs = [shape_inputs(self.network, x, self.input_shape) for x in (x1, x2)]
+        # Equal inputs need one Jacobian in place of two. Inputs with gradients stay apart: their gradients differ.
         same = x1 is x2 or (x1.shape == x2.shape and not x1.requires_grad and not x2.requires_grad and x1.equal(x2))
         variance = self.variance.to(x1.dtype)
-        return TangentKernelOperator(variance, x=inputs[0], other=None if same else inputs[1], network=self.network)
+        return TangentKernelOperator(variance, x1=inputs[0], x2=None if same else inputs[1], network=self.network)
 
     def _dense(self, operator: TangentKernelOperator, x1: Tensor, x2: Tensor) -> Tensor:
         if x1.requires_grad or x2.requires_grad:
             return operator.to_dense()
-        made_of = (self.network.fingerprint(), self.variance, x1, x2)
-        if self._kept is None or not all(_equal(a, b) for a, b in zip(self._kept[0], made_of, strict=True)):
+        # The matrix at `α = 1` does not depend on the hyperparameter: training computes it once, not once a step.
+        key = (self.network.fingerprint(), self.variance, x1, x2)
+        if self._cached is None or not all(_equal(a, b) for a, b in zip(self._cached[0], key, strict=True)):
             with torch.no_grad():
-                self._kept = tuple(t.clone() for t in made_of), operator.to_dense()
-        return self._kept[1]
+                self._cached = tuple(t.clone() for t in key), operator.to_dense()
+        return self._cached[1]
 
 
 class NetworkMean(gpytorch.means.Mean):
@@ -301,10 +307,12 @@ class TangentGP(gpytorch.models.ExactGP):
                 f"`TangentGP(kernel=...)` was also given {unused}, which are options of a TangentKernel that is made "
                 "here: give them to the TangentKernel in your kernel."
             )
+        # One linearisation for mean and kernel, so that both see the same weights.
         linearised = network if isinstance(network, Linearisation) else Linearisation(network)
         self.mean_module = NetworkMean(linearised, mean, input_shape=options.get("input_shape"))
         self.covar_module = TangentKernel(linearised, **options) if kernel is None else kernel
         self._fingerprint = linearised.fingerprint()
+        # Models for predictions from a state dict may be made without data.
         if self.train_inputs is not None:
             self._check_outputs()
 

@@ -127,16 +127,13 @@ def fit_exact_regression(
         learn_precision: whether `α` is learnt.
         precision_bounds: within which `α` is kept.
         noise_bounds: within which the noise precision is kept.
-        products: how the Gram matrix is built, see `gram`.
-        block_bytes: memory for rows of the Jacobian.
-        max_memory: bytes that four Gram matrices may take.
+        products, block_bytes, max_memory: as of `ExactRegression.of`.
 
     Raises:
-        TypeError: if the likelihood is not Gaussian.
-        ValueError: if the Gram matrix is too large, not finite, or `noise_variances` do not fit.
+        TypeError, ValueError: as `ExactRegression.of` does.
     """
-    R = noise_scale(model, noise_variances)
     check_gram_size(model.features, max_memory)
+    R = noise_scale(model, noise_variances)
     likelihood = model.likelihood
     assert isinstance(likelihood, Gaussian)
     K = gram(model.features, unit_variance(prior), products=products, block_bytes=block_bytes)

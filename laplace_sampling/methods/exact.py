@@ -22,6 +22,7 @@ from laplace_sampling.evidence.step import Step
 from laplace_sampling.gp.exact_prediction import ExactPrediction
 from laplace_sampling.gp.gram import size_of
 from laplace_sampling.gp.gram_posterior import GramPosterior, gram_posterior_of
+from laplace_sampling.gp.regression_evidence import HyperparameterBounds
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures, Features
 from laplace_sampling.linear_model.linear_model import LinearModel
@@ -136,9 +137,8 @@ def _tune_in_observation_space(task: Task, tuning: Tuning) -> tuple[Task, Tuned]
     optimum = gram_posterior_of(model.likelihood).tuned(
         model,
         task.prior,
-        hessian_at=task.hessian_at,
-        precision_bounds=tuning.precision_bounds,
-        noise_bounds=tuning.noise_bounds,
+        task.hessian_at,
+        HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds),
     )
     posterior, fitted = optimum.posterior, model.with_likelihood(optimum.likelihood)
     alpha, noise = posterior.precisions[0], model.likelihood.noise_precisions()

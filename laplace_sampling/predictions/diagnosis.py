@@ -1,6 +1,6 @@
 """One page about a fitted posterior that says what is wrong, why it matters and what to do.
 
-It puts into words what other modules computed: nothing here runs a network or a test.
+The page describes what other modules computed: nothing in this file runs a network or a test.
 """
 
 import math
@@ -87,7 +87,7 @@ class Diagnosis:
 
     @property
     def problems(self) -> list[Problem]:
-        """What is the matter, serious matters first."""
+        """The problems of the posterior, serious ones first."""
         checks = (
             self._not_finite(),
             self._samples_unconverged(),
@@ -113,6 +113,7 @@ class Diagnosis:
         return not any(problem.serious for problem in self.problems)
 
     def _not_finite(self) -> Problem | None:
+        # First of all: other checks compare numbers, and comparisons with NaN are false.
         numbers = [
             self.effective_dimension,
             self.mode_residual,
@@ -128,6 +129,7 @@ class Diagnosis:
         )
 
     def _samples_unconverged(self) -> Problem | None:
+        # Both are asked: a solver may stop at its limit of steps with residuals that happen to be small.
         above = int((self.residuals > self.tolerance).sum())
         if not above and self.solver_converged:
             return None
@@ -189,6 +191,7 @@ class Diagnosis:
             f"Kolmogorov–Smirnov p-value {test.p_value:.2g}, below {SIGNIFICANT}: the mean is "
             f"{number(test.mean)}, expected {number(test.expected_mean)}."
         )
+        # With many samples the test finds deviations that no error bar shows: these are noted only.
         if test.matters(self._scale):
             return Problem(
                 f"The samples fail the test of the {test.name}.",
@@ -207,6 +210,7 @@ class Diagnosis:
     def _dimensions_differ(self) -> Problem | None:
         if self.gamma_reference is None:
             return None
+        # Exact estimates have no standard error, so that a share of γ is asked for as well: rounding is no difference.
         difference = abs(self.effective_dimension - self.gamma_reference)
         error = math.hypot(self.effective_dimension_se, self.gamma_reference_se or 0.0)
         if not (difference > _STANDARD_ERRORS * error and difference > SHIFT * abs(self.gamma_reference)):
@@ -236,6 +240,8 @@ class Diagnosis:
         gamma, rank = self.effective_dimension, self._rank
         if not gamma > _NEARLY_ALL * min(self.num_parameters, rank):
             return None
+        # Near the rank of the data the model interpolates, and noise and α are not identified; near the number of
+        # weights it is a classical regression, which is no fault.
         if rank <= self.num_parameters:
             return Problem(
                 f"The effective dimension is above {percent(_NEARLY_ALL)} of the rank that the data can "
@@ -304,6 +310,7 @@ class Diagnosis:
             ("hyperparameters", _HYPERPARAMETERS[self.hyperparameters_converged], "", ""),
         ]
         precisions = list(self.prior_precision.items())
+        # One more group than the limit is shown, since a line for "1 other group" would save no line.
         shown = len(precisions) if len(precisions) <= _GROUPS_SHOWN + 1 else _GROUPS_SHOWN
         for name, value in precisions[:shown]:
             label = "prior precision α" if len(precisions) == 1 else f"prior precision α of {name}"

@@ -1,4 +1,4 @@
-r"""Are the posterior samples right? Tests of their energies.
+r"""Tests of the energies of posterior samples, which show whether the samples are right.
 
 For `ζ ~ N(0, H⁻¹)`, `H = M + A`, the energy `ζᵀHζ` has a `χ²(P)` distribution, whatever `H` is (Brack 2023, §4.4): it
 takes a product with `H` a sample and no covariance. But the directions that the prior determines, `P − γ` of them,
@@ -19,7 +19,7 @@ also a harmless one. So a rejection counts only if the deviation matters: the me
 is one percent in the variances that the data determine and half of that in error bars, where `K = 64` samples have a
 standard error of 9 %. With up to 60 samples every rejection is above 0.2. What does not matter is noted, no more.
 
-Functions of numbers only: nothing here runs a network.
+The functions take numbers only: nothing in this file runs a network.
 """
 
 import math
@@ -42,14 +42,16 @@ __all__ = [
 # A test rejects below the first; a rejection matters from the second (a share of γ) or the third (a KS statistic) on.
 SIGNIFICANT, SHIFT, _VISIBLE = 0.01, 0.01, 0.2
 
-# The mean of a reference is searched within so many standard errors, outside which it is with the probability given.
+# Means are searched within so many standard errors of a reference; the true mean is outside with the probability given.
 _INTERVAL, _OUTSIDE = 3.29, 1e-3
+# Means in that interval. The p-value is a smooth function of the mean, so that a grid of this size finds its maximum.
 _GRID = 21
+# Simulated tests, and numbers in all of them at most: 999 give p-values to 0.001, the numbers bound the time.
 _SIMULATIONS, _SIMULATED_NUMBERS = 999, 2_000_000
 
 
 class Distribution(Protocol):
-    """What is needed of a distribution: a frozen one of `scipy.stats` will do."""
+    """The part of a distribution that is used; frozen distributions of `scipy.stats` have it."""
 
     def cdf(self, x: np.ndarray, /) -> np.ndarray: ...
 
@@ -82,7 +84,7 @@ class TestResult:
 
     @property
     def deviation(self) -> float:
-        """Of the mean from the expected one, in units of the standard deviation of one energy."""
+        """The deviation of the mean from the expected one, in standard deviations of one energy."""
         return (self.mean - self.expected_mean) / self.expected_sd
 
     @property
@@ -194,7 +196,7 @@ def data_energy_test(
 def _smallest_statistic(
     ordered: np.ndarray, mean: float, variance: float, mean_se: float
 ) -> tuple[float, float, float]:
-    """The smallest statistic of means near a reference, the smallest less its allowance, and `P(mean is farther)`."""
+    """The smallest statistic over means near a reference, with and without allowance, and `P(mean is farther)`."""
     means, outside = [mean], 0.0
     if mean_se > 0:
         low, high = max(mean - _INTERVAL * mean_se, 1e-3 * mean), mean + _INTERVAL * mean_se
@@ -212,8 +214,10 @@ def _allowance(mean: float, variance: float) -> float:
     """`Δ`: how far the distribution of the energy may be from the gamma distribution of its mean and variance."""
     from scipy import special  # slow to import
 
-    strong = variance / 2  # directions of weight 1
-    if strong >= mean:  # no weights of at most 1 have these moments, but noisy estimates may: those of equal ones
+    strong = variance / 2  # number of directions of weight 1
+    # Weights of at most 1 cannot have such moments, but noisy estimates can: they are taken as those of equal weights,
+    # for which the gamma distribution is exact.
+    if strong >= mean:
         return 0.0
     # The extreme sum starts at `mean − strong`, steeply if `strong` is small: points are dense there.
     above = np.geomspace(1e-6, mean + 10 * math.sqrt(variance), 1000)
@@ -223,7 +227,7 @@ def _allowance(mean: float, variance: float) -> float:
 
 
 def _gamma_cdf(x: np.ndarray, mean: np.ndarray | float, variance: np.ndarray | float) -> np.ndarray:
-    """That of `data_energy_distribution`, without the overhead of `scipy.stats`."""
+    """The distribution function of `data_energy_distribution`, without the overhead of `scipy.stats`."""
     from scipy import special  # slow to import
 
     return special.gammainc(mean**2 / variance, np.maximum(x, 0) * mean / variance)
@@ -241,6 +245,7 @@ def _shape_test(values: np.ndarray) -> TestResult:
         raise ValueError(f"`data_energy_test` needs energies that are positive and differ, got mean {mean}, sd {sd}.")
     shape, statistic = mean**2 / sd**2, float(_gamma_statistic(values[None])[0])
     allowed = statistic - _allowance(mean, sd**2)
+    # Moments from the same energies make the distance smaller than for a known reference, and tables do not apply.
     simulations = max(199, min(_SIMULATIONS, _SIMULATED_NUMBERS // len(values)))
     rng = np.random.default_rng(0)
     # The statistic does not depend on the scale, so that of the simulations is free.
@@ -254,13 +259,13 @@ def _shape_test(values: np.ndarray) -> TestResult:
 
 
 def _gamma_statistic(rows: np.ndarray) -> np.ndarray:
-    """Of each row `[R, K]`, the distance to the gamma distribution with the mean and the variance of that row."""
+    """The distance of each row `[R, K]` to the gamma distribution with the mean and the variance of that row."""
     mean, variance = rows.mean(1, keepdims=True), rows.var(1, ddof=1, keepdims=True)
-    # A row of one value repeated (or of zeros, where the shape is tiny) has no gamma distribution: it is far from any.
-    fitted = (mean > 0) & (variance > 0)
-    mean, variance = np.where(fitted, mean, 1), np.where(fitted, variance, 1)
+    # A row of one repeated value (or of zeros, where the shape is tiny) fits no gamma distribution: its distance is one.
+    has_fit = (mean > 0) & (variance > 0)
+    mean, variance = np.where(has_fit, mean, 1), np.where(has_fit, variance, 1)
     statistic = _distance(_gamma_cdf(np.sort(rows, axis=1), mean, variance))
-    return np.where(fitted[:, 0], statistic, 1.0)
+    return np.where(has_fit[:, 0], statistic, 1.0)
 
 
 def _values(energies: Tensor, call: str, fewest: int) -> np.ndarray:

@@ -18,17 +18,17 @@ from laplace_sampling.likelihoods.likelihood import Likelihood
 
 __all__ = ["LeaveOneOut", "leave_one_out"]
 
-# Samples of all data in memory together.
+# Samples of all data that are in memory together: a definition; the draws do not depend on it.
 _SAMPLES = 16
 
 
 @dataclass(frozen=True)
 class LeaveOneOut:
-    """Predictions of each datum from the others, of the linear model; the features stay as they are.
+    """Predictions of each datum from the others by the linear model; its features have still seen the datum.
 
     Attributes:
-        mean: `[N, C]`; of the outputs, where the likelihood is not Gaussian.
-        covariance: `[N, C, C]`; noise included for a Gaussian likelihood, of the outputs for others.
+        mean: predicted targets, `[N, C]`; predicted outputs where the likelihood is not Gaussian.
+        covariance: of these, `[N, C, C]`; it includes the noise for a Gaussian likelihood.
         log_prob: log density of each datum, joint over its outputs, `[N]`.
     """
 
@@ -40,12 +40,12 @@ class LeaveOneOut:
     def gaussian(
         cls, mean: Float[Tensor, "N C"], covariance: Float[Tensor, "N C C"], targets: Float[Tensor, "N C"]
     ) -> "LeaveOneOut":
-        """With the log density of targets, from a covariance that includes the noise."""
+        """Predictions of Gaussian targets, with their log density; the covariance includes the noise."""
         normal = torch.distributions.MultivariateNormal(mean, covariance)
         return cls(mean, covariance, normal.log_prob(targets))
 
     def scaled(self, unit: Float[Tensor, "N C"]) -> "LeaveOneOut":
-        """Of targets times `unit`."""
+        """The predictions of targets that are multiplied by `unit`."""
         covariance = self.covariance * unit[:, :, None] * unit[:, None]
         return LeaveOneOut(self.mean * unit, covariance, self.log_prob - unit.log().sum(1))
 
@@ -73,20 +73,23 @@ def leave_one_out(
     N, C = mode_outputs.shape
     eye = torch.eye(C).to(covariance)
     B = likelihood.curvature(curvature_outputs, eye[:, None].expand(C, N, C), targets).permute(1, 0, 2)
-    without = covariance @ torch.linalg.inv(eye - B @ covariance)
-    without = (without + without.mT) / 2
-    slope = likelihood.gradient(mode_outputs, targets)
-    mean = mode_outputs + (without @ slope[..., None])[..., 0]
+    # The data's precision `Σ_i⁻¹ − B_i` would do, but `Σ_i` may be singular: the inverse is of `I − BΣ` instead.
+    left_out = covariance @ torch.linalg.inv(eye - B @ covariance)
+    # Rounding leaves two different triangles, which a normal distribution refuses.
+    left_out = (left_out + left_out.mT) / 2
+    gradient = likelihood.gradient(mode_outputs, targets)
+    mean = mode_outputs + (left_out @ gradient[..., None])[..., 0]
     if isinstance(likelihood, Gaussian):
         noise = torch.diag_embed((1 / likelihood.precision(mean)).expand(N, C))
-        return LeaveOneOut.gaussian(mean, without + noise, targets.reshape(N, C).to(mean))
-    values, vectors = torch.linalg.eigh(without)
+        return LeaveOneOut.gaussian(mean, left_out + noise, targets.reshape(N, C).to(mean))
+    values, vectors = torch.linalg.eigh(left_out)
     # The symmetric root: another sign of an eigenvector would be another draw.
     root = (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT
-    plain, targets = likelihood.unweighted, likelihood.unweighted_targets(targets)
+    # The log density is that of one observation: a weight says how often a datum counts, not how likely it is.
+    unweighted, targets = likelihood.unweighted, likelihood.unweighted_targets(targets)
     generator, losses = torch.Generator().manual_seed(seed), []
     for part in torch.arange(num_samples).split(_SAMPLES):
         white = torch.randn(len(part), N, C, generator=generator, dtype=torch.float64)
-        losses.append(plain.loss(mean + torch.einsum("ncd,knd->knc", root, white.to(root)), targets))
+        losses.append(unweighted.loss(mean + torch.einsum("ncd,knd->knc", root, white.to(root)), targets))
     log_prob = (-torch.cat(losses)).logsumexp(0) - math.log(num_samples)
-    return LeaveOneOut(mean, without, log_prob)
+    return LeaveOneOut(mean, left_out, log_prob)

@@ -39,6 +39,7 @@ class Prediction(ABC):
     @cached_property
     def samples(self) -> Float[Tensor, "K N *C"]:
         """Draws of the function, `f(w̄, x) + φ(x) ζ_k`: row `k` is one function at all inputs (joint over inputs)."""
+        # Around the network's own output, which is a better mean than the mode of the linear model.
         return self.outputs + self.deviations
 
     @property
@@ -55,6 +56,7 @@ class Prediction(ABC):
     def _variances(self) -> Float[Tensor, "N *C"]:
         if self.function is not None:
             return self.function.variance().to(self.outputs).reshape(self.outputs.shape)
+        # Divided by K, not K − 1: the mean of the samples is known to be zero.
         return (self.deviations**2).mean(0)
 
     @property
@@ -80,6 +82,7 @@ class Prediction(ABC):
         flat = self.deviations.flatten(1)
         return flat.T @ flat / len(flat)
 
+    # Cached: densities and links ask for it more than once, and each time it takes VJPs.
     @cached_property
     def _blocks(self) -> Float[Tensor, "N C C"]:
         assert self.function is not None
@@ -111,6 +114,7 @@ class SampledPrediction(Prediction):
 
     def joint_log_prob(self, y: Any) -> Tensor:
         """`log (1/2K) Σ_k Σ_± Π_n p(y_n | f(x_n) ± φ(x_n)ζ_k)`: all targets jointly, a scalar (paper G.2.1)."""
+        # The sum over data is inside the mean over samples: one sample is one function at all inputs.
         return self._log_likelihoods(y).sum(-1).logsumexp(0) - math.log(2 * len(self.deviations))
 
     def _log_likelihoods(self, y: Any) -> Float[Tensor, "2K N"]:

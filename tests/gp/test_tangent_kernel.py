@@ -69,7 +69,7 @@ class _Contract:
         with torch.random.fork_rng():
             torch.manual_seed(2)
             x = 3 * torch.randn(6 // self.outputs, 3)
-        return TangentKernelOperator(torch.linspace(0.5, 1.5, net.num_parameters), x=x, network=net)
+        return TangentKernelOperator(torch.linspace(0.5, 1.5, net.num_parameters), x1=x, network=net)
 
     def evaluate_linear_op(self, linear_op: TangentKernelOperator) -> Tensor:
         variance, x = linear_op.representation()[:2]
@@ -94,7 +94,7 @@ class TestRectangularOperator(RectangularLinearOperatorTestCase, unittest.TestCa
         with torch.random.fork_rng():
             torch.manual_seed(2)
             x, other = torch.randn(4, 3), torch.randn(2, 3)
-        return TangentKernelOperator(torch.ones(net.num_parameters), x=x, other=other, network=net)
+        return TangentKernelOperator(torch.ones(net.num_parameters), x1=x, x2=other, network=net)
 
     def evaluate_linear_op(self, linear_op: TangentKernelOperator) -> Tensor:
         variance, other, x = linear_op.representation()
@@ -106,7 +106,7 @@ def test_the_operator_is_the_dense_matrix(case: Case) -> None:
     J = reference.jacobian(case.model, case.x).flatten(0, 1)
     v = torch.rand(net.num_parameters, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
     K = (J * v) @ J.T
-    operator = TangentKernelOperator(v, x=case.x, network=net)
+    operator = TangentKernelOperator(v, x1=case.x, network=net)
     assert operator.shape == K.shape
     b = torch.randn(2, len(K), 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for rhs in (b, b[0], b[0, :, 0]):
@@ -115,7 +115,7 @@ def test_the_operator_is_the_dense_matrix(case: Case) -> None:
     assert_close(operator.diagonal(), K.diagonal())
     assert_close(operator[1, 2], K[1, 2])
     C = len(K) // len(case.x)
-    other = TangentKernelOperator(v, x=case.x[:2], other=case.x, network=net)
+    other = TangentKernelOperator(v, x1=case.x[:2], x2=case.x, network=net)
     assert_close(other.to_dense(), K[: 2 * C])
     assert_close(other.mT @ b[0, : 2 * C], K[:, : 2 * C] @ b[0, : 2 * C])
 
@@ -125,7 +125,7 @@ def test_no_gradient_reaches_the_network() -> None:
     net = Linearisation(case.model, ["2.*"])  # the first layer is not random, but has gradients
     x = case.x.clone().requires_grad_()
     variance = torch.ones(net.num_parameters, dtype=torch.float64, requires_grad=True)
-    operator = TangentKernelOperator(variance, x=x, network=net)
+    operator = TangentKernelOperator(variance, x1=x, network=net)
     operator.to_dense().sum().backward()
     (operator @ torch.ones(len(x) * 4, 1, dtype=torch.float64)).sum().backward()
     (NetworkMean(net)(x).sum() + NetworkMean(net, "affine")(x).sum()).backward()
@@ -207,7 +207,7 @@ def test_a_batch_of_prior_variances_is_a_batch_of_matrices() -> None:
     J = reference.jacobian(case.model, case.x).flatten(0, 1)
     v = torch.rand(3, 2, net.num_parameters, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     K = (J * v[..., None, :]) @ J.T
-    operator = TangentKernelOperator(v, x=case.x, network=net)
+    operator = TangentKernelOperator(v, x1=case.x, network=net)
     assert_close(operator.to_dense(), K)
     assert_close(operator.diagonal(), K.diagonal(dim1=-2, dim2=-1))
     b = torch.randn(len(J), 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
