@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -134,8 +135,7 @@ class LinearisedLaplace(SavableModel):
     ) -> "LinearisedLaplace":
         r"""Tune the prior precision, and the noise precision of a regression, by their evidence; draw the posterior.
 
-        No validation data are needed. The loader may be shuffled; its batch size is what goes through the network
-        at once, and does not change the result.
+        The loader may be shuffled; its batch size is what goes through the network at once, and changes no result.
 
         Args:
             loader: of pairs `(x, y)`: a `DataLoader`, a dataset, or a list of batches, without random augmentation. `x`
@@ -244,7 +244,7 @@ class LinearisedLaplace(SavableModel):
         self._check_network("calibrate")
         check_calibration("calibrate(val_loader)", self.settings.observation, fitted.posterior.unequal_noise)
         held_out = HeldOut.read(val_loader, self.network, self.settings.likelihood, unpack, num_data)
-        fitted.posterior = held_out.calibrated(self.network, fitted.posterior, fitted.fit)
+        self._fitted = replace(fitted, posterior=held_out.calibrated(self.network, fitted.posterior, fitted.fit))
         return self
 
     @solving()

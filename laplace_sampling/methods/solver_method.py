@@ -34,7 +34,7 @@ __all__ = ["BASIS_STACKS", "SolverFit", "SolverMethod", "basis_that_fits", "foll
 # More samples than anybody asks for.
 _ALL = 2**31
 # Vectors alive for each row of EM that is not being solved at the moment: the peak of a fit in float32
-# (a linear layer of 9,003 weights). At half of it a fit that may take 100 vectors takes 136; at twice it has fewer samples.
+# (a linear layer of 9,003 weights). At half a fit that may take 100 vectors takes 136; at twice it has fewer samples.
 _EM_STACKS = 12
 # Vectors held for each of a Krylov basis (itself, its product, and room to move), and for each row of a solve: see
 # `Krylov.stacks`.
