@@ -26,8 +26,7 @@ def regression() -> None:
         nn.functional.mse_loss(model(x), y).backward()
         optimiser.step()
 
-    # Isotropic: the network has no normalisation layers, see "Priors" in guide.md.
-    la = LinearisedLaplace(model, "regression", prior="isotropic").fit_hyperparameters([(x, y)], progress=False)
+    la = LinearisedLaplace(model, "regression").fit_hyperparameters([(x, y)], progress=False)
     grid = torch.linspace(-2.5, 2.5, 300)[:, None]
     pred = la.predict(grid)
     mean, function = pred.mean[:, 0], pred.stddev[:, 0]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_sampling import Categorical, ClassificationPrediction, LinearisedLaplace
+from laplace_sampling import Auto, Categorical, ClassificationPrediction, LinearisedLaplace
 
 SIZE, CLASSES = 64, 5
 NAMES = ("background", "disc", "square", "triangle", "cross")
@@ -99,7 +99,12 @@ def run(
     # Few weights and many pixels: a column of the Jacobian for each weight, by forward mode, and dense algebra. The
     # mode of this linear model is sharper than the network, so curvature there says little (docs/guide.md).
     la = LinearisedLaplace(
-        model, Categorical(class_dim=1), parameters="head.*", hessian_at="network", num_samples=16, max_memory=2**32
+        model,
+        Categorical(class_dim=1),
+        parameters="head.*",
+        hessian_at="network",
+        num_samples=16,
+        method=Auto(max_memory=2**32),
     )
     loader, val_loader = (DataLoader(data, batch_size=12) for data in (TensorDataset(x, y), held_out))
     la.fit_hyperparameters(loader, val_loader=val_loader, tolerance=0.05, progress=False)

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -58,8 +59,7 @@ class LinearisedLaplace(SavableModel):
         seed: of all randomness.
         linear_model: `"affine"`, `h = f + φ(θ − w̄)`; `"homogeneous"`, `h = φθ`; `"auto"`, affine for a Gaussian
             likelihood and homogeneous for the others.
-        hessian_at: where `B` is evaluated: `"network"`, at `f(w̄, x)`; `"mode"`, at `h(θ̄, x)`; `"auto"` is the
-            mode. (For a Gaussian likelihood `B` is constant.)
+        hessian_at: where `B` is evaluated: `"network"`, at `f(w̄, x)`; `"mode"`, at `h(θ̄, x)`, which `"auto"` is.
 
     Raises:
         ValueError: for settings that are not known or do not go together.
@@ -72,8 +72,7 @@ class LinearisedLaplace(SavableModel):
         converged_: whether samples and mode, and hyperparameters if they were fitted, reached their tolerances.
         samples_: zero-mean posterior samples `ζ`, `[K, P]`.
         mode_: mode `θ̄` of the linear model, `[P]`.
-        scale_, temperature_: predictions are those of samples `√scale_ · ζ`; outputs are divided by the temperature, 1
-            without validation data.
+        scale_, temperature_: predictions are of samples `√scale_ · ζ`; outputs are divided by the temperature.
         history_: one `Step` a step of `fit_hyperparameters`.
 
     Example:
@@ -136,8 +135,7 @@ class LinearisedLaplace(SavableModel):
     ) -> "LinearisedLaplace":
         r"""Tune the prior precision, and the noise precision of a regression, by their evidence; draw the posterior.
 
-        No validation data are needed. The loader may be shuffled; its batch size is what goes through the network
-        at once, and does not change the result.
+        The loader may be shuffled; its batch size is what goes through the network at once, and changes no result.
 
         Args:
             loader: of pairs `(x, y)`: a `DataLoader`, a dataset, or a list of batches, without random augmentation. `x`
@@ -246,7 +244,7 @@ class LinearisedLaplace(SavableModel):
         self._check_network("calibrate")
         check_calibration("calibrate(val_loader)", self.settings.observation, fitted.posterior.unequal_noise)
         held_out = HeldOut.read(val_loader, self.network, self.settings.likelihood, unpack, num_data)
-        fitted.posterior = held_out.calibrated(self.network, fitted.posterior, fitted.fit)
+        self._fitted = replace(fitted, posterior=held_out.calibrated(self.network, fitted.posterior, fitted.fit))
         return self
 
     @solving()

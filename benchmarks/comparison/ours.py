@@ -53,7 +53,8 @@ def with_validation(problem: Problem) -> Fitted:
     """A fit with scale, and temperature or noise, from held-out data."""
     la, details = fitted(problem, ())
     started = time.perf_counter()
-    la = copy.copy(la).calibrate(problem.data.validation.loader(BATCH))
+    assert la._fitted is not None
+    la = with_posterior(la, la._fitted.posterior).calibrate(problem.data.validation.loader(BATCH))
     seconds = details["seconds"] + time.perf_counter() - started
     return fitted_predictions(problem, la, details | hyperparameters(la) | {"seconds": seconds})
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Dual"]
 
-# Rank of the preconditioner, whose vectors have `N·C` numbers, and the share of memory that it takes.
+# Rank of the preconditioner, whose vectors have `N·C` numbers, and the share of memory that it takes at most. For a
+# regression of 900 data 127 passes at 400 and at 800, which the decay of the kernel makes equal, and 202 at 200.
 _RANK, _SHARE = 400, 0.25
 
 
@@ -74,6 +75,7 @@ class Dual(SolverMethod):
             )
 
     def make_solver(self, task: Task, tolerance: float, shift: float | None) -> "DualCG":
+        # Imported here, so that this file stays light; the room `gp` is needed for a fit only.
         from laplace_sampling.gp.dual_cg import DualCG
         from laplace_sampling.gp.whitened_gram import WhitenedGram
 

@@ -70,6 +70,7 @@ class Exact(SolverMethod):
     def take(self, problem: Problem, choice: Choice) -> Task:
         if space_of(problem) == "weights":
             return _in_float64(self.task(problem, choice, problem.tangent.dense()))
+        # Float64, since covariances in observation space are differences of nearly equal numbers.
         task = self.task(problem, choice, problem.tangent.in_float64())
         if len(task.prior.names) > 1:
             # The decomposition is for one precision: several are tuned with the Jacobian.
@@ -222,6 +223,7 @@ class ObservationSpaceFit(Fit):
     def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
         model, samples = self.model, self.posterior.sample(draws)
         curved_at = self.ggn.outputs.double()
+        # Energies tell whether samples are right: `ζᵀMζ = ‖LᵀΦζ‖²`, by products with the network in few rows at a time.
         outputs = torch.cat([model.features.outputs(part.to(model.features.dtype)) for part in samples.split(_FEW)])
         roots = model.likelihood.root_transpose(curved_at, outputs.double(), model.targets)
         energies = roots.flatten(1).square().sum(1)
@@ -269,6 +271,7 @@ class _GramCovariance(FunctionCovariance):
 
     def blocks(self) -> Float[Tensor, "N C C"]:
         blocks = self._prediction.covariance(*self.posterior.precisions)
+        # Rounding may leave a variance just below zero where the data determine the function.
         blocks.diagonal(dim1=1, dim2=2).clamp_(min=0)
         return blocks
 

@@ -33,11 +33,16 @@ __all__ = ["BASIS_STACKS", "SolverFit", "SolverMethod", "basis_that_fits", "foll
 
 # More samples than anybody asks for.
 _ALL = 2**31
-# Vectors alive for each row of EM that is not being solved at the moment; measured in float32.
+# Vectors alive for each row of EM that is not being solved at the moment: the peak of a fit in float32
+# (a linear layer of 9,003 weights). At half a fit that may take 100 vectors takes 136; at twice it has fewer samples.
 _EM_STACKS = 12
-# Vectors held for each of a Krylov basis (itself, its product, and room to move), and for each row of a solve.
+# Vectors held for each of a Krylov basis (itself, its product, and room to move), and for each row of a solve: see
+# `Krylov.stacks`.
 BASIS_STACKS, _KRYLOV_STACKS = 3, 16
 # Probes for the evidence at one precision, and for a path: far below the fitted one determinants are known less well.
+# On 300 digits the evidence is off by 0.03 % with 16 probes, by 0.3 % with 8 and by 0.07 % with 32; a path of two
+# decades by 0.02 % with 48, by 0.1 % with 24 and by 0.05 % with 96, at costs in proportion. The accuracy at half and at
+# twice gives the same figures: a basis of 300 digits is complete before it counts.
 _EVIDENCE_PROBES, _PATH_PROBES, _EVIDENCE_ACCURACY = 16, 48, 2e-3
 
 
@@ -101,6 +106,7 @@ class SolverMethod(Method):
 
     def tune_by_em(self, task: Task, tuning: Tuning, solver: Solver) -> tuple[Task, Tuned]:
         """Hyperparameters by EM on samples, starting at those of the task."""
+        # EM needs the moments of its samples only: fewer of them make `γ` less accurate, but never wrong.
         held = self.em_samples(task.memory, tuning.num_samples, task.num_samples)
         if held < tuning.num_samples:
             task = replace(task, reason=f"{task.reason}, and {held} samples in EM")
@@ -115,6 +121,7 @@ class SolverMethod(Method):
         return tuned_by(result, task, tuning, solver)
 
     def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
+        # The search for hyperparameters has made the solver, with a preconditioner that serves every `α`.
         solver = tuned.work
         if solver is None:
             solver = self.make_solver(task, tolerance, float(task.prior.precision.mean()))
@@ -258,6 +265,7 @@ class SolverFit(Fit):
             decades=0.0 if decades is None else decades,
             max_basis=max_basis,
         )
+        # Memory may have ended the run: then its own estimate of what is missing says how much.
         ends = self.alpha * torch.logspace(-(decades or 0.0), decades or 0.0, 3, dtype=torch.float64)
         change = max(path.remaining_of_evidence(ends))
         problems = list(self.mode_problems)

@@ -22,7 +22,7 @@ def problem() -> tuple[LinearModel, GaussianPrior]:
     model = make_case("classification_many_data").linear_model()
     model = replace(model, features=DenseFeatures.of(model.features))
     ggn, noise = model.ggn(model.network_outputs), Draws(1, 0).noise(model.features.num_outputs)
-    return model, IsotropicPrior().build(ggn, ([], torch.zeros(0)), 1.0, noise)
+    return model, IsotropicPrior().build(ggn, ([], torch.zeros(0)), noise)
 
 
 @pytest.mark.parametrize("averaging", [False, True])

@@ -50,7 +50,7 @@ def test_low_variance_objective_needs_an_eighth_of_the_batch(digits: Problem) ->
     truth = exact(digits, prior, draws)
     errors = []
     for objective, batch in (("L", 400), ("L'", 50)):
-        solver = SGD(epochs=40, min_steps=1, batch_size=batch, max_doublings=0)
+        solver = SGD(epochs=15, min_steps=1, batch_size=batch, max_doublings=0)
         samples = solve(digits, prior, draws, solver, objective=objective).value
         errors.append(function_error(digits, prior, samples, truth))
     print(f"L at 400: {errors[0]:.3%}, L' at 50: {errors[1]:.3%}")

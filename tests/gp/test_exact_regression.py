@@ -475,6 +475,8 @@ from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.linear_model import LinearModel
 
 torch.manual_seed(0)
+# Threads that wait for each other take minutes where other tests run side by side.
+torch.set_num_threads(1)
 def fit(n, outputs):
     net = nn.Sequential(nn.Linear(3, 200), nn.Tanh(), nn.Linear(200, outputs)).double()
     features = features_at(Linearisation(net), torch.randn(n, 3).double(), 50)

@@ -160,7 +160,7 @@ def test_validation_data_choose_scale_and_temperature(moons: Problem) -> None:
 
 def test_the_oracle_is_the_best_of_its_grid(gap: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "PRECISION_FACTORS", (0.1, 1.0, 10.0))
-    fit, unscaled = ours.chosen_precision(oracle=True)(gap), (("scale", 1.0),)
+    fit, unscaled = ours.chosen_precision(oracle=True)(gap), ()
     y = gap.data.test.y.flatten()
     values = {k: ours.mean_log_likelihood(v.predict(gap.data.test.x), y) for k, v in ours.grid(gap, unscaled).items()}
     assert fit.details["factor"] == max(values, key=values.__getitem__)

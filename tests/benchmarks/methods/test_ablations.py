@@ -13,6 +13,7 @@ from benchmarks.methods import ablated_settings, ablations
 from benchmarks.methods.ablated_settings import spread
 from benchmarks.methods.tangents import Spectrum, Trained, trained
 from benchmarks.solvers import digits
+from laplace_sampling import Gaussian, IsotropicPrior
 from laplace_sampling.evidence.em import fit_em
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.linear_model.draws import Draws
@@ -166,7 +167,7 @@ def test_precision_of_the_weights_solves_its_equation(wine: Trained) -> None:
 
 def test_log_likelihood_is_that_of_a_gaussian_process(gap: Trained) -> None:
     alpha, b = 0.5, gap.noise_precision
-    la = gap.laplace(prior="isotropic", prior_precision=alpha, noise_precision=b)
+    la = gap.laplace(prior=IsotropicPrior(precision=alpha), likelihood=Gaussian(b))
     la.fit(gap.data.train.loader(), progress=False)
     model = gap.default
     rows = model.features.rows(torch.arange(len(model.targets)))[:, 0]
@@ -180,7 +181,7 @@ def test_log_likelihood_is_that_of_a_gaussian_process(gap: Trained) -> None:
 
 
 def test_a_certain_posterior_predicts_as_the_network(wine: Trained) -> None:
-    la = wine.laplace(prior_precision=1e9).fit(wine.data.train.loader(), progress=False)
+    la = wine.laplace(prior=IsotropicPrior(precision=1e9)).fit(wine.data.train.loader(), progress=False)
     found, alone = ablated_settings.log_likelihood(wine, la), ablated_settings.alone(wine)
     assert found == pytest.approx(alone, abs=1e-3)
 
