@@ -18,15 +18,15 @@ from laplace_sampling.methods.stochastic import Stochastic
 
 __all__ = ["Auto"]
 
-# The exact method is taken up to this size of its matrix, and of the Jacobian that it holds (in numbers), for the sake of
-# exactness: 500 digits take it 5 s of processor time with 1,060 weights, 20 s with 2,035 and 117 s with 4,060, where
+# The exact method is taken up to this size of its matrix, and of the Jacobian that it holds (in numbers), for the sake
+# of exactness: 500 digits take it 5 s of processor time with 1,060 weights, 20 s with 2,035 and 117 s with 4,060, where
 # Krylov methods take 1.3, 1.7 and 2.7 s.
 _EXACT_SIZE, _EXACT_JACOBIAN = 2000, 5e7
-# Full-batch Krylov methods need a few passes whatever N is, stochastic ones a number of steps: up to this many data. The
-# number is a round one between; half or twice moves the choice by as much.
+# Full-batch Krylov methods need a few passes whatever N is, stochastic ones a number of steps: up to this many data. It
+# is a round number in between; half or twice moves the choice by as much.
 _KRYLOV_DATA = 20_000
-# Counts of operations overrule sizes if they differ by this factor, and by more than so many (a minute or so): counts are
-# good to a factor of two or so, which half of it would not allow for.
+# Counts of operations overrule sizes if they differ by this factor, and by more than so many (a minute or so): counts
+# are good to a factor of two or so, which half of it would not allow for.
 _CHEAPER, _WORTH = 3.0, 1e12
 # Typical of `fit_hyperparameters`: passes of one vector with Krylov methods, factorisations with dense algebra.
 _PASSES, _FACTORISATIONS = 400, 50
