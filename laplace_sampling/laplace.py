@@ -147,9 +147,9 @@ class LinearisedLaplace(SavableModel):
                 (`calibration.held_out_classification`, `calibration.held_out_regression`).
             max_steps: steps at most; a `ConvergenceWarning` tells if they were not enough.
             tolerance: relative error of predicted standard deviations, `τ`. Where the prior decides, they go with
-                `α^{-1/2}`, so `log α` is found to `2τ` (and `log b` likewise): it stops when it changes by less, or is
-                known so well. Samples are solved for to the same `τ`, as `methods.solver_method` derives. The noise of
-                `K` samples, `1/√(2K)`, comes on top.
+                `α^{-1/2}`, so `log α` (and `log b`) is found to `2τ`: the search stops when it changes by less, or when
+                its standard error is less. Samples are solved for to the same `τ`, as `methods.solver_method` derives;
+                the noise of `K` samples, `1/√(2K)`, comes on top.
             num_samples: samples during EM, where a method needs it; the relative standard error of `γ` is about
                 `√(2/(Kγ))`.
             precision_bounds: within which `α` is kept.
@@ -187,7 +187,7 @@ class LinearisedLaplace(SavableModel):
         # Calibrate, by data left out or held out; store.
         trained = OnTrainingData.of(fit, problem.tangent.in_order)
         calibration = calibration or trained.calibration()
-        posterior = Posterior.of(fit, problem.tangent, self.network, calibration)
+        posterior = Posterior.of(fit, problem.tangent, self.network, calibration, noise_variances is not None)
         if held_out is not None:
             posterior = held_out.calibrated(self.network, posterior, fit)
         return self._store(posterior, fit, problem.tangent, trained.problems(posterior.calibration))
@@ -216,7 +216,7 @@ class LinearisedLaplace(SavableModel):
         problem = prepare(self.settings, self.network, loader, progress, **data)
         task = self.settings.method.prepare(problem)
         fit = task.method.fit(task, Tuned(), tolerance)
-        posterior = Posterior.of(fit, problem.tangent, self.network, calibration)
+        posterior = Posterior.of(fit, problem.tangent, self.network, calibration, noise_variances is not None)
         return self._store(posterior, fit, problem.tangent)
 
     @solving()

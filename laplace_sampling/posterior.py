@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
@@ -19,6 +20,9 @@ from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.solvers.preconditioners import Factored
 
+if TYPE_CHECKING:
+    from laplace_sampling.methods.method import Method
+
 __all__ = ["Posterior"]
 
 
@@ -33,6 +37,7 @@ class Posterior:
         mode: `θ̄`.
         effective_dimension: `γ` of each group; `effective_dimension_se` its standard error.
         history: a record of each step of the fit.
+        method: that made the fit.
         rows: data that go through the network together.
         fingerprint: of the network's weights and buffers.
         converged: whether all tolerances were reached.
@@ -49,6 +54,7 @@ class Posterior:
     effective_dimension: Float[Tensor, " G"]
     effective_dimension_se: Float[Tensor, " G"]
     history: list[Step]
+    method: "Method"
     rows: int
     fingerprint: Tensor
     converged: bool = True
@@ -57,7 +63,9 @@ class Posterior:
     calibration: Calibration = field(default_factory=Calibration)
 
     @classmethod
-    def of(cls, fit: Fit, tangent: TangentModel, network: Linearisation, calibration: Calibration) -> "Posterior":
+    def of(
+        cls, fit: Fit, tangent: TangentModel, network: Linearisation, calibration: Calibration, unequal_noise: bool
+    ) -> "Posterior":
         """What a fit with its samples leaves for predictions."""
         assert fit.sampled is not None
         gamma, gamma_se = fit.sampled.effective_dimension()
@@ -68,11 +76,12 @@ class Posterior:
             mode=fit.mode.to(network.dtype),
             effective_dimension=gamma,
             effective_dimension_se=gamma_se,
+            method=fit.method,
             history=[step.shifted(tangent.log_scale) for step in fit.tuned.history],
             rows=tangent.data.batch_size,
             fingerprint=network.fingerprint(),
             converged=fit.converged,
-            unequal_noise=tangent.weights is not None,
+            unequal_noise=unequal_noise,
             exact=fit.tensors() | (_training_data(fit, tangent) if fit.saves_data else {}),
             calibration=calibration,
         )

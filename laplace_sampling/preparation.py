@@ -12,7 +12,6 @@ from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import rows_in_memory
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.linear_model.tangent_model_of import tangent_model_of
-from laplace_sampling.methods import as_method
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.networks.linearisation import Linearisation
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["prepare", "restore_fit"]
 
-# Bytes that activations of the network may take, however little solvers may.
+# Bytes that activations of the network may take at least, where solvers may take less: small networks need no pieces.
 _LEAST_ACTIVATIONS = 2**26
 
 
@@ -110,4 +109,4 @@ def restore_fit(
         settings, network, posterior.likelihood, batches, noise_variances=noise_variances, weights=weights
     )
     problem = problem_of(settings, network, tangent, progress=False)
-    return as_method("exact").restore(problem, posterior.prior, kept), tangent
+    return posterior.method.restore(problem, posterior.prior, kept), tangent

@@ -1,6 +1,7 @@
 """`Settings`: what a `LinearisedLaplace` is constructed with; written once, for the constructor, `repr` and files."""
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from torch import nn
@@ -68,10 +69,9 @@ class Settings:
         )
 
     def __post_init__(self) -> None:
-        if self.num_samples < 2:
-            raise ValueError(f"`num_samples` must be at least 2, but is {self.num_samples}.")
-        if self.seed < 0:
-            raise ValueError(f"`seed` must not be negative, but is {self.seed}.")
+        for name, value, least in (("num_samples", self.num_samples, 2), ("seed", self.seed, 0)):
+            if not isinstance(value, Integral) or value < least:
+                raise ValueError(f"`{name}` must be a whole number of at least {least}, but is {value!r}.")
         self.method.check_likelihood(self.likelihood)
 
     @property

@@ -208,7 +208,7 @@ class _Stream(_Source):
         self.looked_past_the_end = False
 
     def _look_past_the_end(self, batches: Iterator[Any]) -> None:
-        """In the first pass, for a batch that is not used; an error in it concerns nobody."""
+        """Warns in the first pass if there is another batch, which is not used; an error in that batch is ignored."""
         following = None
         if not self.looked_past_the_end:
             with suppress(Exception):

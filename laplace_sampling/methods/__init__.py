@@ -33,45 +33,75 @@ def as_method(method: str | Method) -> Method:
     """The method of a name, with its defaults; a `Method` is returned as it is."""
     if isinstance(method, Method):
         return method
-    if method not in METHODS:
+    if isinstance(method, type):
+        raise TypeError(f"`method={method.__name__}` is a class; give an object, as `{method.__name__}()`.")
+    if isinstance(method, SGD | SVRG):
+        raise TypeError(
+            f"`method` is a solver; give it to a method, as `Stochastic(solver={type(method).__name__}(...))`."
+        )
+    if not isinstance(method, str) or method not in METHODS:
         raise ValueError(f"`method={method!r}` is not known; use one of {list(METHODS)} or a Method.")
     file, name, settings = METHODS[method]
-    return getattr(import_module(f"{__name__}.{file}"), name)(**settings)
+    return _class_of(f"{__name__}.{file}.{name}")(**settings)
 
 
 def recipe_of_method(method: Method) -> dict[str, Any]:
-    """The class and the settings of a method, as JSON."""
-    return _recipe(method)
+    """The class and the settings of a method, as JSON; only the name of a class that is not in the table."""
+    if _is_own(method):
+        return _recipe(method)
+    return {"class": type(method).__name__}
 
 
-def method_from_recipe(recipe: dict[str, Any]) -> Method:
+def method_from_recipe(recipe: dict[str, Any], otherwise: Method | None = None) -> Method:
     """The method of a `recipe_of_method`.
 
+    Args:
+        recipe: from there.
+        otherwise: in place of one that is not in the table.
+
     Raises:
-        ValueError: if it is not one of the library's own.
+        ValueError: if it is not in the table, and there is nothing in its place.
     """
-    own = {name: file for file, name, _ in METHODS.values()}
-    if recipe["class"] not in own:
+    if "." in recipe["class"]:
+        return _setting(recipe)
+    if otherwise is None:
         raise ValueError(
             f"`load`: the method was a {recipe['class']}, which is not of this library; give it as `method=`."
         )
-    settings = {name: _setting(value) for name, value in recipe.items() if name != "class"}
-    return getattr(import_module(f"{__name__}.{own[recipe['class']]}"), recipe["class"])(**settings)
+    return otherwise
 
 
-def _recipe(settings: Any) -> Any:
-    """Settings as JSON: a dataclass by its class and fields, a dtype by its name."""
-    if is_dataclass(settings):
-        values = {field.name: getattr(settings, field.name) for field in fields(settings) if field.compare}
-        return {"class": type(settings).__name__, **{name: _recipe(value) for name, value in values.items()}}
-    return str(settings) if isinstance(settings, torch.dtype) else settings
+def _is_own(method: Method) -> bool:
+    return any(type(method) is _class_of(f"{__name__}.{file}.{name}") for file, name, _ in METHODS.values())
+
+
+def _class_of(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def _recipe(value: Any) -> Any:
+    """A setting as JSON: a dataclass by its class and fields, a dtype by its name."""
+    if is_dataclass(value):
+        settings = {field.name: _recipe(getattr(value, field.name)) for field in fields(value) if field.compare}
+        return {"class": _path_of(type(value)), **settings}
+    return str(value) if isinstance(value, torch.dtype) else value
+
+
+def _path_of(kind: type) -> str:
+    """Where a class is: that of a method by the table, so that a file holds what the table says."""
+    for file, name, _ in METHODS.values():
+        if _class_of(f"{__name__}.{file}.{name}") is kind:
+            return f"{__name__}.{file}.{name}"
+    return f"{kind.__module__}.{kind.__name__}"
 
 
 def _setting(value: Any) -> Any:
     """The setting of a `_recipe`."""
     if isinstance(value, dict):
-        solver = {"SGD": SGD, "SVRG": SVRG}[value["class"]]
-        return solver(**{name: number for name, number in value.items() if name != "class"})
+        if not value["class"].startswith(f"{__name__.partition('.')[0]}."):
+            raise ValueError(f"`load`: {value['class']} is not of this library; give the method as `method=`.")
+        return _class_of(value["class"])(**{name: _setting(part) for name, part in value.items() if name != "class"})
     if isinstance(value, str) and value.startswith("torch."):
         return getattr(torch, value.removeprefix("torch."))
     return value

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -101,8 +102,8 @@ class Method(ABC):
     compile: bool | str = field(default=False)
 
     def __post_init__(self) -> None:
-        if self.max_memory is not None and not self.max_memory > 0:
-            raise ValueError(f"`max_memory` must be a positive number of bytes, but is {self.max_memory}.")
+        if self.max_memory is not None and not (isinstance(self.max_memory, Real) and self.max_memory > 0):
+            raise ValueError(f"`max_memory` must be a positive number of bytes, but is {self.max_memory!r}.")
 
     @property
     @abstractmethod

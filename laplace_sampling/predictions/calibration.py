@@ -77,7 +77,9 @@ class Calibration:
     def of_scale(cls, scale: float | str) -> "Calibration":
         """A scale that the user gives."""
         if not (isinstance(scale, float | int) and 0 < scale < math.inf):
-            raise ValueError(f'`scale` must be a positive number or "auto", but is {scale!r}.')
+            raise ValueError(
+                f'`scale` must be a positive number (or "auto" in `fit_hyperparameters`), but is {scale!r}.'
+            )
         return cls(scale=float(scale))
 
     def likelihood(self, fitted: Likelihood) -> Likelihood:

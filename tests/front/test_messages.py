@@ -47,8 +47,8 @@ def test_use_before_fit(use) -> None:
         ({"linear_model": "quadratic"}, r"`linear_model='quadratic'` is not known; use one of \['auto', 'affine'"),
         ({"hessian_at": "map"}, "`hessian_at='map'` is not known"),
         ({"method": "adam"}, "`method='adam'` is not known"),
-        ({"seed": -1}, "`seed` must not be negative, but is -1"),
-        ({"num_samples": 1}, "`num_samples` must be at least 2, but is 1"),
+        ({"seed": -1}, "`seed` must be a whole number of at least 0, but is -1"),
+        ({"num_samples": 1}, "`num_samples` must be a whole number of at least 2, but is 1"),
         ({"parameters": "nothing"}, "match no parameter of the model"),
     ],
 )

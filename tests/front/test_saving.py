@@ -2,11 +2,13 @@
 
 import copy
 import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
 from cases import Case, make_case
 from flat_settings import QUICK, fitted, laplace_of, loader
+from problems import trained
 from torch import Tensor, nn
 
 from laplace_sampling import (
@@ -14,6 +16,7 @@ from laplace_sampling import (
     Gaussian,
     GPrior,
     IsotropicPrior,
+    Krylov,
     LinearisedLaplace,
     NotFittedError,
     from_loss,
@@ -154,3 +157,35 @@ def test_what_needs_the_training_data_says_so(call: str, tmp_path) -> None:
     loaded = LinearisedLaplace.load(tmp_path / "la.pt", case.model)
     with pytest.raises(NotFittedError, match=f"`{call}` needs the"):
         getattr(loaded, call)()
+
+
+@pytest.mark.parametrize("method", ["exact", "krylov", "dual"])
+def test_weights_of_data_leave_a_posterior_that_can_be_calibrated(method: str, tmp_path) -> None:
+    case = trained()
+    weights = torch.linspace(0.5, 2, len(case.x)).double()
+    la = LinearisedLaplace(case.model, "regression", method=method, num_samples=4)
+    la.fit_hyperparameters(case.batches, weights=weights, progress=False)
+    la.save(tmp_path / "la.pt")
+    again = LinearisedLaplace.load(tmp_path / "la.pt", case.model)
+    scales = [fitted.calibrate([(case.x + 0.1, case.y)]).scale_ for fitted in (la, again)]
+    assert scales[0] == pytest.approx(scales[1])
+    la.fit_hyperparameters(case.batches, noise_variances=1 / weights, progress=False)
+    with pytest.raises(ValueError, match="does not go with `noise_variances`, which the fit was given"):
+        la.calibrate([(case.x, case.y)])
+
+
+def test_a_method_with_settings_that_are_no_json_is_saved_by_its_name(tmp_path) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Mine(Krylov):
+        target: torch.Tensor | None = None
+
+    case = trained()
+    mine = Mine(target=torch.ones(2))
+    la = LinearisedLaplace(case.model, "regression", method=mine, num_samples=4).fit(case.batches, progress=False)
+    la.save(tmp_path / "la.pt")
+    with pytest.raises(
+        ValueError, match=r"the method was a .*Mine, which is not of this library; give it as `method=`"
+    ):
+        LinearisedLaplace.load(tmp_path / "la.pt", case.model)
+    again = LinearisedLaplace.load(tmp_path / "la.pt", case.model, method=mine)
+    assert torch.equal(again.predict(case.x).samples, la.predict(case.x).samples)

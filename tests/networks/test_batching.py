@@ -114,7 +114,7 @@ def test_batches_of_the_loader_go_in_pieces_that_the_budget_holds(monkeypatch) -
     assert_close(la.predict(X).variance, again.predict(X).variance, rtol=1e-2, atol=1e-5)
 
 
-def test_rows_are_foretold_from_what_is_made() -> None:
+def test_rows_are_predicted_from_the_tensors_that_are_made() -> None:
     la = LinearisedLaplace(net(), "classification", num_samples=4).fit([(X, Y)], progress=False)
     assert la._fitted.tangent is not None
     features = la._fitted.tangent.model.features

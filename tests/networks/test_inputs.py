@@ -202,7 +202,7 @@ def test_a_stream_that_goes_on_is_said_once() -> None:
         assert_close(data.inputs(torch.arange(2)), X[:2])  # another pass
 
 
-def test_what_is_wrong_behind_the_data_is_nobodys_concern() -> None:
+def test_errors_in_data_that_are_not_used_are_ignored() -> None:
     class Torn(IterableDataset):
         def __iter__(self):
             yield from zip(X[:6], Y[:6], strict=True)

@@ -8,6 +8,7 @@ simple form (thesis §6.2.2).
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
@@ -105,9 +106,9 @@ class Prior(ABC):
     precision: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.precision < math.inf:
+        if not (isinstance(self.precision, Real) and 0 < self.precision < math.inf):
             raise ValueError(
-                f"`{type(self).__name__}(precision=...)` must be positive and finite, but is {self.precision}."
+                f"`{type(self).__name__}(precision=...)` must be positive and finite, but is {self.precision!r}."
             )
 
     @abstractmethod
