@@ -6,6 +6,7 @@ likelihood applies it, and a root `L` with `L Lᵀ = B`, in closed form.
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ __all__ = ["Likelihood", "check_target_shape"]
 class Likelihood(ABC):
     """`p(y | f)` for outputs `f` of a network; to write one, give the six abstract methods below.
 
-    The curvature and its roots also get the targets, for likelihoods that ignore some of them.
+    The curvature and its roots also get the targets, for labels that are ignored, weights, and Hessians that depend on
+    the target. Where the Hessian of the loss is positive semi-definite, give it; its mean over `y` (Fisher) is for
+    others.
 
     Attributes:
         name: in messages, `repr` and saved files.
@@ -75,9 +78,12 @@ class Likelihood(ABC):
     def settings(self) -> dict[str, Any]:
         """Arguments of the constructor that make an equal likelihood, for saved files.
 
-        Values are numbers, strings, lists and dictionaries of these; other likelihoods are allowed, too.
+        Values are numbers, strings, lists and dictionaries of these; other likelihoods are allowed, too. By default
+        they are the fields of a dataclass.
         """
-        return {}
+        if not is_dataclass(self):
+            return {}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.init and field.compare}
 
     def bind(self, layout: Layout) -> "Likelihood":
         """The likelihood of outputs of this layout, flattened.

@@ -11,9 +11,11 @@ __all__ = ["likelihood_from_recipe", "recipe_of_likelihood"]
 
 
 def recipe_of_likelihood(likelihood: Likelihood) -> dict[str, Any]:
-    """The name, the class and the settings of a likelihood."""
-    settings = {name: _encoded(value) for name, value in likelihood.settings().items()}
-    return {"name": likelihood.name, "class": type(likelihood).__name__, **settings}
+    """The name and the class of a likelihood, and its settings if the class is one of this library's."""
+    recipe = {"name": likelihood.name, "class": type(likelihood).__name__}
+    if type(likelihood) not in (*LIKELIHOODS.values(), MultiTask):
+        return recipe
+    return {**recipe, **{name: _encoded(value) for name, value in likelihood.settings().items()}}
 
 
 def likelihood_from_recipe(recipe: dict[str, Any]) -> Likelihood:

@@ -74,7 +74,7 @@ class SolverMethod(Method):
 
     @abstractmethod
     def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
-        """What the solver judges its rows by, the error of the function or the gradient, and its tolerance."""
+        """Residuals of the samples, `sampled.error` or `sampled.residual`, and the tolerance they should be below."""
 
     def preconditioner_vectors(self, memory: Memory, num_samples: int) -> int:
         """Vectors that a preconditioner or a basis holds during all solves."""
