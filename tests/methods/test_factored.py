@@ -195,3 +195,13 @@ def test_a_notice_comes_once() -> None:
     with pytest.warns(UserWarning, match="take one datum at a time") as said:
         la.fit([(x, y)], progress=False)
     assert sum("Jacobians of Branching" in str(warning.message) for warning in said) == 1
+
+
+@pytest.mark.parametrize("kind", ["kfac", "diagonal"])
+def test_energies_of_samples_are_chi_squared(kind: str) -> None:
+    """`ζᵀ(M̂ + A)ζ = ‖z‖²` of the white noise behind a sample, exactly."""
+    case = make_case("classification_many_data")
+    la = laplace_of(case.model, "classification", method=kind, prior_precision=0.5, num_samples=5)
+    fit = la.fit(case.batches, progress=False)._fitted.fit
+    white = fit.task.draws.prior(fit.ggn.size).double()
+    assert_close(fit.sampled.energies, white.square().sum(1), rtol=1e-5, atol=1e-6)
