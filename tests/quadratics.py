@@ -71,3 +71,14 @@ def classification(name: str = "classification", alpha: float = 0.3) -> tuple[Mo
         ("a", "b"),
     )
     return ModeObjective(model, prior), torch.zeros(1, model.features.size, dtype=torch.float64)
+
+
+def moderate(num_data: int = 300, outputs: int = 2, size: int = 8, rows: int = 3, scale: float = 1.0) -> Quadratic:
+    """A quadratic of moderate condition; `scale` multiplies the whole objective."""
+    g = torch.Generator().manual_seed(0)
+    features = torch.randn(num_data, outputs, size, generator=g, dtype=torch.float64)
+    features *= torch.linspace(0.3, 1, size, dtype=torch.float64)
+    ggn = GGN(DenseFeatures(features), Gaussian(scale), torch.zeros(num_data, outputs, dtype=torch.float64))
+    precision = scale * (1 + 20 * torch.rand(size, generator=g, dtype=torch.float64))
+    centre, linear = torch.randn(2, rows, size, generator=g, dtype=torch.float64)
+    return Quadratic(ggn, precision, centre, scale * 30 * linear)

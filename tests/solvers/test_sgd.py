@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import make_case
-from torch import Tensor
+from quadratics import exact, moderate
 from torch.testing import assert_close
 
 from laplace_sampling.likelihoods.categorical import Categorical
@@ -11,30 +11,13 @@ from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.solvers.dense import Dense
-from laplace_sampling.solvers.operator import make_dense
 from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.solver import Quadratic
 
 
-def problem(num_data: int = 300, outputs: int = 2, size: int = 8, rows: int = 3, scale: float = 1.0) -> Quadratic:
-    """A quadratic of moderate condition; `scale` multiplies the whole objective."""
-    g = torch.Generator().manual_seed(0)
-    features = torch.randn(num_data, outputs, size, generator=g, dtype=torch.float64)
-    features *= torch.linspace(0.3, 1, size, dtype=torch.float64)
-    ggn = GGN(DenseFeatures(features), Gaussian(scale), torch.zeros(num_data, outputs, dtype=torch.float64))
-    precision = scale * (1 + 20 * torch.rand(size, generator=g, dtype=torch.float64))
-    centre, linear = torch.randn(2, rows, size, generator=g, dtype=torch.float64)
-    return Quadratic(ggn, precision, centre, scale * 30 * linear)
-
-
-def exact(p: Quadratic) -> Tensor:
-    H = make_dense(p.operator) + torch.diag(p.precision)
-    return torch.linalg.solve(H, (p.linear + p.precision * p.centre).T).T
-
-
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
 def test_sgd_converges_at_every_scale_without_a_step_size(scale: float) -> None:
-    p = problem(scale=scale)
+    p = moderate(scale=scale)
     solution = SGD(epochs=400, batch_size=50).solve(p)
     assert_close(solution.value, exact(p), rtol=0.02, atol=0.02)
     assert solution.converged
@@ -44,14 +27,14 @@ def test_sgd_converges_at_every_scale_without_a_step_size(scale: float) -> None:
 
 
 def test_sgd_on_full_batches_is_exact() -> None:
-    p = problem()
+    p = moderate()
     solution = SGD(min_steps=2000, batch_size=300).solve(p)
     assert_close(solution.value, exact(p), rtol=1e-8, atol=1e-10)
     assert float(solution.residual.max()) < 1e-8
 
 
 def test_rows_do_not_know_of_each_other() -> None:
-    p = problem()
+    p = moderate()
     # One row with a gradient a million times larger must not throttle the others by clipping.
     loud = replace(p, linear=p.linear * torch.tensor([[1.0], [1e6], [1.0]], dtype=torch.float64))
     solver = SGD(epochs=30)
@@ -61,7 +44,7 @@ def test_rows_do_not_know_of_each_other() -> None:
 
 
 def test_a_warm_start_helps_and_a_bad_one_is_dropped() -> None:
-    p = problem()
+    p = moderate()
     best, short = Dense().solve(p).delta, SGD(epochs=1, min_steps=10, step=0.3, max_doublings=0)
     cold = (short.solve(p).delta - best).norm()
     assert (short.solve(p, init=best).delta - best).norm() < 0.5 * cold
@@ -69,7 +52,7 @@ def test_a_warm_start_helps_and_a_bad_one_is_dropped() -> None:
 
 
 def test_clipping_bounds_the_first_step() -> None:
-    p = problem()
+    p = moderate()
     free, clipped = (
         SGD(epochs=1, min_steps=1, batch_size=300, clip=c, max_doublings=0).solve(p).delta.norm(dim=1)
         for c in (1e9, 0.1)
@@ -78,13 +61,13 @@ def test_clipping_bounds_the_first_step() -> None:
 
 
 def test_divergence_restarts_with_a_smaller_step() -> None:
-    p = problem()
+    p = moderate()
     solution = SGD(epochs=200, batch_size=50, step=100.0, clip=1e9).solve(p)
     assert_close(solution.value, exact(p), rtol=0.1, atol=0.05)
 
 
 def test_unstable_problems_are_refused_in_words() -> None:
-    p = problem()
+    p = moderate()
     broken = replace(p, linear=p.linear * float("nan"))
     with pytest.raises(FloatingPointError, match=r"SGD diverged 6 times.*Try float64 or a larger"):
         SGD().solve(broken)
@@ -96,7 +79,7 @@ def test_unstable_problems_are_refused_in_words() -> None:
 
 
 def test_an_unfinished_solve_says_so() -> None:
-    p = replace(problem(), precision=torch.full((8,), 1e-6, dtype=torch.float64))
+    p = replace(moderate(), precision=torch.full((8,), 1e-6, dtype=torch.float64))
     solution = SGD(epochs=1, min_steps=2, tolerance=1e-3, max_doublings=0).solve(p)
     assert not solution.converged
     # It goes on with twice the steps until it has converged.
