@@ -28,6 +28,10 @@ __all__ = ["EvidenceCurves", "EvidencePath", "FixedPoint", "MarginalLikelihood",
 # Points at which the sign of MacKay's update is computed, over all of the bounds: a factor of 1.06 apart by default,
 # much closer than the curves bend. Half and twice have no effect on the problems of `fixed_point`.
 _GRID = 800
+# How much larger the bound of a change by further Lanczos steps may be than the change that is predicted. Twelve fits
+# of networks with 61 to 1,210 weights take 2,275 passes in all, and 2,241 at one; without a bound one of these ends
+# after two steps at an `α` of 2.3 times the best.
+_BOUND_OVER_CHANGE = 10.0
 
 
 def bai_golub_bound(trace: Tensor, squares: Tensor, largest: Tensor, rank: int, size: int, alpha: Tensor) -> Tensor:
@@ -183,9 +187,12 @@ class EvidencePath:
         return -self.data_fit(alpha) - self.complexity(alpha), error
 
     def remaining(self, alpha: float) -> tuple[float, float]:
-        """The relative changes of `γ` and `‖θ̄‖²` by further Lanczos steps."""
+        """The relative changes of `γ` and `‖θ̄‖²` by further steps, that of `γ` no less than a tenth of its bound."""
         a = torch.tensor([[alpha]], dtype=torch.float64)
-        gamma = self._missing(lambda t: t / (t + a)) / self.traces(lambda t: t / (t + a)).mean()
+        missing = self._missing(lambda t: t / (t + a)).abs()
+        # Few steps see no small eigenvalues, and predict no change: the bound of the change has to be small as well.
+        missing = torch.maximum(missing, self.traces.bound(lambda t: t / (t + a)) / _BOUND_OVER_CHANGE)
+        gamma = missing / self.traces(lambda t: t / (t + a)).mean()
         norm = self.fit.remaining(lambda t: (t + a) ** -2) / self.fit(lambda t: (t + a) ** -2).clamp_min(1e-300)
         return float(gamma.abs()), float(norm.abs())
 

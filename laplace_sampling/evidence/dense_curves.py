@@ -40,6 +40,10 @@ class DenseCurves:
         traces = Quadrature(nodes.cpu(), ones, ones)
         self.path = replace(path, traces=traces, fit=Quadrature(self.values.cpu(), fit, fit), exact=True)
 
+    def carries(self, alpha: float) -> bool:
+        """Whether products are accurate enough for the curves at some `α`: eigenvalues are those of rows in float64."""
+        return True
+
     def mode(self, alpha: float) -> Float[Tensor, "1 P"]:
         """`(M + α)⁻¹ b`, in the scaled coordinates of the prior."""
         return ((self.rhs / (self.values + alpha)) @ self.vectors)[None].to(self.white) * self.white

@@ -35,7 +35,8 @@ __all__ = ["PathResult", "fit_path"]
 class PathResult:
     """What `fit_path` ends with: hyperparameters, mode `[P]` (unscaled), the curves, and a record of each round.
 
-    `full` says that memory held too small a basis for the accuracy.
+    `full` says that memory held too small a basis for the accuracy, `rounded` that products were not accurate enough
+    for the prior precision that was found.
     """
 
     prior: GaussianPrior
@@ -44,6 +45,7 @@ class PathResult:
     path: EvidencePath
     converged: bool
     full: bool
+    rounded: bool
     history: list[Step]
 
 
@@ -131,6 +133,7 @@ class _Rounds:
     schedule: _Schedule
     converged: bool = False
     full: bool = False
+    rounded: bool = False
     history: list[Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -158,6 +161,7 @@ class _Rounds:
         self.path = run.path
         outcome = self._outcome(run.path, before)
         alpha = self._next(run.path, outcome, before)
+        self.rounded = not run.carries(alpha)
         noise = self._update_noise(outcome)
         updated = clamped(alpha * self.factor, self.precision_bounds)
         self.mode, passes = run.mode(alpha), run.path.passes
@@ -272,7 +276,8 @@ class _Rounds:
         near = len(self.history) > 1 and 0.3 * moved <= self.tolerance / 2 and self.mode_step <= _NEAR
         few = schedule.num_probes < schedule.wished and not outcome.accurate
         self.full = schedule.last and (run.full or few)
-        self.converged = schedule.last and (self.quadratic or near) and outcome.accurate and not self.full
+        settled = (self.quadratic or near) and outcome.accurate
+        self.converged = schedule.last and settled and not (self.full or self.rounded)
         if schedule.last and not outcome.accurate:
             schedule.add_probes(outcome.end.error / (1 - self.secant.rate))
         if self.quadratic or outcome.unsure or moved <= 3 * schedule.target:
@@ -343,7 +348,7 @@ def fit_path(
     prior = prior.to(model.features.device, model.features.dtype)
     rounds = _Rounds(model, prior, hessian_at, tolerance, precision_bounds, noise_bounds, exact, schedule)
     with tqdm(total=max_rounds, desc="evidence", disable=not progress) as bar:
-        while len(rounds.history) < max_rounds and not (rounds.converged or rounds.full):
+        while len(rounds.history) < max_rounds and not (rounds.converged or rounds.full or rounds.rounded):
             rounds.play(seed, stream)
             last = rounds.history[-1]
             if callback is not None:
@@ -353,4 +358,5 @@ def fit_path(
     assert rounds.path is not None
     mode = (rounds.mode * rounds.prior.scale)[0]
     path = rounds.path if rounds.factor == 1 else rounds.path.rescaled(rounds.factor)
-    return PathResult(rounds.prior, rounds.model.likelihood, mode, path, rounds.converged, rounds.full, rounds.history)
+    likelihood, ended = rounds.model.likelihood, (rounds.converged, rounds.full, rounds.rounded)
+    return PathResult(rounds.prior, likelihood, mode, path, *ended, rounds.history)

@@ -1,6 +1,7 @@
 """A fitted posterior with its training data: what every method leaves behind."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ class Task:
         memory: that solvers may take.
         reason: why the method was chosen, in words.
         cost: of products, if it was measured.
+        precise: makes the linear model with products in float64.
         hessian_at: as of a `Problem`; likewise `num_samples`, `seed`, `dtype`, `progress`.
     """
 
@@ -61,6 +63,22 @@ class Task:
     dtype: torch.dtype
     progress: bool
     cost: Cost | None = None
+    precise: Callable[[], LinearModel] | None = None
+
+    def in_float64(self) -> "Task | None":
+        """The same with products in float64; `None` if they are already, or if the network allows none."""
+        if self.precise is None or self.model.features.dtype == torch.float64:
+            return None
+        model = self.precise().with_likelihood(self.model.likelihood)
+        if model.features.dtype != torch.float64:
+            return None
+        return replace(
+            self,
+            model=model,
+            prior=self.prior.to(model.features.device, torch.float64),
+            memory=replace(self.memory, vector=8 * model.features.size),
+            reason=f"{self.reason}; products in float64, which the prior precision needs",
+        )
 
     @property
     def draws(self) -> Draws:

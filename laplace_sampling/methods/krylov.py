@@ -103,6 +103,9 @@ class Krylov(SolverMethod):
         if not (isinstance(solver, BlockKrylov) and has_path(task)):
             return self.tune_by_em(task, tuning, solver)
         result = follow_path(task, tuning, max_basis=solver.max_basis)
+        precise = task.in_float64() if result.rounded else None
+        if precise is not None:
+            return self.tune(precise, tuning)
         if not result.full:
             return tuned_by(result, task, tuning, solver)
         # The basis was full before the curves were accurate: EM goes on from what they gave.

@@ -176,6 +176,7 @@ class Method(ABC):
             dtype=problem.dtype,
             progress=problem.progress,
             cost=choice.cost,
+            precise=problem.tangent.in_float64,
         )
 
     def remark(self, problem: Problem, memory: Memory) -> str:

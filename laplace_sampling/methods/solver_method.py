@@ -27,6 +27,7 @@ from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
 from laplace_sampling.methods.fit import EM_STREAM, PATH_STREAM, Fit, Task, Tuned
 from laplace_sampling.methods.method import Method, Tuning, problems_at_bounds
 from laplace_sampling.methods.problem import Memory
+from laplace_sampling.methods.verification import disagreements
 from laplace_sampling.solvers.solver import InGroups, Minimum, Solver
 
 __all__ = ["BASIS_STACKS", "SolverFit", "SolverMethod", "basis_that_fits", "follow_path", "has_path", "tuned_by"]
@@ -132,7 +133,7 @@ class SolverMethod(Method):
         mode = (minimum.value * task.prior.scale)[0]
         mode_outputs = task.model.outputs(mode[None].to(features.dtype))[0]
         fit = self.fit_of(task, replace(tuned, work=None), mode, mode_outputs, minimum, solver)
-        return fit.with_samples(f"{task.num_samples} samples" if task.progress else None)
+        return _verified(fit.with_samples(f"{task.num_samples} samples" if task.progress else None))
 
     def for_kept_samples(self, solver: Solver) -> Solver:
         """The solver of the samples that are kept, which have no warm start."""
@@ -146,6 +147,14 @@ class SolverMethod(Method):
     def fit_of(self, *parts: Any) -> "SolverFit":
         """What the fit is kept as."""
         return SolverFit(*parts)
+
+
+def _verified(fit: Fit) -> Fit:
+    """The fit, as not converged where its own samples and mode contradict its hyperparameters."""
+    found = disagreements(fit)
+    if not found:
+        return fit
+    return replace(fit, tuned=replace(fit.tuned, converged=False, problems=[*fit.tuned.problems, *found]))
 
 
 def follow_path(task: Task, tuning: Tuning, **options: Any) -> PathResult:
@@ -186,7 +195,13 @@ def tuned_by(result: EMResult | PathResult, task: Task, tuning: Tuning, solver: 
         solver: with its preconditioner, for the fit.
     """
     problems = []
-    if not result.converged:
+    if getattr(result, "rounded", False):
+        problems.append(
+            f"`fit_hyperparameters` ended at the prior precision {float(result.prior.precision[0]):.3g}: products in "
+            f"{task.model.features.dtype} are not accurate enough for the smaller one that the evidence asks for. "
+            'Give a model in float64, or use method="exact".'
+        )
+    elif not result.converged:
         problems.append(
             f"`fit_hyperparameters` stopped after {len(result.history)} steps, before its tolerance: "
             f"prior precision went {[f'{s.prior_precision[0]:.3g}' for s in result.history]}. "

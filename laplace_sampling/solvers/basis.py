@@ -33,6 +33,11 @@ class Basis:
     def size(self) -> int:
         return len(self.T)
 
+    @property
+    def rounding(self) -> float:
+        """How far eigenvalues of `T` lie below zero, where none of `M` does: products are not more accurate."""
+        return max(0.0, -float(torch.linalg.eigvalsh(self.T)[0])) if self.size else 0.0
+
     def project(self, rows: Float[Tensor, "K P"]) -> Float[Tensor, "K m"]:
         """Coordinates of the orthogonal projection."""
         if not self._vectors:

@@ -1,10 +1,14 @@
 """Krylov methods within little memory."""
 
+import re
 import warnings
+from dataclasses import replace
 
 import pytest
+import torch
 from flat_settings import laplace_of
 from problems import linear_problem
+from torch import nn
 from torch.testing import assert_close
 
 from laplace_sampling import ConvergenceWarning, Gaussian, Krylov
@@ -69,3 +73,97 @@ def test_a_full_basis_makes_the_evidence_inaccurate_and_says_so(monkeypatch) -> 
         match=r"is inaccurate: memory was full before it was accurate: more iterations may .*max_memory",
     ):
         la.log_marginal_likelihood()
+
+
+def linear_regression(mean: float, num_data: int = 200, size: int = 60) -> tuple[nn.Module, list]:
+    """A linear model at its optimum; inputs that are not centred give its curvature a very large eigenvalue."""
+    g = torch.Generator().manual_seed(0)
+    centred = torch.randn(num_data, size, generator=g, dtype=torch.float64)
+    centred *= torch.logspace(0, -1.5, size, dtype=torch.float64)
+    y = centred @ torch.randn(size, 1, generator=g, dtype=torch.float64)
+    y = y + 0.01 * torch.randn(num_data, 1, generator=g, dtype=torch.float64)
+    x = centred + mean
+    model = nn.Linear(size, 1).double()
+    solution = torch.linalg.lstsq(torch.cat([x, torch.ones_like(y)], 1), y).solution
+    with torch.no_grad():
+        model.weight.copy_(solution[:-1].T)
+        model.bias.copy_(solution[-1])
+    return model.float(), [(x.float(), y.float())]
+
+
+# In float32 the smallest eigenvalues of the curvature are rounding at a mean of 100, and still positive at one of 10.
+@pytest.mark.parametrize("mean", [10.0, 100.0])
+def test_what_float32_does_not_carry_is_done_in_float64(mean: float) -> None:
+    model, data = linear_regression(mean)
+    la = laplace_of(model, "regression", method="krylov").fit_hyperparameters(data, progress=False)
+    exact = laplace_of(model, "regression", method="exact").fit_hyperparameters(data, progress=False)
+    assert la.converged_
+    assert "products in float64" in repr(la)
+    assert la.samples_.dtype == torch.float32
+    # inputs in float32 make both linear models the same to 1e-7 · 100 of the inputs' deviations, or less
+    assert_close(la.prior_precision_, exact.prior_precision_, rtol=0.03, atol=0)
+    assert_close(la.noise_precision_, exact.noise_precision_, rtol=0.03, atol=0)
+    x = data[0][0][:20]
+    # 64 samples: a standard error of 1/√128 each, and 20 of them
+    ratio = (la.predict(x).stddev / exact.predict(x).stddev).square().mean().sqrt()
+    assert abs(float(ratio) - 1) < 0.3
+    assert float(la.effective_dimension_) == pytest.approx(float(exact.effective_dimension_), rel=0.05)
+
+
+def test_a_network_that_cannot_be_copied_to_float64_is_not_called_converged(monkeypatch) -> None:
+    model, data = linear_regression(100.0)
+
+    def refuse(self, memo):
+        raise TypeError("no copies")
+
+    monkeypatch.setattr(nn.Linear, "__deepcopy__", refuse, raising=False)
+    la = laplace_of(model, "regression", method="krylov")
+    with pytest.warns(ConvergenceWarning, match="products in torch.float32 are not accurate enough for the smaller"):
+        la.fit_hyperparameters(data, progress=False)
+    assert not la.converged_
+
+
+def test_two_steps_of_lanczos_are_not_believed_where_they_see_no_small_eigenvalue() -> None:
+    # Targets in thousands: at the noise precision of one that the search starts from, the data seem to determine all
+    # weights, which two steps confirm, and the fixed point of these curves is at 2.3 times the best `α`.
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(1000, 4, generator=g, dtype=torch.float64)
+    y = torch.sin(2 * x[:, :1]) + 0.3 * x[:, 1:2] * x[:, 2:3]
+    y = 1000 * (y + 0.01 * torch.randn(1000, 1, generator=g, dtype=torch.float64))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 1)).double()
+    optimiser = torch.optim.Adam(model.parameters(), 0.02)
+    for _ in range(400):
+        optimiser.zero_grad()
+        (model(x) - y / 1000).square().mean().backward()
+        optimiser.step()
+    with torch.no_grad():
+        model[4].weight *= 1000
+        model[4].bias *= 1000
+    found = [
+        laplace_of(model, "regression", method=method).fit_hyperparameters([(x, y)], progress=False)
+        for method in ("krylov", "exact")
+    ]
+    assert all(la.converged_ for la in found)
+    alpha, best = (float(la.prior_precision_) for la in found)
+    assert alpha == pytest.approx(best, rel=0.06)  # twice the tolerance
+
+
+def test_hyperparameters_that_the_samples_contradict_are_not_called_converged(monkeypatch) -> None:
+    model, data = linear_problem("regression")
+    task_and_tuned = solver_method.tuned_by
+
+    def astray(result, task, tuning, solver):
+        task, tuned = task_and_tuned(result, task, tuning, solver)
+        return replace(task, prior=task.prior.with_precision(30 * task.prior.precision)), tuned
+
+    monkeypatch.setattr(krylov, "tuned_by", astray)
+    with pytest.warns(ConvergenceWarning, match=r"ended at the prior precision \(all\) .* ask for") as warned:
+        la = laplace_of(model, "regression", method="krylov").fit_hyperparameters(data, progress=False)
+    assert not la.converged_
+    monkeypatch.undo()
+    right = laplace_of(model, "regression", method="krylov").fit_hyperparameters(data, progress=False)
+    assert right.converged_
+    asked = float(re.search(r"ask for ([\d.e+-]+)", str(warned[0].message))[1].rstrip("."))
+    # the update goes from 30 times the best toward it
+    assert asked < 15 * float(right.prior_precision_)
