@@ -190,8 +190,9 @@ class EvidencePath:
         """The relative changes of `γ` and `‖θ̄‖²` by further steps, that of `γ` no less than a tenth of its bound."""
         a = torch.tensor([[alpha]], dtype=torch.float64)
         missing = self._missing(lambda t: t / (t + a)).abs()
-        # Few steps see no small eigenvalues, and predict no change: the bound of the change has to be small as well.
-        missing = torch.maximum(missing, self.traces.bound(lambda t: t / (t + a)) / _BOUND_OVER_CHANGE)
+        if self.traces.truncated is not None:  # else there are all eigenvalues
+            # Few steps see no small eigenvalues, and predict no change: its bound has to be small as well.
+            missing = torch.maximum(missing, self.traces.bound(lambda t: t / (t + a)) / _BOUND_OVER_CHANGE)
         gamma = missing / self.traces(lambda t: t / (t + a)).mean()
         norm = self.fit.remaining(lambda t: (t + a) ** -2) / self.fit(lambda t: (t + a) ** -2).clamp_min(1e-300)
         return float(gamma.abs()), float(norm.abs())
