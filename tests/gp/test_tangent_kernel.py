@@ -17,7 +17,8 @@ from torch.testing import assert_close
 from laplace_sampling import LinearisedLaplace
 from laplace_sampling.gp.exact_regression import ExactRegression
 from laplace_sampling.gp.linear_operators import gpytorch, settings
-from laplace_sampling.gp.tangent_kernel import NetworkMean, TangentGP, TangentKernel, TangentKernelOperator
+from laplace_sampling.gp.tangent_kernel import NetworkMean, TangentGP, TangentKernel
+from laplace_sampling.gp.tangent_operator import TangentKernelOperator
 from laplace_sampling.networks.linearisation import Linearisation
 
 with warnings.catch_warnings():
