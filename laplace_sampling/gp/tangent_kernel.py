@@ -19,7 +19,7 @@ from laplace_sampling.networks.linearisation import Linearisation
 
 __all__ = ["NetworkMean", "TangentGP", "TangentKernel"]
 
-_MEANS = ("network", "affine", "homogeneous")
+MEANS = ("network", "affine", "homogeneous")
 _SINGLE = (gpytorch.likelihoods.GaussianLikelihood, gpytorch.likelihoods.FixedNoiseGaussianLikelihood)
 _COMBINED = (gpytorch.kernels.AdditiveKernel, gpytorch.kernels.ProductKernel)
 
@@ -109,6 +109,9 @@ class TangentKernel(gpytorch.kernels.Kernel):
         """`C`."""
         if self._num_outputs is None:
             row = x1.detach().reshape(-1, x1.shape[-1])[:1]
+            # A sum of kernels asks with all columns, the kernel itself with those that are active.
+            active = cast(Tensor | None, self.active_dims)
+            row = row if active is None or row.shape[1] == len(active) else row.index_select(1, active)
             self._num_outputs = self.network(shape_inputs(self.network, row, self.input_shape)).numel()
         return self._num_outputs
 
@@ -202,11 +205,11 @@ class TangentKernel(gpytorch.kernels.Kernel):
         return self.variance.to(x.dtype) if x.is_floating_point() else self.variance
 
 
-def _prior_precision(kernel: TangentKernel) -> Tensor:
+def _prior_precision(kernel: Any) -> Tensor:
     return kernel.prior_precision
 
 
-def _set_prior_precision(kernel: TangentKernel, value: Tensor) -> None:
+def _set_prior_precision(kernel: Any, value: float | Tensor) -> None:
     kernel.prior_precision = value
 
 
@@ -234,8 +237,8 @@ class NetworkMean(gpytorch.means.Mean):
         active_dims: Sequence[int] | Tensor | None = None,
     ) -> None:
         super().__init__()
-        if kind not in _MEANS:
-            raise ValueError(f"`NetworkMean(kind={kind!r})` is not known; use one of {list(_MEANS)}.")
+        if kind not in MEANS:
+            raise ValueError(f"`NetworkMean(kind={kind!r})` is not known; use one of {list(MEANS)}.")
         self.network = network if isinstance(network, Linearisation) else Linearisation(network)
         self.kind = kind
         self.input_shape = None if input_shape is None else tuple(input_shape)

@@ -2,8 +2,6 @@
 
 import copy
 import math
-import unittest
-import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -21,13 +19,6 @@ from laplace_sampling.gp.tangent_kernel import NetworkMean, TangentGP, TangentKe
 from laplace_sampling.gp.tangent_operator import TangentKernelOperator
 from laplace_sampling.networks.linearisation import Linearisation
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from linear_operator.test.linear_operator_test_case import (
-        LinearOperatorTestCase,
-        RectangularLinearOperatorTestCase,
-    )
-
 
 @pytest.fixture(autouse=True)
 def _settings() -> Iterator[None]:
@@ -41,65 +32,6 @@ def network(outputs: int, inputs: int = 3, width: int = 40, dtype: torch.dtype =
         torch.manual_seed(1)
         net = nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, outputs))
     return Linearisation(net.to(dtype))
-
-
-def dense(network: Linearisation, variance: Tensor, x: Tensor, other: Tensor) -> Tensor:
-    """`φ(X) diag(v) φ(X')ᵀ` with gradients in all three, by reverse mode on the module itself."""
-    names = network.names
-
-    def rows(x: Tensor) -> Tensor:
-        x = x.to(network.dtype)
-        weights = {name: p.detach() for name, p in network.module.named_parameters()}
-
-        def f(*values: Tensor) -> Tensor:
-            return torch.func.functional_call(network.module, dict(zip(names, values, strict=True)), (x,)).reshape(-1)
-
-        parts = torch.autograd.functional.jacobian(f, tuple(weights[n] for n in names), create_graph=True)
-        return torch.cat([part.reshape(len(part), -1) for part in parts], dim=1).to(variance.dtype)
-
-    return (rows(x) * variance) @ rows(other).mT
-
-
-class _Contract:
-    seed = 0
-    should_test_sample = True
-    outputs = 1
-
-    def create_linear_op(self) -> TangentKernelOperator:
-        net = network(self.outputs)
-        with torch.random.fork_rng():
-            torch.manual_seed(2)
-            x = 3 * torch.randn(6 // self.outputs, 3)
-        return TangentKernelOperator(torch.linspace(0.5, 1.5, net.num_parameters), x1=x, network=net)
-
-    def evaluate_linear_op(self, linear_op: TangentKernelOperator) -> Tensor:
-        variance, x = linear_op.representation()[:2]
-        return dense(linear_op._kwargs["network"], variance, x, x)
-
-
-@pytest.mark.filterwarnings("ignore")
-class TestOperator(_Contract, LinearOperatorTestCase, unittest.TestCase): ...
-
-
-@pytest.mark.filterwarnings("ignore")
-class TestOperatorOfSeveralOutputs(_Contract, LinearOperatorTestCase, unittest.TestCase):
-    outputs = 2
-
-
-@pytest.mark.filterwarnings("ignore")
-class TestRectangularOperator(RectangularLinearOperatorTestCase, unittest.TestCase):
-    seed = 0
-
-    def create_linear_op(self) -> TangentKernelOperator:
-        net = network(2)
-        with torch.random.fork_rng():
-            torch.manual_seed(2)
-            x, other = torch.randn(4, 3), torch.randn(2, 3)
-        return TangentKernelOperator(torch.ones(net.num_parameters), x1=x, x2=other, network=net)
-
-    def evaluate_linear_op(self, linear_op: TangentKernelOperator) -> Tensor:
-        variance, x1, x2 = linear_op.representation()
-        return dense(linear_op._kwargs["network"], variance, x1, x2)
 
 
 def test_the_operator_is_the_dense_matrix(case: Case) -> None:
