@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_sampling import LinearisedLaplace
+from laplace_sampling.gp import tangent_kernel
 from laplace_sampling.gp.exact_regression import ExactRegression
 from laplace_sampling.gp.linear_operators import gpytorch, settings
 from laplace_sampling.gp.tangent_kernel import NetworkMean, TangentGP, TangentKernel
@@ -357,3 +359,116 @@ def test_refusals() -> None:
         TangentKernel(net, prior_precision=0.0)
     with pytest.raises(ValueError, match=r"`NetworkMean\(kind='zero'\)` is not known"):
         NetworkMean(net, "zero")
+
+
+def matrices(net: nn.Module, x: Tensor) -> Tensor:
+    """`φ(X) φ(X)ᵀ` of each matrix of a batch of inputs."""
+    J = [reference.jacobian(net, rows).flatten(0, 1) for rows in x.flatten(0, -3)]
+    return torch.stack([j @ j.T for j in J]).unflatten(0, x.shape[:-2])
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.parametrize("dense_size", [4000, 1])
+def test_a_batch_of_kernels(outputs: int, dense_size: int) -> None:
+    case, _, _ = noisy(6, outputs=outputs)
+    alpha = torch.tensor([[1.0], [3.0]], dtype=torch.float64)
+    kernel = TangentKernel(case.model, batch_shape=[2], prior_precision=alpha, dense_size=dense_size)
+    assert kernel.batch_shape == (2,)
+    assert_close(kernel.prior_precision.detach(), alpha)
+    K = matrices(case.model, case.x[None])[0] / alpha[..., None]
+    assert_close(kernel(case.x).to_dense(), K)
+    assert_close(kernel(case.x).diagonal(), K.diagonal(dim1=-2, dim2=-1))
+    ones = torch.ones(len(K[0]), 1, dtype=torch.float64)
+    assert_close(kernel(case.x) @ ones, K @ ones)
+    (kernel(case.x) @ ones).sum().backward()
+    assert_close(kernel.raw_prior_precision.grad, -(K @ ones).sum((1, 2))[:, None])
+    # Each with inputs of its own, or of a larger batch that broadcasts.
+    x = case.x + torch.arange(6, dtype=torch.float64).reshape(3, 2, 1, 1) / 10
+    assert_close(kernel(x).to_dense(), matrices(case.model, x) / alpha[..., None])
+    assert_close(kernel(x, case.x).to_dense()[2, 1], kernel[1](x[2, 1], case.x).to_dense())
+    assert_close(kernel(x)[1, 1].to_dense(), matrices(case.model, x)[1, 1] / 3)
+    expanded = kernel.expand_batch(3, 2)
+    assert expanded.batch_shape == (3, 2)
+    assert_close(expanded(x).to_dense(), kernel(x).to_dense())
+    assert expanded[0, 1].batch_shape == ()
+    assert {id(k.network) for k in (kernel, expanded, expanded[0, 1])} == {id(kernel.network)}
+    kernel.prior_precision = 2.0
+    assert kernel.prior_precision.flatten().tolist() == pytest.approx([2.0, 2.0])
+    with pytest.raises(ValueError, match="`prior_precision` must be positive and finite"):
+        TangentKernel(case.model, batch_shape=[2], prior_precision=-alpha)
+
+
+def test_matrices_of_a_batch_are_made_once_from_one_jacobian(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, _, _ = noisy(6)
+    kernel = TangentKernel(case.model, batch_shape=[4])
+    x = case.x + torch.arange(4, dtype=torch.float64)[:, None, None] / 10
+    K = matrices(case.model, x)
+    calls = []
+    jacobian = Linearisation.jacobian
+    monkeypatch.setattr(Linearisation, "jacobian", lambda *args, **kw: calls.append(args) or jacobian(*args, **kw))
+    for _ in range(2):
+        kernel.prior_precision = 2.0
+        assert_close(kernel(x).to_dense(), K / 2)
+    assert len(calls) == 1
+    # Where the rows of all do not fit in a block, or not those of one.
+    for limit in (2 * 6 * 33, 5):
+        monkeypatch.setattr(tangent_kernel, "BLOCK", limit)
+        assert_close(TangentKernel(case.model)(x, x + 0).to_dense(), K)
+        assert_close(TangentKernel(case.model)(x, diag=True), K.diagonal(dim1=-2, dim2=-1))
+
+
+def test_the_network_takes_the_active_columns() -> None:
+    case, _, _ = noisy(8)
+    others = torch.randn(8, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = torch.cat([case.x[:, :1], others, case.x[:, 1:]], dim=1)
+    K = matrices(case.model, case.x[None])[0]
+    for batch_shape in ((), (2,)):
+        kernel = TangentKernel(case.model, active_dims=[0, 3], batch_shape=batch_shape)
+        assert_close(kernel(x).to_dense(), K.expand(*batch_shape, 8, 8))
+        assert_close(kernel.expand_batch(3, *batch_shape)(x)[0].to_dense(), kernel(x).to_dense())
+    assert_close(NetworkMean(case.model, active_dims=[0, 3])(x), NetworkMean(case.model)(case.x))
+    whole = TangentGP(case.x, case.y[:, 0], fixed_noise(4.0), case.model, mean="affine").eval()
+    gp = TangentGP(x, case.y[:, 0], fixed_noise(4.0), case.model, mean="affine", active_dims=torch.tensor([0, 3]))
+    with torch.no_grad():
+        assert_close(gp.eval()(x + 0.1).mean, whole(case.x + 0.1).mean)
+    rbf = gpytorch.kernels.RBFKernel(active_dims=[1]).double()
+    total = TangentKernel(case.model, active_dims=[0, 3]) + rbf
+    assert_close(total(x).to_dense(), K + rbf(x).to_dense())
+    gp = TangentGP(x, case.y[:, 0], fixed_noise(4.0), case.model, kernel=total, active_dims=[0, 3])
+    assert gp.eval()(x + 0.1).mean.shape == (8,)
+
+
+def test_inputs_of_integers_leave_the_prior_as_it_is() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 1)).double()
+    scale = torch.full((22,), 0.5, dtype=torch.float64)
+    tokens = torch.tensor([[0, 1], [2, 4], [3, 3]])
+    J = reference.jacobian(net, tokens).flatten(0, 1)
+    kernel = TangentKernel(net, scale=scale)
+    assert_close(kernel(tokens).to_dense(), 0.25 * J @ J.T)
+    assert_close(kernel(tokens[None]).to_dense()[0], 0.25 * J @ J.T)
+
+
+def test_a_kernel_in_another_dtype_than_its_network() -> None:
+    case, _, _ = noisy(6)
+    K = matrices(case.model, case.x[None])[0]
+    kernel = TangentKernel(case.model, prior_precision=0.7).float()
+    assert kernel(case.x.float()).to_dense().dtype == torch.float32
+    assert_close(kernel(case.x.float()).to_dense().double(), K / 0.7, rtol=1e-5, atol=1e-6)
+    assert {p.dtype for p in case.model.parameters()} == {torch.float64}
+    # All digits of a number that is given.
+    assert float(TangentKernel(case.model, prior_precision=0.7).prior_precision.detach()) == pytest.approx(
+        0.7, rel=1e-14
+    )
+
+
+def test_kernels_with_a_prior_are_pickled_and_copied() -> None:
+    case, _, _ = noisy(6)
+    kernel = TangentKernel(case.model, precision_prior=gpytorch.priors.GammaPrior(2.0, 1.0), prior_precision=3.0)
+    for other in (pickle.loads(pickle.dumps(kernel)), copy.deepcopy(kernel)):
+        assert_close(other(case.x).to_dense(), kernel(case.x).to_dense())
+        other.prior_precision = 1.0
+        _, module, prior, closure, _ = next(other.named_priors())
+        assert_close(prior.log_prob(closure(module)), prior.log_prob(torch.ones(1, dtype=torch.float64)))
+    assert float(kernel.prior_precision.detach()) == pytest.approx(3.0)
