@@ -313,7 +313,7 @@ class TangentSurrogate(TensorState, Model):
         # BoTorch expects of this call that hyperparameters stay; a new TangentSurrogate learns them again.
         options = {**self.options, "prior_precision": self.prior_precision, "noise_precision": self.noise_precision}
         kept = (self.train_inputs[0], self.train_targets)
-        data = tuple(torch.cat([old, new.detach().to(old)]) for old, new in zip(kept, (X, Y), strict=True))
+        data = tuple(torch.cat([old, new.detach().to(old.device)]) for old, new in zip(kept, (X, Y), strict=True))
         return TangentSurrogate(self.network, *data, **cast(dict[str, Any], options))
 
     def fantasize(self, X: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -255,6 +255,23 @@ def test_more_observations() -> None:
         part.condition_on_observations(case.x[None], case.y[None])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_inputs_and_network_on_different_devices() -> None:
+    case, _, _ = noisy(10)
+    options = {"prior_precision": 1.0, "noise_precision": 9.0}
+    x = case.x[:3] + 0.1
+    expected = TangentSurrogate(case.model, case.x, case.y, **options)
+    for network, data in (("cpu", "cuda"), ("cuda", "cpu"), ("cuda", "cuda")):
+        net = copy.deepcopy(case.model).to(network)
+        surrogate = TangentSurrogate(net, case.x.to(data), case.y.to(data), **options)
+        surrogate = surrogate.condition_on_observations(case.x[:1].to(data) + 1, case.y[:1].to(data))
+        more = expected.condition_on_observations(case.x[:1] + 1, case.y[:1])
+        surrogate.load_state_dict({**surrogate.state_dict()})
+        assert_close(surrogate.posterior(x.to(data)).mean, more.posterior(x).mean.to(data))
+        assert_close(surrogate.posterior(x.to(data)).variance, more.posterior(x).variance.to(data))
+        assert surrogate.sample_paths(2).posterior(x.to(data)).mean.device.type == data
+
+
 def test_images_and_refusals() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -286,6 +286,22 @@ def test_parts_of_a_kernel_are_where_the_network_is(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dense_size", [4000, 1])
+def test_a_process_on_a_gpu_of_a_network_that_is_not(dense_size: int) -> None:
+    case, _, _ = noisy(6)
+    options = {"prior_precision": 2.0, "dense_size": dense_size, "mean": "affine"}
+    gp = TangentGP(case.x, case.y[:, 0], fixed_noise(4.0), case.model, **options).eval()
+    moved = copy.deepcopy(gp).cuda()
+    x = case.x[:3] + 0.1
+    with torch.no_grad():
+        expected, found = gp(x), moved(x.cuda())
+        assert_close(found.mean.cpu(), expected.mean)
+        assert_close(found.covariance_matrix.cpu(), expected.covariance_matrix)
+        assert_close(moved.covar_module(case.x.cuda())[1, 2].cpu(), gp.covar_module(case.x)[1, 2])
+    assert {p.device.type for p in moved.mean_module.network.module.parameters()} == {"cpu"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_kernel_of_a_network_on_a_gpu() -> None:
     case, _, _ = noisy(6)
     K = TangentKernel(case.model, prior_precision=2.0)(case.x).to_dense()
