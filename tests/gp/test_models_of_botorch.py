@@ -17,15 +17,13 @@ from laplace_sampling.gp.tangent_kernel import NetworkMean, TangentGP, TangentKe
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("botorch", reason="BoTorch, of the extra `botorch`, is not there")
-    from botorch.acquisition import qKnowledgeGradient, qNegIntegratedPosteriorVariance
     from botorch import cross_validation
+    from botorch.acquisition import qKnowledgeGradient, qNegIntegratedPosteriorVariance
     from botorch.fit import fit_gpytorch_mll
     from botorch.models import ModelListGP, SingleTaskGP
     from botorch.models.gpytorch import GPyTorchModel
     from botorch.models.transforms import Normalize
     from botorch.sampling import SobolQMCNormalSampler
-
-# BoTorch warns of inputs that are not scaled to the unit cube, and of GPyTorch's own deprecations.
 
 
 def likelihood(*batch_shape: int) -> gpytorch.likelihoods.GaussianLikelihood:
