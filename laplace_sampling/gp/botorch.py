@@ -11,6 +11,9 @@ Acquisition functions that take a posterior work: `LogExpectedImprovement`, `Upp
 those by Monte Carlo, such as `qLogExpectedImprovement`, `qLogNoisyExpectedImprovement` and `qUpperConfidenceBound`. For
 Thompson sampling maximise `PosteriorMean(surrogate.sample_paths())`. Those that look ahead (`qKnowledgeGradient`,
 `qNegIntegratedPosteriorVariance`) need fantasies, and `PathwiseThompsonSampling` paths of a `SingleTaskGP`: both raise.
+
+Fantasies, `fit_gpytorch_mll` and `batch_cross_validation` are for models of GPyTorch. Such a model is
+`SingleTaskGP(X, Y, covar_module=TangentKernel(network), mean_module=NetworkMean(network))`.
 """
 
 import math
@@ -23,9 +26,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_sampling.gp.exact_regression import ExactRegression
-from laplace_sampling.gp.linear_operators import DenseLinearOperator, TriangularLinearOperator, gpytorch
+from laplace_sampling.gp.jittered_covariance import JitteredCovariance
+from laplace_sampling.gp.linear_operators import gpytorch
 from laplace_sampling.gp.regression_evidence import Optimum
-from laplace_sampling.gp.tangent_kernel import NetworkMean, shape_inputs
+from laplace_sampling.gp.tangent_kernel import MEANS, NetworkMean, shape_inputs
+from laplace_sampling.gp.tensor_state import TensorState
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import row_blocks
@@ -47,32 +52,10 @@ except ImportError as error:  # pragma: no cover
 
 __all__ = ["TangentSurrogate"]
 
-# Factors of ten that the jitter of a Cholesky factor is raised by at most.
-_JITTERS = 16
+_PRECISIONS = ("prior_precision", "noise_precision")
 
 
-class _Covariance(DenseLinearOperator):
-    """A covariance; its Cholesky factor is that of a matrix with jitter, relative to its largest variance."""
-
-    def _cholesky(self, upper: bool | None = False) -> TriangularLinearOperator:
-        matrix = self.tensor
-        # Acquisition functions evaluate inputs that nearly coincide, whose covariance is singular up to rounding. The
-        # jitter starts at a few roundings of the largest variance, which change no digit that is right, and rises
-        # tenfold for those matrices of a batch that still fail.
-        largest = matrix.detach().diagonal(dim1=-1, dim2=-2).abs().amax(-1).clamp_min(1e-30)
-        jitter = 10 * torch.finfo(matrix.dtype).eps * largest
-        for _ in range(_JITTERS):
-            raised = matrix + torch.diag_embed(jitter[..., None].expand(matrix.shape[:-1]))
-            factor, failed = torch.linalg.cholesky_ex(raised)
-            if not bool(failed.any()):
-                return TriangularLinearOperator(factor.mT if upper else factor, upper=bool(upper))
-            jitter = torch.where(failed > 0, 10 * jitter, jitter)
-        raise FloatingPointError(
-            "The posterior covariance of a TangentSurrogate is not finite: check `X`, and the Jacobian of the network."
-        )
-
-
-class TangentSurrogate(Model):
+class TangentSurrogate(TensorState, Model):
     r"""A BoTorch model of one or several outputs: a Gaussian process with the tangent kernel of a trained network.
 
     Unless they are given, the prior precision and the noise precision are those of largest evidence, exactly. The rows
@@ -94,6 +77,9 @@ class TangentSurrogate(Model):
 
     Attributes:
         optimum: how the hyperparameters were found; a `ConvergenceWarning` tells if the evidence has no maximum.
+
+    `state_dict` holds data and hyperparameters, but not the network. `load_state_dict` makes the posterior again, in a
+    surrogate of any data with the same network, `mean` and `input_shape`.
     """
 
     @torch.inference_mode(False)
@@ -117,25 +103,28 @@ class TangentSurrogate(Model):
         self.network = network if isinstance(network, Linearisation) else Linearisation(network)
         self.mean_module = NetworkMean(self.network, mean, input_shape=input_shape)
         self._input_shape = input_shape
-        self.options = {
+        options = {
             "mean": mean,
             "scale": scale,
             "prior_precision": prior_precision,
             "noise_precision": noise_precision,
             "input_shape": input_shape,
         }
-        train_X, train_Y = train_X.detach().clone(), train_Y.detach().clone()
-        self.train_inputs, self.train_targets = (train_X,), train_Y
         # The network is held, not copied: changed weights would give wrong moments, so that all methods compare this.
         self._fingerprint = self.network.fingerprint()
-        likelihood = Gaussian(1.0 if noise_precision is None else noise_precision, learn=noise_precision is None)
-        prior = _isotropic(self.network, scale, 1.0 if prior_precision is None else prior_precision)
-        self.exact = ExactRegression.of(self._linear_model(train_X, train_Y, likelihood), prior)
-        self.optimum: Optimum = self.exact.fit(learn_precision=prior_precision is None)
-        self.prior_precision, self.noise_precision = self.optimum.precision, self.optimum.noise_precision
+        self._learn(train_X.detach().clone(), train_Y.detach().clone(), options)
+        self._condition(self.optimum.precision, self.optimum.noise_precision)
         if not self.optimum.converged:
             warnings.warn(_problem(self.optimum), ConvergenceWarning, stacklevel=3)
-        self._condition(prior)
+
+    def _learn(self, train_X: Float[Tensor, "N D"], train_Y: Float[Tensor, "N C"], options: dict[str, Any]) -> None:
+        """The hyperparameters of largest evidence on some data."""
+        alpha, b = (options[name] for name in _PRECISIONS)
+        likelihood = Gaussian(1.0 if b is None else b, learn=b is None)
+        prior = _isotropic(self.network, options["scale"], 1.0 if alpha is None else alpha)
+        exact = ExactRegression.of(self._linear_model(train_X, train_Y, likelihood), prior)
+        self.optimum: Optimum = exact.fit(learn_precision=alpha is None)
+        self.train_inputs, self.train_targets, self.options, self.exact = (train_X,), train_Y, options, exact
 
     def _linear_model(
         self, train_X: Float[Tensor, "N D"], train_Y: Float[Tensor, "N C"], likelihood: Gaussian
@@ -145,18 +134,53 @@ class TangentSurrogate(Model):
         if features.num_outputs != train_Y.shape[1]:
             raise ValueError(f"`train_Y` has {train_Y.shape[1]} outputs, but the network has {features.num_outputs}.")
         with torch.no_grad():
-            offset = self._mean(train_X).double()
-        return LinearModel(features, offset, offset, train_Y.double(), likelihood)
+            offset, targets = (t.to(self.network.device, torch.float64) for t in (self._mean(train_X), train_Y))
+        return LinearModel(features, offset, offset, targets, likelihood)
 
-    def _condition(self, prior: GaussianPrior) -> None:
-        exact, alpha, b = self.exact, self.prior_precision, self.noise_precision
-        self._variance = unit_variance(prior) / alpha
+    def _condition(self, prior_precision: float, noise_precision: float) -> None:
+        """The posterior at some hyperparameters."""
+        self.prior_precision, self.noise_precision = alpha, b = prior_precision, noise_precision
+        exact = self.exact
+        self._variance = unit_variance(exact.prior) / alpha
         # `[N·C, P]` once, here: each later posterior is then two dense products, without a pass over the observations.
         rows = torch.cat([block for _, block in row_blocks(exact.model.features)])
         v = exact.eigenvalues / alpha + 1 / b
         # Any root of (K/α + I/b)⁻¹ will do: here V diag(v)^{-1/2}.
         self._reduction = (exact.vectors / v.sqrt()).T @ (rows * self._variance)
         self._mode = exact.mode(alpha, b)
+
+    def tensor_state(self) -> dict[str, Tensor]:
+        """What determines the posterior, beside the weights of the network: data, hyperparameters, and options."""
+        return {
+            "train_X": self.train_inputs[0],
+            "train_Y": self.train_targets,
+            "scale": self.exact.prior.scale,
+            "precisions": torch.tensor([self.prior_precision, self.noise_precision], dtype=torch.float64),
+            "learnt": torch.tensor([self.options[name] is None for name in _PRECISIONS]),
+            "mean": torch.tensor(MEANS.index(self.mean_module.kind)),
+            "input_shape": torch.tensor(self._input_shape or (), dtype=torch.long),
+            "network": self._fingerprint,
+        }
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """The surrogate that had this `tensor_state`, with its hyperparameters; called by `load_state_dict`.
+
+        Args:
+            state: of a surrogate of the same network.
+
+        Raises:
+            ValueError: if it had another network, `mean` or `input_shape`.
+        """
+        own = self.tensor_state()
+        for name in ("network", "mean", "input_shape"):
+            if not torch.equal(state[name].to(own[name]), own[name]):
+                raise ValueError(f"The state is that of a TangentSurrogate with another `{name}`: make one with that.")
+        precisions, learnt = state["precisions"].tolist(), state["learnt"].tolist()
+        given = {name: None if learnt[i] else precisions[i] for i, name in enumerate(_PRECISIONS)}
+        options = {**self.options, **given, "scale": state["scale"].clone()}
+        self._learn(state["train_X"].clone(), state["train_Y"].clone(), options)
+        # The optimum found again says how they were found; they themselves are those of the state, to the last digit.
+        self._condition(*precisions)
 
     @property
     def num_outputs(self) -> int:
@@ -190,6 +214,7 @@ class TangentSurrogate(Model):
         self._check_network("posterior")
         mean, covariance = self._moments(X)
         if output_indices is not None:
+            output_indices = self._outputs(output_indices)
             # Outputs of an input are adjacent in the joint covariance, as in GPyTorch's multitask distributions.
             chosen = torch.arange(X.shape[-2])[:, None] * self.num_outputs + torch.tensor(output_indices)
             covariance = covariance[..., chosen.flatten(), :][..., chosen.flatten()]
@@ -198,8 +223,15 @@ class TangentSurrogate(Model):
             common = torch.tensor(1 / self.noise_precision)
             noise = (observation_noise if isinstance(observation_noise, Tensor) else common).to(covariance)
             covariance = covariance + torch.diag_embed(noise.expand_as(mean).flatten(-2))
-        posterior = GPyTorchPosterior(_distribution(mean.to(X.dtype), _Covariance(covariance.to(X.dtype))))
+        posterior = GPyTorchPosterior(_distribution(mean.to(X), JitteredCovariance(covariance.to(X))))
         return posterior if posterior_transform is None else posterior_transform(posterior)
+
+    def _outputs(self, indices: list[int]) -> list[int]:
+        """Indices of outputs, of which negative ones count from the end."""
+        C = self.num_outputs
+        if not all(-C <= index < C for index in indices):
+            raise ValueError(f"`posterior(output_indices={indices})`: the surrogate has outputs 0 to {C - 1}.")
+        return [index % C for index in indices]
 
     def _moments(self, X: Float[Tensor, "*B Q D"]) -> tuple[Float[Tensor, "*B Q C"], Float[Tensor, "*B QC QC"]]:
         """Mean and covariance of the function, in float64, with gradients where `X` has them."""
@@ -209,7 +241,7 @@ class TangentSurrogate(Model):
         with torch.set_grad_enabled(graph):
             x = shape_inputs(self.network, flat, self._input_shape)
             rows = self.network.jacobian(x, graph=graph).double()
-            mean = self._mean(flat).reshape(*shape, -1).double() + (rows @ self._mode).reshape(*shape, -1)
+            mean = (self._mean(flat).to(rows) + (rows @ self._mode).reshape(len(flat), -1)).reshape(*shape, -1)
             rows = rows.reshape(*shape[:-1], shape[-1] * self.num_outputs, -1)
             # A difference of two positive terms, in float64 for its digits; far from the data the second is small.
             reduced = rows @ self._reduction.T
@@ -245,7 +277,7 @@ class TangentSurrogate(Model):
             graph = torch.is_grad_enabled() and X.requires_grad
             x = shape_inputs(self.network, flat, self._input_shape)
             deviation = self.network.jvp(x, weights[k : k + 1], graph=graph)[0]
-            return (self._mean(flat) + deviation).reshape(*X.shape[:-1], -1).to(X.dtype)
+            return (self._mean(flat).to(deviation) + deviation).reshape(*X.shape[:-1], -1).to(X)
 
         def functions(X: Tensor) -> Tensor:
             self._check_network("a path of sample_paths")
@@ -280,7 +312,8 @@ class TangentSurrogate(Model):
         self._check_network("condition_on_observations")
         # BoTorch expects of this call that hyperparameters stay; a new TangentSurrogate learns them again.
         options = {**self.options, "prior_precision": self.prior_precision, "noise_precision": self.noise_precision}
-        data = (torch.cat([self.train_inputs[0], X.detach()]), torch.cat([self.train_targets, Y.detach()]))
+        kept = (self.train_inputs[0], self.train_targets)
+        data = tuple(torch.cat([old, new.detach().to(old.device)]) for old, new in zip(kept, (X, Y), strict=True))
         return TangentSurrogate(self.network, *data, **cast(dict[str, Any], options))
 
     def fantasize(self, X: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -288,7 +321,8 @@ class TangentSurrogate(Model):
         raise NotImplementedError(
             "`fantasize`: a TangentSurrogate has no fantasies, which acquisition functions that look ahead take, such "
             "as qKnowledgeGradient and qNegIntegratedPosteriorVariance. Use one of the posterior, such as "
-            "qLogExpectedImprovement, or `sample_paths` for Thompson sampling; `condition_on_observations` adds data."
+            "qLogExpectedImprovement, or `sample_paths` for Thompson sampling; `condition_on_observations` adds data. "
+            "`SingleTaskGP(X, Y, covar_module=TangentKernel(network))` has fantasies."
         )
 
     def subset_output(self, idcs: list[int]) -> Model:
@@ -322,7 +356,7 @@ def _isotropic(network: Linearisation, scale: Tensor | None, precision: float) -
     return GaussianPrior(alpha, groups, unit if scale is None else scale.to(unit), ("all",))
 
 
-def _distribution(mean: Float[Tensor, "*B Q C"], covariance: _Covariance) -> Any:
+def _distribution(mean: Float[Tensor, "*B Q C"], covariance: JitteredCovariance) -> Any:
     if mean.shape[-1] == 1:
         return gpytorch.distributions.MultivariateNormal(mean[..., 0], covariance)
     return gpytorch.distributions.MultitaskMultivariateNormal(mean, covariance)

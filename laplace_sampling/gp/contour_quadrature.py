@@ -11,6 +11,7 @@ sample-then-optimise it needs full-batch products, and `Q` stacks of vectors in 
 
 import warnings
 from dataclasses import replace
+from typing import cast
 
 import torch
 from jaxtyping import Float
@@ -36,36 +37,40 @@ __all__ = ["PosteriorPrecision", "quadrature", "sample_contour"]
 
 
 class PosteriorPrecision(LinearOperator):
-    """`H = M + diag(A)`, `[P, P]`, as `linear_operator` sees matrices: vectors are columns, `[P, K]`.
+    """`H = M + diag(A)`, `[…, P, P]`, as `linear_operator` sees matrices: vectors are columns, `[P, K]`.
 
-    Device and dtype are those of the operator. `rows` counts the vectors that `M` was multiplied with. Small matrices
-    are made dense by `linear_operator` where it sees fit, from products. Gradients are not supported.
+    The dtype is that of `A`. `rows` counts the vectors that `M` was multiplied with. Small matrices are made dense by
+    `linear_operator` where it sees fit, from products. There are gradients in `A`, none in `M`.
 
     Args:
-        precision: the diagonal of `A`, `[P]`.
+        precision: the diagonal of `A`, `[…, P]`; a batch of them gives a batch of matrices.
         operator: `M`.
     """
 
-    def __init__(self, precision: Float[Tensor, " P"], operator: Operator) -> None:
-        precision = precision.detach().to(operator.device, operator.dtype)
+    def __init__(self, precision: Float[Tensor, "*B P"], operator: Operator) -> None:
+        precision = precision.to(operator.device)
         # Tensors are positional and others keywords in the representation that linear_operator rebuilds objects from.
         super().__init__(precision, operator=operator)
         self.precision, self.operator = precision, operator
         self.rows = 0
 
     def _size(self) -> torch.Size:
-        return torch.Size([self.operator.size, self.operator.size])
+        return torch.Size([*self.precision.shape, self.operator.size])
 
     def _transpose_nonbatch(self) -> "PosteriorPrecision":
         return self
 
     def _matmul(self, rhs: Float[Tensor, "*B P K"]) -> Float[Tensor, "*B P K"]:
         columns = rhs[:, None] if rhs.dim() == 1 else rhs
+        product = self._product(columns) + self.precision[..., None] * columns
+        # A copy, for linear_operator's solvers write into what they get and expect it contiguous.
+        return product[..., 0] if rhs.dim() == 1 else product.contiguous()
+
+    def _product(self, columns: Float[Tensor, "*B P K"]) -> Float[Tensor, "*B P K"]:
+        """`M` times columns."""
         stack = columns.mT.reshape(-1, self.operator.size)
         self.rows += len(stack)
-        product = (self.operator.matmul(stack) + self.precision * stack).reshape(columns.mT.shape).mT
-        # A copy, for linear_operator's solvers write into what they get and expect it contiguous.
-        return product.reshape(rhs.shape) if rhs.dim() == 1 else product.contiguous()
+        return self.operator.matmul(stack.to(self.operator.dtype)).to(columns.dtype).reshape(columns.mT.shape).mT
 
     def _get_indices(self, row_index: IndexType, col_index: IndexType, *batch_indices: IndexType) -> Tensor:
         # By unit vectors, a product for each column asked for, the whole diagonal too: for small problems.
@@ -75,7 +80,8 @@ class PosteriorPrecision(LinearOperator):
         distinct, place = columns.unique(return_inverse=True)
         units = torch.zeros(self.operator.size, len(distinct), device=self.device, dtype=self.dtype)
         units[distinct, torch.arange(len(distinct), device=distinct.device)] = 1
-        return self._matmul(units)[rows, place]
+        entries = self.precision[cast(tuple[Tensor, ...], (*batch_indices, rows))]
+        return self._product(units)[rows, place] + torch.where(rows == columns, entries, 0)
 
 
 def quadrature(smallest: float, largest: float, num_quadrature: int) -> tuple[Float[Tensor, " Q"], Float[Tensor, " Q"]]:
@@ -144,7 +150,7 @@ def sample_contour(
         )
     scaled = replace(ggn, features=ScaledFeatures(ggn.features, prior.scale))
     spread = prior.spread()
-    H = PosteriorPrecision(spread, scaled)
+    H = PosteriorPrecision(spread.to(ggn.dtype), scaled)
     z = draws.prior(ggn.size).to(ggn.device, ggn.dtype)
 
     # Power iteration comes from below, and a rule for a range somewhat too wide costs next to nothing.

@@ -5,110 +5,23 @@ network of `C` outputs gives `[…, N·C, M·C]`, the outputs of an input adjace
 held outside the parameters of these modules, which do not move it between devices or dtypes.
 """
 
-import math
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_sampling.gp.linear_operators import IndexType, LinearOperator, gpytorch, to_dense
+from laplace_sampling.gp.linear_operators import LinearOperator, gpytorch
+from laplace_sampling.gp.tangent_operator import BLOCK, TangentKernelOperator, to_network
 from laplace_sampling.networks.linearisation import Linearisation
 
-__all__ = ["NetworkMean", "TangentGP", "TangentKernel", "TangentKernelOperator"]
+__all__ = ["NetworkMean", "TangentGP", "TangentKernel"]
 
-# Numbers of a block of rows of the Jacobian: a definition, 128 MiB in float32.
-_BLOCK = 2**25
-_MEANS = ("network", "affine", "homogeneous")
+MEANS = ("network", "affine", "homogeneous")
 _SINGLE = (gpytorch.likelihoods.GaussianLikelihood, gpytorch.likelihoods.FixedNoiseGaussianLikelihood)
 _COMBINED = (gpytorch.kernels.AdditiveKernel, gpytorch.kernels.ProductKernel)
-
-
-class TangentKernelOperator(LinearOperator):
-    r"""`K = φ(X) diag(v) φ(X')ᵀ`, `[…, N·C, M·C]`, applied by one VJP at `X'` and one JVP at `X`; nothing is stored.
-
-    It has gradients in `v`, `X` and `X'`. `to_dense` contracts the Jacobians in blocks.
-
-    Args:
-        variance: `v`, the prior variance of each weight, `[…, P]`; a batch of them gives a batch of matrices.
-        x1: `X`, inputs as the network takes them, `[N, …]`.
-        x2: `X'`, by default `X`.
-        network: the linearised network.
-    """
-
-    def __init__(
-        self, variance: Float[Tensor, "*B P"], *, x1: Tensor, x2: Tensor | None = None, network: Linearisation
-    ) -> None:
-        # A LinearOperator indexes the batch axes of its positional arguments with those of the matrix; keywords stay.
-        super().__init__(variance, x1=x1, network=network, **({} if x2 is None else {"x2": x2}))
-        self.variance, self.x1, self.x2, self.network = variance, x1, x1 if x2 is None else x2, network
-        self.num_outputs = network(self._inputs(x1[:1])).numel()
-
-    def _size(self) -> torch.Size:
-        sizes = (len(self.x1) * self.num_outputs, len(self.x2) * self.num_outputs)
-        return torch.Size([*self.variance.shape[:-1], *sizes])
-
-    def _transpose_nonbatch(self) -> "TangentKernelOperator":
-        if self.x2 is self.x1:
-            return self
-        return TangentKernelOperator(self.variance, x1=self.x2, x2=self.x1, network=self.network)
-
-    def _graph(self, *tensors: Tensor) -> bool:
-        return torch.is_grad_enabled() and any(t.requires_grad for t in (self.variance, *tensors))
-
-    def _inputs(self, x: Tensor) -> Tensor:
-        return x.to(self.network.dtype) if x.is_floating_point() else x
-
-    def _matmul(self, rhs: Float[Tensor, "*B MC K"]) -> Float[Tensor, "*B NC K"]:
-        # Pullbacks do not work in inference mode, in which GPyTorch may predict.
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
-                return self._matmul(rhs.clone())
-        columns = rhs[:, None] if rhs.dim() == 1 else rhs
-        x1, x2 = self._inputs(self.x1), self._inputs(self.x2)
-        # All columns of all batches are one stack of vectors, so that they share one forward pass.
-        stack = columns.mT.reshape(-1, len(x2), self.num_outputs).to(self.network.dtype)
-        graph = self._graph(self.x1, self.x2, rhs)
-        weights = self.network.vjp(x2, stack, graph=graph).reshape(*columns.mT.shape[:-1], -1)
-        weights = weights * self.variance.to(weights.dtype)[..., None, :]
-        product = self.network.jvp(x1, weights.reshape(-1, weights.shape[-1]), graph=graph).flatten(1)
-        product = product.reshape(*weights.shape[:-1], -1).mT.to(self.dtype)
-        return product[..., 0] if rhs.dim() == 1 else product.contiguous()
-
-    def _rows(self, x: Tensor) -> Float[Tensor, "n P"]:
-        return self.network.jacobian(self._inputs(x), graph=self._graph(x)).flatten(0, 1).to(self.dtype)
-
-    def _pieces(self, x: Tensor) -> Sequence[Tensor]:
-        return x.split(max(1, _BLOCK // (self.num_outputs * self.network.num_parameters)))
-
-    def to_dense(self) -> Float[Tensor, "*B NC MC"]:
-        """The matrix, from blocks of rows of the Jacobian; those of `X'` are computed for each block of `X`."""
-        blocks, row_pieces = [], self._pieces(self.x1)
-        column_pieces = row_pieces if self.x2 is self.x1 else self._pieces(self.x2)
-        for x in row_pieces:
-            scaled = (jacobian := self._rows(x)) * self.variance[..., None, :]
-            products = [scaled @ (jacobian if y is x else self._rows(y)).mT for y in column_pieces]
-            blocks.append(torch.cat(products, dim=-1))
-        return torch.cat(blocks, dim=-2)
-
-    def _diagonal(self) -> Float[Tensor, "*B NC"]:
-        parts = []
-        for x, y in zip(self._pieces(self.x1), self._pieces(self.x2), strict=True):
-            rows = self._rows(x)
-            parts.append((rows * (rows if self.x2 is self.x1 else self._rows(y))) @ self.variance[..., None])
-        return torch.cat(parts, dim=-2)[..., 0]
-
-    def _get_indices(self, row_index: IndexType, col_index: IndexType, *batch_indices: IndexType) -> Tensor:
-        assert isinstance(row_index, Tensor)
-        assert isinstance(col_index, Tensor)
-        # Only the data that the indices touch: a few entries of a large matrix take a small block of it.
-        row_data, row_place = (row_index // self.num_outputs).unique(return_inverse=True)
-        column_data, column_place = (col_index // self.num_outputs).unique(return_inverse=True)
-        part = TangentKernelOperator(self.variance, x1=self.x1[row_data], x2=self.x2[column_data], network=self.network)
-        rows = row_place * self.num_outputs + row_index % self.num_outputs
-        columns = column_place * self.num_outputs + col_index % self.num_outputs
-        return part.to_dense()[cast(tuple[Tensor, ...], (*batch_indices, rows, columns))]
 
 
 class TangentKernel(gpytorch.kernels.Kernel):
@@ -125,9 +38,16 @@ class TangentKernel(gpytorch.kernels.Kernel):
         scale: `s`, `[P]`, prior standard deviations at `α = 1`, by default one; `prior_scale_` of a fitted
             `LinearisedLaplace`.
         input_shape: of one input, where it is not the row itself.
-        prior_precision: where `α` starts.
+        prior_precision: where `α` starts, a number or `[*batch_shape, 1]`.
         precision_prior: a GPyTorch prior of `α`.
-        dense_size: matrices of up to so many rows are made dense, others are `TangentKernelOperator`s.
+        dense_size: matrices of up to so many rows are made dense, and so are those of a batch of inputs; others are
+            `TangentKernelOperator`s.
+        batch_shape: of a batch of kernels, each with an `α` of its own, for inputs of this batch shape or one that
+            broadcasts with it. They share the network and `s`.
+        active_dims: which columns of the inputs the network takes, by default all.
+
+    Raises:
+        ValueError: if `scale` is not of one entry a weight, or `prior_precision` not positive and finite.
     """
 
     def __init__(
@@ -136,12 +56,15 @@ class TangentKernel(gpytorch.kernels.Kernel):
         *,
         scale: Float[Tensor, " P"] | None = None,
         input_shape: Sequence[int] | None = None,
-        prior_precision: float = 1.0,
+        prior_precision: float | Tensor = 1.0,
         precision_prior: Any = None,
         dense_size: int = 4000,
+        batch_shape: Sequence[int] = (),
+        active_dims: Sequence[int] | Tensor | None = None,
     ) -> None:
-        super().__init__()
-        if not 0 < prior_precision < math.inf:
+        super().__init__(batch_shape=torch.Size(batch_shape), active_dims=cast(Any, active_dims))
+        start = torch.as_tensor(prior_precision, dtype=torch.float64)
+        if not bool(((start > 0) & start.isfinite()).all()):
             raise ValueError(f"`prior_precision` must be positive and finite, but is {prior_precision}.")
         self.network = network if isinstance(network, Linearisation) else Linearisation(network)
         size = self.network.num_parameters
@@ -152,7 +75,9 @@ class TangentKernel(gpytorch.kernels.Kernel):
         self.register_buffer("variance", given.detach().to(self.network.device) ** 2)
         self.input_shape = None if input_shape is None else tuple(input_shape)
         self.dense_size = dense_size
-        self.register_parameter("raw_prior_precision", nn.Parameter(torch.zeros(1).to(self.variance)))
+        self.register_parameter(
+            "raw_prior_precision", nn.Parameter(torch.zeros(*self.batch_shape, 1).to(self.variance))
+        )
         # The optimiser sees `log α`: a sensible `α` may lie anywhere in ten decades.
         positive = gpytorch.constraints.Positive(
             transform=torch.exp,  # pyright: ignore[reportArgumentType]
@@ -160,25 +85,20 @@ class TangentKernel(gpytorch.kernels.Kernel):
         )
         self.register_constraint("raw_prior_precision", positive)
         if precision_prior is not None:
-            self.register_prior(
-                "precision_prior",
-                precision_prior,
-                lambda module: module.prior_precision,
-                lambda module, value: setattr(module, "prior_precision", value),
-            )
-        self.prior_precision = prior_precision
+            self.register_prior("precision_prior", precision_prior, _prior_precision, _set_prior_precision)
+        self.prior_precision = start
         # The matrix of the last inputs without gradient, and the tensors that it depends on.
         self._cached: tuple[tuple[Tensor, ...], Tensor] | None = None
         self._num_outputs: int | None = None
 
     @property
-    def prior_precision(self) -> Float[Tensor, " 1"]:
+    def prior_precision(self) -> Float[Tensor, "*B 1"]:
         """`α`, in units of the sum of losses over the data."""
         return self._positive.transform(cast(Tensor, self.raw_prior_precision))
 
     @prior_precision.setter
     def prior_precision(self, value: float | Tensor) -> None:
-        value = torch.as_tensor(value).to(self.variance).reshape(1)
+        value = torch.as_tensor(value, dtype=self.variance.dtype, device=self.variance.device)
         self.initialize(raw_prior_precision=self._positive.inverse_transform(value))
 
     @property
@@ -189,8 +109,33 @@ class TangentKernel(gpytorch.kernels.Kernel):
         """`C`."""
         if self._num_outputs is None:
             row = x1.detach().reshape(-1, x1.shape[-1])[:1]
+            # A sum of kernels asks with all columns, the kernel itself with those that are active.
+            active = cast(Tensor | None, self.active_dims)
+            row = row if active is None or row.shape[1] == len(active) else row.index_select(1, active)
             self._num_outputs = self.network(shape_inputs(self.network, row, self.input_shape)).numel()
         return self._num_outputs
+
+    def expand_batch(self, *sizes: Any) -> "TangentKernel":
+        """Kernels of the same network and the same `α`, of a larger batch shape.
+
+        Args:
+            sizes: the batch shape, to which that of this kernel broadcasts.
+        """
+        shape = torch.Size(sizes if all(isinstance(size, int) for size in sizes) else sizes[0])
+        return self if shape == self.batch_shape else self._batch_of(lambda alpha: alpha.expand(shape))
+
+    def __getitem__(self, index: Any) -> "TangentKernel":
+        """The kernels of some entries of the batch shape, of the same network."""
+        return self._batch_of(lambda alpha: alpha[index]) if self.batch_shape else self
+
+    def _batch_of(self, choose: Callable[[Tensor], Tensor]) -> "TangentKernel":
+        """A kernel with other entries of `α`, `[*B]`."""
+        # Those of GPyTorch copy the network, and take the first axes of all buffers for those of the batch.
+        kept = {id(shared): shared for shared in (self.network, self._cached)}
+        kernel, raw = copy.deepcopy(self, kept), cast(Tensor, self.raw_prior_precision)
+        kernel.raw_prior_precision = nn.Parameter(choose(raw.detach()[..., 0])[..., None].clone(), raw.requires_grad)
+        kernel.batch_shape = kernel.raw_prior_precision.shape[:-1]
+        return kernel
 
     def forward(
         self, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False, **params: Any
@@ -204,35 +149,68 @@ class TangentKernel(gpytorch.kernels.Kernel):
                 return self.forward(x1, x2, diag=diag)
         x1, x2 = (x.clone() if x.is_inference() else x for x in (x1, x2))
         alpha = self.prior_precision
-        # A network has one batch axis: the pairs of a batch of inputs are matrices one after the other.
-        if x1.dim() > 2 or x2.dim() > 2:
-            shape = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
-            pairs = zip(*(x.expand(*shape, *x.shape[-2:]).flatten(0, -3) for x in (x1, x2)), strict=True)
-            parts = [to_dense(self.forward(a, b, diag=diag)) for a, b in pairs]
-            return torch.stack(parts).unflatten(0, shape)
-        operator = self._operator(x1, x2)
         if diag:
-            return operator.diagonal() / alpha
-        if max(operator.shape) > self.dense_size:
-            return operator * (1 / alpha)
-        return self._dense(operator, x1, x2) / alpha
+            return self._of_inputs(x1, x2, diag=True) / alpha
+        rows = max(x1.shape[-2], x2.shape[-2]) * self.num_outputs_per_input(x1, x2)
+        if rows > self.dense_size and x1.dim() == x2.dim() == 2:
+            operator = self._operator(x1, x2)
+            return operator.expand(*self.batch_shape, *operator.shape) * (1 / alpha)[..., None]
+        return self._dense(x1, x2) / alpha[..., None]
 
-    def _operator(self, x1: Tensor, x2: Tensor) -> TangentKernelOperator:
-        inputs = [shape_inputs(self.network, x, self.input_shape) for x in (x1, x2)]
-        # Equal inputs need one Jacobian in place of two. Inputs with gradients stay apart: their gradients differ.
-        same = x1 is x2 or (x1.shape == x2.shape and not x1.requires_grad and not x2.requires_grad and x1.equal(x2))
-        variance = self.variance.to(x1.dtype)
-        return TangentKernelOperator(variance, x1=inputs[0], x2=None if same else inputs[1], network=self.network)
-
-    def _dense(self, operator: TangentKernelOperator, x1: Tensor, x2: Tensor) -> Tensor:
+    def _dense(self, x1: Tensor, x2: Tensor) -> Tensor:
         if x1.requires_grad or x2.requires_grad:
-            return operator.to_dense()
+            return self._of_inputs(x1, x2)
         # The matrix at `α = 1` does not depend on the hyperparameter: training computes it once, not once a step.
         key = (self.network.fingerprint(), self.variance, x1, x2)
         if self._cached is None or not all(_equal(a, b) for a, b in zip(self._cached[0], key, strict=True)):
             with torch.no_grad():
-                self._cached = tuple(t.clone() for t in key), operator.to_dense()
+                self._cached = tuple(t.clone() for t in key), self._of_inputs(x1, x2)
         return self._cached[1]
+
+    def _of_inputs(self, x1: Tensor, x2: Tensor, diag: bool = False) -> Tensor:
+        """The matrix at `α = 1`, or its diagonal."""
+        shape = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
+        if not shape:
+            operator = self._operator(x1, x2)
+            return operator.diagonal() if diag else operator.to_dense()
+        # A network has one batch axis: the inputs of several matrices go through it as one batch.
+        pairs = [x.expand(*shape, *x.shape[-2:]).flatten(0, -3) for x in (x1, x2)]
+        numbers = max(x1.shape[-2], x2.shape[-2]) * self.num_outputs_per_input(x1, x2) * self.network.num_parameters
+        if numbers > BLOCK:
+            return torch.stack([self._of_inputs(a, b, diag) for a, b in zip(*pairs, strict=True)]).unflatten(0, shape)
+        parts, variance = [], self._variance(x1)
+        for a, b in zip(*(x.split(BLOCK // numbers) for x in pairs), strict=True):
+            rows = self._rows(a)
+            scaled, others = rows * variance, rows if self._same(a, b) else self._rows(b)
+            parts.append((scaled * others).sum(-1) if diag else scaled @ others.mT)
+        return torch.cat(parts).unflatten(0, shape)
+
+    def _rows(self, x: Float[Tensor, "B N D"]) -> Float[Tensor, "B NC P"]:
+        """The Jacobian at the inputs of several matrices."""
+        inputs = shape_inputs(self.network, x.flatten(0, 1), self.input_shape)
+        graph = torch.is_grad_enabled() and x.requires_grad
+        rows = self.network.jacobian(inputs, graph=graph).to(self._variance(x))
+        return rows.reshape(len(x), -1, rows.shape[-1])
+
+    def _operator(self, x1: Tensor, x2: Tensor) -> TangentKernelOperator:
+        inputs = [shape_inputs(self.network, x, self.input_shape) for x in (x1, x2)]
+        x2_or_none = None if self._same(x1, x2) else inputs[1]
+        return TangentKernelOperator(self._variance(x1), x1=inputs[0], x2=x2_or_none, network=self.network)
+
+    def _same(self, x1: Tensor, x2: Tensor) -> bool:
+        """Whether one Jacobian serves both; inputs with gradients stay apart, for their gradients differ."""
+        return x1 is x2 or (not x1.requires_grad and not x2.requires_grad and _equal(x1, x2))
+
+    def _variance(self, x: Tensor) -> Float[Tensor, " P"]:
+        return self.variance.to(x.dtype) if x.is_floating_point() else self.variance
+
+
+def _prior_precision(kernel: Any) -> Tensor:
+    return kernel.prior_precision
+
+
+def _set_prior_precision(kernel: Any, value: float | Tensor) -> None:
+    kernel.prior_precision = value
 
 
 class NetworkMean(gpytorch.means.Mean):
@@ -247,28 +225,36 @@ class NetworkMean(gpytorch.means.Mean):
         network: a trained network, or its linearisation.
         kind: one of these.
         input_shape: of one input, where it is not the row itself.
+        active_dims: which columns of the inputs the network takes, by default all.
     """
 
     def __init__(
-        self, network: nn.Module | Linearisation, kind: str = "network", *, input_shape: Sequence[int] | None = None
+        self,
+        network: nn.Module | Linearisation,
+        kind: str = "network",
+        *,
+        input_shape: Sequence[int] | None = None,
+        active_dims: Sequence[int] | Tensor | None = None,
     ) -> None:
         super().__init__()
-        if kind not in _MEANS:
-            raise ValueError(f"`NetworkMean(kind={kind!r})` is not known; use one of {list(_MEANS)}.")
+        if kind not in MEANS:
+            raise ValueError(f"`NetworkMean(kind={kind!r})` is not known; use one of {list(MEANS)}.")
         self.network = network if isinstance(network, Linearisation) else Linearisation(network)
         self.kind = kind
         self.input_shape = None if input_shape is None else tuple(input_shape)
+        self.active_dims = None if active_dims is None else torch.as_tensor(active_dims).tolist()
 
     def forward(self, x: Tensor) -> Tensor:
         """`[…, N]`, or `[…, N, C]` for several outputs."""
-        flat = shape_inputs(self.network, x.reshape(-1, x.shape[-1]), self.input_shape)
+        rows = x if self.active_dims is None else x[..., self.active_dims]
+        flat = shape_inputs(self.network, rows.reshape(-1, rows.shape[-1]), self.input_shape)
         graph = torch.is_grad_enabled() and x.requires_grad
         mean = self.network(flat, graph=graph).reshape(len(flat), -1)
         if self.kind == "affine":
             mean = mean - self.network.jvp(flat, self.network.weights[None], graph=graph)[0]
         elif self.kind == "homogeneous":
             mean = torch.zeros_like(mean)
-        mean = mean.to(x.dtype) if x.is_floating_point() else mean
+        mean = mean.to(x.device, x.dtype if x.is_floating_point() else None)
         return mean.reshape(x.shape[:-1] if mean.shape[1] == 1 else (*x.shape[:-1], mean.shape[1]))
 
 
@@ -282,7 +268,8 @@ class TangentGP(gpytorch.models.ExactGP):
         network: a trained network, or its linearisation.
         mean: `"network"`, `"affine"` or `"homogeneous"`, see `NetworkMean`.
         kernel: by default `TangentKernel(network, ...)`; another with it as a part, or of it.
-        options: of `TangentKernel`; with a `kernel`, which has its own, only `input_shape`, for the mean.
+        options: of `TangentKernel`; with a `kernel`, which has its own, only `input_shape` and `active_dims`, for the
+            mean.
 
     Raises:
         ValueError: if targets, likelihood or kernel are not of as many outputs as the network has, or if there are
@@ -301,7 +288,8 @@ class TangentGP(gpytorch.models.ExactGP):
         **options: Any,
     ) -> None:
         super().__init__(train_x, train_y, likelihood)
-        unused = sorted(set(options) - {"input_shape"})
+        of_mean = {name: options[name] for name in ("input_shape", "active_dims") if name in options}
+        unused = sorted(options.keys() - of_mean.keys())
         if kernel is not None and unused:
             raise ValueError(
                 f"`TangentGP(kernel=...)` was also given {unused}, which are options of a TangentKernel that is made "
@@ -309,7 +297,7 @@ class TangentGP(gpytorch.models.ExactGP):
             )
         # One linearisation for mean and kernel, so that both see the same weights.
         linearised = network if isinstance(network, Linearisation) else Linearisation(network)
-        self.mean_module = NetworkMean(linearised, mean, input_shape=options.get("input_shape"))
+        self.mean_module = NetworkMean(linearised, mean, **of_mean)
         self.covar_module = TangentKernel(linearised, **options) if kernel is None else kernel
         self._fingerprint = linearised.fingerprint()
         # Models for predictions from a state dict may be made without data.
@@ -345,7 +333,7 @@ class TangentGP(gpytorch.models.ExactGP):
         """Raise if the kernel is not of `C` outputs, or adds or multiplies kernels of different numbers of outputs."""
         groups = [[self.covar_module], *(k.kernels for k in self.covar_module.modules() if isinstance(k, _COMBINED))]
         for position, kernels in enumerate(cast(list[list[Any]], groups)):
-            sizes = [kernel.num_outputs_per_input(x, x) for kernel in kernels]
+            sizes = [kernel(x[..., :1, :]).shape[-1] for kernel in kernels]
             wanted = C if position == 0 else max(sizes)
             for kernel, size in zip(kernels, sizes, strict=True):
                 if size != wanted:
@@ -382,5 +370,4 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 def shape_inputs(network: Linearisation, x: Float[Tensor, "N D"], input_shape: Sequence[int] | None) -> Tensor:
     """Rows as the network takes them."""
-    x = x if input_shape is None else x.reshape(-1, *input_shape)
-    return x.to(network.dtype) if x.is_floating_point() else x
+    return to_network(network, x if input_shape is None else x.reshape(-1, *input_shape))

@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import io
 import warnings
 from pathlib import Path
 
@@ -254,6 +255,23 @@ def test_more_observations() -> None:
         part.condition_on_observations(case.x[None], case.y[None])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_inputs_and_network_on_different_devices() -> None:
+    case, _, _ = noisy(10)
+    options = {"prior_precision": 1.0, "noise_precision": 9.0}
+    x = case.x[:3] + 0.1
+    expected = TangentSurrogate(case.model, case.x, case.y, **options)
+    for network, data in (("cpu", "cuda"), ("cuda", "cpu"), ("cuda", "cuda")):
+        net = copy.deepcopy(case.model).to(network)
+        surrogate = TangentSurrogate(net, case.x.to(data), case.y.to(data), **options)
+        surrogate = surrogate.condition_on_observations(case.x[:1].to(data) + 1, case.y[:1].to(data))
+        more = expected.condition_on_observations(case.x[:1] + 1, case.y[:1])
+        surrogate.load_state_dict({**surrogate.state_dict()})
+        assert_close(surrogate.posterior(x.to(data)).mean, more.posterior(x).mean.to(data))
+        assert_close(surrogate.posterior(x.to(data)).variance, more.posterior(x).variance.to(data))
+        assert surrogate.sample_paths(2).posterior(x.to(data)).mean.device.type == data
+
+
 def test_images_and_refusals() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -294,3 +312,83 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     for name, best in table.items():
         assert best == sorted(best)
         assert name in out
+
+
+def test_outputs_are_counted_from_the_end_too() -> None:
+    case, _, _ = noisy(12, outputs=2)
+    surrogate = TangentSurrogate(case.model, case.x, case.y, prior_precision=1.0, noise_precision=9.0)
+    x = case.x[:3] + 0.2
+    both = surrogate.posterior(x)
+    for indices, columns in (([-1], [1]), ([-2], [0]), ([1, -2], [1, 0])):
+        some = surrogate.posterior(x, output_indices=indices)
+        assert_close(some.mean, both.mean[:, columns])
+        assert_close(some.variance, both.variance[:, columns])
+    with pytest.raises(ValueError, match=r"`posterior\(output_indices=\[2\]\)`: the surrogate has outputs 0 to 1"):
+        surrogate.posterior(x, output_indices=[2])
+
+
+@pytest.mark.parametrize("learnt", [False, True])
+def test_the_state_is_that_of_the_posterior(learnt: bool) -> None:
+    case, _, _ = noisy(20)
+    options = {} if learnt else {"prior_precision": 0.7, "noise_precision": 6.0}
+    surrogate = TangentSurrogate(case.model, case.x, case.y, scale=torch.linspace(0.5, 2, 33).double(), **options)
+    surrogate.float()  # which must not round the hyperparameters
+    file = io.BytesIO()
+    torch.save({"network": case.model.state_dict(), "surrogate": surrogate.state_dict()}, file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert all(isinstance(value, torch.Tensor) for value in state["surrogate"].values())
+    # Another network of the same weights, and a surrogate of other data.
+    net = copy.deepcopy(case.model)
+    torch.nn.init.zeros_(net[0].weight)
+    net.load_state_dict(state["network"])
+    other = TangentSurrogate(net, case.x[:2], case.y[:2], prior_precision=1.0, noise_precision=1.0)
+    assert other.load_state_dict(state["surrogate"]).missing_keys == []
+    x = case.x[:4] + 0.1
+    for found, expected in (
+        (other.posterior(x), surrogate.posterior(x)),
+        (other.posterior(x, observation_noise=True), surrogate.posterior(x, observation_noise=True)),
+        (other.sample_paths(2).posterior(x), surrogate.sample_paths(2).posterior(x)),
+    ):
+        assert_close(found.mean, expected.mean)
+        assert_close(found.variance, expected.variance)
+    more = [s.condition_on_observations(case.x[:1] + 1, case.y[:1]).posterior(x) for s in (other, surrogate)]
+    assert_close(more[0].mean, more[1].mean)
+    assert (other.prior_precision, other.noise_precision) == (surrogate.prior_precision, surrogate.noise_precision)
+    assert other.optimum.converged == surrogate.optimum.converged
+    assert other.optimum.gradient == pytest.approx(surrogate.optimum.gradient, abs=1e-6)
+    copied = copy.deepcopy(surrogate)
+    assert_close(copied.posterior(x).variance, surrogate.posterior(x).variance)
+    whole = botorch.models.ModelList(surrogate, surrogate)
+    loaded = botorch.models.ModelList(other, TangentSurrogate(net, case.x[:2], case.y[:2], **_GIVEN))
+    loaded.load_state_dict(whole.state_dict())
+    assert_close(loaded.posterior(x).mean, whole.posterior(x).mean)
+
+
+_GIVEN = {"prior_precision": 1.0, "noise_precision": 1.0}
+
+
+def test_states_of_other_models_are_refused() -> None:
+    case, _, _ = noisy(10)
+    surrogate = TangentSurrogate(case.model, case.x, case.y, prior_precision=0.5, noise_precision=4.0)
+    state = surrogate.state_dict()
+    other_network = copy.deepcopy(case.model)
+    torch.nn.init.ones_(other_network[0].bias)
+    for model, name in (
+        (TangentSurrogate(case.model, case.x, case.y, mean="homogeneous", **_GIVEN), "mean"),
+        (TangentSurrogate(case.model, case.x, case.y, input_shape=(2,), **_GIVEN), "input_shape"),
+        (TangentSurrogate(other_network, case.x, case.y, **_GIVEN), "network"),
+    ):
+        before = model.posterior(case.x).mean
+        with pytest.raises(RuntimeError, match=f"state is that of a TangentSurrogate with another `{name}`"):
+            model.load_state_dict(state)
+        assert_close(model.posterior(case.x).mean, before)
+    model = TangentSurrogate(case.model, case.x, case.y, **_GIVEN)
+    part = {name: value for name, value in state.items() if name != "train_Y"}
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "train_Y"'):
+        model.load_state_dict(part)
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "other"'):
+        model.load_state_dict({**state, "other": torch.zeros(1)})
+    fresh = TangentSurrogate(case.model, case.x, case.y, **_GIVEN)
+    assert fresh.load_state_dict(part, strict=False).missing_keys == ["train_Y"]
+    assert fresh.prior_precision == 1.0

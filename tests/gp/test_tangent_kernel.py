@@ -2,8 +2,7 @@
 
 import copy
 import math
-import unittest
-import warnings
+import pickle
 from collections.abc import Iterator
 
 import pytest
@@ -15,17 +14,12 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_sampling import LinearisedLaplace
+from laplace_sampling.gp import tangent_kernel
 from laplace_sampling.gp.exact_regression import ExactRegression
 from laplace_sampling.gp.linear_operators import gpytorch, settings
-from laplace_sampling.gp.tangent_kernel import NetworkMean, TangentGP, TangentKernel, TangentKernelOperator
+from laplace_sampling.gp.tangent_kernel import NetworkMean, TangentGP, TangentKernel
+from laplace_sampling.gp.tangent_operator import TangentKernelOperator
 from laplace_sampling.networks.linearisation import Linearisation
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from linear_operator.test.linear_operator_test_case import (
-        LinearOperatorTestCase,
-        RectangularLinearOperatorTestCase,
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -40,65 +34,6 @@ def network(outputs: int, inputs: int = 3, width: int = 40, dtype: torch.dtype =
         torch.manual_seed(1)
         net = nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, outputs))
     return Linearisation(net.to(dtype))
-
-
-def dense(network: Linearisation, variance: Tensor, x: Tensor, other: Tensor) -> Tensor:
-    """`φ(X) diag(v) φ(X')ᵀ` with gradients in all three, by reverse mode on the module itself."""
-    names = network.names
-
-    def rows(x: Tensor) -> Tensor:
-        x = x.to(network.dtype)
-        weights = {name: p.detach() for name, p in network.module.named_parameters()}
-
-        def f(*values: Tensor) -> Tensor:
-            return torch.func.functional_call(network.module, dict(zip(names, values, strict=True)), (x,)).reshape(-1)
-
-        parts = torch.autograd.functional.jacobian(f, tuple(weights[n] for n in names), create_graph=True)
-        return torch.cat([part.reshape(len(part), -1) for part in parts], dim=1).to(variance.dtype)
-
-    return (rows(x) * variance) @ rows(other).mT
-
-
-class _Contract:
-    seed = 0
-    should_test_sample = True
-    outputs = 1
-
-    def create_linear_op(self) -> TangentKernelOperator:
-        net = network(self.outputs)
-        with torch.random.fork_rng():
-            torch.manual_seed(2)
-            x = 3 * torch.randn(6 // self.outputs, 3)
-        return TangentKernelOperator(torch.linspace(0.5, 1.5, net.num_parameters), x1=x, network=net)
-
-    def evaluate_linear_op(self, linear_op: TangentKernelOperator) -> Tensor:
-        variance, x = linear_op.representation()[:2]
-        return dense(linear_op._kwargs["network"], variance, x, x)
-
-
-@pytest.mark.filterwarnings("ignore")
-class TestOperator(_Contract, LinearOperatorTestCase, unittest.TestCase): ...
-
-
-@pytest.mark.filterwarnings("ignore")
-class TestOperatorOfSeveralOutputs(_Contract, LinearOperatorTestCase, unittest.TestCase):
-    outputs = 2
-
-
-@pytest.mark.filterwarnings("ignore")
-class TestRectangularOperator(RectangularLinearOperatorTestCase, unittest.TestCase):
-    seed = 0
-
-    def create_linear_op(self) -> TangentKernelOperator:
-        net = network(2)
-        with torch.random.fork_rng():
-            torch.manual_seed(2)
-            x, other = torch.randn(4, 3), torch.randn(2, 3)
-        return TangentKernelOperator(torch.ones(net.num_parameters), x1=x, x2=other, network=net)
-
-    def evaluate_linear_op(self, linear_op: TangentKernelOperator) -> Tensor:
-        variance, x1, x2 = linear_op.representation()
-        return dense(linear_op._kwargs["network"], variance, x1, x2)
 
 
 def test_the_operator_is_the_dense_matrix(case: Case) -> None:
@@ -351,6 +286,22 @@ def test_parts_of_a_kernel_are_where_the_network_is(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dense_size", [4000, 1])
+def test_a_process_on_a_gpu_of_a_network_that_is_not(dense_size: int) -> None:
+    case, _, _ = noisy(6)
+    options = {"prior_precision": 2.0, "dense_size": dense_size, "mean": "affine"}
+    gp = TangentGP(case.x, case.y[:, 0], fixed_noise(4.0), case.model, **options).eval()
+    moved = copy.deepcopy(gp).cuda()
+    x = case.x[:3] + 0.1
+    with torch.no_grad():
+        expected, found = gp(x), moved(x.cuda())
+        assert_close(found.mean.cpu(), expected.mean)
+        assert_close(found.covariance_matrix.cpu(), expected.covariance_matrix)
+        assert_close(moved.covar_module(case.x.cuda())[1, 2].cpu(), gp.covar_module(case.x)[1, 2])
+    assert {p.device.type for p in moved.mean_module.network.module.parameters()} == {"cpu"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_kernel_of_a_network_on_a_gpu() -> None:
     case, _, _ = noisy(6)
     K = TangentKernel(case.model, prior_precision=2.0)(case.x).to_dense()
@@ -424,3 +375,116 @@ def test_refusals() -> None:
         TangentKernel(net, prior_precision=0.0)
     with pytest.raises(ValueError, match=r"`NetworkMean\(kind='zero'\)` is not known"):
         NetworkMean(net, "zero")
+
+
+def matrices(net: nn.Module, x: Tensor) -> Tensor:
+    """`φ(X) φ(X)ᵀ` of each matrix of a batch of inputs."""
+    J = [reference.jacobian(net, rows).flatten(0, 1) for rows in x.flatten(0, -3)]
+    return torch.stack([j @ j.T for j in J]).unflatten(0, x.shape[:-2])
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.parametrize("dense_size", [4000, 1])
+def test_a_batch_of_kernels(outputs: int, dense_size: int) -> None:
+    case, _, _ = noisy(6, outputs=outputs)
+    alpha = torch.tensor([[1.0], [3.0]], dtype=torch.float64)
+    kernel = TangentKernel(case.model, batch_shape=[2], prior_precision=alpha, dense_size=dense_size)
+    assert kernel.batch_shape == (2,)
+    assert_close(kernel.prior_precision.detach(), alpha)
+    K = matrices(case.model, case.x[None])[0] / alpha[..., None]
+    assert_close(kernel(case.x).to_dense(), K)
+    assert_close(kernel(case.x).diagonal(), K.diagonal(dim1=-2, dim2=-1))
+    ones = torch.ones(len(K[0]), 1, dtype=torch.float64)
+    assert_close(kernel(case.x) @ ones, K @ ones)
+    (kernel(case.x) @ ones).sum().backward()
+    assert_close(kernel.raw_prior_precision.grad, -(K @ ones).sum((1, 2))[:, None])
+    # Each with inputs of its own, or of a larger batch that broadcasts.
+    x = case.x + torch.arange(6, dtype=torch.float64).reshape(3, 2, 1, 1) / 10
+    assert_close(kernel(x).to_dense(), matrices(case.model, x) / alpha[..., None])
+    assert_close(kernel(x, case.x).to_dense()[2, 1], kernel[1](x[2, 1], case.x).to_dense())
+    assert_close(kernel(x)[1, 1].to_dense(), matrices(case.model, x)[1, 1] / 3)
+    expanded = kernel.expand_batch(3, 2)
+    assert expanded.batch_shape == (3, 2)
+    assert_close(expanded(x).to_dense(), kernel(x).to_dense())
+    assert expanded[0, 1].batch_shape == ()
+    assert {id(k.network) for k in (kernel, expanded, expanded[0, 1])} == {id(kernel.network)}
+    kernel.prior_precision = 2.0
+    assert kernel.prior_precision.flatten().tolist() == pytest.approx([2.0, 2.0])
+    with pytest.raises(ValueError, match="`prior_precision` must be positive and finite"):
+        TangentKernel(case.model, batch_shape=[2], prior_precision=-alpha)
+
+
+def test_matrices_of_a_batch_are_made_once_from_one_jacobian(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, _, _ = noisy(6)
+    kernel = TangentKernel(case.model, batch_shape=[4])
+    x = case.x + torch.arange(4, dtype=torch.float64)[:, None, None] / 10
+    K = matrices(case.model, x)
+    calls = []
+    jacobian = Linearisation.jacobian
+    monkeypatch.setattr(Linearisation, "jacobian", lambda *args, **kw: calls.append(args) or jacobian(*args, **kw))
+    for _ in range(2):
+        kernel.prior_precision = 2.0
+        assert_close(kernel(x).to_dense(), K / 2)
+    assert len(calls) == 1
+    # Where the rows of all do not fit in a block, or not those of one.
+    for limit in (2 * 6 * 33, 5):
+        monkeypatch.setattr(tangent_kernel, "BLOCK", limit)
+        assert_close(TangentKernel(case.model)(x, x + 0).to_dense(), K)
+        assert_close(TangentKernel(case.model)(x, diag=True), K.diagonal(dim1=-2, dim2=-1))
+
+
+def test_the_network_takes_the_active_columns() -> None:
+    case, _, _ = noisy(8)
+    others = torch.randn(8, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = torch.cat([case.x[:, :1], others, case.x[:, 1:]], dim=1)
+    K = matrices(case.model, case.x[None])[0]
+    for batch_shape in ((), (2,)):
+        kernel = TangentKernel(case.model, active_dims=[0, 3], batch_shape=batch_shape)
+        assert_close(kernel(x).to_dense(), K.expand(*batch_shape, 8, 8))
+        assert_close(kernel.expand_batch(3, *batch_shape)(x)[0].to_dense(), kernel(x).to_dense())
+    assert_close(NetworkMean(case.model, active_dims=[0, 3])(x), NetworkMean(case.model)(case.x))
+    whole = TangentGP(case.x, case.y[:, 0], fixed_noise(4.0), case.model, mean="affine").eval()
+    gp = TangentGP(x, case.y[:, 0], fixed_noise(4.0), case.model, mean="affine", active_dims=torch.tensor([0, 3]))
+    with torch.no_grad():
+        assert_close(gp.eval()(x + 0.1).mean, whole(case.x + 0.1).mean)
+    rbf = gpytorch.kernels.RBFKernel(active_dims=[1]).double()
+    total = TangentKernel(case.model, active_dims=[0, 3]) + rbf
+    assert_close(total(x).to_dense(), K + rbf(x).to_dense())
+    gp = TangentGP(x, case.y[:, 0], fixed_noise(4.0), case.model, kernel=total, active_dims=[0, 3])
+    assert gp.eval()(x + 0.1).mean.shape == (8,)
+
+
+def test_inputs_of_integers_leave_the_prior_as_it_is() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 1)).double()
+    scale = torch.full((22,), 0.5, dtype=torch.float64)
+    tokens = torch.tensor([[0, 1], [2, 4], [3, 3]])
+    J = reference.jacobian(net, tokens).flatten(0, 1)
+    kernel = TangentKernel(net, scale=scale)
+    assert_close(kernel(tokens).to_dense(), 0.25 * J @ J.T)
+    assert_close(kernel(tokens[None]).to_dense()[0], 0.25 * J @ J.T)
+
+
+def test_a_kernel_in_another_dtype_than_its_network() -> None:
+    case, _, _ = noisy(6)
+    K = matrices(case.model, case.x[None])[0]
+    kernel = TangentKernel(case.model, prior_precision=0.7).float()
+    assert kernel(case.x.float()).to_dense().dtype == torch.float32
+    assert_close(kernel(case.x.float()).to_dense().double(), K / 0.7, rtol=1e-5, atol=1e-6)
+    assert {p.dtype for p in case.model.parameters()} == {torch.float64}
+    # All digits of a number that is given.
+    assert float(TangentKernel(case.model, prior_precision=0.7).prior_precision.detach()) == pytest.approx(
+        0.7, rel=1e-14
+    )
+
+
+def test_kernels_with_a_prior_are_pickled_and_copied() -> None:
+    case, _, _ = noisy(6)
+    kernel = TangentKernel(case.model, precision_prior=gpytorch.priors.GammaPrior(2.0, 1.0), prior_precision=3.0)
+    for other in (pickle.loads(pickle.dumps(kernel)), copy.deepcopy(kernel)):
+        assert_close(other(case.x).to_dense(), kernel(case.x).to_dense())
+        other.prior_precision = 1.0
+        _, module, prior, closure, _ = next(other.named_priors())
+        assert_close(prior.log_prob(closure(module)), prior.log_prob(torch.ones(1, dtype=torch.float64)))
+    assert float(kernel.prior_precision.detach()) == pytest.approx(3.0)
