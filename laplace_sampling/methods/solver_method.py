@@ -8,6 +8,7 @@ products `⟨Φζ, Φe⟩`, whose mean is zero, moves it by about `ε/√K`, too
 `ε² = 2τ` is enough for the first; Krylov solvers, for which accuracy is cheap, take `ε = 2τ`.
 """
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +30,7 @@ from laplace_sampling.methods.method import Method, Tuning, problems_at_bounds
 from laplace_sampling.methods.problem import Memory
 from laplace_sampling.solvers.solver import InGroups, Minimum, Solver
 
-__all__ = ["BASIS_STACKS", "SolverFit", "SolverMethod", "basis_that_fits", "follow_path", "has_path", "tuned_by"]
+__all__ = ["BASIS_STACKS", "SolverFit", "SolverMethod", "basis_that_fits", "follow_path", "has_path", "largest_error", "tuned_by"]
 
 # More samples than anybody asks for.
 _ALL = 2**31
@@ -50,6 +51,12 @@ def basis_that_fits(memory: Memory, num_samples: int) -> int:
     """Vectors of a Krylov basis that memory holds beside the stacks of a solve of all samples; 4 at least."""
     beside = (_KRYLOV_STACKS + 1) * num_samples
     return max(4, int((memory.vectors - beside) / BASIS_STACKS))
+
+
+def largest_error(tolerance: float, num_samples: int) -> float:
+    """The largest `ε` with `ε²/2 + ε/√K ≤ τ`, a half at most."""
+    root = num_samples**-0.5
+    return min(0.5, math.sqrt(root**2 + 2 * tolerance) - root)
 
 
 def has_path(task: Task) -> bool:
