@@ -33,6 +33,10 @@ class Basis:
     def size(self) -> int:
         return len(self.T)
 
+    def rounding(self) -> float:
+        """About the largest error of an eigenvalue of `T`, by rounding in the products."""
+        return self.size * torch.finfo(self.operator.dtype).eps * float(self.T.diagonal().max())
+
     def project(self, rows: Float[Tensor, "K P"]) -> Float[Tensor, "K m"]:
         """Coordinates of the orthogonal projection."""
         if not self._vectors:

@@ -31,7 +31,7 @@ def test_the_noise_is_kept_within_its_bounds(method: str) -> None:
 
 FAILING = {
     "krylov": lambda: BlockKrylov(1e-9, max_iterations=1),
-    "sgd": lambda: SGD(epochs=0.1, min_steps=1, mode_epochs=0.1, max_doublings=0, tolerance=1e-6),
+    "sgd": lambda: SGD(epochs=0.1, min_steps=1, mode_epochs=0.1, finish_passes=0, tolerance=1e-6),
     "svrg": lambda: SVRG(tolerance=1e-12, max_snapshots=1),
 }
 

@@ -45,7 +45,7 @@ def test_rows_do_not_know_of_each_other() -> None:
 
 def test_a_warm_start_helps_and_a_bad_one_is_dropped() -> None:
     p = moderate()
-    best, short = Dense().solve(p).delta, SGD(epochs=1, min_steps=10, step=0.3, max_doublings=0)
+    best, short = Dense().solve(p).delta, SGD(epochs=1, min_steps=10, step=0.3, finish_passes=0)
     cold = (short.solve(p).delta - best).norm()
     assert (short.solve(p, init=best).delta - best).norm() < 0.5 * cold
     assert_close(short.solve(p, init=best + 1e9).delta, short.solve(p).delta)
@@ -54,7 +54,7 @@ def test_a_warm_start_helps_and_a_bad_one_is_dropped() -> None:
 def test_clipping_bounds_the_first_step() -> None:
     p = moderate()
     free, clipped = (
-        SGD(epochs=1, min_steps=1, batch_size=300, clip=c, max_doublings=0).solve(p).delta.norm(dim=1)
+        SGD(epochs=1, min_steps=1, batch_size=300, clip=c, finish_passes=0).solve(p).delta.norm(dim=1)
         for c in (1e9, 0.1)
     )
     assert_close(clipped, 0.1 * free)
@@ -80,10 +80,10 @@ def test_unstable_problems_are_refused_in_words() -> None:
 
 def test_an_unfinished_solve_says_so() -> None:
     p = replace(moderate(), precision=torch.full((8,), 1e-6, dtype=torch.float64))
-    solution = SGD(epochs=1, min_steps=2, tolerance=1e-3, max_doublings=0).solve(p)
+    solution = SGD(epochs=1, min_steps=2, tolerance=1e-3, finish_passes=0).solve(p)
     assert not solution.converged
     # It goes on with twice the steps until it has converged.
-    longer = SGD(epochs=1, min_steps=2, tolerance=1e-3, max_doublings=2).solve(p)
+    longer = SGD(epochs=1, min_steps=2, tolerance=1e-3, finish_passes=20).solve(p)
     assert float(longer.residual.max()) < float(solution.residual.max())
     assert longer.passes == pytest.approx(
         solution.passes + 3 * ((6 + 6) + (12 + 6)) / 3 + 3 * 2
