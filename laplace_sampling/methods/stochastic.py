@@ -64,7 +64,7 @@ class Stochastic(SolverMethod):
     @property
     def advice(self) -> str:
         if self.plain:
-            return "Give more passes with `Stochastic(solver=SGD(epochs=..., mode_epochs=...))`."
+            return "Give more passes with `Stochastic(solver=SGD(finish_passes=...))`."
         return 'Raise `tolerance`, or use `method="krylov"`, which goes on for longer.'
 
     @property
@@ -119,9 +119,6 @@ class Stochastic(SolverMethod):
         # Its tolerance is one of `ε²`, and judged by an estimate, which takes a third of `2τ`.
         error = min(2 * tolerance, 0.5)
         return replace(settings, tolerance=error / 3, max_rank=self.rank(task.memory, task.num_samples)).hold()
-
-    def for_kept_samples(self, solver: Solver) -> Solver:
-        return replace(solver, epochs=2 * solver.epochs) if isinstance(solver, SGD) else solver
 
     def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
         if isinstance(solver, SVRG):

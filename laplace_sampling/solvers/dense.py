@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.newton import newton
 from laplace_sampling.solvers.operator import Operator
-from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution, Solver, relative_residual
+from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution, Solver, judged, relative_residual
 
 __all__ = ["Dense", "Factor", "Spectral"]
 
@@ -47,7 +46,7 @@ class Spectral(Solver):
     Its samples are judged as those of iterations are, by their residuals, in which rounding may be large.
 
     Args:
-        tolerance: as for `CG`.
+        tolerance: of the error of the function, as for `CG`.
         max_steps: largest number of Newton's steps.
     """
 
@@ -59,7 +58,7 @@ class Spectral(Solver):
         inverse = _spectral_inverse(problem.operator, precision)
         delta = inverse(linear - problem.operator.matmul(centre))
         precise = replace(problem, precision=precision, centre=centre, linear=linear)
-        return CG(self.tolerance, max_iterations=0).solve(precise, delta)
+        return judged(precise, delta, self.tolerance)
 
     def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
         """Newton's method with exact steps."""

@@ -111,7 +111,7 @@ class CG(Solver):
 
     Args:
         tolerance: as for `BlockKrylov`.
-        max_iterations: largest number of products a row (for `minimise`: a Newton step); 0 only judges the start.
+        max_iterations: largest number of products a row (for `minimise`: a Newton step).
         preconditioner: an approximation of `(M + α)⁻¹` for every `α`, in the coordinates of the problem. `M` may
             have changed by a factor since it was made, as with the noise: one product finds the factor.
     """
@@ -178,9 +178,7 @@ class CG(Solver):
             return step.value, step.passes
 
         most = min(_MODE_PASSES, _MODE_PASSES_OF_WEIGHT * init.shape[1])
-        return newton(
-            objective, init, direction, tolerance=self.tolerance, max_passes=most, description=description
-        )
+        return newton(objective, init, direction, tolerance=self.tolerance, max_passes=most, description=description)
 
 
 class _Iterates:
@@ -242,8 +240,8 @@ def _show(bar: tqdm, count: int) -> None:
 
 
 def _check_settings(tolerance: float, max_iterations: int) -> None:
-    if not tolerance > 0 or max_iterations < 0:
+    if not 0 < tolerance < 1 or max_iterations < 1:
         raise ValueError(
-            "A tolerance must be positive, and max_iterations not negative: "
+            "A tolerance must lie between 0 and 1, and max_iterations be at least 1: "
             f"got {tolerance}, {max_iterations}."
         )

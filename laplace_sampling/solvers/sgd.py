@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.operator import Operator, largest_eigenvalue, tiny
-from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution, Solver
+from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution, Solver, judged
 
 __all__ = ["SGD"]
 
@@ -71,11 +71,17 @@ class SGD(Solver):
             raise ValueError(
                 f"epochs, mode_epochs, batch_size, step and clip must be positive, finish_passes not negative: {self}."
             )
+        if not 0 < self._tolerance < 1:
+            raise ValueError(f"`SGD(tolerance=...)` must lie between 0 and 1, but is {self.tolerance}.")
 
     @property
-    def _finish(self) -> CG:
-        """What judges the end of a descent, and finishes it."""
-        return CG(_TOLERANCE if self.tolerance is None else self.tolerance, self.finish_passes)
+    def _tolerance(self) -> float:
+        return _TOLERANCE if self.tolerance is None else self.tolerance
+
+    @property
+    def _finish(self) -> CG | None:
+        """What goes on where a descent has ended."""
+        return CG(self._tolerance, self.finish_passes) if self.finish_passes else None
 
     def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
         operator = problem.operator
@@ -83,10 +89,11 @@ class SGD(Solver):
         curvature, passes = self._stable_curvature(operator)
         curvature += float(problem.precision.max())
         steps = self._num_steps(self.epochs, operator.num_data)
-        delta, spent = self._descend(
-            problem.gradient, delta, operator.num_data, curvature, steps, True, description
-        )
-        solution = self._finish.solve(problem, delta, description=description)
+        delta, spent = self._descend(problem.gradient, delta, operator.num_data, curvature, steps, True, description)
+        if (finish := self._finish) is None:
+            solution = judged(problem, delta, self._tolerance)
+        else:
+            solution = finish.solve(problem, delta, description=description)
         return replace(solution, passes=passes + spent + solution.passes)
 
     def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
@@ -97,15 +104,14 @@ class SGD(Solver):
             part = max(1, round(share * steps))
             theta, value, spent = self._minimise_part(objective, theta, value, part, decay, description)
             passes += spent
-        finish = self._finish
-        if self.finish_passes:
+        if (finish := self._finish) is not None:
             minimum = finish.minimise(objective, theta, description=description)
             return replace(minimum, passes=passes + minimum.passes)
         slope, start = (objective.gradient(point, None) for point in (theta, torch.zeros_like(theta)))
         residual = float(slope.norm() / start.norm().clamp_min(tiny(start)))
         # The objective is strongly convex: `‖θ − θ̄‖` in the norm of `A` is at most that of the gradient in `A⁻¹`.
         squared = (slope.double() ** 2 / objective.precision).sum()
-        converged = squared <= finish.tolerance**2 * (objective.precision * theta.double() ** 2).sum()
+        converged = squared <= self._tolerance**2 * (objective.precision * theta.double() ** 2).sum()
         return Minimum(theta, residual, passes + 2, bool(converged))
 
     def _minimise_part(
