@@ -116,6 +116,7 @@ class Krylov(SolverMethod):
 
     def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
         fit = super().fit(task, tuned, tolerance)
+        assert fit.sampled is not None
         if (fit.sampled.converged and fit.minimum.converged) or not _fits_dense(task):
             return fit
         return super().fit(_dense(task), replace(tuned, work=Spectral(_largest_error(tolerance))), tolerance)

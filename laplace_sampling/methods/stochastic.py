@@ -123,5 +123,6 @@ class Stochastic(SolverMethod):
     def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
         if isinstance(solver, SVRG):
             return sampled.error, math.sqrt(solver.tolerance)
-        assert isinstance(solver, SGD) and solver.tolerance is not None
+        assert isinstance(solver, SGD)
+        assert solver.tolerance is not None
         return sampled.error, solver.tolerance

@@ -115,12 +115,12 @@ def test_passes_count_the_products_that_were_made() -> None:
     ggn = model.ggn(model.network_outputs)
     zeros = torch.zeros(4, ggn.size, dtype=torch.float64)
     network.products.update(jvp=0, vjp=0)
-    solution = SGD(epochs=3, min_steps=1, batch_size=5, tolerance=0.01, finish_passes=2).solve(
+    solution = SGD(epochs=3, min_steps=1, batch_size=5, tolerance=1e-6, finish_passes=1).solve(
         Quadratic(ggn, torch.ones(ggn.size).double(), zeros, zeros + 1)
     )
-    # 5 batches of 5 × 8 power iterations, 6 probe gradients of 4 rows, 15 steps of 4 rows, the residual, and 2 steps of
+    # 5 batches of 5 × 8 power iterations, 6 probe gradients of 4 rows, 15 steps of 4 rows, the residual, and a step of
     # conjugate gradients.
-    assert network.products["jvp"] == network.products["vjp"] == 25 * 8 + 6 * 5 * 4 + 15 * 5 * 4 + 3 * 25 * 4
+    assert network.products["jvp"] == network.products["vjp"] == 25 * 8 + 6 * 5 * 4 + 15 * 5 * 4 + 2 * 25 * 4
     assert solution.passes == pytest.approx(network.products["jvp"] / 25)
 
 
