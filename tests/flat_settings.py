@@ -13,7 +13,7 @@ from laplace_sampling.methods import as_method
 from laplace_sampling.methods.exact import ObservationSpaceFit, WeightSpaceFit
 
 # For tests that need a fit by mini-batches, and not its accuracy.
-QUICK = SGD(epochs=2, min_steps=20, mode_epochs=4, tolerance=1.0)
+QUICK = SGD(epochs=2, min_steps=20, mode_epochs=4, tolerance=0.9)
 
 
 def laplace_of(

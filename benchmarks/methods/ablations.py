@@ -63,7 +63,7 @@ def objective_errors(
     p: digits.Problem, prior: GaussianPrior, draws: Draws, truth: Tensor, batch: int, epochs: float = 10
 ) -> dict[str, float]:
     """Squared errors of the function by `L` and by `L'` after equally many products."""
-    solver = SGD(epochs=epochs, min_steps=1, batch_size=batch, max_doublings=0, seed=draws.seed)
+    solver = SGD(epochs=epochs, min_steps=1, batch_size=batch, finish_passes=0, seed=draws.seed)
     return {
         objective: digits.function_error(
             p, prior, digits.solve(p, prior, draws, solver, objective=objective).value, truth

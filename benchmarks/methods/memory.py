@@ -24,7 +24,7 @@ from laplace_sampling import SGD, SVRG, ConvergenceWarning, Krylov, LinearisedLa
 
 INPUTS, WIDTH, SAMPLES = 8, 32, 8
 # Memory does not depend on how long a solver runs.
-_FEW_STEPS = SGD(epochs=1e-3, mode_epochs=1e-3, min_steps=20, batch_size=20, max_doublings=0)
+_FEW_STEPS = SGD(epochs=1e-3, mode_epochs=1e-3, min_steps=20, batch_size=20, finish_passes=0)
 _MEMORY = 2**26
 METHODS: dict[str, Method] = {
     "krylov": Krylov(max_memory=_MEMORY),

@@ -112,7 +112,7 @@ def em(p: Problem, start: float, hessian_at: str, num_samples: int = 32, max_ste
 
 # The recipe of Antorán et al. (2023) for MNIST: 8 steps of EM, 16 samples by 20 epochs of SGD and a mode by 40 each,
 # constant step sizes with geometric averaging, then 64 samples. Their step sizes were tuned by hand; ours is not given.
-RECIPE = AveragingSGD(epochs=20, mode_epochs=40, max_doublings=0)
+RECIPE = AveragingSGD(epochs=20, mode_epochs=40, finish_passes=0)
 
 
 def recipe(p: Problem, start: float, hessian_at: str) -> EMResult:
@@ -151,15 +151,15 @@ def print_sgd(p: Problem, alpha: float, num_samples: int) -> None:
         return function_error(p, prior, solution.value, truth), float(solution.residual.max())
 
     for epochs in (5, 10, 20, 40):
-        value, residual = error(SGD(epochs=epochs, max_doublings=0))
+        value, residual = error(SGD(epochs=epochs, finish_passes=0))
         print(f"SGD, {epochs:>2} epochs: error {value:.2%}, residual {residual:.2f}", flush=True)
     for averaging, kind in (("decay", SGD), ("geometric", AveragingSGD)):
-        value, _ = error(kind(epochs=40, max_doublings=0))
+        value, _ = error(kind(epochs=40, finish_passes=0))
         print(f"SGD, 40 epochs, averaging {averaging}: error {value:.2%}", flush=True)
     print("objective L at a batch, L' at an eighth of it, 40 epochs:")
     for batch in (800, 400, 200):
         high, low = (
-            error(SGD(epochs=40, batch_size=b, max_doublings=0), objective=o)[0]
+            error(SGD(epochs=40, batch_size=b, finish_passes=0), objective=o)[0]
             for o, b in (("L", batch), ("L'", batch // 8))
         )
         print(f"  L at {batch}: {high:.2%};  L' at {batch // 8}: {low:.2%}", flush=True)

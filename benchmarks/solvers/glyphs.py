@@ -154,7 +154,7 @@ def solvers(model: nn.Module, data: Data, precision: float, rows: int, sgd_epoch
         passes, error = krylov_trace(comparison, solver)[-1]
         print(f"{name}: error {error:.2%}, {passes:.1f} passes a row", flush=True)
     for epochs in sgd_epochs:
-        passes, error, _ = stochastic(comparison, SGD(epochs=epochs, max_doublings=0))
+        passes, error, _ = stochastic(comparison, SGD(epochs=epochs, finish_passes=0))
         print(f"SGD, {epochs} epochs: error {error:.2%}, {passes:.1f} passes a row", flush=True)
 
 

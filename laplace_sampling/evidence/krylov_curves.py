@@ -133,7 +133,7 @@ class KrylovRun:
     def update(self) -> None:
         """Brings `path` to the present basis."""
         passes = self._trace_passes + self.expansion.path.passes + self.basis.passes
-        self.rounding = max(basis.rounding for basis in {self.basis, self.fit_basis})
+        self.rounding = max(basis.indefiniteness for basis in {self.basis, self.fit_basis})
         if len(self._fit.nodes) < self.fit_basis.size:
             before = replace(self._fit, before=None)
             fit = Quadrature.of(self.fit_basis, self.rhs, self.fit_basis.size)

@@ -4,10 +4,17 @@ r"""Methods that solve linear systems: EM on samples, samples and mode by a solv
 since `Cov(ζ, d) = H⁻¹(M − AA⁻¹M) = 0`, and all that a solver does from `δ = 0` is a function of `d`. So the error
 `e = ζ̂ − ζ` is independent of `ζ`: variances add, and an error of the function of relative size `ε = ‖Φe‖_B / ‖Φζ‖_B`
 makes standard deviations too large by the factor `√(1 + ε²)`, that is by `ε²/2`. With `K` samples the sum of the
-products `⟨Φζ, Φe⟩`, whose mean is zero, moves it by about `ε/√K`, too. For a relative error `τ` of standard deviations,
-`ε² = 2τ` is enough for the first; Krylov solvers, for which accuracy is cheap, take `ε = 2τ`.
+products `⟨Φζ, Φe⟩`, whose mean is zero, moves it by about `ε/√K`, too.
+
+**What is claimed.** The standard deviations `σ̂` of the training outputs, `σ̂ᵢ² = Σ_k (φᵢζ̂_k)²/K`, differ from those of
+the exact samples of the same draws by `τ` of them: as root mean squares over the training outputs, weighted by `B`, and
+up to the chance of `K` samples. `ε` is a bound for each sample (`solvers.solver.function_error`), whatever chance does:
+with it alone, the difference is at most `ε`. A single output, and one far from the data, can differ by more. Krylov
+solvers, for which accuracy is cheap, take `ε = 2τ`; `SGD` takes the largest `ε` with `ε²/2 + ε/√K ≤ τ`
+(`largest_error`); `SVRG` takes `ε² = 2τ/3` of an estimate.
 """
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,7 +37,16 @@ from laplace_sampling.methods.problem import Memory
 from laplace_sampling.methods.verification import disagreements
 from laplace_sampling.solvers.solver import InGroups, Minimum, Solver
 
-__all__ = ["BASIS_STACKS", "SolverFit", "SolverMethod", "basis_that_fits", "follow_path", "has_path", "tuned_by"]
+__all__ = [
+    "BASIS_STACKS",
+    "SolverFit",
+    "SolverMethod",
+    "basis_that_fits",
+    "follow_path",
+    "has_path",
+    "largest_error",
+    "tuned_by",
+]
 
 # More samples than anybody asks for.
 _ALL = 2**31
@@ -51,6 +67,12 @@ def basis_that_fits(memory: Memory, num_samples: int) -> int:
     """Vectors of a Krylov basis that memory holds beside the stacks of a solve of all samples; 4 at least."""
     beside = (_KRYLOV_STACKS + 1) * num_samples
     return max(4, int((memory.vectors - beside) / BASIS_STACKS))
+
+
+def largest_error(tolerance: float, num_samples: int) -> float:
+    """The largest `ε` with `ε²/2 + ε/√K ≤ τ`, a half at most."""
+    root = num_samples**-0.5
+    return min(0.5, math.sqrt(root**2 + 2 * tolerance) - root)
 
 
 def has_path(task: Task) -> bool:
@@ -128,16 +150,11 @@ class SolverMethod(Method):
             solver = self.make_solver(task, tolerance, float(task.prior.precision.mean()))
         features = task.model.features
         task = replace(task, prior=task.prior.to(features.device, features.dtype))
-        solver = self.for_kept_samples(solver)
         minimum = self.mode(task, solver, tuned)
         mode = (minimum.value * task.prior.scale)[0]
         mode_outputs = task.model.outputs(mode[None].to(features.dtype))[0]
         fit = self.fit_of(task, replace(tuned, work=None), mode, mode_outputs, minimum, solver)
         return _verified(fit.with_samples(f"{task.num_samples} samples" if task.progress else None))
-
-    def for_kept_samples(self, solver: Solver) -> Solver:
-        """The solver of the samples that are kept, which have no warm start."""
-        return solver
 
     def mode(self, task: Task, solver: Solver, tuned: Tuned) -> Minimum:
         """The mode of the linear model, in scaled coordinates."""

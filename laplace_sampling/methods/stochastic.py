@@ -10,15 +10,13 @@ from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.fit import Task
 from laplace_sampling.methods.method import Choice
 from laplace_sampling.methods.problem import Memory, Problem
-from laplace_sampling.methods.solver_method import SolverMethod
+from laplace_sampling.methods.solver_method import SolverMethod, largest_error
 from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.solver import Solver
 from laplace_sampling.solvers.svrg import SVRG
 
 __all__ = ["Stochastic"]
 
-# The error of predicted standard deviations for which the defaults of `SGD` are made.
-_TOLERANCE = 0.015
 # Vectors held for each of the rank of SVRG's preconditioner: four rows of data, their factor, and what a product needs.
 # Where a fit may take 100 vectors (a linear layer of 9,003 weights), 226 passes at 8, 276 at 4, as rows have less room
 # beside a higher rank, and 210 at 16; the peak is 107, 89 and 106 vectors.
@@ -66,12 +64,12 @@ class Stochastic(SolverMethod):
     @property
     def advice(self) -> str:
         if self.plain:
-            return "Give more passes with `Stochastic(solver=SGD(epochs=..., mode_epochs=...))`."
+            return "Give more passes with `Stochastic(solver=SGD(finish_passes=...))`."
         return 'Raise `tolerance`, or use `method="krylov"`, which goes on for longer.'
 
     @property
     def residual_kind(self) -> str:
-        return super().residual_kind if self.plain else "relative error of the function"
+        return "relative error of the function"
 
     def choose(self, problem: Problem) -> Choice:
         if self.solver is not None:
@@ -115,18 +113,16 @@ class Stochastic(SolverMethod):
     def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
         settings = self.solver
         if isinstance(settings, SGD):
-            # It judges itself by its gradient; how that tolerance goes with `τ` is known in proportion only.
-            return replace(settings, tolerance=settings.tolerance * min(1.0, tolerance / _TOLERANCE))
+            asked = largest_error(tolerance, task.num_samples)
+            return replace(settings, tolerance=asked if settings.tolerance is None else settings.tolerance)
         assert isinstance(settings, SVRG)
         # Its tolerance is one of `ε²`, and judged by an estimate, which takes a third of `2τ`.
         error = min(2 * tolerance, 0.5)
         return replace(settings, tolerance=error / 3, max_rank=self.rank(task.memory, task.num_samples)).hold()
 
-    def for_kept_samples(self, solver: Solver) -> Solver:
-        return replace(solver, epochs=2 * solver.epochs) if isinstance(solver, SGD) else solver
-
     def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
         if isinstance(solver, SVRG):
             return sampled.error, math.sqrt(solver.tolerance)
         assert isinstance(solver, SGD)
-        return sampled.residual, solver.tolerance
+        assert solver.tolerance is not None
+        return sampled.error, solver.tolerance

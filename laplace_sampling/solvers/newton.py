@@ -26,6 +26,7 @@ def newton(
     *,
     tolerance: float,
     max_steps: int = 50,
+    max_passes: float = math.inf,
     description: str | None = None,
 ) -> Minimum:
     r"""Newton's method with steps that are halved until the objective goes down.
@@ -40,11 +41,12 @@ def newton(
             accuracy that the step needs; returns it with the passes that it took.
         tolerance: relative length of the last step.
         max_steps: largest number of steps.
+        max_passes: no step begins after so many passes.
         description: label of a progress bar.
     """
     point, accuracy, finished = _Iterate(objective, init), _LOOSEST, False
     for _ in tqdm(range(max_steps), desc=description, disable=description is None, leave=False):
-        if finished := point.is_stationary():
+        if (finished := point.is_stationary()) or point.passes >= max_passes:
             break
         curvature, needed = objective.curvature(point.theta), max(accuracy, tolerance)
         step, passes = direction(curvature, objective.precision, point.gradient, needed)

@@ -26,6 +26,7 @@ __all__ = [
     "Solution",
     "Solver",
     "function_error",
+    "judged",
     "relative_residual",
     "whiten",
     "whitening",
@@ -199,6 +200,16 @@ def function_error(
     energy = row_products(zeta, product)
     # A residual of zero is no error, also where the function itself is zero.
     return torch.where(squared > 0, (squared / energy.clamp_min(tiny(energy))).sqrt(), 0.0)
+
+
+def judged(problem: Quadratic, delta: Float[Tensor, "K P"], tolerance: float) -> Solution:
+    """The solution at some iterates, judged by one full product and the bound of `function_error`."""
+    zeta = problem.centre + delta
+    product = problem.operator.matmul(zeta)
+    fit, pull = product - problem.linear, problem.precision * delta
+    error = function_error(fit + pull, zeta, product, float(problem.precision.min()))
+    converged, residual = bool((error <= tolerance).all()), relative_residual(fit, pull)
+    return Solution(zeta, delta, residual, zeta * product, float(len(zeta)), converged, error=error)
 
 
 def whitening(precision: Float[Tensor, " P"], mean: float | None = None) -> tuple[float, Float[Tensor, " P"]]:

@@ -123,7 +123,8 @@ class SVRG(Solver):
 
     def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
         """By `SGD`: a preconditioner costs more than it saves where there is one row."""
-        return SGD(seed=self.seed).minimise(objective, init, description=description)
+        solver = SGD(seed=self.seed, tolerance=math.sqrt(self.tolerance))
+        return solver.minimise(objective, init, description=description)
 
     def _descend(
         self,

@@ -31,7 +31,7 @@ def test_every_variant_converges_to_the_samples_of_dense_algebra(problem, averag
     model, prior = problem
     ggn, draws = model.ggn(model.network_outputs), Draws(4, 0)
     kind = AveragingSGD if averaging else SGD
-    solver = kind(min_steps=3000, batch_size=5 if averaging else 10, step=0.1, max_doublings=0)
+    solver = kind(min_steps=3000, batch_size=5 if averaging else 10, step=0.1, finish_passes=0)
     samples = sample_posterior(ggn, prior, draws, SubsampledNoise(solver, draws) if subsampled else solver).value
     exact = sample_posterior(ggn, prior, draws, Dense()).value
     assert float((samples - exact).norm() / exact.norm()) < 0.1
@@ -40,7 +40,7 @@ def test_every_variant_converges_to_the_samples_of_dense_algebra(problem, averag
 def test_averaging_ends_nearer_than_the_last_of_constant_steps(problem) -> None:
     model, prior = problem
     ggn, draws = model.ggn(model.network_outputs), Draws(4, 0)
-    solver = AveragingSGD(min_steps=2000, batch_size=5, max_doublings=0)
+    solver = AveragingSGD(min_steps=2000, batch_size=5, finish_passes=0)
     exact = sample_posterior(ggn, prior, draws, Dense()).value
 
     class LastIterate(AveragingSGD):

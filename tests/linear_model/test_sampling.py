@@ -82,7 +82,7 @@ def test_free_directions_are_exact_at_once_after_a_jump_of_alpha() -> None:
     """Iterates δ = ζ − θ⁰ stay in the range of Φᵀ: what the data leave free is the new prior sample, exactly."""
     case = make_case("regression")
     _, ggn, built = setting(case, "isotropic", precision=100.0)
-    draws, short = Draws(4, seed=0), SGD(epochs=2, min_steps=20, max_doublings=0)
+    draws, short = Draws(4, seed=0), SGD(epochs=2, min_steps=20, finish_passes=0)
     warm = sample_posterior(ggn, built, draws, short).delta
     jumped = built.with_precision(torch.tensor([0.1]))
     after = sample_posterior(ggn, jumped, draws, short, init=warm * (100 / 0.1) ** 0.5)

@@ -1,5 +1,6 @@
 """Krylov methods within little memory."""
 
+import copy
 import re
 import warnings
 from dataclasses import replace
@@ -7,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from flat_settings import laplace_of
-from problems import linear_problem
+from problems import linear_problem, trained
 from torch import nn
 from torch.testing import assert_close
 
-from laplace_sampling import ConvergenceWarning, Gaussian, Krylov
+from laplace_sampling import ConvergenceWarning, Gaussian, IsotropicPrior, Krylov, LinearisedLaplace
 from laplace_sampling.methods import krylov, solver_method
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.preconditioners import Nystrom
@@ -167,3 +168,35 @@ def test_hyperparameters_that_the_samples_contradict_are_not_called_converged(mo
     asked = float(re.search(r"ask for ([\d.e+-]+)", str(warned[0].message))[1].rstrip("."))
     # the update goes from 30 times the best toward it
     assert asked < 15 * float(right.prior_precision_)
+
+
+def test_small_problems_that_rounding_keeps_from_converging_are_solved_by_dense_algebra() -> None:
+    case = trained(30)
+    data = [(case.x, case.y)]
+
+    def fit(dtype: torch.dtype, **options: float) -> LinearisedLaplace:
+        model = copy.deepcopy(case.model).to(dtype)
+        prior = IsotropicPrior(precision=1e-6)
+        la = LinearisedLaplace(model, Gaussian(1e4), prior=prior, method="krylov", num_samples=16)
+        return la.fit([(x.to(dtype), y.to(dtype)) for x, y in data], progress=False, **options)
+
+    la, precise = fit(torch.float32), fit(torch.float64, tolerance=1e-6)
+    assert la.converged_
+    assert "dense algebra in their place" in repr(la)
+    got, wanted = la.predict(case.x.float()).stddev.double(), precise.predict(case.x).stddev
+    assert float((got - wanted).norm() / wanted.norm()) < 0.015
+    # A mode by iterations has a bound on its passes; this one has taken few steps of Newton's method, as it should.
+    assert la._fitted.fit.minimum.passes < 100
+
+
+def test_what_no_algebra_resolves_ends_with_a_warning(monkeypatch) -> None:
+    case = trained(30)
+    monkeypatch.setattr(krylov, "_DENSE_SIZE", 0)
+    model = copy.deepcopy(case.model).float()
+    la = LinearisedLaplace(model, Gaussian(1e9), prior=IsotropicPrior(precision=1e-10), method="krylov", num_samples=4)
+    with pytest.warns(ConvergenceWarning, match="The mode of the linear model has not converged.*The samples have not"):
+        la.fit([(case.x.float(), case.y.float())], progress=False)
+    assert not la.converged_
+    assert bool(la.samples_.isfinite().all())
+    # Ten passes for each weight, and the last step of Newton's method.
+    assert la._fitted.fit.minimum.passes < 10 * la.samples_.shape[1] + 250

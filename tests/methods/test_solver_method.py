@@ -47,9 +47,11 @@ def test_solvers_take_what_the_tolerance_asks() -> None:
     assert solver(Krylov(), 0.0015, vectors=100).tolerance == pytest.approx(0.003)
     assert solver(Stochastic(solver=SVRG()), 0.015).tolerance == pytest.approx(SVRG().tolerance)
     assert solver(Stochastic(solver=SVRG()), 0.0015).tolerance == pytest.approx(0.001)
-    assert solver(Stochastic(solver=SGD()), 0.015) == SGD()
-    assert solver(Stochastic(solver=SGD()), 0.0015).tolerance == pytest.approx(0.05)
-    assert solver(Stochastic(solver=SGD()), 10.0) == SGD()
+    for tolerance in (0.015, 0.0015):
+        error = solver(Stochastic(solver=SGD()), tolerance).tolerance
+        assert error**2 / 2 + error / 4**0.5 == pytest.approx(tolerance)
+    assert solver(Stochastic(solver=SGD()), 10.0).tolerance == 0.5
+    assert solver(Stochastic(solver=SGD(tolerance=0.2)), 0.015).tolerance == 0.2
     assert solver(Dual(), 0.0015).tolerance == pytest.approx(0.003)
     assert solver(Dual(accuracy=1e-6), 0.0015).tolerance == 1e-6
     assert isinstance(solver(Exact(), 0.015), Dense)

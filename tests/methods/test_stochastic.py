@@ -3,10 +3,11 @@
 from functools import partial
 
 import pytest
+import torch
 from flat_settings import laplace_of
-from problems import linear_problem, unsolved_problem
+from problems import linear_problem, trained, unsolved_problem
 
-from laplace_sampling import SGD, SVRG, Stochastic
+from laplace_sampling import SGD, SVRG, ConvergenceWarning, IsotropicPrior, LinearisedLaplace, Stochastic
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.methods import stochastic
 from laplace_sampling.methods.problem import Memory
@@ -61,3 +62,34 @@ def test_a_stream_has_no_mini_batches() -> None:
     problem = unsolved_problem(100, 10, 1e9, in_order=True)
     with pytest.raises(ValueError, match=r'a stream of data .* in its order only: use method="krylov"'):
         Stochastic(solver=SGD()).check(problem)
+
+
+@pytest.mark.parametrize("precision", [0.03, 0.3, 3.0])
+@pytest.mark.parametrize("solver", [SGD(), SVRG()])
+def test_standard_deviations_are_within_the_tolerance_of_the_exact_samples(solver: SGD | SVRG, precision: float):
+    case = trained()
+    settings = {"prior": IsotropicPrior(precision=precision), "num_samples": 64}
+    data = [(case.x, case.y)]
+
+    def stddev(method: Stochastic | str, **options: float) -> torch.Tensor:
+        la = LinearisedLaplace(case.model, case.likelihood, method=method, **settings)
+        la.fit(data, progress=False, **options)
+        assert la.converged_
+        return la.predict(case.x).samples.square().mean(0).sqrt()
+
+    got, wanted = stddev(Stochastic(solver=solver)), stddev("krylov", tolerance=1e-8)
+    assert float((got - wanted).norm() / wanted.norm()) < 0.015
+
+
+def test_samples_that_the_budget_leaves_are_told() -> None:
+    case = trained()
+    la = LinearisedLaplace(
+        case.model,
+        case.likelihood,
+        prior=IsotropicPrior(precision=1e-3),
+        method=Stochastic(solver=SGD(finish_passes=1)),
+        num_samples=4,
+    )
+    with pytest.warns(ConvergenceWarning, match=r"The samples have not converged: residual .*finish_passes"):
+        la.fit([(case.x, case.y)], progress=False)
+    assert not la.converged_

@@ -243,7 +243,7 @@ def test_a_stream_whose_features_are_kept_has_mini_batches(monkeypatch: pytest.M
         def __iter__(self):
             return zip(x, y, strict=True)
 
-    settings = {"method": "sgd", "solver": SGD(tolerance=1.0, epochs=1, min_steps=20), "num_samples": 4}
+    settings = {"method": "sgd", "solver": SGD(tolerance=0.9, epochs=1, min_steps=20), "num_samples": 4}
     found = []
     for loader, num_data in ((DataLoader(Stream(), 6), 20), (DataLoader(TensorDataset(x, y), 6), None)):
         la = laplace_of(model, "classification", parameters="last_layer", **settings)

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import make_case
-from quadratics import exact, moderate
+from quadratics import classification, exact, moderate, true_error
 from torch.testing import assert_close
 
 from laplace_sampling.likelihoods.categorical import Categorical
@@ -45,7 +45,7 @@ def test_rows_do_not_know_of_each_other() -> None:
 
 def test_a_warm_start_helps_and_a_bad_one_is_dropped() -> None:
     p = moderate()
-    best, short = Dense().solve(p).delta, SGD(epochs=1, min_steps=10, step=0.3, max_doublings=0)
+    best, short = Dense().solve(p).delta, SGD(epochs=1, min_steps=10, step=0.3, finish_passes=0)
     cold = (short.solve(p).delta - best).norm()
     assert (short.solve(p, init=best).delta - best).norm() < 0.5 * cold
     assert_close(short.solve(p, init=best + 1e9).delta, short.solve(p).delta)
@@ -54,7 +54,7 @@ def test_a_warm_start_helps_and_a_bad_one_is_dropped() -> None:
 def test_clipping_bounds_the_first_step() -> None:
     p = moderate()
     free, clipped = (
-        SGD(epochs=1, min_steps=1, batch_size=300, clip=c, max_doublings=0).solve(p).delta.norm(dim=1)
+        SGD(epochs=1, min_steps=1, batch_size=300, clip=c, finish_passes=0).solve(p).delta.norm(dim=1)
         for c in (1e9, 0.1)
     )
     assert_close(clipped, 0.1 * free)
@@ -80,14 +80,32 @@ def test_unstable_problems_are_refused_in_words() -> None:
 
 def test_an_unfinished_solve_says_so() -> None:
     p = replace(moderate(), precision=torch.full((8,), 1e-6, dtype=torch.float64))
-    solution = SGD(epochs=1, min_steps=2, tolerance=1e-3, max_doublings=0).solve(p)
+    solution = SGD(epochs=1, min_steps=2, tolerance=1e-3, finish_passes=0).solve(p)
     assert not solution.converged
-    # It goes on with twice the steps until it has converged.
-    longer = SGD(epochs=1, min_steps=2, tolerance=1e-3, max_doublings=2).solve(p)
-    assert float(longer.residual.max()) < float(solution.residual.max())
-    assert longer.passes == pytest.approx(
-        solution.passes + 3 * ((6 + 6) + (12 + 6)) / 3 + 3 * 2
-    )  # steps and probes of 3 rows, 2 residuals
+    # Conjugate gradients go on from there until it has converged: one pass for each row and step.
+    longer = SGD(epochs=1, min_steps=2, tolerance=1e-3, finish_passes=20).solve(p)
+    assert longer.converged
+    assert float(longer.error.max()) < 1e-3
+    assert 0 < longer.passes - solution.passes <= 3 * 20
+
+
+def test_errors_that_are_reported_are_bounds() -> None:
+    p = replace(moderate(), precision=torch.full((8,), 1.0, dtype=torch.float64))
+    for solver in (SGD(epochs=1, min_steps=10, finish_passes=0), SGD(epochs=1, min_steps=10)):
+        solution = solver.solve(p)
+        assert (true_error(p, solution.value) <= solution.error * (1 + 1e-9)).all()
+    assert solution.converged
+    assert float(solution.error.max()) < 0.09
+
+
+def test_a_mode_that_the_descent_leaves_is_finished_or_told() -> None:
+    objective, zero = classification(alpha=0.01)
+    best = Dense().minimise(objective, zero).value
+    short = SGD(mode_epochs=1, min_steps=5, finish_passes=0).minimise(objective, zero)
+    assert not short.converged
+    finished = SGD(mode_epochs=1, min_steps=5, tolerance=1e-3).minimise(objective, zero)
+    assert finished.converged
+    assert_close(finished.value, best, rtol=1e-3, atol=1e-3)
 
 
 def test_passes_count_the_products_that_were_made() -> None:
@@ -97,15 +115,16 @@ def test_passes_count_the_products_that_were_made() -> None:
     ggn = model.ggn(model.network_outputs)
     zeros = torch.zeros(4, ggn.size, dtype=torch.float64)
     network.products.update(jvp=0, vjp=0)
-    solution = SGD(epochs=3, min_steps=1, batch_size=5, tolerance=1.0).solve(
+    solution = SGD(epochs=3, min_steps=1, batch_size=5, tolerance=1e-6, finish_passes=1).solve(
         Quadratic(ggn, torch.ones(ggn.size).double(), zeros, zeros + 1)
     )
-    # 5 batches of 5 × 8 power iterations, 6 probe gradients of 4 rows, 15 steps of 4 rows, and the residual.
-    assert network.products["jvp"] == network.products["vjp"] == 25 * 8 + 6 * 5 * 4 + 15 * 5 * 4 + 25 * 4
+    # 5 batches of 5 × 8 power iterations, 6 probe gradients of 4 rows, 15 steps of 4 rows, the residual, and a step of
+    # conjugate gradients.
+    assert network.products["jvp"] == network.products["vjp"] == 25 * 8 + 6 * 5 * 4 + 15 * 5 * 4 + 2 * 25 * 4
     assert solution.passes == pytest.approx(network.products["jvp"] / 25)
 
 
-@pytest.mark.parametrize("setting", [{"step": 0.0}, {"epochs": -1.0}, {"max_doublings": -1}])
+@pytest.mark.parametrize("setting", [{"step": 0.0}, {"epochs": -1.0}, {"finish_passes": -1}])
 def test_bad_settings_are_refused(setting: dict) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         SGD(**setting)

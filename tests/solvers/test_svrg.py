@@ -50,7 +50,7 @@ def test_one_epoch_is_enough_at_every_scale(scale: float, spread: float) -> None
     assert error(p, solution.value) < 0.02
     assert_close(solution.value, p.centre + solution.delta)
     # SGD with the same number of steps, and after four epochs, is further away.
-    assert error(p, SGD(epochs=4, batch_size=32, max_doublings=0).solve(p).value) > 1.5 * error(p, solution.value)
+    assert error(p, SGD(epochs=4, batch_size=32, finish_passes=0).solve(p).value) > 1.5 * error(p, solution.value)
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0], ids=["isotropic", "layer-wise"])

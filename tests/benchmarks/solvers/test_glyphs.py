@@ -97,7 +97,7 @@ def test_errors_are_below_what_solvers_report(comparison: commands.Comparison) -
     assert error < SVRG().tolerance
     # The products of the check are not in it.
     assert spent == pytest.approx(solution.passes / 3 + 0.5)
-    assert error < commands.stochastic(comparison, SGD(epochs=1, min_steps=1, max_doublings=0))[1]
+    assert error < commands.stochastic(comparison, SGD(epochs=1, min_steps=1, finish_passes=0))[1]
 
 
 def test_energies_are_those_of_the_operator(data: Data) -> None:
