@@ -10,6 +10,7 @@ from problems import linear_problem, trained
 
 from laplace_sampling import SGD, ConvergenceWarning, Krylov, LinearisedLaplace, Stochastic
 from laplace_sampling.linear_model.sampling import PosteriorSamples
+from laplace_sampling.methods import krylov
 from laplace_sampling.solvers.krylov import BlockKrylov
 from laplace_sampling.solvers.svrg import SVRG
 
