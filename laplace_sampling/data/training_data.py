@@ -5,6 +5,7 @@ index. The loader gives its batch size (what fits in memory), its sampler (which
 has no index but its order, which must repeat.
 """
 
+import copy
 import itertools
 import warnings
 import zlib
@@ -19,7 +20,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from laplace_sampling.data.batches import batched, concatenate, constants, num_bytes, num_rows, take
+from laplace_sampling.data.batches import (
+    as_tensors,
+    batched,
+    concatenate,
+    constants,
+    flaw_of,
+    num_bytes,
+    num_rows,
+    take,
+)
+from laplace_sampling.data.coverage import check_coverage
+from laplace_sampling.data.random_state import BorrowedRandomness
+from laplace_sampling.solvers.checks import check_whole
 
 __all__ = ["TrainingData", "Unpack"]
 
@@ -65,9 +78,13 @@ class TrainingData:
         fill: int | None = None,
         cache_bytes: float = DEFAULT_CACHE_BYTES,
     ) -> None:
-        source = _source(loader, num_data, _pair if unpack is None else partial(_unpacked, unpack))
-        _check_repeatable(source)
-        inputs, targets, shapes = _read(source, cache_bytes)
+        if unpack is not None and not callable(unpack):
+            raise TypeError(f"`unpack` must be a function of a batch, but is {unpack!r:.80}.")
+        self._randomness = BorrowedRandomness(loader)
+        with self._randomness.borrowed():
+            source = _source(loader, num_data, _pair if unpack is None else partial(_unpacked, unpack))
+            _check_repeatable(source)
+            inputs, targets, shapes = _read(source, cache_bytes)
         sizes = [num_rows(y) for y in targets]
         self.num_data = sum(sizes)
         if self.num_data == 0:
@@ -89,6 +106,7 @@ class TrainingData:
     def unlabelled(cls, x: Any, batch_size: int) -> "TrainingData":
         """Inputs in memory, without targets."""
         data = cls.__new__(cls)
+        data._randomness = BorrowedRandomness(None)
         data._source, data.num_data, data.batch_size, data.ragged = _InMemory(x), num_rows(x), batch_size, False
         data.targets = torch.zeros(data.num_data)
         return data
@@ -99,7 +117,10 @@ class TrainingData:
 
     def inputs(self, indices: Tensor) -> Any:
         """The inputs of some data, `[n, ...]`."""
-        return self._source.inputs(indices)
+        if isinstance(self._source, _InMemory):
+            return self._source.inputs(indices)
+        with self._randomness.borrowed():
+            return self._source.inputs(indices)
 
 
 Shapes = set[tuple[torch.Size, ...]]
@@ -170,6 +191,7 @@ class _RandomAccess(_Source):
             batches = [list(batch) for batch in batch_sampler]
             drawn = [index for batch in batches for index in batch]
             self.batch_size = max(map(len, batches), default=1)
+        check_coverage(loader, drawn)
         # Sorted, so that a shuffled loader gives the same order, hence the same samples, every time.
         self.order = sorted(drawn) if all(isinstance(i, int) for i in drawn) else drawn
         # Tensors that the dataset holds are not copied.
@@ -278,21 +300,35 @@ def _source(loader: Iterable[Any], num_data: int | None, unpack: Unpack) -> _Sou
         loader = DataLoader(loader, batch_size=_BATCH_SIZE)
     if not isinstance(loader, Iterable):
         raise TypeError(f"The data must be a DataLoader of (x, y) batches, but are a {type(loader).__name__}.")
+    if num_data is not None:
+        check_whole("`num_data`", num_data, 1)
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         if num_data is None and not isinstance(loader.dataset, Sized):
             raise ValueError(
                 "The data are an IterableDataset, which may have no end: say how many there are with `num_data=`."
             )
-        return _Stream(loader, len(loader.dataset) if num_data is None else num_data, unpack)  # pyright: ignore
+        num = len(loader.dataset) if num_data is None else num_data  # pyright: ignore
+        return _Stream(_with_own_workers(loader), num, unpack)
     if num_data is not None:
         raise ValueError(f"`num_data` is for an IterableDataset; the data of a {type(loader).__name__} are counted.")
     # Without a sampler of batches a loader's dataset gives whole batches, which have an order only.
     if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
         return _RandomAccess(loader, loader.batch_sampler, unpack)
+    if isinstance(loader, DataLoader):
+        check_coverage(loader, list(loader.sampler))
+        loader = _with_own_workers(loader)
     return _Stream(loader, None, unpack)
 
 
+def _with_own_workers(loader: DataLoader) -> DataLoader:
+    """The same loader; workers of the user's own that persist would go on from where these passes end."""
+    own = copy.copy(loader)
+    own._iterator = None
+    return own
+
+
 def _pair(batch: Any) -> tuple[Any, Any]:
+    batch = as_tensors(batch)
     if isinstance(batch, Mapping) and "labels" in batch:
         return {name: value for name, value in batch.items() if name != "labels"}, batch["labels"]
     known = isinstance(batch, list | tuple) and len(batch) == 2
@@ -308,7 +344,7 @@ def _pair(batch: Any) -> tuple[Any, Any]:
 
 
 def _unpacked(unpack: Unpack, batch: Any) -> tuple[Any, Any]:
-    pair = unpack(batch)
+    pair = as_tensors(unpack(batch))
     if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(batched(part)[0] for part in pair):
         given = [type(part).__name__ for part in pair] if isinstance(pair, list | tuple) else type(pair).__name__
         raise TypeError(
@@ -340,8 +376,8 @@ def _joined(targets: list[Any], fill: int | None) -> Any:
 
 
 def _check_finite(x: Any, what: str, number: int) -> None:
-    if any(t.is_floating_point() and not bool(t.isfinite().all()) for t in batched(x)[0]):
-        raise ValueError(f"Batch {number} (counted from 0) has NaN or infinity in its {what}; clean the data first.")
+    if (flaw := flaw_of(x)) is not None:
+        raise ValueError(f"Batch {number} (counted from 0) has {flaw} in its {what}; clean the data first.")
 
 
 def _checksum(pair: tuple[Any, Any]) -> tuple[int, ...]:
@@ -363,5 +399,8 @@ def _check_repeatable(source: _Source) -> None:
     """Compare the checksum of the first batch in two passes."""
     # One batch is enough for augmentation, which changes every datum; streams compare all batches as they are read.
     first, second = (next(itertools.islice(source, 1), None) for _ in range(2))
+    for batch in (first, second):
+        for part, what in zip(batch or (), ("inputs", "targets"), strict=False):
+            _check_finite(part, what, 0)
     if first is not None and (second is None or _checksum(first) != _checksum(second)):
         raise _unrepeatable(0)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from laplace_sampling.solvers.checks import check_positive, check_whole
 from laplace_sampling.solvers.operator import Operator, largest_eigenvalue, tiny
 from laplace_sampling.solvers.solver import (
     Minimum,
@@ -68,11 +69,12 @@ class SGD(Solver):
     max_restarts: int = field(default=5, repr=False)
 
     def __post_init__(self) -> None:
-        positive = (self.epochs, self.mode_epochs, self.batch_size, self.step, self.clip)
-        if min(positive) <= 0 or self.max_doublings < 0:
-            raise ValueError(
-                f"epochs, mode_epochs, batch_size, step and clip must be positive, max_doublings not negative: {self}."
-            )
+        for name in ("epochs", "step", "clip", "mode_epochs", "tolerance"):
+            check_positive(f"`SGD({name}=...)`", getattr(self, name))
+        for name, least in (("min_steps", 1), ("batch_size", 1), ("max_doublings", 0), ("seed", 0)):
+            check_whole(f"`SGD({name}=...)`", getattr(self, name), least)
+        if not (isinstance(self.momentum, float | int) and 0 <= self.momentum < 1):
+            raise ValueError(f"`SGD(momentum=...)` must lie between 0 and 1, without 1, but is {self.momentum!r:.80}.")
 
     def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
         operator = problem.operator

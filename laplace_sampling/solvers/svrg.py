@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from laplace_sampling.solvers.checks import check_positive, check_whole
 from laplace_sampling.solvers.operator import Congruent, Operator, largest_eigenvalue, tiny
 from laplace_sampling.solvers.preconditioners import Nystrom, Preconditioner
 from laplace_sampling.solvers.sgd import SGD
@@ -82,12 +83,11 @@ class SVRG(Solver):
     held: "HeldNystrom | None" = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        positive = (self.epochs, self.step, self.tolerance, self.max_snapshots, self.max_rank, self.batch_size or 1)
-        if min(positive) <= 0:
-            raise ValueError(
-                "epochs, batch_size, step, tolerance, max_snapshots and max_rank must be positive, "
-                f"but the solver is {self}."
-            )
+        for name in ("epochs", "step", "tolerance"):
+            check_positive(f"`SVRG({name}=...)`", getattr(self, name))
+        for name, least in (("batch_size", 1), ("max_snapshots", 1), ("max_rank", 1), ("seed", 0)):
+            if name != "batch_size" or self.batch_size is not None:
+                check_whole(f"`SVRG({name}=...)`", getattr(self, name), least)
 
     def hold(self) -> "SVRG":
         """The same solver, with one preconditioner for all its solves: see `HeldNystrom`."""
