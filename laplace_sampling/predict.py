@@ -42,8 +42,8 @@ def checked_inputs(x: Any, num_samples: int | None, available: int) -> Any:
     tensors = batched(x)[0]
     if any(is_functorch_wrapped_tensor(tensor) for tensor in tensors):
         raise TypeError(
-            "`predict(x)` does not work inside a transform of `torch.func`, such as `vmap`, `grad` or `jvp`: it takes a "
-            "batch of inputs at once, and gives no derivatives. Call it outside."
+            "`predict(x)` does not work inside a transform of `torch.func`, such as `vmap`, `grad` or `jvp`: it takes "
+            "a batch of inputs at once, and gives no derivatives. Call it outside."
         )
     if not tensors and not isinstance(x, Tensor):
         raise TypeError(f"`predict(x)` needs a tensor, or a tuple or dictionary of them, but got {type(x).__name__}.")

@@ -25,7 +25,7 @@ __all__ = ["BorrowedRandomness"]
 _FEW, _DEPTH = 100, 8
 
 # Puts a state back.
-Restore = Callable[[], None]
+Restore = Callable[[], object]
 
 
 class BorrowedRandomness:
@@ -61,7 +61,7 @@ def _global_states() -> Iterator[Restore]:
     yield partial(torch.set_rng_state, torch.get_rng_state())
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         yield partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
-    yield partial(np.random.set_state, np.random.get_state())
+    yield partial(np.random.set_state, np.random.get_state())  # noqa: NPY002 it is the user's
     yield partial(random.setstate, random.getstate())
 
 

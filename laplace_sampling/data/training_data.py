@@ -381,9 +381,9 @@ def _check_finite(x: Any, what: str, number: int) -> None:
 
 
 def _checksum(pair: tuple[Any, Any]) -> tuple[int, ...]:
-    return tuple(
-        zlib.crc32(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data) for t in batched(pair)[0]
-    )
+    # Tensors without numbers, and sparse ones, are refused when they are read.
+    dense = [t.detach().cpu() for t in batched(pair)[0] if not t.is_meta and t.layout == torch.strided]
+    return tuple(zlib.crc32(t.contiguous().reshape(-1).view(torch.uint8).numpy().data) for t in dense)
 
 
 def _unrepeatable(number: int) -> ValueError:
@@ -399,8 +399,5 @@ def _check_repeatable(source: _Source) -> None:
     """Compare the checksum of the first batch in two passes."""
     # One batch is enough for augmentation, which changes every datum; streams compare all batches as they are read.
     first, second = (next(itertools.islice(source, 1), None) for _ in range(2))
-    for batch in (first, second):
-        for part, what in zip(batch or (), ("inputs", "targets"), strict=False):
-            _check_finite(part, what, 0)
     if first is not None and (second is None or _checksum(first) != _checksum(second)):
         raise _unrepeatable(0)

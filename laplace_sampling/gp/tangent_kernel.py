@@ -5,7 +5,6 @@ network of `C` outputs gives `[…, N·C, M·C]`, the outputs of an input adjace
 held outside the parameters of these modules, which do not move it between devices or dtypes.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from laplace_sampling.gp.linear_operators import IndexType, LinearOperator, gpytorch, to_dense
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.solvers.checks import as_numbers, check_positive
 
 __all__ = ["NetworkMean", "TangentGP", "TangentKernel", "TangentKernelOperator"]
 
@@ -141,10 +141,10 @@ class TangentKernel(gpytorch.kernels.Kernel):
         dense_size: int = 4000,
     ) -> None:
         super().__init__()
-        if not 0 < prior_precision < math.inf:
-            raise ValueError(f"`prior_precision` must be positive and finite, but is {prior_precision}.")
+        check_positive("`prior_precision`", prior_precision)
         self.network = network if isinstance(network, Linearisation) else Linearisation(network)
         size = self.network.num_parameters
+        scale = None if scale is None else as_numbers("`scale`", scale)
         if scale is not None and scale.shape != (size,):
             raise ValueError(f"`scale` must have one entry a weight, [{size}], but has shape {list(scale.shape)}.")
         given = torch.ones(size, dtype=self.network.dtype) if scale is None else scale

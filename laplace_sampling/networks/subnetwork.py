@@ -152,8 +152,8 @@ def _index(name: str, shape: torch.Size, elements: Tensor | Sequence[int]) -> Te
     if given.dtype == torch.bool:
         if given.shape != shape:
             raise ValueError(
-                f"`parameters`: the mask for `{name}` has shape {list(given.shape)}, but the parameter {list(shape)}; give one of "
-                "its shape, or indices into its flattened elements."
+                f"`parameters`: the mask for `{name}` has shape {list(given.shape)}, but the parameter {list(shape)}; "
+                "give one of its shape, or indices into its flattened elements."
             )
         return given.reshape(-1).nonzero()[:, 0].cpu()
     # A repeated or negative index would count a weight twice, under two priors.
@@ -161,7 +161,7 @@ def _index(name: str, shape: torch.Size, elements: Tensor | Sequence[int]) -> Te
     inside = (index >= 0) & (index < shape.numel()) & (index == given.reshape(-1).cpu())
     if not bool(inside.all()) or len(index.unique()) < len(index):
         raise ValueError(
-            f"`parameters`: the indices for `{name}` must be different whole numbers, from 0 to {shape.numel() - 1}, the elements of the "
-            "flattened parameter."
+            f"`parameters`: the indices for `{name}` must be different whole numbers, from 0 to {shape.numel() - 1}, "
+            "the elements of the flattened parameter."
         )
     return index.sort().values

@@ -102,8 +102,8 @@ class Prediction(ABC):
         Raises:
             TypeError, ValueError: for targets that are not of these predictions.
         """
-        y = as_tensors(y)
         try:
+            y = as_tensors(y)
             flaw, num = flaw_of(y), len(self.outputs)
             if flaw is not None:
                 raise ValueError(f"the targets contain {flaw}.")

@@ -16,7 +16,8 @@ __all__ = ["as_numbers", "check_flag", "check_positive", "check_whole", "refuse_
 def check_whole(what: str, value: Any, least: int | None = None) -> None:
     """Raise unless a value is a whole number, and not below the least."""
     # `True` is the number 1 for Python, but nobody means it.
-    if isinstance(value, Integral) and not isinstance(value, bool) and (least is None or value >= least):
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if whole and (least is None or int(value) >= least):
         return
     kind = "whole number" if least is None else f"whole number of at least {least}"
     raise ValueError(f"{what} must be a {kind}, but is {value!r:.80}.")
@@ -31,7 +32,8 @@ def check_positive(what: str, value: Any, most: float = math.inf, also: str = ""
         most: the largest value that is allowed.
         also: what else may be given, as the message says it.
     """
-    if isinstance(value, Real) and not isinstance(value, bool) and 0 < value < math.inf and value <= most:
+    real = isinstance(value, Real) and not isinstance(value, bool)
+    if real and 0 < float(value) < math.inf and float(value) <= most:
         return
     limit = "" if most == math.inf else f", and at most {most:g}"
     raise ValueError(f"{what} must be positive and finite{limit}{also}, but is {value!r:.80}.")
@@ -63,9 +65,7 @@ def as_numbers(what: str, values: Any, *, boolean: bool = False) -> Tensor:
     try:
         numbers = torch.as_tensor(values).detach()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"{what} must be numbers, as a tensor, an array or a list, but is {values!r:.80}."
-        ) from error
+        raise TypeError(f"{what} must be numbers, as a tensor, an array or a list, but is {values!r:.80}.") from error
     if numbers.is_complex() or numbers.is_meta or (numbers.dtype == torch.bool and not boolean):
         where = " on the device 'meta', which holds no numbers" if numbers.is_meta else ""
         raise TypeError(f"{what} must be real numbers, but is a tensor in {numbers.dtype}{where}.")

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from laplace_sampling.solvers.checks import check_positive, check_whole
 from laplace_sampling.solvers.operator import Operator, largest_eigenvalue, tiny
+from laplace_sampling.solvers.progress import progress_bar
 from laplace_sampling.solvers.solver import (
     Minimum,
     Objective,
@@ -168,7 +168,7 @@ class SGD(Solver):
         step, num_gradients = self.step / curvature, 0
         for _ in range(self.max_restarts + 1):
             sizes = self._step_sizes(step, steps, decay)
-            progress = tqdm(sizes, desc=description, disable=description is None, leave=False)
+            progress = progress_bar(description, sizes)
             end, spent = self._run(gradient, start, self._batches(num_data), progress)
             num_gradients += spent
             if end is not None:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from laplace_sampling.solvers.checks import check_positive, check_whole
 from laplace_sampling.solvers.operator import Congruent, Operator, largest_eigenvalue, tiny
 from laplace_sampling.solvers.preconditioners import Nystrom, Preconditioner
+from laplace_sampling.solvers.progress import progress_bar
 from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution, Solver, relative_residual, whiten
 
@@ -137,7 +137,7 @@ class SVRG(Solver):
         """The end of a stage and the data it took; a diverging one is restarted with a third of the step."""
         num_seen, largest = 0, min(1.0, self.step / curvature)
         for _ in range(self.max_restarts + 1):
-            batches = tqdm(draw(), desc=description, disable=description is None, leave=False)
+            batches = progress_bar(description, draw())
             end, seen = _stage(gradient, precondition, batches, start, largest)
             num_seen += seen
             if end is not None:
