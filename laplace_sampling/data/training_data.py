@@ -10,9 +10,8 @@ import itertools
 import warnings
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import suppress
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from laplace_sampling.data.batches import (
-    as_tensors,
     batched,
     concatenate,
     constants,
@@ -32,11 +30,10 @@ from laplace_sampling.data.batches import (
 )
 from laplace_sampling.data.coverage import check_coverage
 from laplace_sampling.data.random_state import BorrowedRandomness
+from laplace_sampling.data.unpacking import Unpack, unpacking
 from laplace_sampling.solvers.checks import check_whole
 
 __all__ = ["TrainingData", "Unpack"]
-
-Unpack = Callable[[Any], tuple[Any, Any]]
 
 # Inputs up to this size are kept in memory, as tensors, and the dataset is read once. It is not tuned: half and twice
 # of it change no result, and the time only where the size of a dataset is between the two.
@@ -78,11 +75,9 @@ class TrainingData:
         fill: int | None = None,
         cache_bytes: float = DEFAULT_CACHE_BYTES,
     ) -> None:
-        if unpack is not None and not callable(unpack):
-            raise TypeError(f"`unpack` must be a function of a batch, but is {unpack!r:.80}.")
         self._randomness = BorrowedRandomness(loader)
         with self._randomness.borrowed():
-            source = _source(loader, num_data, _pair if unpack is None else partial(_unpacked, unpack))
+            source = _source(loader, num_data, unpacking(unpack))
             _check_repeatable(source)
             inputs, targets, shapes = _read(source, cache_bytes)
         sizes = [num_rows(y) for y in targets]
@@ -325,33 +320,6 @@ def _with_own_workers(loader: DataLoader) -> DataLoader:
     own = copy.copy(loader)
     own._iterator = None
     return own
-
-
-def _pair(batch: Any) -> tuple[Any, Any]:
-    batch = as_tensors(batch)
-    if isinstance(batch, Mapping) and "labels" in batch:
-        return {name: value for name, value in batch.items() if name != "labels"}, batch["labels"]
-    known = isinstance(batch, list | tuple) and len(batch) == 2
-    if not known or not batched(batch[0])[0] or not batched(batch[1])[0]:
-        given = [type(part).__name__ for part in batch] if isinstance(batch, list | tuple) else type(batch).__name__
-        hint = " To give all data at once, pass the list [(x, y)]." if isinstance(batch, Tensor) else ""
-        raise TypeError(
-            "Batches of the loader must be pairs (x, y) of tensors (or of tuples or dictionaries of them), or "
-            f"mappings with `labels`, but one is {given}.{hint} Others take `unpack=`, a function of a batch that "
-            "returns (inputs, targets)."
-        )
-    return batch[0], batch[1]
-
-
-def _unpacked(unpack: Unpack, batch: Any) -> tuple[Any, Any]:
-    pair = as_tensors(unpack(batch))
-    if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(batched(part)[0] for part in pair):
-        given = [type(part).__name__ for part in pair] if isinstance(pair, list | tuple) else type(pair).__name__
-        raise TypeError(
-            "`unpack(batch)` must return (inputs, targets), both tensors or tuples or dictionaries of them, but "
-            f"returned {given}."
-        )
-    return pair[0], pair[1]
 
 
 def _joined(targets: list[Any], fill: int | None) -> Any:

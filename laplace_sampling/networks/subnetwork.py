@@ -161,7 +161,7 @@ def _index(name: str, shape: torch.Size, elements: Tensor | Sequence[int]) -> Te
     inside = (index >= 0) & (index < shape.numel()) & (index == given.reshape(-1).cpu())
     if not bool(inside.all()) or len(index.unique()) < len(index):
         raise ValueError(
-            f"`parameters`: the indices for `{name}` must be different whole numbers, from 0 to {shape.numel() - 1}, "
+            f"`parameters`: the indices for `{name}` must be different, from 0 to {shape.numel() - 1}, and whole: "
             "the elements of the flattened parameter."
         )
     return index.sort().values

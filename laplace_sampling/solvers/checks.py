@@ -64,6 +64,9 @@ def as_numbers(what: str, values: Any, *, boolean: bool = False) -> Tensor:
     """
     try:
         numbers = torch.as_tensor(values).detach()
+        if isinstance(values, float | list | tuple) and numbers.is_floating_point():
+            # Numbers of python are in float64.
+            numbers = torch.as_tensor(values, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{what} must be numbers, as a tensor, an array or a list, but is {values!r:.80}.") from error
     if numbers.is_complex() or numbers.is_meta or (numbers.dtype == torch.bool and not boolean):

@@ -38,7 +38,8 @@ def test_a_dataset_is_as_good_as_a_loader() -> None:
 
 def test_a_sampler_says_which_data() -> None:
     loader = DataLoader(TensorDataset(X, Y), batch_size=2, sampler=SubsetRandomSampler([5, 2, 9]))
-    assert TrainingData(loader).targets.tolist() == [2, 5, 9]
+    with pytest.warns(UserWarning, match="gives 3 of the 10 data of its dataset: the posterior is of these"):
+        assert TrainingData(loader).targets.tolist() == [2, 5, 9]
 
 
 def test_the_collate_function_of_the_loader_is_used() -> None:

@@ -62,7 +62,7 @@ def test_bad_settings_of_parts() -> None:
         Stochastic(solver="adam")
     with pytest.raises(ValueError, match=r"`IsotropicPrior\(precision=...\)` must be positive and finite, but is 0.0"):
         IsotropicPrior(precision=0.0)
-    with pytest.raises(ValueError, match="accuracy and max_iterations must be positive, rank and max_refinements"):
+    with pytest.raises(ValueError, match=r"`Dual\(rank=...\)` must be a whole number of at least 0, but is -1"):
         Dual(rank=-1)
     with pytest.raises(ValueError, match="is not known; use one of"):
         Factored(kind="full")
@@ -155,24 +155,24 @@ def test_one_datum_without_the_axis_of_the_batch() -> None:
 
 def test_bad_predictions_and_samples() -> None:
     la = fitted(CLASSES)
-    with pytest.raises(
-        TypeError, match=r"`predict\(x\)` needs a tensor, or a tuple or dictionary of them, but got ndarray"
-    ):
-        la.predict(CLASSES.x.numpy())
+    with pytest.raises(TypeError, match=r"`predict\(x\)` needs a tensor, .* but got list"):
+        la.predict(CLASSES.x.tolist())
     with pytest.raises(ValueError, match=r"x contains NaN or infinity"):
         la.predict(CLASSES.x / 0)
     with pytest.raises(ValueError, match=r"needs a batch of inputs .* got \[0, 2\]"):
         la.predict(CLASSES.x[:0])
     with pytest.raises(ValueError, match=r"`predict\(num_samples=65\)`: there are 64 samples; construct"):
         la.predict(CLASSES.x, num_samples=65)
-    with pytest.raises(ValueError, match=r"`sample\(num_samples\)` needs at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"`sample\(num_samples\)` must be a whole number of at least 1, but is 0"):
         la.sample(0)
-    with pytest.raises(ValueError, match="max_steps and num_samples of at least 1 and a positive tolerance"):
+    with pytest.raises(
+        ValueError, match=r"`fit_hyperparameters\(max_steps=...\)` must be a whole number of at least 1"
+    ):
         la.fit_hyperparameters(loader(CLASSES), max_steps=0)
 
 
 def test_a_path_of_evidence_needs_a_range() -> None:
     case = make_case("classification_many_data")
     la = LinearisedLaplace(case.model, "classification").fit(case.batches, progress=False)
-    with pytest.raises(ValueError, match="needs 0 < decades <= 12"):
+    with pytest.raises(ValueError, match=r"`evidence_path\(decades=...\)` must be positive and finite, and at most 12"):
         la.evidence_path(decades=0)
