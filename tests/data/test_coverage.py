@@ -28,7 +28,9 @@ def test_the_share_of_one_process_is_refused(drop_last: bool) -> None:
     share = DistributedSampler(DATASET, num_replicas=2, rank=0)
     inside = torch.utils.data.BatchSampler(share, 2, drop_last)
     for loader in (loader_of(share), DataLoader(DATASET, batch_sampler=inside)):
-        with pytest.raises(ValueError, match="DistributedSampler, which gives this process 5 of 10 data; the posterior"):
+        with pytest.raises(
+            ValueError, match="DistributedSampler, which gives this process 5 of 10 data; the posterior"
+        ):
             TrainingData(loader)
 
 
