@@ -39,6 +39,10 @@ class BorrowedRandomness:
         self._found = list(_reachable(loader))
         self._own: list[Restore] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # In another process, or a copy, these are not the user's.
+        return {"_found": [], "_own": None}
+
     @contextmanager
     def borrowed(self) -> Iterator[None]:
         """Inside, what is drawn goes on from where the last use stopped; at the end the user's state is put back."""

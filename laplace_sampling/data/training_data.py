@@ -11,7 +11,7 @@ import warnings
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sized
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -75,8 +75,8 @@ class TrainingData:
         fill: int | None = None,
         cache_bytes: float = DEFAULT_CACHE_BYTES,
     ) -> None:
-        self._randomness = BorrowedRandomness(loader)
-        with self._randomness.borrowed():
+        randomness = BorrowedRandomness(loader)
+        with randomness.borrowed():
             source = _source(loader, num_data, unpacking(unpack))
             _check_repeatable(source)
             inputs, targets, shapes = _read(source, cache_bytes)
@@ -96,12 +96,14 @@ class TrainingData:
                 "or pad all data to one length."
             )
         self._source: _Inputs = _InMemory(concatenate(inputs)) if inputs and not self.ragged else source
+        # What is in memory draws nothing any more.
+        self._reading = nullcontext if source.in_memory or self._source is not source else randomness.borrowed
 
     @classmethod
     def unlabelled(cls, x: Any, batch_size: int) -> "TrainingData":
         """Inputs in memory, without targets."""
         data = cls.__new__(cls)
-        data._randomness = BorrowedRandomness(None)
+        data._reading = nullcontext
         data._source, data.num_data, data.batch_size, data.ragged = _InMemory(x), num_rows(x), batch_size, False
         data.targets = torch.zeros(data.num_data)
         return data
@@ -112,9 +114,7 @@ class TrainingData:
 
     def inputs(self, indices: Tensor) -> Any:
         """The inputs of some data, `[n, ...]`."""
-        if isinstance(self._source, _InMemory):
-            return self._source.inputs(indices)
-        with self._randomness.borrowed():
+        with self._reading():
             return self._source.inputs(indices)
 
 
