@@ -957,11 +957,16 @@ _SURROGATE_INPUTS: dict[str, Any] = {
     "too wide": _wide,
     "None": None,
     "a list": [[1.0]],
-    "NaN": _nan,
     "complex": X + 0j,
 }
 for _name, _x in _SURROGATE_INPUTS.items():
     _add(f"TangentSurrogate.posterior: {_name}", "posterior", lambda x=_x: _surrogate().posterior(x))
+_add(
+    "TangentSurrogate.posterior: NaN",
+    "not finite",
+    lambda: _surrogate().posterior(_nan).rsample(),
+    (FloatingPointError,),
+)
 _add("TangentSurrogate.posterior: an output too many", "output_indices", lambda: _surrogate().posterior(X, [3]))
 _add("TangentSurrogate.posterior: unknown keyword", "posterior", lambda: _surrogate().posterior(X, samples=3))
 _add(

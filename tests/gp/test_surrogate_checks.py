@@ -46,8 +46,6 @@ def test_inputs_of_other_kinds_are_refused() -> None:
     for x in (X[0], X[:0], X.repeat(1, 2)):
         with pytest.raises(ValueError, match=r"`posterior\(X\)` needs X of shape \[..., Q, D\] with D = 2, but got"):
             surrogate.posterior(x)
-    with pytest.raises(ValueError, match=r"`posterior\(X\)`: X contains NaN or infinity"):
-        surrogate.posterior(X / 0)
     with pytest.raises(TypeError, match=r"`posterior\(X\)` must be a tensor of real numbers, but is a list"):
         surrogate.posterior([[1.0]])  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"`sample_paths\(num_samples\)` must be a whole number of at least 1"):
