@@ -36,7 +36,7 @@ class MultiTask(Likelihood):
 
     def __post_init__(self) -> None:
         if not isinstance(self.heads, Mapping) or not self.heads:
-            raise ValueError(f"`MultiTask(...)` needs a dictionary of at least one head, but got {self.heads!r:.80}.")
+            raise ValueError(f"`MultiTask(...)` needs at least one head, in a dictionary, but got {self.heads!r:.80}.")
         names = [name for name, head in self.heads.items() if not isinstance(head, Likelihood)]
         if names:
             raise TypeError(

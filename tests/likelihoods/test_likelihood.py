@@ -110,5 +110,5 @@ def test_targets_are_tensors_of_real_numbers() -> None:
     for y, said in ((torch.ones(3, 1) + 0j, "complex numbers"), (torch.tensor(1.0), "a single number without an axis")):
         with pytest.raises(TypeError, match=rf"Targets must be a tensor \[N, ...\] of real numbers, but are {said}"):
             Bernoulli().prepare(layout, y)
-    with pytest.raises(ValueError, match=r"`MultiTask\(...\)` needs a dictionary of at least one head, but got 3"):
+    with pytest.raises(ValueError, match=r"`MultiTask\(...\)` needs at least one head, in a dictionary, but got 3"):
         MultiTask(3)  # pyright: ignore[reportArgumentType]
