@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from tqdm import trange
 
 from laplace_sampling import ClassificationPrediction, LinearisedLaplace, RegressionPrediction
+from laplace_sampling.solvers.progress import progress_bar
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def train(
         torch.manual_seed(0)
         model = make()
         optimiser = torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=weight_decay)
-        for _ in trange(epochs, desc=f"{name}: training", leave=False):
+        for _ in progress_bar(f"{name}: training", range(epochs)):
             for x, y in data.loader:
                 optimiser.zero_grad()
                 loss(model(x), y).backward()

@@ -18,6 +18,7 @@ from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predictions.diagnosis import Diagnosis
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
+from laplace_sampling.solvers.checks import check_positive, check_whole
 from laplace_sampling.solvers.solver import ConvergenceWarning
 
 if TYPE_CHECKING:
@@ -60,8 +61,7 @@ class FittedModel:
     def sample(self, num_samples: int) -> Float[Tensor, "K P"]:
         """New zero-mean posterior samples `ζ ~ N(0, H⁻¹)`, independent of `samples_` and of earlier calls."""
         fitted = self._require("sample")
-        if num_samples < 1:
-            raise ValueError(f"`sample(num_samples)` needs at least 1, got {num_samples}.")
+        check_whole("`sample(num_samples)`", num_samples, 1)
         if fitted.fit is None:
             raise NotFittedError(
                 "`sample` needs the training data, which a loaded posterior does not have: call `fit(loader)`, or use "
@@ -99,10 +99,8 @@ class FittedModel:
             decades: to both sides of the fitted precision.
             num: points.
         """
-        if not (0 < decades <= _MOST_DECADES and num >= 2):
-            raise ValueError(
-                f"`evidence_path` needs 0 < decades <= {_MOST_DECADES} and num of at least 2, got {decades}, {num}."
-            )
+        check_positive("`evidence_path(decades=...)`", decades, _MOST_DECADES)
+        check_whole("`evidence_path(num=...)`", num, 2)
         path, alpha, shift = self._evidence("evidence_path", decades)
         grid = alpha * torch.logspace(-decades, decades, num, dtype=torch.float64)
         return EvidenceCurves.of(path, grid).shifted(shift)

@@ -171,17 +171,14 @@ class HeldOut:
         Raises:
             TypeError, ValueError: as for training data; for a likelihood that has no calibration.
         """
-        with torch.random.fork_rng(devices=[]):
-            data = TrainingData(loader, unpack=unpack, num_data=num_data, fill=likelihood.fill)
+        if not isinstance(likelihood, Gaussian) and labelled(likelihood) is None:
+            raise _unknown(likelihood)
+        data = TrainingData(loader, unpack=unpack, num_data=num_data, fill=likelihood.fill)
         some = torch.arange(data.num_data).split(data.batch_size) if data.ragged else [torch.arange(1)]
         inputs = (place(data.inputs(batch), network.device, network.dtype) for batch in some)
         layout = reduce(Layout.union, (network.evaluate(x)[1] for x in inputs))
-        if not isinstance(data.targets, Tensor):
-            raise _unknown(likelihood)
-        likelihood, targets = likelihood.prepare(layout, data.targets.to(network.device))
-        if not isinstance(likelihood, Gaussian) and labelled(likelihood) is None:
-            raise _unknown(likelihood)
-        return cls(data, targets, likelihood, layout)
+        likelihood, targets = likelihood.prepare(layout, data.targets)
+        return cls(data, targets.to(network.device), likelihood, layout)
 
     def calibrated(self, network: Linearisation, posterior: Posterior, fit: Fit | None) -> Posterior:
         """With the scale, and the temperature or noise precision, under which some of these data are likeliest.

@@ -19,13 +19,14 @@ from laplace_sampling.methods.method import Method, Tuning
 from laplace_sampling.networks.held_module import solving
 from laplace_sampling.networks.random_weights import Subset
 from laplace_sampling.posterior import Posterior
-from laplace_sampling.predict import check_inputs, check_options, predict
+from laplace_sampling.predict import check_options, checked_inputs, predict
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.prediction import Prediction
 from laplace_sampling.predictions.regression_prediction import RegressionPrediction
 from laplace_sampling.preparation import prepare
 from laplace_sampling.saving import SavableModel
 from laplace_sampling.settings import Settings
+from laplace_sampling.solvers.checks import check_positive
 from laplace_sampling.solvers.solver import ConvergenceWarning
 
 __all__ = ["LinearisedLaplace", "NotFittedError"]
@@ -209,8 +210,7 @@ class LinearisedLaplace(SavableModel):
 
         Arguments are those of `fit_hyperparameters`; `scale` is a number.
         """
-        if not tolerance > 0:
-            raise ValueError(f"`fit` needs a positive tolerance, got {tolerance}.")
+        check_positive("`fit(tolerance=...)`", tolerance)
         data = {"noise_variances": noise_variances, "weights": weights, "unpack": unpack, "num_data": num_data}
         calibration = Calibration.of_scale(scale)
         problem = prepare(self.settings, self.network, loader, progress, **data)
@@ -274,7 +274,7 @@ class LinearisedLaplace(SavableModel):
         """
         fitted = self._require("predict")
         posterior = fitted.posterior
-        check_inputs(x, num_samples, len(posterior.samples))
+        x = checked_inputs(x, num_samples, len(posterior.samples))
         check_options(self.settings.likelihood, observed, noise_variances)
         self._check_network("predict")
         return predict(

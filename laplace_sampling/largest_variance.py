@@ -1,6 +1,7 @@
 """Which weights a subnetwork is best made of: those of largest marginal variance."""
 
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from laplace_sampling.methods.factored import FactoredFit
 from laplace_sampling.methods.fit import Tuned
 from laplace_sampling.preparation import prepare
 from laplace_sampling.settings import Settings
+from laplace_sampling.solvers.checks import check_whole
 
 __all__ = ["largest_variance"]
 
@@ -52,6 +54,9 @@ def largest_variance(
         torch.Size([64, 2])
     """
     data = {name: settings.pop(name, None) for name in ("unpack", "weights", "num_data")}
+    unknown = set(settings) - {field.name for field in fields(Settings)}
+    if unknown:
+        raise TypeError(f"`largest_variance` does not know {sorted(unknown)}.")
     if settings.get("method", "diagonal") != "diagonal":
         raise ValueError(
             f"`largest_variance(method={settings['method']!r})`: the variances are those of the diagonal posterior; "
@@ -59,7 +64,8 @@ def largest_variance(
         )
     chosen = Settings.of(likelihood, **{**settings, "method": "diagonal", "num_samples": 2})
     network = chosen.linearise(model)
-    if not 1 <= k <= network.num_parameters:
+    check_whole("`largest_variance(k=...)`", k, 1)
+    if k > network.num_parameters:
         raise ValueError(
             f"`largest_variance(k={k})`: there are {network.num_parameters} weights to choose from; give a k from 1 to "
             "that."

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.data import DataLoader, Dataset
 
-from laplace_sampling.data.batches import Layout, batched, num_rows, place, split
+from laplace_sampling.data.batches import Layout, as_tensors, batched, flaw_of, num_rows, place, split
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.measurement import as_measurement
 from laplace_sampling.linear_model.features import Features
@@ -25,30 +26,40 @@ from laplace_sampling.predictions.dense_covariance import DenseCovariance
 from laplace_sampling.predictions.function_covariance import FunctionCovariance, Guarded, Scaled
 from laplace_sampling.predictions.make_prediction import make_prediction
 from laplace_sampling.predictions.prediction import Prediction
+from laplace_sampling.solvers.checks import check_whole
 
-__all__ = ["check_inputs", "check_options", "predict"]
+__all__ = ["check_options", "checked_inputs", "predict"]
 
 
-def check_inputs(x: Any, num_samples: int | None, available: int) -> None:
-    """Raise if inputs cannot be predicted with so many samples."""
+def checked_inputs(x: Any, num_samples: int | None, available: int) -> Any:
+    """The inputs, with tensors in place of arrays; raises if they cannot be predicted with so many samples."""
     if isinstance(x, DataLoader | Dataset):
         raise TypeError(
             f"`predict(x)` takes the inputs of one batch, but got a {type(x).__name__}: predict its batches one by "
             "one, since a prediction holds samples of all its outputs."
         )
+    x = as_tensors(x)
     tensors = batched(x)[0]
+    if any(is_functorch_wrapped_tensor(tensor) for tensor in tensors):
+        raise TypeError(
+            "`predict(x)` does not work inside a transform of `torch.func`, such as `vmap`, `grad` or `jvp`: it takes "
+            "a batch of inputs at once, and gives no derivatives. Call it outside."
+        )
     if not tensors and not isinstance(x, Tensor):
         raise TypeError(f"`predict(x)` needs a tensor, or a tuple or dictionary of them, but got {type(x).__name__}.")
     if not tensors or num_rows(x) == 0:
         shape = list((tensors or [x])[0].shape)
         raise ValueError(f"`predict(x)` needs a batch of inputs [N, ...] with N of at least 1, got {shape}.")
-    if any(t.is_floating_point() and not bool(t.isfinite().all()) for t in tensors):
-        raise ValueError("`predict(x)`: x contains NaN or infinity.")
-    if num_samples is not None and not 1 <= num_samples <= available:
+    if (flaw := flaw_of(x)) is not None:
+        raise ValueError(f"`predict(x)`: x contains {flaw}.")
+    if num_samples is not None:
+        check_whole("`predict(num_samples=...)`", num_samples, 1)
+    if num_samples is not None and num_samples > available:
         raise ValueError(
             f"`predict(num_samples={num_samples})`: there are {available} samples; construct "
             f"`LinearisedLaplace(..., num_samples={num_samples})` and fit for more."
         )
+    return x
 
 
 def check_options(likelihood: Likelihood, observed: bool, noise_variances: Tensor | None) -> None:

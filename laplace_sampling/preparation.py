@@ -17,6 +17,7 @@ from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.resources import free_memory
 from laplace_sampling.posterior import Posterior
+from laplace_sampling.solvers.checks import check_flag
 
 if TYPE_CHECKING:
     from laplace_sampling.settings import Settings
@@ -42,6 +43,7 @@ def prepare(
     Raises:
         TypeError, ValueError: for data that do not fit the model or the likelihood, or that cannot be read twice.
     """
+    check_flag("`progress`", progress)
     tangent = tangent_of(settings, network, settings.likelihood, loader, **data)
     return problem_of(settings, network, _within_memory(settings, network, tangent), progress)
 

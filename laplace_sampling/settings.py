@@ -1,7 +1,6 @@
 """`Settings`: what a `LinearisedLaplace` is constructed with; written once, for the constructor, `repr` and files."""
 
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 from torch import nn
@@ -14,6 +13,7 @@ from laplace_sampling.methods import as_method
 from laplace_sampling.methods.method import Method
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.random_weights import Subset, linearise
+from laplace_sampling.solvers.checks import check_whole
 
 __all__ = ["Settings"]
 
@@ -69,9 +69,8 @@ class Settings:
         )
 
     def __post_init__(self) -> None:
-        for name, value, least in (("num_samples", self.num_samples, 2), ("seed", self.seed, 0)):
-            if not isinstance(value, Integral) or value < least:
-                raise ValueError(f"`{name}` must be a whole number of at least {least}, but is {value!r}.")
+        check_whole("`num_samples`", self.num_samples, 2)
+        check_whole("`seed`", self.seed, 0)
         self.method.check_likelihood(self.likelihood)
 
     @property

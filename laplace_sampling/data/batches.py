@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -21,9 +22,11 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 __all__ = [
     "Layout",
     "arguments",
+    "as_tensors",
     "batched",
     "concatenate",
     "constants",
+    "flaw_of",
     "num_bytes",
     "num_rows",
     "place",
@@ -128,6 +131,37 @@ def plain(x: Any) -> Any:
     if type(x) is not dict and isinstance(x, Mapping):
         x = dict(x)
     return tree_map(lambda leaf: plain(leaf) if isinstance(leaf, Mapping) else leaf, x)
+
+
+def as_tensors(x: Any) -> Any:
+    """The same with tensors in place of numpy's arrays, which share their memory.
+
+    Raises:
+        TypeError: for an array of what torch has no tensors of, as of words.
+    """
+
+    def tensor(leaf: Any) -> Any:
+        if not isinstance(leaf, np.ndarray):
+            return leaf
+        try:
+            # torch does not take negative strides, and warns of arrays that are read-only.
+            return torch.from_numpy(np.require(leaf, requirements=["C", "W"]))
+        except TypeError as error:
+            raise TypeError(f"There is no tensor of an array of {leaf.dtype}; give one of numbers.") from error
+
+    return x if isinstance(x, Tensor) else tree_map(tensor, plain(x))
+
+
+def flaw_of(x: Any) -> str | None:
+    """What a batch holds that no network is differentiated on, in words; `None` for a batch of finite numbers."""
+    for tensor in batched(x)[0]:
+        if tensor.is_meta:
+            return "tensors on the device 'meta' (they hold no numbers)"
+        if tensor.layout != torch.strided:
+            return "sparse tensors (`to_dense()` makes them dense)"
+        if (tensor.is_floating_point() or tensor.is_complex()) and not bool(tensor.isfinite().all()):
+            return "NaN or infinity"
+    return None
 
 
 def batched(x: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
@@ -262,4 +296,9 @@ def _check_rows(output: Tensor, num: int) -> None:
         raise ValueError(
             f"The model returned shape {list(output.shape)} for a batch of {num} inputs; "
             "the first axis of the output must be the batch."
+        )
+    if not output.is_floating_point():
+        raise TypeError(
+            f"The model returned outputs in {output.dtype}, but outputs are differentiated: they must be real numbers, "
+            "in floating point. Return them before they are rounded or compared, or their real and imaginary parts."
         )

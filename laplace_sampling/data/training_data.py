@@ -5,13 +5,13 @@ index. The loader gives its batch size (what fits in memory), its sampler (which
 has no index but its order, which must repeat.
 """
 
+import copy
 import itertools
 import warnings
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import suppress
-from functools import partial
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -19,11 +19,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from laplace_sampling.data.batches import batched, concatenate, constants, num_bytes, num_rows, take
+from laplace_sampling.data.batches import (
+    batched,
+    concatenate,
+    constants,
+    flaw_of,
+    num_bytes,
+    num_rows,
+    take,
+)
+from laplace_sampling.data.coverage import check_coverage
+from laplace_sampling.data.random_state import BorrowedRandomness
+from laplace_sampling.data.unpacking import Unpack, unpacking
+from laplace_sampling.solvers.checks import check_whole
 
 __all__ = ["TrainingData", "Unpack"]
-
-Unpack = Callable[[Any], tuple[Any, Any]]
 
 # Inputs up to this size are kept in memory, as tensors, and the dataset is read once. It is not tuned: half and twice
 # of it change no result, and the time only where the size of a dataset is between the two.
@@ -65,9 +75,11 @@ class TrainingData:
         fill: int | None = None,
         cache_bytes: float = DEFAULT_CACHE_BYTES,
     ) -> None:
-        source = _source(loader, num_data, _pair if unpack is None else partial(_unpacked, unpack))
-        _check_repeatable(source)
-        inputs, targets, shapes = _read(source, cache_bytes)
+        randomness = BorrowedRandomness(loader)
+        with randomness.borrowed():
+            source = _source(loader, num_data, unpacking(unpack))
+            _check_repeatable(source)
+            inputs, targets, shapes = _read(source, cache_bytes)
         sizes = [num_rows(y) for y in targets]
         self.num_data = sum(sizes)
         if self.num_data == 0:
@@ -84,11 +96,14 @@ class TrainingData:
                 "or pad all data to one length."
             )
         self._source: _Inputs = _InMemory(concatenate(inputs)) if inputs and not self.ragged else source
+        # What is in memory draws nothing any more.
+        self._reading = nullcontext if source.in_memory or self._source is not source else randomness.borrowed
 
     @classmethod
     def unlabelled(cls, x: Any, batch_size: int) -> "TrainingData":
         """Inputs in memory, without targets."""
         data = cls.__new__(cls)
+        data._reading = nullcontext
         data._source, data.num_data, data.batch_size, data.ragged = _InMemory(x), num_rows(x), batch_size, False
         data.targets = torch.zeros(data.num_data)
         return data
@@ -99,7 +114,8 @@ class TrainingData:
 
     def inputs(self, indices: Tensor) -> Any:
         """The inputs of some data, `[n, ...]`."""
-        return self._source.inputs(indices)
+        with self._reading():
+            return self._source.inputs(indices)
 
 
 Shapes = set[tuple[torch.Size, ...]]
@@ -170,6 +186,7 @@ class _RandomAccess(_Source):
             batches = [list(batch) for batch in batch_sampler]
             drawn = [index for batch in batches for index in batch]
             self.batch_size = max(map(len, batches), default=1)
+        check_coverage(loader, drawn)
         # Sorted, so that a shuffled loader gives the same order, hence the same samples, every time.
         self.order = sorted(drawn) if all(isinstance(i, int) for i in drawn) else drawn
         # Tensors that the dataset holds are not copied.
@@ -278,44 +295,31 @@ def _source(loader: Iterable[Any], num_data: int | None, unpack: Unpack) -> _Sou
         loader = DataLoader(loader, batch_size=_BATCH_SIZE)
     if not isinstance(loader, Iterable):
         raise TypeError(f"The data must be a DataLoader of (x, y) batches, but are a {type(loader).__name__}.")
+    if num_data is not None:
+        check_whole("`num_data`", num_data, 1)
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         if num_data is None and not isinstance(loader.dataset, Sized):
             raise ValueError(
                 "The data are an IterableDataset, which may have no end: say how many there are with `num_data=`."
             )
-        return _Stream(loader, len(loader.dataset) if num_data is None else num_data, unpack)  # pyright: ignore
+        num = len(loader.dataset) if num_data is None else num_data  # pyright: ignore
+        return _Stream(_with_own_workers(loader), num, unpack)
     if num_data is not None:
         raise ValueError(f"`num_data` is for an IterableDataset; the data of a {type(loader).__name__} are counted.")
     # Without a sampler of batches a loader's dataset gives whole batches, which have an order only.
     if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
         return _RandomAccess(loader, loader.batch_sampler, unpack)
+    if isinstance(loader, DataLoader):
+        check_coverage(loader, list(loader.sampler))
+        loader = _with_own_workers(loader)
     return _Stream(loader, None, unpack)
 
 
-def _pair(batch: Any) -> tuple[Any, Any]:
-    if isinstance(batch, Mapping) and "labels" in batch:
-        return {name: value for name, value in batch.items() if name != "labels"}, batch["labels"]
-    known = isinstance(batch, list | tuple) and len(batch) == 2
-    if not known or not batched(batch[0])[0] or not batched(batch[1])[0]:
-        given = [type(part).__name__ for part in batch] if isinstance(batch, list | tuple) else type(batch).__name__
-        hint = " To give all data at once, pass the list [(x, y)]." if isinstance(batch, Tensor) else ""
-        raise TypeError(
-            "Batches of the loader must be pairs (x, y) of tensors (or of tuples or dictionaries of them), or "
-            f"mappings with `labels`, but one is {given}.{hint} Others take `unpack=`, a function of a batch that "
-            "returns (inputs, targets)."
-        )
-    return batch[0], batch[1]
-
-
-def _unpacked(unpack: Unpack, batch: Any) -> tuple[Any, Any]:
-    pair = unpack(batch)
-    if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(batched(part)[0] for part in pair):
-        given = [type(part).__name__ for part in pair] if isinstance(pair, list | tuple) else type(pair).__name__
-        raise TypeError(
-            "`unpack(batch)` must return (inputs, targets), both tensors or tuples or dictionaries of them, but "
-            f"returned {given}."
-        )
-    return pair[0], pair[1]
+def _with_own_workers(loader: DataLoader) -> DataLoader:
+    """The same loader; workers of the user's own that persist would go on from where these passes end."""
+    own = copy.copy(loader)
+    own._iterator = None
+    return own
 
 
 def _joined(targets: list[Any], fill: int | None) -> Any:
@@ -340,14 +344,14 @@ def _joined(targets: list[Any], fill: int | None) -> Any:
 
 
 def _check_finite(x: Any, what: str, number: int) -> None:
-    if any(t.is_floating_point() and not bool(t.isfinite().all()) for t in batched(x)[0]):
-        raise ValueError(f"Batch {number} (counted from 0) has NaN or infinity in its {what}; clean the data first.")
+    if (flaw := flaw_of(x)) is not None:
+        raise ValueError(f"Batch {number} (counted from 0) has {flaw} in its {what}; clean the data first.")
 
 
 def _checksum(pair: tuple[Any, Any]) -> tuple[int, ...]:
-    return tuple(
-        zlib.crc32(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data) for t in batched(pair)[0]
-    )
+    # Tensors without numbers, and sparse ones, are refused when they are read.
+    dense = [t.detach().cpu() for t in batched(pair)[0] if not t.is_meta and t.layout == torch.strided]
+    return tuple(zlib.crc32(t.contiguous().reshape(-1).view(torch.uint8).numpy().data) for t in dense)
 
 
 def _unrepeatable(number: int) -> ValueError:

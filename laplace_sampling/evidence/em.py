@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from laplace_sampling.evidence.bounds import Bounds, check_bounds
 from laplace_sampling.evidence.expansion import total_loss
@@ -25,6 +24,7 @@ from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.mode_objective import linear_model_mode
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import sample_posterior
+from laplace_sampling.solvers.progress import progress_bar
 from laplace_sampling.solvers.solver import Minimum, Solution, Solver
 
 __all__ = ["EMResult", "effective_dimension", "fit_em", "noise_update"]
@@ -237,7 +237,7 @@ def fit_em(
     check_bounds(precision_bounds, noise_bounds)
     prior = prior.to(model.features.device, model.features.dtype)
     iteration = _Iteration(model, prior, draws, solver, hessian_at, tolerance, precision_bounds, noise_bounds, progress)
-    with tqdm(total=max_steps, desc="EM", disable=not progress) as bar:
+    with progress_bar("EM" if progress else None, total=max_steps, leave=True) as bar:
         while True:
             expectation = None  # the samples of the last step are freed before the next ones are made
             expectation = iteration.step()

@@ -13,7 +13,6 @@ from functools import partial
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from laplace_sampling.evidence.bounds import Bounds, check_bounds, clamped
 from laplace_sampling.evidence.curves import EvidencePath, FixedPoint
@@ -27,6 +26,7 @@ from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.solvers.progress import progress_bar
 
 __all__ = ["PathResult", "fit_path"]
 
@@ -347,7 +347,7 @@ def fit_path(
     schedule = _Schedule([*coarse, tolerance / 3], max_probes, max_basis)
     prior = prior.to(model.features.device, model.features.dtype)
     rounds = _Rounds(model, prior, hessian_at, tolerance, precision_bounds, noise_bounds, exact, schedule)
-    with tqdm(total=max_rounds, desc="evidence", disable=not progress) as bar:
+    with progress_bar("evidence" if progress else None, total=max_rounds, leave=True) as bar:
         while len(rounds.history) < max_rounds and not (rounds.converged or rounds.full or rounds.rounded):
             rounds.play(seed, stream)
             last = rounds.history[-1]

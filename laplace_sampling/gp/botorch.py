@@ -16,7 +16,6 @@ Fantasies, `fit_gpytorch_mll` and `batch_cross_validation` are for models of GPy
 `SingleTaskGP(X, Y, covar_module=TangentKernel(network), mean_module=NetworkMean(network))`.
 """
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -29,6 +28,7 @@ from laplace_sampling.gp.exact_regression import ExactRegression
 from laplace_sampling.gp.jittered_covariance import JitteredCovariance
 from laplace_sampling.gp.linear_operators import gpytorch
 from laplace_sampling.gp.regression_evidence import Optimum
+from laplace_sampling.gp.surrogate_checks import check_inputs, check_settings, check_training_data
 from laplace_sampling.gp.tangent_kernel import MEANS, NetworkMean, shape_inputs
 from laplace_sampling.gp.tensor_state import TensorState
 from laplace_sampling.likelihoods.gaussian import Gaussian
@@ -38,6 +38,7 @@ from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.network_features import features_at
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, unit_variance
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.solvers.checks import check_whole
 from laplace_sampling.solvers.solver import ConvergenceWarning
 
 try:
@@ -96,11 +97,12 @@ class TangentSurrogate(TensorState, Model):
         input_shape: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
-        _check_data(train_X, train_Y)
-        _check_precisions(prior_precision=prior_precision, noise_precision=noise_precision)
+        check_training_data(train_X, train_Y)
         # A linearisation is no module, so that the weights are not parameters of this model: an optimiser of its
         # hyperparameters cannot change them.
         self.network = network if isinstance(network, Linearisation) else Linearisation(network)
+        given = {"prior_precision": prior_precision, "noise_precision": noise_precision}
+        check_settings(train_X.shape[1], self.network.num_parameters, scale, input_shape, **given)
         self.mean_module = NetworkMean(self.network, mean, input_shape=input_shape)
         self._input_shape = input_shape
         options = {
@@ -211,6 +213,7 @@ class TangentSurrogate(TensorState, Model):
         """
         if kwargs:
             raise TypeError(f"`posterior` does not know {sorted(kwargs)}.")
+        check_inputs("posterior", X, self.train_inputs[0].shape[1])
         self._check_network("posterior")
         mean, covariance = self._moments(X)
         if output_indices is not None:
@@ -265,8 +268,8 @@ class TangentSurrogate(TensorState, Model):
                 each function, or `[…, 1, Q, D]` or `[Q, D]`, the same for all. By default one function of any `X`.
             seed: of the draws.
         """
-        if num_samples is not None and num_samples < 1:
-            raise ValueError(f"`sample_paths(num_samples)` needs at least 1, got {num_samples}.")
+        if num_samples is not None:
+            check_whole("`sample_paths(num_samples)`", num_samples, 1)
         self._check_network("sample_paths")
         zeta = self.exact.sample(Draws(num_samples or 1, seed), self.prior_precision, self.noise_precision)
         # A sample is one vector of weights: a function at any inputs, without the cubic cost of joint draws there.
@@ -331,21 +334,6 @@ class TangentSurrogate(TensorState, Model):
             f"`subset_output({idcs})`: a TangentSurrogate of some outputs only is not supported. Use "
             f"`posterior(X, output_indices={idcs})`, or an objective or a posterior transform that selects them."
         )
-
-
-def _check_data(train_X: Tensor, train_Y: Tensor) -> None:
-    if train_Y.dim() != 2 or len(train_Y) != len(train_X):
-        raise ValueError(f"`train_Y` must have shape [N, C] with N = {len(train_X)}, but has {list(train_Y.shape)}.")
-    for name, data in (("train_X", train_X), ("train_Y", train_Y)):
-        if not bool(data.isfinite().all()):
-            rows = (~data.isfinite()).flatten(1).any(1).nonzero()[:, 0].tolist()
-            raise ValueError(f"`{name}` contains NaN or infinity, in rows {rows[:5]}: leave these data out.")
-
-
-def _check_precisions(**precisions: float | None) -> None:
-    for name, value in precisions.items():
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"`{name}` must be positive and finite, or None to be learnt, but is {value}.")
 
 
 def _isotropic(network: Linearisation, scale: Tensor | None, precision: float) -> GaussianPrior:

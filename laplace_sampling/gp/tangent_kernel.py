@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from laplace_sampling.gp.linear_operators import LinearOperator, gpytorch
 from laplace_sampling.gp.tangent_operator import BLOCK, TangentKernelOperator, to_network
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.solvers.checks import as_numbers, check_positive
 
 __all__ = ["NetworkMean", "TangentGP", "TangentKernel"]
 
@@ -63,11 +64,14 @@ class TangentKernel(gpytorch.kernels.Kernel):
         active_dims: Sequence[int] | Tensor | None = None,
     ) -> None:
         super().__init__(batch_shape=torch.Size(batch_shape), active_dims=cast(Any, active_dims))
+        if not isinstance(prior_precision, Tensor):
+            check_positive("`prior_precision`", prior_precision)
         start = torch.as_tensor(prior_precision, dtype=torch.float64)
         if not bool(((start > 0) & start.isfinite()).all()):
             raise ValueError(f"`prior_precision` must be positive and finite, but is {prior_precision}.")
         self.network = network if isinstance(network, Linearisation) else Linearisation(network)
         size = self.network.num_parameters
+        scale = None if scale is None else as_numbers("`scale`", scale)
         if scale is not None and scale.shape != (size,):
             raise ValueError(f"`scale` must have one entry a weight, [{size}], but has shape {list(scale.shape)}.")
         given = torch.ones(size, dtype=self.network.dtype) if scale is None else scale

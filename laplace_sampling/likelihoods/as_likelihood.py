@@ -11,6 +11,7 @@ from laplace_sampling.likelihoods.heteroscedastic_gaussian import Heteroscedasti
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.multi_task import MultiTask
 from laplace_sampling.likelihoods.poisson import Poisson
+from laplace_sampling.solvers.checks import refuse_class
 
 __all__ = ["LIKELIHOODS", "as_likelihood"]
 
@@ -42,7 +43,13 @@ def as_likelihood(
             f'`noise_precision` goes with likelihood="regression" only, but the likelihood is {likelihood!r}; '
             "give it as `Gaussian(noise_precision=...)`, or leave it out."
         )
+    refuse_class("likelihood", likelihood)
     if isinstance(likelihood, Likelihood):
+        if likelihood.quadratic and not isinstance(likelihood, Gaussian):
+            raise TypeError(
+                f"The likelihood {likelihood.name!r} sets `quadratic`, which is for subclasses of `Gaussian` only: "
+                "derive it from that, or leave `quadratic` out; its curvature is used as it is."
+            )
         return likelihood
     if isinstance(likelihood, Mapping):
         return MultiTask({head: as_likelihood(of_head) for head, of_head in likelihood.items()})

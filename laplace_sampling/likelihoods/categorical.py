@@ -9,6 +9,7 @@ from torch import Tensor
 
 from laplace_sampling.data.batches import Layout
 from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.solvers.checks import check_whole
 
 __all__ = ["Categorical"]
 
@@ -45,6 +46,8 @@ class Categorical(Likelihood):
     name: str = field(default="classification", init=False)
 
     def __post_init__(self) -> None:
+        check_whole("`Categorical(class_dim=...)`", self.class_dim)
+        check_whole("`Categorical(ignore_index=...)`", self.ignore_index)
         if self.class_dim == 0:
             raise ValueError(
                 "`Categorical(class_dim=0)`: the first axis of the outputs is the data; classes are another."

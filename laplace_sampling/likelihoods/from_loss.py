@@ -47,6 +47,11 @@ def from_loss(loss: Loss, name: str = "custom") -> "LossLikelihood":
         >>> gumbel = from_loss(lambda f, y: (y - f + (f - y).exp()).sum(), "gumbel")
         >>> la = LinearisedLaplace(torch.nn.Linear(1, 1), gumbel)
     """
+    if not callable(loss) or not isinstance(name, str):
+        wrong = loss if not callable(loss) else name
+        raise TypeError(
+            f"`from_loss(loss, name)` needs a function of outputs and target and a string, but got {wrong!r:.80}."
+        )
     return LossLikelihood(loss, name)
 
 
@@ -117,7 +122,13 @@ class LossLikelihood(Likelihood):
         if y.dim() == 0 or len(y) != output_shape[0]:
             raise ValueError(f"There are targets of shape {list(y.shape)} for outputs of shape {list(output_shape)}.")
         outputs = torch.zeros(output_shape[1:], device=y.device).requires_grad_()
-        value = self.function(outputs, y[0])
+        try:
+            value = self.function(outputs, y[0])
+        except (TypeError, ValueError, RuntimeError, IndexError) as error:
+            raise ValueError(
+                f"The loss of likelihood {self.name!r} fails on outputs of one datum, of shape "
+                f"{list(output_shape[1:])}, and a target of shape {list(y[0].shape)}: {error}"
+            ) from error
         if not isinstance(value, Tensor) or value.dim():
             returned = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(

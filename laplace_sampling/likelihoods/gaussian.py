@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from laplace_sampling.likelihoods.likelihood import Likelihood, check_target_shape
-from laplace_sampling.likelihoods.measurement import Observation
+from laplace_sampling.likelihoods.measurement import Observation, check_observation
+from laplace_sampling.solvers.checks import as_numbers, check_flag
 
 __all__ = ["Gaussian"]
 
@@ -36,11 +37,14 @@ class Gaussian(Likelihood):
 
     def __post_init__(self) -> None:
         # Hyperparameters are kept in float64 on the CPU, whatever the network computes in.
-        precision = torch.as_tensor(self.noise_precision, dtype=torch.float64).detach().cpu()
-        if precision.dim() > 1 or not bool(torch.all(precision > 0)) or not bool(precision.isfinite().all()):
+        precision = as_numbers("`Gaussian(noise_precision=...)`", self.noise_precision).double().cpu()
+        valid = bool(torch.all(precision > 0)) and bool(precision.isfinite().all())
+        if precision.dim() > 1 or not precision.numel() or not valid:
             raise ValueError(
                 f"`Gaussian(noise_precision=...)` needs a positive number or a tensor [C] of them, got {precision}."
             )
+        check_flag("`Gaussian(learn=...)`", self.learn)
+        check_observation(self.observe)
         if self.noise_at not in ("mode", "network"):
             raise ValueError(f'`Gaussian(noise_at={self.noise_at!r})` is not known; use "mode" or "network".')
         # A vector of one entry becomes a scalar, so that "one noise for all outputs" has one form only.

@@ -111,6 +111,9 @@ class Likelihood(ABC):
                 f"Targets must be a tensor, but are a {type(y).__name__}; a dictionary of targets is for a network "
                 "that returns a dictionary, with `likelihood={head: likelihood, ...}`."
             )
+        if y.dim() == 0 or y.is_complex():
+            kind = f"complex numbers, in {y.dtype}" if y.is_complex() else "a single number without an axis"
+            raise TypeError(f"Targets must be a tensor [N, ...] of real numbers, but are {kind}.")
         self.check_targets(torch.Size((len(y), *layout.shape)), y)
         return bound, y
 

@@ -13,7 +13,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from linear_operator import LinearOperator
 
-__all__ = ["Measurement", "Observation", "as_measurement"]
+__all__ = ["Measurement", "Observation", "as_measurement", "check_observation"]
 
 # A random test of `⟨Tf, u⟩ = ⟨f, Tᵀu⟩` fails above this multiple of the machine precision, relative to `‖Tf‖‖u‖`. Dense
 # matrices, convolutions and cumulative sums in float32 differed by at most 0.5: half or twice it changes nothing.
@@ -122,20 +122,26 @@ def as_measurement(T: Observation, num_outputs: int, dtype: torch.dtype = torch.
         TypeError: if `T` is nothing of these.
         ValueError: if it is a tensor but no matrix, or if the functions are not adjoint.
     """
+    check_observation(T)
     if isinstance(T, Measurement):
         return T
     if _is_linear_operator(T):
         return _Linear(cast("LinearOperator", T))
     if isinstance(T, Tensor):
-        if T.dim() != 2:
-            raise ValueError(f"`observe=T` needs a matrix [m, n], but got a tensor of shape {list(T.shape)}.")
         return _Matrix(T.detach() if T.layout in (torch.strided, torch.sparse_coo) else T.detach().to_sparse_coo())
-    if isinstance(T, tuple) and len(T) == 2 and all(map(callable, T)):
-        return _from_functions(T[0], T[1], num_outputs, dtype)
-    raise TypeError(
-        "`observe=T` needs a matrix, a LinearOperator or a pair of functions (forward, adjoint), but got "
-        f"{type(T).__name__}."
-    )
+    return _from_functions(*cast("tuple[Any, Any]", T), num_outputs, dtype)
+
+
+def check_observation(T: Any) -> None:
+    """Raise if there is no measurement that is given so; `None` is none."""
+    if isinstance(T, Tensor) and T.dim() != 2:
+        raise ValueError(f"`observe=T` needs a matrix [m, n], but got a tensor of shape {list(T.shape)}.")
+    pair = isinstance(T, tuple) and len(T) == 2 and all(map(callable, T))
+    if not (T is None or pair or isinstance(T, Measurement | Tensor) or _is_linear_operator(T)):
+        raise TypeError(
+            "`observe=T` needs a matrix, a LinearOperator or a pair of functions (forward, adjoint), but got "
+            f"{type(T).__name__}."
+        )
 
 
 def _is_linear_operator(T: Any) -> bool:

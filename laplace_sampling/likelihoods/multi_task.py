@@ -35,8 +35,8 @@ class MultiTask(Likelihood):
     name: str = field(default="multitask", init=False)
 
     def __post_init__(self) -> None:
-        if not self.heads:
-            raise ValueError("`MultiTask({})` needs at least one head.")
+        if not isinstance(self.heads, Mapping) or not self.heads:
+            raise ValueError(f"`MultiTask(...)` needs at least one head, in a dictionary, but got {self.heads!r:.80}.")
         names = [name for name, head in self.heads.items() if not isinstance(head, Likelihood)]
         if names:
             raise TypeError(

@@ -21,6 +21,7 @@ from laplace_sampling.linear_model.tangent_model import TangentModel, with_offse
 from laplace_sampling.linear_model.weighted_features import noise_weights, weigh
 from laplace_sampling.networks.consistency import check_consistency
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.solvers.checks import as_numbers
 
 __all__ = ["tangent_model_of"]
 
@@ -53,8 +54,7 @@ def tangent_model_of(
     Raises:
         TypeError, ValueError: for data that do not fit the model or the likelihood, or that cannot be read twice.
     """
-    with torch.random.fork_rng(devices=[]):  # a shuffled loader draws from the global generator
-        data = TrainingData(loader, unpack=unpack, num_data=num_data, fill=likelihood.fill)
+    data = TrainingData(loader, unpack=unpack, num_data=num_data, fill=likelihood.fill)
     if noise_variances is not None and not likelihood.quadratic:
         raise ValueError(
             f"`noise_variances` are of a regression, but the likelihood is {likelihood.name!r}, which has no noise "
@@ -63,7 +63,7 @@ def tangent_model_of(
     if not bool(network.weights.isfinite().all()):
         raise ValueError("The weights of the model contain NaN or infinity; train or load it again.")
     if weights is not None:
-        weights = _as_tensor(weights)
+        weights = as_numbers("`weights`", weights)
         check_weights(weights, data.num_data)
         if likelihood.quadratic:
             # Weights of a Gaussian likelihood are precisions: as noise variances they keep its loss quadratic.
@@ -72,8 +72,8 @@ def tangent_model_of(
     model = _with_targets(features, outputs, likelihood, data, observation, weights)
     row_weights = None
     if noise_variances is not None:
-        variances = torch.as_tensor(noise_variances, device=network.device)
-        row_weights = noise_weights(variances, (data.num_data, model.network_outputs.shape[1]))
+        row_weights = noise_weights(noise_variances, (data.num_data, model.network_outputs.shape[1]))
+        row_weights = row_weights.to(network.device)
         model = weigh(model, row_weights)
     return TangentModel(
         with_offset(model, network.weights, kind),
@@ -120,18 +120,13 @@ def _with_targets(
             likelihood, targets = weighted(likelihood, targets, weights)
         model = replace(model, targets=targets, likelihood=likelihood)
     if not bool(model.likelihood.loss(model.network_outputs, model.targets).isfinite().all()):
-        raise ValueError("The loss of the model on the data is not finite; check targets and noise precision.")
+        largest = float(model.network_outputs.abs().max())
+        raise ValueError(
+            f"The loss of the model on the data is not finite; check targets and noise precision, and the weights of "
+            f"the model, whose largest output is {largest:.3g}."
+        )
     model.likelihood.check_curvature(model.network_outputs, model.targets)
     return model
-
-
-def _as_tensor(weights: Any) -> Tensor:
-    try:
-        return torch.as_tensor(weights)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"`weights` must be numbers, one for each datum, as a tensor, an array or a list, but are {weights!r:.40}."
-        ) from error
 
 
 def _as_variances(weights: Tensor, noise_variances: Tensor | None) -> Tensor:

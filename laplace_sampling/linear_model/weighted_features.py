@@ -6,12 +6,12 @@ take.
 
 from dataclasses import replace
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.linear_model.features import DerivedFeatures, Features
 from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.solvers.checks import as_numbers
 
 __all__ = ["WeightedFeatures", "noise_weights", "weigh"]
 
@@ -52,7 +52,7 @@ def noise_weights(noise_variances: Tensor, shape: tuple[int, int]) -> Float[Tens
     Raises:
         ValueError: if they are of another shape, or not positive and finite.
     """
-    variances = torch.as_tensor(noise_variances).detach().double()  # accepts lists and NumPy arrays
+    variances = as_numbers("`noise_variances`", noise_variances).double()
     if variances.shape[:1] != shape[:1] or variances.numel() not in (shape[0], shape[0] * shape[1]):
         raise ValueError(
             f"`noise_variances` must have one entry a datum, [{shape[0]}], or one an output, {list(shape)}, in the "

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from laplace_sampling.methods.method import Method
+from laplace_sampling.solvers.checks import refuse_class
 from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.svrg import SVRG
 
@@ -33,8 +34,7 @@ def as_method(method: str | Method) -> Method:
     """The method of a name, with its defaults; a `Method` is returned as it is."""
     if isinstance(method, Method):
         return method
-    if isinstance(method, type):
-        raise TypeError(f"`method={method.__name__}` is a class; give an object, as `{method.__name__}()`.")
+    refuse_class("method", method)
     if isinstance(method, SGD | SVRG):
         raise TypeError(
             f"`method` is a solver; give it to a method, as `Stochastic(solver={type(method).__name__}(...))`."

@@ -12,6 +12,7 @@ from laplace_sampling.linear_model.sampling import PosteriorSamples, Sampler, dr
 from laplace_sampling.methods.krylov import Krylov
 from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.methods.solver_method import SolverFit
+from laplace_sampling.solvers.checks import check_positive, check_whole
 from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution, Solver
 
 __all__ = ["Contour"]
@@ -34,6 +35,13 @@ class Contour(Krylov):
     max_iterations: int = 1000
     minres_tolerance: float = 1e-4
     residual_tolerance: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_quadrature", "max_iterations"):
+            check_whole(f"`Contour({name}=...)`", getattr(self, name), 1)
+        for name in ("minres_tolerance", "residual_tolerance"):
+            check_positive(f"`Contour({name}=...)`", getattr(self, name))
 
     @property
     def name(self) -> str:

@@ -15,6 +15,7 @@ from laplace_sampling.methods.fit import Task, Tuned
 from laplace_sampling.methods.method import Tuning
 from laplace_sampling.methods.problem import fits_in_observation_space
 from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, has_path
+from laplace_sampling.solvers.checks import check_positive, check_whole
 from laplace_sampling.solvers.solver import Minimum
 
 if TYPE_CHECKING:
@@ -45,11 +46,11 @@ class Dual(SolverMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive = (self.accuracy is None or self.accuracy > 0) and self.max_iterations >= 1
-        if not positive or (self.rank or 0) < 0 or self.max_refinements < 0:
-            raise ValueError(
-                f"accuracy and max_iterations must be positive, rank and max_refinements not negative: {self}."
-            )
+        check_whole("`Dual(rank=...)`", 0 if self.rank is None else self.rank, 0)
+        check_whole("`Dual(max_iterations=...)`", self.max_iterations, 1)
+        check_whole("`Dual(max_refinements=...)`", self.max_refinements, 0)
+        if self.accuracy is not None:
+            check_positive("`Dual(accuracy=...)`", self.accuracy)
 
     @property
     def name(self) -> str:

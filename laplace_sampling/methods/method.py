@@ -8,6 +8,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from laplace_sampling.evidence.bounds import check_bounds
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost
@@ -17,6 +18,7 @@ from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.methods.fit import PRIOR_STREAM, Fit, Task, Tuned
 from laplace_sampling.methods.problem import Memory, Problem
+from laplace_sampling.solvers.checks import check_positive, check_whole
 
 __all__ = ["Choice", "Method", "Tuning", "problems_at_bounds"]
 
@@ -42,11 +44,12 @@ class Tuning:
     callback: Callable[[Step], object] | None = None
 
     def __post_init__(self) -> None:
-        if self.max_steps < 1 or self.num_samples < 1 or not self.tolerance > 0:
-            raise ValueError(
-                "`fit_hyperparameters` needs max_steps and num_samples of at least 1 and a positive tolerance, "
-                f"got {self.max_steps}, {self.num_samples}, {self.tolerance}."
-            )
+        check_whole("`fit_hyperparameters(max_steps=...)`", self.max_steps, 1)
+        check_whole("`fit_hyperparameters(num_samples=...)`", self.num_samples, 1)
+        check_positive("`fit_hyperparameters(tolerance=...)`", self.tolerance)
+        check_bounds(self.precision_bounds, self.noise_bounds)
+        if self.callback is not None and not callable(self.callback):
+            raise TypeError(f"`callback` must be a function of a `Step`, but is {self.callback!r:.80}.")
 
     def shifted(self, loss: float) -> "Tuning":
         """The same, whose callback gets losses of the targets in place of those of the model, which are smaller."""
@@ -102,8 +105,11 @@ class Method(ABC):
     compile: bool | str = field(default=False)
 
     def __post_init__(self) -> None:
-        if self.max_memory is not None and not (isinstance(self.max_memory, Real) and self.max_memory > 0):
+        number = isinstance(self.max_memory, Real) and not isinstance(self.max_memory, bool)
+        if self.max_memory is not None and not (number and self.max_memory > 0):
             raise ValueError(f"`max_memory` must be a positive number of bytes, but is {self.max_memory!r}.")
+        if not isinstance(self.compile, bool | str):
+            raise TypeError(f"`compile` must be True, False or the name of a backend, but is {self.compile!r:.80}.")
 
     @property
     @abstractmethod

@@ -11,6 +11,7 @@ from laplace_sampling.methods.fit import Task
 from laplace_sampling.methods.method import Choice
 from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.methods.solver_method import SolverMethod, largest_error
+from laplace_sampling.solvers.checks import refuse_class
 from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.solver import Solver
 from laplace_sampling.solvers.svrg import SVRG
@@ -41,6 +42,7 @@ class Stochastic(SolverMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        refuse_class("solver", self.solver)
         if not isinstance(self.solver, SGD | SVRG | None):
             raise TypeError(
                 f"`Stochastic(solver=...)` must be an SGD or an SVRG, but is a {type(self.solver).__name__}."

@@ -6,6 +6,7 @@ its own state back after each call, also after one that raised.
 
 import copy
 import hashlib
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import is_
@@ -62,7 +63,15 @@ class HeldModule:
     def random(self) -> Weights:
         """The random weights of the module, without a graph."""
         parameters = dict(self.module.named_parameters())
+        if missing := [name for name in self.names if name not in parameters]:
+            raise self._lost(missing)
         return {name: parameters[name].detach() for name in self.names}
+
+    def _lost(self, names: list[str]) -> ValueError:
+        return ValueError(
+            f"The model has no parameters {names} any more, which it had when it was linearised: put them back, or "
+            "construct the `LinearisedLaplace` again."
+        )
 
     def leaves(self) -> Weights:
         """The random weights as leaves of a graph of their own."""
@@ -77,8 +86,9 @@ class HeldModule:
     def _some_weight(self) -> Tensor:
         """One of the random weights; a walk through the module would take as long as a small layer."""
         owner, _, name = self.names[0].rpartition(".")
-        weight = self.module.get_submodule(owner)._parameters[name]
-        assert weight is not None
+        weight = self.module.get_submodule(owner)._parameters.get(name)
+        if weight is None:
+            raise self._lost(self.names[:1])
         return weight
 
     @property
@@ -142,24 +152,34 @@ class HeldModule:
 
     @contextmanager
     def _explained(self, x: Any) -> Iterator[None]:
-        """Errors of the network about types or gradients say what the user can do."""
+        """Errors of torch in the network say of what they are, and what the user can do; its own stay as they are."""
         name = type(self.module).__name__
         try:
-            yield
-        except (RuntimeError, ValueError) as error:
+            with cpu_out_of_memory():
+                yield
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
             if "does not require grad" in str(error):
                 raise RuntimeError(
                     f"{name} differentiates in its forward, which is run under "
                     f"`torch.no_grad()`: {error}. Put `with torch.enable_grad():` around that part of it, "
                     "and call `requires_grad_()` there on what it differentiates in."
                 ) from error
-            dtypes = sorted({str(t.dtype) for t in batched(x)[0] if t.dtype != self.module_dtype})
-            if not dtypes or "type" not in str(error):
+            if isinstance(error, torch.OutOfMemoryError) or not _is_of_torch(error):
                 raise
-            raise TypeError(
-                f"{name}, whose weights are in {self.module_dtype}, fails on inputs in "
-                f"{', '.join(dtypes)}: {error} Convert the inputs, as by `x.to({self.module_dtype})` (numbers of numpy "
-                "are in float64), or the model."
+            tensors = batched(x)[0]
+            dtypes = sorted({str(t.dtype) for t in tensors if t.dtype != self.module_dtype})
+            if dtypes and "type" in str(error):
+                raise TypeError(
+                    f"{name}, whose weights are in {self.module_dtype}, fails on inputs in "
+                    f"{', '.join(dtypes)}: {error} Convert the inputs, as by `x.to({self.module_dtype})` (numbers of "
+                    "numpy are in float64), or the model."
+                ) from error
+            own = sorted({str(p.dtype) for p in self.module.parameters()})
+            several = f", and its weights are in {' and '.join(own)}: convert it to one of them" if len(own) > 1 else ""
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(
+                f"{name} fails on inputs of shape {', '.join(str(list(t.shape)) for t in tensors)} in "
+                f"{', '.join(sorted({str(t.dtype) for t in tensors}))}{several}. torch says: {error}"
             ) from error
 
     def unflatten(self, v: Tensor) -> Weights:
@@ -209,6 +229,12 @@ class HeldModule:
             for part in _dense_parts(tensor.detach().cpu()):
                 digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+
+
+def _is_of_torch(error: Exception) -> bool:
+    """Whether an error was raised inside torch, and not by the user's own lines."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
 
 
 def _dense_parts(tensor: Tensor) -> list[Tensor]:

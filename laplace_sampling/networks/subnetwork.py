@@ -12,6 +12,7 @@ from laplace_sampling.data.batches import split, take
 from laplace_sampling.networks.batching import DEFAULT_CHUNK
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.unwrapping import unwrapped
+from laplace_sampling.solvers.checks import as_numbers
 
 __all__ = ["Elements", "Subnetwork"]
 
@@ -147,20 +148,20 @@ def _indices(module: nn.Module, elements: Elements) -> dict[str, Tensor]:
 
 def _index(name: str, shape: torch.Size, elements: Tensor | Sequence[int]) -> Tensor:
     """The chosen elements of one flattened parameter, rising."""
-    given = torch.as_tensor(elements)
+    given = as_numbers(f"`parameters={{{name!r}: ...}}`", elements, boolean=True)
     if given.dtype == torch.bool:
         if given.shape != shape:
             raise ValueError(
-                f"The mask for `{name}` has shape {list(given.shape)}, but the parameter {list(shape)}; give one of "
-                "its shape, or indices into its flattened elements."
+                f"`parameters`: the mask for `{name}` has shape {list(given.shape)}, but the parameter {list(shape)}; "
+                "give one of its shape, or indices into its flattened elements."
             )
         return given.reshape(-1).nonzero()[:, 0].cpu()
     # A repeated or negative index would count a weight twice, under two priors.
     index = given.reshape(-1).long().cpu()
-    inside = (index >= 0) & (index < shape.numel())
+    inside = (index >= 0) & (index < shape.numel()) & (index == given.reshape(-1).cpu())
     if not bool(inside.all()) or len(index.unique()) < len(index):
         raise ValueError(
-            f"The indices for `{name}` must be different, from 0 to {shape.numel() - 1}, the elements of the "
-            "flattened parameter."
+            f"`parameters`: the indices for `{name}` must be different, from 0 to {shape.numel() - 1}, and whole: "
+            "the elements of the flattened parameter."
         )
     return index.sort().values

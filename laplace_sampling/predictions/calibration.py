@@ -17,6 +17,7 @@ from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.solvers.checks import check_positive
 
 __all__ = [
     "Calibration",
@@ -76,10 +77,7 @@ class Calibration:
     @classmethod
     def of_scale(cls, scale: float | str) -> "Calibration":
         """A scale that the user gives."""
-        if not (isinstance(scale, float | int) and 0 < scale < math.inf):
-            raise ValueError(
-                f'`scale` must be a positive number (or "auto" in `fit_hyperparameters`), but is {scale!r}.'
-            )
+        check_positive("`scale`", scale, also=' (or "auto" in `fit_hyperparameters`)')
         return cls(scale=float(scale))
 
     def likelihood(self, fitted: Likelihood) -> Likelihood:

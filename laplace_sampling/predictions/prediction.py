@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.data.batches import Layout
+from laplace_sampling.data.batches import Layout, as_tensors, flaw_of
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 
@@ -97,8 +97,22 @@ class Prediction(ABC):
         """`log p(y_n)` of each datum, joint over its outputs."""
 
     def _prepared(self, y: Any) -> tuple[Likelihood, Tensor]:
-        """The likelihood of flattened outputs, and targets of the right shape."""
-        return self.likelihood.prepare(self._layout, y)
+        """The likelihood of flattened outputs, and targets of the right shape.
+
+        Raises:
+            TypeError, ValueError: for targets that are not of these predictions.
+        """
+        try:
+            y = as_tensors(y)
+            flaw, num = flaw_of(y), len(self.outputs)
+            if flaw is not None:
+                raise ValueError(f"the targets contain {flaw}.")
+            likelihood, targets = self.likelihood.prepare(self._layout, y)
+            if len(targets) != num:
+                raise ValueError(f"there are {len(targets)} targets for predictions of {num} data.")
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"`log_prob(y)`: {error}") from None
+        return likelihood, targets
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,8 @@ class RegressionPrediction(Prediction):
 
     def log_prob(self, y: Tensor) -> Float[Tensor, " N"]:
         """Log density of each observation, noise included, joint over its outputs. `y` has the shape of `mean`."""
-        self._prepared(y)
-        return self.distribution().log_prob(y.reshape(len(y), -1).to(self.outputs))
+        targets = self._prepared(y)[1]
+        return self.distribution().log_prob(targets.reshape(len(targets), -1).to(self.outputs))
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from laplace_sampling.solvers.basis import Basis
 from laplace_sampling.solvers.newton import newton
 from laplace_sampling.solvers.operator import Operator
 from laplace_sampling.solvers.preconditioners import Preconditioner
+from laplace_sampling.solvers.progress import progress_bar
 from laplace_sampling.solvers.solver import (
     Minimum,
     Objective,
@@ -68,7 +69,7 @@ class BlockKrylov(Solver):
         rows = len(problem.centre)
         # A quarter of the basis for residuals leaves room for the latest directions and some Ritz vectors.
         together = rows if self.max_basis is None else max(1, min(rows, self.max_basis // 4))
-        with tqdm(total=rows, desc=description, disable=description is None, leave=False) as bar:
+        with progress_bar(description, total=rows) as bar:
             for group in torch.arange(rows, device=problem.operator.device).split(together):
                 self._solve_group(basis, iterates, group, bar)
         iterates.passes += basis.passes
@@ -131,7 +132,7 @@ class CG(Solver):
         iterates = _Iterates(problem, shift, None if init is None else init / undo)
         iterates.passes += passes
         rows = len(problem.centre)
-        with tqdm(total=rows, desc=description, disable=description is None, leave=False) as bar:
+        with progress_bar(description, total=rows) as bar:
             self._iterate(iterates, preconditioner, bar)
             _show(bar, rows)
         return iterates.solution(undo, self.tolerance)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from laplace_sampling.solvers.line_search import halve_until_accepted
 from laplace_sampling.solvers.operator import Operator, tiny
+from laplace_sampling.solvers.progress import progress_bar
 from laplace_sampling.solvers.solver import Minimum, Objective
 
 __all__ = ["newton"]
@@ -45,7 +45,7 @@ def newton(
         description: label of a progress bar.
     """
     point, accuracy, finished = _Iterate(objective, init), _LOOSEST, False
-    for _ in tqdm(range(max_steps), desc=description, disable=description is None, leave=False):
+    for _ in progress_bar(description, range(max_steps)):
         if (finished := point.is_stationary()) or point.passes >= max_passes:
             break
         curvature, needed = objective.curvature(point.theta), max(accuracy, tolerance)

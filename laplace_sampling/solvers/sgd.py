@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
+from laplace_sampling.solvers.checks import check_positive, check_whole
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.operator import Operator, largest_eigenvalue, tiny
+from laplace_sampling.solvers.progress import progress_bar
 from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution, Solver, judged
 
 __all__ = ["SGD"]
@@ -66,13 +67,14 @@ class SGD(Solver):
     max_restarts: int = field(default=5, repr=False)
 
     def __post_init__(self) -> None:
-        positive = (self.epochs, self.mode_epochs, self.batch_size, self.step, self.clip)
-        if min(positive) <= 0 or self.finish_passes < 0:
-            raise ValueError(
-                f"epochs, mode_epochs, batch_size, step and clip must be positive, finish_passes not negative: {self}."
-            )
-        if not 0 < self._tolerance < 1:
-            raise ValueError(f"`SGD(tolerance=...)` must lie between 0 and 1, but is {self.tolerance}.")
+        for name in ("epochs", "step", "clip", "mode_epochs"):
+            check_positive(f"`SGD({name}=...)`", getattr(self, name))
+        for name, least in (("min_steps", 1), ("batch_size", 1), ("finish_passes", 0), ("seed", 0)):
+            check_whole(f"`SGD({name}=...)`", getattr(self, name), least)
+        if not (isinstance(self.momentum, float | int) and 0 <= self.momentum < 1):
+            raise ValueError(f"`SGD(momentum=...)` must lie between 0 and 1, without 1, but is {self.momentum!r:.80}.")
+        if not (isinstance(self._tolerance, float | int) and 0 < self._tolerance < 1):
+            raise ValueError(f"`SGD(tolerance=...)` must lie between 0 and 1, but is {self.tolerance!r:.80}.")
 
     @property
     def _tolerance(self) -> float:
@@ -168,7 +170,7 @@ class SGD(Solver):
         step, num_gradients = self.step / curvature, 0
         for _ in range(self.max_restarts + 1):
             sizes = self._step_sizes(step, steps, decay)
-            progress = tqdm(sizes, desc=description, disable=description is None, leave=False)
+            progress = progress_bar(description, sizes)
             end, spent = self._run(gradient, start, self._batches(num_data), progress)
             num_gradients += spent
             if end is not None:

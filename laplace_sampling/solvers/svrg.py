@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
+from laplace_sampling.solvers.checks import check_positive, check_whole
 from laplace_sampling.solvers.operator import Congruent, Operator, largest_eigenvalue, tiny
 from laplace_sampling.solvers.preconditioners import Nystrom, Preconditioner
+from laplace_sampling.solvers.progress import progress_bar
 from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution, Solver, relative_residual, whiten
 
@@ -82,12 +83,11 @@ class SVRG(Solver):
     held: "HeldNystrom | None" = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        positive = (self.epochs, self.step, self.tolerance, self.max_snapshots, self.max_rank, self.batch_size or 1)
-        if min(positive) <= 0:
-            raise ValueError(
-                "epochs, batch_size, step, tolerance, max_snapshots and max_rank must be positive, "
-                f"but the solver is {self}."
-            )
+        for name in ("epochs", "step", "tolerance"):
+            check_positive(f"`SVRG({name}=...)`", getattr(self, name))
+        for name, least in (("batch_size", 1), ("max_snapshots", 1), ("max_rank", 1), ("seed", 0)):
+            if name != "batch_size" or self.batch_size is not None:
+                check_whole(f"`SVRG({name}=...)`", getattr(self, name), least)
 
     def hold(self) -> "SVRG":
         """The same solver, with one preconditioner for all its solves: see `HeldNystrom`."""
@@ -138,7 +138,7 @@ class SVRG(Solver):
         """The end of a stage and the data it took; a diverging one is restarted with a third of the step."""
         num_seen, largest = 0, min(1.0, self.step / curvature)
         for _ in range(self.max_restarts + 1):
-            batches = tqdm(draw(), desc=description, disable=description is None, leave=False)
+            batches = progress_bar(description, draw())
             end, seen = _stage(gradient, precondition, batches, start, largest)
             num_seen += seen
             if end is not None:

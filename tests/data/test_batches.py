@@ -3,6 +3,7 @@
 from collections import UserDict
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
@@ -94,3 +95,30 @@ def test_widening_is_undone_by_its_transpose(small: Layout, large: Layout) -> No
 def test_outputs_of_different_kinds_are_refused() -> None:
     with pytest.raises(ValueError, match="Heads and numbers of axes must be the same for all data"):
         Layout.single((2, 3)).union(Layout.single((2,)))
+
+
+def test_arrays_become_tensors() -> None:
+    x = np.arange(6.0).reshape(3, 2)
+    read_only = x.copy()
+    read_only.setflags(write=False)
+    found = batches.as_tensors({"a": x, "rest": (x[::-1], read_only), "flag": True})
+    assert torch.equal(found["a"], torch.from_numpy(x))
+    assert torch.equal(found["rest"][0], torch.from_numpy(x).flip(0))
+    assert torch.equal(found["rest"][1], found["a"])
+    assert found["flag"] is True
+    with pytest.raises(TypeError, match="There is no tensor of an array of <U1; give one of numbers"):
+        batches.as_tensors((np.array(["a"]), x))
+
+
+def test_flaws_of_batches() -> None:
+    assert batches.flaw_of((X, X.long(), "word")) is None
+    for x, said in ((X / 0, "NaN or infinity"), (X.to("meta"), "device 'meta'"), (X.to_sparse(), "sparse tensors")):
+        flaw = batches.flaw_of({"a": X, "b": x})
+        assert flaw is not None
+        assert said in flaw
+
+
+@pytest.mark.parametrize("output", [X + 0j, X.long(), X > 0])
+def test_outputs_that_are_not_differentiated_are_refused(output) -> None:
+    with pytest.raises(TypeError, match=f"returned outputs in {output.dtype}, but outputs are differentiated"):
+        batches.read(output, 4)

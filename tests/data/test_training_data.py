@@ -38,7 +38,8 @@ def test_a_dataset_is_as_good_as_a_loader() -> None:
 
 def test_a_sampler_says_which_data() -> None:
     loader = DataLoader(TensorDataset(X, Y), batch_size=2, sampler=SubsetRandomSampler([5, 2, 9]))
-    assert TrainingData(loader).targets.tolist() == [2, 5, 9]
+    with pytest.warns(UserWarning, match="gives 3 of the 10 data of its dataset: the posterior is of these"):
+        assert TrainingData(loader).targets.tolist() == [2, 5, 9]
 
 
 def test_the_collate_function_of_the_loader_is_used() -> None:
@@ -114,3 +115,23 @@ def test_batches_that_are_not_pairs_are_refused(loader, message: str) -> None:
 def test_inputs_and_targets_of_different_length_are_refused() -> None:
     with pytest.raises(ValueError, match="Batch 0 has 10 inputs and 4 targets"):
         TrainingData([(X, Y[:4])])
+
+
+def test_arrays_are_taken() -> None:
+    data = TrainingData([(X[:4].numpy(), Y[:4].numpy()), (X[4:].numpy(), Y[4:].numpy())])
+    assert torch.equal(read(data), X)
+    assert torch.equal(data.targets, Y)
+
+
+def test_data_without_numbers_are_refused() -> None:
+    for x in (X.to("meta"), X.to_sparse()):
+        with pytest.raises(ValueError, match=r"Batch 0 \(counted from 0\) has .* in its inputs; clean the data first"):
+            TrainingData([(x, Y)])
+
+
+def test_arguments_of_another_kind_are_refused() -> None:
+    with pytest.raises(TypeError, match="`unpack` must be a function of a batch, but is 3"):
+        TrainingData([(X, Y)], unpack=3)  # pyright: ignore[reportArgumentType]
+    for num_data in (2.5, -3, True):
+        with pytest.raises(ValueError, match="`num_data` must be a whole number of at least 1, but is"):
+            TrainingData([(X, Y)], num_data=num_data)

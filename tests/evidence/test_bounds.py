@@ -15,3 +15,9 @@ def test_bounds_out_of_order_are_refused(bounds: tuple[float, float]) -> None:
         check_bounds(bounds, (1.0, 2.0))
     with pytest.raises(ValueError, match="`noise_bounds` must be positive and in order"):
         check_bounds((1.0, 2.0), bounds)
+
+
+@pytest.mark.parametrize("bounds", [3.0, (1.0, 2.0, 3.0), ("a", "b"), None])
+def test_bounds_are_two_numbers(bounds) -> None:
+    with pytest.raises(TypeError, match=r"`precision_bounds` must be two numbers, \(low, high\), but is"):
+        check_bounds(bounds, (1.0, 2.0))

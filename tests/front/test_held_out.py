@@ -313,3 +313,10 @@ def test_few_data_are_looked_at_and_the_first_ones_of_a_stream(monkeypatch: pyte
     assert held_out.OnTrainingData.of(fit, True).some.tolist() == list(range(20))
     monkeypatch.setattr(held_out, "_NUMBERS", 8 * 3 * 10)
     assert held_out.OnTrainingData.of(fit, True).deviations.shape == (8, 10, 3)
+
+
+def test_targets_of_held_out_data_are_checked_as_those_of_training() -> None:
+    x, y = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)), torch.zeros(6, 1)
+    la = LinearisedLaplace(nn.Linear(2, 1), "regression", num_samples=2)
+    with pytest.raises(TypeError, match="Targets must be a tensor, but are a dict"):
+        la.fit_hyperparameters([(x, y)], [(x, {"a": y})], progress=False)

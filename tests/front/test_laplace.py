@@ -1,6 +1,7 @@
 """Fits and predictions through the public class, against dense algebra."""
 
 import copy
+import sys
 from pathlib import Path
 
 import pytest
@@ -235,8 +236,9 @@ def test_two_fits_equal_one() -> None:
     )
 
 
-def test_progress_bars_and_callback(capfd: pytest.CaptureFixture) -> None:
+def test_progress_bars_and_callback(capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     case, steps = make_case("classification_many_data"), []
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     la = laplace_of(case.model, "classification", method="sgd", solver=QUICK)
     la.fit_hyperparameters(loader(case), max_steps=2, tolerance=10.0, num_samples=2, callback=steps.append)
     assert [s.step for s in steps] == [1]
@@ -244,6 +246,9 @@ def test_progress_bars_and_callback(capfd: pytest.CaptureFixture) -> None:
     for label in ("EM", "step 1: mode", "step 1: samples", "64 samples"):
         assert label in shown
     la.fit(loader(case), progress=False)
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    la.fit(loader(case))  # bars in a file are noise
     assert capfd.readouterr().err == ""
 
 

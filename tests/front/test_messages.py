@@ -62,7 +62,7 @@ def test_bad_settings_of_parts() -> None:
         Stochastic(solver="adam")
     with pytest.raises(ValueError, match=r"`IsotropicPrior\(precision=...\)` must be positive and finite, but is 0.0"):
         IsotropicPrior(precision=0.0)
-    with pytest.raises(ValueError, match="accuracy and max_iterations must be positive, rank and max_refinements"):
+    with pytest.raises(ValueError, match=r"`Dual\(rank=...\)` must be a whole number of at least 0, but is -1"):
         Dual(rank=-1)
     with pytest.raises(ValueError, match="is not known; use one of"):
         Factored(kind="full")
@@ -155,24 +155,75 @@ def test_one_datum_without_the_axis_of_the_batch() -> None:
 
 def test_bad_predictions_and_samples() -> None:
     la = fitted(CLASSES)
-    with pytest.raises(
-        TypeError, match=r"`predict\(x\)` needs a tensor, or a tuple or dictionary of them, but got ndarray"
-    ):
-        la.predict(CLASSES.x.numpy())
+    with pytest.raises(TypeError, match=r"`predict\(x\)` needs a tensor, .* but got list"):
+        la.predict(CLASSES.x.tolist())
     with pytest.raises(ValueError, match=r"x contains NaN or infinity"):
         la.predict(CLASSES.x / 0)
     with pytest.raises(ValueError, match=r"needs a batch of inputs .* got \[0, 2\]"):
         la.predict(CLASSES.x[:0])
     with pytest.raises(ValueError, match=r"`predict\(num_samples=65\)`: there are 64 samples; construct"):
         la.predict(CLASSES.x, num_samples=65)
-    with pytest.raises(ValueError, match=r"`sample\(num_samples\)` needs at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"`sample\(num_samples\)` must be a whole number of at least 1, but is 0"):
         la.sample(0)
-    with pytest.raises(ValueError, match="max_steps and num_samples of at least 1 and a positive tolerance"):
+    with pytest.raises(
+        ValueError, match=r"`fit_hyperparameters\(max_steps=...\)` must be a whole number of at least 1"
+    ):
         la.fit_hyperparameters(loader(CLASSES), max_steps=0)
 
 
 def test_a_path_of_evidence_needs_a_range() -> None:
     case = make_case("classification_many_data")
     la = LinearisedLaplace(case.model, "classification").fit(case.batches, progress=False)
-    with pytest.raises(ValueError, match="needs 0 < decades <= 12"):
+    with pytest.raises(ValueError, match=r"`evidence_path\(decades=...\)` must be positive and finite, and at most 12"):
         la.evidence_path(decades=0)
+
+
+def test_arrays_are_taken_as_inputs() -> None:
+    la = fitted(CLASSES)
+    assert torch.equal(la.predict(CLASSES.x.numpy()).outputs, la.predict(CLASSES.x).outputs)
+    with pytest.raises(TypeError, match=r"weights are in torch.float64, fails on inputs in torch.complex128"):
+        la.predict(CLASSES.x.numpy() + 0j)
+
+
+def test_predictions_inside_of_transforms_are_refused() -> None:
+    la = fitted(CLASSES)
+    with pytest.raises(TypeError, match=r"does not work inside a transform of `torch.func`, such as `vmap`"):
+        torch.func.vmap(lambda x: la.predict(x[None]).outputs)(CLASSES.x)
+    with pytest.raises(TypeError, match=r"does not work inside a transform of `torch.func`"):
+        torch.func.grad(lambda x: la.predict(x).outputs.sum())(CLASSES.x)
+
+
+@pytest.mark.parametrize("value", [2.5, True, 0, "3"])
+def test_numbers_of_samples_are_whole(value) -> None:
+    with pytest.raises(ValueError, match=r"`predict\(num_samples=...\)` must be a whole number of at least 1, but is"):
+        fitted(CLASSES).predict(CLASSES.x, num_samples=value)
+
+
+def test_switches_are_true_or_false() -> None:
+    with pytest.raises(TypeError, match="`progress` must be True or False, but is 'no'"):
+        LinearisedLaplace(CLASSES.model, "classification").fit(loader(CLASSES), progress="no")  # pyright: ignore
+
+
+def test_weights_that_are_too_large() -> None:
+    model = nn.Linear(2, 1)
+    nn.init.constant_(model.weight, 1e38)
+    with pytest.raises(
+        ValueError, match=r"loss of the model on the data is not finite.* whose largest output is 1e\+38"
+    ):
+        LinearisedLaplace(model, "regression").fit([(torch.eye(2), torch.zeros(2, 1))], progress=False)
+
+
+def test_weights_that_are_shared_out_over_processes() -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, model = init_device_mesh("cpu", (1,)), nn.Linear(2, 1)
+        for name, p in list(model.named_parameters()):
+            model.register_parameter(name, nn.Parameter(distribute_tensor(p.detach(), mesh, [Replicate()])))
+        with pytest.raises(TypeError, match=r"`weight` of the model is a DTensor.*`fully_shard`.*full weights"):
+            LinearisedLaplace(model, "regression")
+    finally:
+        dist.destroy_process_group()

@@ -107,7 +107,7 @@ def test_paths_have_the_moments_of_the_posterior_and_are_functions() -> None:
     each = few.posterior(x[:1].expand(4, 1, 2) + torch.arange(4).double()[:, None, None]).mean
     assert_close(each[2], few.posterior(x[:1] + 2).mean[2])
     assert_close(few.posterior(x).mean[..., 0], values[:4])
-    with pytest.raises(ValueError, match=r"`sample_paths\(num_samples\)` needs at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"`sample_paths\(num_samples\)` must be a whole number of at least 1"):
         surrogate.sample_paths(0)
 
 

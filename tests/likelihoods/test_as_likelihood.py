@@ -1,7 +1,7 @@
 import pytest
 from cases import make_case
 
-from laplace_sampling import LinearisedLaplace
+from laplace_sampling import LinearisedLaplace, from_loss
 from laplace_sampling.likelihoods.as_likelihood import LIKELIHOODS, as_likelihood
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
@@ -54,3 +54,16 @@ def test_a_new_likelihood_is_a_line_in_the_table(monkeypatch) -> None:
     case = make_case("poisson")
     la = LinearisedLaplace(case.model, "doubled", num_samples=2).fit([(case.x, case.y)], progress=False)
     assert la.predict(case.x).mean.shape == case.y.shape
+
+
+def test_a_class_is_no_likelihood() -> None:
+    with pytest.raises(TypeError, match=r"`likelihood=Gaussian` is a class; give an object, as `likelihood=Gaussian"):
+        as_likelihood(Gaussian)  # pyright: ignore[reportArgumentType]
+
+
+def test_only_a_gaussian_likelihood_is_quadratic() -> None:
+    class Own(type(from_loss(lambda f, y: (f - y).square().sum()))):
+        quadratic = True
+
+    with pytest.raises(TypeError, match="'custom' sets `quadratic`, which is for subclasses of `Gaussian` only"):
+        as_likelihood(Own(lambda f, y: (f - y).square().sum()))

@@ -27,3 +27,9 @@ def test_probabilities_of_few_and_many_classes(classes: int, dtype: torch.dtype,
     likelihood = Categorical().prepare(Layout.single([classes]), torch.zeros(4, dtype=torch.long))[0]
     assert_close(likelihood.link(f), f.softmax(-1))
     assert_close(likelihood.link(f + 1e6), (f + 1e6).softmax(-1))
+
+
+def test_settings_of_another_kind_are_refused() -> None:
+    for name in ("class_dim", "ignore_index"):
+        with pytest.raises(ValueError, match=rf"`Categorical\({name}=...\)` must be a whole number, but is 1.5"):
+            Categorical(**{name: 1.5})

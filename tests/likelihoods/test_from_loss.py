@@ -65,3 +65,13 @@ def test_losses_that_are_not_convex_are_refused() -> None:
     saddle = from_loss(lambda g, target: g[0] ** 2 - g[1] ** 2, "saddle")
     with pytest.raises(ValueError, match=r"'saddle' is not convex .* at datum 0 of the batch has the eigenvalue -2"):
         saddle.root(f, f, y)
+
+
+def test_what_is_no_loss_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"`from_loss\(loss, name\)` needs a function .* but got 3"):
+        from_loss(3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="and a string, but got None"):
+        from_loss(lambda f, y: f.sum(), None)  # pyright: ignore[reportArgumentType]
+    fails = from_loss(lambda f: f.sum())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"fails on outputs of one datum, of shape \[2\], and a target of shape \[2\]"):
+        fails.check_targets(torch.Size((3, 2)), torch.zeros(3, 2))

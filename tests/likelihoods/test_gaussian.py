@@ -38,3 +38,20 @@ def test_residuals_of_the_noise() -> None:
     assert Gaussian().noise_at == "network"
     with pytest.raises(ValueError, match="noise_at='data'"):
         Gaussian(noise_at="data")
+
+
+@pytest.mark.parametrize("observe", [2, "T", [[1.0]], (torch.sin,), torch.sin])
+def test_what_is_no_measurement_is_refused_at_once(observe) -> None:
+    with pytest.raises(TypeError, match="`observe=T` needs a matrix, a LinearOperator or a pair of functions"):
+        Gaussian(observe=observe)
+
+
+def test_settings_of_another_kind_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"`observe=T` needs a matrix \[m, n\], but got a tensor of shape \[3\]"):
+        Gaussian(observe=torch.ones(3))
+    with pytest.raises(TypeError, match=r"`Gaussian\(learn=...\)` must be True or False, but is 'no'"):
+        Gaussian(learn="no")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"`Gaussian\(noise_precision=...\)` needs a positive number or a tensor"):
+        Gaussian(torch.ones(0))
+    with pytest.raises(TypeError, match=r"`Gaussian\(noise_precision=...\)` must be numbers"):
+        Gaussian("1")  # pyright: ignore[reportArgumentType]

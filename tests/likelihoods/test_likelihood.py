@@ -7,11 +7,12 @@ from cases import Case, make_case
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling.data.batches import read
+from laplace_sampling.data.batches import Layout, read
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.heteroscedastic_gaussian import HeteroscedasticGaussian
+from laplace_sampling.likelihoods.multi_task import MultiTask
 from laplace_sampling.likelihoods.poisson import Poisson
 
 
@@ -102,3 +103,12 @@ def test_saturated_logits_stay_finite() -> None:
 def test_targets_that_do_not_fit_are_refused(likelihood, shape, y, error, message) -> None:
     with pytest.raises(error, match=message):
         likelihood.check_targets(torch.Size(shape), y)
+
+
+def test_targets_are_tensors_of_real_numbers() -> None:
+    layout = Layout.single((1,))
+    for y, said in ((torch.ones(3, 1) + 0j, "complex numbers"), (torch.tensor(1.0), "a single number without an axis")):
+        with pytest.raises(TypeError, match=rf"Targets must be a tensor \[N, ...\] of real numbers, but are {said}"):
+            Bernoulli().prepare(layout, y)
+    with pytest.raises(ValueError, match=r"`MultiTask\(...\)` needs at least one head, in a dictionary, but got 3"):
+        MultiTask(3)  # pyright: ignore[reportArgumentType]

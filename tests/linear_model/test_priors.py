@@ -104,7 +104,7 @@ def test_names_and_bad_settings() -> None:
     assert as_prior(own) is own
     with pytest.raises(ValueError, match=r"`prior='flat'` is not known; use one of \['g-prior', 'isotropic'"):
         as_prior("flat")
-    with pytest.raises(ValueError, match="num_probes of at least 1 and a positive floor"):
+    with pytest.raises(ValueError, match=r"`GPrior\(num_probes=...\)` must be a whole number of at least 1, but is 0"):
         GPrior(num_probes=0)
 
 

@@ -13,10 +13,11 @@ from problems import linear_problem, unsolved_problem
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling import SGD, SVRG, Auto, Dual, Exact, Factored, Krylov, LinearisedLaplace, Stochastic
+from laplace_sampling import SGD, SVRG, Auto, Contour, Dual, Exact, Factored, Krylov, LinearisedLaplace, Stochastic
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods import METHODS, as_method, method_from_recipe, recipe_of_method
 from laplace_sampling.methods.fit import Task
+from laplace_sampling.methods.method import Tuning
 from laplace_sampling.methods.solver_method import SolverMethod
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.solver import Solver
@@ -142,3 +143,23 @@ def test_a_method_needs_its_samples_and_one_solve(name: str, stacks: int) -> Non
     method.check(unsolved_problem(*sizes, 4 * 1000 * (8 + stacks), num_samples=8))
     with pytest.raises(ValueError, match=f'by method="{name}" take {8 + stacks}, or'):
         method.check(unsolved_problem(*sizes, 4 * 1000 * (7 + stacks), num_samples=8))
+
+
+def test_settings_of_another_kind_are_refused() -> None:
+    with pytest.raises(TypeError, match="`compile` must be True, False or the name of a backend, but is 3"):
+        Krylov(compile=3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="`max_memory` must be a positive number of bytes, but is True"):
+        Krylov(max_memory=True)
+    with pytest.raises(ValueError, match=r"`Contour\(num_quadrature=...\)` must be a whole number of at least 1"):
+        Contour(num_quadrature=0)
+    with pytest.raises(ValueError, match=r"`Contour\(minres_tolerance=...\)` must be positive and finite"):
+        Contour(minres_tolerance=0.0)
+    with pytest.raises(TypeError, match="`callback` must be a function of a `Step`, but is 'print'"):
+        Tuning(1, 0.1, 1, (0.1, 1.0), (0.1, 1.0), "print")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_class_is_no_method() -> None:
+    with pytest.raises(TypeError, match=r"`method=Krylov` is a class; give an object, as `method=Krylov\(...\)`"):
+        as_method(Krylov)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="`solver=SGD` is a class"):
+        Stochastic(solver=SGD)  # pyright: ignore[reportArgumentType]

@@ -215,3 +215,25 @@ def test_contexts_of_precision_nest(lowered: tuple[str, ...]) -> None:
         assert settings() == ("ieee", "ieee")
     with users_precision():
         assert settings() == lowered
+
+
+def test_errors_of_torch_in_a_network_say_of_what_they_are() -> None:
+    network = Linearisation(nn.Linear(2, 3))
+    with pytest.raises(ValueError, match=r"Linear fails on inputs of shape \[4, 5\] in torch.float32. torch says: "):
+        network(torch.zeros(4, 5))
+    with pytest.raises(TypeError, match=r"Linear fails on inputs of shape \[4, 2\], \[4, 2\] in .* torch says: "):
+        network((torch.zeros(4, 2), torch.zeros(4, 2)))
+    mixed = Linearisation(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1).double()))
+    with pytest.raises(ValueError, match=r"its weights are in torch.float32 and torch.float64: convert it to one of"):
+        mixed(torch.zeros(4, 2))
+    with pytest.raises(ValueError, match=r"Embedding fails on inputs of shape \[1\] in torch.int64"):
+        Linearisation(nn.Embedding(3, 2))(torch.tensor([3]))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_weight_that_is_gone_is_named(name: str) -> None:
+    model = nn.Linear(2, 3)
+    network = Linearisation(model)
+    delattr(model, name)
+    with pytest.raises(ValueError, match=rf"has no parameters \['{name}'\] any more, which it had when it was linear"):
+        _ = network.weights

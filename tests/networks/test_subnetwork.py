@@ -177,3 +177,16 @@ def test_settings_go_to_the_posterior_and_k_is_checked() -> None:
     assert set(masks) <= {"2.weight", "2.bias"}
     with pytest.raises(ValueError, match=r"`largest_variance\(k=53\)`: there are 52 weights to choose from"):
         largest_variance(case.model, case.likelihood, [(case.x, case.y)], 53)
+
+
+def test_masks_are_numbers() -> None:
+    model = nn.Linear(2, 3)
+    for wrong in ("all", None):
+        with pytest.raises(TypeError, match=r"`parameters=\{'weight': ...\}` must be numbers"):
+            Subnetwork(model, {"weight": wrong})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="indices for `weight` must be different, from 0 to 5, and whole"):
+        Subnetwork(model, {"weight": [0.5, 1.5]})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"`largest_variance` does not know \['epochs'\]"):
+        largest_variance(model, "regression", [], 1, epochs=3)
+    with pytest.raises(ValueError, match=r"`largest_variance\(k=...\)` must be a whole number of at least 1"):
+        largest_variance(model, "regression", [], 2.5)  # pyright: ignore[reportArgumentType]

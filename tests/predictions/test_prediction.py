@@ -2,8 +2,11 @@ import math
 
 import pytest
 import torch
+from cases import make_case
 from torch.testing import assert_close
 
+from laplace_sampling import LinearisedLaplace
+from laplace_sampling.data import batches
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian
@@ -135,3 +138,23 @@ def test_unknown_link_and_wrong_labels() -> None:
         classification().probs_with("gibbs")
     with pytest.raises(TypeError, match="Class labels must be integers"):
         classification().log_prob(torch.zeros(5))
+
+
+@pytest.mark.parametrize("name", ["regression", "classification", "binary", "poisson", "heteroscedastic", "multi_task"])
+def test_targets_of_other_data_are_refused(name: str) -> None:
+    case = make_case(name)
+    likelihood, y = case.given
+    la = LinearisedLaplace(case.model, likelihood, num_samples=3).fit([(case.x, y)], progress=False)
+    prediction = la.predict(case.x)
+    some = batches.take(y, slice(3))
+    with pytest.raises(
+        ValueError, match=rf"`log_prob\(y\)`: there are 3 targets for predictions of {len(case.x)} data"
+    ):
+        prediction.log_prob(some)
+    without_numbers = batches.batched(y)[1]([t.to("meta") for t in batches.batched(y)[0]])
+    with pytest.raises(ValueError, match=r"`log_prob\(y\)`: the targets contain tensors on the device 'meta'"):
+        prediction.log_prob(without_numbers)
+    with pytest.raises(TypeError, match=r"`log_prob\(y\)`: .*argets must be a"):
+        prediction.log_prob({head: None for head in y} if isinstance(y, dict) else None)
+    arrays = batches.batched(y)[1]([t.numpy() for t in batches.batched(y)[0]])
+    assert torch.equal(prediction.log_prob(arrays), prediction.log_prob(y))

@@ -126,7 +126,8 @@ def test_passes_count_the_products_that_were_made() -> None:
 
 @pytest.mark.parametrize("setting", [{"step": 0.0}, {"epochs": -1.0}, {"finish_passes": -1}])
 def test_bad_settings_are_refused(setting: dict) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
+    (name,) = setting
+    with pytest.raises(ValueError, match=rf"`SGD\({name}=...\)` must be (positive|a whole number of at least 0)"):
         SGD(**setting)
 
 

@@ -319,5 +319,6 @@ def test_minimise_is_that_of_sgd() -> None:
 
 @pytest.mark.parametrize("setting", [{"epochs": 0.0}, {"step": -1.0}, {"max_snapshots": 0}, {"batch_size": -3}])
 def test_bad_settings_are_refused(setting: dict) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
+    (name,) = setting
+    with pytest.raises(ValueError, match=rf"`SVRG\({name}=...\)` must be (positive|a whole number of at least 1)"):
         SVRG(**setting)

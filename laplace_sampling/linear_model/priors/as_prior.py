@@ -7,6 +7,7 @@ from laplace_sampling.linear_model.priors.g_prior import GPrior
 from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
 from laplace_sampling.linear_model.priors.layerwise_prior import LayerwisePrior
 from laplace_sampling.linear_model.priors.prior import Prior
+from laplace_sampling.solvers.checks import refuse_class
 
 __all__ = ["PRIORS", "as_prior", "prior_from_recipe", "recipe_of_prior"]
 
@@ -22,7 +23,8 @@ def as_prior(prior: str | Prior) -> Prior:
     """The prior of a name: `"g-prior"`, `"isotropic"` or `"layerwise"`; a `Prior` is returned as it is."""
     if isinstance(prior, Prior):
         return prior
-    if prior not in PRIORS:
+    refuse_class("prior", prior)
+    if not isinstance(prior, str) or prior not in PRIORS:
         raise ValueError(f"`prior={prior!r}` is not known; use one of {list(PRIORS)} or a Prior.")
     return PRIORS[prior]()
 

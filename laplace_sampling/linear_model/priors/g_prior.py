@@ -8,6 +8,7 @@ from torch import Tensor
 
 from laplace_sampling.linear_model.ggn import GGN, WhiteNoise
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, Layers, Prior, ungrouped
+from laplace_sampling.solvers.checks import check_positive, check_whole
 
 __all__ = ["GPrior"]
 
@@ -33,10 +34,10 @@ class GPrior(Prior):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_probes < 1 or self.floor <= 0:
-            raise ValueError(
-                f"`GPrior` needs num_probes of at least 1 and a positive floor, got {self.num_probes}, {self.floor}."
-            )
+        check_whole("`GPrior(num_probes=...)`", self.num_probes, 1)
+        check_positive("`GPrior(floor=...)`", self.floor)
+        if not (isinstance(self.exact_limit, float | int) and self.exact_limit >= 0):
+            raise ValueError(f"`GPrior(exact_limit=...)` must be a number of at least 0, but is {self.exact_limit!r}.")
 
     def _is_exact(self, ggn: GGN) -> bool:
         outputs = ggn.features.num_outputs

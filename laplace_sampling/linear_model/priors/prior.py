@@ -5,15 +5,15 @@ coordinates `θ/s`, where `A` is `α_g`: isotropic within a group, so that MacKa
 simple form (thesis §6.2.2).
 """
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from laplace_sampling.solvers.checks import check_positive
 
 if TYPE_CHECKING:
     from laplace_sampling.linear_model.ggn import GGN, WhiteNoise
@@ -106,10 +106,7 @@ class Prior(ABC):
     precision: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.precision, Real) and 0 < self.precision < math.inf):
-            raise ValueError(
-                f"`{type(self).__name__}(precision=...)` must be positive and finite, but is {self.precision!r}."
-            )
+        check_positive(f"`{type(self).__name__}(precision=...)`", self.precision)
 
     @abstractmethod
     def build(self, ggn: "GGN", layers: Layers, noise: "WhiteNoise") -> GaussianPrior:

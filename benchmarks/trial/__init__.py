@@ -1,0 +1,1 @@
+"""A standing trial of the library: what users do that nobody expects of them."""

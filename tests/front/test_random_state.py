@@ -1,0 +1,189 @@
+"""Training after a fit is bit for bit the training without it, whatever the loader draws from."""
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from flat_settings import QUICK
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from laplace_sampling import LinearisedLaplace, Stochastic
+
+DATA = torch.Generator().manual_seed(0)
+X = torch.randn(20, 2, generator=DATA)
+Y = X.sum(1, keepdim=True) + 0.1 * torch.randn(20, 1, generator=DATA)
+DATASET = TensorDataset(X, Y)
+RNG = np.random.default_rng(0)
+
+
+class OfNumpy(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.permutation(20).tolist())  # noqa: NPY002 as users write it
+
+    def __len__(self) -> int:
+        return 20
+
+
+class OfAVariable(Sampler[int]):
+    """Draws from a generator that is a variable of the script."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(RNG.permutation(20).tolist())
+
+    def __len__(self) -> int:
+        return 20
+
+
+class OfItsOwn(Sampler[int]):
+    """Shuffles a list of its own, and counts its epochs."""
+
+    def __init__(self) -> None:
+        self.order, self.epoch, self.random = list(range(20)), 0, random.Random(3)
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        random.shuffle(self.order)
+        return iter([*self.random.sample(self.order, 10), *self.order[: self.epoch]])
+
+    def __len__(self) -> int:
+        return 20
+
+
+class OfAnother(Sampler[list[int]]):
+    """Batches of a sampler that has a generator inside."""
+
+    def __init__(self) -> None:
+        self.inner = RandomSampler(DATASET, generator=torch.Generator().manual_seed(5))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(BatchSampler(self.inner, 6, drop_last=False))
+
+    def __len__(self) -> int:
+        return 4
+
+
+class Stream(IterableDataset):
+    """In an order that a generator of its own begins anew in each pass, and draws as it goes."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        self.generator.manual_seed(7)
+        for start in range(0, 20, 5):
+            for i in (start + torch.randperm(5, generator=self.generator)).tolist():
+                yield X[i], Y[i]
+
+
+class Slow(Dataset):
+    """Of single items, which workers fetch."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return X[i], Y[i]
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
+LOADERS: dict[str, Callable[[], DataLoader]] = {
+    "shuffled": lambda: DataLoader(DATASET, 6, shuffle=True),
+    "generator": lambda: DataLoader(DATASET, 6, shuffle=True, generator=generator()),
+    "workers": lambda: DataLoader(
+        Slow(), 6, shuffle=True, generator=generator(), num_workers=2, persistent_workers=True
+    ),
+    "random sampler": lambda: DataLoader(DATASET, 6, sampler=RandomSampler(DATASET, generator=generator())),
+    "weighted sampler": lambda: DataLoader(DATASET, 6, sampler=WeightedRandomSampler([1.0] * 10 + [3.0] * 10, 20)),
+    "numpy": lambda: DataLoader(DATASET, 6, sampler=OfNumpy()),
+    "a variable": lambda: DataLoader(DATASET, 6, sampler=OfAVariable()),
+    "its own": lambda: DataLoader(DATASET, 6, sampler=OfItsOwn()),
+    "batch sampler": lambda: DataLoader(DATASET, batch_sampler=OfAnother()),
+    "stream": lambda: DataLoader(Stream(), 6, generator=generator()),
+    "stream of a worker": lambda: DataLoader(
+        Stream(), 6, generator=generator(), num_workers=1, persistent_workers=True
+    ),
+}
+
+
+def trained(name: str, between: Callable[[nn.Module, DataLoader], object]) -> list[torch.Tensor]:
+    """The weights after two epochs, something else, and two more epochs with dropout."""
+    global RNG
+    torch.manual_seed(2), np.random.seed(2), random.seed(2)  # noqa: NPY002
+    RNG = np.random.default_rng(2)
+    loader = LOADERS[name]()
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4, 1))
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def epochs(count: int) -> None:
+        for x, y in (batch for _ in range(count) for batch in loader):
+            optimiser.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimiser.step()
+
+    epochs(2)
+    between(model, loader)
+    epochs(2)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def fit_and_predict(model: nn.Module, loader: DataLoader) -> None:
+    num_data = 20 if isinstance(loader.dataset, IterableDataset) else None
+    la = LinearisedLaplace(model, "regression", num_samples=4)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The sampler of the loader gives")
+        la.fit_hyperparameters(loader, num_data=num_data, progress=False)
+        la.calibrate(loader, num_data=num_data)
+    la.predict(X).log_prob(Y)
+    la.sample(2)
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_training_goes_on_as_without_a_fit(name: str) -> None:
+    expected = trained(name, lambda model, loader: None)
+    for found, weight in zip(trained(name, fit_and_predict), expected, strict=True):
+        assert torch.equal(found, weight)
+
+
+def states() -> tuple:
+    """Of the global generators."""
+    torch_state, numpy_state = torch.get_rng_state().tolist(), np.random.get_state()  # noqa: NPY002
+    return torch_state, numpy_state[1].tolist(), numpy_state[2], random.getstate()
+
+
+@pytest.mark.parametrize("method", ["exact", "krylov", Stochastic(solver=QUICK), "dual", "kfac", "diagonal", "ciq"])
+def test_no_method_draws_from_the_users_generators(method) -> None:
+    la = LinearisedLaplace(nn.Linear(2, 1), "regression", num_samples=4, method=method)
+    before = states()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # whether it converges is no matter here
+        la.fit_hyperparameters(DataLoader(DATASET, 6, shuffle=True), progress=False, max_steps=2)
+    la.predict(X).samples  # noqa: B018
+    assert states() == before
+
+
+def test_a_fit_that_is_refused_draws_nothing() -> None:
+    class Augmented(Slow):
+        def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return X[i] + torch.rand(2) + random.random() + float(np.random.rand()), Y[i]  # noqa: NPY002
+
+    la = LinearisedLaplace(nn.Linear(2, 1), "regression")
+    before = states()
+    with pytest.raises(ValueError, match="different data at each pass"):
+        la.fit(DataLoader(Augmented(), 6, shuffle=True), progress=False)
+    assert states() == before

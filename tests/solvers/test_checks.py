@@ -1,0 +1,48 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from laplace_sampling import SGD
+from laplace_sampling.solvers.checks import as_numbers, check_flag, check_positive, check_whole, refuse_class
+
+
+def test_whole_numbers() -> None:
+    for value in (3, np.int64(3)):
+        check_whole("`n`", value, 3)
+    check_whole("`n`", -100)
+    for value in (2, 2.5, 3.0, "3", True, None, math.nan, [3], torch.ones(2)):
+        with pytest.raises(ValueError, match=r"^`n` must be a whole number of at least 3, but is "):
+            check_whole("`n`", value, 3)
+
+
+def test_positive_numbers() -> None:
+    for value in (1, 0.5, np.float32(0.5)):
+        check_positive("`a`", value, 1)
+    for value in (0, -1.0, math.nan, math.inf, 1j, True, "1", None, [1.0], 2):
+        with pytest.raises(ValueError, match=r"^`a` must be positive and finite, and at most 1, or so, but is "):
+            check_positive("`a`", value, 1, ", or so")
+
+
+def test_flags_and_classes() -> None:
+    check_flag("`on`", True)
+    for value in (None, 1, "no"):
+        with pytest.raises(TypeError, match=r"^`on` must be True or False, but is "):
+            check_flag("`on`", value)
+    refuse_class("solver", SGD())
+    with pytest.raises(TypeError, match=r"^`solver=SGD` is a class; give an object, as `solver=SGD\(...\)`"):
+        refuse_class("solver", SGD)
+
+
+def test_numbers_in_any_form() -> None:
+    for values in ([1.0, 2.0], np.array([1.0, 2.0]), torch.tensor([1.0, 2.0]), (1, 2)):
+        assert as_numbers("`w`", values).tolist() == [1, 2]
+    assert as_numbers("`w`", 0.1).item() == 0.1  # in float64
+    assert as_numbers("`w`", [True], boolean=True).dtype == torch.bool
+    for values in ("word", ["a"], None, {"a": 1}, object()):
+        with pytest.raises(TypeError, match=r"^`w` must be numbers, as a tensor, an array or a list, but is "):
+            as_numbers("`w`", values)
+    for values in (1j, torch.ones(2) > 0, torch.ones(2, device="meta")):
+        with pytest.raises(TypeError, match=r"^`w` must be real numbers, but is a tensor in "):
+            as_numbers("`w`", values)
