@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from laplace_sampling import ConvergenceWarning, LinearisedLaplace, NotFittedError, held_out
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
-from laplace_sampling.predictions.calibration import leave_one_out_scale
+from laplace_sampling.predictions.left_out import left_out_classification
 
 
 def overfitted() -> tuple[nn.Module, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -45,7 +45,7 @@ def test_a_classification_is_scaled_by_its_own_data() -> None:
     assert_close(la.samples_, plain.samples_, rtol=0, atol=0)
     deviations = plain.predict(train[0]).deviations
     mode_outputs = la.network.jvp(train[0], la.mode_[None])[0]
-    assert la.scale_ == leave_one_out_scale(
+    assert la.calibration_ == left_out_classification(
         plain.settings.likelihood, train[1], la.network(train[0]), mode_outputs, deviations
     )
     for found, unscaled in ((la.predict(test[0]), plain.predict(test[0])),):
@@ -151,7 +151,9 @@ def test_some_of_the_training_data_are_enough(monkeypatch: pytest.MonkeyPatch) -
     model, (x, y), _ = overfitted()
     monkeypatch.setattr(held_out, "_ENOUGH", 30)  # of 90, every third
     seen, calibration = [], held_out.OnTrainingData.calibration
-    monkeypatch.setattr(held_out.OnTrainingData, "calibration", lambda data: seen.append(data) or calibration(data))
+    monkeypatch.setattr(
+        held_out.OnTrainingData, "calibration", lambda *args: seen.append(args[0]) or calibration(*args)
+    )
     la = LinearisedLaplace(model, "classification", num_samples=8).fit_hyperparameters([(x, y)], progress=False)
     assert seen[0].some.tolist() == list(range(0, 90, 3))
     assert_close(seen[0].deviations, la.network.jvp(x[::3], la.samples_))
@@ -309,7 +311,9 @@ def test_few_data_are_looked_at_and_the_first_ones_of_a_stream(monkeypatch: pyte
     model, (x, y), _ = overfitted()
     la = LinearisedLaplace(model, "classification", num_samples=8).fit_hyperparameters([(x, y)], progress=False)
     fit = replace(la._fitted.fit, sampled=replace(la._fitted.fit.sampled, samples=la.samples_))
-    assert held_out.OnTrainingData.of(fit, False).some.tolist() == list(range(0, 90, 5))
-    assert held_out.OnTrainingData.of(fit, True).some.tolist() == list(range(20))
+    tangent = la._fitted.tangent
+    in_order = replace(tangent, in_order=True)
+    assert held_out.OnTrainingData.of(fit, tangent).some.tolist() == list(range(0, 90, 5))
+    assert held_out.OnTrainingData.of(fit, in_order).some.tolist() == list(range(20))
     monkeypatch.setattr(held_out, "_NUMBERS", 8 * 3 * 10)
-    assert held_out.OnTrainingData.of(fit, True).deviations.shape == (8, 10, 3)
+    assert held_out.OnTrainingData.of(fit, in_order).deviations.shape == (8, 10, 3)

@@ -17,10 +17,9 @@ from laplace_sampling.predictions.calibration import (
     held_out_classification,
     held_out_regression,
     label_losses,
-    leave_one_out_scale,
-    left_out_outputs,
 )
 from laplace_sampling.predictions.leave_one_out import leave_one_out
+from laplace_sampling.predictions.left_out import left_out_classification, left_out_outputs
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -114,7 +113,7 @@ def test_overconfident_networks_keep_their_error_bars_and_cautious_ones_lose_the
     scales = {}
     for size in (0.2, 0.8, 4.0):
         y, logits = overlapping(size)
-        scales[size] = leave_one_out_scale(Categorical(), y, logits, 100 * logits, deviations)
+        scales[size] = left_out_classification(Categorical(), y, logits, 100 * logits, deviations).scale
     assert scales[0.2] == pytest.approx(0.01)
     assert scales[0.8] <= 0.1 + 1e-9
     # 1.25 · 4 = √(1 + πτ/8), up to the grid's steps of 1.8
@@ -151,7 +150,7 @@ def test_binary_labels() -> None:
     y = (torch.rand(NUM, 1, generator=torch.Generator().manual_seed(1)).double() < logits.sigmoid()).double()
     found = held_out_classification(Bernoulli(), y, 3 * logits, 1e-6 * normal(8, NUM, 1))
     assert found.temperature == pytest.approx(3.0, rel=0.15)
-    assert math.isfinite(leave_one_out_scale(Bernoulli(), y, 3 * logits, logits, normal(8, NUM, 1)))
+    assert math.isfinite(left_out_classification(Bernoulli(), y, 3 * logits, logits, normal(8, NUM, 1)).scale)
 
 
 @pytest.mark.parametrize("num", [10, 1000])
@@ -195,7 +194,9 @@ def test_a_temperature_does_not_take_back_what_the_error_bars_widen() -> None:
 
 def test_a_scale_that_labels_say_nothing_about_is_one() -> None:
     y, logits = torch.arange(3).repeat(4), 30 * torch.eye(3, dtype=torch.float64).repeat(4, 1)
-    assert leave_one_out_scale(Categorical(), y, logits, logits, 1e-9 * normal(8, 12, 3)) == pytest.approx(1.0)
+    assert left_out_classification(Categorical(), y, logits, logits, 1e-9 * normal(8, 12, 3).scale) == pytest.approx(
+        1.0
+    )
 
 
 def test_parts_hold_no_more_numbers_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
