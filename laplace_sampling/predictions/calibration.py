@@ -51,8 +51,10 @@ LOG_SCALE, _LOG_TEMPERATURE = 2.0, 0.5
 _LOG_SHARPER = 0.1
 # Bounds of the logarithms of scale and noise, and of temperatures, that held-out data choose.
 _LOG_SCALES, _LOG_NOISES, _LOG_TEMPERATURES = (-9.0, 5.0), (-9.0, 9.0), (-3.0, 5.0)
-# By how many nats, over all data, the network alone must be better for a warning: a smaller difference changes nothing.
-_BETTER = 1.0
+# By how many nats, over all data, and by how many standard errors the network alone must be better for a warning: a
+# smaller difference changes nothing, or is chance.
+_NATS, _ERRORS = 1.0, 2.0
+_NAMES = {"scale": "scale_", "temperature": "temperature_", "noise": "calibration_.noise"}
 
 
 class CalibrationWarning(UserWarning):
@@ -123,22 +125,21 @@ class Calibration:
     def problems(self) -> list[str]:
         """What users should know of the error bars, in words."""
         problems = [
-            f"`{name}` ended at {getattr(self, name):.3g}, a bound of its search: the data say nothing about it, or do "
-            "not go with this posterior. Try another `prior`, or give `scale=` a number."
+            f"`{_NAMES[name]}` ended at {getattr(self, name):.3g}, a bound of its search; a better one may lie beyond "
+            "it. Try another `prior`, or give `scale=` a number."
             for name in self.at_bounds
         ]
         if self.log_likelihood is None or self.network_log_likelihood is None or self.standard_error is None:
             return problems
-        if self.network_log_likelihood - self.log_likelihood > max(_BETTER, self.standard_error):
-            which = {
-                "left out": f"{self.num_data} training data, each predicted from the others,",
-                "held out": f"{self.num_data} data of `val_loader`",
+        if self.network_log_likelihood - self.log_likelihood > max(_NATS, _ERRORS * self.standard_error):
+            which, advice = {
+                "left out": ("training data, each predicted from the others,", "Pass `val_loader`, which chooses a scale."),
+                "held out": ("data of `val_loader`", "Try another `prior`."),
             }[self.data]
             problems.append(
-                f"Error bars make predictions worse: {which} have a log-likelihood of {self.log_likelihood:.5g} with "
-                f"them (at a scale of {self.scale:.3g}), and {self.network_log_likelihood:.5g} by the network alone. "
-                + ("Leave out `scale=`, or p" if self.data == "left out" else "P")
-                + "ass `val_loader`."
+                f"Error bars make predictions worse: {self.num_data} {which} have a log-likelihood of "
+                f"{self.log_likelihood:.5g} with them (at a scale of {self.scale:.3g}), and "
+                f"{self.network_log_likelihood:.5g} by the network alone. {advice}"
             )
         return problems
 

@@ -106,7 +106,9 @@ def left_out_classification(
         parts.append(torch.stack([label_losses(likelihood, y, outputs, d, scale).sum(1) for scale in tried]).cpu())
     losses = torch.cat(parts, dim=1)
     best = 1 + int((losses[1:].sum(1) + 0.5 * (tried[1:].log() / LOG_SCALE).square()).argmin())
-    return Calibration(scale=float(tried[best])).scored("left out", -losses[best], -losses[0])
+    scale = float(tried[best])
+    at_bounds = ("scale",) if len(scales) > 1 and scale in (float(SCALES[0]), float(SCALES[-1])) else ()
+    return Calibration(scale=scale, at_bounds=at_bounds).scored("left out", -losses[best], -losses[0])
 
 
 def left_out_regression(
