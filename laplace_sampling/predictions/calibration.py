@@ -133,7 +133,10 @@ class Calibration:
             return problems
         if self.network_log_likelihood - self.log_likelihood > max(_NATS, _ERRORS * self.standard_error):
             which, advice = {
-                "left out": ("training data, each predicted from the others,", "Pass `val_loader`, which chooses a scale."),
+                "left out": (
+                    "training data, each predicted from the others,",
+                    "Pass `val_loader`, which chooses a scale.",
+                ),
                 "held out": ("data of `val_loader`", "Try another `prior`."),
             }[self.data]
             problems.append(
