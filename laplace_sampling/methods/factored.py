@@ -48,7 +48,7 @@ _LEFT_OUT, _LEFT_OUT_TOLERANCE = 8, 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Factored(SolverMethod):
-    """A posterior that leaves out correlations, and takes no solves but for the mode.
+    """A posterior that leaves out correlations, and takes no solves but for the mode and the automatic scale.
 
     Args:
         kind: `"kfac"`, a Kronecker product of two matrices for each layer, or `"diagonal"`.
