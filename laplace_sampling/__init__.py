@@ -28,6 +28,7 @@ from laplace_sampling.methods.factored import Factored
 from laplace_sampling.methods.krylov import Krylov
 from laplace_sampling.methods.method import Method
 from laplace_sampling.methods.stochastic import Stochastic
+from laplace_sampling.predictions.calibration import Calibration, CalibrationWarning
 from laplace_sampling.predictions.classification_prediction import ClassificationPrediction
 from laplace_sampling.predictions.count_prediction import CountPrediction
 from laplace_sampling.predictions.diagnosis import Diagnosis
@@ -44,6 +45,8 @@ __all__ = [
     "SVRG",
     "Auto",
     "Bernoulli",
+    "Calibration",
+    "CalibrationWarning",
     "Categorical",
     "ClassificationPrediction",
     "Contour",

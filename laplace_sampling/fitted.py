@@ -1,6 +1,7 @@
 """`Fitted`: what a fit leaves behind, and `FittedModel`: what one may ask of it, beside predictions."""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from laplace_sampling.methods.fit import SAMPLE_STREAM, Fit
 from laplace_sampling.networks.held_module import solving
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.posterior import Posterior
+from laplace_sampling.predictions.calibration import Calibration, CalibrationWarning
 from laplace_sampling.predictions.diagnosis import Diagnosis
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
 from laplace_sampling.solvers.checks import check_positive, check_whole
@@ -24,7 +26,7 @@ from laplace_sampling.solvers.solver import ConvergenceWarning
 if TYPE_CHECKING:
     from laplace_sampling.settings import Settings
 
-__all__ = ["Fitted", "FittedModel", "NotFittedError"]
+__all__ = ["Fitted", "FittedModel", "NotFittedError", "warn_of"]
 
 _MOST_DECADES = 12
 
@@ -163,6 +165,10 @@ class FittedModel:
         return self._require("temperature_").posterior.calibration.temperature
 
     @property
+    def calibration_(self) -> Calibration:
+        return self._require("calibration_").posterior.calibration
+
+    @property
     def converged_(self) -> bool:
         return self._require("converged_").posterior.converged
 
@@ -229,6 +235,14 @@ class FittedModel:
                 "with the model where it is now; or fit again."
             )
         check_fingerprint(self.network, posterior.fingerprint, call)
+
+
+def warn_of(problems: Sequence[str], calibration: Calibration, stacklevel: int) -> None:
+    """Warn of what went wrong in a fit, and of error bars that make predictions worse."""
+    if problems:
+        warnings.warn(" ".join(problems), ConvergenceWarning, stacklevel=stacklevel)
+    if problems := calibration.problems:
+        warnings.warn(" ".join(problems), CalibrationWarning, stacklevel=stacklevel)
 
 
 def check_fingerprint(network: Linearisation, fingerprint: Tensor, call: str) -> None:

@@ -16,6 +16,8 @@ from laplace_sampling.data.training_data import TrainingData, Unpack
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.features import Features
+from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.posterior import Posterior
@@ -27,9 +29,9 @@ from laplace_sampling.predictions.calibration import (
     held_out_regression,
     label_losses,
     labelled,
-    leave_one_out_scale,
     parts_of,
 )
+from laplace_sampling.predictions.left_out import SCALES, left_out_classification, left_out_regression
 from laplace_sampling.predictions.prediction import Prediction
 from laplace_sampling.predictions.regression_prediction import RegressionPrediction
 
@@ -49,29 +51,29 @@ class OnTrainingData:
         fit: of the samples.
         some: which data.
         deviations: `φ(x_i) ζ_k` of these.
+        weights: `R^{-1/2}` of given noise variances, of all data.
     """
 
     fit: Fit
     some: Tensor
     deviations: Float[Tensor, "K n C"]
+    weights: Float[Tensor, "N C"] | None
 
     @classmethod
-    def of(cls, fit: Fit, in_order: bool) -> "OnTrainingData":
+    def of(cls, fit: Fit, tangent: TangentModel) -> "OnTrainingData":
         """On so many data as one number needs, and memory holds; the first ones of data that are read in order."""
         assert fit.sampled is not None
         features, samples = fit.model.features, fit.sampled.samples
         num = _enough(len(samples) * features.num_outputs)
-        some = torch.arange(0, features.num_data, 1 if in_order else math.ceil(features.num_data / num))[:num]
-        samples = samples.to(features.dtype)
-        deviations = samples.new_empty(len(samples), len(some), features.num_outputs)
-        for rows in features.chunks(torch.arange(len(some))):  # filled, for what is joined is there twice
-            deviations[:, rows] = features.jvp(samples, some[rows])
+        step = 1 if tangent.in_order else math.ceil(features.num_data / num)
+        some = torch.arange(0, features.num_data, step)[:num]
+        deviations = _deviations(features, samples, some)
         labels, targets = labelled(fit.model.likelihood), fit.model.targets[some]
         if labels is not None:
             given = labels.given(fit.model.likelihood.unweighted_targets(targets)).any(1).cpu()
             if not bool(given.all()):
                 some, deviations = some[given], deviations[:, given.to(deviations.device)]
-        return cls(fit, some, deviations)
+        return cls(fit, some, deviations, tangent.weights)
 
     @property
     def _targets(self) -> Tensor:
@@ -81,13 +83,27 @@ class OnTrainingData:
     def _outputs(self) -> Float[Tensor, "n C"]:
         return self.fit.model.network_outputs[self.some].double()
 
-    def calibration(self) -> Calibration:
-        """The scale of data left out (`leave_one_out_scale`); 1 where that is not defined."""
-        if labelled(self.fit.model.likelihood) is None:
-            return Calibration()
-        mode_outputs = self.fit.mode_outputs[self.some]
-        arguments = self.fit.model.likelihood, self._targets, self._outputs, mode_outputs, self.deviations
-        return Calibration(scale=leave_one_out_scale(*arguments))
+    def calibration(self, given: Calibration | None = None) -> Calibration:
+        """The scale of data left out, or a given one, with its log-likelihood where that costs next to nothing."""
+        fit, likelihood = self.fit, self.fit.model.likelihood
+        if isinstance(likelihood, Gaussian) and (left_out := fit.known_leave_one_out()) is not None:
+            y, noise = fit.model.targets.reshape(left_out.mean.shape), 1 / likelihood.precision(left_out.mean)
+            unit = torch.ones_like(left_out.mean) if self.weights is None else 1 / self.weights.to(left_out.mean)
+            scale = 1.0 if given is None else given.scale
+            return left_out_regression(left_out.scaled(unit), y.to(unit) * unit, noise * unit**2, scale)
+        if labelled(likelihood) is None:
+            return given or Calibration()
+        scales, full = SCALES if given is None else torch.tensor([given.scale]), None
+        if fit.approximate:
+            if given is not None:
+                return given
+            # The prior precision is that of the approximation, at which the linear model itself predicts too little:
+            # where it asks for wider error bars it is not believed.
+            scales = SCALES[SCALES <= 1]
+            full = _deviations(fit.model.features, fit.samples_of_linear_model(), self.some)
+        mode_outputs = fit.mode_outputs[self.some]
+        arguments = likelihood, self._targets, self._outputs, mode_outputs, self.deviations
+        return left_out_classification(*arguments, full=full, scales=scales)
 
     def problems(self, calibration: Calibration) -> list[str]:
         """Whether next to nothing is left of what the network knows of these data, if it knows anything."""
@@ -123,6 +139,15 @@ class OnTrainingData:
             f"of {ours:.3g}, than one would without inputs ({constant:.3g}; the network alone has {own:.3g}): they are "
             "too wide to be of use. Train the network to its end, try another `prior`, or pass `val_loader`."
         ]
+
+
+def _deviations(features: Features, samples: Tensor, some: Tensor) -> Float[Tensor, "K n C"]:
+    """`φ(x_i) ζ_k` of some data."""
+    samples = samples.to(features.dtype)
+    deviations = samples.new_empty(len(samples), len(some), features.num_outputs)
+    for rows in features.chunks(torch.arange(len(some))):  # filled, for what is joined is there twice
+        deviations[:, rows] = features.jvp(samples, some[rows])
+    return deviations
 
 
 def _without_inputs(labels: Labelled, y: Tensor, counts: Float[Tensor, "n S"]) -> float:

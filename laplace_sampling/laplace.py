@@ -1,15 +1,14 @@
 """`LinearisedLaplace`: error bars for a trained network."""
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
 from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.evidence.step import Step
-from laplace_sampling.fitted import Fitted, NotFittedError
+from laplace_sampling.fitted import Fitted, NotFittedError, warn_of
 from laplace_sampling.held_out import HeldOut, OnTrainingData, check_calibration
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.prior import Prior
@@ -27,7 +26,6 @@ from laplace_sampling.preparation import prepare
 from laplace_sampling.saving import SavableModel
 from laplace_sampling.settings import Settings
 from laplace_sampling.solvers.checks import check_positive
-from laplace_sampling.solvers.solver import ConvergenceWarning
 
 __all__ = ["LinearisedLaplace", "NotFittedError"]
 
@@ -74,6 +72,7 @@ class LinearisedLaplace(SavableModel):
         samples_: zero-mean posterior samples `ζ`, `[K, P]`.
         mode_: mode `θ̄` of the linear model, `[P]`.
         scale_, temperature_: predictions are of samples `√scale_ · ζ`; outputs are divided by the temperature.
+        calibration_: both, and log-likelihoods with error bars and without (`Calibration`).
         history_: one `Step` a step of `fit_hyperparameters`.
 
     Example:
@@ -156,8 +155,8 @@ class LinearisedLaplace(SavableModel):
             precision_bounds: within which `α` is kept.
             noise_bounds: within which the noise precision is kept.
             scale: factor of the posterior covariance in predictions. `"auto"`: for a classification that under which
-                the training labels are likeliest when each datum is left out (`calibration.leave_one_out_scale`), so
-                that a network that is not overconfident is not made worse; else 1. Validation data overrule it.
+                the training labels are likeliest when each datum is left out (`left_out.left_out_classification`);
+                else 1. Validation data overrule it. A `CalibrationWarning` tells where the network alone is better.
             noise_variances: `R` of heteroscedastic noise, `[N]` or one for each output, `[N, ...]`, in the units of the
                 targets squared and in the order of the dataset, whatever order the loader has. The noise variance of a
                 datum is `R/b`, with `b` learnt; for variances that are known, use `Gaussian(1.0, learn=False)`.
@@ -186,8 +185,8 @@ class LinearisedLaplace(SavableModel):
         task, tuned = task.method.tune(task, tuning.shifted(problem.tangent.log_scale))
         fit = task.method.fit(task, tuned, tolerance)
         # Calibrate, by data left out or held out; store.
-        trained = OnTrainingData.of(fit, problem.tangent.in_order)
-        calibration = calibration or trained.calibration()
+        trained = OnTrainingData.of(fit, problem.tangent)
+        calibration = trained.calibration(calibration) if held_out is None else Calibration()
         posterior = Posterior.of(fit, problem.tangent, self.network, calibration, noise_variances is not None)
         if held_out is not None:
             posterior = held_out.calibrated(self.network, posterior, fit)
@@ -244,7 +243,9 @@ class LinearisedLaplace(SavableModel):
         self._check_network("calibrate")
         check_calibration("calibrate(val_loader)", self.settings.observation, fitted.posterior.unequal_noise)
         held_out = HeldOut.read(val_loader, self.network, self.settings.likelihood, unpack, num_data)
-        self._fitted = replace(fitted, posterior=held_out.calibrated(self.network, fitted.posterior, fitted.fit))
+        posterior = held_out.calibrated(self.network, fitted.posterior, fitted.fit)
+        self._fitted = replace(fitted, posterior=posterior)
+        warn_of([], posterior.calibration, stacklevel=4)
         return self
 
     @solving()
@@ -289,12 +290,9 @@ class LinearisedLaplace(SavableModel):
             check=lambda: self._check_network("predict"),
         )
 
-    def _store(
-        self, posterior: Posterior, fit: Fit, tangent: TangentModel, problems: Sequence[str] = ()
-    ) -> "LinearisedLaplace":
+    def _store(self, posterior: Posterior, fit: Fit, tangent: TangentModel, problems: Sequence[str] = ()) -> Self:
         """Replace what was fitted before, at the very end, and say what is wrong."""
         self._fitted = Fitted(posterior, fit.without_samples(), tangent)
-        if problems := [*fit.problems, *problems]:
-            # The public method is behind the wrapper of `solving`.
-            warnings.warn(" ".join(problems), ConvergenceWarning, stacklevel=4)
+        # The public method is behind the wrapper of `solving`.
+        warn_of([*fit.problems, *problems], posterior.calibration, stacklevel=5)
         return self

@@ -121,7 +121,7 @@ def predict(
     function = _covariance(posterior, fit, features)
     if function is not None:
         function = Guarded(function, check)
-    if posterior.calibration != Calibration():
+    if posterior.calibration.factors != Calibration().factors:
         calibration = posterior.calibration
         factor = calibration.scale / calibration.temperature**2
         outputs, deviations = outputs / calibration.temperature, math.sqrt(factor) * deviations

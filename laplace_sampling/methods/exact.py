@@ -251,6 +251,9 @@ class ObservationSpaceFit(Fit):
     def leave_one_out(self) -> LeaveOneOut:
         return self.posterior.leave_one_out()
 
+    def known_leave_one_out(self) -> LeaveOneOut:
+        return self.leave_one_out()
+
     def covariance_at(self, features: Features) -> FunctionCovariance:
         return _GramCovariance(self.posterior, features.in_float64())
 

@@ -20,13 +20,13 @@ from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.kronecker import CURVATURE, Inverse
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
-from laplace_sampling.linear_model.sampling import PosteriorSamples
-from laplace_sampling.methods.fit import PATH_STREAM, Task
+from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
+from laplace_sampling.methods.fit import LEFT_OUT_STREAM, PATH_STREAM, Task
 from laplace_sampling.methods.problem import Memory, Problem
-from laplace_sampling.methods.solver_method import SolverFit, SolverMethod
+from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, basis_that_fits
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
-from laplace_sampling.solvers.krylov import CG
+from laplace_sampling.solvers.krylov import CG, BlockKrylov
 from laplace_sampling.solvers.operator import row_products
 from laplace_sampling.solvers.preconditioners import Factored as FactoredCurvature
 from laplace_sampling.solvers.quadrature import Quadrature
@@ -39,11 +39,16 @@ _KINDS = ("kfac", "diagonal")
 _ACCURACY, _RESIDUAL = 2e-3, 1e-6
 # Samples that are drawn together.
 _FEW = 16
+# Samples of the linear model's own posterior with which data are left out, and their tolerance. On 50 fits of small
+# classifiers they took 21 to 48 passes, about those of one mode, and the scaled posterior was never worse than the
+# network by more than 0.006 in test loss. 16 samples (34 to 78 passes) had the same worst case, with three times the
+# tolerance (32 to 63) one of 0.018; 64 with a third of it (128 to 256) had 0.002.
+_LEFT_OUT, _LEFT_OUT_TOLERANCE = 8, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Factored(SolverMethod):
-    """A posterior that leaves out correlations, and takes no solves but for the mode.
+    """A posterior that leaves out correlations, and takes no solves but for the mode and the automatic scale.
 
     Args:
         kind: `"kfac"`, a Kronecker product of two matrices for each layer, or `"diagonal"`.
@@ -122,6 +127,23 @@ class FactoredFit(SolverFit):
 
     def covariance_at(self, features: Features) -> FunctionCovariance:
         return DenseCovariance(features, self.prior, Inverse(self.curvature, self.prior.spread()))
+
+    @property
+    def approximate(self) -> bool:
+        return True
+
+    def samples_of_linear_model(self) -> Float[Tensor, "L P"]:
+        # `M̂ + A` does not hold what a datum adds to `M + A`: with its inverse the leverage of a datum exceeds one.
+        memory = self.task.memory
+        return draw(
+            self.ggn,
+            self.prior,
+            Draws(_LEFT_OUT, self.task.seed, LEFT_OUT_STREAM),
+            BlockKrylov(_LEFT_OUT_TOLERANCE, max_basis=basis_that_fits(memory, _LEFT_OUT)),
+            rows=self.solver_method.rows(memory, _LEFT_OUT),
+            dtype=self.task.dtype,
+            description=f"{_LEFT_OUT} samples for the scale" if self.task.progress else None,
+        ).samples
 
     @property
     def path(self) -> EvidencePath:

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from laplace_sampling.methods.method import Method
     from laplace_sampling.methods.problem import Memory
 
-__all__ = ["EM_STREAM", "PATH_STREAM", "PRIOR_STREAM", "SAMPLE_STREAM", "Fit", "Task", "Tuned"]
+__all__ = ["EM_STREAM", "LEFT_OUT_STREAM", "PATH_STREAM", "PRIOR_STREAM", "SAMPLE_STREAM", "Fit", "Task", "Tuned"]
 
 # Each set of draws has its own stream of the one seed, so that none of them is correlated with another. Streams of
-# posterior samples count up from `SAMPLE_STREAM`, one for each call of `sample`; the path's is far above them.
-EM_STREAM, PRIOR_STREAM, SAMPLE_STREAM, PATH_STREAM = 0, 1, 2, 2**20
+# posterior samples count up from `SAMPLE_STREAM`, one for each call of `sample`; the last two are far above them.
+EM_STREAM, PRIOR_STREAM, SAMPLE_STREAM, PATH_STREAM, LEFT_OUT_STREAM = 0, 1, 2, 2**20, 2**20 + 1
 # How many unconverged rows a message names.
 _NAMED_ROWS = 8
 
@@ -185,6 +185,20 @@ class Fit(ABC):
 
     def covariance_at(self, features: Features) -> FunctionCovariance | None:
         """The covariance of the function at other inputs, where it takes the training data."""
+        return None
+
+    @property
+    def approximate(self) -> bool:
+        """Whether the covariance is not that of the linear model, apart from what a solver leaves."""
+        return False
+
+    def samples_of_linear_model(self) -> Float[Tensor, "L P"]:
+        """Samples of the posterior of the linear model itself; they take solves if the fit is approximate."""
+        assert self.sampled is not None
+        return self.sampled.samples
+
+    def known_leave_one_out(self) -> LeaveOneOut | None:
+        """As `leave_one_out`, where it costs next to nothing."""
         return None
 
     def leave_one_out(self) -> LeaveOneOut:

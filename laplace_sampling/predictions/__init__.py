@@ -2,12 +2,13 @@
 
 - `Prediction` and one kind a family of likelihoods; `make_prediction` has the table of kinds.
 - `FunctionCovariance`: covariances that are known without samples; `DenseCovariance` by a factor of `H`.
-- `Calibration`: factors of covariance, temperature and noise, from held-out data or left-out training data.
+- `Calibration`: factors of covariance, temperature and noise, from held-out data or left-out training data, and what
+  these say about them.
 - `LeaveOneOut`: each training datum predicted from the others.
 - `Diagnosis`: one page about a fit; `TestResult` of the energies of its samples.
 """
 
-from laplace_sampling.predictions.calibration import Calibration
+from laplace_sampling.predictions.calibration import Calibration, CalibrationWarning
 from laplace_sampling.predictions.classification_prediction import ClassificationPrediction
 from laplace_sampling.predictions.count_prediction import CountPrediction
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
@@ -22,6 +23,7 @@ from laplace_sampling.predictions.regression_prediction import HeteroscedasticPr
 
 __all__ = [
     "Calibration",
+    "CalibrationWarning",
     "ClassificationPrediction",
     "CountPrediction",
     "DenseCovariance",

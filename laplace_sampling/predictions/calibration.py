@@ -6,7 +6,7 @@ bars of a network that was stopped early make predictions worse. So probabilitie
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,33 +20,23 @@ from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.solvers.checks import check_positive
 
 __all__ = [
+    "LOG_SCALE",
     "Calibration",
+    "CalibrationWarning",
     "Labelled",
     "held_out_classification",
     "held_out_regression",
     "label_losses",
     "labelled",
-    "leave_one_out_scale",
-    "left_out_outputs",
+    "labels_of",
     "parts_of",
 ]
 
 # Numbers of deviations that are worked on at once: a definition, 1 MiB.
 _NUMBERS = 2**17
-# Scales that are tried, four a decade: error bars never vanish.
-_SCALES = torch.logspace(-2, 2, 17, dtype=torch.float64)
-# "Eight digit networks" below are an MLP of 16 units on 200 images, two seeds each: trained to convergence; stopped
-# early; with 20 % noisy labels; with noisy labels that it has memorised. Numbers are test log-likelihoods in nats.
-# The size of logits of left-out data, relative to the network's own on its training data. The features of the linear
-# model have seen each datum, so that it predicts it better than the network would. Tuned on 46 networks for small
-# image tasks (docs/decisions/calibration.md): with 1.25 all 17 overconfident networks gained, one of the others lost
-# 2 %; with 1.15 they gained less. On the eight digit networks half of it lost 0.3 to 0.5 where noise is memorised,
-# and gained at most 0.05 elsewhere; twice of it lost 0.2 to 0.6 on six of them.
-_MARGIN = 1.25
-# The largest leverage of a datum: estimates from few samples reach one, where the update of a left-out datum
-# diverges. A guard: on the eight digit networks half and twice its distance to one, 0.975 and 0.9, changed nothing,
-# nor did 0.999. Half of the value shrank the scale of two of them two- and threefold, for a gain of 0.03.
-_LEVERAGE = 0.95
+# "Eight digit networks" below and in `left_out.py` are an MLP of 16 units on 200 images, two seeds each: trained to
+# convergence; stopped early; with 20 % noisy labels; with noisy labels that it has memorised. Numbers are test
+# log-likelihoods in nats.
 # Standard deviations of Gaussian priors of `log τ`, so of `log √τ` one, and of `log T`. Of error bars and a
 # temperature that explain held-out data equally well, the error bars are believed: they tell data far from the
 # training data. Chosen by corrupted and held-out images of 29 small networks (docs/decisions/calibration.md). With 80
@@ -54,31 +44,105 @@ _LEVERAGE = 0.95
 # 0.06 with half; without validation data by at most 0.01. Half of the second lost 0.05 and 0.1 where noise is
 # memorised (T fell from 2.4 to 1.5), twice of it gained 0.05 and 0.01 there; both changed the others by at most
 # 0.005.
-_LOG_SCALE, _LOG_TEMPERATURE = 2.0, 0.5
+LOG_SCALE, _LOG_TEMPERATURE = 2.0, 0.5
 # The same for the temperature of the network alone where it is below one: predictions are surer than the network's
 # only where many data say so. Without it 40 validation images without an error took the temperature towards zero.
 # With 80 of them half of it lost 0.2 and twice of it gained 0.2 for the networks that were stopped early, which are
 # not sure enough; the other six changed by at most 0.002.
 _LOG_SHARPER = 0.1
+# Bounds of the logarithms of scale and noise, and of temperatures, that held-out data choose.
+_LOG_SCALES, _LOG_NOISES, _LOG_TEMPERATURES = (-9.0, 5.0), (-9.0, 9.0), (-3.0, 5.0)
+# By how many nats, over all data, and by how many standard errors the network alone must be better for a warning: a
+# smaller difference changes nothing, or is chance.
+_NATS, _ERRORS = 1.0, 2.0
+_NAMES = {"scale": "scale_", "temperature": "temperature_", "noise": "calibration_.noise"}
+
+
+class CalibrationWarning(UserWarning):
+    """Error bars make predictions worse than those of the network alone, or their scale ended at a bound."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Factors that change predictions.
+    """Factors that change predictions, and what data say about them.
 
-    `scale` multiplies the covariance; outputs are divided by `temperature`; the noise variance of a regression is
-    multiplied by `noise`.
+    Log-likelihoods are sums over the data that were looked at, times their weights, in nats. Of training data each one
+    is left out in turn, and at most 4,096 are looked at.
+
+    Attributes:
+        scale: multiplies the covariance.
+        temperature: outputs are divided by it.
+        noise: multiplies the noise variance of a regression.
+        log_likelihood: of these data with error bars, at these factors; `None` if no data were looked at.
+        network_log_likelihood: likewise of the network alone, without error bars, temperature and factor of the noise.
+        standard_error: of the difference of the two, over the data.
+        num_data: how many data were looked at.
+        data: `"left out"`, training data; `"held out"`, those of `val_loader`; or `""`.
+        at_bounds: factors that ended at a bound of their search.
     """
 
     scale: float = 1.0
     temperature: float = 1.0
     noise: float = 1.0
+    log_likelihood: float | None = None
+    network_log_likelihood: float | None = None
+    standard_error: float | None = None
+    num_data: int = 0
+    data: str = ""
+    at_bounds: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "at_bounds", tuple(self.at_bounds))  # a file has lists
 
     @classmethod
     def of_scale(cls, scale: float | str) -> "Calibration":
         """A scale that the user gives."""
         check_positive("`scale`", scale, also=' (or "auto" in `fit_hyperparameters`)')
         return cls(scale=float(scale))
+
+    @property
+    def factors(self) -> tuple[float, float, float]:
+        """Scale, temperature and noise."""
+        return self.scale, self.temperature, self.noise
+
+    def scored(
+        self, data: str, log_probs: Float[Tensor, " N"], network_log_probs: Float[Tensor, " N"]
+    ) -> "Calibration":
+        """With the log-likelihoods of each datum."""
+        difference = network_log_probs - log_probs
+        return replace(
+            self,
+            log_likelihood=float(log_probs.sum()),
+            network_log_likelihood=float(network_log_probs.sum()),
+            standard_error=math.sqrt(len(difference)) * float(difference.std(correction=0)),
+            num_data=len(difference),
+            data=data,
+        )
+
+    @property
+    def problems(self) -> list[str]:
+        """What users should know of the error bars, in words."""
+        problems = [
+            f"`{_NAMES[name]}` ended at {getattr(self, name):.3g}, a bound of its search; a better one may lie beyond "
+            "it. Try another `prior`, or give `scale=` a number."
+            for name in self.at_bounds
+        ]
+        if self.log_likelihood is None or self.network_log_likelihood is None or self.standard_error is None:
+            return problems
+        if self.network_log_likelihood - self.log_likelihood > max(_NATS, _ERRORS * self.standard_error):
+            which, advice = {
+                "left out": (
+                    "training data, each predicted from the others,",
+                    "Pass `val_loader`, which chooses a scale.",
+                ),
+                "held out": ("data of `val_loader`", "Try another `prior`."),
+            }[self.data]
+            problems.append(
+                f"Error bars make predictions worse: {self.num_data} {which} have a log-likelihood of "
+                f"{self.log_likelihood:.5g} with them (at a scale of {self.scale:.3g}), and "
+                f"{self.network_log_likelihood:.5g} by the network alone. {advice}"
+            )
+        return problems
 
     def likelihood(self, fitted: Likelihood) -> Likelihood:
         """The likelihood of predictions."""
@@ -95,79 +159,17 @@ def labelled(likelihood: Likelihood) -> Labelled | None:
     return likelihood.unweighted if isinstance(likelihood.unweighted, Labelled) else None
 
 
-def left_out_outputs(
-    likelihood: Likelihood,
-    targets: Tensor,
-    network_outputs: Float[Tensor, "N C"],
-    mode_outputs: Float[Tensor, "N C"],
-    deviations: Float[Tensor, "K N C"],
-) -> Float[Tensor, "N C"]:
-    r"""Estimates of the network's outputs for each datum, had it not been trained on it.
-
-    The linear model's `h + S(I − BS)⁻¹ ∂ℓ/∂h`, to first order in taking the datum out, with `S` the covariance of the
-    deviations; scaled to the size of the network's own logits, of each label, times a margin. An image is left out
-    with the labels of all its pixels.
-
-    Args:
-        likelihood: categorical or Bernoulli, or one of these with weights.
-        targets: `y`.
-        network_outputs: `f(w̄, x_i)`.
-        mode_outputs: `h(θ̄, x_i)`.
-        deviations: `φ(x_i) ζ_k`.
-    """
-    h, d = mode_outputs.double(), deviations.double() / math.sqrt(len(deviations))
-    # S(I − BS)⁻¹ = Dᵀ(I − D B Dᵀ)⁻¹D for S = DᵀD, by the singular values of D L.
-    U, singular, _ = torch.linalg.svd(likelihood.root_transpose(h, d, targets).permute(1, 0, 2), full_matrices=False)
-    leverage = (singular**2).clamp_max(_LEVERAGE)
-    slope = torch.einsum("knc,nc->nk", d, likelihood.gradient(h, targets).double())
-    slope = slope + (U @ ((leverage / (1 - leverage)) * (U.mT @ slope[..., None])[..., 0])[..., None])[..., 0]
-    labels = _labels_of(likelihood)
-    left_out, trained = (
-        _centred(labels, f) for f in (h + torch.einsum("knc,nk->nc", d, slope), network_outputs.double())
-    )
-    # The linear model gives the direction only; its logits without a datum are far smaller than a network's would be.
-    size = trained.norm(dim=-1, keepdim=True) / left_out.norm(dim=-1, keepdim=True).clamp_min(1e-300)
-    return labels.flat(_MARGIN * size * left_out)
-
-
-def _labels_of(likelihood: Likelihood) -> Labelled:
+def labels_of(likelihood: Likelihood) -> Labelled:
     labels = labelled(likelihood)
     assert labels is not None
     return labels
-
-
-def _centred(labels: Labelled, f: Tensor) -> Tensor:
-    """Logits by positions, without their mean over the classes, to which a softmax is blind."""
-    f = labels.positions(f)
-    return f - f.mean(-1, keepdim=True) if isinstance(labels, Categorical) else f
-
-
-def leave_one_out_scale(
-    likelihood: Likelihood,
-    targets: Tensor,
-    network_outputs: Float[Tensor, "N C"],
-    mode_outputs: Float[Tensor, "N C"],
-    deviations: Float[Tensor, "K N C"],
-) -> float:
-    r"""`τ` under which the training labels are likeliest, each at its `left_out_outputs`, without validation data.
-
-    `argmax_τ log N(log √τ | 0, 1) + Σ_i log (1/2K) Σ_k Σ_± p(y_i | f_i^{-i} ± √τ φ_i ζ_k)`, between 0.01 and 100; where
-    a datum has several labels, each by itself. The prior matters where data are few and none of them is predicted
-    wrongly: no error bars at all would then be likeliest. Arguments as there.
-    """
-    total = 0.5 * (_SCALES.log() / _LOG_SCALE).square().to(deviations.device)
-    for n in parts_of(deviations):
-        y, d = targets[n], deviations[:, n]
-        outputs = left_out_outputs(likelihood, y, network_outputs[n], mode_outputs[n], d)
-        total += torch.stack([label_losses(likelihood, y, outputs, d, scale).sum() for scale in _SCALES])
-    return float(_SCALES[int(total.argmin())])
 
 
 def label_losses(
     likelihood: Likelihood, targets: Tensor, outputs: Tensor, deviations: Tensor, scale: Tensor | float
 ) -> Float[Tensor, "N S"]:
     """Negative log-likelihood of each label under the mean of its probabilities at samples `f ± φζ`, times weights."""
-    labels, y = _labels_of(likelihood), likelihood.unweighted_targets(targets)
+    labels, y = labels_of(likelihood), likelihood.unweighted_targets(targets)
     scaled = torch.as_tensor(scale, dtype=torch.float64, device=outputs.device).sqrt() * deviations.double()
     logs = -labels.losses(torch.cat([outputs + scaled, outputs - scaled]), y)
     return likelihood.weights(targets)[:, None] * (math.log(len(logs)) - logs.logsumexp(0))
@@ -197,23 +199,28 @@ def held_out_classification(
     """
     outputs, parts = outputs.double(), parts_of(deviations)
 
-    def losses(deviations: Tensor, log_scale: Tensor, log_temperature: Tensor) -> Iterator[Tensor]:
+    def losses(deviations: Tensor, log_scale: Tensor, log_temperature: Tensor) -> Iterator[Float[Tensor, " n"]]:
         for n in parts:  # a graph for each, which is freed
             scale, T = log_scale.exp(), log_temperature.exp()
-            yield label_losses(likelihood, targets[n], outputs[n] / T, deviations[:, n] / T, scale).sum()
+            yield label_losses(likelihood, targets[n], outputs[n] / T, deviations[:, n] / T, scale).sum(1)
 
     # The temperature of the network alone is the lower bound: below it, `T` only takes back what the scale widens.
-    no_deviations, log_one = torch.zeros_like(deviations[:1]), torch.zeros(())
+    no_deviations, log_one = torch.zeros_like(deviations[:1]), torch.zeros((), dtype=torch.float64)
+    lowest, highest = _LOG_TEMPERATURES
     (network_temperature,) = _likeliest(
-        lambda logs: losses(no_deviations, log_one, logs[0]), len(outputs), [(-3.0, 0.0)], (_LOG_SHARPER,)
+        lambda logs: losses(no_deviations, log_one, logs[0]), len(outputs), [(lowest, 0.0)], (_LOG_SHARPER,)
     )
     scale, temperature = _likeliest(
         lambda logs: losses(deviations, logs[0], logs[1]),
         len(outputs),
-        [(-9.0, 5.0), (math.log(network_temperature), 5.0)],
-        (_LOG_SCALE, _LOG_TEMPERATURE),
+        [_LOG_SCALES, (math.log(network_temperature), highest)],
+        (LOG_SCALE, _LOG_TEMPERATURE),
     )
-    return Calibration(scale=scale, temperature=temperature)
+    at_bounds = _at_bounds(scale=(scale, _LOG_SCALES), temperature=(temperature, _LOG_TEMPERATURES))
+    found = Calibration(scale=scale, temperature=temperature, at_bounds=at_bounds)
+    logs = torch.tensor([scale, temperature], dtype=torch.float64).log()
+    with_error_bars = -torch.cat(list(losses(deviations, logs[0], logs[1])))
+    return found.scored("held out", with_error_bars, -torch.cat(list(losses(no_deviations, log_one, log_one))))
 
 
 def held_out_regression(
@@ -234,12 +241,24 @@ def held_out_regression(
     """
     error, S, noise = (v.double() for v in (targets - outputs, covariance, noise_variance))
 
-    def losses(logs: Tensor) -> Iterator[Tensor]:
-        total = logs[0].exp() * S + torch.diag_embed(logs[1].exp() * noise)
-        yield -torch.distributions.MultivariateNormal(torch.zeros_like(error), total).log_prob(error).sum()
+    def log_probs(scale: Tensor | float, factor: Tensor | float) -> Float[Tensor, " N"]:
+        total = scale * S + torch.diag_embed(factor * noise)
+        return torch.distributions.MultivariateNormal(torch.zeros_like(error), total).log_prob(error)
 
-    scale, factor = _likeliest(losses, len(error), [(-9.0, 5.0), (-9.0, 9.0)], (_LOG_SCALE, 1.0))
-    return Calibration(scale=scale, noise=factor)
+    def losses(logs: Tensor) -> Iterator[Float[Tensor, " N"]]:
+        yield -log_probs(logs[0].exp(), logs[1].exp())
+
+    scale, factor = _likeliest(losses, len(error), [_LOG_SCALES, _LOG_NOISES], (LOG_SCALE, 1.0))
+    at_bounds = _at_bounds(scale=(scale, _LOG_SCALES), noise=(factor, _LOG_NOISES))
+    found = Calibration(scale=scale, noise=factor, at_bounds=at_bounds)
+    return found.scored("held out", log_probs(scale, factor), log_probs(0.0, 1.0))
+
+
+def _at_bounds(**found: tuple[float, tuple[float, float]]) -> tuple[str, ...]:
+    """Names of the factors whose logarithms are at a bound."""
+    return tuple(
+        name for name, (factor, ends) in found.items() if min(abs(math.log(factor) - end) for end in ends) < 0.01
+    )
 
 
 def _likeliest(
@@ -258,7 +277,8 @@ def _likeliest(
         point = torch.from_numpy(logs).requires_grad_()
         with torch.enable_grad():
             # A part at a time, so that memory holds the graph.
-            for loss in losses(point):
+            for part in losses(point):
+                loss = part.sum()
                 value += float(loss.detach())
                 gradient += torch.autograd.grad(loss, point)[0].numpy()
         # Per datum, since the tolerances of L-BFGS are absolute in the gradient.

@@ -10,14 +10,17 @@ import torch
 from cases import make_case
 from flat_settings import laplace_of
 from problems import trained
+from sklearn import datasets
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from laplace_sampling import ConvergenceWarning, LinearisedLaplace, NotFittedError, held_out
+from laplace_sampling import CalibrationWarning, ConvergenceWarning, LinearisedLaplace, NotFittedError, held_out
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
-from laplace_sampling.predictions.calibration import leave_one_out_scale
+from laplace_sampling.methods import factored
+from laplace_sampling.predictions.calibration import Calibration
+from laplace_sampling.predictions.left_out import left_out_classification
 
 
 def overfitted() -> tuple[nn.Module, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -45,9 +48,12 @@ def test_a_classification_is_scaled_by_its_own_data() -> None:
     assert_close(la.samples_, plain.samples_, rtol=0, atol=0)
     deviations = plain.predict(train[0]).deviations
     mode_outputs = la.network.jvp(train[0], la.mode_[None])[0]
-    assert la.scale_ == leave_one_out_scale(
+    expected = left_out_classification(
         plain.settings.likelihood, train[1], la.network(train[0]), mode_outputs, deviations
     )
+    assert la.scale_ == la.calibration_.scale == expected.scale
+    for name in ("log_likelihood", "network_log_likelihood", "standard_error"):
+        assert getattr(la.calibration_, name) == pytest.approx(getattr(expected, name))
     for found, unscaled in ((la.predict(test[0]), plain.predict(test[0])),):
         assert_close(found.deviations, math.sqrt(la.scale_) * unscaled.deviations)
         assert_close(found.covariance(), la.scale_ * unscaled.covariance())
@@ -151,7 +157,9 @@ def test_some_of_the_training_data_are_enough(monkeypatch: pytest.MonkeyPatch) -
     model, (x, y), _ = overfitted()
     monkeypatch.setattr(held_out, "_ENOUGH", 30)  # of 90, every third
     seen, calibration = [], held_out.OnTrainingData.calibration
-    monkeypatch.setattr(held_out.OnTrainingData, "calibration", lambda data: seen.append(data) or calibration(data))
+    monkeypatch.setattr(
+        held_out.OnTrainingData, "calibration", lambda *args: seen.append(args[0]) or calibration(*args)
+    )
     la = LinearisedLaplace(model, "classification", num_samples=8).fit_hyperparameters([(x, y)], progress=False)
     assert seen[0].some.tolist() == list(range(0, 90, 3))
     assert_close(seen[0].deviations, la.network.jvp(x[::3], la.samples_))
@@ -270,7 +278,7 @@ def test_a_posterior_that_forgets_its_data_says_so() -> None:
     nn.init.constant_(one.weight, 5.0)
     binary = LinearisedLaplace(one, "binary", prior="isotropic")
     points = torch.randn(60, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    with pytest.warns(ConvergenceWarning, match="pass `val_loader`"):
+    with pytest.warns(CalibrationWarning), pytest.warns(ConvergenceWarning, match="pass `val_loader`"):
         binary.fit_hyperparameters([(points, (points.sum(1, keepdim=True) > 0).double())], scale=1e9, progress=False)
 
 
@@ -309,10 +317,98 @@ def test_few_data_are_looked_at_and_the_first_ones_of_a_stream(monkeypatch: pyte
     model, (x, y), _ = overfitted()
     la = LinearisedLaplace(model, "classification", num_samples=8).fit_hyperparameters([(x, y)], progress=False)
     fit = replace(la._fitted.fit, sampled=replace(la._fitted.fit.sampled, samples=la.samples_))
-    assert held_out.OnTrainingData.of(fit, False).some.tolist() == list(range(0, 90, 5))
-    assert held_out.OnTrainingData.of(fit, True).some.tolist() == list(range(20))
+    tangent = la._fitted.tangent
+    in_order = replace(tangent, in_order=True)
+    assert held_out.OnTrainingData.of(fit, tangent).some.tolist() == list(range(0, 90, 5))
+    assert held_out.OnTrainingData.of(fit, in_order).some.tolist() == list(range(20))
     monkeypatch.setattr(held_out, "_NUMBERS", 8 * 3 * 10)
-    assert held_out.OnTrainingData.of(fit, True).deviations.shape == (8, 10, 3)
+    assert held_out.OnTrainingData.of(fit, in_order).deviations.shape == (8, 10, 3)
+
+
+def digits_stopped_early() -> tuple[nn.Module, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """A network on 200 noisy digits that is about as sure as it should be."""
+    images, labels = datasets.load_digits(return_X_y=True)
+    x, y = torch.tensor(images[:900] / 8 - 1), torch.tensor(labels[:900])
+    x = x + 0.5 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10)).double()
+    optimiser = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(15):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x[:200]), y[:200]).backward()
+        optimiser.step()
+    return model.eval(), (x[:200], y[:200]), (x[200:], y[200:])
+
+
+@pytest.mark.parametrize("method", ["kfac", "diagonal"])
+def test_the_scale_of_a_factored_posterior_makes_predictions_no_worse(method: str) -> None:
+    model, train, (x, y) = digits_stopped_early()
+    la = laplace_of(model, "classification", method=method, prior="isotropic", num_samples=32)
+    la.fit_hyperparameters([train], progress=False)
+    network = float(nn.functional.cross_entropy(la.network(x), y))
+    ours = -float(la.predict(x).log_prob(y).mean())
+    print(f"{method}: test loss: network {network:.3f}, ours {ours:.3f} at scale {la.scale_:.3g}")
+    assert la.scale_ <= 1
+    assert ours < network + 0.01
+    assert la.calibration_.data == "left out"
+    # a scale that is given takes no solve to judge it
+    la.fit_hyperparameters([train], scale=3.0, progress=False)
+    assert la.calibration_ == Calibration(scale=3.0)
+
+
+@pytest.mark.parametrize("method", ["kfac", "diagonal"])
+def test_data_are_left_out_of_the_posterior_of_the_linear_model(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the method leaves out, with samples of the dense `(M + A)⁻¹`."""
+    monkeypatch.setattr(factored, "_LEFT_OUT", 2000)
+    monkeypatch.setattr(factored, "_LEFT_OUT_TOLERANCE", 1e-4)
+    case = make_case("classification")
+    la = laplace_of(case.model, "classification", method=method, prior_precision=0.6, num_samples=4)
+    fit = la.fit(case.batches, progress=False)._fitted.fit
+    samples = la.network.jvp(case.x[:3], fit.samples_of_linear_model()).flatten(1)
+    exact = laplace_of(case.model, "classification", method="exact", prior_precision=0.6, num_samples=4)
+    expected = exact.fit(case.batches, progress=False).predict(case.x[:3]).joint_covariance()
+    error = ((expected.diagonal()[:, None] * expected.diagonal() + expected**2) / 2000).sqrt()
+    assert ((samples.T @ samples / 2000 - expected).abs() < 5 * error + 1e-3 * expected.abs().max()).all()
+
+
+def test_a_fit_says_where_the_network_alone_is_better(tmp_path: Path) -> None:
+    model, train, test = digits_stopped_early()
+    la = laplace_of(model, "classification", method="krylov", prior="isotropic", num_samples=16)
+    with pytest.warns(CalibrationWarning, match="worse: 200 training data, each predicted from the others, have") as w:
+        la.fit_hyperparameters([train], scale=20.0, progress=False)
+    assert w[0].filename == __file__
+    found = la.calibration_
+    assert found.scale == 20
+    assert found.network_log_likelihood > found.log_likelihood + 1
+    assert f"{found.network_log_likelihood:.5g} by the network alone" in str(w[0].message)
+    assert f"{found.log_likelihood:.5g} with them (at a scale of 20)" in str(w[0].message)
+    la.save(tmp_path / "la.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "la.pt", model)
+    assert loaded.calibration_ == found
+    # held-out data make the error bars small, and say how good they are then
+    loaded.calibrate([(test[0][:300], test[1][:300])])
+    x, y = test[0][:300], test[1][:300]
+    assert (loaded.calibration_.num_data, loaded.calibration_.data) == (300, "held out")
+    assert loaded.calibration_.log_likelihood == pytest.approx(float(loaded.predict(x).log_prob(y).sum()), rel=1e-5)
+    alone = -float(nn.functional.cross_entropy(la.network(x), y, reduction="sum"))
+    assert loaded.calibration_.network_log_likelihood == pytest.approx(alone)
+    assert la.fit([train], progress=False).calibration_ == Calibration()
+
+
+@pytest.mark.parametrize("unequal", [False, True])
+def test_log_likelihoods_of_an_exact_regression_are_of_targets_left_out(unequal: bool) -> None:
+    case = trained()
+    noise = torch.linspace(0.5, 2, len(case.y), dtype=torch.float64) if unequal else None
+    la = laplace_of(case.model, "regression", method="exact", prior="isotropic", num_samples=4)
+    la.fit_hyperparameters(case.batches, noise_variances=noise, progress=False)
+    left_out, found = la.leave_one_out(), la.calibration_
+    assert found.log_likelihood == pytest.approx(float(left_out.log_prob.sum()))
+    variance = (1 if noise is None else noise[:, None]) / la.noise_precision_ * torch.ones_like(left_out.mean)
+    alone = torch.distributions.Normal(left_out.mean, variance.sqrt()).log_prob(case.y.reshape(left_out.mean.shape))
+    assert found.network_log_likelihood == pytest.approx(float(alone.sum()))
+    assert (found.scale, found.num_data, found.data) == (1.0, len(case.y), "left out")
+    plain = laplace_of(case.model, "regression", method="krylov", prior="isotropic", num_samples=4)
+    assert plain.fit_hyperparameters(case.batches, progress=False).calibration_ == Calibration()
 
 
 def test_targets_of_held_out_data_are_checked_as_those_of_training() -> None:

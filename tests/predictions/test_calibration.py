@@ -1,6 +1,7 @@
 """Scales of the posterior from held-out data, and from the training data left out one at a time."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,13 +15,13 @@ from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.weighted import weighted
 from laplace_sampling.predictions import calibration
 from laplace_sampling.predictions.calibration import (
+    Calibration,
     held_out_classification,
     held_out_regression,
     label_losses,
-    leave_one_out_scale,
-    left_out_outputs,
 )
 from laplace_sampling.predictions.leave_one_out import leave_one_out
+from laplace_sampling.predictions.left_out import SCALES, left_out_classification, left_out_outputs
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -114,7 +115,7 @@ def test_overconfident_networks_keep_their_error_bars_and_cautious_ones_lose_the
     scales = {}
     for size in (0.2, 0.8, 4.0):
         y, logits = overlapping(size)
-        scales[size] = leave_one_out_scale(Categorical(), y, logits, 100 * logits, deviations)
+        scales[size] = left_out_classification(Categorical(), y, logits, 100 * logits, deviations).scale
     assert scales[0.2] == pytest.approx(0.01)
     assert scales[0.8] <= 0.1 + 1e-9
     # 1.25 · 4 = √(1 + πτ/8), up to the grid's steps of 1.8
@@ -151,7 +152,7 @@ def test_binary_labels() -> None:
     y = (torch.rand(NUM, 1, generator=torch.Generator().manual_seed(1)).double() < logits.sigmoid()).double()
     found = held_out_classification(Bernoulli(), y, 3 * logits, 1e-6 * normal(8, NUM, 1))
     assert found.temperature == pytest.approx(3.0, rel=0.15)
-    assert math.isfinite(leave_one_out_scale(Bernoulli(), y, 3 * logits, logits, normal(8, NUM, 1)))
+    assert math.isfinite(left_out_classification(Bernoulli(), y, 3 * logits, logits, normal(8, NUM, 1)).scale)
 
 
 @pytest.mark.parametrize("num", [10, 1000])
@@ -195,7 +196,56 @@ def test_a_temperature_does_not_take_back_what_the_error_bars_widen() -> None:
 
 def test_a_scale_that_labels_say_nothing_about_is_one() -> None:
     y, logits = torch.arange(3).repeat(4), 30 * torch.eye(3, dtype=torch.float64).repeat(4, 1)
-    assert leave_one_out_scale(Categorical(), y, logits, logits, 1e-9 * normal(8, 12, 3)) == pytest.approx(1.0)
+    found = left_out_classification(Categorical(), y, logits, logits, 1e-9 * normal(8, 12, 3))
+    assert found.scale == pytest.approx(1.0)
+    assert found.problems == []
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_log_likelihoods_are_those_of_data_left_out(wide: bool) -> None:
+    """With error bars and without, of the same left-out logits: those of the full posterior, where it is another."""
+    logits = 4 * normal(60, 3)
+    y = logits.argmax(1)
+    d, full = 5 * normal(8, 60, 3, seed=5), 0.3 * normal(6, 60, 3, seed=6)
+    likelihood, y = weighted(Categorical(), y, torch.arange(60) / 30 + 0.1)
+    scales = torch.tensor([4.0]) if wide else SCALES[SCALES <= 1]
+    found = left_out_classification(likelihood, y, logits, logits, d, full=full, scales=scales)
+    left_out = left_out_outputs(likelihood, y, logits, logits, full)
+    alone, bars = (label_losses(likelihood, y, left_out, d, scale).sum(1) for scale in (0.0, found.scale))
+    assert found.network_log_likelihood == pytest.approx(-float(alone.sum()))
+    assert found.log_likelihood == pytest.approx(-float(bars.sum()))
+    assert found.standard_error == pytest.approx(60**0.5 * float((bars - alone).std(correction=0)))
+    assert (found.num_data, found.data) == (60, "left out")
+    assert (found.scale == 4) if wide else (found.scale <= 1)
+    # the error bars are far too wide: this is said if they are not made smaller
+    assert found.log_likelihood < found.network_log_likelihood - 1 if wide else found.scale < 0.5
+    assert found.problems or not wide
+
+
+def test_problems_of_a_calibration() -> None:
+    """By more than a nat, and more than two standard errors; with both figures."""
+    zero, ten = torch.zeros(100), torch.zeros(100)
+    ten[::2] = 0.2
+    assert Calibration().problems == Calibration().scored("held out", ten, zero).problems == []
+    (worse,) = Calibration(scale=3.0).scored("held out", zero - 2, ten - 2).problems
+    assert "100 data of `val_loader` have a log-likelihood of -200 with them (at a scale of 3), and -190 by" in worse
+    assert Calibration().scored("held out", zero, ten / 20).problems == []
+    unsure = torch.where(torch.arange(100) % 2 == 0, 1.2, -0.9)  # better by 15, with a standard error of 10.5
+    assert Calibration().scored("left out", zero, unsure).problems == []
+    (bound,) = replace(Calibration(scale=100.0), at_bounds=("scale",)).problems
+    assert "`scale_` ended at 100, a bound of its search" in bound
+
+
+def test_factors_at_a_bound_of_their_search_are_named() -> None:
+    torch.manual_seed(0)
+    y, logits = overlapping(0.2)
+    deviations = normal(32, NUM, 3, seed=5)
+    assert left_out_classification(Categorical(), y, logits, 100 * logits, deviations).at_bounds == ("scale",)
+    given = left_out_classification(Categorical(), y, logits, logits, deviations, scales=SCALES[-1:])
+    assert given.at_bounds == ()
+    error = 1e4 * normal(400, 1)
+    found = held_out_regression(error, torch.zeros_like(error), 1e-20 * torch.ones(400, 1, 1), 1e-3 + 0 * error)
+    assert found.at_bounds == ("noise",)
 
 
 def test_parts_hold_no_more_numbers_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
