@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.evidence.step import Step
-from laplace_sampling.fitted import Fitted, NotFittedError
+from laplace_sampling.fitted import NotFittedError
 from laplace_sampling.held_out import HeldOut, OnTrainingData, check_calibration
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.prior import Prior
@@ -293,7 +293,7 @@ class LinearisedLaplace(SavableModel):
         self, posterior: Posterior, fit: Fit, tangent: TangentModel, problems: Sequence[str] = ()
     ) -> "LinearisedLaplace":
         """Replace what was fitted before, at the very end, and say what is wrong."""
-        self._fitted = Fitted(posterior, fit.without_samples(), tangent)
+        self._keep(posterior, fit.without_samples(), tangent)
         if problems := [*fit.problems, *problems]:
             # The public method is behind the wrapper of `solving`.
             warnings.warn(" ".join(problems), ConvergenceWarning, stacklevel=4)
