@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace_sampling import LinearisedLaplace
+from laplace_sampling.checksums import described
+from laplace_sampling.files import read, write
 
 __all__ = ["cut_files", "flipped_bits", "killed_saves"]
 
@@ -38,39 +40,41 @@ def killed_saves(count: int, seed: int, folder: Path) -> list[str]:
     Args:
         count: how many processes are killed.
         seed: of the moments.
-        folder: for the file.
+        folder: for the file, an empty one.
 
     Returns:
         What was found, one line for each defect.
     """
+    states = [folder / f"state_{seed}.pt" for seed in (0, 1)]
+    for other, path in enumerate(states):
+        fitted(4000, other).save(path)
     # In a process of its own, since one with threads is not to be forked.
-    command = [sys.executable, "-W", "ignore", "-m", __name__, str(count), str(seed), str(folder)]
+    command = [sys.executable, "-W", "ignore", "-m", __name__, str(count), str(seed), *map(str, states)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     return run.stdout.splitlines() if run.returncode == 0 else [f"the trial of kills failed: {run.stderr[-2000:]}"]
 
 
-def _kill(count: int, seed: int, folder: Path) -> None:
-    random, path = Random(seed), folder / "posterior.pt"
-    posteriors = [fitted(4000, seed) for seed in (0, 1)]
-    posteriors[0].save(path)
+def _kill(count: int, seed: int, files: list[str]) -> None:
+    random, path = Random(seed), Path(files[0]).with_name("posterior.pt")
+    states = [read(file) for file in files]
+    write(states[0], path)
     for number in range(count):
         child = os.fork()
         if child == 0:
             while True:
-                for la in posteriors:
-                    la.save(path)
+                for state in states:
+                    write(state, path)
         time.sleep(_LONGEST * random.random())
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         try:
-            loaded = LinearisedLaplace.load(path, posteriors[0].network.module)
+            described(found := read(path))
         except Exception as error:
             print(f"after kill {number} of seed {seed} the file is not whole: {error!r}")
-            posteriors[0].save(path)
             continue
-        if not any(torch.equal(loaded.samples_, la.samples_) for la in posteriors):
+        if not any(torch.equal(found["checksum"], state["checksum"]) for state in states):
             print(f"after kill {number} of seed {seed} the file has another content")
-    left = [file for file in folder.iterdir() if file.name != path.name and not _is_temporary(file)]
+    left = [file for file in path.parent.iterdir() if str(file) not in (str(path), *files) and not _is_temporary(file)]
     if left:
         print(f"saves left {left}")
 
@@ -131,4 +135,4 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 if __name__ == "__main__":
-    _kill(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    _kill(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

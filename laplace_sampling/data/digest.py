@@ -15,7 +15,9 @@ def digest(tensors: Iterable[tuple[str, Tensor]]) -> bytes:
     for name, tensor in tensors:
         sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         for part in _dense_parts(tensor.detach().cpu()):
-            sha.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            # Not `reshape`, which keeps the stride of a single number: bytes need a stride of 1.
+            flat = part.contiguous().as_strided((part.numel(),), (1,))
+            sha.update(flat.view(torch.uint8).numpy().data)
     return sha.digest()
 
 

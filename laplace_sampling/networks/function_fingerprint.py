@@ -27,8 +27,8 @@ __all__ = ["FunctionFingerprint", "structure_of"]
 # another activation shows at a single datum.
 _NUM_DATA, _MOST_BYTES, _MOST_OUTPUTS = 4, 2**22, 4096
 # The relative difference that another machine or device may make. Two MLPs, two CNNs and a ResNet-18 differ by 1e-7 in
-# float32, by 1e-3 with weights in TF32, and, once trained, by 0.06 with an autocast to bfloat16 in their forward. Of ten
-# activations each other one differs by 0.1 at least, but for a leaky ReLU of slope 0.01 and the two forms of GELU.
+# float32, by 1e-3 with weights in TF32, and once trained by 0.06 with an autocast to bfloat16 in their forward. Each of
+# ten other activations differs by 0.1 at least, but for a leaky ReLU of slope 0.01, and the two forms of GELU.
 _TOLERANCE = 0.05
 # As `consistency` allows for rounding, which is 0.14 in bfloat16.
 _ROUNDING_EXPONENT = 0.4
@@ -110,10 +110,10 @@ def _computed(network: Linearisation, x: Any) -> tuple[Tensor, Tensor]:
 
 def _relative(a: Tensor, b: Tensor) -> float:
     """`‖a − b‖/‖b‖`, also where both are zero; infinite for other shapes."""
-    if a.shape != b.shape:
-        return math.inf
-    difference, size = float((a - b).norm()), float(b.norm())
-    return difference / size if size > 0 or math.isnan(difference) else math.copysign(math.inf, difference)
+    if a.shape != b.shape or torch.equal(a, b):
+        return 0.0 if torch.equal(a, b) else math.inf
+    size = float(b.norm())
+    return float((a - b).norm()) / size if size else math.inf
 
 
 def structure_of(module: nn.Module) -> Any:
