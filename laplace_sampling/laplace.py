@@ -238,7 +238,7 @@ class LinearisedLaplace(SavableModel):
         Raises:
             NotFittedError: before a fit.
             TypeError, ValueError: as of `val_loader` in `fit_hyperparameters`; after a fit with `noise_variances`; if
-                the weights of the model have changed since the fit. The posterior stays what it was.
+                the model has changed since the fit. The posterior stays what it was.
         """
         fitted = self._require("calibrate")
         self._check_network("calibrate")
@@ -270,7 +270,7 @@ class LinearisedLaplace(SavableModel):
 
         Raises:
             NotFittedError: before a fit.
-            ValueError: for NaN in `x`, or if the weights of the model have changed since the fit.
+            ValueError: for NaN in `x`, or if the weights of the model or what it computes have changed since the fit.
         """
         fitted = self._require("predict")
         posterior = fitted.posterior
