@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -14,6 +14,7 @@ from laplace_sampling.evidence.step import Step
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import SAMPLE_STREAM, Fit
+from laplace_sampling.networks.function_fingerprint import FunctionFingerprint, structure_of
 from laplace_sampling.networks.held_module import solving
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.posterior import Posterior
@@ -44,12 +45,18 @@ class Fitted:
         fit: with the training data; `None` for a posterior that was loaded without them, and so is `tangent`.
         tangent: the linear model on the training data.
         num_draws: how often new samples were drawn, so that each call draws others.
+        structure: of the network when it was last seen to compute the function of the fit.
     """
 
     posterior: Posterior
     fit: Fit | None = None
     tangent: TangentModel | None = None
     num_draws: int = 0
+    structure: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the structure, which is of objects of this process."""
+        return {**self.__dict__, "structure": None}
 
 
 class FittedModel:
@@ -216,6 +223,10 @@ class FittedModel:
             )
         return self._fitted
 
+    def _keep(self, posterior: Posterior, fit: Fit | None, tangent: TangentModel | None) -> None:
+        """Take over what was fitted with the network as it is now."""
+        self._fitted = Fitted(posterior, fit, tangent, structure=structure_of(self.network.module))
+
     def _with_data(self, call: str) -> tuple[Fit, TangentModel]:
         fitted = self._require(call)
         if fitted.fit is None or fitted.tangent is None:
@@ -227,7 +238,8 @@ class FittedModel:
 
     def _check_network(self, call: str) -> None:
         """Raise if the network is not the one that was fitted, or not where it was."""
-        posterior = self._require(call).posterior
+        fitted = self._require(call)
+        posterior = fitted.posterior
         held, now = posterior.samples.device, self.network.device
         if held != now:
             raise ValueError(
@@ -235,6 +247,10 @@ class FittedModel:
                 "with the model where it is now; or fit again."
             )
         check_fingerprint(self.network, posterior.fingerprint, call)
+        # A run of the network takes as long as a prediction of few data, so it waits for a sign of a change.
+        if (structure := structure_of(self.network.module)) != fitted.structure:
+            check_function(self.network, posterior.function, call)
+            fitted.structure = structure
 
 
 def warn_of(problems: Sequence[str], calibration: Calibration, stacklevel: int) -> None:
@@ -246,9 +262,29 @@ def warn_of(problems: Sequence[str], calibration: Calibration, stacklevel: int) 
 
 
 def check_fingerprint(network: Linearisation, fingerprint: Tensor, call: str) -> None:
-    """Raise if a fingerprint is not that of the network."""
+    """Raise if a fingerprint is not that of the weights and buffers of the network."""
     if not torch.equal(fingerprint.cpu(), network.fingerprint()):
         raise ValueError(
             f"`{call}`: the weights or buffers of the model are not those of the fit, so its error bars do not "
             "apply. Load the weights that the model had then, or fit again."
+        )
+
+
+def check_function(network: Linearisation, fingerprint: FunctionFingerprint | None, call: str) -> None:
+    """Raise if a network with the weights of the fit computes something else."""
+    if fingerprint is None:
+        return
+    try:
+        difference = fingerprint.difference(network)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"`{call}`: the model has the weights and buffers of the fit, but fails on data of the fit: {error}"
+        ) from error
+    if difference is not None:
+        raise ValueError(
+            f"`{call}`: the model has the weights and buffers of the fit, but computes another function: {difference}. "
+            "Its error bars do not apply. Compare the activations and the code of `forward` with those of the fit, or "
+            "fit again."
         )

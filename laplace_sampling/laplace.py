@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.evidence.step import Step
-from laplace_sampling.fitted import Fitted, NotFittedError, warn_of
+from laplace_sampling.fitted import NotFittedError, warn_of
 from laplace_sampling.held_out import HeldOut, OnTrainingData, check_calibration
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.prior import Prior
@@ -237,7 +237,7 @@ class LinearisedLaplace(SavableModel):
         Raises:
             NotFittedError: before a fit.
             TypeError, ValueError: as of `val_loader` in `fit_hyperparameters`; after a fit with `noise_variances`; if
-                the weights of the model have changed since the fit. The posterior stays what it was.
+                the model has changed since the fit. The posterior stays what it was.
         """
         fitted = self._require("calibrate")
         self._check_network("calibrate")
@@ -271,7 +271,7 @@ class LinearisedLaplace(SavableModel):
 
         Raises:
             NotFittedError: before a fit.
-            ValueError: for NaN in `x`, or if the weights of the model have changed since the fit.
+            ValueError: for NaN in `x`, or if the weights of the model or what it computes have changed since the fit.
         """
         fitted = self._require("predict")
         posterior = fitted.posterior
@@ -292,7 +292,7 @@ class LinearisedLaplace(SavableModel):
 
     def _store(self, posterior: Posterior, fit: Fit, tangent: TangentModel, problems: Sequence[str] = ()) -> Self:
         """Replace what was fitted before, at the very end, and say what is wrong."""
-        self._fitted = Fitted(posterior, fit.without_samples(), tangent)
+        self._keep(posterior, fit.without_samples(), tangent)
         # The public method is behind the wrapper of `solving`.
         warn_of([*fit.problems, *problems], posterior.calibration, stacklevel=5)
         return self

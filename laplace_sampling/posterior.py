@@ -16,6 +16,7 @@ from laplace_sampling.linear_model.kronecker import CURVATURE, restored_curvatur
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit
+from laplace_sampling.networks.function_fingerprint import FunctionFingerprint
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.solvers.preconditioners import Factored
@@ -40,6 +41,7 @@ class Posterior:
         method: that made the fit.
         rows: data that go through the network together.
         fingerprint: of the network's weights and buffers.
+        function: of what the network computes, on a few training data; `None` where it cannot be repeated or kept.
         converged: whether all tolerances were reached.
         unequal_noise: whether the fit was given `noise_variances`.
         exact: of an exact posterior, what its covariances take: in observation space the decomposition and the training
@@ -57,6 +59,7 @@ class Posterior:
     method: "Method"
     rows: int
     fingerprint: Tensor
+    function: FunctionFingerprint | None
     converged: bool = True
     unequal_noise: bool = False
     exact: dict[str, Tensor] = field(default_factory=dict)
@@ -80,6 +83,7 @@ class Posterior:
             history=[step.shifted(tangent.log_scale) for step in fit.tuned.history],
             rows=tangent.data.batch_size,
             fingerprint=network.fingerprint(),
+            function=FunctionFingerprint.of(network, tangent.data),
             converged=fit.converged,
             unequal_noise=unequal_noise,
             exact=fit.tensors() | (_training_data(fit, tangent) if fit.saves_data else {}),

@@ -1,18 +1,17 @@
 """A fitted posterior as tensors only, and back: what `save` writes and `load` reads.
 
-A state is a dictionary of tensors, for `torch.load(..., weights_only=True)`; what is not a tensor is JSON, as bytes.
+A state is a dictionary of tensors, for `torch.load(..., weights_only=True)`.
 """
 
-import json
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
+from laplace_sampling.checksums import described, with_checksums
 from laplace_sampling.evidence.step import Step
-from laplace_sampling.fitted import Fitted, FittedModel, check_fingerprint
+from laplace_sampling.files import File, read, write
+from laplace_sampling.fitted import FittedModel, check_fingerprint, check_function
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.recipes import likelihood_from_recipe, recipe_of_likelihood
@@ -20,6 +19,7 @@ from laplace_sampling.linear_model.priors.as_prior import prior_from_recipe, rec
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, Prior
 from laplace_sampling.methods import method_from_recipe, recipe_of_method
 from laplace_sampling.methods.method import Method
+from laplace_sampling.networks.function_fingerprint import FunctionFingerprint
 from laplace_sampling.networks.last_layer import LastLayer
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.posterior import Posterior
@@ -29,9 +29,8 @@ from laplace_sampling.settings import Settings
 
 __all__ = ["SavableModel"]
 
-_FORMAT = 3
-# Before the names of the tensors of an exact or factored posterior.
-_EXACT = "exact."
+# Before the names of the tensors of an exact or factored posterior, and of what the network computes.
+_EXACT, _FUNCTION = "exact.", "function."
 _NUM_NAMED = 3
 
 
@@ -46,21 +45,37 @@ class SavableModel(FittedModel):
         """Take over a posterior from `state_dict`.
 
         Raises:
-            ValueError: if the state is not of this model's weights, of another likelihood or another choice of
-                parameters, or incomplete; what was fitted before is kept.
+            ValueError: if the state is damaged or incomplete, of a network with other weights or another function, of
+                another likelihood or another choice of parameters; what was fitted before is kept.
         """
-        posterior, settings = posterior_of(state, self.settings, self.network)
-        fit, tangent = restore_fit(settings, self.network, posterior)
-        self.settings, self._fitted = settings, Fitted(posterior, fit, tangent)
+        self._take_over(state, described(state), "load_state_dict")
 
-    def save(self, path: str | Path) -> None:
-        """Write `state_dict()` to a file."""
-        torch.save(self.state_dict(), path)
+    def _take_over(self, state: dict[str, Tensor], how: dict[str, Any], call: str) -> None:
+        posterior, settings = posterior_of(state, how, self.settings, self.network, call)
+        fit, tangent = restore_fit(settings, self.network, posterior)
+        self.settings = settings
+        self._keep(posterior, fit, tangent)
+
+    def save(self, path: File) -> None:
+        """Write `state_dict()` to a file.
+
+        It is written to a temporary file in the same folder, flushed to the disk, and put in the place of an older
+        file: whatever happens meanwhile, that one or the new one is there, and whole. A process that is killed may
+        leave the temporary file behind, which begins with a dot and ends in `.tmp`.
+
+        Args:
+            path: of the file; or an open file in binary mode, which is written to as it is.
+
+        Raises:
+            NotFittedError: before a fit.
+            OSError: if the file cannot be written; an older one is unchanged.
+        """
+        write(self.state_dict(), path)
 
     @classmethod
     def load(
         cls,
-        path: str | Path,
+        path: File,
         model: nn.Module,
         likelihood: str | Likelihood | None = None,
         prior: str | Prior | None = None,
@@ -69,24 +84,29 @@ class SavableModel(FittedModel):
         """Read what `save` wrote, for the same trained network; settings are those of the saved object.
 
         Args:
-            path: of the file.
+            path: of the file, or an open file in binary mode.
             model: the network, with the weights that it had at the fit.
             likelihood: needed only if the file does not hold it: if it was not one of the library's own, or one of
                 measurements, `Gaussian(observe=T)`.
             prior: likewise.
             method: likewise.
+
+        Raises:
+            OSError: if the file cannot be opened.
+            ValueError: if it is damaged, of something else or of another version; if `model` has other weights than at
+                the fit, or computes another function of the data; if something has to be given.
         """
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = read(path)
+        how = described(state)
         # The constructor is that of `LinearisedLaplace`.
-        la = cls(model, **arguments_of(state, likelihood=likelihood, prior=prior, method=method))  # pyright: ignore[reportCallIssue]
-        la.load_state_dict(state)
+        la = cls(model, **arguments_of(how, likelihood=likelihood, prior=prior, method=method))  # pyright: ignore[reportCallIssue]
+        la._take_over(state, how, "load")
         return la
 
 
 def state_of(posterior: Posterior, settings: Settings, network: Linearisation) -> dict[str, Tensor]:
-    """The state of a posterior: its tensors, and as JSON how it was made."""
-    described = {
-        "format": _FORMAT,
+    """The state of a posterior: its tensors, as JSON how it was made, and checksums of both."""
+    how = {
         "groups": posterior.prior.names,
         "num_floored": posterior.prior.num_floored,
         "rows": posterior.rows,
@@ -109,7 +129,6 @@ def state_of(posterior: Posterior, settings: Settings, network: Linearisation) -
         },
     }
     state = {
-        "settings": torch.frombuffer(bytearray(json.dumps(described).encode()), dtype=torch.uint8),
         "fingerprint": posterior.fingerprint,
         "samples": posterior.samples,
         "mode": posterior.mode,
@@ -123,29 +142,38 @@ def state_of(posterior: Posterior, settings: Settings, network: Linearisation) -
     if noise is not None:
         state["noise_precision"] = noise
     state |= {f"{_EXACT}{name}": tensor for name, tensor in posterior.exact.items()}
-    return {name: tensor.detach().clone() for name, tensor in state.items()}
+    if posterior.function is not None:
+        state |= {f"{_FUNCTION}{name}": tensor for name, tensor in posterior.function.tensors().items()}
+    return with_checksums(state, how)
 
 
-def posterior_of(state: dict[str, Tensor], settings: Settings, network: Linearisation) -> tuple[Posterior, Settings]:
+def posterior_of(
+    state: dict[str, Tensor], how: dict[str, Any], settings: Settings, network: Linearisation, call: str
+) -> tuple[Posterior, Settings]:
     """The posterior of a state, and the settings with the linear model that it is of.
 
     Args:
         state: from `state_of`.
+        how: from `described(state)`.
         settings: of the object that takes it over.
         network: whose posterior it must be.
+        call: what the user called.
 
     Raises:
-        ValueError: if the state is of other weights, parameters or another likelihood, or incomplete.
+        ValueError: if the state has NaN in it, is of other weights, of another function of the data, of other random
+            parameters or another likelihood.
     """
-    described = _described(state)
-    saved = described["settings"]
+    saved = how["settings"]
+    _check_finite(state)
     if isinstance(network, LastLayer):
-        network.take_over(described["parameters"])
-    _check_selection(described["parameters"], network.selection)
+        network.take_over(how["parameters"])
+    _check_selection(how["parameters"], network.selection)
     _check_likelihood(saved["likelihood"], settings)
-    _check_observed(described["observed"], settings.observation is not None)
-    _check_shapes(state, network.num_parameters, len(described["groups"]))
-    check_fingerprint(network, state["fingerprint"], "load_state_dict")
+    _check_observed(how["observed"], settings.observation is not None)
+    check_fingerprint(network, state["fingerprint"], call)
+    function = {name.removeprefix(_FUNCTION): t for name, t in state.items() if name.startswith(_FUNCTION)}
+    function = FunctionFingerprint.of_tensors(function) if function else None
+    check_function(network, function, call)
     likelihood, device = settings.likelihood, network.device
     if isinstance(likelihood, Gaussian):
         likelihood = likelihood.with_precision(state["noise_precision"])
@@ -154,50 +182,48 @@ def posterior_of(state: dict[str, Tensor], settings: Settings, network: Linearis
             precision=state["prior_precision"].cpu(),
             groups=state["prior_groups"].to(device),
             scale=state["prior_scale"].to(device),
-            names=tuple(described["groups"]),
-            num_floored=described["num_floored"],
+            names=tuple(how["groups"]),
+            num_floored=how["num_floored"],
         ),
         likelihood=likelihood,
         samples=state["samples"].to(device),
         mode=state["mode"].to(device),
         effective_dimension=state["effective_dimension"].to(device),
         effective_dimension_se=state["effective_dimension_se"].to(device),
-        history=[Step(**step) for step in described["history"]],
-        method=method_from_recipe(described["method"], otherwise=settings.method),
-        rows=described["rows"],
+        history=[Step(**step) for step in how["history"]],
+        method=method_from_recipe(how["method"], otherwise=settings.method),
+        rows=how["rows"],
         fingerprint=state["fingerprint"].cpu(),
-        converged=described["converged"],
-        unequal_noise=described["unequal_noise"],
-        calibration=Calibration(**described["calibration"]),
+        function=function,
+        converged=how["converged"],
+        unequal_noise=how["unequal_noise"],
+        calibration=Calibration(**how["calibration"]),
         exact={name.removeprefix(_EXACT): t.to(device) for name, t in state.items() if name.startswith(_EXACT)},
     )
     return posterior, replace(settings, linear_model=saved["linear_model"], hessian_at=saved["hessian_at"])
 
 
-def arguments_of(state: dict[str, Tensor], **given: Any) -> dict[str, Any]:
+def arguments_of(how: dict[str, Any], **given: Any) -> dict[str, Any]:
     """Arguments for the constructor, so that a loaded object fits again as the saved one would.
 
     Args:
-        state: from `state_of`.
+        how: from `described`.
         given: `likelihood`, `prior` and `method` in place of those that were saved; `None` for these.
     """
-    described = _described(state)
-    arguments = dict(described["settings"])
+    arguments = dict(how["settings"])
     of_recipe = {"likelihood": likelihood_from_recipe, "prior": prior_from_recipe, "method": method_from_recipe}
     for name, make in of_recipe.items():
         arguments[name] = make(arguments[name]) if given[name] is None else given[name]
-    arguments["parameters"] = "last_layer" if described["last_layer"] else described["parameters"]
+    arguments["parameters"] = "last_layer" if how["last_layer"] else how["parameters"]
     return arguments
 
 
-def _described(state: dict[str, Tensor]) -> dict[str, Any]:
-    """What is not a tensor in a state."""
-    if not isinstance(state, dict) or "settings" not in state:
-        raise ValueError("This is not a state of a LinearisedLaplace: it has no entry 'settings'.")
-    described = json.loads(bytes(state["settings"].cpu().tolist()))
-    if described["format"] != _FORMAT:
-        raise ValueError(f"The state has format {described['format']}, but this version reads format {_FORMAT}.")
-    return described
+def _check_finite(state: dict[str, Tensor]) -> None:
+    names = ("samples", "mode", "prior_precision", "prior_scale", "noise_precision")
+    # Extremes are NaN where anything is, and take no memory.
+    wrong = [n for n in names if n in state and not all(bool(value.isfinite()) for value in state[n].aminmax())]
+    if wrong:
+        raise ValueError(f"The posterior has NaN or infinity in {wrong}, so that it predicts nothing: fit again.")
 
 
 def _check_selection(saved: Any, selection: Any) -> None:
@@ -227,17 +253,6 @@ def _check_observed(saved: bool, observed: bool) -> None:
             f"The posterior was {'not ' if observed else ''}fitted to measurements `y = T f(x) + noise`: "
             f"{'leave out `observe`' if observed else 'give T as `likelihood=Gaussian(observe=T)`'}."
         )
-
-
-def _check_shapes(state: dict[str, Tensor], size: int, num_groups: int) -> None:
-    shapes = {
-        "fingerprint": (32,),
-        **{name: (size,) for name in ("mode", "prior_groups", "prior_scale")},
-        **{name: (num_groups,) for name in ("prior_precision", "effective_dimension", "effective_dimension_se")},
-    }
-    wrong = [name for name, shape in shapes.items() if name not in state or state[name].shape != shape]
-    if wrong or "samples" not in state or state["samples"].shape[1:] != (size,):
-        raise ValueError(f"The state is incomplete or damaged: entries {wrong or ['samples']} are not as they were.")
 
 
 def _first_of(names: list[str]) -> str:

@@ -2,22 +2,14 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from laplace_sampling.data.batches import batched, plain
+from laplace_sampling.data.batches import plain
 
 __all__ = ["decode_inputs", "encode_inputs"]
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Stands for a tensor in the structure of a batch: its index among the tensors."""
-
-    index: int
 
 
 def encode_inputs(x: Any, name: str = "inputs") -> dict[str, Tensor]:
@@ -26,10 +18,12 @@ def encode_inputs(x: Any, name: str = "inputs") -> dict[str, Tensor]:
     Args:
         x: of the forms of `laplace_sampling.data.batches`.
         name: of the entry that holds the structure; those of the tensors begin with it.
+
+    Raises:
+        TypeError: if something in it is neither a tensor nor JSON.
     """
-    tensors, rebuild = batched(x)
-    structure: Any = rebuild([_Place(i) for i in range(len(tensors))])  # pyright: ignore[reportArgumentType]
-    as_json = json.dumps(_describe(plain(structure))).encode()
+    tensors: list[Tensor] = []
+    as_json = json.dumps(_describe(plain(x), tensors)).encode()
     entries = {f"{name}.{i}": tensor for i, tensor in enumerate(tensors)}
     return {**entries, name: torch.frombuffer(bytearray(as_json), dtype=torch.uint8)}
 
@@ -39,13 +33,15 @@ def decode_inputs(entries: Mapping[str, Tensor], name: str = "inputs") -> Any:
     return _build(json.loads(bytes(entries[name].cpu().tolist())), entries, name)
 
 
-def _describe(x: Any) -> Any:
-    if isinstance(x, _Place):
-        return {"tensor": x.index}
+def _describe(x: Any, tensors: list[Tensor]) -> Any:
+    """The structure of `x`, with tensors by their places in a list that they are appended to."""
+    if isinstance(x, Tensor):
+        tensors.append(x)
+        return {"tensor": len(tensors) - 1}
     if isinstance(x, dict):
-        return {"dict": {name: _describe(value) for name, value in x.items()}}
+        return {"dict": {name: _describe(value, tensors) for name, value in x.items()}}
     if isinstance(x, tuple | list):
-        return {"list": [_describe(value) for value in x]}
+        return {"list": [_describe(value, tensors) for value in x]}
     return {"value": x}
 
 

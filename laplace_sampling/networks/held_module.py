@@ -5,7 +5,6 @@ its own state back after each call, also after one that raised.
 """
 
 import copy
-import hashlib
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,9 +17,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from laplace_sampling.data.batches import Layout, arguments, batched, num_rows, read
+from laplace_sampling.data.digest import digest
 from laplace_sampling.networks.resources import cpu_out_of_memory
 
-__all__ = ["HALF", "HeldModule", "evaluation_mode", "precisions", "solving", "users_precision"]
+__all__ = ["COMMON_ATTRIBUTES", "HALF", "HeldModule", "evaluation_mode", "precisions", "solving", "users_precision"]
 
 Weights = dict[str, Tensor]
 
@@ -223,12 +223,8 @@ class HeldModule:
 
     def fingerprint(self) -> Tensor:
         """SHA-256 of all weights and buffers, `[32]` bytes: tells whether a network is the one that was fitted."""
-        digest = hashlib.sha256()
-        for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            for part in _dense_parts(tensor.detach().cpu()):
-                digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+        return torch.frombuffer(bytearray(digest(tensors)), dtype=torch.uint8)
 
 
 def _is_of_torch(error: Exception) -> bool:
@@ -237,20 +233,8 @@ def _is_of_torch(error: Exception) -> bool:
     return frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
 
 
-def _dense_parts(tensor: Tensor) -> list[Tensor]:
-    """The indices and values of a sparse tensor; a dense one itself."""
-    if tensor.layout == torch.sparse_coo:
-        tensor = tensor.coalesce()
-        return [tensor.indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor]
-
-
 # Attributes that every module has; others are its user's.
-_COMMON_ATTRIBUTES = frozenset(nn.Module().__dict__)
+COMMON_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 # What the user had set, for each context of `solving` that was entered.
 _users_settings: list[list[str]] = []
@@ -327,7 +311,7 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 def _containers(module: nn.Module) -> list[tuple[Any, Any]]:
     """The lists, dictionaries and sets among the attributes of a module, and copies of them."""
-    attributes = [value for name, value in module.__dict__.items() if name not in _COMMON_ATTRIBUTES]
+    attributes = [value for name, value in module.__dict__.items() if name not in COMMON_ATTRIBUTES]
     return [(value, value.copy()) for value in attributes if type(value) in (list, dict, set)]
 
 

@@ -1,6 +1,7 @@
 """Posteriors in files, and which states are refused."""
 
 import copy
+import pickle
 import warnings
 from dataclasses import dataclass
 
@@ -189,3 +190,119 @@ def test_a_method_with_settings_that_are_no_json_is_saved_by_its_name(tmp_path) 
         LinearisedLaplace.load(tmp_path / "la.pt", case.model)
     again = LinearisedLaplace.load(tmp_path / "la.pt", case.model, method=mine)
     assert torch.equal(again.predict(case.x).samples, la.predict(case.x).samples)
+
+
+class Activated(nn.Module):
+    """The activation is chosen by code, so that no module shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.last = nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return self.last(self.act(self.first(x)))
+
+
+class Rectified(Activated):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu())
+
+
+@pytest.fixture
+def activated() -> tuple[LinearisedLaplace, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    model = Activated()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator))
+    x = torch.randn(12, 2, generator=generator)
+    return LinearisedLaplace(model, "regression", method="krylov").fit([(x, x[:, :1])], progress=False), x
+
+
+_OTHER_FUNCTION = (
+    r"^`{}`: the model has the weights and buffers of the fit, but computes another function: on 4 of the training "
+    r"data its outputs differ by .* of their size, and its derivatives by .*\. Its error bars do not apply\. "
+)
+
+
+def test_load_refuses_the_same_weights_with_another_function(activated, tmp_path) -> None:
+    la, x = activated
+    la.save(tmp_path / "la.pt")
+    expected = la.predict(x).samples
+    swapped, other = copy.deepcopy(la.network.module), Rectified()
+    swapped.act = nn.ReLU()
+    other.load_state_dict(la.network.module.state_dict())
+    for model in (swapped, other):
+        with pytest.raises(ValueError, match=_OTHER_FUNCTION.format("load")):
+            LinearisedLaplace.load(tmp_path / "la.pt", model)
+        with pytest.raises(ValueError, match=_OTHER_FUNCTION.format("load_state_dict")):
+            LinearisedLaplace(model, "regression").load_state_dict(la.state_dict())
+    with torch.no_grad():
+        swapped.last.bias += 1  # both are others
+    with pytest.raises(ValueError, match=r"^`load`: the weights or buffers of the model are not those of the fit"):
+        LinearisedLaplace.load(tmp_path / "la.pt", swapped)
+    other.forward = lambda x, y: x
+    with pytest.raises(
+        ValueError, match=r"^`load`: the model has the weights and buffers of the fit, but fails on data"
+    ):
+        LinearisedLaplace.load(tmp_path / "la.pt", other)
+    loaded = LinearisedLaplace.load(tmp_path / "la.pt", copy.deepcopy(la.network.module))
+    assert torch.equal(loaded.predict(x).samples, expected)
+
+
+@pytest.mark.parametrize("reloaded", [False, True])
+def test_predict_refuses_another_function(activated, reloaded: bool, tmp_path, monkeypatch) -> None:
+    la, x = activated
+    model = la.network.module
+    if reloaded:
+        la.save(tmp_path / "la.pt")
+        la = LinearisedLaplace.load(tmp_path / "la.pt", model)
+    expected, refused = la.predict(x).samples, pytest.raises(ValueError, match=_OTHER_FUNCTION.format("predict"))
+    model.act = nn.ReLU()
+    for _ in range(2):
+        with refused:
+            la.predict(x)
+    with pytest.raises(ValueError, match=_OTHER_FUNCTION.format("calibrate")):
+        la.calibrate([(x, x[:, :1])])
+    model.act = nn.Tanh()
+    assert torch.equal(la.predict(x).samples, expected)
+    with monkeypatch.context() as patch:
+        patch.setattr(Activated, "forward", Rectified.forward)
+        with refused:
+            la.predict(x)
+    handle = model.act.register_forward_hook(lambda module, args, output: 2 * output)
+    with refused:
+        la.predict(x)
+    handle.remove()
+    again = pickle.loads(pickle.dumps(la))
+    assert torch.equal(again.predict(x).samples, expected)
+    again.network.module.act = nn.ReLU()
+    with refused:
+        again.predict(x)
+
+
+def test_predict_runs_the_network_for_the_check_only_after_a_change(activated) -> None:
+    la, x = activated
+    rows = []
+    la.network.module.first.register_forward_hook(lambda module, args, output: rows.append(len(output)))
+
+    def data_of_the_check() -> bool:
+        rows.clear()
+        la.predict(x)
+        return 4 in rows
+
+    assert [data_of_the_check() for _ in range(3)] == [True, False, False]  # the hook is a change
+    la.network.module.train()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not data_of_the_check()
+        la.network.module.act = nn.Sequential(nn.Tanh(), nn.Dropout(0.5))  # the same function
+        assert [data_of_the_check() for _ in range(2)] == [True, False]
+
+
+def test_a_few_training_inputs_are_in_the_file(activated) -> None:
+    la, x = activated
+    state = la.state_dict()
+    assert torch.equal(state["function.inputs.0"], x[::3])
+    assert not any(name.startswith("exact.") for name in state)

@@ -1,0 +1,138 @@
+"""Files of posteriors whose process is killed, whose bits are flipped, and that are cut off."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from random import Random
+
+import torch
+from torch import Tensor, nn
+
+from laplace_sampling import LinearisedLaplace
+from laplace_sampling.checksums import described
+from laplace_sampling.files import read, write
+
+__all__ = ["cut_files", "flipped_bits", "killed_saves"]
+
+# Seconds until a process is killed, at most: several saves.
+_LONGEST = 0.1
+
+
+def fitted(inputs: int, seed: int = 0) -> LinearisedLaplace:
+    """A posterior of a linear network, whose file is as large as there are inputs."""
+    generator = torch.Generator().manual_seed(0)
+    x, model = torch.randn(8, inputs, generator=generator), nn.Linear(inputs, 1)
+    with torch.no_grad():
+        model.weight.copy_(torch.randn(1, inputs, generator=generator))
+        model.bias.zero_()
+        y = model(x)
+    la = LinearisedLaplace(model, "regression", method="exact", seed=seed)
+    return la.fit([(x, y)], progress=False)
+
+
+def killed_saves(count: int, seed: int, folder: Path) -> list[str]:
+    """Kills a process while it saves over a file, again and again: the file must hold what was saved before or after.
+
+    Args:
+        count: how many processes are killed.
+        seed: of the moments.
+        folder: for the file, an empty one.
+
+    Returns:
+        What was found, one line for each defect.
+    """
+    states = [folder / f"state_{seed}.pt" for seed in (0, 1)]
+    for other, path in enumerate(states):
+        fitted(4000, other).save(path)
+    # In a process of its own, since one with threads is not to be forked.
+    command = [sys.executable, "-W", "ignore", "-m", __name__, str(count), str(seed), *map(str, states)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    return run.stdout.splitlines() if run.returncode == 0 else [f"the trial of kills failed: {run.stderr[-2000:]}"]
+
+
+def _kill(count: int, seed: int, files: list[str]) -> None:
+    random, path = Random(seed), Path(files[0]).with_name("posterior.pt")
+    states = [read(file) for file in files]
+    write(states[0], path)
+    for number in range(count):
+        child = os.fork()
+        if child == 0:
+            while True:
+                for state in states:
+                    write(state, path)
+        time.sleep(_LONGEST * random.random())
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        try:
+            described(found := read(path))
+        except Exception as error:
+            print(f"after kill {number} of seed {seed} the file is not whole: {error!r}")
+            continue
+        if not any(torch.equal(found["checksum"], state["checksum"]) for state in states):
+            print(f"after kill {number} of seed {seed} the file has another content")
+    left = [file for file in path.parent.iterdir() if str(file) not in (str(path), *files) and not _is_temporary(file)]
+    if left:
+        print(f"saves left {left}")
+
+
+def _is_temporary(file: Path) -> bool:
+    return file.name.startswith(".") and file.suffix == ".tmp"
+
+
+def flipped_bits(count: int, seed: int) -> list[str]:
+    """One bit of a file is another, at so many places: it is refused, or has the same content.
+
+    Args:
+        count: how many bits are tried, one at a time.
+        seed: of the places.
+
+    Returns:
+        What was found, one line for each defect.
+    """
+    la, random, defects = fitted(20), Random(seed), []
+    content = _saved(la)
+    for _ in range(count):
+        place, bit = random.randrange(len(content)), random.randrange(8)
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << bit
+        defects += _defects(la, bytes(damaged), f"bit {bit} of byte {place} flipped")
+    return defects
+
+
+def cut_files(count: int, seed: int) -> list[str]:
+    """The end of a file is missing: it is refused. Arguments and result are those of `flipped_bits`."""
+    la, random = fitted(20), Random(seed)
+    content = _saved(la)
+    lengths = [0, 1, len(content) - 1, *(random.randrange(len(content)) for _ in range(count - 3))]
+    return [defect for n in lengths for defect in _defects(la, content[:n], f"cut to {n} bytes")]
+
+
+def _saved(la: LinearisedLaplace) -> bytes:
+    file = io.BytesIO()
+    la.save(file)
+    return file.getvalue()
+
+
+def _defects(la: LinearisedLaplace, content: bytes, what: str) -> list[str]:
+    try:
+        loaded = LinearisedLaplace.load(io.BytesIO(content), la.network.module)
+    except ValueError as error:
+        message = str(error)
+        told = message.endswith(".") and "\n" not in message and ("`load`" in message or "The state" in message)
+        return [] if told else [f"{what}: {message}"]
+    except Exception as error:
+        return [f"{what}: {error!r}"]
+    now, before = loaded.state_dict(), la.state_dict()
+    return [] if now.keys() == before.keys() and all(map(_same, now.values(), before.values())) else [f"{what}: taken"]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+if __name__ == "__main__":
+    _kill(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

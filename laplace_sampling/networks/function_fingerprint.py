@@ -1,0 +1,147 @@
+"""Whether a network computes what it computed at the fit: weights and buffers do not tell, as one activation for
+another leaves them as they are.
+
+`FunctionFingerprint` runs the network on a few data. `structure_of` takes no run, so that it can be compared at each
+prediction, and tells when the network has to be run again.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from laplace_sampling.data.batches import num_bytes, num_rows, place
+from laplace_sampling.data.encoding import decode_inputs, encode_inputs
+from laplace_sampling.data.training_data import TrainingData
+from laplace_sampling.networks.held_module import COMMON_ATTRIBUTES, solving
+from laplace_sampling.networks.linearisation import Linearisation
+
+__all__ = ["FunctionFingerprint", "structure_of"]
+
+# Data that are kept, fewer if they are larger than so many bytes, and outputs of each datum. The numbers are not tuned:
+# another activation shows at a single datum.
+_NUM_DATA, _MOST_BYTES, _MOST_OUTPUTS = 4, 2**22, 4096
+# The relative difference that another machine or device may make. Two MLPs, two CNNs and a ResNet-18 differ by 1e-7 in
+# float32, by 1e-3 with weights in TF32, and once trained by 0.06 with an autocast to bfloat16 in their forward. Of nine
+# other activations only a leaky ReLU of slope 0.01 for a ReLU differs by less than 0.1 in outputs and derivatives.
+_TOLERANCE = 0.05
+# As `consistency` allows for rounding, which is 0.14 in bfloat16.
+_ROUNDING_EXPONENT = 0.4
+
+
+@dataclass(frozen=True)
+class FunctionFingerprint:
+    """What a network computes at a few inputs, without `autocast`.
+
+    Attributes:
+        inputs: training data, at most four.
+        outputs: `f(w̄, x)`; of a datum with many outputs, some of them.
+        product: `φ(x) v` of the same outputs, `v` being signs from a generator with a fixed seed.
+    """
+
+    inputs: Any
+    outputs: Float[Tensor, "n c"]
+    product: Float[Tensor, "n c"]
+
+    @classmethod
+    def of(cls, network: Linearisation, data: TrainingData) -> "FunctionFingerprint | None":
+        """At some of the training data.
+
+        `None` where a file cannot hold them, or where the network does not compute the same or what is finite twice.
+        """
+        inputs = _some_inputs(data, network.batching.max_rows or _NUM_DATA)
+        try:
+            encode_inputs(inputs)
+        except TypeError:
+            return None
+        fingerprint = cls(inputs, *_computed(network, inputs))
+        return fingerprint if fingerprint.difference(network) is None else None
+
+    def difference(self, network: Linearisation) -> str | None:
+        """In words, how far a network is from this one on the same data; `None` if it is the same up to rounding."""
+        now = _computed(network, self.inputs)
+        outputs, product = (_relative(a, b) for a, b in zip(now, (self.outputs, self.product), strict=True))
+        tolerance = max(_TOLERANCE, torch.finfo(network.module_dtype).eps ** _ROUNDING_EXPONENT)
+        if outputs <= tolerance and product <= tolerance:
+            return None
+        return (
+            f"on {num_rows(self.inputs)} of the training data its outputs differ by {outputs:.2g} of their size, and "
+            f"its derivatives by {product:.2g}"
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """For a file."""
+        return {**encode_inputs(self.inputs), "outputs": self.outputs, "product": self.product}
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> "FunctionFingerprint":
+        """From `tensors`."""
+        return cls(decode_inputs(tensors), tensors["outputs"], tensors["product"])
+
+
+def _some_inputs(data: TrainingData, most: int) -> Any:
+    """Few data, from the first to the last; the first ones of data that are read in order."""
+    with torch.random.fork_rng(devices=[]):  # a shuffled loader draws from the global generator
+        first = data.inputs(torch.arange(1))
+        num = max(1, min(_NUM_DATA, most, data.num_data, _MOST_BYTES // max(1, num_bytes(first))))
+        step = 1 if data.in_order else data.num_data // num
+        return data.inputs(torch.arange(num) * step)
+
+
+@solving()
+def _computed(network: Linearisation, x: Any) -> tuple[Tensor, Tensor]:
+    """Outputs and product, on a CPU in float64."""
+    # Neither compiled nor with autocast, which are settings of the method: it may be another one after `load`.
+    plain = Linearisation(network.module, network.names)
+    plain.ways = network.ways
+    x = place(x, plain.device, plain.dtype)
+    signs = torch.randint(2, (plain.num_parameters,), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+    v = (2 * signs - 1).to(plain.device, plain.dtype)
+    # With a graph it is computed as products are; without one, in the precision that the user has set for products.
+    outputs = plain(x, graph=True).detach().reshape(num_rows(x), -1)
+    every = slice(None, None, math.ceil(outputs.shape[1] / _MOST_OUTPUTS) or 1)
+    return outputs[:, every].double().cpu(), plain.jvp(x, v[None])[0, :, every].double().cpu()
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    """`‖a − b‖/‖b‖`, also where both are zero; infinite for other shapes."""
+    if a.shape != b.shape or torch.equal(a, b):
+        return 0.0 if torch.equal(a, b) else math.inf
+    size = float(b.norm())
+    return float((a - b).norm()) / size if size else math.inf
+
+
+def structure_of(module: nn.Module) -> Any:
+    """What shows of a module without a run: its parts, their `forward`, hooks and attributes; compared by `==`.
+
+    It changes more often than the function does, and does not where code changes that a `forward` calls.
+    """
+    return [
+        (
+            name,
+            type(part),
+            type(part).forward,
+            *part._forward_pre_hooks.values(),
+            *part._forward_hooks.values(),
+            {key: _mark(value) for key, value in part.__dict__.items() if key not in COMMON_ATTRIBUTES},
+        )
+        for name, part in module.named_modules()
+    ]
+
+
+# Compared by value, or held, so that no other object gets their place in memory.
+_KEPT = (int, float, complex, str, bytes, type(None), type, FunctionType, BuiltinFunctionType, MethodType, torch.dtype)
+
+
+def _mark(value: Any) -> Any:
+    """What is no longer equal once an attribute has another value."""
+    if isinstance(value, _KEPT):
+        return value
+    if isinstance(value, Tensor):
+        return id(value), None if value.is_inference() else value._version
+    return id(value), len(value) if type(value) in (list, dict, set) else None

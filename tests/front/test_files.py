@@ -1,0 +1,257 @@
+"""What may happen to a file while it is written, and what may be wrong with one that is read."""
+
+import errno
+import io
+import os
+import re
+import resource
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.trial.damaged_files import cut_files, fitted, flipped_bits, killed_saves
+from laplace_sampling import LinearisedLaplace, files
+from laplace_sampling.checksums import with_checksums
+
+LA = fitted(3)
+MODEL = LA.network.module
+
+
+def load(file: files.File) -> LinearisedLaplace:
+    return LinearisedLaplace.load(file, MODEL)
+
+
+@contextmanager
+def says(kind: type[Exception], pattern: str) -> Iterator[None]:
+    """One or two sentences on one line, of exactly this kind of error."""
+    with pytest.raises(kind, match=pattern) as caught:
+        yield
+    message = str(caught.value)
+    assert type(caught.value) is kind
+    assert message.endswith(".")
+    assert "\n" not in message
+    assert not re.search("Errno|pickle|zip", message)
+
+
+@contextmanager
+def small_disk(num_bytes: int) -> Iterator[None]:
+    """No file may be larger, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_is_killed_leaves_a_whole_file(tmp_path: Path) -> None:
+    assert killed_saves(10, 0, tmp_path) == []
+
+
+@pytest.mark.parametrize("part", [0.0, 0.1, 0.6, 0.9, 0.999])
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(part: float, tmp_path: Path) -> None:
+    path, whole = tmp_path / "la.pt", io.BytesIO()
+    LA.save(whole)
+    num_bytes = int(part * len(whole.getvalue()))
+    with small_disk(num_bytes), says(OSError, r"`save`: .*la.pt cannot be written: File too large\.$"):
+        LA.save(path)
+    assert list(tmp_path.iterdir()) == []
+    LA.save(path)
+    before = path.read_bytes()
+    with small_disk(num_bytes), says(OSError, "The file that was there before is unchanged"):
+        fitted(3, seed=1).save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("where", ["fsync", "replace"])
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_errors_at_the_end_leave_the_old_file_and_nothing_else(
+    where: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "la.pt"
+    LA.save(path)
+    before = path.read_bytes()
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(os, where, fail)
+    with pytest.raises(type(error)) as caught:
+        fitted(3, seed=1).save(path)
+    if isinstance(error, OSError):
+        assert str(caught.value).endswith("No space left on device. The file that was there before is unchanged.")
+        assert caught.value.errno == errno.ENOSPC
+    monkeypatch.undo()
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_that_cannot_be_flushed_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(files, "_flush_folder", fail)
+    LA.save(tmp_path / "la.pt")
+    load(tmp_path / "la.pt")
+
+
+def test_links_and_permissions_stay(tmp_path: Path) -> None:
+    target, link = tmp_path / "target.pt", tmp_path / "link.pt"
+    LA.save(target)
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE(target.stat().st_mode) == 0o666 & ~umask
+    target.chmod(0o640)
+    link.symlink_to(target.name)
+    fitted(3, seed=1).save(str(link))
+    assert link.is_symlink()
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+    assert torch.equal(load(link).samples_, fitted(3, seed=1).samples_)
+    target.unlink()
+    LA.save(link)  # to what is not there
+    assert link.is_symlink()
+    assert torch.equal(load(target).samples_, LA.samples_)
+
+
+def test_paths_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with says(
+        IsADirectoryError, f"`save`: {tmp_path} cannot be written: it is a folder; give the name of a file in it"
+    ):
+        LA.save(tmp_path)
+    with says(FileNotFoundError, r"`save`: .* cannot be written: there is no folder .*missing; make it first\.$"):
+        LA.save(tmp_path / "missing" / "la.pt")
+    with says(OSError, r"`save`: /dev/full cannot be written: it is a device or a pipe; open it"):
+        LA.save("/dev/full")
+    path = tmp_path / "la.pt"
+    LA.save(path)
+    with monkeypatch.context() as patch:  # the tests may run as root, whom no permissions stop
+        patch.setattr(os, "access", lambda *_: False)
+        with says(PermissionError, r"`save`: .*la.pt cannot be written: it is write-protected\. The file .* unchanged"):
+            LA.save(path)
+
+    def fail(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(files, "open", fail, raising=False)
+    with says(PermissionError, r"`save`: .*new.pt cannot be written: Permission denied\.$"):
+        LA.save(tmp_path / "new.pt")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_open_files() -> None:
+    file = io.BytesIO(b"before")
+    file.seek(0, io.SEEK_END)
+    LA.save(file)
+    file.seek(len(b"before"))
+    assert torch.equal(load(io.BytesIO(file.read())).samples_, LA.samples_)
+    with Path("/dev/full").open("wb", buffering=0) as full, pytest.raises(OSError, match="No space left"):
+        LA.save(full)
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def test_flipped_bits_are_refused_or_change_nothing() -> None:
+    assert flipped_bits(200, 0) == []
+
+
+def test_files_that_are_cut_off_are_refused() -> None:
+    assert cut_files(60, 0) == []
+
+
+def test_a_stride_that_is_damaged_is_refused_or_changes_nothing() -> None:
+    """Of a single number it changes nothing."""
+    state = {name: t.as_strided(t.shape, (65,)) if t.shape == (1,) else t for name, t in LA.state_dict().items()}
+    other = LinearisedLaplace(MODEL, "regression")
+    other.load_state_dict(state)
+    assert torch.equal(other.samples_, LA.samples_)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with says(FileNotFoundError, r"`load`: .*missing.pt cannot be read: No such file or directory\.$"):
+        load(tmp_path / "missing.pt")
+    with says(IsADirectoryError, r"`load`: .* cannot be read: Is a directory\.$"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("write", "pattern"),
+    [
+        (lambda path: path.write_bytes(b""), r"`load`: .*, of 0 bytes, is damaged, cut off, or no file of `save`"),
+        (lambda path: path.write_text("name,value\n" * 9), "of 99 bytes, is damaged, cut off, or no file of `save`"),
+        (lambda path: torch.save(nn.Linear(1, 1), path), "is damaged, cut off, or no file of `save`"),
+        (lambda path: torch.save(MODEL.state_dict(), path), "not a state of a LinearisedLaplace: it has no entry"),
+        (lambda path: torch.save([torch.zeros(3)], path), "not a state of a LinearisedLaplace"),
+        (lambda path: torch.save({"settings": "x"}, path), r"damaged: entries \['settings'\]"),
+        (lambda path: torch.save({"settings": torch.zeros(3)}, path), r"damaged: entries \['settings'\]"),
+        (lambda path: torch.save({"settings": torch.tensor([123, 125]).byte()}, path), r"entries \['settings'\]"),
+    ],
+)
+def test_files_of_something_else(write: Callable[[Path], object], pattern: str, tmp_path: Path) -> None:
+    write(tmp_path / "other.pt")
+    with says(ValueError, pattern):
+        load(tmp_path / "other.pt")
+
+
+@pytest.mark.parametrize("by_file", [True, False])
+def test_every_entry_is_checked(by_file: bool, tmp_path: Path) -> None:
+    """Also in a state that was written by `torch.save` and is read by `load_state_dict`."""
+
+    def take(state: dict[str, torch.Tensor]) -> None:
+        if not by_file:
+            LinearisedLaplace(MODEL, "regression").load_state_dict(state)
+            return
+        torch.save(state, tmp_path / "la.pt")
+        load(tmp_path / "la.pt")
+
+    state = LA.state_dict()
+    take(state)
+    for name, tensor in state.items():
+        pattern = r"^The state is incomplete or damaged: entries \['" + ("settings" if name == "checksum" else name)
+        changed = tensor.clone(memory_format=torch.contiguous_format)
+        changed.view(-1)[-1:] += 1
+        other_types = [] if name == "checksum" else [tensor.to(torch.complex64)]
+        for other in (changed, tensor[None], *other_types):
+            with says(ValueError, pattern):
+                take({**state, name: other})
+        with says(ValueError, "no entry 'settings'" if name == "settings" else pattern.replace("settings", name)):
+            take({key: value for key, value in state.items() if key != name})
+    with says(ValueError, r"damaged: entries \['more'\] are not as they were saved\. Take another copy of it, or fit"):
+        take({**state, "more": torch.zeros(1)})
+
+
+@pytest.mark.parametrize(
+    ("version", "pattern"),
+    [
+        (5, r"has format 5, but this version reads format 4: a newer version wrote it, so update laplace_sampling\.$"),
+        (3, r"has format 3, but this version reads format 4: an older one wrote it, so fit again\.$"),
+    ],
+)
+def test_other_versions(version: int, pattern: str) -> None:
+    state = with_checksums({"samples": torch.zeros(2)}, {"format": version})
+    if version == 3:  # without checksums
+        del state["checksum"]
+    with says(ValueError, pattern):
+        LinearisedLaplace(MODEL, "regression").load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["samples", "mode"])
+def test_nan_is_refused(name: str) -> None:
+    la = fitted(3)
+    getattr(la, f"{name}_").view(-1)[-1] = float("nan")
+    other = fitted(3)
+    before = other.samples_
+    with says(
+        ValueError, rf"The posterior has NaN or infinity in \['{name}'\], so that it predicts nothing: fit again"
+    ):
+        other.load_state_dict(la.state_dict())
+    assert other.samples_ is before
