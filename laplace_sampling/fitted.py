@@ -13,7 +13,7 @@ from laplace_sampling.evidence.step import Step
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import SAMPLE_STREAM, Fit
-from laplace_sampling.networks.held_module import solving
+from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predictions.diagnosis import Diagnosis
@@ -56,7 +56,7 @@ class FittedModel:
     settings: "Settings"
     _fitted: Fitted | None = None
 
-    @solving()
+    @solver_call
     def sample(self, num_samples: int) -> Float[Tensor, "K P"]:
         """New zero-mean posterior samples `ζ ~ N(0, H⁻¹)`, independent of `samples_` and of earlier calls."""
         fitted = self._require("sample")
@@ -68,15 +68,17 @@ class FittedModel:
                 "the samples that were saved, `samples_`."
             )
         self._check_network("sample")
-        fitted.num_draws += 1
-        sampled = fitted.fit.draw(Draws(num_samples, self.settings.seed, SAMPLE_STREAM + fitted.num_draws))
+        with LOCK:
+            fitted.num_draws += 1
+            stream = SAMPLE_STREAM + fitted.num_draws
+        sampled = fitted.fit.draw(Draws(num_samples, self.settings.seed, stream))
         if not sampled.converged:
             warnings.warn(
                 f"{fitted.fit.unconverged(sampled)} {fitted.fit.method.advice}", ConvergenceWarning, stacklevel=3
             )
         return sampled.samples
 
-    @solving()
+    @solver_call
     def log_marginal_likelihood(self) -> MarginalLikelihood:
         r"""`log p(y)` of the linear model at the fitted hyperparameters, a sum over the data, with its standard error.
 
@@ -88,7 +90,7 @@ class FittedModel:
         path, alpha, shift = self._evidence("log_marginal_likelihood")
         return MarginalLikelihood.of(path, alpha).shifted(shift)
 
-    @solving()
+    @solver_call
     def evidence_path(self, decades: float = 3.0, num: int = 121) -> EvidenceCurves:
         """Effective dimension, norm of the mode and log marginal likelihood as functions of the prior precision.
 
@@ -114,7 +116,7 @@ class FittedModel:
             warnings.warn(f"`{call}` is inaccurate: {'; '.join(problems)}.", ConvergenceWarning, stacklevel=4)
         return path, fit.alpha, tangent.log_scale
 
-    @solving()
+    @solver_call
     def leave_one_out(self) -> LeaveOneOut:
         r"""Each training datum predicted from all others, noise included, at the fitted hyperparameters.
 

@@ -16,7 +16,7 @@ from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit, Tuned
 from laplace_sampling.methods.method import Method, Tuning
-from laplace_sampling.networks.held_module import solving
+from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.random_weights import Subset
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predict import check_inputs, check_options, predict
@@ -114,7 +114,7 @@ class LinearisedLaplace(SavableModel):
         )
         self.network = self.settings.linearise(model)
 
-    @solving()
+    @solver_call
     def fit_hyperparameters(
         self,
         loader: Iterable[Any],
@@ -192,7 +192,7 @@ class LinearisedLaplace(SavableModel):
             posterior = held_out.calibrated(self.network, posterior, fit)
         return self._store(posterior, fit, problem.tangent, trained.problems(posterior.calibration))
 
-    @solving()
+    @solver_call
     def fit(
         self,
         loader: Iterable[Any],
@@ -219,7 +219,7 @@ class LinearisedLaplace(SavableModel):
         posterior = Posterior.of(fit, problem.tangent, self.network, calibration, noise_variances is not None)
         return self._store(posterior, fit, problem.tangent)
 
-    @solving()
+    @solver_call
     def calibrate(
         self, val_loader: Iterable[Any], *, unpack: Unpack | None = None, num_data: int | None = None
     ) -> "LinearisedLaplace":
@@ -247,7 +247,7 @@ class LinearisedLaplace(SavableModel):
         self._fitted = replace(fitted, posterior=held_out.calibrated(self.network, fitted.posterior, fitted.fit))
         return self
 
-    @solving()
+    @solver_call
     def predict(
         self,
         x: Any,
@@ -295,6 +295,6 @@ class LinearisedLaplace(SavableModel):
         """Replace what was fitted before, at the very end, and say what is wrong."""
         self._fitted = Fitted(posterior, fit.without_samples(), tangent)
         if problems := [*fit.problems, *problems]:
-            # The public method is behind the wrapper of `solving`.
+            # The public method is behind the wrapper of `solver_call`.
             warnings.warn(" ".join(problems), ConvergenceWarning, stacklevel=4)
         return self

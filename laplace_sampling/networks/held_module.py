@@ -8,8 +8,9 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from operator import is_
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -18,10 +19,19 @@ from torch.func import functional_call
 
 from laplace_sampling.data.batches import Layout, arguments, batched, num_rows, read
 from laplace_sampling.networks.resources import cpu_out_of_memory
+from laplace_sampling.networks.undisturbed import (
+    LOCK,
+    handle_signals,
+    outside_of_compiled_code,
+    signals_wait,
+    undisturbed,
+)
 
-__all__ = ["HALF", "HeldModule", "evaluation_mode", "precisions", "solving", "users_precision"]
+__all__ = ["HALF", "HeldModule", "evaluation_mode", "precisions", "solver_call", "solving", "users_precision"]
 
 Weights = dict[str, Tensor]
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -61,8 +71,9 @@ class HeldModule:
 
     def random(self) -> Weights:
         """The random weights of the module, without a graph."""
-        parameters = dict(self.module.named_parameters())
-        return {name: parameters[name].detach() for name in self.names}
+        with LOCK:
+            parameters = dict(self.module.named_parameters())
+            return {name: parameters[name].detach() for name in self.names}
 
     def leaves(self) -> Weights:
         """The random weights as leaves of a graph of their own."""
@@ -72,12 +83,14 @@ class HeldModule:
         """The weights that are not random, so that no gradient reaches those of the module."""
         if self._all_random:
             return {}
-        return {name: p.detach() for name, p in self.module.named_parameters() if name not in self.shapes}
+        with LOCK:
+            return {name: p.detach() for name, p in self.module.named_parameters() if name not in self.shapes}
 
     def _some_weight(self) -> Tensor:
         """One of the random weights; a walk through the module would take as long as a small layer."""
         owner, _, name = self.names[0].rpartition(".")
-        weight = self.module.get_submodule(owner)._parameters[name]
+        with LOCK:
+            weight = self.module.get_submodule(owner)._parameters[name]
         assert weight is not None
         return weight
 
@@ -104,6 +117,7 @@ class HeldModule:
             x: inputs.
             composed: whether layers without forward derivatives are replaced for this call.
         """
+        handle_signals()
         args, kwargs = arguments(self._copied(x))
         dtype = self.dtype
         lowered = torch.autocast(self.device.type, self.autocast, self.autocast is not None, cache_enabled=False)
@@ -199,15 +213,18 @@ class HeldModule:
 
     def in_float64(self) -> "HeldModule":
         """A copy of the module in float64, without `autocast`."""
-        return HeldModule(copy.deepcopy(self.module).double(), self.names, composed_layers=self._composed_layers)
+        with LOCK:
+            module = copy.deepcopy(self.module).double()
+        return HeldModule(module, self.names, composed_layers=self._composed_layers)
 
     def fingerprint(self) -> Tensor:
         """SHA-256 of all weights and buffers, `[32]` bytes: tells whether a network is the one that was fitted."""
         digest = hashlib.sha256()
-        for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            for part in _dense_parts(tensor.detach().cpu()):
-                digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        with LOCK:
+            for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
+                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                for part in _dense_parts(tensor.detach().cpu()):
+                    digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
 
 
@@ -226,12 +243,14 @@ def _dense_parts(tensor: Tensor) -> list[Tensor]:
 # Attributes that every module has; others are its user's.
 _COMMON_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
-# What the user had set, for each context of `solving` that was entered.
+# What the user had set, for each context of `solving` that changed it; those of one thread, which holds the lock.
 _users_settings: list[list[str]] = []
 # torch 2.9 and later have a setting for each backend; before, there is one for all.
 _BACKENDS: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
 if not all(hasattr(backend, "fp32_precision") for backend in _BACKENDS):
     _BACKENDS = []
+# Settings by which products are as precise as they can be.
+_FULL = ("none", "ieee", "highest")
 
 
 def precisions() -> list[str]:
@@ -252,13 +271,38 @@ def solving() -> Iterator[None]:
 
     Solvers cannot orthogonalise by products of less precision, and tensors made in inference mode have no graph.
     """
-    _users_settings.append(precisions())
+    with signals_wait, _full_precision(), torch.inference_mode(False):
+        yield
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    lowered = False
     try:
-        _set_precisions(["ieee"] * len(_BACKENDS) or ["highest"])
-        with torch.inference_mode(False):
-            yield
+        with undisturbed:
+            if any(value not in _FULL for value in precisions()):
+                # The setting is one for all threads: others wait until it is put back.
+                lowered = LOCK.acquire()
+                _users_settings.append(precisions())
+                _set_precisions(["ieee"] * len(_BACKENDS) or ["highest"])
+        yield
     finally:
-        _set_precisions(_users_settings.pop())
+        if lowered:
+            _set_precisions(_users_settings.pop())
+            LOCK.release()
+
+
+def solver_call(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """A public call that solves: in the context `solving`, and not a part of code that the user compiles."""
+
+    @wraps(call)
+    def wrapper(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if torch.compiler.is_compiling():
+            return outside_of_compiled_code(wrapper, *args, **kwargs)
+        with solving():
+            return call(*args, **kwargs)
+
+    return wrapper
 
 
 @contextmanager
@@ -275,28 +319,32 @@ def users_precision() -> Iterator[None]:
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode in every submodule; modes, parameters, buffers and attributes are restored at the end."""
-    states = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in module.modules()]
-    containers = [pair for m, *_ in states for pair in _containers(m)]
-    # A forward pass may write to buffers, as counters and caches do.
-    buffers = [b for *_, of_module in states for b in of_module.values() if b is not None]
-    values = [(b, b._version, b.detach().clone()) for b in buffers]
-    try:
-        # The attribute is set, since modules that override `train` would not be restored by `eval()` and `train()`.
-        for m, *_ in states:
-            if m.training:
-                m.training = False
-        with torch.compiler.set_stance("force_eager"):  # for parts that the user has compiled
-            yield
-    finally:
-        for state in states:
-            _restore_module(*state)
-        for container, copied in containers:
-            _restore_container(container, copied)
-        with torch.no_grad():
-            for buffer, version, value in values:
-                if buffer._version != version:
-                    buffer.copy_(value)
+    """Evaluation mode in every submodule; modes, parameters, buffers and attributes are restored at the end.
+
+    Other threads and signals wait, see `undisturbed`.
+    """
+    with undisturbed:
+        states = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in module.modules()]
+        containers = [pair for m, *_ in states for pair in _containers(m)]
+        # A forward pass may write to buffers, as counters and caches do.
+        buffers = [b for *_, of_module in states for b in of_module.values() if b is not None]
+        values = [(b, b._version, b.detach().clone()) for b in buffers]
+        try:
+            # The attribute is set, since modules that override `train` would not be restored by `eval()` and `train()`.
+            for m, *_ in states:
+                if m.training:
+                    m.training = False
+            with torch.compiler.set_stance("force_eager"):  # for parts that the user has compiled
+                yield
+        finally:
+            for state in states:
+                _restore_module(*state)
+            for container, copied in containers:
+                _restore_container(container, copied)
+            with torch.no_grad():
+                for buffer, version, value in values:
+                    if buffer._version != version:
+                        buffer.copy_(value)
 
 
 def _containers(module: nn.Module) -> list[tuple[Any, Any]]:

@@ -38,6 +38,7 @@ from laplace_sampling.networks.jacobian_products import (
     vjps_of_each_datum,
 )
 from laplace_sampling.networks.selection import Selection, select
+from laplace_sampling.networks.undisturbed import LOCK
 from laplace_sampling.networks.unwrapping import unwrapped
 
 __all__ = ["Linearisation"]
@@ -90,7 +91,8 @@ class Linearisation:
         # Nothing here runs the network or changes the process: the first product does what products need.
         self.batching = Batching(chunk_size) if batching is None else batching
         module = unwrapped(module)
-        self.held = HeldModule(module, select(module, parameters), autocast, ComposedLayers)
+        with LOCK:
+            self.held = HeldModule(module, select(module, parameters), autocast, ComposedLayers)
         self.num_parameters, self.chunk_size = sum(self.held.sizes), self.batching.chunk_size
         self.products = {"jvp": 0, "vjp": 0}
         self.ways = JacobianProducts(module, self.batching)

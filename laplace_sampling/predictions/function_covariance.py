@@ -4,9 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from laplace_sampling.networks.held_module import solver_call
 
 __all__ = ["FunctionCovariance", "Guarded", "OfOutputs", "Scaled"]
 
@@ -39,10 +40,10 @@ class Guarded(FunctionCovariance):
     function: FunctionCovariance
     check: Callable[[], None]
 
+    @solver_call
     def _checked(self, name: str) -> Tensor:
-        with torch.inference_mode(False):
-            self.check()
-            return getattr(self.function, name)()
+        self.check()
+        return getattr(self.function, name)()
 
     def variance(self) -> Tensor:
         return self._checked("variance")
