@@ -1,8 +1,10 @@
 """`Fitted`: what a fit leaves behind, and `FittedModel`: what one may ask of it, beside predictions."""
 
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import wraps
+from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar, cast
 
 import torch
 from jaxtyping import Float
@@ -15,6 +17,7 @@ from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import SAMPLE_STREAM, Fit
 from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.networks.undisturbed import LOCK
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predictions.diagnosis import Diagnosis
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
@@ -23,7 +26,10 @@ from laplace_sampling.solvers.solver import ConvergenceWarning
 if TYPE_CHECKING:
     from laplace_sampling.settings import Settings
 
-__all__ = ["Fitted", "FittedModel", "NotFittedError"]
+__all__ = ["Fitted", "FittedModel", "NotFittedError", "fitting"]
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 _MOST_DECADES = 12
 
@@ -49,12 +55,54 @@ class Fitted:
     num_draws: int = 0
 
 
+def fitting(fit: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """A fit. After one that failed or was interrupted everything is as before, but for the steps that it finished."""
+
+    @wraps(fit)
+    def wrapper(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        model = cast(FittedModel, args[0])
+        fitted, batching = model._fitted, model.network.batching
+        max_rows = batching.max_rows
+        try:
+            result = fit(*args, **kwargs)
+            model._unfinished = ()
+            return result
+        except BaseException as error:
+            # A warning of the end is raised where the user made it an error; the posterior is there.
+            if not isinstance(error, ConvergenceWarning):
+                model._fitted, batching.max_rows = fitted, max_rows
+            raise
+
+    return wrapper
+
+
 class FittedModel:
     """Fitted attributes and questions about the fit; `LinearisedLaplace` adds fits, predictions and files."""
 
     network: Linearisation
     settings: "Settings"
     _fitted: Fitted | None = None
+    # Steps of a run of `fit_hyperparameters` that has not come to its end.
+    _unfinished: Sequence[Step] = ()
+
+    def _recorded(self, callback: Callable[[Step], object] | None) -> Callable[[Step], object]:
+        """A callback that keeps the steps of a run."""
+        self._unfinished = steps = []
+
+        def record(step: Step) -> None:
+            steps.append(step)
+            if callback is not None:
+                callback(step)
+
+        return record
+
+    def _store(self, posterior: Posterior, fit: Fit, tangent: TangentModel, problems: Sequence[str] = ()) -> Self:
+        """Replace what was fitted before, at the very end, and say what is wrong."""
+        self._fitted = Fitted(posterior, fit.without_samples(), tangent)
+        if problems := [*fit.problems, *problems]:
+            # The public method is behind the wrappers of `fitting` and `solver_call`.
+            warnings.warn(" ".join(problems), ConvergenceWarning, stacklevel=5)
+        return self
 
     @solver_call
     def sample(self, num_samples: int) -> Float[Tensor, "K P"]:
@@ -180,7 +228,7 @@ class FittedModel:
 
     @property
     def history_(self) -> list[Step]:
-        return self._require("history_").posterior.history
+        return list(self._unfinished) or self._require("history_").posterior.history
 
     def __repr__(self) -> str:
         settings, fitted = self.settings, self._fitted

@@ -1,6 +1,5 @@
 """`LinearisedLaplace`: error bars for a trained network."""
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,12 +8,11 @@ from torch import Tensor, nn
 
 from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.evidence.step import Step
-from laplace_sampling.fitted import Fitted, NotFittedError
+from laplace_sampling.fitted import NotFittedError, fitting
 from laplace_sampling.held_out import HeldOut, OnTrainingData, check_calibration
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.prior import Prior
-from laplace_sampling.linear_model.tangent_model import TangentModel
-from laplace_sampling.methods.fit import Fit, Tuned
+from laplace_sampling.methods.fit import Tuned
 from laplace_sampling.methods.method import Method, Tuning
 from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.random_weights import Subset
@@ -26,7 +24,6 @@ from laplace_sampling.predictions.regression_prediction import RegressionPredict
 from laplace_sampling.preparation import prepare
 from laplace_sampling.saving import SavableModel
 from laplace_sampling.settings import Settings
-from laplace_sampling.solvers.solver import ConvergenceWarning
 
 __all__ = ["LinearisedLaplace", "NotFittedError"]
 
@@ -73,7 +70,8 @@ class LinearisedLaplace(SavableModel):
         samples_: zero-mean posterior samples `ζ`, `[K, P]`.
         mode_: mode `θ̄` of the linear model, `[P]`.
         scale_, temperature_: predictions are of samples `√scale_ · ζ`; outputs are divided by the temperature.
-        history_: one `Step` a step of `fit_hyperparameters`.
+        history_: one `Step` a step of `fit_hyperparameters`; after a run that was interrupted, also of a first one,
+            those that it finished, while all else is of the fit before.
 
     Example:
         >>> import torch
@@ -114,6 +112,7 @@ class LinearisedLaplace(SavableModel):
         )
         self.network = self.settings.linearise(model)
 
+    @fitting
     @solver_call
     def fit_hyperparameters(
         self,
@@ -168,10 +167,10 @@ class LinearisedLaplace(SavableModel):
             callback: called with the `Step` of each step.
 
         Raises:
-            TypeError, ValueError: for data that do not fit the model or the likelihood, or that cannot be read twice;
-                what was fitted before is kept.
+            TypeError, ValueError: for data that do not fit the model or the likelihood, or that cannot be read twice.
+                After these, and after Ctrl-C, what was fitted before is kept; `history_` has the steps that were done.
         """
-        tuning = Tuning(max_steps, tolerance, num_samples, precision_bounds, noise_bounds, callback)
+        tuning = Tuning(max_steps, tolerance, num_samples, precision_bounds, noise_bounds, self._recorded(callback))
         calibration = None if isinstance(scale, str) and scale == "auto" else Calibration.of_scale(scale)
         if val_loader is not None:
             check_calibration("val_loader", self.settings.observation, noise_variances is not None)
@@ -192,6 +191,7 @@ class LinearisedLaplace(SavableModel):
             posterior = held_out.calibrated(self.network, posterior, fit)
         return self._store(posterior, fit, problem.tangent, trained.problems(posterior.calibration))
 
+    @fitting
     @solver_call
     def fit(
         self,
@@ -288,13 +288,3 @@ class LinearisedLaplace(SavableModel):
             fitted_layout=None if fitted.tangent is None else fitted.tangent.layout,
             check=lambda: self._check_network("predict"),
         )
-
-    def _store(
-        self, posterior: Posterior, fit: Fit, tangent: TangentModel, problems: Sequence[str] = ()
-    ) -> "LinearisedLaplace":
-        """Replace what was fitted before, at the very end, and say what is wrong."""
-        self._fitted = Fitted(posterior, fit.without_samples(), tangent)
-        if problems := [*fit.problems, *problems]:
-            # The public method is behind the wrapper of `solver_call`.
-            warnings.warn(" ".join(problems), ConvergenceWarning, stacklevel=4)
-        return self

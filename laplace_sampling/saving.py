@@ -51,7 +51,7 @@ class SavableModel(FittedModel):
         """
         posterior, settings = posterior_of(state, self.settings, self.network)
         fit, tangent = restore_fit(settings, self.network, posterior)
-        self.settings, self._fitted = settings, Fitted(posterior, fit, tangent)
+        self.settings, self._fitted, self._unfinished = settings, Fitted(posterior, fit, tangent), ()
 
     def save(self, path: str | Path) -> None:
         """Write `state_dict()` to a file."""

@@ -155,14 +155,14 @@ def _layers(network: Linearisation) -> list[_Layer]:
     # By identity: a weight that two modules share has one name, that of the first.
     with LOCK:
         names = {id(p): name for name, p in network.module.named_parameters() if name in network.shapes}
-    layers = []
-    for module in network.module.modules():
-        if isinstance(module, nn.Conv2d):
-            is_plain = module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
-        else:
-            is_plain = isinstance(module, nn.Linear)
-        if is_plain and isinstance(module, nn.Linear | nn.Conv2d) and id(module.weight) in names:
-            layers.append(_Layer(module, names[id(module.weight)], names.get(id(module.bias))))
+        layers = []
+        for module in network.module.modules():
+            if isinstance(module, nn.Conv2d):
+                is_plain = module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+            else:
+                is_plain = isinstance(module, nn.Linear)
+            if is_plain and isinstance(module, nn.Linear | nn.Conv2d) and id(module.weight) in names:
+                layers.append(_Layer(module, names[id(module.weight)], names.get(id(module.bias))))
     return layers
 
 

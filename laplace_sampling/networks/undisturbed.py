@@ -18,6 +18,7 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import torch
+from torch._compile import _disable_dynamo
 
 __all__ = ["LOCK", "handle_signals", "outside_of_compiled_code", "signals_wait", "undisturbed"]
 
@@ -152,7 +153,7 @@ signals_wait, undisturbed = _SignalsWait(), _Undisturbed()
 # Compiled code --------------------------------------------------------------------------------------------------------
 
 
-@torch._disable_dynamo
+@_disable_dynamo
 def _eagerly(call: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
     return call(*args, **kwargs)
 
@@ -160,7 +161,7 @@ def _eagerly(call: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
 def outside_of_compiled_code(call: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
     """`call(*args, **kwargs)`, for which code that `torch.compile` compiles is left."""
     torch._dynamo.graph_break(
-        msg="Calls of laplace_sampling are not compiled, since they differentiate the network themselves: call them outside "
-        "of the compiled function, or compile it with `fullgraph=False`."
+        msg="Calls of laplace_sampling are not compiled, since they differentiate the network themselves: call them "
+        "outside of the compiled function, or compile it with `fullgraph=False`."
     )
     return _eagerly(call, *args, **kwargs)
