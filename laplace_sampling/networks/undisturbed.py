@@ -49,7 +49,7 @@ class _Waiting:
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         """The handler of signals inside of contexts."""
-        if self.contexts and (self.products or _changes_a_context(frame)):
+        if self.products or _changes_a_context(frame):
             if number not in self.received:
                 self.received.append(number)
         else:
@@ -65,24 +65,36 @@ class _Waiting:
                 self.handle()
 
     def enter(self) -> None:
-        """To be called within an `__enter__`, where signals wait as soon as the first line has run."""
-        if self.contexts == 0:
-            for number in _SIGNALS:
-                handler = signal.getsignal(number)
-                if callable(handler) and handler != self.receive:
-                    self.handlers[number] = handler
-                    signal.signal(number, self.receive)
+        """To be called within an `__enter__`, where signals wait as soon as this is their handler."""
         self.contexts += 1
+        if self.contexts == 1:
+            try:
+                for number in _SIGNALS:
+                    handler = signal.getsignal(number)
+                    if callable(handler) and handler != self.receive:
+                        self.handlers[number] = handler
+                        signal.signal(number, self.receive)
+            except BaseException:
+                self.leave()
+                raise
 
     def leave(self) -> None:
         """To be called at the end of an `__exit__`."""
         self.contexts -= 1
-        if self.contexts == 0:
-            for number, handler in self.handlers.items():
-                if signal.getsignal(number) == self.receive:
-                    signal.signal(number, handler)
-        if self.products == 0:
-            self.handle()
+        try:
+            if self.contexts == 0:
+                self._put_back(list(self.handlers))
+        finally:
+            if self.products == 0:
+                self.handle()
+
+    def _put_back(self, numbers: list[int]) -> None:
+        if numbers:
+            try:
+                if signal.getsignal(numbers[0]) == self.receive:
+                    signal.signal(numbers[0], self.handlers[numbers[0]])
+            finally:  # also if a handler raises that was put back
+                self._put_back(numbers[1:])
 
 
 _waiting = _Waiting()
