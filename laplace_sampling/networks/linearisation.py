@@ -6,6 +6,7 @@ weights `w̄` is applied, never formed (but for `jacobian`, which the exact meth
 A product passes these policies, each in a file of its own:
 
 - `held_module`: the module as a function of its random weights, in evaluation mode, restored after each call.
+- `undisturbed`: other threads and Ctrl-C wait for it.
 - `batching`: how many data and vectors go through it at once.
 - `jacobian_products`: the ways of differentiating, of which the first that works is taken.
 - `derivative_rules`, `elementary_layers`: derivatives that torch lacks or has wrong.

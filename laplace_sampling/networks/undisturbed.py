@@ -3,8 +3,8 @@
 While a network is differentiated, its module holds other weights and modes than its user gave it, and torch is in a
 state of which it has only one in a process: the level of forward mode, the stance of the compiler, the warnings filter.
 
-- Other threads wait, by one lock for the process. It is held for one product at a time, and never while the user's
-  data or callbacks are read and called, so that these may wait for threads that predict.
+- Other threads wait, by one lock for the process. It is held for one product at a time, so that the user's data and
+  callbacks may wait for threads that predict; longer only where a setting of the process is changed for longer.
 - Signals wait until a product is done, or until its next pass through the network; then the handler that the user has
   is called, which for Ctrl-C raises `KeyboardInterrupt`. Elsewhere they wait only while a context is entered or left.
 - Code around a public call that is compiled is left for the call.
