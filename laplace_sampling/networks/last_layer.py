@@ -233,7 +233,7 @@ class LastLayer(Linearisation):
         """The inputs of the head, by a run of the network."""
         with undisturbed, self._recording() as kept:
             self.evaluate(x)
-        return kept[0]
+        return kept[0] if len(kept) == 1 else concatenate(kept)  # memory may hold parts of the data only
 
     def jvp(self, x: Any, v: Float[Tensor, "K P"], *, graph: bool = False) -> Float[Tensor, "K N C"]:
         """As `Linearisation` does; without a graph, the rest of the network runs once."""

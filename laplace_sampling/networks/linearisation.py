@@ -5,8 +5,8 @@ weights `w̄` is applied, never formed (but for `jacobian`, which the exact meth
 
 A product passes these policies, each in a file of its own:
 
-- `held_module`: the module as a function of its random weights, in evaluation mode, restored after each call.
-- `undisturbed`: other threads and Ctrl-C wait for it.
+- `held_module`: the module as a function of its random weights, in evaluation mode, restored after each call; other
+  threads and Ctrl-C wait for that (`undisturbed`).
 - `batching`: how many data and vectors go through it at once.
 - `jacobian_products`: the ways of differentiating, of which the first that works is taken.
 - `derivative_rules`, `elementary_layers`: derivatives that torch lacks or has wrong.
@@ -98,8 +98,7 @@ class Linearisation:
         self.products = {"jvp": 0, "vjp": 0}
         self.ways = JacobianProducts(module, self.batching)
         self.row_check = RowCheck()
-        self.compile = compile
-        self.compiled = CompiledProducts(self.held, compile) if compile else None
+        self.compile, self.compiled = compile, CompiledProducts(self.held, compile) if compile else None
 
     @property
     def module(self) -> nn.Module:
