@@ -60,15 +60,13 @@ def state_of_torch() -> tuple[Any, ...]:
 
 @pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
 @pytest.mark.parametrize(
-    ("name", "method"), [("regression", "krylov"), ("classification_many_data", "exact"), ("classification", "sgd")]
+    ("name", "method"), [("regression", "krylov"), ("classification_many_data", "exact"), ("classification", "kfac")]
 )
 def test_interrupts_at_random_moments(name: str, method: str) -> None:
     case, moments = make_case(name), random.Random(0)
     case.model.train()
     list(case.model.modules())[-1].eval()
-    la = laplace_of(
-        case.model, case.likelihood, method=method, num_samples=4, solver=QUICK if method == "sgd" else None
-    )
+    la = laplace_of(case.model, case.likelihood, method=method, num_samples=4)
     la.fit(loader(case), progress=False)
     expected, generator = la.predict(case.x), torch.get_rng_state()
     expected_stddev = expected.stddev
