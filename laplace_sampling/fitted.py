@@ -1,9 +1,10 @@
 """`Fitted`: what a fit leaves behind, and `FittedModel`: what one may ask of it, beside predictions."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
 
 import torch
 from jaxtyping import Float
@@ -15,8 +16,9 @@ from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import SAMPLE_STREAM, Fit
 from laplace_sampling.networks.function_fingerprint import FunctionFingerprint, structure_of
-from laplace_sampling.networks.held_module import solving
+from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.networks.undisturbed import LOCK
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predictions.calibration import Calibration, CalibrationWarning
 from laplace_sampling.predictions.diagnosis import Diagnosis
@@ -27,7 +29,10 @@ from laplace_sampling.solvers.solver import ConvergenceWarning
 if TYPE_CHECKING:
     from laplace_sampling.settings import Settings
 
-__all__ = ["Fitted", "FittedModel", "NotFittedError", "warn_of"]
+__all__ = ["Fitted", "FittedModel", "NotFittedError", "fitting", "warn_of"]
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 _MOST_DECADES = 12
 
@@ -59,14 +64,55 @@ class Fitted:
         return {**self.__dict__, "structure": None}
 
 
+def fitting(fit: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """A fit. After one that failed or was interrupted everything is as before, but for the steps that it finished."""
+
+    @wraps(fit)
+    def wrapper(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        model = cast(FittedModel, args[0])
+        fitted, batching = model._fitted, model.network.batching
+        max_rows = batching.max_rows
+        try:
+            result = fit(*args, **kwargs)
+            model._unfinished = ()
+            return result
+        except BaseException as error:
+            # A warning of the end is raised where the user made it an error; the posterior is there.
+            if not isinstance(error, ConvergenceWarning | CalibrationWarning):
+                model._fitted, batching.max_rows = fitted, max_rows
+            raise
+
+    return wrapper
+
+
 class FittedModel:
     """Fitted attributes and questions about the fit; `LinearisedLaplace` adds fits, predictions and files."""
 
     network: Linearisation
     settings: "Settings"
     _fitted: Fitted | None = None
+    # Steps of a run of `fit_hyperparameters` that has not come to its end.
+    _unfinished: Sequence[Step] = ()
 
-    @solving()
+    def _recorded(self, callback: Callable[[Step], object] | None) -> Callable[[Step], object]:
+        """A callback that keeps the steps of a run."""
+        self._unfinished = steps = []
+
+        def record(step: Step) -> None:
+            steps.append(step)
+            if callback is not None:
+                callback(step)
+
+        return record
+
+    def _store(self, posterior: Posterior, fit: Fit, tangent: TangentModel, problems: Sequence[str] = ()) -> Self:
+        """Replace what was fitted before, at the very end, and say what is wrong."""
+        self._keep(posterior, fit.without_samples(), tangent)
+        # The public method is behind the wrappers of `fitting` and `solver_call`.
+        warn_of([*fit.problems, *problems], posterior.calibration, stacklevel=6)
+        return self
+
+    @solver_call
     def sample(self, num_samples: int) -> Float[Tensor, "K P"]:
         """New zero-mean posterior samples `ζ ~ N(0, H⁻¹)`, independent of `samples_` and of earlier calls."""
         fitted = self._require("sample")
@@ -77,15 +123,17 @@ class FittedModel:
                 "the samples that were saved, `samples_`."
             )
         self._check_network("sample")
-        fitted.num_draws += 1
-        sampled = fitted.fit.draw(Draws(num_samples, self.settings.seed, SAMPLE_STREAM + fitted.num_draws))
+        with LOCK:
+            fitted.num_draws += 1
+            stream = SAMPLE_STREAM + fitted.num_draws
+        sampled = fitted.fit.draw(Draws(num_samples, self.settings.seed, stream))
         if not sampled.converged:
             warnings.warn(
                 f"{fitted.fit.unconverged(sampled)} {fitted.fit.method.advice}", ConvergenceWarning, stacklevel=3
             )
         return sampled.samples
 
-    @solving()
+    @solver_call
     def log_marginal_likelihood(self) -> MarginalLikelihood:
         r"""`log p(y)` of the linear model at the fitted hyperparameters, a sum over the data, with its standard error.
 
@@ -97,7 +145,7 @@ class FittedModel:
         path, alpha, shift = self._evidence("log_marginal_likelihood")
         return MarginalLikelihood.of(path, alpha).shifted(shift)
 
-    @solving()
+    @solver_call
     def evidence_path(self, decades: float = 3.0, num: int = 121) -> EvidenceCurves:
         """Effective dimension, norm of the mode and log marginal likelihood as functions of the prior precision.
 
@@ -121,7 +169,7 @@ class FittedModel:
             warnings.warn(f"`{call}` is inaccurate: {'; '.join(problems)}.", ConvergenceWarning, stacklevel=4)
         return path, fit.alpha, tangent.log_scale
 
-    @solving()
+    @solver_call
     def leave_one_out(self) -> LeaveOneOut:
         r"""Each training datum predicted from all others, noise included, at the fitted hyperparameters.
 
@@ -189,7 +237,7 @@ class FittedModel:
 
     @property
     def history_(self) -> list[Step]:
-        return self._require("history_").posterior.history
+        return list(self._unfinished) or self._require("history_").posterior.history
 
     def __repr__(self) -> str:
         settings, fitted = self.settings, self._fitted

@@ -2,20 +2,19 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor, nn
 
 from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.evidence.step import Step
-from laplace_sampling.fitted import NotFittedError, warn_of
+from laplace_sampling.fitted import NotFittedError, fitting, warn_of
 from laplace_sampling.held_out import HeldOut, OnTrainingData, check_calibration
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.prior import Prior
-from laplace_sampling.linear_model.tangent_model import TangentModel
-from laplace_sampling.methods.fit import Fit, Tuned
+from laplace_sampling.methods.fit import Tuned
 from laplace_sampling.methods.method import Method, Tuning
-from laplace_sampling.networks.held_module import solving
+from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.random_weights import Subset
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predict import check_options, checked_inputs, predict
@@ -73,7 +72,8 @@ class LinearisedLaplace(SavableModel):
         mode_: mode `θ̄` of the linear model, `[P]`.
         scale_, temperature_: predictions are of samples `√scale_ · ζ`; outputs are divided by the temperature.
         calibration_: both, and log-likelihoods with error bars and without (`Calibration`).
-        history_: one `Step` a step of `fit_hyperparameters`.
+        history_: one `Step` a step of `fit_hyperparameters`; after a run that was interrupted, also of a first one,
+            those that it finished, while all else is of the fit before.
 
     Example:
         >>> import torch
@@ -114,7 +114,8 @@ class LinearisedLaplace(SavableModel):
         )
         self.network = self.settings.linearise(model)
 
-    @solving()
+    @fitting
+    @solver_call
     def fit_hyperparameters(
         self,
         loader: Iterable[Any],
@@ -168,10 +169,10 @@ class LinearisedLaplace(SavableModel):
             callback: called with the `Step` of each step.
 
         Raises:
-            TypeError, ValueError: for data that do not fit the model or the likelihood, or that cannot be read twice;
-                what was fitted before is kept.
+            TypeError, ValueError: for data that do not fit the model or the likelihood, or that cannot be read twice.
+                After these, and after Ctrl-C, what was fitted before is kept; `history_` has the steps that were done.
         """
-        tuning = Tuning(max_steps, tolerance, num_samples, precision_bounds, noise_bounds, callback)
+        tuning = Tuning(max_steps, tolerance, num_samples, precision_bounds, noise_bounds, self._recorded(callback))
         calibration = None if isinstance(scale, str) and scale == "auto" else Calibration.of_scale(scale)
         if val_loader is not None:
             check_calibration("val_loader", self.settings.observation, noise_variances is not None)
@@ -192,7 +193,8 @@ class LinearisedLaplace(SavableModel):
             posterior = held_out.calibrated(self.network, posterior, fit)
         return self._store(posterior, fit, problem.tangent, trained.problems(posterior.calibration))
 
-    @solving()
+    @fitting
+    @solver_call
     def fit(
         self,
         loader: Iterable[Any],
@@ -218,7 +220,7 @@ class LinearisedLaplace(SavableModel):
         posterior = Posterior.of(fit, problem.tangent, self.network, calibration, noise_variances is not None)
         return self._store(posterior, fit, problem.tangent)
 
-    @solving()
+    @solver_call
     def calibrate(
         self, val_loader: Iterable[Any], *, unpack: Unpack | None = None, num_data: int | None = None
     ) -> "LinearisedLaplace":
@@ -248,7 +250,7 @@ class LinearisedLaplace(SavableModel):
         warn_of([], posterior.calibration, stacklevel=4)
         return self
 
-    @solving()
+    @solver_call
     def predict(
         self,
         x: Any,
@@ -289,10 +291,3 @@ class LinearisedLaplace(SavableModel):
             fitted_layout=None if fitted.tangent is None else fitted.tangent.layout,
             check=lambda: self._check_network("predict"),
         )
-
-    def _store(self, posterior: Posterior, fit: Fit, tangent: TangentModel, problems: Sequence[str] = ()) -> Self:
-        """Replace what was fitted before, at the very end, and say what is wrong."""
-        self._keep(posterior, fit.without_samples(), tangent)
-        # The public method is behind the wrapper of `solving`.
-        warn_of([*fit.problems, *problems], posterior.calibration, stacklevel=5)
-        return self

@@ -53,7 +53,7 @@ class SavableModel(FittedModel):
     def _take_over(self, state: dict[str, Tensor], how: dict[str, Any], call: str) -> None:
         posterior, settings = posterior_of(state, how, self.settings, self.network, call)
         fit, tangent = restore_fit(settings, self.network, posterior)
-        self.settings = settings
+        self.settings, self._unfinished = settings, ()
         self._keep(posterior, fit, tangent)
 
     def save(self, path: File) -> None:

@@ -26,7 +26,8 @@ from benchmarks.networks.library_networks import NETWORKS
 from laplace_sampling import IsotropicPrior, LinearisedLaplace
 from laplace_sampling.data.batches import arguments, num_rows, place, take
 from laplace_sampling.networks.derivative_rules import forward_mode_kernels
-from laplace_sampling.networks.held_module import HeldModule, evaluation_mode
+from laplace_sampling.networks.evaluation_mode import evaluation_mode
+from laplace_sampling.networks.held_module import HeldModule
 from laplace_sampling.networks.linearisation import Linearisation
 
 TABLE = Path(__file__).parents[2] / "docs" / "compatibility.md"

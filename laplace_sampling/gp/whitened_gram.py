@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.networks.undisturbed import LOCK
 
 __all__ = ["DualSolve", "LowRank", "WhitenedGram", "backward", "forward", "randomised_svd", "solve_shifted"]
 
@@ -240,6 +241,7 @@ class _Run:
 
         self.active, self.norms = torch.ones(len(rhs), dtype=torch.bool, device=rhs.device), []
         with (
+            LOCK,  # filters and settings are those of all threads
             warnings.catch_warnings(),
             settings.terminate_cg_by_size(False),
             settings.verbose_linalg(False),

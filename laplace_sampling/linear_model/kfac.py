@@ -31,6 +31,7 @@ from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.linear_model.priors.g_prior import GPrior
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.subnetwork import Subnetwork
+from laplace_sampling.networks.undisturbed import LOCK, undisturbed
 
 __all__ = ["kfac"]
 
@@ -137,7 +138,7 @@ def kfac(ggn: GGN, noise: WhiteNoise) -> Kronecker:
     passes = 0.0
     for number, chunk in enumerate(features.chunks()):
         x, layout = features.inputs(chunk)
-        with _recorded(layers):
+        with undisturbed, _recorded(layers):
             outputs, weights = features.network.traced(x)
         f = outputs.reshape(len(chunk), -1)
         if number == 0:
@@ -152,15 +153,16 @@ def kfac(ggn: GGN, noise: WhiteNoise) -> Kronecker:
 def _layers(network: Linearisation) -> list[_Layer]:
     """Linear layers and convolutions whose weight is random."""
     # By identity: a weight that two modules share has one name, that of the first.
-    names = {id(p): name for name, p in network.module.named_parameters() if name in network.shapes}
-    layers = []
-    for module in network.module.modules():
-        if isinstance(module, nn.Conv2d):
-            is_plain = module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
-        else:
-            is_plain = isinstance(module, nn.Linear)
-        if is_plain and isinstance(module, nn.Linear | nn.Conv2d) and id(module.weight) in names:
-            layers.append(_Layer(module, names[id(module.weight)], names.get(id(module.bias))))
+    with LOCK:
+        names = {id(p): name for name, p in network.module.named_parameters() if name in network.shapes}
+        layers = []
+        for module in network.module.modules():
+            if isinstance(module, nn.Conv2d):
+                is_plain = module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+            else:
+                is_plain = isinstance(module, nn.Linear)
+            if is_plain and isinstance(module, nn.Linear | nn.Conv2d) and id(module.weight) in names:
+                layers.append(_Layer(module, names[id(module.weight)], names.get(id(module.bias))))
     return layers
 
 

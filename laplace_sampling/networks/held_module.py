@@ -1,15 +1,15 @@
-"""The network as a function of its random weights, and the state of module and torch in which it is called.
+"""The network as a function of its random weights, and the precision of products around its calls.
 
-The module is held, never changed: weights are given to it by `torch.func.functional_call`, and `evaluation_mode` puts
-its own state back after each call, also after one that raised.
+The module is held, never changed: weights are given to it by `torch.func.functional_call`, and its own state is put
+back after each call (`evaluation_mode`).
 """
 
 import copy
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from operator import is_
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -19,10 +19,26 @@ from torch.func import functional_call
 from laplace_sampling.data.batches import Layout, arguments, batched, num_rows, read
 from laplace_sampling.data.digest import digest
 from laplace_sampling.networks.resources import cpu_out_of_memory
+from laplace_sampling.networks.undisturbed import (
+    LOCK,
+    handle_signals,
+    outside_of_compiled_code,
+    signals_wait,
+    undisturbed,
+)
 
-__all__ = ["COMMON_ATTRIBUTES", "HALF", "HeldModule", "evaluation_mode", "precisions", "solving", "users_precision"]
+__all__ = [
+    "HALF",
+    "HeldModule",
+    "precisions",
+    "solver_call",
+    "solving",
+    "users_precision",
+]
 
 Weights = dict[str, Tensor]
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -62,7 +78,8 @@ class HeldModule:
 
     def random(self) -> Weights:
         """The random weights of the module, without a graph."""
-        parameters = dict(self.module.named_parameters())
+        with LOCK:
+            parameters = dict(self.module.named_parameters())
         if missing := [name for name in self.names if name not in parameters]:
             raise self._lost(missing)
         return {name: parameters[name].detach() for name in self.names}
@@ -81,12 +98,14 @@ class HeldModule:
         """The weights that are not random, so that no gradient reaches those of the module."""
         if self._all_random:
             return {}
-        return {name: p.detach() for name, p in self.module.named_parameters() if name not in self.shapes}
+        with LOCK:
+            return {name: p.detach() for name, p in self.module.named_parameters() if name not in self.shapes}
 
     def _some_weight(self) -> Tensor:
         """One of the random weights; a walk through the module would take as long as a small layer."""
         owner, _, name = self.names[0].rpartition(".")
-        weight = self.module.get_submodule(owner)._parameters.get(name)
+        with LOCK:
+            weight = self.module.get_submodule(owner)._parameters.get(name)
         if weight is None:
             raise self._lost(self.names[:1])
         return weight
@@ -114,6 +133,7 @@ class HeldModule:
             x: inputs.
             composed: whether layers without forward derivatives are replaced for this call.
         """
+        handle_signals()
         args, kwargs = arguments(self._copied(x))
         dtype = self.dtype
         lowered = torch.autocast(self.device.type, self.autocast, self.autocast is not None, cache_enabled=False)
@@ -219,12 +239,15 @@ class HeldModule:
 
     def in_float64(self) -> "HeldModule":
         """A copy of the module in float64, without `autocast`."""
-        return HeldModule(copy.deepcopy(self.module).double(), self.names, composed_layers=self._composed_layers)
+        with LOCK:
+            module = copy.deepcopy(self.module).double()
+        return HeldModule(module, self.names, composed_layers=self._composed_layers)
 
     def fingerprint(self) -> Tensor:
         """SHA-256 of all weights and buffers, `[32]` bytes: tells whether a network is the one that was fitted."""
-        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
-        return torch.frombuffer(bytearray(digest(tensors)), dtype=torch.uint8)
+        with LOCK:
+            tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+            return torch.frombuffer(bytearray(digest(tensors)), dtype=torch.uint8)
 
 
 def _is_of_torch(error: Exception) -> bool:
@@ -233,15 +256,14 @@ def _is_of_torch(error: Exception) -> bool:
     return frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
 
 
-# Attributes that every module has; others are its user's.
-COMMON_ATTRIBUTES = frozenset(nn.Module().__dict__)
-
-# What the user had set, for each context of `solving` that was entered.
+# What the user had set, for each context of `solving` that changed it; those of one thread, which holds the lock.
 _users_settings: list[list[str]] = []
 # torch 2.9 and later have a setting for each backend; before, there is one for all.
 _BACKENDS: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
 if not all(hasattr(backend, "fp32_precision") for backend in _BACKENDS):
     _BACKENDS = []
+# Settings by which products are as precise as they can be.
+_FULL = ("none", "ieee", "highest")
 
 
 def precisions() -> list[str]:
@@ -262,13 +284,38 @@ def solving() -> Iterator[None]:
 
     Solvers cannot orthogonalise by products of less precision, and tensors made in inference mode have no graph.
     """
-    _users_settings.append(precisions())
+    with signals_wait, _full_precision(), torch.inference_mode(False):
+        yield
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    lowered = False
     try:
-        _set_precisions(["ieee"] * len(_BACKENDS) or ["highest"])
-        with torch.inference_mode(False):
-            yield
+        with undisturbed:
+            if any(value not in _FULL for value in precisions()):
+                # The setting is one for all threads: others wait until it is put back.
+                lowered = LOCK.acquire()
+                _users_settings.append(precisions())
+                _set_precisions(["ieee"] * len(_BACKENDS) or ["highest"])
+        yield
     finally:
-        _set_precisions(_users_settings.pop())
+        if lowered:
+            _set_precisions(_users_settings.pop())
+            LOCK.release()
+
+
+def solver_call(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """A public call that solves: in the context `solving`, and not a part of code that the user compiles."""
+
+    @wraps(call)
+    def wrapper(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if torch.compiler.is_compiling():
+            return outside_of_compiled_code(wrapper, *args, **kwargs)
+        with solving():
+            return call(*args, **kwargs)
+
+    return wrapper
 
 
 @contextmanager
@@ -281,66 +328,3 @@ def users_precision() -> Iterator[None]:
         yield
     finally:
         _set_precisions(now)
-
-
-@contextmanager
-def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode in every submodule; modes, parameters, buffers and attributes are restored at the end."""
-    states = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in module.modules()]
-    containers = [pair for m, *_ in states for pair in _containers(m)]
-    # A forward pass may write to buffers, as counters and caches do.
-    buffers = [b for *_, of_module in states for b in of_module.values() if b is not None]
-    values = [(b, b._version, b.detach().clone()) for b in buffers]
-    try:
-        # The attribute is set, since modules that override `train` would not be restored by `eval()` and `train()`.
-        for m, *_ in states:
-            if m.training:
-                m.training = False
-        with torch.compiler.set_stance("force_eager"):  # for parts that the user has compiled
-            yield
-    finally:
-        for state in states:
-            _restore_module(*state)
-        for container, copied in containers:
-            _restore_container(container, copied)
-        with torch.no_grad():
-            for buffer, version, value in values:
-                if buffer._version != version:
-                    buffer.copy_(value)
-
-
-def _containers(module: nn.Module) -> list[tuple[Any, Any]]:
-    """The lists, dictionaries and sets among the attributes of a module, and copies of them."""
-    attributes = [value for name, value in module.__dict__.items() if name not in COMMON_ATTRIBUTES]
-    return [(value, value.copy()) for value in attributes if type(value) in (list, dict, set)]
-
-
-def _restore_module(
-    module: nn.Module,
-    attributes: dict[str, Any],
-    parameters: dict[str, nn.Parameter | None],
-    buffers: dict[str, Tensor | None],
-) -> None:
-    # Hooks of weight normalisation leave differentiated weights behind as attributes, and `functional_call` leaves
-    # plain tensors in a module that is registered under two names.
-    if not _same_objects(module.__dict__, attributes):  # a dictionary that was filled anew is slower
-        module.__dict__.clear()
-        module.__dict__.update(attributes)
-    if any(module._parameters.get(name) is not p for name, p in parameters.items()):
-        module._parameters.update(parameters)
-    if any(module._buffers.get(name) is not b for name, b in buffers.items()):
-        module._buffers.update(buffers)
-
-
-def _restore_container(container: Any, copied: Any) -> None:
-    if isinstance(container, list):
-        container[:] = copied
-    else:
-        container.clear()
-        container.update(copied)
-
-
-def _same_objects(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Whether two dictionaries have the same objects in the same order."""
-    same = len(now) == len(before) and all(map(is_, now, before))
-    return same and all(map(is_, now.values(), before.values()))

@@ -22,6 +22,7 @@ from laplace_sampling.data.batches import batched, num_rows, take
 from laplace_sampling.networks.batching import Batching
 from laplace_sampling.networks.derivative_rules import ComposedLayers
 from laplace_sampling.networks.held_module import HeldModule, Weights
+from laplace_sampling.networks.undisturbed import LOCK, handle_signals
 
 __all__ = ["JacobianProducts", "jacobian_rows", "vjp_with_graph", "vjps_of_each_datum"]
 
@@ -75,7 +76,7 @@ class JacobianProducts:
         """Ways that fail inside give no notice, and are tried again afterwards."""
         pushes, lacking = self._pushes, self.lacking
         try:
-            with warnings.catch_warnings():
+            with LOCK, warnings.catch_warnings():  # the filter is one for all threads
                 warnings.simplefilter("ignore")
                 yield
         finally:
@@ -187,6 +188,7 @@ class JacobianProducts:
             )
 
         def gradients(u: Tensor, batched: bool = False) -> tuple[Tensor | None, ...]:
+            handle_signals()
             with ComposedLayers():  # checkpoints run a part of the network again
                 return torch.autograd.grad(
                     outputs, weights, u, retain_graph=True, allow_unused=True, is_grads_batched=batched

@@ -6,6 +6,7 @@ follows costs as much as for a linear model.
 """
 
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.networks.batching import DEFAULT_CHUNK
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.resources import free_memory
+from laplace_sampling.networks.undisturbed import LOCK, undisturbed
 from laplace_sampling.networks.unwrapping import unwrapped
 
 __all__ = ["LastLayer"]
@@ -65,7 +67,8 @@ class LastLayer(Linearisation):
     ) -> None:
         module = unwrapped(module)
         self.found, self.head, self._head_name = False, None, ""
-        self._choose(module, [name for name, _ in module.named_modules()], chunk_size, autocast)
+        with LOCK:
+            self._choose(module, [name for name, _ in module.named_modules()], chunk_size, autocast)
 
     def _choose(self, module: nn.Module, names: list[str], chunk_size: int, autocast: torch.dtype | None) -> None:
         """Takes the last of some modules that has weights of its own."""
@@ -85,10 +88,11 @@ class LastLayer(Linearisation):
         """Takes the layer that a saved posterior is of, if it is one: its inputs are not kept until a fit."""
         if self.found:
             return
-        for name in [name for name, _ in self.module.named_modules()]:
-            weights = _own_weights(self.module, name)
-            if weights and _names_of(self.module, weights) == names:
-                self._choose(self.module, [name], self.chunk_size, self.autocast)
+        with LOCK:
+            for name in [name for name, _ in self.module.named_modules()]:
+                weights = _own_weights(self.module, name)
+                if weights and _names_of(self.module, weights) == names:
+                    self._choose(self.module, [name], self.chunk_size, self.autocast)
 
     def find(self, x: Any, num_data: int) -> None:
         """Finds the layer by a run on a few inputs, once.
@@ -108,8 +112,8 @@ class LastLayer(Linearisation):
             )
         if not bool(outputs.isfinite().all()):
             return  # the fit raises when it computes the outputs on all data
-        self._choose(self.module, [call.name for call in calls], self.chunk_size, self.autocast)
-        self.found = True
+        with LOCK:
+            self._choose(self.module, [call.name for call in calls], self.chunk_size, self.autocast)
         name, reason = self._find_head(x, calls, outputs)
         if name is not None:
             z = next(call.inputs for call in calls if call.name == name)
@@ -120,23 +124,25 @@ class LastLayer(Linearisation):
             self._drop_head(reason)
         else:
             self._hold_head(name)
+        self.found = True
 
     def _recorded_calls(self, x: Any) -> tuple[list[_Call], Tensor, Layout]:
         """All calls of modules, in the order in which they end, and what the network returns."""
         calls: list[_Call] = []
         # Hooks rather than a look at the modules' order: a network may register its layers in any order.
         handles = []
-        for name, module in self.module.named_modules():
+        with undisturbed:
+            for name, module in self.module.named_modules():
 
-            def record(module: nn.Module, args: tuple, kwargs: dict, output: Any, name: str = name) -> None:
-                calls.append(_Call(name, _inputs_of_call(args, kwargs), output))
+                def record(module: nn.Module, args: tuple, kwargs: dict, output: Any, name: str = name) -> None:
+                    calls.append(_Call(name, _inputs_of_call(args, kwargs), output))
 
-            handles.append(module.register_forward_hook(record, with_kwargs=True))
-        try:
-            outputs, layout = self.evaluate(x)
-        finally:
-            for handle in handles:
-                handle.remove()
+                handles.append(module.register_forward_hook(record, with_kwargs=True))
+            try:
+                outputs, layout = self.evaluate(x)
+            finally:
+                for handle in handles:
+                    handle.remove()
         return calls, outputs, layout
 
     def _find_head(self, x: Any, calls: list[_Call], outputs: Tensor) -> tuple[str | None, str]:
@@ -163,9 +169,10 @@ class LastLayer(Linearisation):
 
     def _part(self, name: str) -> Linearisation:
         """A part of the module with the random weights in it."""
-        part, parameters = self.module.get_submodule(name), dict(self.module.named_parameters())
-        names = _names_of(part, [parameters[name] for name in self.names])
-        return Linearisation(part, names, chunk_size=self.chunk_size, autocast=self.autocast)
+        with LOCK:
+            part, parameters = self.module.get_submodule(name), dict(self.module.named_parameters())
+            names = _names_of(part, [parameters[name] for name in self.names])
+            return Linearisation(part, names, chunk_size=self.chunk_size, autocast=self.autocast)
 
     def _hold_head(self, name: str) -> None:
         self._head_name, self.head = name, self._part(name)
@@ -206,7 +213,11 @@ class LastLayer(Linearisation):
         kept: list[Any] = []
         assert self.head is not None
 
+        thread = threading.get_ident()
+
         def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if threading.get_ident() != thread:  # another thread may run the network at the same time
+                return
             z = _inputs_of_call(args, kwargs)
             tensors, rebuild = ([], lambda _: None) if z is None else batched(z)
             # Tensors are copied, since a view would hold all of what it is a view of.
@@ -220,9 +231,9 @@ class LastLayer(Linearisation):
 
     def _inputs(self, x: Any) -> Any:
         """The inputs of the head, by a run of the network."""
-        with self._recording() as kept:
+        with undisturbed, self._recording() as kept:
             self.evaluate(x)
-        return kept[0]
+        return kept[0] if len(kept) == 1 else concatenate(kept)  # memory may hold parts of the data only
 
     def jvp(self, x: Any, v: Float[Tensor, "K P"], *, graph: bool = False) -> Float[Tensor, "K N C"]:
         """As `Linearisation` does; without a graph, the rest of the network runs once."""

@@ -5,7 +5,8 @@ weights `w̄` is applied, never formed (but for `jacobian`, which the exact meth
 
 A product passes these policies, each in a file of its own:
 
-- `held_module`: the module as a function of its random weights, in evaluation mode, restored after each call.
+- `held_module`: the module as a function of its random weights, in evaluation mode, restored after each call; other
+  threads and Ctrl-C wait for that (`undisturbed`).
 - `batching`: how many data and vectors go through it at once.
 - `jacobian_products`: the ways of differentiating, of which the first that works is taken.
 - `derivative_rules`, `elementary_layers`: derivatives that torch lacks or has wrong.
@@ -30,7 +31,8 @@ from laplace_sampling.networks.batching import DEFAULT_CHUNK, Batching
 from laplace_sampling.networks.compiled_products import CompiledProducts
 from laplace_sampling.networks.consistency import RowCheck
 from laplace_sampling.networks.derivative_rules import ComposedLayers, differentiable, forward_mode_kernels
-from laplace_sampling.networks.held_module import HeldModule, evaluation_mode, users_precision
+from laplace_sampling.networks.evaluation_mode import evaluation_mode
+from laplace_sampling.networks.held_module import HeldModule, users_precision
 from laplace_sampling.networks.jacobian_products import (
     JacobianProducts,
     jacobian_rows,
@@ -38,6 +40,7 @@ from laplace_sampling.networks.jacobian_products import (
     vjps_of_each_datum,
 )
 from laplace_sampling.networks.selection import Selection, select
+from laplace_sampling.networks.undisturbed import LOCK
 from laplace_sampling.networks.unwrapping import unwrapped
 
 __all__ = ["Linearisation"]
@@ -90,13 +93,13 @@ class Linearisation:
         # Nothing here runs the network or changes the process: the first product does what products need.
         self.batching = Batching(chunk_size) if batching is None else batching
         module = unwrapped(module)
-        self.held = HeldModule(module, select(module, parameters), autocast, ComposedLayers)
+        with LOCK:
+            self.held = HeldModule(module, select(module, parameters), autocast, ComposedLayers)
         self.num_parameters, self.chunk_size = sum(self.held.sizes), self.batching.chunk_size
         self.products = {"jvp": 0, "vjp": 0}
         self.ways = JacobianProducts(module, self.batching)
         self.row_check = RowCheck()
-        self.compile = compile
-        self.compiled = CompiledProducts(self.held, compile) if compile else None
+        self.compile, self.compiled = compile, CompiledProducts(self.held, compile) if compile else None
 
     @property
     def module(self) -> nn.Module:
@@ -225,7 +228,6 @@ class Linearisation:
             self.products["vjp"] += len(u) * num_rows(x)
             with differentiable(True), self._differentiating():
                 return vjp_with_graph(self.held, x, u, self.chunk_size)
-
         parts = self.batching.in_parts(num_rows(x), lambda rows: self._run(self._pull, rows_of(x, rows), u[:, rows]))
         return sum(parts[1:], parts[0])
 

@@ -3,12 +3,17 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.networks.held_module import solver_call
+
 __all__ = ["FunctionCovariance", "Guarded", "OfOutputs", "Scaled"]
+
+# Numbers of a covariance that is pickled: a definition, 128 MiB in float64.
+_KEPT = 2**24
 
 
 class FunctionCovariance(ABC):
@@ -39,10 +44,20 @@ class Guarded(FunctionCovariance):
     function: FunctionCovariance
     check: Callable[[], None]
 
+    @solver_call
     def _checked(self, name: str) -> Tensor:
-        with torch.inference_mode(False):
-            self.check()
-            return getattr(self.function, name)()
+        self.check()
+        return getattr(self.function, name)()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Guarded":
+        return self  # it never changes, and a copy would copy the network
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What is pickled: the covariances themselves, since the network and the training data stay behind."""
+        variance = self.variance()
+        num, size = variance.shape
+        kept = {"blocks": num * size**2, "joint": (num * size) ** 2}
+        return _Computed, (variance, {name: self._checked(name) for name, n in kept.items() if n <= _KEPT})
 
     def variance(self) -> Tensor:
         return self._checked("variance")
@@ -52,6 +67,31 @@ class Guarded(FunctionCovariance):
 
     def joint(self) -> Tensor:
         return self._checked("joint")
+
+
+@dataclass(frozen=True)
+class _Computed(FunctionCovariance):
+    """Covariances that were computed; the larger ones only where they are not too large."""
+
+    variances: Tensor
+    kept: dict[str, Tensor]
+
+    def variance(self) -> Tensor:
+        return self.variances
+
+    def blocks(self) -> Tensor:
+        return self._kept("blocks", "covariance()")
+
+    def joint(self) -> Tensor:
+        return self._kept("joint", "joint_covariance()")
+
+    def _kept(self, name: str, call: str) -> Tensor:
+        if name not in self.kept:
+            raise ValueError(
+                f"`{call}` of a prediction that was pickled is there up to {_KEPT:.2g} numbers, and this one has more: "
+                "ask the prediction for it before it is pickled, or predict fewer inputs at once."
+            )
+        return self.kept[name]
 
 
 @dataclass(frozen=True)

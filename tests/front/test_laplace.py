@@ -346,3 +346,21 @@ def test_noise_explains_what_the_network_leaves(method: str, tmp_path: Path) -> 
     assert loaded.settings.likelihood == Gaussian(noise_at="mode")
     with pytest.raises(ValueError, match="noise_at"):
         laplace_of(model, "regression", noise_at="data")
+
+
+def test_a_compiled_function_that_predicts() -> None:
+    case = make_case("classification")
+    la = LinearisedLaplace(case.model, "classification", method="exact", num_samples=4)
+    la.fit(loader(case), progress=False)
+
+    def probabilities(x: torch.Tensor) -> torch.Tensor:
+        return la.predict(2 * x).probs_with("probit") + 1
+
+    torch.compiler.reset()
+    try:
+        assert torch.equal(torch.compile(probabilities, backend="eager")(case.x), probabilities(case.x))
+        torch.compiler.reset()
+        with pytest.raises(Exception, match="Calls of laplace_sampling are not compiled, since they differentiate"):
+            torch.compile(probabilities, backend="eager", fullgraph=True)(case.x)
+    finally:
+        torch.compiler.reset()

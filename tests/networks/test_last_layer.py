@@ -358,3 +358,13 @@ def test_a_fit_after_loading_keeps_inputs_too(tmp_path) -> None:
         assert each.network.head is not None
     assert runs[1] <= runs[0] + 2 * len(x)  # the layer is found again
     assert_close(loaded.samples_, la.samples_)
+
+
+def test_inputs_of_the_layer_are_kept_from_all_parts_that_memory_holds() -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    x = torch.randn(20, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y = (x[:, 0] > 0).long()
+    la = LinearisedLaplace(model, "classification", method="krylov", parameters="last_layer", num_samples=3)
+    expected = la.fit([(x, y)], progress=False).predict(x).deviations
+    la.network.batching.max_rows = 7
+    assert_close(la.predict(x).deviations, expected)

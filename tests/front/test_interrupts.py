@@ -1,0 +1,191 @@
+"""Ctrl-C at any moment: the model and the earlier posterior stay, and so do steps that were finished."""
+
+import random
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import make_case
+from flat_settings import QUICK, laplace_of, loader
+from snapshot import assert_unchanged, snapshot
+
+from laplace_sampling import ConvergenceWarning, LinearisedLaplace, NotFittedError, Step
+from laplace_sampling.networks.held_module import precisions
+
+
+class Moments:
+    """Ctrl-C at a moment that is counted, not timed: Python handles signals as functions start and C calls end."""
+
+    def __init__(self, last: float = float("inf")) -> None:
+        self.number, self.last = 0, last
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> None:
+        if event in ("call", "c_return"):
+            self.number += 1
+            if self.number == self.last:
+                sys.setprofile(None)
+                signal.raise_signal(signal.SIGINT)
+
+    def during(self, call: Callable[[], object]) -> bool:
+        """Whether the call was interrupted."""
+        sys.setprofile(self)
+        try:
+            call()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.setprofile(None)
+        return False
+
+
+def state_of_torch() -> tuple[Any, ...]:
+    return (
+        torch.autograd.forward_ad._current_level,
+        torch._C._functorch.peek_interpreter_stack(),
+        torch._C._len_torch_function_stack(),
+        torch._C._is_fwd_grad_enabled(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.backends.mha.get_fastpath_enabled(),
+        torch.compiler._stance.stance if hasattr(torch.compiler, "_stance") else None,
+        precisions(),
+        signal.getsignal(signal.SIGINT),
+        warnings.filters[:],
+    )
+
+
+@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
+@pytest.mark.parametrize(
+    ("name", "method"), [("regression", "krylov"), ("classification_many_data", "exact"), ("classification", "kfac")]
+)
+def test_interrupts_at_random_moments(name: str, method: str) -> None:
+    case, moments = make_case(name), random.Random(0)
+    case.model.train()
+    list(case.model.modules())[-1].eval()
+    la = laplace_of(case.model, case.likelihood, method=method, num_samples=4)
+    la.fit(loader(case), progress=False)
+    expected, generator = la.predict(case.x), torch.get_rng_state()
+    expected_stddev = expected.stddev
+    before, torch_before = snapshot(case.model), state_of_torch()
+    steps: list[Step] = []
+    calls = {
+        "fit": lambda: la.fit(loader(case), progress=False),
+        "tune": lambda: la.fit_hyperparameters(loader(case), max_steps=2, callback=steps.append, progress=False),
+        "predict": lambda: la.predict(case.x).stddev,
+    }
+    numbers = {}
+    for what, call in calls.items():
+        fitted, counter = la._fitted, Moments()
+        counter.during(call)
+        numbers[what], la._fitted = counter.number, fitted
+    for trial in range(17):
+        what = list(calls)[trial % 3]
+        steps.clear()
+        fitted = la._fitted
+        interrupted = Moments(moments.randint(1, numbers[what])).during(calls[what])
+        assert_unchanged(case.model, before)
+        assert state_of_torch() == torch_before
+        if not interrupted:  # the count of events differs by a few
+            la._fitted = fitted
+        if interrupted and steps:
+            assert la.history_ == steps
+        again = la.predict(case.x)
+        assert torch.equal(again.samples, expected.samples)
+        assert torch.equal(again.stddev, expected_stddev)
+        assert torch.equal(torch.get_rng_state(), generator)
+
+
+def interrupted_after(steps: int, seen: list[Step]) -> Callable[[Step], None]:
+    def callback(step: Step) -> None:
+        seen.append(step)
+        if len(seen) == steps:
+            raise KeyboardInterrupt
+
+    return callback
+
+
+@pytest.mark.parametrize("method", ["sgd", "krylov", "dual", "exact", "kfac"])
+def test_an_interrupted_first_fit_keeps_its_steps(method: str) -> None:
+    case, seen = make_case("regression"), []
+    la = laplace_of(case.model, "regression", method=method, solver=QUICK if method == "sgd" else None, num_samples=4)
+    with pytest.raises(NotFittedError, match="history_"):
+        la.history_  # noqa: B018
+    with pytest.raises(KeyboardInterrupt):
+        la.fit_hyperparameters(loader(case), tolerance=1e-3, progress=False, callback=interrupted_after(1, seen))
+    assert la.history_ == seen
+    assert len(seen) == 1
+    for call in (lambda: la.predict(case.x), lambda: la.prior_precision_):
+        with pytest.raises(NotFittedError):
+            call()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        recorded: list[Step] = []
+        la.fit_hyperparameters(loader(case), max_steps=2, progress=False, callback=recorded.append)
+    assert la.history_ == recorded  # callbacks see what is kept
+    assert la._fitted.posterior.history == recorded
+
+
+def test_an_interrupted_second_fit_shows_its_steps_until_the_next_one() -> None:
+    case, seen = make_case("regression"), []
+    la = LinearisedLaplace(case.model, "regression", method="exact", num_samples=2)
+    la.fit_hyperparameters(loader(case), progress=False)
+    first, alpha = la.history_, la.prior_precision_
+    with pytest.raises(KeyboardInterrupt):
+        la.fit_hyperparameters(loader(case, 4), progress=False, callback=interrupted_after(1, seen))
+    assert la.history_ == seen
+    assert torch.equal(la.prior_precision_, alpha)
+    la.load_state_dict(la.state_dict())
+    assert la.history_ == first
+    la.fit(loader(case), progress=False)
+    assert la.history_ == []
+
+
+def test_a_failed_fit_leaves_how_many_data_go_through_the_network(monkeypatch) -> None:
+    case = make_case("classification")
+    la = laplace_of(case.model, "classification", method="krylov", num_samples=2)
+    la.fit(loader(case), progress=False)
+    la.network.batching.max_rows = 3
+
+    def fail(*_: object, **__: object) -> None:
+        assert la.network.batching.max_rows != 3
+        raise ArithmeticError("in the fit")
+
+    monkeypatch.setattr(type(la.settings.method), "fit", fail)
+    with pytest.raises(ArithmeticError):
+        la.fit(loader(case), progress=False)
+    assert la.network.batching.max_rows == 3
+
+
+@pytest.mark.parametrize("seconds", [1e-4, 3e-3, 0.02])
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no such timer")
+def test_an_alarm_that_raises_is_handled_like_ctrl_c(seconds: float) -> None:
+    case = make_case("classification")
+    la = LinearisedLaplace(case.model.train(), "classification", method="krylov", num_samples=4)
+    la.fit(loader(case), progress=False)
+    before, torch_before, expected = snapshot(case.model), state_of_torch(), la.predict(case.x).samples
+
+    class Alarm(BaseException):
+        pass
+
+    def alarm(number: int, frame: Any) -> None:
+        raise Alarm
+
+    def predict_on() -> None:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        while True:
+            la.predict(case.x)
+
+    handler = signal.signal(signal.SIGALRM, alarm)
+    try:
+        with pytest.raises(Alarm):
+            predict_on()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    assert_unchanged(case.model, before)
+    assert state_of_torch() == torch_before
+    assert torch.equal(la.predict(case.x).samples, expected)

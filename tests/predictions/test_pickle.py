@@ -1,0 +1,91 @@
+"""Predictions, and what they are of, are pickled and copied."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, Case, make_case
+from flat_settings import loader
+from torch import Tensor, nn
+
+from laplace_sampling import Gaussian, LinearisedLaplace
+from laplace_sampling.predictions import function_covariance
+
+
+def pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+def fitted(case: Case, method: str) -> LinearisedLaplace:
+    la = LinearisedLaplace(case.model, case.likelihood, method=method, num_samples=3)
+    return la.fit(loader(case), progress=False)
+
+
+def numbers(pred: Any) -> list[Tensor]:
+    parts = [pred.samples, pred.variance, pred.covariance(), pred.joint_covariance()]
+    for name in ("probs", "observation_variance", "entropy"):
+        parts += [getattr(pred, name)] if hasattr(pred, name) else []
+    return parts + [t for head in getattr(pred, "heads", {}).values() for t in numbers(head)]
+
+
+@pytest.mark.parametrize("again", [pickled, copy.deepcopy])
+@pytest.mark.parametrize("method", ["exact", "kfac"])
+@pytest.mark.parametrize("name", [name for name in CASES if "many_data" not in name])
+def test_a_copy_predicts_the_same(name: str, method: str, again: Callable[[Any], Any]) -> None:
+    case = make_case(name)
+    la = fitted(case, method)
+    pred = la.predict(case.x)
+    copied = again(pred)
+    assert type(copied) is type(pred)
+    for a, b in zip(numbers(copied), numbers(pred), strict=True):
+        assert torch.equal(a, b)
+    y = case.given[1]
+    assert torch.equal(copied.log_prob(y), pred.log_prob(y))
+    assert torch.equal(pickled(copied).variance, pred.variance)
+
+
+def test_covariances_that_are_too_large_stay_behind(monkeypatch) -> None:
+    case = make_case("classification")
+    pred = fitted(case, "exact").predict(case.x)
+    num, size = pred.outputs.shape
+    monkeypatch.setattr(function_covariance, "_KEPT", num * size**2)
+    copied = pickled(pred)
+    assert torch.equal(copied.covariance(), pred.covariance())
+    with pytest.raises(ValueError, match=r"`joint_covariance\(\)` of a prediction that was pickled is there up to"):
+        copied.joint_covariance()
+    assert torch.equal(copy.deepcopy(pred).joint_covariance(), pred.joint_covariance())
+
+
+def test_a_network_that_changed_before_it_is_pickled() -> None:
+    case = make_case("classification")
+    pred = fitted(case, "exact").predict(case.x)
+    next(case.model.parameters()).data += 1
+    with pytest.raises(ValueError, match="the weights or buffers of the model are not those of the fit"):
+        pickle.dumps(pred)
+
+
+def test_measurements_by_functions_pickle_with_the_prediction_of_outputs() -> None:
+    T = torch.ones(1, 2, dtype=torch.float64)
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    model = nn.Linear(3, 2).double()
+    y = model(x).detach() @ T.T + 0.1
+    la = LinearisedLaplace(model, Gaussian(observe=T), method="exact", num_samples=2).fit([(x, y)], progress=False)
+    for observed in (False, True):
+        pred = la.predict(x, observed=observed)
+        assert torch.equal(pickled(pred).variance, pred.variance)
+
+
+@pytest.mark.parametrize("again", [pickled, copy.deepcopy])
+@pytest.mark.parametrize("method", ["exact", "krylov", "stochastic", "dual", "kfac", "ciq"])
+def test_a_copy_of_a_fit_goes_on(method: str, again: Callable[[Any], Any]) -> None:
+    case = make_case("regression")
+    la = fitted(case, method)
+    pred, copied = la.predict(case.x), again(la)
+    assert copied.network.module is not case.model
+    assert torch.equal(copied.predict(case.x).variance, pred.variance)
+    assert torch.equal(copied.sample(2), la.sample(2))
+    next(case.model.parameters()).data += 1  # the copy has a network of its own
+    assert torch.equal(copied.predict(case.x).variance, pred.variance)
