@@ -292,7 +292,7 @@ def _problem(example: Example) -> Problem:
         given = {"noise_variances": 1 / multiplicity}
 
     precise, exact_x = copy.deepcopy(model).double(), _as(x, torch.float64)
-    parameters = dict(precise.named_parameters())
+    parameters: dict[str, Tensor] = dict(precise.named_parameters())
     names = [name for name, weight in parameters.items() if _is_random(example, name, weight)]
     weights = [parameters[name].requires_grad_() for name in names]
     J = jacobian(precise, weights, exact_x)

@@ -166,7 +166,7 @@ def _image(sizes: Sizes) -> Body:
     return body, sizes.width, lambda n: torch.randn(n, 1, _SIDE, _SIDE)
 
 
-def _recurrent(kind: type[nn.RNNBase]) -> Callable[[Sizes], Body]:
+def _recurrent(kind: Callable[..., nn.RNNBase]) -> Callable[[Sizes], Body]:
     def build(sizes: Sizes) -> Body:
         body = Recurrent(kind(2, sizes.width, batch_first=True))
         return body, sizes.width, lambda n: torch.randn(n, _STEPS, 2)
@@ -206,10 +206,10 @@ def _frozen(sizes: Sizes) -> Body:
 
 def _dead(sizes: Sizes) -> Body:
     """A unit that is never on."""
-    body = nn.Sequential(nn.Linear(2, sizes.width), nn.ReLU())
+    layer = nn.Linear(2, sizes.width)
     with torch.no_grad():
-        body[0].bias[0] = -1e3
-    return body, sizes.width, lambda n: torch.randn(n, 2)
+        layer.bias[0] = -1e3
+    return nn.Sequential(layer, nn.ReLU()), sizes.width, lambda n: torch.randn(n, 2)
 
 
 # Names of the kinds of networks; `image`, `tokens` and `heads` say what the outputs are.

@@ -21,7 +21,7 @@ def state_of(module: nn.Module) -> dict[str, Any]:
         "training flags": [m.training for m in module.modules()],
         "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in module.modules()],
         "random generator of torch": [torch.get_rng_state()],
-        "random generator of numpy": [int(part) for part in np.random.get_state()[1]],  # noqa: NPY002
+        "random generator of numpy": [str(np.random.get_state())],  # noqa: NPY002
         "random generator of python": list(random.getstate()[1]),
     }
 
