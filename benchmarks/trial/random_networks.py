@@ -151,7 +151,7 @@ def _tuning_defects(case: Problem, counts: Counter[str]) -> list[Defect]:
     """Those of a fit of hyperparameters."""
     la = case.laplace()
     # Steps of mini-batches take seconds each.
-    steps = 3 if case.example.method in ("sgd", "svrg") else 10
+    steps = 2 if case.example.method in ("sgd", "svrg") else 10
     arguments = {"progress": False, "scale": 1.0, "max_steps": steps, **case.given}
     defects = _call(case, "tuning", counts, lambda: la.fit_hyperparameters(case.batches, **arguments))
     problems = tuning_defects(case, la)
