@@ -1,1 +1,4 @@
-"""A standing trial of the library: what users do that nobody expects of them."""
+"""A standing trial of the whole library: `python -m benchmarks.trial`.
+
+Each file is a part with one function, `run(count, seed) -> Report`: so many trials, and the defects that they found.
+"""
