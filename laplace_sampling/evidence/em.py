@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from laplace_sampling.evidence.bounds import Bounds, check_bounds
+from laplace_sampling.evidence.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, check_bounds
 from laplace_sampling.evidence.expansion import total_loss
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.likelihoods.gaussian import Gaussian
@@ -214,8 +214,8 @@ def fit_em(
     hessian_at: str,
     max_steps: int = 10,
     tolerance: float = 0.03,
-    precision_bounds: Bounds = (1e-8, 1e12),
-    noise_bounds: Bounds = (1e-12, 1e12),
+    precision_bounds: Bounds = PRECISION_BOUNDS,
+    noise_bounds: Bounds = NOISE_BOUNDS,
     progress: bool = False,
     callback: Callable[[Step], object] | None = None,
 ) -> EMResult:

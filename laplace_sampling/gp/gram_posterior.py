@@ -109,16 +109,13 @@ class GramOptimum:
     Attributes:
         posterior: the decomposition there.
         likelihood: with the fitted noise.
-        converged: whether there is a maximum, or a bound.
-        precision_at_bound: whether `α` ended at a bound; `noise_at_bound` likewise for the noise.
-        problem: what went wrong, in words, or nothing.
+        converged: whether there is a maximum, inside the bounds.
+        problem: what went wrong other than a bound, in words, or nothing.
     """
 
     posterior: GramPosterior
     likelihood: Likelihood
-    converged: bool = True
-    precision_at_bound: bool = False
-    noise_at_bound: bool = False
+    converged: bool
     problem: str = ""
 
 
@@ -143,7 +140,7 @@ class GramRegression(GramPosterior):
         )
         optimum = tuned.optimum
         # A search that ends at a bound has done its work; `fit_hyperparameters` warns about the bound itself.
-        converged = optimum.converged or bool(optimum.at_bounds)
+        lost = not (optimum.converged or optimum.at_bounds)
         problem = (
             "`fit_hyperparameters` found no maximum of the evidence to rounding: its gradient in log α and log b "
             f"is {optimum.gradient[0]:.2g}, {optimum.gradient[1]:.2g}. Check the data, or use `model.double()`."
@@ -154,10 +151,8 @@ class GramRegression(GramPosterior):
         return GramOptimum(
             cls(exact, (optimum.precision, optimum.noise_precision)),
             tuned.likelihood,
-            converged,
-            "precision" in optimum.at_bounds,
-            "noise_precision" in optimum.at_bounds,
-            "" if converged else problem,
+            optimum.converged,
+            problem if lost else "",
         )
 
     @classmethod
@@ -226,8 +221,8 @@ class GramClassification(GramPosterior):
     ) -> GramOptimum:
         problem = ExactClassification.of(model, prior, max_memory=_UNLIMITED)
         exact = problem.fit(hessian_at=hessian_at, precision_bounds=bounds.precision)
-        # An α at a bound counts as converged here; the bound has a warning of its own.
-        return GramOptimum(cls(exact), model.likelihood, precision_at_bound=bool(exact.at_bounds))
+        # A mode that has not converged has a warning of its own.
+        return GramOptimum(cls(exact), model.likelihood, converged=not exact.at_bounds)
 
     @classmethod
     def restore(cls, model: LinearModel, prior: GaussianPrior, tensors: dict[str, Tensor]) -> "GramClassification":

@@ -16,9 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.evidence.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, is_at_bound
 from laplace_sampling.gp.exact_regression import ExactRegression, noise_scale, overall_noise
 from laplace_sampling.gp.gram import MAX_MEMORY, check_gram_size, gram
-from laplace_sampling.gp.regression_evidence import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, Optimum
+from laplace_sampling.gp.regression_evidence import Optimum
 from laplace_sampling.gp.root import falling_root
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.features import BLOCK_BYTES
@@ -94,11 +95,12 @@ class _Search:
         start = math.log(posterior.size / max(squares, 1e-300))
         root, inside = falling_root(excess, min(max(start, bounds[0]), bounds[1]), bounds, 1e-10)
         at_root = self.at_noise(posterior, math.exp(root) if inside else self.noise_bounds[bounds.index(root)])
+        ended = is_at_bound(at_root.noise_precision, self.noise_bounds)
         return replace(
             at_root,
             num_maxima=optimum.num_maxima,
-            at_bounds=at_root.at_bounds + (() if inside else ("noise_precision",)),
-            converged=at_root.converged and inside,
+            at_bounds=at_root.at_bounds + (("noise_precision",) if ended else ()),
+            converged=at_root.converged and not ended,
         )
 
 
@@ -174,7 +176,7 @@ def _fit_each_output(
         num_maxima = num_maxima or optimum.num_maxima
         logs = logs - logs.mean() + math.log(optimum.noise_precision)
         updated = logs + _log_update(posterior, optimum)
-        at_bound = bool(((updated <= low) | (updated >= high)).any())
+        at_bound = any(is_at_bound(b, search.noise_bounds) for b in updated.exp().tolist())
         # Where an output is at its bound, the evidence is not flat in the common factor either: α alone is maximised.
         common &= not at_bound
         change = updated.clamp(low, high) - logs

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.evidence.bounds import check_bounds
+from laplace_sampling.evidence.bounds import AtBounds, check_bounds
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.dense_curves import exact_path
 from laplace_sampling.evidence.expansion import total_loss
@@ -29,7 +29,7 @@ from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.fit import Fit, Task, Tuned
-from laplace_sampling.methods.method import Choice, Tuning, problems_at_bounds
+from laplace_sampling.methods.method import Choice, Tuning
 from laplace_sampling.methods.problem import MOST_BYTES, Memory, Problem, exact_bytes, space_of
 from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, follow_path, has_path, tuned_by
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
@@ -157,16 +157,15 @@ def _tune_in_observation_space(task: Task, tuning: Tuning) -> tuple[Task, Tuned]
     )
     if tuning.callback is not None:
         tuning.callback(step)
-    groups = list(task.prior.names) if optimum.precision_at_bound else []
-    problems = problems_at_bounds(groups, optimum.noise_at_bound, tuning)
+    prior = task.prior.with_precision(torch.tensor([alpha], dtype=torch.float64))
+    at_bounds = AtBounds.of(prior, fitted.likelihood, tuning.precision_bounds, tuning.noise_bounds)
     tuned = Tuned(
         history=[step],
-        converged=optimum.converged,
-        at_bounds=(*groups, *(["noise"] if optimum.noise_at_bound else [])),
-        problems=[*problems, *([optimum.problem] if optimum.problem else [])],
+        converged=optimum.converged and not at_bounds.names,
+        at_bounds=at_bounds.names,
+        problems=[*at_bounds.problems, *([optimum.problem] if optimum.problem else [])],
         work=posterior,
     )
-    prior = task.prior.with_precision(torch.tensor([alpha], dtype=torch.float64))
     return replace(task, model=fitted, prior=prior), tuned
 
 

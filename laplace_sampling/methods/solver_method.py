@@ -15,17 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_sampling.evidence.bounds import is_at_bound
+from laplace_sampling.evidence.bounds import AtBounds
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.em import EMResult, fit_em
 from laplace_sampling.evidence.fixed_point import PathResult, fit_path
 from laplace_sampling.evidence.krylov_curves import evidence_path
-from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.mode_objective import linear_model_mode
 from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
 from laplace_sampling.methods.fit import EM_STREAM, PATH_STREAM, Fit, Task, Tuned
-from laplace_sampling.methods.method import Method, Tuning, problems_at_bounds
+from laplace_sampling.methods.method import Method, Tuning
 from laplace_sampling.methods.problem import Memory
 from laplace_sampling.solvers.solver import InGroups, Minimum, Solver
 
@@ -192,27 +191,17 @@ def tuned_by(result: EMResult | PathResult, task: Task, tuning: Tuning, solver: 
             f"prior precision went {[f'{s.prior_precision[0]:.3g}' for s in result.history]}. "
             "Raise `max_steps`, or `tolerance`."
         )
-    precisions = zip(result.prior.names, result.prior.precision.tolist(), strict=True)
-    groups = [name for name, alpha in precisions if is_at_bound(alpha, tuning.precision_bounds)]
-    noise = _noise_at_bound(result.likelihood, tuning.noise_bounds)
+    at_bounds = AtBounds.of(result.prior, result.likelihood, tuning.precision_bounds, tuning.noise_bounds)
     tuned = Tuned(
         history=result.history,
-        converged=result.converged,
-        at_bounds=(*groups, *(["noise"] if noise else [])),
-        problems=problems + problems_at_bounds(groups, noise, tuning),
+        converged=result.converged and not at_bounds.names,
+        at_bounds=at_bounds.names,
+        problems=problems + at_bounds.problems,
         path=getattr(result, "path", None) if result.converged else None,
         mode=result.mode,
         work=solver,
     )
     return replace(task, model=task.model.with_likelihood(result.likelihood), prior=result.prior), tuned
-
-
-def _noise_at_bound(likelihood: Likelihood, bounds: tuple[float, float]) -> bool:
-    """Whether a noise precision that was learnt is at one of its bounds."""
-    noise = likelihood.noise_precisions()
-    if noise is None or not likelihood.learns_noise:
-        return False
-    return any(is_at_bound(b, bounds) for b in noise.reshape(-1).tolist())
 
 
 @dataclass(frozen=True)
