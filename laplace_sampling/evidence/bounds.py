@@ -76,8 +76,8 @@ class AtBounds:
         for end, meaning in _MEANING_OF_PRECISION.items():
             if names := [name for name in reached if reached[name] == end]:
                 problems.append(
-                    f"`fit_hyperparameters` ended at one of precision_bounds={precision_bounds} for the groups {names}, "
-                    f"the {end} one: {meaning}, or give other bounds."
+                    f"`fit_hyperparameters` ended at one of precision_bounds={precision_bounds} for the groups "
+                    f"{names}, the {end} one: {meaning}, or give other bounds."
                 )
         for end, meaning in _MEANING_OF_NOISE.items():
             if end in of_noise:

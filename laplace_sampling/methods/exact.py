@@ -38,10 +38,12 @@ from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_ou
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.solver import Solver
 
-__all__ = ["Exact"]
+__all__ = ["Exact", "tune_in_observation_space"]
 
 # Samples that go through the features together, and the residual that rounding leaves at most.
 _FEW, _RESIDUAL = 16, 1e-6
+# Samples whose rounding is looked at, and the part of the function that it may take, as the default tolerance of a fit.
+_ROUNDED, _MOST_LOST = 4, 0.015
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,18 +100,18 @@ class Exact(SolverMethod):
 
     def tune(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
         if not _holds_jacobian(task):
-            return _tune_in_observation_space(task, tuning)
+            return tune_in_observation_space(task, tuning)
         if not has_path(task):
             return super().tune(task, tuning)
         return tuned_by(follow_path(task, tuning, exact=True), task, tuning, Dense())
 
     def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
         if _holds_jacobian(task):
-            return super().fit(task, tuned, tolerance)
+            return _rounded(super().fit(task, tuned, tolerance))
         posterior = tuned.work
         if posterior is None:
             posterior = gram_posterior_of(task.model.likelihood).of(task.model, task.prior, task.hessian_at)
-        return _observation_space_fit(task, replace(tuned, work=None), posterior).with_samples()
+        return _rounded(_observation_space_fit(task, replace(tuned, work=None), posterior).with_samples())
 
     def fit_of(self, *parts: Any) -> "WeightSpaceFit":
         return WeightSpaceFit(*parts)
@@ -121,6 +123,24 @@ class Exact(SolverMethod):
         return _observation_space_fit(task, Tuned(), posterior)
 
 
+def _rounded(fit: Fit) -> Fit:
+    """The fit, with a problem if predictions from its samples are inaccurate because the network rounds."""
+    assert fit.sampled is not None
+    few, dtype = fit.sampled.samples[:_ROUNDED], fit.task.dtype
+    signs = torch.randint(2, few.shape, generator=torch.Generator().manual_seed(fit.task.seed)).to(few) * 2 - 1
+    # Roundings of the weights of a sample are independent, where the function is a sum in which they cancel.
+    outputs, independent = (fit.model.features.outputs(v.to(fit.model.features.dtype)) for v in (few, few * signs))
+    lost = torch.finfo(dtype).eps * float(independent.double().norm() / outputs.double().norm().clamp_min(1e-300))
+    if lost <= _MOST_LOST:
+        return fit
+    problem = (
+        f"In {dtype} the samples of the posterior are off by about {min(100 * lost, 100):.0f} % at the training data, "
+        "where the function is a difference of much larger numbers: the variances of predictions are right, their "
+        "samples are not. Use `model.double()`."
+    )
+    return replace(fit, tuned=replace(fit.tuned, problems=[*fit.tuned.problems, problem]))
+
+
 def _in_float64(task: Task) -> Task:
     return replace(task, prior=task.prior.to(task.model.features.device, torch.float64))
 
@@ -130,7 +150,7 @@ def _holds_jacobian(task: Task) -> bool:
     return isinstance(task.model.features, DenseFeatures)
 
 
-def _tune_in_observation_space(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+def tune_in_observation_space(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
     """Hyperparameters of largest evidence (a regression), or at MacKay's fixed point, to rounding, in one step."""
     check_bounds(tuning.precision_bounds, tuning.noise_bounds)
     started, model = time.perf_counter(), task.model

@@ -49,8 +49,13 @@ class DenseCovariance(FunctionCovariance):
 
     @classmethod
     def of(cls, features: Features, prior: GaussianPrior, tensors: dict[str, Tensor]) -> "DenseCovariance":
-        """The covariance at some inputs, from what `tensors` gave."""
-        return cls(features, prior, Factor(prior.spread().double(), tensors["factor"], tensors.get("root")))
+        """The covariance at some inputs, from what `tensors` gave.
+
+        In float64 where the network allows: where the data decide much, it is a difference of much larger numbers.
+        """
+        return cls(
+            features.in_float64(), prior, Factor(prior.spread().double(), tensors["factor"], tensors.get("root"))
+        )
 
     def _parts(self) -> list[Float[Tensor, "n C C"]]:
         features = self.features

@@ -60,6 +60,11 @@ class RegressionPrediction(Prediction):
     def log_prob(self, y: Tensor) -> Float[Tensor, " N"]:
         """Log density of each observation, noise included, joint over its outputs. `y` has the shape of `mean`."""
         self._prepared(y)
+        if self._flat.shape[-1] == 1:
+            # Of one output the variance is all there is: no matrix to factorise, which fails where it is infinite.
+            variance = self.observation_variance
+            squares = (y.to(self.outputs).reshape(self.outputs.shape) - self.outputs) ** 2
+            return -0.5 * (squares / variance + variance.log() + math.log(2 * math.pi)).flatten()
         return self.distribution().log_prob(y.reshape(len(y), -1).to(self.outputs))
 
 
