@@ -168,8 +168,8 @@ class LinearisedLaplace(SavableModel):
             callback: called with the `Step` of each step.
 
         Raises:
-            TypeError, ValueError: for data that do not fit the model or the likelihood, or that cannot be read twice;
-                what was fitted before is kept.
+            TypeError, ValueError, FloatingPointError: for data that do not fit the model or the likelihood, or that
+                cannot be read twice, and for a fit that ends with NaN or infinity; what was fitted before is kept.
         """
         tuning = Tuning(max_steps, tolerance, num_samples, precision_bounds, noise_bounds, callback)
         calibration = None if isinstance(scale, str) and scale == "auto" else Calibration.of_scale(scale)
