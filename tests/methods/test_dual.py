@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from laplace_sampling import ConvergenceWarning, Dual, Gaussian, LinearisedLaplace
 from laplace_sampling.methods.verified import verified
 
-# Seed, data, inputs, units and steps of training of problems where EM went to the largest prior precision, or oscillated.
+# Seed, data, inputs, units and steps of training of problems where EM went to its upper bound, or oscillated.
 SMALL = [(7, 22, 1, 11, 20), (12, 22, 4, 5, 300), (30, 22, 2, 8, 300), (40, 20, 4, 12, 300)]
 
 

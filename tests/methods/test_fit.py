@@ -1,6 +1,8 @@
 """What a fit says of its solves, of its bounds and of its convergence."""
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from torch import Tensor, nn
 
 from laplace_sampling import SGD, ConvergenceWarning, Krylov, LinearisedLaplace, Stochastic
 from laplace_sampling.linear_model.sampling import PosteriorSamples
+from laplace_sampling.methods.exact import ObservationSpaceFit
+from laplace_sampling.methods.solver_method import SolverFit
 from laplace_sampling.solvers.krylov import BlockKrylov
 from laplace_sampling.solvers.svrg import SVRG
 
@@ -126,6 +130,26 @@ def test_a_warning_names_only_what_has_not_converged() -> None:
         ["The", "samples", "have"],
     ]
     assert replace(fit, tuned=replace(fit.tuned, problems=["α moves."])).problems == ["α moves."]
+
+
+@pytest.mark.parametrize("method", ["exact", "krylov", "dual"])
+def test_a_fit_that_is_not_finite_keeps_the_one_before(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = trained()
+    la = laplace_of(case.model, "regression", method=method, num_samples=4).fit(case.batches, progress=False)
+    before = la._fitted
+    owner = ObservationSpaceFit if method == "exact" else SolverFit
+    draw = owner.draw
+
+    def broken(fit: Any, *arguments: Any) -> PosteriorSamples:
+        sampled = draw(fit, *arguments)
+        return replace(sampled, samples=sampled.samples * math.nan)
+
+    monkeypatch.setattr(owner, "draw", broken)
+    for call in (la.fit, la.fit_hyperparameters):
+        with pytest.raises(FloatingPointError, match="NaN or infinity in the samples, so that nothing of it is kept"):
+            call(case.batches, progress=False)
+    assert la._fitted is before
+    assert la.predict(case.x).stddev.isfinite().all()
 
 
 def test_convergence_survives_a_reload(tmp_path) -> None:
