@@ -48,6 +48,11 @@ class GramPosterior(ABC):
     @abstractmethod
     def effective_dimension(self) -> float: ...
 
+    @property
+    @abstractmethod
+    def largest_eigenvalue(self) -> float:
+        """Of the Gram matrix at `α = b = 1`, whitened by the noise or the curvature."""
+
     @abstractmethod
     def mode(self) -> Float[Tensor, " P"]:
         """`θ̄`, unscaled, by one pass of VJPs."""
@@ -176,6 +181,10 @@ class GramRegression(GramPosterior):
     def effective_dimension(self) -> float:
         return float(self.exact.effective_dimension(*self.precisions))
 
+    @property
+    def largest_eigenvalue(self) -> float:
+        return float(self.exact.eigenvalues[-1])
+
     def mode(self) -> Float[Tensor, " P"]:
         return self.exact.mode(*self.precisions)
 
@@ -253,6 +262,10 @@ class GramClassification(GramPosterior):
     @property
     def effective_dimension(self) -> float:
         return self.exact.effective_dimension
+
+    @property
+    def largest_eigenvalue(self) -> float:
+        return float(self.exact.eigenvalues[-1])
 
     def mode(self) -> Float[Tensor, " P"]:
         return self.exact.mode_weights()

@@ -12,7 +12,6 @@ from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.sampling import PosteriorSamples
-from laplace_sampling.methods.exact import tune_in_observation_space
 from laplace_sampling.methods.fit import Fit, Task, Tuned
 from laplace_sampling.methods.method import Tuning
 from laplace_sampling.methods.problem import fits_in_observation_space
@@ -135,6 +134,8 @@ def _precise(model: LinearModel) -> LinearModel:
 
 def _tune_by_gram_matrix(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
     """The hyperparameters of the exact method; its curves go with them, and its matrices are freed."""
+    from laplace_sampling.methods.observation_space import tune_in_observation_space
+
     prior = task.prior.to(task.model.features.device, torch.float64)
     precise, tuned = tune_in_observation_space(replace(task, model=_precise(task.model), prior=prior), tuning)
     task = replace(task, model=task.model.with_likelihood(precise.model.likelihood), prior=precise.prior)
