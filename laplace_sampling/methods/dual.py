@@ -134,7 +134,7 @@ def _precise(model: LinearModel) -> LinearModel:
 
 def _tune_by_gram_matrix(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
     """The hyperparameters of the exact method; its curves go with them, and its matrices are freed."""
-    from laplace_sampling.methods.observation_space import tune_in_observation_space
+    from laplace_sampling.methods.exact import tune_in_observation_space
 
     prior = task.prior.to(task.model.features.device, torch.float64)
     precise, tuned = tune_in_observation_space(replace(task, model=_precise(task.model), prior=prior), tuning)
