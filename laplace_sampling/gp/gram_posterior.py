@@ -1,5 +1,6 @@
 """Posteriors in closed form from a decomposition of the Gram matrix, for a regression or any other likelihood."""
 
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
@@ -116,12 +117,14 @@ class GramOptimum:
         likelihood: with the fitted noise.
         converged: whether there is a maximum, inside the bounds.
         problem: what went wrong other than a bound, in words, or nothing.
+        seconds: wall time of the search.
     """
 
     posterior: GramPosterior
     likelihood: Likelihood
     converged: bool
     problem: str = ""
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,7 @@ class GramRegression(GramPosterior):
     def tuned(
         cls, model: LinearModel, prior: GaussianPrior, hessian_at: str, bounds: HyperparameterBounds
     ) -> GramOptimum:
+        started = time.perf_counter()
         tuned = fit_exact_regression(
             model, prior, precision_bounds=bounds.precision, noise_bounds=bounds.noise, max_memory=_UNLIMITED
         )
@@ -158,6 +162,7 @@ class GramRegression(GramPosterior):
             tuned.likelihood,
             optimum.converged,
             problem if lost else "",
+            time.perf_counter() - started,
         )
 
     @classmethod
@@ -228,10 +233,13 @@ class GramClassification(GramPosterior):
     def tuned(
         cls, model: LinearModel, prior: GaussianPrior, hessian_at: str, bounds: HyperparameterBounds
     ) -> GramOptimum:
+        started = time.perf_counter()
         problem = ExactClassification.of(model, prior, max_memory=_UNLIMITED)
         exact = problem.fit(hessian_at=hessian_at, precision_bounds=bounds.precision)
         # A mode that has not converged has a warning of its own.
-        return GramOptimum(cls(exact), model.likelihood, converged=not exact.at_bounds)
+        return GramOptimum(
+            cls(exact), model.likelihood, converged=not exact.at_bounds, seconds=time.perf_counter() - started
+        )
 
     @classmethod
     def restore(cls, model: LinearModel, prior: GaussianPrior, tensors: dict[str, Tensor]) -> "GramClassification":

@@ -43,6 +43,9 @@ class HyperparameterBounds:
     precision: Bounds = PRECISION_BOUNDS
     noise: Bounds = NOISE_BOUNDS
 
+    def __post_init__(self) -> None:
+        check_bounds(self.precision, self.noise)
+
 
 @dataclass(frozen=True)
 class Optimum:

@@ -15,7 +15,7 @@ from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.fit import Fit, Task, Tuned
 from laplace_sampling.methods.method import Tuning
 from laplace_sampling.methods.problem import fits_in_observation_space
-from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, has_path
+from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, has_path, tuned_by_gram_matrix
 from laplace_sampling.methods.verified import verified
 from laplace_sampling.solvers.solver import Minimum
 
@@ -134,10 +134,13 @@ def _precise(model: LinearModel) -> LinearModel:
 
 def _tune_by_gram_matrix(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
     """The hyperparameters of the exact method; its curves go with them, and its matrices are freed."""
-    from laplace_sampling.methods.exact import tune_in_observation_space
+    from laplace_sampling.gp.gram_posterior import GramRegression
+    from laplace_sampling.gp.regression_evidence import HyperparameterBounds
 
     prior = task.prior.to(task.model.features.device, torch.float64)
-    precise, tuned = tune_in_observation_space(replace(task, model=_precise(task.model), prior=prior), tuning)
+    bounds = HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds)
+    optimum = GramRegression.tuned(_precise(task.model), prior, task.hessian_at, bounds)
+    precise, tuned = tuned_by_gram_matrix(optimum, replace(task, prior=prior), tuning)
     task = replace(task, model=task.model.with_likelihood(precise.model.likelihood), prior=precise.prior)
     return task, replace(tuned, work=None, path=tuned.work.curves())
 

@@ -5,7 +5,6 @@ it decomposes the Gram matrix `[N·C, N·C]` of the tangent kernel and holds no 
 `N·C < P` and the prior has one precision, since the decomposition is for one.
 """
 
-import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,11 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.evidence.bounds import AtBounds, check_bounds
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.dense_curves import exact_path
-from laplace_sampling.evidence.expansion import total_loss
-from laplace_sampling.evidence.step import Step
 from laplace_sampling.gp.exact_prediction import ExactPrediction
 from laplace_sampling.gp.gram import size_of
 from laplace_sampling.gp.gram_posterior import GramPosterior, gram_posterior_of
@@ -31,14 +27,21 @@ from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.fit import Fit, Task, Tuned
 from laplace_sampling.methods.method import Choice, Tuning
 from laplace_sampling.methods.problem import MOST_BYTES, Memory, Problem, exact_bytes, space_of
-from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, follow_path, has_path, tuned_by
+from laplace_sampling.methods.solver_method import (
+    SolverFit,
+    SolverMethod,
+    follow_path,
+    has_path,
+    tuned_by,
+    tuned_by_gram_matrix,
+)
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.solver import Solver
 
-__all__ = ["Exact", "tune_in_observation_space"]
+__all__ = ["Exact"]
 
 # Samples that go through the features together, and the residual that rounding leaves at most.
 _FEW, _RESIDUAL = 16, 1e-6
@@ -100,7 +103,7 @@ class Exact(SolverMethod):
 
     def tune(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
         if not _holds_jacobian(task):
-            return tune_in_observation_space(task, tuning)
+            return _tune_in_observation_space(task, tuning)
         if not has_path(task):
             return super().tune(task, tuning)
         return tuned_by(follow_path(task, tuning, exact=True), task, tuning, Dense())
@@ -150,43 +153,12 @@ def _holds_jacobian(task: Task) -> bool:
     return isinstance(task.model.features, DenseFeatures)
 
 
-def tune_in_observation_space(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+def _tune_in_observation_space(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
     """Hyperparameters of largest evidence (a regression), or at MacKay's fixed point, to rounding, in one step."""
-    check_bounds(tuning.precision_bounds, tuning.noise_bounds)
-    started, model = time.perf_counter(), task.model
-    optimum = gram_posterior_of(model.likelihood).tuned(
-        model,
-        task.prior,
-        task.hessian_at,
-        HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds),
-    )
-    posterior, fitted = optimum.posterior, model.with_likelihood(optimum.likelihood)
-    alpha, noise = posterior.precisions[0], model.likelihood.noise_precisions()
-    step = Step(
-        step=1,
-        prior_precision=task.prior.precision.tolist(),
-        new_prior_precision=[alpha],
-        noise_precision=None if noise is None else noise.reshape(-1).tolist(),
-        effective_dimension=[posterior.effective_dimension],
-        mode_norm=[posterior.mode_norm],
-        loss=total_loss(fitted, posterior.mode_outputs),
-        network_loss=total_loss(fitted, model.network_outputs),
-        mode_residual=posterior.mode_residual,
-        passes=float(model.features.num_outputs),
-        seconds=time.perf_counter() - started,
-    )
-    if tuning.callback is not None:
-        tuning.callback(step)
-    prior = task.prior.with_precision(torch.tensor([alpha], dtype=torch.float64))
-    at_bounds = AtBounds.of(prior, fitted.likelihood, tuning.precision_bounds, tuning.noise_bounds)
-    tuned = Tuned(
-        history=[step],
-        converged=optimum.converged and not at_bounds.names,
-        at_bounds=at_bounds.names,
-        problems=[*at_bounds.problems, *([optimum.problem] if optimum.problem else [])],
-        work=posterior,
-    )
-    return replace(task, model=fitted, prior=prior), tuned
+    bounds = HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds)
+    kind, model = gram_posterior_of(task.model.likelihood), task.model
+    optimum = kind.tuned(model, task.prior, task.hessian_at, bounds)
+    return tuned_by_gram_matrix(optimum, task, tuning)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,10 @@ from torch import Tensor
 from laplace_sampling.evidence.bounds import AtBounds
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.em import EMResult, fit_em
+from laplace_sampling.evidence.expansion import total_loss
 from laplace_sampling.evidence.fixed_point import PathResult, fit_path
 from laplace_sampling.evidence.krylov_curves import evidence_path
+from laplace_sampling.evidence.step import Step
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.mode_objective import linear_model_mode
 from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
@@ -28,7 +30,16 @@ from laplace_sampling.methods.method import Method, Tuning
 from laplace_sampling.methods.problem import Memory
 from laplace_sampling.solvers.solver import InGroups, Minimum, Solver
 
-__all__ = ["BASIS_STACKS", "SolverFit", "SolverMethod", "basis_that_fits", "follow_path", "has_path", "tuned_by"]
+__all__ = [
+    "BASIS_STACKS",
+    "SolverFit",
+    "SolverMethod",
+    "basis_that_fits",
+    "follow_path",
+    "has_path",
+    "tuned_by",
+    "tuned_by_gram_matrix",
+]
 
 # More samples than anybody asks for.
 _ALL = 2**31
@@ -202,6 +213,37 @@ def tuned_by(result: EMResult | PathResult, task: Task, tuning: Tuning, solver: 
         work=solver,
     )
     return replace(task, model=task.model.with_likelihood(result.likelihood), prior=result.prior), tuned
+
+
+def tuned_by_gram_matrix(optimum: Any, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+    """As `tuned_by`, for a `GramOptimum`; the posterior is the `work`."""
+    posterior, model, likelihood = optimum.posterior, task.model, optimum.likelihood
+    fitted, noise = model.with_likelihood(likelihood), model.likelihood.noise_precisions()
+    prior = task.prior.with_precision(torch.tensor([posterior.precisions[0]], dtype=torch.float64))
+    step = Step(
+        step=1,
+        prior_precision=task.prior.precision.tolist(),
+        new_prior_precision=prior.precision.tolist(),
+        noise_precision=None if noise is None else noise.reshape(-1).tolist(),
+        effective_dimension=[posterior.effective_dimension],
+        mode_norm=[posterior.mode_norm],
+        loss=total_loss(fitted, posterior.mode_outputs),
+        network_loss=total_loss(fitted, model.network_outputs),
+        mode_residual=posterior.mode_residual,
+        passes=float(model.features.num_outputs),
+        seconds=optimum.seconds,
+    )
+    if tuning.callback is not None:
+        tuning.callback(step)
+    at_bounds = AtBounds.of(prior, likelihood, tuning.precision_bounds, tuning.noise_bounds)
+    tuned = Tuned(
+        history=[step],
+        converged=optimum.converged and not at_bounds.names,
+        at_bounds=at_bounds.names,
+        problems=[*at_bounds.problems, *([optimum.problem] if optimum.problem else [])],
+        work=posterior,
+    )
+    return replace(task, model=fitted, prior=prior), tuned
 
 
 @dataclass(frozen=True)
