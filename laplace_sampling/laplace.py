@@ -169,8 +169,9 @@ class LinearisedLaplace(SavableModel):
             callback: called with the `Step` of each step.
 
         Raises:
-            TypeError, ValueError: for data that do not fit the model or the likelihood, or that cannot be read twice.
-                After these, and after Ctrl-C, what was fitted before is kept; `history_` has the steps that were done.
+            TypeError, ValueError, FloatingPointError: for data that do not fit the model or the likelihood, or that
+                cannot be read twice, and for a fit that ends with NaN or infinity. After these, and after Ctrl-C, what
+                was fitted before is kept; `history_` has the steps that were done.
         """
         tuning = Tuning(max_steps, tolerance, num_samples, precision_bounds, noise_bounds, self._recorded(callback))
         calibration = None if isinstance(scale, str) and scale == "auto" else Calibration.of_scale(scale)

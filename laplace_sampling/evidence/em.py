@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.evidence.bounds import Bounds, check_bounds
+from laplace_sampling.evidence.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, check_bounds
+from laplace_sampling.evidence.damping import DampedSteps
 from laplace_sampling.evidence.expansion import total_loss
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.likelihoods.gaussian import Gaussian
@@ -131,22 +132,35 @@ class _Iteration:
     delta: Tensor | None = None
     converged: bool = False
     history: list[Step] = field(default_factory=list)
+    steps: DampedSteps = field(default_factory=DampedSteps)
 
     def step(self) -> _Expectation:
         """Moves to the next hyperparameters; what they were computed from is returned."""
         started = time.perf_counter()
         expectation = self._expect()
-        prior = self._updated_prior(expectation)
-        likelihood = self._updated_likelihood(expectation)
+        prior, likelihood = self._damped(self._updated_prior(expectation), self._updated_likelihood(expectation))
         self._record(expectation, prior, started)
-        before = [*_floats(self.prior.precision), *(_noise(self.model.likelihood) or [])]
-        after = [*_floats(prior.precision), *(_noise(likelihood) or [])]
-        changes = [abs(math.log(new / old)) for old, new in zip(before, after, strict=True)]
-        self.converged = max(changes) < self.tolerance
         # δ is nearly −θ⁰ where the data determine the weights, and zero where they do not: it scales with θ⁰.
         self.delta = expectation.solution.delta * (self.prior.spread() / prior.spread()).sqrt()
         self.prior, self.model = prior, self.model.with_likelihood(likelihood)
         return expectation
+
+    def _damped(self, prior: GaussianPrior, likelihood: Likelihood) -> tuple[GaussianPrior, Likelihood]:
+        """The updates themselves, or part of the way to them where updates oscillate; and whether they are small."""
+        before, after = (
+            torch.tensor([*_floats(alphas.precision), *(_noise(family) or [])], dtype=torch.float64)
+            for alphas, family in ((self.prior, self.model.likelihood), (prior, likelihood))
+        )
+        change = (after / before).log()
+        self.converged = float(change.abs().max()) < self.tolerance
+        step = self.steps.step(change)
+        if self.steps.length == 1:
+            return prior, likelihood
+        updated = before * step.exp()
+        num = len(prior.precision)
+        if isinstance(likelihood, Gaussian) and likelihood.learn:
+            likelihood = likelihood.with_precision(updated[num:].reshape(likelihood.noise_precisions().shape))
+        return prior.with_precision(updated[:num]), likelihood
 
     def _expect(self) -> _Expectation:
         model, prior = self.model, self.prior
@@ -201,7 +215,12 @@ class _Iteration:
             seconds=time.perf_counter() - started,
         )
         if not all(math.isfinite(v) for v in (step.loss, *step.effective_dimension, *step.mode_norm)):
-            raise FloatingPointError(f"An EM step gave a quantity that is not finite: {step}")
+            raise FloatingPointError(
+                f"Step {step.step} of `fit_hyperparameters` gave NaN or infinity: loss {step.loss:.3g}, effective "
+                f"dimension {step.effective_dimension}, norm of the mode {step.mode_norm}, at prior precision "
+                f"{step.prior_precision}. Check the weights of the model and the data for extreme values, or use "
+                "`model.double()`."
+            )
         self.history.append(step)
 
 
@@ -214,8 +233,8 @@ def fit_em(
     hessian_at: str,
     max_steps: int = 10,
     tolerance: float = 0.03,
-    precision_bounds: Bounds = (1e-8, 1e12),
-    noise_bounds: Bounds = (1e-12, 1e12),
+    precision_bounds: Bounds = PRECISION_BOUNDS,
+    noise_bounds: Bounds = NOISE_BOUNDS,
     progress: bool = False,
     callback: Callable[[Step], object] | None = None,
 ) -> EMResult:

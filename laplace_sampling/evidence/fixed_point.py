@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.evidence.bounds import Bounds, check_bounds, clamped
+from laplace_sampling.evidence.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, check_bounds, clamped
 from laplace_sampling.evidence.curves import EvidencePath, FixedPoint
 from laplace_sampling.evidence.dense_curves import DenseCurves
 from laplace_sampling.evidence.expansion import Expansion, Point, expand, total_loss
@@ -163,7 +163,7 @@ class _Rounds:
         alpha = self._next(run.path, outcome, before)
         self.rounded = not run.carries(alpha)
         noise = self._update_noise(outcome)
-        updated = clamped(alpha * self.factor, self.precision_bounds)
+        updated = self._updated(alpha, outcome.end)
         self.mode, passes = run.mode(alpha), run.path.passes
         if self.quadratic:
             # The curves hold everywhere: a run that is not accurate yet is repeated where it was made.
@@ -249,6 +249,14 @@ class _Rounds:
         error = math.hypot(end.error, self.mode_step**2)
         return self.secant.next(end.precision, before, error, self.schedule.num_probes)
 
+    def _updated(self, alpha: float, end: FixedPoint) -> float:
+        """The prior precision, from `α` before the factor of the noise."""
+        low, high = self.precision_bounds
+        if self.learn and math.isinf(end.error):
+            # The noise may have taken it off the bound that it ended at, where the evidence still points to.
+            return high if end.precision > math.sqrt(low * high) else low
+        return clamped(alpha * self.factor, self.precision_bounds)
+
     def _update_noise(self, outcome: _Outcome) -> list[float] | None:
         """Updates the noise precision and its `factor`; returns the one before."""
         likelihood = self.model.likelihood
@@ -310,8 +318,8 @@ def fit_path(
     tolerance: float = 0.03,
     max_rounds: int = 12,
     max_probes: int = 256,
-    precision_bounds: Bounds = (1e-8, 1e12),
-    noise_bounds: Bounds = (1e-12, 1e12),
+    precision_bounds: Bounds = PRECISION_BOUNDS,
+    noise_bounds: Bounds = NOISE_BOUNDS,
     max_basis: int | None = None,
     exact: bool = False,
     progress: bool = False,

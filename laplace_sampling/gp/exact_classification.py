@@ -17,10 +17,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.evidence.bounds import PRECISION_BOUNDS, check_bounds, is_at_bound
 from laplace_sampling.gp.dual_point import DualPoint
 from laplace_sampling.gp.exact_prediction import ExactPrediction, PosteriorAt
 from laplace_sampling.gp.gram import MAX_MEMORY, check_gram_size, cross_gram, gram, transposed
-from laplace_sampling.gp.regression_evidence import PRECISION_BOUNDS, check_bounds
 from laplace_sampling.gp.root import falling_root
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.draws import Draws
@@ -307,7 +307,7 @@ class ExactClassification:
             tolerance: of `log α`.
         """
         _check_place(hessian_at)
-        check_bounds(precision_bounds=precision_bounds)
+        check_bounds(precision_bounds)
         # The curvature at the network's outputs is the same for every α: one decomposition serves all.
         fixed = self._decomposed(self.model.network_outputs.double()) if hessian_at == "network" else None
         # Every mode starts from the one before: the root search moves `α` less and less.
@@ -329,8 +329,9 @@ class ExactClassification:
         mode = self.mode(alpha, last)
         outputs = mode.outputs if fixed is None else self.model.network_outputs.double()
         values, vectors = fixed or self._decomposed(outputs)
-        at_bounds = () if inside else ("precision",)
-        return ExactPosterior(self, alpha, mode, outputs, values, vectors, mode.converged and inside, at_bounds)
+        ended = is_at_bound(alpha, precision_bounds)
+        at_bounds = ("precision",) if ended else ()
+        return ExactPosterior(self, alpha, mode, outputs, values, vectors, mode.converged and not ended, at_bounds)
 
     def _decomposed(self, outputs: Float[Tensor, "N C"]) -> tuple[Float[Tensor, " NC"], Float[Tensor, "NC NC"]]:
         return symmetric_eigen(self.whitened(outputs))

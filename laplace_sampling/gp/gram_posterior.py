@@ -1,5 +1,6 @@
 """Posteriors in closed form from a decomposition of the Gram matrix, for a regression or any other likelihood."""
 
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
@@ -47,6 +48,11 @@ class GramPosterior(ABC):
     @property
     @abstractmethod
     def effective_dimension(self) -> float: ...
+
+    @property
+    @abstractmethod
+    def largest_eigenvalue(self) -> float:
+        """Of the Gram matrix at `α = b = 1`, whitened by the noise or the curvature."""
 
     @abstractmethod
     def mode(self) -> Float[Tensor, " P"]:
@@ -109,17 +115,16 @@ class GramOptimum:
     Attributes:
         posterior: the decomposition there.
         likelihood: with the fitted noise.
-        converged: whether there is a maximum, or a bound.
-        precision_at_bound: whether `α` ended at a bound; `noise_at_bound` likewise for the noise.
-        problem: what went wrong, in words, or nothing.
+        converged: whether there is a maximum, inside the bounds.
+        problem: what went wrong other than a bound, in words, or nothing.
+        seconds: wall time of the search.
     """
 
     posterior: GramPosterior
     likelihood: Likelihood
-    converged: bool = True
-    precision_at_bound: bool = False
-    noise_at_bound: bool = False
+    converged: bool
     problem: str = ""
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -138,12 +143,13 @@ class GramRegression(GramPosterior):
     def tuned(
         cls, model: LinearModel, prior: GaussianPrior, hessian_at: str, bounds: HyperparameterBounds
     ) -> GramOptimum:
+        started = time.perf_counter()
         tuned = fit_exact_regression(
             model, prior, precision_bounds=bounds.precision, noise_bounds=bounds.noise, max_memory=_UNLIMITED
         )
         optimum = tuned.optimum
         # A search that ends at a bound has done its work; `fit_hyperparameters` warns about the bound itself.
-        converged = optimum.converged or bool(optimum.at_bounds)
+        lost = not (optimum.converged or optimum.at_bounds)
         problem = (
             "`fit_hyperparameters` found no maximum of the evidence to rounding: its gradient in log α and log b "
             f"is {optimum.gradient[0]:.2g}, {optimum.gradient[1]:.2g}. Check the data, or use `model.double()`."
@@ -154,10 +160,9 @@ class GramRegression(GramPosterior):
         return GramOptimum(
             cls(exact, (optimum.precision, optimum.noise_precision)),
             tuned.likelihood,
-            converged,
-            "precision" in optimum.at_bounds,
-            "noise_precision" in optimum.at_bounds,
-            "" if converged else problem,
+            optimum.converged,
+            problem if lost else "",
+            time.perf_counter() - started,
         )
 
     @classmethod
@@ -180,6 +185,10 @@ class GramRegression(GramPosterior):
     @property
     def effective_dimension(self) -> float:
         return float(self.exact.effective_dimension(*self.precisions))
+
+    @property
+    def largest_eigenvalue(self) -> float:
+        return float(self.exact.eigenvalues[-1])
 
     def mode(self) -> Float[Tensor, " P"]:
         return self.exact.mode(*self.precisions)
@@ -224,10 +233,13 @@ class GramClassification(GramPosterior):
     def tuned(
         cls, model: LinearModel, prior: GaussianPrior, hessian_at: str, bounds: HyperparameterBounds
     ) -> GramOptimum:
+        started = time.perf_counter()
         problem = ExactClassification.of(model, prior, max_memory=_UNLIMITED)
         exact = problem.fit(hessian_at=hessian_at, precision_bounds=bounds.precision)
-        # An α at a bound counts as converged here; the bound has a warning of its own.
-        return GramOptimum(cls(exact), model.likelihood, precision_at_bound=bool(exact.at_bounds))
+        # A mode that has not converged has a warning of its own.
+        return GramOptimum(
+            cls(exact), model.likelihood, converged=not exact.at_bounds, seconds=time.perf_counter() - started
+        )
 
     @classmethod
     def restore(cls, model: LinearModel, prior: GaussianPrior, tensors: dict[str, Tensor]) -> "GramClassification":
@@ -258,6 +270,10 @@ class GramClassification(GramPosterior):
     @property
     def effective_dimension(self) -> float:
         return self.exact.effective_dimension
+
+    @property
+    def largest_eigenvalue(self) -> float:
+        return float(self.exact.eigenvalues[-1])
 
     def mode(self) -> Float[Tensor, " P"]:
         return self.exact.mode_weights()

@@ -19,20 +19,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.evidence.bounds import (
+    NOISE_BOUNDS,
+    PRECISION_BOUNDS,
+    Bounds,
+    check_bounds,
+    clamped,
+    is_at_bound,
+)
+
 __all__ = [
-    "NOISE_BOUNDS",
-    "PRECISION_BOUNDS",
     "HyperparameterBounds",
     "Optimum",
     "RegressionEvidence",
-    "check_bounds",
     "largest_evidence",
 ]
-
-Bounds = tuple[float, float]
-
-# A definition, the same as of expectation maximisation: ten and more decades on either side of any sensible value.
-PRECISION_BOUNDS, NOISE_BOUNDS = (1e-8, 1e12), (1e-12, 1e12)
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ class HyperparameterBounds:
 
     precision: Bounds = PRECISION_BOUNDS
     noise: Bounds = NOISE_BOUNDS
+
+    def __post_init__(self) -> None:
+        check_bounds(self.precision, self.noise)
 
 
 @dataclass(frozen=True)
@@ -138,13 +142,6 @@ class RegressionEvidence(ABC):
         return (noise**2 * self.rotated**2 / v**2).sum(-1)
 
 
-def check_bounds(**bounds: Bounds) -> None:
-    """Raise if bounds, given by name, are not positive and in order."""
-    for name, (low, high) in bounds.items():
-        if not 0 < low < high:
-            raise ValueError(f"`{name}` must be positive and in order, but is {(low, high)}.")
-
-
 def largest_evidence(
     evidence: RegressionEvidence,
     start: tuple[float, float],
@@ -161,7 +158,7 @@ def largest_evidence(
         precision_bounds: within which `α` is kept.
         noise_bounds: within which `b` is kept.
     """
-    check_bounds(precision_bounds=precision_bounds, noise_bounds=noise_bounds)
+    check_bounds(precision_bounds, noise_bounds)
     bounds = (precision_bounds, noise_bounds)
     if all(learn):
         precisions, num_maxima = _maximise_both_within(evidence, bounds)
@@ -171,7 +168,8 @@ def largest_evidence(
         precisions, num_maxima = start, 1
     gradient = evidence.log_evidence_gradient(*precisions)
     names = ("precision", "noise_precision")
-    at_bounds = tuple(n for n, x, ends, on in zip(names, precisions, bounds, learn, strict=True) if on and x in ends)
+    ended = zip(names, precisions, bounds, learn, strict=True)
+    at_bounds = tuple(name for name, value, ends, learnt in ended if learnt and is_at_bound(value, ends))
     flat = bool((gradient[torch.tensor(learn, device=gradient.device)].abs() <= 1e-9 * evidence.size).all())
     return Optimum(
         precision=precisions[0],
@@ -192,7 +190,7 @@ def _maximise_both_within(
     outside = [not low < x < high for x, (low, high) in zip((alpha, b), bounds, strict=True)]
     if all(outside) and b >= bounds[1][1]:
         outside[0] = False  # without noise the evidence has a maximum in α of its own
-    start = (_clip(alpha, bounds[0]), _clip(b, bounds[1]))
+    start = (clamped(alpha, bounds[0]), clamped(b, bounds[1]))
     if not any(outside):
         return start, num_maxima
     if all(outside):
@@ -228,7 +226,7 @@ def _maximise_both(
     if log_ratio == ends[1]:  # the evidence rises to no signal
         return precision_bounds[1], b, num_maxima
     if log_ratio == ends[0]:  # the evidence rises to no noise
-        return _clip(math.exp(log_ratio) * b, precision_bounds), noise_bounds[1], num_maxima
+        return clamped(math.exp(log_ratio) * b, precision_bounds), noise_bounds[1], num_maxima
     return math.exp(log_ratio) * b, b, num_maxima
 
 
@@ -275,10 +273,6 @@ def _maximise(
     if slopes[-1] > 0 or not candidates:
         candidates.append(ends[1])
     return max(candidates, key=lambda u: float(value(number(u)))), len(candidates)
-
-
-def _clip(x: float, bounds: Bounds) -> float:
-    return min(max(x, bounds[0]), bounds[1])
 
 
 def _standard_errors(hessian: Float[Tensor, "2 2"], learn: tuple[bool, bool]) -> tuple[float, float]:

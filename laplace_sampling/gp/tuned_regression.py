@@ -16,16 +16,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.evidence.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, is_at_bound
+from laplace_sampling.evidence.damping import DampedSteps
 from laplace_sampling.gp.exact_regression import ExactRegression, noise_scale, overall_noise
 from laplace_sampling.gp.gram import MAX_MEMORY, check_gram_size, gram
-from laplace_sampling.gp.regression_evidence import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, Optimum
+from laplace_sampling.gp.regression_evidence import Optimum
 from laplace_sampling.gp.root import falling_root
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.features import BLOCK_BYTES
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision, unit_variance
 
-__all__ = ["TunedRegression", "fit_exact_regression"]
+__all__ = ["Search", "TunedRegression", "fit_exact_regression"]
 
 # Rounds at most, and the change of a log noise precision at which they end: a definition of the accuracy.
 _MAX_ROUNDS, _TOLERANCE = 100, 1e-6
@@ -53,7 +55,7 @@ class TunedRegression:
 
 
 @dataclass(frozen=True)
-class _Search:
+class Search:
     """What is learnt, and within which bounds."""
 
     learn_precision: bool
@@ -94,11 +96,12 @@ class _Search:
         start = math.log(posterior.size / max(squares, 1e-300))
         root, inside = falling_root(excess, min(max(start, bounds[0]), bounds[1]), bounds, 1e-10)
         at_root = self.at_noise(posterior, math.exp(root) if inside else self.noise_bounds[bounds.index(root)])
+        ended = is_at_bound(at_root.noise_precision, self.noise_bounds)
         return replace(
             at_root,
             num_maxima=optimum.num_maxima,
-            at_bounds=at_root.at_bounds + (() if inside else ("noise_precision",)),
-            converged=at_root.converged and inside,
+            at_bounds=at_root.at_bounds + (("noise_precision",) if ended else ()),
+            converged=at_root.converged and not ended,
         )
 
 
@@ -139,7 +142,7 @@ def fit_exact_regression(
     likelihood = model.likelihood
     assert isinstance(likelihood, Gaussian)
     K = gram(model.features, unit_variance(prior), products=products, block_bytes=block_bytes)
-    search = _Search(learn_precision, precision_bounds, noise_bounds)
+    search = Search(learn_precision, precision_bounds, noise_bounds)
     if likelihood.learn and torch.as_tensor(likelihood.noise_precision).dim() == 1:
         posterior, optimum = _fit_each_output(K, model, prior, R, block_bytes, search)
     else:
@@ -161,7 +164,7 @@ def _fit_each_output(
     prior: GaussianPrior,
     R: Float[Tensor, "N C"],
     block_bytes: float,
-    search: _Search,
+    search: Search,
 ) -> tuple[ExactRegression, Optimum]:
     """The fixed point of the noise precision of each output."""
     low, high = (math.log(bound) for bound in search.noise_bounds)
@@ -174,7 +177,7 @@ def _fit_each_output(
         num_maxima = num_maxima or optimum.num_maxima
         logs = logs - logs.mean() + math.log(optimum.noise_precision)
         updated = logs + _log_update(posterior, optimum)
-        at_bound = bool(((updated <= low) | (updated >= high)).any())
+        at_bound = any(is_at_bound(b, search.noise_bounds) for b in updated.exp().tolist())
         # Where an output is at its bound, the evidence is not flat in the common factor either: α alone is maximised.
         common &= not at_bound
         change = updated.clamp(low, high) - logs
@@ -187,23 +190,19 @@ def _fit_each_output(
     return posterior, replace(optimum, num_maxima=num_maxima, at_bounds=at_bounds, converged=converged)
 
 
-class _Steps:
-    """Steps along the changes of a fixed-point map: shorter where they oscillate, longer where they are slow."""
-
-    def __init__(self) -> None:
-        self.length, self.last = 1.0, torch.zeros(())
+class _Steps(DampedSteps):
+    """Damped steps that are longer where changes are slow."""
 
     def step(self, change: Tensor) -> Tensor:
-        """The next step, for a change of the map."""
-        direction = float((self.last * change).sum())
-        self.length = 0.5 * self.length if direction < 0 else min(1.0, 2 * self.length)
-        ratio = float(change.norm() / self.last.norm().clamp_min(1e-300))
-        self.last = change
-        if direction > 0 and _SLOW < ratio < 1:
+        last, step = self.last, super().step(change)
+        if last is None or self.direction <= 0:
+            return step
+        ratio = float(change.norm() / last.norm().clamp_min(1e-300))
+        if _SLOW < ratio < 1:
             # Nearly a geometric series, which is summed (Aitken): so noise that goes to nothing gets to its bound.
-            self.last = torch.zeros_like(change)
+            self.last = None
             return change * min(1 / (1 - ratio), _LONGEST / float(change.abs().max()))
-        return self.length * change
+        return step
 
 
 def _log_update(posterior: ExactRegression, optimum: Optimum) -> Float[Tensor, " C"]:

@@ -56,10 +56,10 @@ class TangentModel:
         return with_offset(precise, self.network.weights, self.kind)
 
     def dense(self) -> LinearModel:
-        """The model with its Jacobian in memory, in float64."""
+        """The model with its Jacobian in memory, in float64, computed in float64 where the network allows."""
         dense = replace(
             self.model,
-            features=DenseFeatures.of(self.model.features),
+            features=DenseFeatures.of(self.model.features.in_float64()),
             network_outputs=self.model.network_outputs.double(),
         )
         return with_offset(dense, self.network.weights, self.kind)

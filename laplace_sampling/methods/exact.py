@@ -5,7 +5,6 @@ it decomposes the Gram matrix `[N·C, N·C]` of the tangent kernel and holds no 
 `N·C < P` and the prior has one precision, since the decomposition is for one.
 """
 
-import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,11 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.evidence.bounds import check_bounds
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.dense_curves import exact_path
-from laplace_sampling.evidence.expansion import total_loss
-from laplace_sampling.evidence.step import Step
 from laplace_sampling.gp.exact_prediction import ExactPrediction
 from laplace_sampling.gp.gram import size_of
 from laplace_sampling.gp.gram_posterior import GramPosterior, gram_posterior_of
@@ -29,9 +25,16 @@ from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.fit import Fit, Task, Tuned
-from laplace_sampling.methods.method import Choice, Tuning, problems_at_bounds
+from laplace_sampling.methods.method import Choice, Tuning
 from laplace_sampling.methods.problem import MOST_BYTES, Memory, Problem, exact_bytes, space_of
-from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, follow_path, has_path, tuned_by
+from laplace_sampling.methods.solver_method import (
+    SolverFit,
+    SolverMethod,
+    follow_path,
+    has_path,
+    tuned_by,
+    tuned_by_gram_matrix,
+)
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
@@ -42,6 +45,8 @@ __all__ = ["Exact"]
 
 # Samples that go through the features together, and the residual that rounding leaves at most.
 _FEW, _RESIDUAL = 16, 1e-6
+# Samples whose rounding is looked at, and the part of the function that it may take, as the default tolerance of a fit.
+_ROUNDED, _MOST_LOST = 4, 0.015
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +110,11 @@ class Exact(SolverMethod):
 
     def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
         if _holds_jacobian(task):
-            return super().fit(task, tuned, tolerance)
+            return _rounded(super().fit(task, tuned, tolerance))
         posterior = tuned.work
         if posterior is None:
             posterior = gram_posterior_of(task.model.likelihood).of(task.model, task.prior, task.hessian_at)
-        return _observation_space_fit(task, replace(tuned, work=None), posterior).with_samples()
+        return _rounded(_observation_space_fit(task, replace(tuned, work=None), posterior).with_samples())
 
     def fit_of(self, *parts: Any) -> "WeightSpaceFit":
         return WeightSpaceFit(*parts)
@@ -119,6 +124,24 @@ class Exact(SolverMethod):
         task = _in_float64(self.task(problem, choice, model, prior))
         posterior = gram_posterior_of(task.model.likelihood).restore(task.model, task.prior, tensors)
         return _observation_space_fit(task, Tuned(), posterior)
+
+
+def _rounded(fit: Fit) -> Fit:
+    """The fit, with a problem if predictions from its samples are inaccurate because the network rounds."""
+    assert fit.sampled is not None
+    few, dtype = fit.sampled.samples[:_ROUNDED], fit.task.dtype
+    signs = torch.randint(2, few.shape, generator=torch.Generator().manual_seed(fit.task.seed)).to(few) * 2 - 1
+    # Roundings of the weights of a sample are independent, where the function is a sum in which they cancel.
+    outputs, independent = (fit.model.features.outputs(v.to(fit.model.features.dtype)) for v in (few, few * signs))
+    lost = torch.finfo(dtype).eps * float(independent.double().norm() / outputs.double().norm().clamp_min(1e-300))
+    if lost <= _MOST_LOST:
+        return fit
+    problem = (
+        f"In {dtype} the samples of the posterior are off by about {min(100 * lost, 100):.0f} % at the training data, "
+        "where the function is a difference of much larger numbers: the variances of predictions are right, their "
+        "samples are not. Use `model.double()`."
+    )
+    return replace(fit, tuned=replace(fit.tuned, problems=[*fit.tuned.problems, problem]))
 
 
 def _in_float64(task: Task) -> Task:
@@ -132,42 +155,10 @@ def _holds_jacobian(task: Task) -> bool:
 
 def _tune_in_observation_space(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
     """Hyperparameters of largest evidence (a regression), or at MacKay's fixed point, to rounding, in one step."""
-    check_bounds(tuning.precision_bounds, tuning.noise_bounds)
-    started, model = time.perf_counter(), task.model
-    optimum = gram_posterior_of(model.likelihood).tuned(
-        model,
-        task.prior,
-        task.hessian_at,
-        HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds),
-    )
-    posterior, fitted = optimum.posterior, model.with_likelihood(optimum.likelihood)
-    alpha, noise = posterior.precisions[0], model.likelihood.noise_precisions()
-    step = Step(
-        step=1,
-        prior_precision=task.prior.precision.tolist(),
-        new_prior_precision=[alpha],
-        noise_precision=None if noise is None else noise.reshape(-1).tolist(),
-        effective_dimension=[posterior.effective_dimension],
-        mode_norm=[posterior.mode_norm],
-        loss=total_loss(fitted, posterior.mode_outputs),
-        network_loss=total_loss(fitted, model.network_outputs),
-        mode_residual=posterior.mode_residual,
-        passes=float(model.features.num_outputs),
-        seconds=time.perf_counter() - started,
-    )
-    if tuning.callback is not None:
-        tuning.callback(step)
-    groups = list(task.prior.names) if optimum.precision_at_bound else []
-    problems = problems_at_bounds(groups, optimum.noise_at_bound, tuning)
-    tuned = Tuned(
-        history=[step],
-        converged=optimum.converged,
-        at_bounds=(*groups, *(["noise"] if optimum.noise_at_bound else [])),
-        problems=[*problems, *([optimum.problem] if optimum.problem else [])],
-        work=posterior,
-    )
-    prior = task.prior.with_precision(torch.tensor([alpha], dtype=torch.float64))
-    return replace(task, model=fitted, prior=prior), tuned
+    bounds = HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds)
+    kind, model = gram_posterior_of(task.model.likelihood), task.model
+    optimum = kind.tuned(model, task.prior, task.hessian_at, bounds)
+    return tuned_by_gram_matrix(optimum, task, tuning)
 
 
 @dataclass(frozen=True)
@@ -204,6 +195,21 @@ class ObservationSpaceFit(Fit):
     """A fit of which everything is known in closed form, without the Jacobian."""
 
     posterior: GramPosterior
+
+    @property
+    def problems(self) -> list[str]:
+        alpha, noise = self.posterior.precisions
+        ratio = noise / alpha * self.posterior.largest_eigenvalue
+        # Variances are differences of that of the prior and of what the data explain.
+        lost = torch.finfo(torch.float64).eps * ratio / 2
+        if lost <= _MOST_LOST:
+            return super().problems
+        return [
+            *super().problems,
+            f"The data determine the function {ratio:.1g} times better than the prior, which is more than float64 "
+            f"carries: standard deviations at the training data are off by about {min(100 * lost, 100):.0f} %. Raise "
+            "the prior precision, or lower that of the noise.",
+        ]
 
     @property
     def path(self) -> EvidencePath:

@@ -218,8 +218,31 @@ class Fit(ABC):
         return False
 
     def with_samples(self, description: str | None = None) -> "Fit":
-        """The same with the samples that are kept."""
-        return replace(self, sampled=self.draw(self.task.draws, description))
+        """The same with the samples that are kept.
+
+        Raises:
+            FloatingPointError: if the hyperparameters, the mode or the samples are not finite.
+        """
+        noise = self.model.likelihood.noise_precisions()
+        hyperparameters = {"prior precision": self.prior.precision, "mode": self.mode}
+        self._check_finite(hyperparameters if noise is None else {**hyperparameters, "noise precision": noise})
+        sampled = self.draw(self.task.draws, description)
+        self._check_finite({"samples": sampled.samples, "effective dimension": sampled.effective_dimension()[0]})
+        return replace(self, sampled=sampled)
+
+    def _check_finite(self, quantities: dict[str, Tensor]) -> None:
+        # Row by row: a mask of all samples would take a quarter of their memory.
+        wrong = [
+            name
+            for name, value in quantities.items()
+            if not all(bool(v.isfinite().all()) for v in torch.atleast_1d(value))
+        ]
+        if wrong:
+            raise FloatingPointError(
+                f'The fit by method="{self.method.name}" ended with NaN or infinity in the {" and the ".join(wrong)}, '
+                "so that nothing of it is kept: check the weights of the model and the data for extreme values, or use "
+                "`model.double()`."
+            )
 
     def without_samples(self) -> "Fit":
         """The same without its samples and the scaled mode, which somebody else holds."""

@@ -20,7 +20,7 @@ from laplace_sampling.methods.fit import PRIOR_STREAM, Fit, Task, Tuned
 from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.solvers.checks import check_positive, check_whole
 
-__all__ = ["Choice", "Method", "Tuning", "problems_at_bounds"]
+__all__ = ["Choice", "Method", "Tuning"]
 
 
 @dataclass(frozen=True)
@@ -223,27 +223,3 @@ class Method(ABC):
     def restore(self, problem: Problem, prior: GaussianPrior, tensors: dict[str, Tensor]) -> Fit:
         """The fit of a saved posterior whose `Fit.saves_data` is true, from its prior and its `Fit.tensors`."""
         raise NotImplementedError(f'A posterior by method="{self.name}" is saved without its data.')
-
-
-def problems_at_bounds(groups: list[str], noise: bool, tuning: Tuning) -> list[str]:
-    """What to say of precisions that ended at a bound.
-
-    Args:
-        groups: whose `α` did.
-        noise: whether the noise precision did.
-        tuning: has the bounds.
-    """
-    problems = []
-    if groups:
-        problems.append(
-            f"`fit_hyperparameters` ended at one of precision_bounds={tuning.precision_bounds} for the groups "
-            f"{groups}: at the upper one the data show no effect of these weights, at the lower one the prior fades "
-            "out. Check the data, or give other bounds."
-        )
-    if noise:
-        problems.append(
-            f"`fit_hyperparameters` ended at one of noise_bounds={tuning.noise_bounds} for the noise precision: at the "
-            "upper one the linear model fits the targets exactly, at the lower one not at all. Check the units of "
-            "the targets, give other bounds, or fix the noise (`Gaussian(b, learn=False)`)."
-        )
-    return problems

@@ -22,17 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_sampling.evidence.bounds import is_at_bound
+from laplace_sampling.evidence.bounds import AtBounds
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.em import EMResult, fit_em
+from laplace_sampling.evidence.expansion import total_loss
 from laplace_sampling.evidence.fixed_point import PathResult, fit_path
 from laplace_sampling.evidence.krylov_curves import evidence_path
-from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.evidence.step import Step
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.mode_objective import linear_model_mode
 from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
 from laplace_sampling.methods.fit import EM_STREAM, PATH_STREAM, Fit, Task, Tuned
-from laplace_sampling.methods.method import Method, Tuning, problems_at_bounds
+from laplace_sampling.methods.method import Method, Tuning
 from laplace_sampling.methods.problem import Memory
 from laplace_sampling.methods.verification import disagreements
 from laplace_sampling.solvers.solver import InGroups, Minimum, Solver
@@ -46,6 +47,7 @@ __all__ = [
     "has_path",
     "largest_error",
     "tuned_by",
+    "tuned_by_gram_matrix",
 ]
 
 # More samples than anybody asks for.
@@ -224,14 +226,12 @@ def tuned_by(result: EMResult | PathResult, task: Task, tuning: Tuning, solver: 
             f"prior precision went {[f'{s.prior_precision[0]:.3g}' for s in result.history]}. "
             "Raise `max_steps`, or `tolerance`."
         )
-    precisions = zip(result.prior.names, result.prior.precision.tolist(), strict=True)
-    groups = [name for name, alpha in precisions if is_at_bound(alpha, tuning.precision_bounds)]
-    noise = _noise_at_bound(result.likelihood, tuning.noise_bounds)
+    at_bounds = AtBounds.of(result.prior, result.likelihood, tuning.precision_bounds, tuning.noise_bounds)
     tuned = Tuned(
         history=result.history,
-        converged=result.converged,
-        at_bounds=(*groups, *(["noise"] if noise else [])),
-        problems=problems + problems_at_bounds(groups, noise, tuning),
+        converged=result.converged and not at_bounds.names,
+        at_bounds=at_bounds.names,
+        problems=problems + at_bounds.problems,
         path=getattr(result, "path", None) if result.converged else None,
         mode=result.mode,
         work=solver,
@@ -239,12 +239,35 @@ def tuned_by(result: EMResult | PathResult, task: Task, tuning: Tuning, solver: 
     return replace(task, model=task.model.with_likelihood(result.likelihood), prior=result.prior), tuned
 
 
-def _noise_at_bound(likelihood: Likelihood, bounds: tuple[float, float]) -> bool:
-    """Whether a noise precision that was learnt is at one of its bounds."""
-    noise = likelihood.noise_precisions()
-    if noise is None or not likelihood.learns_noise:
-        return False
-    return any(is_at_bound(b, bounds) for b in noise.reshape(-1).tolist())
+def tuned_by_gram_matrix(optimum: Any, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+    """As `tuned_by`, for a `GramOptimum`; the posterior is the `work`."""
+    posterior, model, likelihood = optimum.posterior, task.model, optimum.likelihood
+    fitted, noise = model.with_likelihood(likelihood), model.likelihood.noise_precisions()
+    prior = task.prior.with_precision(torch.tensor([posterior.precisions[0]], dtype=torch.float64))
+    step = Step(
+        step=1,
+        prior_precision=task.prior.precision.tolist(),
+        new_prior_precision=prior.precision.tolist(),
+        noise_precision=None if noise is None else noise.reshape(-1).tolist(),
+        effective_dimension=[posterior.effective_dimension],
+        mode_norm=[posterior.mode_norm],
+        loss=total_loss(fitted, posterior.mode_outputs),
+        network_loss=total_loss(fitted, model.network_outputs),
+        mode_residual=posterior.mode_residual,
+        passes=float(model.features.num_outputs),
+        seconds=optimum.seconds,
+    )
+    if tuning.callback is not None:
+        tuning.callback(step)
+    at_bounds = AtBounds.of(prior, likelihood, tuning.precision_bounds, tuning.noise_bounds)
+    tuned = Tuned(
+        history=[step],
+        converged=optimum.converged and not at_bounds.names,
+        at_bounds=at_bounds.names,
+        problems=[*at_bounds.problems, *([optimum.problem] if optimum.problem else [])],
+        work=posterior,
+    )
+    return replace(task, model=fitted, prior=prior), tuned
 
 
 @dataclass(frozen=True)

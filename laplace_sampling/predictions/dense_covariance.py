@@ -1,6 +1,7 @@
 """The covariance of the function in weight space, `φ(x) H⁻¹ φ(x)ᵀ`, by a factor of `H`: for small problems."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -30,11 +31,17 @@ class DenseCovariance(FunctionCovariance):
         features: `φ(x)`.
         prior: `A`.
         factor: solves with `H` in the scaled coordinates of the prior.
+        precise: whether rows are computed in float64 where the network allows, once they are asked for.
     """
 
     features: Features
     prior: GaussianPrior
     factor: Solves
+    precise: bool = False
+
+    @cached_property
+    def _rows_of(self) -> Features:
+        return self.features.in_float64() if self.precise else self.features
 
     @staticmethod
     def tensors(operator: Operator, prior: GaussianPrior) -> dict[str, Tensor]:
@@ -49,8 +56,12 @@ class DenseCovariance(FunctionCovariance):
 
     @classmethod
     def of(cls, features: Features, prior: GaussianPrior, tensors: dict[str, Tensor]) -> "DenseCovariance":
-        """The covariance at some inputs, from what `tensors` gave."""
-        return cls(features, prior, Factor(prior.spread().double(), tensors["factor"], tensors.get("root")))
+        """The covariance at some inputs, from what `tensors` gave.
+
+        In float64 where the network allows: where the data decide much, it is a difference of much larger numbers.
+        """
+        factor = Factor(prior.spread().double(), tensors["factor"], tensors.get("root"))
+        return cls(features, prior, factor, precise=True)
 
     def _parts(self) -> list[Float[Tensor, "n C C"]]:
         features = self.features
@@ -58,7 +69,7 @@ class DenseCovariance(FunctionCovariance):
         batches = torch.arange(features.num_data).split(min(most, features.batch_size))
         blocks = []
         for batch in batches:
-            rows = features.rows(batch).double() * self.prior.scale.double()
+            rows = self._rows_of.rows(batch).double() * self.prior.scale.double()
             solved = self.factor.solve(rows.flatten(0, 1)).reshape(rows.shape)
             block = rows @ solved.mT
             blocks.append((block + block.mT) / 2)
@@ -71,7 +82,7 @@ class DenseCovariance(FunctionCovariance):
         return torch.cat([block.diagonal(dim1=1, dim2=2) for block in self._parts()]).clamp_min(0)
 
     def joint(self) -> Float[Tensor, "NC NC"]:
-        rows = torch.cat([self.features.rows(batch).double() for batch in self.features.chunks()]).flatten(0, 1)
+        rows = torch.cat([self._rows_of.rows(batch).double() for batch in self.features.chunks()]).flatten(0, 1)
         rows = rows * self.prior.scale.double()
         covariance = rows @ self.factor.solve(rows).T
         return (covariance + covariance.T) / 2

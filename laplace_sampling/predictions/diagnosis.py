@@ -43,7 +43,7 @@ class Diagnosis:
         mode_residual: of the mode; `mode_converged` likewise.
         hyperparameters_converged: of the fit of `α` and the noise; `None` if they were given.
         prior_precision: `α` of each group of weights.
-        at_bounds: names of the groups whose `α` ended at a bound.
+        at_bounds: names of the groups whose `α` ended at a bound; `"noise"` if the noise precision did.
         effective_dimension: `γ` of the posterior, summed over groups, with its standard error (0 if exact).
         gamma_reference: an estimate of `γ` that is independent of the samples, with its standard error, or `None`.
         total_test: of `ζᵀHζ`.
@@ -93,7 +93,7 @@ class Diagnosis:
             self._samples_unconverged(),
             self._mode_unconverged(),
             self._hyperparameters_unconverged(),
-            self._precision_at_bound(),
+            self._at_bound(),
             self._few_samples(),
             self._energies_off(
                 self.total_test, "The energies ζᵀHζ are not those of N(0, H⁻¹) in all directions together"
@@ -156,7 +156,7 @@ class Diagnosis:
         )
 
     def _hyperparameters_unconverged(self) -> Problem | None:
-        if self.hyperparameters_converged is not False:
+        if self.hyperparameters_converged is not False or self.at_bounds:
             return None
         return Problem(
             "The prior precision α still moved when its fit stopped.",
@@ -164,14 +164,15 @@ class Diagnosis:
             "Raise `max_steps` of `fit_hyperparameters`, and look at `history_`.",
         )
 
-    def _precision_at_bound(self) -> Problem | None:
+    def _at_bound(self) -> Problem | None:
         if not self.at_bounds:
             return None
         return Problem(
-            f"The prior precision α is at a bound for {listed(list(self.at_bounds))}.",
-            "At the upper one the data show no effect of these weights; at the lower one the prior fades out.",
+            f"The precision is at a bound for {listed(list(self.at_bounds))}.",
+            "At the upper one of a prior precision the data show no effect of these weights, at the lower one the "
+            "prior fades out; at the upper one of the noise precision the linear model fits the targets exactly.",
             "Check the data and the choice of weights, use a prior with fewer groups, or give other "
-            "`precision_bounds`.",
+            "`precision_bounds` or `noise_bounds`.",
         )
 
     def _few_samples(self) -> Problem | None:

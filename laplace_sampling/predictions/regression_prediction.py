@@ -59,8 +59,13 @@ class RegressionPrediction(Prediction):
 
     def log_prob(self, y: Tensor) -> Float[Tensor, " N"]:
         """Log density of each observation, noise included, joint over its outputs. `y` has the shape of `mean`."""
-        targets = self._prepared(y)[1]
-        return self.distribution().log_prob(targets.reshape(len(targets), -1).to(self.outputs))
+        targets = self._prepared(y)[1].to(self.outputs)
+        if self._flat.shape[-1] == 1:
+            # Of one output the variance is all there is: no matrix to factorise, which fails where it is infinite.
+            variance = self.observation_variance
+            squares = (targets.reshape(self.outputs.shape) - self.outputs) ** 2
+            return -0.5 * (squares / variance + variance.log() + math.log(2 * math.pi)).flatten()
+        return self.distribution().log_prob(targets.reshape(len(targets), -1))
 
 
 @dataclass(frozen=True)

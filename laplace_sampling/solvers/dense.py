@@ -12,6 +12,9 @@ from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solut
 
 __all__ = ["Dense", "Factor", "Spectral"]
 
+# The condition of `H` up to which a Cholesky factor of it has six digits left: a definition.
+_MOST_CONDITION = 1e10
+
 
 @dataclass(frozen=True)
 class Dense(Solver):
@@ -110,7 +113,7 @@ class Factor:
             matrix = blocks[0].T @ blocks[0]
             for block in blocks[1:]:
                 matrix.addmm_(block.T, block)
-            return cls(precision, torch.linalg.cholesky(matrix + torch.diag(precision)), matrix=matrix)
+            return cls(precision, _cholesky_factor(matrix, precision, blocks), matrix=matrix)
         root = torch.cat(blocks)
         inner = (root / precision) @ root.T
         factor = torch.linalg.cholesky(inner + torch.eye(len(inner), dtype=inner.dtype, device=inner.device))
@@ -139,3 +142,14 @@ class Factor:
             return 1 - self.precision * torch.cholesky_inverse(self.factor).diagonal()
         half = torch.linalg.solve_triangular(self.factor, self.root, upper=False)
         return (half**2).sum(0) / self.precision
+
+
+def _cholesky_factor(matrix: Tensor, precision: Tensor, blocks: list[Tensor]) -> Tensor:
+    """The factor of `H = M + A`; by a QR decomposition of a root of `H` where the sum of both has lost its digits."""
+    factor, failed = torch.linalg.cholesky_ex(matrix + torch.diag(precision))
+    diagonal = factor.diagonal()
+    if not bool(failed) and float(diagonal.max() / diagonal.min()) ** 2 <= _MOST_CONDITION:
+        return factor
+    # The condition of a root is the square root of that of `H`.
+    upper = torch.linalg.qr(torch.cat([*blocks, torch.diag(precision.sqrt())]), mode="r")[1]
+    return (upper * upper.diagonal().sign()[:, None]).T.contiguous()

@@ -1,11 +1,40 @@
 import pytest
+import torch
 
-from laplace_sampling.evidence.bounds import check_bounds, clamped, is_at_bound
+from laplace_sampling import Gaussian
+from laplace_sampling.evidence.bounds import AtBounds, bound_reached, check_bounds, clamped, is_at_bound
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 
 
 def test_values_outside_are_brought_to_the_bound() -> None:
     assert [clamped(v, (1.0, 2.0)) for v in (0.5, 1.5, 3.0)] == [1.0, 1.5, 2.0]
-    assert [is_at_bound(v, (1.0, 2.0)) for v in (1.0, 1.5, 2.0)] == [True, False, True]
+
+
+def test_values_within_one_percent_of_a_bound_are_at_it() -> None:
+    bounds = (1e-8, 1e12)
+    ends = [
+        bound_reached(v, bounds) for v in (0.0, 1e-8, 1.009e-8, 1.02e-8, 1.0, 0.98e12, 999999999999.999, 1e12, 1e13)
+    ]
+    assert ends == ["lower"] * 3 + [None] * 3 + ["upper"] * 3
+    assert [is_at_bound(v, (1.0, 2.0)) for v in (1.005, 1.5, 1.99)] == [True, False, True]
+
+
+def test_precisions_at_their_bounds_are_named_with_what_to_do() -> None:
+    groups, scale = torch.tensor([0, 1, 2]), torch.ones(3)
+    prior = GaussianPrior(torch.tensor([999999999999.999, 2.0, 1e-8]), groups, scale, ("a", "b", "c"))
+    bounds = ((1e-8, 1e12), (1e-3, 1e3))
+    found = AtBounds.of(prior, Gaussian(torch.tensor([1.0, 995.0])), *bounds)
+    assert found.names == ("a", "c", "noise")
+    upper, lower, noise = found.problems
+    assert "for the groups ['a'], the upper one: the data show no effect of these weights" in upper
+    assert "for the groups ['c'], the lower one: the prior fades out" in lower
+    assert "noise_bounds=(0.001, 1000.0) for the noise precision, the upper one: the linear model fits" in noise
+    assert "give other bounds" in upper
+    assert "`Gaussian(b, learn=False)`" in noise
+    # What is given is nobody's to judge.
+    assert AtBounds.of(prior, Gaussian(1e3, learn=False), *bounds).names == ("a", "c")
+    inside = prior.with_precision(torch.tensor([1.0, 2.0, 3.0]))
+    assert AtBounds.of(inside, Gaussian(1.0), *bounds) == AtBounds((), [])
 
 
 @pytest.mark.parametrize("bounds", [(0.0, 1.0), (2.0, 1.0), (1.0, 1.0), (-1.0, 1.0)])

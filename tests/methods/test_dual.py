@@ -1,16 +1,70 @@
 """Conjugate gradients in observation space, through the public class."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import make_case
 from flat_settings import fit_case, laplace_of
 from problems import trained
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_sampling import ConvergenceWarning, Dual, Gaussian, LinearisedLaplace
+from laplace_sampling.methods.verification import disagreements
+
+# Seed, data, inputs, units and steps of training of problems where EM went to its upper bound, or oscillated.
+SMALL = [(7, 22, 1, 11, 20), (12, 22, 4, 5, 300), (30, 22, 2, 8, 300), (40, 20, 4, 12, 300)]
 
 
-def test_em_in_the_dual_comes_close_to_the_optimum() -> None:
+def small_regression(seed: int, num: int, inputs: int, units: int, steps: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """A network after few or many steps of training, on a sine with noise or on noise alone."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(inputs, units), nn.Tanh(), nn.Linear(units, 1)).double()
+        x = torch.randn(num, inputs, dtype=torch.float64)
+        y = torch.sin(2 * x[:, :1]) * (seed % 2) + 0.5 * torch.randn(num, 1, dtype=torch.float64)
+        optimiser = torch.optim.Adam(net.parameters(), 1e-2)
+        for _ in range(steps):
+            optimiser.zero_grad()
+            ((net(x) - y) ** 2).mean().backward()
+            optimiser.step()
+    return net, x, y
+
+
+@pytest.mark.parametrize(("seed", "num", "inputs", "units", "steps"), SMALL)
+def test_hyperparameters_of_small_regressions_are_the_exact_ones(
+    seed: int, num: int, inputs: int, units: int, steps: int
+) -> None:
+    net, x, y = small_regression(seed, num, inputs, units, steps)
+    exact, dual = (
+        LinearisedLaplace(net, "regression", method=method, num_samples=4).fit_hyperparameters([(x, y)], progress=False)
+        for method in ("exact", "dual")
+    )
+    assert dual.converged_
+    assert_close(dual.prior_precision_, exact.prior_precision_, rtol=1e-6, atol=0)
+    assert_close(dual.noise_precision_, exact.noise_precision_, rtol=1e-6, atol=0)
+    assert dual.history_[0].passes <= 2
+    assert dual.diagnose().gamma_reference == pytest.approx(float(exact.effective_dimension_), rel=1e-6)
+
+
+def test_em_that_ends_where_samples_contradict_it_has_not_converged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("laplace_sampling.methods.dual._GRAM_ROWS", 0)
+    case = trained()
+    la = laplace_of(case.model, "regression", method="dual", num_samples=64)
+    la.fit_hyperparameters(case.batches, max_steps=50, progress=False)
+    fit = la._fitted.fit
+    task = fit.task
+    assert disagreements(fit.method.fit(task, fit.tuned, 0.015)) == []
+    wrong = replace(task, prior=task.prior.with_precision(5 * task.prior.precision))
+    tuned = fit.method.fit(wrong, fit.tuned, 0.015).tuned
+    assert tuned.converged is False
+    assert "ended at the prior precision (all)" in tuned.problems[-1]
+    assert "the samples and the mode there ask for" in tuned.problems[-1]
+
+
+def test_em_in_the_dual_comes_close_to_the_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("laplace_sampling.methods.dual._GRAM_ROWS", 0)  # as for more observations
     case = trained()
     settings = {"prior": "isotropic", "num_samples": 4, "noise_precision": 10.0, "noise_at": "mode"}
     exact = laplace_of(case.model, "regression", method="exact", **settings)
@@ -34,7 +88,8 @@ def test_em_in_the_dual_comes_close_to_the_optimum() -> None:
     assert fixed.noise_precision_ == 10.0
 
 
-def test_a_poor_preconditioner_of_the_dual_costs_no_accuracy() -> None:
+def test_a_poor_preconditioner_of_the_dual_costs_no_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("laplace_sampling.methods.dual._GRAM_ROWS", 0)
     case = trained()
     settings = {"method": "dual", "prior": "isotropic", "num_samples": 4}
     poor, whole = (

@@ -1,5 +1,6 @@
 """Exact fits of regressions in both spaces, through the public class."""
 
+import copy
 import warnings
 from functools import partial
 
@@ -12,7 +13,7 @@ from problems import CLOSE, SAMPLES, trained
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling import ConvergenceWarning, Gaussian, LinearisedLaplace
+from laplace_sampling import ConvergenceWarning, Gaussian, IsotropicPrior, LinearisedLaplace
 
 REGRESSIONS = ["regression", "regression_per_output", "regression_flat", "image_regression"]
 
@@ -173,6 +174,29 @@ class OwnDtype(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x.float(), self.weight.float(), self.bias.float())
+
+
+@pytest.mark.parametrize("num_data", [20, 60])  # in the space of observations, and of weights
+def test_float32_networks_are_exact_where_float32_is_not(num_data: int) -> None:
+    case = trained(num_data)
+    single = copy.deepcopy(case.model).float()
+    data, new = (case.x.float(), case.y.float()), torch.linspace(-2, 2, 30)[:, None]
+    settings = {"method": "exact", "prior": IsotropicPrior(precision=1e-6), "num_samples": 8}
+    likelihood = Gaussian(1e9, learn=False)
+    # The same numbers in float64, which has six digits left; it tells where there are fewer.
+    double = LinearisedLaplace(copy.deepcopy(single).double(), likelihood, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        double.fit([tuple(part.double() for part in data)], progress=False)
+    la = LinearisedLaplace(single, likelihood, **settings)
+    with pytest.warns(ConvergenceWarning, match=r"In torch.float32 the samples of the posterior are off") as record:
+        la.fit([data], progress=False)
+    assert len(record) == 1
+    assert_close(la.predict(new).stddev.double(), double.predict(new.double()).stddev, rtol=1e-3, atol=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConvergenceWarning)
+        la = LinearisedLaplace(single, Gaussian(20.0, learn=False), method="exact", num_samples=8)
+        la.fit([data], progress=False)
 
 
 def test_a_network_that_computes_in_float32_only_is_taken_as_it_is() -> None:

@@ -1,16 +1,21 @@
 """What a fit says of its solves, of its bounds and of its convergence."""
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from cases import make_case
 from flat_settings import in_observation_space, laplace_of
 from problems import linear_problem, trained
+from torch import Tensor, nn
 
 from laplace_sampling import SGD, ConvergenceWarning, Krylov, LinearisedLaplace, Stochastic
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods import krylov
+from laplace_sampling.methods.exact import ObservationSpaceFit
+from laplace_sampling.methods.solver_method import SolverFit
 from laplace_sampling.solvers.krylov import BlockKrylov
 from laplace_sampling.solvers.svrg import SVRG
 
@@ -28,6 +33,37 @@ def test_the_noise_is_kept_within_its_bounds(method: str) -> None:
         LinearisedLaplace(model, "regression", method="exact").fit_hyperparameters(
             data, noise_bounds=(2.0, 1.0), progress=False
         )
+
+
+def pure_noise(name: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    """A network that is not trained, and targets that are independent of its inputs."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1 if name == "regression" else 3)).double()
+    x = torch.randn(40, 2, generator=generator, dtype=torch.float64)
+    normal = torch.randn(40, 1, generator=generator, dtype=torch.float64)
+    return net, [(x, normal if name == "regression" else torch.randint(3, (40,), generator=generator))]
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        *(("regression", method) for method in ("exact", "krylov", "dual", "kfac", "diagonal")),
+        *(("classification", method) for method in ("exact", "krylov", "kfac", "diagonal")),
+    ],
+)
+def test_an_alpha_at_its_bound_has_not_converged(name: str, method: str) -> None:
+    net, data = pure_noise(name)
+    la = laplace_of(net, name, method=method, num_samples=2)
+    # Expectation maximisation takes long to a bound that is far.
+    highest = 1e12 if method in ("exact", "krylov") else 100.0
+    with pytest.warns(ConvergenceWarning, match=r"\['all'\], the upper one: the data show no effect") as record:
+        la.fit_hyperparameters(data, precision_bounds=(1e-8, highest), num_samples=4, max_steps=30, progress=False)
+    assert len(record) == 1
+    assert float(la.prior_precision_) == pytest.approx(highest)
+    assert la.converged_ is False
+    assert [problem.what for problem in la.diagnose().problems if "bound" in problem.what]
 
 
 FAILING = {
@@ -96,6 +132,26 @@ def test_a_warning_names_only_what_has_not_converged() -> None:
         ["The", "samples", "have"],
     ]
     assert replace(fit, tuned=replace(fit.tuned, problems=["α moves."])).problems == ["α moves."]
+
+
+@pytest.mark.parametrize("method", ["exact", "krylov", "dual"])
+def test_a_fit_that_is_not_finite_keeps_the_one_before(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = trained()
+    la = laplace_of(case.model, "regression", method=method, num_samples=4).fit(case.batches, progress=False)
+    before = la._fitted
+    owner = ObservationSpaceFit if method == "exact" else SolverFit
+    draw = owner.draw
+
+    def broken(fit: Any, *arguments: Any) -> PosteriorSamples:
+        sampled = draw(fit, *arguments)
+        return replace(sampled, samples=sampled.samples * math.nan)
+
+    monkeypatch.setattr(owner, "draw", broken)
+    for call in (la.fit, la.fit_hyperparameters):
+        with pytest.raises(FloatingPointError, match="NaN or infinity in the samples, so that nothing of it is kept"):
+            call(case.batches, progress=False)
+    assert la._fitted is before
+    assert la.predict(case.x).stddev.isfinite().all()
 
 
 def test_convergence_survives_a_reload(tmp_path) -> None:

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,6 +48,13 @@ def test_regression_moments(shape: tuple[int, ...], noise) -> None:
     y = randn(*shape, seed=4)
     assert_close(pred.log_prob(y), dense.log_prob(y.reshape(5, -1)))
     assert_close(pred.distribution().variance.reshape(shape), pred.variance + pred.noise_variance)
+
+
+@pytest.mark.parametrize("shape", [(5, 1), (5,)])
+def test_the_density_of_one_output_takes_no_factorisation(shape: tuple[int, ...]) -> None:
+    pred = regression(shape=shape)
+    infinite = replace(pred, deviations=pred.deviations * math.inf)
+    assert infinite.log_prob(randn(*shape, seed=4)).tolist() == [-math.inf] * 5
 
 
 def test_regression_targets_are_checked() -> None:
