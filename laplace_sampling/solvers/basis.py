@@ -38,10 +38,6 @@ class Basis:
         """How far eigenvalues of `T` lie below zero, where none of `M` does: products are not more accurate."""
         return max(0.0, -float(torch.linalg.eigvalsh(self.T)[0])) if self.size else 0.0
 
-    def rounding(self) -> float:
-        """About the largest error of an eigenvalue of `T`, by rounding in the products."""
-        return self.size * torch.finfo(self.operator.dtype).eps * float(self.T.diagonal().max())
-
     def project(self, rows: Float[Tensor, "K P"]) -> Float[Tensor, "K m"]:
         """Coordinates of the orthogonal projection."""
         if not self._vectors:

@@ -211,11 +211,10 @@ class _Iterates:
     def project(self, basis: Basis, rows: Tensor) -> None:
         """Moves some rows to their minimisers in a basis."""
         inner = basis.T + self.shift * torch.eye(basis.size, dtype=torch.float64, device=basis.T.device)
-        noise = basis.rounding()
-        if self.shift < noise:
+        if int(torch.linalg.cholesky_ex(inner)[1]):
             # Eigenvalues of the size of rounding errors may be below zero, where the objective would have no minimum.
             values, vectors = torch.linalg.eigh(inner)
-            inner = vectors * values.clamp_min(noise) @ vectors.T
+            inner = vectors * values.clamp_min(-float(values[0])) @ vectors.T
         y = torch.linalg.solve(inner, basis.project(self.residual[rows]).T).T
         self.move(rows, basis.combine(y), basis.combine_products(y))
         norm = y.norm(dim=1, keepdim=True)

@@ -253,12 +253,14 @@ def test_a_gram_matrix_that_is_too_large_says_what_to_use() -> None:
         laplace_of(case.model, "regression", method="exact", max_memory=1e4).fit(case.batches, progress=False)
 
 
+# At a bound error bars may be worse than none, as they are here.
+@pytest.mark.filterwarnings("ignore:Error bars make predictions worse")
 def test_bounds_are_kept_in_observation_space() -> None:
     case = trained()
     la = LinearisedLaplace(case.model, "regression", method="exact", prior="isotropic", num_samples=4)
     with pytest.warns(ConvergenceWarning, match=r"ended at one of noise_bounds=\(0.1, 2.0\)") as record:
         la.fit_hyperparameters(case.batches, noise_bounds=(0.1, 2.0), progress=False)
-    assert len(record) == 1
+    assert len([warning for warning in record if warning.category is ConvergenceWarning]) == 1
     assert float(la.noise_precision_) == 2.0
     assert la.diagnose().at_bounds == ("noise",)
     run = partial(la.fit_hyperparameters, case.batches, progress=False)
