@@ -33,7 +33,7 @@ class _Interrupted:
             self.model = nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(), nn.Linear(6, 2))
             x, y = torch.randn(20, 2), torch.randn(20, 2)
         self.batches, self.x = [(x, y)], x[:4]
-        quick = Stochastic(solver=SGD(epochs=2, min_steps=20, mode_epochs=4, tolerance=1.0))
+        quick = Stochastic(solver=SGD(epochs=2, min_steps=20, mode_epochs=4, tolerance=0.9))
         self.la = LinearisedLaplace(
             self.model, "regression", method=quick if method == "sgd" else method, num_samples=4, seed=seed
         ).fit(self.batches, progress=False)

@@ -68,7 +68,7 @@ def is_sentence(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     own = str(Path(laplace_sampling.__file__).parent)
     raised_here = bool(frames) and frames[-1].filename.startswith(own)
-    return isinstance(error, TypeError | ValueError | NotFittedError) and raised_here
+    return isinstance(error, TypeError | ValueError | FloatingPointError | NotFittedError) and raised_here
 
 
 def check(example: Example, counts: Counter[str] | None = None) -> list[Defect]:
@@ -83,7 +83,7 @@ def check(example: Example, counts: Counter[str] | None = None) -> list[Defect]:
             warnings.simplefilter("always")
             defects += _fit_defects(case, counts)
             defects += _tuning_defects(case, counts)
-    except (TypeError, ValueError, NotFittedError) as error:
+    except (TypeError, ValueError, FloatingPointError, NotFittedError) as error:
         if not is_sentence(error):
             defects.append(("an error without a sentence", _last_line(error)))
         counts[f"refused: {str(error)[:70]}"] += 1
@@ -215,7 +215,9 @@ def _training_squares(la: LinearisedLaplace, posterior: Whitened, dense: Dense) 
 def _size_defect(what: str, value: float, scales: Tensor, tau: float) -> list[Defect]:
     """Whether `Σ a_i z_i²` is what standard normal `z` may give, beside a claimed error of `τ` of its root."""
     mean = float(scales.sum())
-    ratio = value / mean if mean > 0 else 1.0
+    if not mean > 0:  # data without effect
+        return []
+    ratio = value / mean
     nearer = ratio / (1 + tau) ** 2 if ratio > 1 else min(1.0, ratio / (1 - tau) ** 2)
     if log_probability(nearer, scales / mean) > -_ALARM:
         return []
@@ -256,7 +258,7 @@ def _diagonal_defects(case: Problem, posterior: Whitened, test: Tensor, covarian
 
 
 def saving_defects(case: Problem, la: LinearisedLaplace) -> list[Defect]:
-    """Whether a posterior that is written and read predicts the same, bit by bit."""
+    """Whether a posterior that is written and read predicts the same, up to rounding."""
     if case.example.likelihood == "from_loss" or case.example.seed % 3:
         return []
     with tempfile.TemporaryDirectory() as folder:
@@ -264,7 +266,8 @@ def saving_defects(case: Problem, la: LinearisedLaplace) -> list[Defect]:
         la.save(path)
         loaded = LinearisedLaplace.load(path, case.model)
     a, b = la.predict(case.test), loaded.predict(case.test)
-    if not torch.equal(a.deviations, b.deviations):
+    # A network goes through fewer data at once where memory is short, so that products may be rounded in another way.
+    if not torch.allclose(a.deviations, b.deviations, rtol=1e-4, atol=1e-5 * float(a.deviations.abs().max())):
         return [("samples are not the same after `save` and `load`", "")]
     difference = (a.covariance() - b.covariance()).abs().max() / a.covariance().abs().max()
     if float(difference) > 1e-6:

@@ -3,17 +3,33 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from laplace_sampling.networks.undisturbed import undisturbed
+
 __all__ = ["Operations", "TensorBytes", "cpu_out_of_memory", "free_memory"]
 
 
-class Operations(TorchDispatchMode):
+class _Counting(TorchDispatchMode):
+    """A mode in which other threads wait: torch has one flag in a process that says whether there is such a mode."""
+
+    def __enter__(self) -> Self:
+        undisturbed.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            undisturbed.__exit__(*error)
+
+
+class Operations(_Counting):
     """Counts floating-point operations of matrix products, convolutions and attention.
 
     torch's `FlopCounterMode` counts them for each module by hooks, which fail on parametrised weights.
@@ -35,7 +51,7 @@ class Operations(TorchDispatchMode):
         return out
 
 
-class TensorBytes(TorchDispatchMode):
+class TensorBytes(_Counting):
     """Records the bytes of each new tensor, in the order in which they are made."""
 
     supports_higher_order_operators = True  # such as `flex_attention`

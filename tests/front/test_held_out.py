@@ -128,6 +128,7 @@ def test_validation_data_of_a_regression_choose_scale_and_noise(method: str) -> 
             assert posterior(scale * found[0], factor * found[1]) <= posterior(*found) + 1e-4
 
 
+@pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
 @pytest.mark.parametrize("method", ["exact", "krylov"])
 @pytest.mark.parametrize("loaded", [False, True])
 def test_a_fitted_posterior_is_calibrated_later(method: str, loaded: bool, tmp_path: Path) -> None:
@@ -244,7 +245,7 @@ def test_messages_of_calibrating() -> None:
 def test_messages() -> None:
     case = make_case("regression")
     for scale in (0, -1.0, math.inf, "mode"):
-        with pytest.raises(ValueError, match="`scale` must be a positive number"):
+        with pytest.raises(ValueError, match="`scale` must be positive and finite"):
             LinearisedLaplace(case.model, "regression").fit_hyperparameters(case.batches, scale=scale)
     la = LinearisedLaplace(case.model, "regression")
     with pytest.raises(ValueError, match="`val_loader` does not go with `noise_variances`, which the fit was given"):
@@ -302,6 +303,7 @@ def test_validation_data_that_are_looked_at_are_few_and_of_all_of_them(monkeypat
     assert (few.scale_, few.temperature_) == (same.scale_, same.temperature_)
 
 
+@pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
 def test_ignored_labels_do_not_enter_the_scale() -> None:
     model, (x, y), _ = overfitted()
     settings = {"prior": "isotropic", "method": "exact", "num_samples": 8}

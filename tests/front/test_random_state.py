@@ -153,6 +153,7 @@ def fit_and_predict(model: nn.Module, loader: DataLoader) -> None:
     la.sample(2)
 
 
+@pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
 @pytest.mark.parametrize("name", LOADERS)
 def test_training_goes_on_as_without_a_fit(name: str) -> None:
     expected = trained(name, lambda model, loader: None)

@@ -11,6 +11,7 @@ from cases import make_case
 from flat_settings import loader
 from snapshot import assert_unchanged, snapshot
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from laplace_sampling import LinearisedLaplace
 from laplace_sampling.networks.held_module import precisions
@@ -87,6 +88,8 @@ def test_fits_of_one_model_in_two_threads(method: str, parameters: str | None) -
 
     expected = fit(0)
     assert all(all_equal(found, expected) for found in together(fit, 12, 3))
+    # The flag of torch that its modes set, one in a process: with it nothing is compiled any more.
+    assert not is_in_torch_dispatch_mode()
 
 
 def test_covariances_that_are_computed_when_they_are_asked_for() -> None:

@@ -380,6 +380,7 @@ def test_each_output_has_the_noise_that_its_network_leaves(num: int, outputs: in
     assert_close(b * (y - network(x).detach()).square().sum(0), num - used, rtol=1e-6, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
 @pytest.mark.parametrize("noise_at", ["network", "mode"])
 def test_each_output_keeps_to_the_bounds_of_the_noise(noise_at: str) -> None:
     network, x, y = few_data(12, 2, 3)

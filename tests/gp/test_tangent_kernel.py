@@ -151,6 +151,7 @@ def test_a_batch_of_prior_variances_is_a_batch_of_matrices() -> None:
     assert_close(operator[1, 0, 3, 4], K[1, 0, 3, 4])
 
 
+@pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
 @pytest.mark.parametrize("prior", ["g-prior", "isotropic"])
 def test_the_gaussian_process_of_a_fitted_posterior(prior: str) -> None:
     case, _, _ = noisy(30)

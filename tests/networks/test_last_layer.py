@@ -207,6 +207,7 @@ def test_outputs_of_another_shape_and_convolutions() -> None:
     assert la.network.head is not None
 
 
+@pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
 def test_every_datum_goes_through_the_body_once() -> None:
     counts: list[int] = []
     model, (x, y) = randomised(BackToFront(counts)), data(40)

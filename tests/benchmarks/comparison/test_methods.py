@@ -158,6 +158,7 @@ def test_validation_data_choose_scale_and_temperature(moons: Problem) -> None:
     assert (la.scale_, la.temperature_) == (chosen.details["scale"], chosen.details["temperature"])
 
 
+@pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
 def test_the_oracle_is_the_best_of_its_grid(gap: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "PRECISION_FACTORS", (0.1, 1.0, 10.0))
     fit, unscaled = ours.chosen_precision(oracle=True)(gap), ()
