@@ -5,6 +5,10 @@ that are documented, from a `raise` of the library itself and not from inside to
 called; and when the model is afterwards bit for bit what it was.
 """
 
+# Arguments of a wrong type are what this file is for.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
+# pyright: reportPrivateImportUsage=false
+
 import linecache
 import math
 import tempfile
