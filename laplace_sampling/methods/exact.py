@@ -197,18 +197,30 @@ class ObservationSpaceFit(Fit):
     posterior: GramPosterior
 
     @property
-    def problems(self) -> list[str]:
+    def _ratio(self) -> float:
+        """How much better the data determine the function than the prior."""
         alpha, noise = self.posterior.precisions
-        ratio = noise / alpha * self.posterior.largest_eigenvalue
+        return noise / alpha * self.posterior.largest_eigenvalue
+
+    @property
+    def _lost(self) -> float:
+        """The relative error of standard deviations by rounding."""
         # Variances are differences of that of the prior and of what the data explain.
-        lost = torch.finfo(torch.float64).eps * ratio / 2
-        if lost <= _MOST_LOST:
+        return torch.finfo(torch.float64).eps * self._ratio / 2
+
+    @property
+    def converged(self) -> bool:
+        return super().converged and self._lost <= _MOST_LOST
+
+    @property
+    def problems(self) -> list[str]:
+        if self._lost <= _MOST_LOST:
             return super().problems
         return [
             *super().problems,
-            f"The data determine the function {ratio:.1g} times better than the prior, which is more than float64 "
-            f"carries: standard deviations at the training data are off by about {min(100 * lost, 100):.0f} %. Raise "
-            "the prior precision, or lower that of the noise.",
+            f"The data determine the function {self._ratio:.1g} times better than the prior, which is more than "
+            f"float64 carries: standard deviations at the training data are off by about "
+            f"{min(100 * self._lost, 100):.0f} %. Raise the prior precision, or lower that of the noise.",
         ]
 
     @property

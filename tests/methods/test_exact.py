@@ -269,3 +269,13 @@ def test_bounds_are_kept_in_observation_space() -> None:
     with pytest.warns(ConvergenceWarning, match=r"ended at one of precision_bounds=\(500.0, 1000.0\)"):
         run(precision_bounds=(500.0, 1000.0))
     assert float(la.prior_precision_) in (500.0, 1000.0)
+
+
+def test_variances_that_float64_does_not_carry_are_said() -> None:
+    case = trained()
+    la = laplace_of(case.model, "regression", method="exact", prior_precision=1e-6, noise_precision=1e12)
+    with pytest.warns(ConvergenceWarning, match="times better than the prior, which is more than float64 carries"):
+        la.fit(case.batches, progress=False)
+    assert not la.converged_
+    la = laplace_of(case.model, "regression", method="exact", prior_precision=1e-6, noise_precision=1.0)
+    assert la.fit(case.batches, progress=False).converged_
