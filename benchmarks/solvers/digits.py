@@ -84,9 +84,9 @@ def solve(
     return sample_posterior(p.ggn(), prior, draws, solver, **settings)
 
 
-def jump(p: Problem, draws: Draws, before: float = 100.0, after: float = 0.1) -> dict[str, float]:
+def jump(p: Problem, draws: Draws, before: float = 100.0, after: float = 0.1, min_steps: int = 800) -> dict[str, float]:
     """The ratio of the test variance to the exact one for the same draws, after a jump of α and one warm E-step."""
-    solver = SGD(min_steps=800, finish_passes=0)  # conjugate gradients would finish what a bad start leaves
+    solver = SGD(min_steps=min_steps, finish_passes=0)  # conjugate gradients would finish what a bad start leaves
     old, new = p.prior(before), p.prior(after)
     warm = solve(p, old, draws, solver)
     truth = exact(p, new, draws)

@@ -234,7 +234,7 @@ class EvidencePath:
         q = 2 * (self.data_fit(alpha) - constant) + alpha.double() * self.mode_norm(alpha)
         return q.clamp_min(1e-30) / self.num_outputs
 
-    def _profile(self, alpha: Tensor, learn_noise: bool) -> Tensor:
+    def profile(self, alpha: Tensor, learn_noise: bool) -> Tensor:
         """Evidence, maximised over the noise precision if it is learnt, up to a constant."""
         if not learn_noise:
             return self.log_marginal_likelihood(alpha)[0]
@@ -260,7 +260,7 @@ class EvidencePath:
         if follow:
             cell = self._followed(grid, value, stable)
         else:
-            cell = int(stable[self._profile(grid[stable], learn_noise).argmax()])
+            cell = int(stable[self.profile(grid[stable], learn_noise).argmax()])
         return self._within_cell(grid[cell : cell + 2].log(), value[cell : cell + 2], learn_noise)
 
     def _followed(self, grid: Float[Tensor, " n"], value: Float[Tensor, " n"], stable: Tensor) -> int:

@@ -24,10 +24,12 @@ class DenseCurves:
         path: the curves.
         trace: `None`: nothing is kept for a later run.
         full: `False`: no basis is built.
+        least: 0: eigenvalues are those of rows in float64, which are accurate enough for every `α`.
     """
 
     trace: float | None = None
     full = False
+    least = 0.0
 
     def __init__(self, expansion: Expansion) -> None:
         self.white = expansion.white
@@ -41,7 +43,7 @@ class DenseCurves:
         self.path = replace(path, traces=traces, fit=Quadrature(self.values.cpu(), fit, fit), exact=True)
 
     def carries(self, alpha: float) -> bool:
-        """Whether products are accurate enough for the curves at some `α`: eigenvalues are those of rows in float64."""
+        """Whether the curves are accurate at some `α`."""
         return True
 
     def mode(self, alpha: float) -> Float[Tensor, "1 P"]:

@@ -161,7 +161,7 @@ class _Rounds:
         self.path = run.path
         outcome = self._outcome(run.path, before)
         alpha = self._next(run.path, outcome, before)
-        self.rounded = not run.carries(alpha)
+        self.rounded = not run.carries(alpha) or self._rises_beyond(run, outcome.end)
         noise = self._update_noise(outcome)
         updated = self._updated(alpha, outcome.end)
         self.mode, passes = run.mode(alpha), run.path.passes
@@ -226,6 +226,14 @@ class _Rounds:
     def _holds_everywhere(self, end: FixedPoint) -> bool:
         """Whether curves are good for every `α`: around zero weights they are; around a mode, near its own only."""
         return self.quadratic or (not self.history and math.isfinite(end.error))
+
+    def _rises_beyond(self, run: KrylovRun | DenseCurves, end: FixedPoint) -> bool:
+        """Whether the evidence is larger than at the fixed point where rounding begins to hide it."""
+        if not (self.quadratic and self.precision_bounds[0] < run.least < end.precision):
+            return False
+        both = torch.tensor([run.least, end.precision], dtype=torch.float64)
+        at_rounding, at_end = run.path.profile(both, self.learn).tolist()
+        return at_rounding > at_end
 
     def _outcome(self, path: EvidencePath, before: float) -> _Outcome:
         end = self._fixed_point(path)

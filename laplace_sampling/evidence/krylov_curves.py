@@ -169,9 +169,14 @@ class KrylovRun:
         residual, theta = self._residual(alpha)
         return float(residual.norm() / (alpha * theta.norm()).clamp_min(1e-300))
 
+    @property
+    def least(self) -> float:
+        """The smallest `α` at which rounding leaves the curves of the traces as they are."""
+        return _CARRIED * self.rounding
+
     def carries(self, alpha: float) -> bool:
         """Whether products are accurate enough for the curves at some `α`."""
-        return alpha >= _CARRIED * self.rounding and self._mode_rounding(alpha) <= _MODE_ROUNDING
+        return alpha >= self.least and self._mode_rounding(alpha) <= _MODE_ROUNDING
 
     def _mode_rounding(self, alpha: float) -> float:
         """The relative error of the mode by that part of its residual which would be zero without rounding."""

@@ -153,7 +153,7 @@ def test_a_kept_delta_has_the_right_variance_after_a_jump() -> None:
     f, y = torch.randn(40, 2, generator=g), torch.randint(2, (40,), generator=g)
     model = LinearModel(DenseFeatures(features), torch.zeros_like(f), f, y, Categorical())
     p = digits.Problem(model, (["all"], torch.zeros(400, dtype=torch.long)), test)
-    ratios = digits.jump(p, Draws(4, 0))
+    ratios = digits.jump(p, Draws(4, 0), min_steps=100)
     assert ratios["delta"] == pytest.approx(1.0, abs=1e-3)
     assert ratios["raw"] < 0.995  # rows that are not started afresh keep the old prior's variance off the data
 
