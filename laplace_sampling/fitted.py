@@ -96,6 +96,8 @@ class FittedModel:
 
     def _recorded(self, callback: Callable[[Step], object] | None) -> Callable[[Step], object]:
         """A callback that keeps the steps of a run."""
+        if callback is not None and not callable(callback):
+            raise TypeError(f"`callback` must be a function of a `Step`, but is {callback!r:.80}.")
         self._unfinished = steps = []
 
         def record(step: Step) -> None:

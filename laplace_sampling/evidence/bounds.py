@@ -1,5 +1,6 @@
 """Bounds within which prior and noise precisions are kept, and what it means that one of them ended there."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -35,6 +36,8 @@ def check_bounds(precision_bounds: Bounds, noise_bounds: Bounds = NOISE_BOUNDS) 
             raise TypeError(f"`{name}` must be two numbers, (low, high), but is {bounds!r:.80}.")
         if not 0 < bounds[0] < bounds[1]:
             raise ValueError(f"`{name}` must be positive and in order, but is {tuple(bounds)}.")
+        if bounds[1] == math.inf:
+            raise ValueError(f"`{name}` must be finite, but is {tuple(bounds)}: give 1e12, say, as its upper end.")
 
 
 def clamped(value: float, bounds: Bounds) -> float:

@@ -20,6 +20,9 @@ __all__ = ["DualSolve", "LowRank", "WhitenedGram", "backward", "forward", "rando
 # Runs of conjugate gradients at most, each from where the last one ended. On a spectrum that falls as a power one run
 # reaches tolerances down to 1e-13, so that one or six make no difference there; a guard for worse ones.
 _RESTARTS = 3
+# Without rounding, conjugate gradients end after as many steps as the matrix has rows at most; so many times that is
+# the bound on those that they take with it.
+_MOST_STEPS = 10
 # Memory for a stack of vectors in weight space, in a product with many: a definition, 64 MiB.
 _STACK_BYTES = 2**26
 
@@ -189,7 +192,7 @@ def solve_shifted(
         S: the matrix.
         rhs: `b`.
         tolerance: of the residual of each row, relative to `b`.
-        max_iterations: at most so many.
+        max_iterations: at most so many, and at most ten times the size of the matrix: without rounding one is enough.
         preconditioner: of `I + S`.
         init: a start.
     """
@@ -197,6 +200,7 @@ def solve_shifted(
         raise ValueError(
             f"`tolerance` must be positive and `max_iterations` at least 1, but are {tolerance} and {max_iterations}."
         )
+    max_iterations = min(max_iterations, _MOST_STEPS * rhs.shape[1])
     before, rhs = S.rows, rhs.double()
     run = _Run(S, 0.5 * tolerance, preconditioner)
     x = torch.zeros_like(rhs.mT).contiguous() if init is None else init.double().mT.contiguous()

@@ -12,7 +12,7 @@ from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.sampling import PosteriorSamples
-from laplace_sampling.methods.fit import Task, Tuned
+from laplace_sampling.methods.fit import Fit, Task, Tuned
 from laplace_sampling.methods.method import Tuning
 from laplace_sampling.methods.problem import fits_in_observation_space
 from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, has_path, tuned_by_gram_matrix
@@ -104,6 +104,12 @@ class Dual(SolverMethod):
         if solver.held is not None and has_path(task):
             task = _at_evidence_of_leading_part(task, tuning, solver.held)
         return self.tune_by_em(task, tuning, solver)
+
+    def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
+        fit = super().fit(task, tuned, tolerance)
+        assert fit.sampled is not None
+        precise = None if fit.sampled.converged and fit.minimum.converged else task.in_float64()
+        return fit if precise is None else super().fit(precise, replace(tuned, work=None), tolerance)
 
     def mode(self, task: Task, solver: Any, tuned: Tuned) -> Minimum:
         return solver.mode(task.model, task.prior)

@@ -129,6 +129,8 @@ class Exact(SolverMethod):
 def _rounded(fit: Fit) -> Fit:
     """The fit, with a problem if predictions from its samples are inaccurate because the network rounds."""
     assert fit.sampled is not None
+    if not fit.converged:  # there is worse
+        return fit
     few, dtype = fit.sampled.samples[:_ROUNDED], fit.task.dtype
     signs = torch.randint(2, few.shape, generator=torch.Generator().manual_seed(fit.task.seed)).to(few) * 2 - 1
     # Roundings of the weights of a sample are independent, where the function is a sum in which they cancel.
@@ -263,8 +265,12 @@ class ObservationSpaceFit(Fit):
         return sampled.residual, _RESIDUAL
 
     def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
-        wrong = f"the mode, whose residual is {self.minimum.residual:.2g}, has not converged"
-        return self._curves, [] if self.minimum.converged else [wrong]
+        problems = []
+        if not self.minimum.converged:
+            problems.append(f"the mode, whose residual is {self.minimum.residual:.2g}, has not converged")
+        if self._lost > _MOST_LOST:
+            problems.append("the data determine the function better than float64 carries")
+        return self._curves, problems
 
     def leave_one_out(self) -> LeaveOneOut:
         return self.posterior.leave_one_out()

@@ -218,7 +218,8 @@ def tuned_by(result: EMResult | PathResult, task: Task, tuning: Tuning, solver: 
         problems.append(
             f"`fit_hyperparameters` ended at the prior precision {float(result.prior.precision[0]):.3g}: products in "
             f"{task.model.features.dtype} are not accurate enough for the smaller one that the evidence asks for. "
-            'Give a model in float64, or use method="exact".'
+            + ("Bring" if task.model.features.dtype == torch.float64 else "Give a model in float64, bring")
+            + ' inputs and targets to a common scale, or use method="exact".'
         )
     elif not result.converged:
         problems.append(
