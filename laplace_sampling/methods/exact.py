@@ -129,8 +129,6 @@ class Exact(SolverMethod):
 def _rounded(fit: Fit) -> Fit:
     """The fit, with a problem if predictions from its samples are inaccurate because the network rounds."""
     assert fit.sampled is not None
-    if not fit.converged:  # there is worse
-        return fit
     few, dtype = fit.sampled.samples[:_ROUNDED], fit.task.dtype
     signs = torch.randint(2, few.shape, generator=torch.Generator().manual_seed(fit.task.seed)).to(few) * 2 - 1
     # Roundings of the weights of a sample are independent, where the function is a sum in which they cancel.
@@ -140,8 +138,8 @@ def _rounded(fit: Fit) -> Fit:
         return fit
     problem = (
         f"In {dtype} the samples of the posterior are off by about {min(100 * lost, 100):.0f} % at the training data, "
-        "where the function is a difference of much larger numbers: the variances of predictions are right, their "
-        "samples are not. Use `model.double()`."
+        "where the function is a difference of much larger numbers; the variances of predictions, which take no samples, "
+        "do not have this error. Use `model.double()`."
     )
     return replace(fit, tuned=replace(fit.tuned, problems=[*fit.tuned.problems, problem]))
 
