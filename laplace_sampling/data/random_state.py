@@ -7,6 +7,7 @@ of their own, which begins as the user's, and the user's is put back after each 
 
 import inspect
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -46,19 +47,44 @@ class BorrowedRandomness:
     @contextmanager
     def borrowed(self) -> Iterator[None]:
         """Inside, what is drawn goes on from where the last use stopped; at the end the user's state is put back."""
-        users = self._snapshot()
-        # A stream that was half read goes on with the state in which it stopped.
-        for restore in self._own or []:
-            restore()
-        try:
-            yield
-        finally:
-            self._own = self._snapshot()
-            for restore in users:
+        with _GLOBALS:
+            users = self._snapshot()
+            # A stream that was half read goes on with the state in which it stopped.
+            for restore in self._own or []:
                 restore()
+            try:
+                yield
+            finally:
+                self._own = [*_global_states(), *self._snapshot()]
+                for restore in users:
+                    restore()
 
     def _snapshot(self) -> list[Restore]:
-        return [*_global_states(), *(restore for thing in self._found for restore in _states_of(thing))]
+        return [restore for thing in self._found for restore in _states_of(thing)]
+
+
+class _Globals:
+    """The generators of the process, which threads may borrow at the same time: the last one puts them back."""
+
+    def __init__(self) -> None:
+        self.lock, self.borrowers = threading.Lock(), 0
+        self.users: list[Restore] = []
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if self.borrowers == 0:
+                self.users = list(_global_states())
+            self.borrowers += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.borrowers -= 1
+            if self.borrowers == 0:
+                for restore in self.users:
+                    restore()
+
+
+_GLOBALS = _Globals()
 
 
 def _global_states() -> Iterator[Restore]:

@@ -138,8 +138,8 @@ def _rounded(fit: Fit) -> Fit:
         return fit
     problem = (
         f"In {dtype} the samples of the posterior are off by about {min(100 * lost, 100):.0f} % at the training data, "
-        "where the function is a difference of much larger numbers; variances of predictions, which take no samples, do "
-        "not have this error. Use `model.double()`."
+        "where the function is a difference of much larger numbers; variances of predictions, which take no samples, "
+        "do not have this error. Use `model.double()`."
     )
     return replace(fit, tuned=replace(fit.tuned, problems=[*fit.tuned.problems, problem]))
 

@@ -3,6 +3,7 @@
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -188,3 +189,18 @@ def test_a_fit_that_is_refused_draws_nothing() -> None:
     with pytest.raises(ValueError, match="different data at each pass"):
         la.fit(DataLoader(Augmented(), 6, shuffle=True), progress=False)
     assert states() == before
+
+
+def test_fits_in_two_threads_put_the_random_state_back() -> None:
+    models = [nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)) for _ in range(4)]
+
+    def fit(model: nn.Module) -> None:
+        shuffled = DataLoader(DATASET, batch_size=1, shuffle=True)
+        LinearisedLaplace(model, "regression", method="krylov", num_samples=2).fit(shuffled, progress=False)
+
+    for seed in range(8):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(fit, models))
+        assert torch.equal(torch.get_rng_state(), before)
