@@ -246,7 +246,7 @@ class EvidencePath:
         """MacKay's fixed point.
 
         Args:
-            bounds: within which it is sought; a bound is returned if there is none between.
+            bounds: within which it is sought; a bound is returned if there is none between, or less evidence.
             learn_noise: joint with the noise precision.
             follow: the fixed point that the update leads to from `at`; else the one of most evidence.
         """
@@ -260,7 +260,13 @@ class EvidencePath:
         if follow:
             cell = self._followed(grid, value, stable)
         else:
-            cell = int(stable[self.profile(grid[stable], learn_noise).argmax()])
+            profile = self.profile(grid[stable], learn_noise)
+            cell, best = int(stable[profile.argmax()]), float(profile.max())
+            # The evidence may go on to rise to a bound. At a small `α` the curves of few products say nothing of it.
+            rising = [-1] * bool(value[-1] < 0) + [0] * bool(self.exact and value[0] > 0)
+            higher = [end for end in rising if float(self.profile(grid[end][None], learn_noise)) > best]
+            if higher:
+                return FixedPoint(float(grid[higher[0]]), float(factor[higher[0]]), math.inf, 1.0)
         return self._within_cell(grid[cell : cell + 2].log(), value[cell : cell + 2], learn_noise)
 
     def _followed(self, grid: Float[Tensor, " n"], value: Float[Tensor, " n"], stable: Tensor) -> int:

@@ -52,10 +52,14 @@ def disagreements(fit: Fit) -> list[str]:
     sampled, tuned = fit.sampled, fit.tuned
     if sampled is None or not (sampled.converged and fit.minimum.converged and tuned.converged) or tuned.at_bounds:
         return []
+    advice = (
+        "Bring inputs and targets to a common scale."
+        if fit.method.name == "exact"
+        else 'Raise `num_samples` and `max_steps` of `fit_hyperparameters`, or use method="exact".'
+    )
     return [
         f"`fit_hyperparameters` ended at {balance.what} {balance.value:.3g}, but the samples and the mode there ask "
-        f"for {balance.value * max(balance.wanted, 0.0) / max(balance.found, 1e-300):.3g}. Raise `num_samples` and "
-        '`max_steps` of `fit_hyperparameters`, give a model in float64, or use method="exact".'
+        f"for {balance.value * max(balance.wanted, 0.0) / max(balance.found, 1e-300):.3g}. {advice}"
         for balance in _balances(fit)
         if not balance.holds
     ]

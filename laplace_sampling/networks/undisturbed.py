@@ -4,7 +4,8 @@ While a network is differentiated, its module holds other weights and modes than
 state of which it has only one in a process: the level of forward mode, the stance of the compiler, the warnings filter.
 
 - Other threads wait, by one lock for the process. It is held for one product at a time, so that the user's data and
-  callbacks may wait for threads that predict; longer only where a setting of the process is changed for longer.
+  callbacks may wait for threads that predict. It is held for a whole call only where the user has lowered the precision
+  of float32 products, a setting of the process: data and callbacks must not wait for other threads then.
 - Signals wait until a product is done, or until its next pass through the network; then the handler that the user has
   is called, which for Ctrl-C raises `KeyboardInterrupt`. Elsewhere they wait only while a context is entered or left.
 - Code around a public call that is compiled is left for the call.

@@ -53,3 +53,22 @@ def test_a_followed_fixed_point_is_the_one_that_the_update_leads_to() -> None:
         start = replace(path, at=down[0] * factor)
         found = start.fixed_point((1e-6, 1e6), follow=True).precision
         assert found == pytest.approx(end, rel=0.02)
+
+
+def test_a_bound_with_more_evidence_is_taken_before_a_fixed_point() -> None:
+    # A weak direction in which the mode is large, and many strong ones in which it is zero: a stable fixed point at a
+    # small `α`, and more evidence where `α` has no end.
+    one = torch.ones(1, 2, dtype=torch.float64)
+    nodes = torch.tensor([1e-3, 1e3], dtype=torch.float64)
+    traces, fit = (
+        Quadrature(nodes, torch.tensor([weights], dtype=torch.float64), one) for weights in ([1.0, 40.0], [0.3, 0.0])
+    )
+    path = EvidencePath(traces, fit, 1e3, 100, 100, None, 1.0, exact=True, passes=0.0)
+    grid = torch.logspace(-6, 6, 4000, dtype=torch.float64)
+    evidence, sign = path.log_marginal_likelihood(grid)[0], path.mackay(grid)[0].sign()
+    stable = grid[:-1][(sign[:-1] < 0) & (sign[1:] > 0)]
+    assert len(stable) >= 1
+    assert float(evidence[-1]) > float(path.log_marginal_likelihood(stable)[0].max())
+    found = path.fixed_point((1e-6, 1e6))
+    assert found.precision == pytest.approx(1e6)
+    assert math.isinf(found.error)
