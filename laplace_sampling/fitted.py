@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
 
@@ -15,6 +15,7 @@ from laplace_sampling.evidence.step import Step
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import SAMPLE_STREAM, Fit
+from laplace_sampling.methods.method import Tuning
 from laplace_sampling.networks.function_fingerprint import FunctionFingerprint, structure_of
 from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.linearisation import Linearisation
@@ -94,18 +95,17 @@ class FittedModel:
     # Steps of a run of `fit_hyperparameters` that has not come to its end.
     _unfinished: Sequence[Step] = ()
 
-    def _recorded(self, callback: Callable[[Step], object] | None) -> Callable[[Step], object]:
-        """A callback that keeps the steps of a run."""
-        if callback is not None and not callable(callback):
-            raise TypeError(f"`callback` must be a function of a `Step`, but is {callback!r:.80}.")
+    def _recorded(self, tuning: Tuning) -> Tuning:
+        """The same with a callback that keeps the steps of a run."""
         self._unfinished = steps = []
+        callback = tuning.callback
 
         def record(step: Step) -> None:
             steps.append(step)
             if callback is not None:
                 callback(step)
 
-        return record
+        return replace(tuning, callback=record)
 
     def _store(self, posterior: Posterior, fit: Fit, tangent: TangentModel, problems: Sequence[str] = ()) -> Self:
         """Replace what was fitted before, at the very end, and say what is wrong."""

@@ -173,7 +173,7 @@ class LinearisedLaplace(SavableModel):
                 cannot be read twice, and for a fit that ends with NaN or infinity. After these, and after Ctrl-C, what
                 was fitted before is kept; `history_` has the steps that were done.
         """
-        tuning = Tuning(max_steps, tolerance, num_samples, precision_bounds, noise_bounds, self._recorded(callback))
+        tuning = self._recorded(Tuning(max_steps, tolerance, num_samples, precision_bounds, noise_bounds, callback))
         calibration = None if isinstance(scale, str) and scale == "auto" else Calibration.of_scale(scale)
         if val_loader is not None:
             check_calibration("val_loader", self.settings.observation, noise_variances is not None)

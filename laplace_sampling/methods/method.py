@@ -48,6 +48,8 @@ class Tuning:
         check_whole("`fit_hyperparameters(num_samples=...)`", self.num_samples, 1)
         check_positive("`fit_hyperparameters(tolerance=...)`", self.tolerance)
         check_bounds(self.precision_bounds, self.noise_bounds)
+        if self.callback is not None and not callable(self.callback):
+            raise TypeError(f"`callback` must be a function of a `Step`, but is {self.callback!r:.80}.")
 
     def shifted(self, loss: float) -> "Tuning":
         """The same, whose callback gets losses of the targets in place of those of the model, which are smaller."""
