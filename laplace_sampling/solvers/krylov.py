@@ -33,7 +33,7 @@ __all__ = ["CG", "BlockKrylov"]
 # take with it: problems of 49 weights whose condition is between 1e9 and 1e13 take 2 to 4 times `P` in float64.
 _MOST_STEPS = 10
 # Passes of Newton's method for a mode, at most, and so many for each weight: ten steps that are exact, or more that are
-# not. The mode of a classifier of 83 weights takes 1,130 at `α = 1e-6`, and twice as many weights have twice as many.
+# not. The mode of a classifier of 83 weights takes 1,130 at `α = 1e-6`.
 _MODE_PASSES, _MODE_PASSES_OF_WEIGHT = 2000, 10
 
 
