@@ -72,3 +72,18 @@ def test_a_bound_with_more_evidence_is_taken_before_a_fixed_point() -> None:
     found = path.fixed_point((1e-6, 1e6))
     assert found.precision == pytest.approx(1e6)
     assert math.isinf(found.error)
+
+
+def test_the_lower_bound_is_taken_where_the_evidence_rises_to_it_and_the_curves_are_exact() -> None:
+    # The mode is large in a direction that the data hardly see, so that a smaller `α` is always better; and there is a
+    # stable fixed point at 1e3.
+    one, nodes = torch.ones(1, 2, dtype=torch.float64), torch.tensor([1e-9, 1e3], dtype=torch.float64)
+    traces, fit = (
+        Quadrature(nodes, torch.tensor([weights], dtype=torch.float64), one) for weights in ([1.0, 40.0], [1e-2, 8e4])
+    )
+    exact = EvidencePath(traces, fit, 1e3, 100, 100, None, 1.0, exact=True, passes=0.0)
+    low, inside = (exact.log_marginal_likelihood(torch.tensor([alpha]).double())[0] for alpha in (1e-6, 1e3))
+    assert float(low) > float(inside)
+    assert exact.fixed_point((1e-6, 1e6)).precision == pytest.approx(1e-6)
+    # Curves of few products say nothing of such an `α`.
+    assert replace(exact, exact=False).fixed_point((1e-6, 1e6)).precision == pytest.approx(1e3, rel=0.02)
