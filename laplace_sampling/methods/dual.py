@@ -107,8 +107,7 @@ class Dual(SolverMethod):
 
     def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
         fit = super().fit(task, tuned, tolerance)
-        assert fit.sampled is not None
-        precise = None if fit.sampled.converged and fit.minimum.converged else task.in_float64()
+        precise = None if fit.solved else task.in_float64()
         return fit if precise is None else super().fit(precise, replace(tuned, work=None), tolerance)
 
     def mode(self, task: Task, solver: Any, tuned: Tuned) -> Minimum:

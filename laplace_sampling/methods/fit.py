@@ -254,9 +254,13 @@ class Fit(ABC):
         )
 
     @property
+    def solved(self) -> bool:
+        """Whether the mode and the samples, as far as there are any, have converged."""
+        return self.minimum.converged and (self.sampled is None or self.sampled.converged)
+
+    @property
     def converged(self) -> bool:
-        solved = self.sampled is None or self.sampled.converged
-        return solved and self.minimum.converged and self.tuned.converged is not False
+        return self.solved and self.tuned.converged is not False
 
     @property
     def problems(self) -> list[str]:

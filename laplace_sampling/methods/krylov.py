@@ -119,8 +119,7 @@ class Krylov(SolverMethod):
 
     def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
         fit = super().fit(task, tuned, tolerance)
-        assert fit.sampled is not None
-        if fit.sampled.converged and fit.minimum.converged:
+        if fit.solved:
             return fit
         if _fits_dense(task):
             return super().fit(_dense(task), replace(tuned, work=Spectral(_largest_error(tolerance))), tolerance)
@@ -146,10 +145,11 @@ def _fits_dense(task: Task) -> bool:
 
 def _dense(task: Task) -> Task:
     """The task with its Jacobian in memory, in float64."""
+    task = task.in_float64() or task
     model = task.model
     precise = replace(
         model,
-        features=DenseFeatures.of(model.features.in_float64()),
+        features=DenseFeatures.of(model.features),
         offset=model.offset.double(),
         network_outputs=model.network_outputs.double(),
     )

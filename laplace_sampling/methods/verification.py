@@ -49,8 +49,7 @@ class _Balance:
 
 def disagreements(fit: Fit) -> list[str]:
     """What the mode and the samples of a fit say against its hyperparameters, if these were found and are no bounds."""
-    sampled, tuned = fit.sampled, fit.tuned
-    if sampled is None or not (sampled.converged and fit.minimum.converged and tuned.converged) or tuned.at_bounds:
+    if fit.sampled is None or not (fit.solved and fit.tuned.converged) or fit.tuned.at_bounds:
         return []
     advice = (
         "Bring inputs and targets to a common scale."
