@@ -54,14 +54,14 @@ def losses(problem: Problem, method: str) -> dict[str, float]:
     la = LinearisedLaplace(problem.network, problem.likelihood, method=method, seed=problem.seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        la.fit_hyperparameters(train.loader(200), progress=False)
+        la.fit_hyperparameters(train.loader(200), criterion="evidence", progress=False)
     found = {"automatic scale": la.scale_, "automatic": loss(la, test)}
     fitted = la._fitted
     assert fitted is not None
     assert fitted.fit is not None
     deviations = torch.cat([la.network.jvp(x, la.samples_) for x in train.x.split(200)], dim=1)
     outputs = torch.cat([la.network(x) for x in train.x.split(200)])
-    own = left_out_classification(la.settings.likelihood, train.y, outputs, fitted.fit.mode_outputs, deviations).scale
+    own = left_out_classification(la.settings.likelihood, train.y, outputs, fitted.fit.mode.outputs, deviations).scale
     for name, scale in (("scale 1", 1.0), ("its own leave-one-out", own)):
         other = with_posterior(la, replace(fitted.posterior, calibration=Calibration(scale=scale)))
         found[name] = loss(other, test)

@@ -152,7 +152,7 @@ def _tuning_defects(case: Problem, counts: Counter[str]) -> list[Defect]:
     la = case.laplace()
     # Steps of mini-batches take seconds each.
     steps = 2 if case.example.method in ("sgd", "svrg") else 10
-    arguments = {"progress": False, "scale": 1.0, "max_steps": steps, **case.given}
+    arguments = {"criterion": "evidence", "progress": False, "scale": 1.0, "max_steps": steps, **case.given}
     defects = _call(case, "tuning", counts, lambda: la.fit_hyperparameters(case.batches, **arguments))
     problems = tuning_defects(case, la)
     dense, alpha = dense_at(case, la), float(la.prior_precision_[0]) if len(la.prior_precision_) == 1 else 1.0

@@ -301,7 +301,7 @@ def _problem(example: Example) -> Problem:
     w = torch.cat([weight.detach().flatten() for weight in weights])
     affine = example.linear_model == "affine" or (example.linear_model == "auto" and kind == "regression")
     offset = f - J @ w if affine else torch.zeros_like(f)
-    at_mode = example.hessian_at != "network"
+    at_mode = example.hessian_at == "mode"
     loss = partial(losses, kind, _columns(kind, y), tuple(out.shape[1:]), multiplicity)
     scale = torch.ones(J.shape[-1], dtype=torch.float64)
     dense = Dense(J[:N], f[:N], offset[:N], loss(noise), scale, at_mode)

@@ -143,7 +143,7 @@ def test_a_scale_multiplies_deviations(moons: Problem) -> None:
     assert values[1] >= values[0] - 1e-4
 
 
-def test_validation_data_choose_scale_and_temperature(moons: Problem) -> None:
+def test_validation_data_choose_precision_and_temperature(moons: Problem) -> None:
     plain, chosen = ours.setting()(moons), ours.with_validation(moons)
     assert chosen.details["temperature"] != 1.0
     assert plain.details["temperature"] == 1.0
@@ -151,11 +151,14 @@ def test_validation_data_choose_scale_and_temperature(moons: Problem) -> None:
         ours.mean_log_likelihood(m.predict(moons.data.validation.x), moons.data.validation.y) for m in (plain, chosen)
     ]
     assert values[1] >= values[0]
-    # as the public way has it, without a second fit
+    # as the public way has it
     la = LinearisedLaplace(moons.network, moons.likelihood, seed=moons.seed)
     loaders = moons.data.train.loader(ours.BATCH), moons.data.validation.loader(ours.BATCH)
     la.fit_hyperparameters(loaders[0], val_loader=loaders[1], progress=False)
-    assert (la.scale_, la.temperature_) == (chosen.details["scale"], chosen.details["temperature"])
+    assert la.scale_ == chosen.details["scale"] == 1.0
+    assert la.temperature_ == chosen.details["temperature"]
+    assert la.prior_precision_.tolist() == chosen.details["prior_precision"]
+    assert_close(la.predict(moons.data.test.x).probs, chosen.predict(moons.data.test.x).log_probs.exp().float())
 
 
 @pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
