@@ -28,6 +28,7 @@ from laplace_sampling.methods.factored import Factored
 from laplace_sampling.methods.krylov import Krylov
 from laplace_sampling.methods.method import Method
 from laplace_sampling.methods.stochastic import Stochastic
+from laplace_sampling.methods.subset import Subset
 from laplace_sampling.predictions.calibration import Calibration, CalibrationWarning
 from laplace_sampling.predictions.classification_prediction import ClassificationPrediction
 from laplace_sampling.predictions.count_prediction import CountPrediction
@@ -78,6 +79,7 @@ __all__ = [
     "RegressionPrediction",
     "Step",
     "Stochastic",
+    "Subset",
     "from_loss",
     "largest_variance",
     "plot_evidence",

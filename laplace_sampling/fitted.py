@@ -14,18 +14,21 @@ from laplace_sampling.evidence.curves import EvidenceCurves, EvidencePath, Margi
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.tangent_model import TangentModel
-from laplace_sampling.methods.fit import SAMPLE_STREAM, Fit
+from laplace_sampling.methods.fit import SAMPLE_STREAM, Fit, Task
 from laplace_sampling.methods.method import Tuning
+from laplace_sampling.methods.problem import Problem
 from laplace_sampling.networks.function_fingerprint import FunctionFingerprint, structure_of
 from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.undisturbed import LOCK
+from laplace_sampling.networks.weights_seal import WeightsSeal
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predictions.calibration import Calibration, CalibrationWarning
 from laplace_sampling.predictions.diagnosis import Diagnosis
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
 from laplace_sampling.solvers.checks import check_positive, check_whole
 from laplace_sampling.solvers.solver import ConvergenceWarning
+from laplace_sampling.warm_start import warmed
 
 if TYPE_CHECKING:
     from laplace_sampling.settings import Settings
@@ -52,6 +55,7 @@ class Fitted:
         tangent: the linear model on the training data.
         num_draws: how often new samples were drawn, so that each call draws others.
         structure: of the network when it was last seen to compute the function of the fit.
+        seal: of its weights and buffers when they were last seen to be those of the fit.
     """
 
     posterior: Posterior
@@ -59,10 +63,11 @@ class Fitted:
     tangent: TangentModel | None = None
     num_draws: int = 0
     structure: Any = None
+    seal: WeightsSeal | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the structure, which is of objects of this process."""
-        return {**self.__dict__, "structure": None}
+        """Without structure and seal, which are of objects of this process."""
+        return {**self.__dict__, "structure": None, "seal": None}
 
 
 def fitting(fit: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -107,11 +112,16 @@ class FittedModel:
 
         return replace(tuning, callback=record)
 
+    def _prepared(self, problem: Problem, warm_start: bool) -> Task:
+        """The problem as a method takes it, which starts from what was fitted before if it is to be warm."""
+        return warmed(self.settings.method.prepare(problem), self._fitted, warm_start)
+
     def _store(self, posterior: Posterior, fit: Fit, tangent: TangentModel, problems: Sequence[str] = ()) -> Self:
         """Replace what was fitted before, at the very end, and say what is wrong."""
+        fit.task.budget.end()
         self._keep(posterior, fit.without_samples(), tangent)
         # The public method is behind the wrappers of `fitting` and `solver_call`.
-        warn_of([*fit.problems, *problems], posterior.calibration, stacklevel=6)
+        warn_of(fit.problems, [*problems, *posterior.calibration.problems], stacklevel=6)
         return self
 
     @solver_call
@@ -231,11 +241,21 @@ class FittedModel:
 
     @property
     def samples_(self) -> Float[Tensor, "K P"]:
-        return self._require("samples_").posterior.samples
+        return self._require("samples_").posterior.full_samples
 
     @property
     def mode_(self) -> Float[Tensor, " P"]:
-        return self._require("mode_").posterior.mode
+        return self._mode()
+
+    @solver_call
+    def _mode(self) -> Float[Tensor, " P"]:
+        """The mode, found now if the fit did not need it."""
+        fitted = self._require("mode_")
+        if fitted.posterior.mode is None:
+            fit, _ = self._with_data("mode_")
+            fitted.posterior = replace(fitted.posterior, mode=fit.mode.weights.to(self.network.dtype))
+        assert fitted.posterior.mode is not None
+        return fitted.posterior.mode
 
     @property
     def history_(self) -> list[Step]:
@@ -259,11 +279,9 @@ class FittedModel:
         return head + f", prior_precision_={{{alpha}}}, effective_dimension_={gamma:.1f}{floored})"
 
     def __str__(self) -> str:
-        """As `repr`, and the time of products if it was measured, which is not the same in two runs."""
+        """As `repr`, and what the fit has cost and how accurate it is."""
         fit = None if self._fitted is None else self._fitted.fit
-        if fit is None or fit.task.cost is None:
-            return repr(self)
-        return f"{repr(self)[:-1]}, a pass of products takes about {fit.task.cost.seconds:.1g} s)"
+        return repr(self) if fit is None or fit.sampled is None else f"{self!r}\n{fit.task.budget}; {fit.accuracy}."
 
     def _require(self, what: str) -> Fitted:
         """What was fitted, or a `NotFittedError`."""
@@ -296,19 +314,25 @@ class FittedModel:
                 f"`{call}`: the model is on {now}, but was on {held} at the fit. Move it back; or `save`, and `load` "
                 "with the model where it is now; or fit again."
             )
-        check_fingerprint(self.network, posterior.fingerprint, call)
+        module = self.network.module
+        with LOCK:
+            if fitted.seal is None or not fitted.seal.holds(module):
+                # The seal comes first: weights that change meanwhile are not those that it is of.
+                seal = WeightsSeal.of(module)
+                check_fingerprint(self.network, posterior.fingerprint, call)
+                fitted.seal = seal
         # A run of the network takes as long as a prediction of few data, so it waits for a sign of a change.
-        if (structure := structure_of(self.network.module)) != fitted.structure:
+        if (structure := structure_of(module)) != fitted.structure:
             check_function(self.network, posterior.function, call)
             fitted.structure = structure
 
 
-def warn_of(problems: Sequence[str], calibration: Calibration, stacklevel: int) -> None:
+def warn_of(unconverged: Sequence[str], of_error_bars: Sequence[str], stacklevel: int) -> None:
     """Warn of what went wrong in a fit, and of error bars that make predictions worse."""
-    if problems:
-        warnings.warn(" ".join(problems), ConvergenceWarning, stacklevel=stacklevel)
-    if problems := calibration.problems:
-        warnings.warn(" ".join(problems), CalibrationWarning, stacklevel=stacklevel)
+    if unconverged:
+        warnings.warn(" ".join(unconverged), ConvergenceWarning, stacklevel=stacklevel)
+    if of_error_bars:
+        warnings.warn(" ".join(of_error_bars), CalibrationWarning, stacklevel=stacklevel)
 
 
 def check_fingerprint(network: Linearisation, fingerprint: Tensor, call: str) -> None:

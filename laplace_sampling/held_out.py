@@ -34,11 +34,15 @@ from laplace_sampling.predictions.calibration import (
 from laplace_sampling.predictions.left_out import SCALES, left_out_classification, left_out_regression
 from laplace_sampling.predictions.prediction import Prediction
 from laplace_sampling.predictions.regression_prediction import RegressionPrediction
+from laplace_sampling.predictions.validation import check_finite
 
-__all__ = ["HeldOut", "OnTrainingData", "check_calibration"]
+__all__ = ["HeldOut", "OnTrainingData", "calibration_of", "check_calibration"]
 
 # Training data that are looked at, as the scale is one number; and numbers of their deviations in memory.
 _ENOUGH, _NUMBERS = 4096, 2**24
+# Training data that are enough to tell whether error bars are useless; the part of what is left of a budget that
+# looking at more of them may take. Both are round numbers, which no result depends on but the scale's standard error.
+_FEW, _SHARE = 256, 0.2
 # Of what the network's log-likelihood of them gains over that without inputs, the part that must be left.
 _LEFT = 0.1
 
@@ -60,11 +64,11 @@ class OnTrainingData:
     weights: Float[Tensor, "N C"] | None
 
     @classmethod
-    def of(cls, fit: Fit, tangent: TangentModel) -> "OnTrainingData":
-        """On so many data as one number needs, and memory holds; the first ones of data that are read in order."""
+    def of(cls, fit: Fit, tangent: TangentModel, most: int) -> "OnTrainingData":
+        """On some of the data, as many as memory holds; the first ones of data that are read in order."""
         assert fit.sampled is not None
         features, samples = fit.model.features, fit.sampled.samples
-        num = _enough(len(samples) * features.num_outputs)
+        num = _enough(len(samples) * features.num_outputs, most)
         step = 1 if tangent.in_order else math.ceil(features.num_data / num)
         some = torch.arange(0, features.num_data, step)[:num]
         deviations = _deviations(features, samples, some)
@@ -101,7 +105,7 @@ class OnTrainingData:
             # where it asks for wider error bars it is not believed.
             scales = SCALES[SCALES <= 1]
             full = _deviations(fit.model.features, fit.samples_of_linear_model(), self.some)
-        mode_outputs = fit.mode_outputs[self.some]
+        mode_outputs = fit.mode.outputs[self.some]
         arguments = likelihood, self._targets, self._outputs, mode_outputs, self.deviations
         return left_out_classification(*arguments, full=full, scales=scales)
 
@@ -161,9 +165,19 @@ def _without_inputs(labels: Labelled, y: Tensor, counts: Float[Tensor, "n S"]) -
     return -float((torch.special.entr(ones) + torch.special.entr(1 - ones)).mean())
 
 
-def _enough(numbers: int) -> int:
+def _enough(numbers: int, most: int) -> int:
     """How many data, of so many numbers each."""
-    return max(1, min(_ENOUGH, _NUMBERS // numbers))
+    return max(1, min(most, _NUMBERS // numbers))
+
+
+def _needed(fit: Fit, held_out: bool) -> int:
+    """How many training data are looked at: enough for a scale, as far as the budget goes, or for a warning."""
+    budget, decides = fit.task.budget, labelled(fit.model.likelihood) is not None and not held_out
+    if budget.cost is None or not decides:
+        return _ENOUGH if decides else _FEW
+    assert fit.sampled is not None
+    affordable = _SHARE * budget.left / (len(fit.sampled.samples) * budget.cost.jvp)
+    return int(max(_FEW, min(_ENOUGH, affordable)))
 
 
 @dataclass(frozen=True)
@@ -214,17 +228,13 @@ class HeldOut:
             ValueError: if what is predicted is not finite.
         """
         posterior = replace(posterior, calibration=Calibration())
-        num, total = _enough(len(posterior.samples) * self.layout.size), self.data.num_data
+        num, total = _enough(len(posterior.samples) * self.layout.size, _ENOUGH), self.data.num_data
         some = torch.arange(0, total, 1 if self.data.in_order else math.ceil(total / num))[:num]
         predictions = [
             predict(network, posterior, fit, self.data.inputs(batch)) for batch in some.split(posterior.rows)
         ]
         outputs = torch.cat([self._wide(p.outputs.flatten(1), p) for p in predictions])
-        if not all(bool(v.isfinite().all()) for p in predictions for v in (p.outputs, p.deviations)):
-            raise ValueError(
-                "The outputs of the model on the data of `val_loader`, or their error bars, contain NaN or infinity: "
-                "check these data, or leave them out."
-            )
+        check_finite(*(v for p in predictions for v in (p.outputs, p.deviations)))
         targets = self.targets[some]
         if isinstance(posterior.likelihood, Gaussian):
             covariance = torch.cat([p.covariance() for p in predictions])
@@ -240,6 +250,24 @@ class HeldOut:
         """What was predicted of padded data, as wide as the longest of them."""
         own = Layout.single(found.outputs.shape[1:]) if self.data.ragged else self.layout
         return own.widen(flat, self.layout)
+
+
+def calibration_of(
+    fit: Fit, tangent: TangentModel, held_out: HeldOut | None, given: Calibration | None
+) -> tuple[Calibration, list[str]]:
+    """The calibration of a fit but for what held-out data do to it, and what is wrong with the error bars.
+
+    It was chosen together with the prior precision, unless a scale is given; after a fit by evidence it comes from data
+    that are left out.
+    """
+    together, likelihood = fit.tuned.calibration, fit.model.likelihood
+    if together is not None:
+        return (together if given is None or held_out is not None else given), []
+    if not isinstance(likelihood, Gaussian) and labelled(likelihood) is None:
+        return given or Calibration(), []
+    trained = OnTrainingData.of(fit, tangent, _needed(fit, held_out is not None))
+    calibration = trained.calibration(given) if held_out is None else Calibration()
+    return calibration, trained.problems(calibration)
 
 
 def check_calibration(call: str, observation: Any, unequal_noise: bool) -> None:

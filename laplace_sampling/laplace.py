@@ -6,18 +6,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from laplace_sampling.criterion import selection_of
 from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.fitted import NotFittedError, fitting, warn_of
-from laplace_sampling.held_out import HeldOut, OnTrainingData, check_calibration
+from laplace_sampling.held_out import HeldOut, calibration_of, check_calibration
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.methods.fit import Tuned
 from laplace_sampling.methods.method import Method, Tuning
 from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.random_weights import Subset
+from laplace_sampling.planning import PlannedModel
 from laplace_sampling.posterior import Posterior
-from laplace_sampling.predict import check_options, checked_inputs, predict
+from laplace_sampling.predict import check_options, checked_inputs, predict, samples_for
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.prediction import Prediction
 from laplace_sampling.predictions.regression_prediction import RegressionPrediction
@@ -31,7 +33,7 @@ __all__ = ["LinearisedLaplace", "NotFittedError"]
 _TOLERANCE = 0.015
 
 
-class LinearisedLaplace(SavableModel):
+class LinearisedLaplace(PlannedModel, SavableModel):
     r"""Linearised Laplace approximation of a trained network, by posterior samples of its tangent model.
 
     The network `f(w̄, x)` is replaced, for uncertainty only, by the Bayesian linear model `h(θ, x)` with features
@@ -50,14 +52,14 @@ class LinearisedLaplace(SavableModel):
             predicate; masks by name, as of `largest_variance`; all trainable ones by default.
         method: `"exact"`, dense algebra, for small problems; `"krylov"`, block Krylov on all data; `"stochastic"`,
             mini-batches, for many data; `"dual"`, conjugate gradients in observation space, for regressions; `"kfac"`
-            and `"diagonal"`, which leave out correlations; `"ciq"`, samples by the inverse square root; `"auto"`
-            chooses between the first four, and `print` tells why. Or a `Method` with settings of its own, such as
-            `Krylov(max_memory=2e9)`.
-        num_samples: posterior samples for predictions, `K`.
+            and `"diagonal"`, which leave out correlations; `"subset"`, the full covariance of a part of the data;
+            `"ciq"`, samples by the inverse square root; `"auto"` takes the best that the budget of a fit pays for
+            (`plan`, `print`). Or a `Method` with settings of its own, such as `Krylov(max_memory=2e9)`.
+        num_samples: posterior samples for predictions, `K`; of standard deviations the relative error is `1/√(2K)`.
         seed: of all randomness.
         linear_model: `"affine"`, `h = f + φ(θ − w̄)`; `"homogeneous"`, `h = φθ`; `"auto"`, affine for a Gaussian
             likelihood and homogeneous for the others.
-        hessian_at: where `B` is evaluated: `"network"`, at `f(w̄, x)`; `"mode"`, at `h(θ̄, x)`, which `"auto"` is.
+        hessian_at: where `B` is evaluated: `"network"`, at `f(w̄, x)`, which `"auto"` is; `"mode"`, at `h(θ̄, x)`.
 
     Raises:
         ValueError: for settings that are not known or do not go together.
@@ -72,8 +74,7 @@ class LinearisedLaplace(SavableModel):
         mode_: mode `θ̄` of the linear model, `[P]`.
         scale_, temperature_: predictions are of samples `√scale_ · ζ`; outputs are divided by the temperature.
         calibration_: both, and log-likelihoods with error bars and without (`Calibration`).
-        history_: one `Step` a step of `fit_hyperparameters`; after a run that was interrupted, also of a first one,
-            those that it finished, while all else is of the fit before.
+        history_: one `Step` a step of `fit_hyperparameters`; of an interrupted run those that it finished.
 
     Example:
         >>> import torch
@@ -121,9 +122,11 @@ class LinearisedLaplace(SavableModel):
         loader: Iterable[Any],
         val_loader: Iterable[Any] | None = None,
         *,
+        budget: float | None = 20.0,
         max_steps: int = 10,
         tolerance: float = _TOLERANCE,
         num_samples: int = 16,
+        criterion: str = "auto",
         precision_bounds: tuple[float, float] = (1e-8, 1e12),
         noise_bounds: tuple[float, float] = (1e-12, 1e12),
         scale: float | str = "auto",
@@ -131,10 +134,11 @@ class LinearisedLaplace(SavableModel):
         weights: Tensor | Sequence[float] | None = None,
         unpack: Unpack | None = None,
         num_data: int | None = None,
+        warm_start: bool = False,
         progress: bool = True,
         callback: Callable[[Step], object] | None = None,
     ) -> "LinearisedLaplace":
-        r"""Tune the prior precision, and the noise precision of a regression, by their evidence; draw the posterior.
+        r"""Tune the prior precision, and the noise precision of a regression; draw the posterior.
 
         The loader may be shuffled; its batch size is what goes through the network at once, and changes no result.
 
@@ -142,22 +146,22 @@ class LinearisedLaplace(SavableModel):
             loader: of pairs `(x, y)`: a `DataLoader`, a dataset, or a list of batches, without random augmentation. `x`
                 is a tensor, a tuple of positional or a dictionary of keyword arguments of the model. Mappings with
                 `labels` are taken as well.
-            val_loader: data that the network was not trained on, of the same form. At no further solve they choose the
-                scale of the posterior, `scale_`, and with it, in a classification, a temperature of the outputs, in a
-                regression the noise precision: those under which they are likeliest
-                (`calibration.held_out_classification`, `calibration.held_out_regression`).
+            val_loader: data that the network was not trained on, of the same form: for `criterion="validation"`.
+            budget: training epochs, counted in operations, after which iterations stop; see `plan`. `None`: no limit.
             max_steps: steps at most; a `ConvergenceWarning` tells if they were not enough.
             tolerance: relative error of predicted standard deviations, `τ`. Where the prior decides, they go with
                 `α^{-1/2}`, so `log α` (and `log b`) is found to `2τ`: the search stops when it changes by less, or when
                 its standard error is less. Samples are solved for to the same `τ`, as `methods.solver_method` derives;
                 the noise of `K` samples, `1/√(2K)`, comes on top.
-            num_samples: samples during EM, where a method needs it; the relative standard error of `γ` is about
-                `√(2/(Kγ))`.
+            num_samples: samples during EM, where a method needs it; `γ` has a relative error of about `√(2/(Kγ))`.
+            criterion: what chooses the hyperparameters. `"auto"` is `"validation"` with a `val_loader`: `α` and a
+                temperature, or the noise, under which its data are likeliest; `"evidence"` for a regression, several
+                precisions, and `hessian_at="mode"`; else `"self_consistency"` (`predictions.self_consistency`).
             precision_bounds: within which `α` is kept.
             noise_bounds: within which the noise precision is kept.
-            scale: factor of the posterior covariance in predictions. `"auto"`: for a classification that under which
-                the training labels are likeliest when each datum is left out (`left_out.left_out_classification`);
-                else 1. Validation data overrule it. A `CalibrationWarning` tells where the network alone is better.
+            scale: factor of the posterior covariance in predictions. `"auto"`: with the evidence, for a classification,
+                that under which the training labels are likeliest when each datum is left out
+                (`left_out.left_out_classification`); else 1. A `CalibrationWarning` tells where the network is better.
             noise_variances: `R` of heteroscedastic noise, `[N]` or one for each output, `[N, ...]`, in the units of the
                 targets squared and in the order of the dataset, whatever order the loader has. The noise variance of a
                 datum is `R/b`, with `b` learnt; for variances that are known, use `Gaussian(1.0, learn=False)`.
@@ -165,34 +169,34 @@ class LinearisedLaplace(SavableModel):
                 regression they are `1/noise_variances`.
             unpack: for other batches, `batch -> (inputs, targets)`.
             num_data: of an `IterableDataset`, which is read in its order; the order must repeat.
+            warm_start: start from the posterior that is there, also of earlier weights, if any (`methods.start`).
             progress: show progress bars.
-            callback: called with the `Step` of each step.
+            callback: called with each `Step`.
 
         Raises:
             TypeError, ValueError, FloatingPointError: for data that do not fit the model or the likelihood, or that
-                cannot be read twice, and for a fit that ends with NaN or infinity. After these, and after Ctrl-C, what
-                was fitted before is kept; `history_` has the steps that were done.
+                cannot be read twice, and for a fit that ends with NaN or infinity. What was fitted before is kept.
         """
         tuning = self._recorded(Tuning(max_steps, tolerance, num_samples, precision_bounds, noise_bounds, callback))
         calibration = None if isinstance(scale, str) and scale == "auto" else Calibration.of_scale(scale)
         if val_loader is not None:
             check_calibration("val_loader", self.settings.observation, noise_variances is not None)
-        # Prepare: the linear model on the data. All data are read before anything is fitted.
+        # All data are read before anything is fitted.
         data = {"noise_variances": noise_variances, "weights": weights, "unpack": unpack, "num_data": num_data}
-        problem = prepare(self.settings, self.network, loader, progress, **data)
+        problem = prepare(self.settings, self.network, loader, progress, budget, **data)
         likelihood = self.settings.likelihood
         held_out = None if val_loader is None else HeldOut.read(val_loader, self.network, likelihood, unpack)
+        selection = selection_of(criterion, self.settings, self.network, held_out, problem.tangent.in_order)
         # Choose a method, tune the hyperparameters, fit the posterior.
-        task = self.settings.method.prepare(problem)
-        task, tuned = task.method.tune(task, tuning.shifted(problem.tangent.log_scale))
+        task = self._prepared(problem, warm_start)
+        tuning = replace(tuning.shifted(problem.tangent.log_scale), criterion=criterion, selection=selection)
+        task, tuned = task.method.tune(task, tuning)
         fit = task.method.fit(task, tuned, tolerance)
-        # Calibrate, by data left out or held out; store.
-        trained = OnTrainingData.of(fit, problem.tangent)
-        calibration = trained.calibration(calibration) if held_out is None else Calibration()
+        calibration, problems = calibration_of(fit, problem.tangent, held_out, calibration)
         posterior = Posterior.of(fit, problem.tangent, self.network, calibration, noise_variances is not None)
-        if held_out is not None:
+        if held_out is not None and tuned.calibration is None:
             posterior = held_out.calibrated(self.network, posterior, fit)
-        return self._store(posterior, fit, problem.tangent, trained.problems(posterior.calibration))
+        return self._store(posterior, fit, problem.tangent, problems)
 
     @fitting
     @solver_call
@@ -200,23 +204,25 @@ class LinearisedLaplace(SavableModel):
         self,
         loader: Iterable[Any],
         *,
+        budget: float | None = 20.0,
         tolerance: float = _TOLERANCE,
         scale: float = 1.0,
         noise_variances: Tensor | None = None,
         weights: Tensor | Sequence[float] | None = None,
         unpack: Unpack | None = None,
         num_data: int | None = None,
+        warm_start: bool = False,
         progress: bool = True,
     ) -> "LinearisedLaplace":
         """The posterior at the precisions of the prior and of the noise that the constructor was given.
 
-        Arguments are those of `fit_hyperparameters`; `scale` is a number.
+        With `warm_start`, at those of the posterior that is there. Arguments are those of `fit_hyperparameters`.
         """
         check_positive("`fit(tolerance=...)`", tolerance)
         data = {"noise_variances": noise_variances, "weights": weights, "unpack": unpack, "num_data": num_data}
         calibration = Calibration.of_scale(scale)
-        problem = prepare(self.settings, self.network, loader, progress, **data)
-        task = self.settings.method.prepare(problem)
+        problem = prepare(self.settings, self.network, loader, progress, budget, **data)
+        task = self._prepared(problem, warm_start)
         fit = task.method.fit(task, Tuned(), tolerance)
         posterior = Posterior.of(fit, problem.tangent, self.network, calibration, noise_variances is not None)
         return self._store(posterior, fit, problem.tangent)
@@ -238,17 +244,15 @@ class LinearisedLaplace(SavableModel):
             num_data: of an `IterableDataset`, likewise.
 
         Raises:
-            NotFittedError: before a fit.
-            TypeError, ValueError: as of `val_loader` in `fit_hyperparameters`; after a fit with `noise_variances`; if
-                the model has changed since the fit. The posterior stays what it was.
+            NotFittedError, TypeError, ValueError: before a fit; as of `val_loader` in `fit_hyperparameters`; after a
+                fit with `noise_variances`; if the model has changed. The posterior stays what it was.
         """
         fitted = self._require("calibrate")
         self._check_network("calibrate")
         check_calibration("calibrate(val_loader)", self.settings.observation, fitted.posterior.unequal_noise)
         held_out = HeldOut.read(val_loader, self.network, self.settings.likelihood, unpack, num_data)
-        posterior = held_out.calibrated(self.network, fitted.posterior, fitted.fit)
-        self._fitted = replace(fitted, posterior=posterior)
-        warn_of([], posterior.calibration, stacklevel=4)
+        self._fitted = replace(fitted, posterior=held_out.calibrated(self.network, fitted.posterior, fitted.fit))
+        warn_of([], self._fitted.posterior.calibration.problems, stacklevel=4)
         return self
 
     @solver_call
@@ -257,6 +261,7 @@ class LinearisedLaplace(SavableModel):
         x: Any,
         *,
         num_samples: int | None = None,
+        accuracy: float | None = None,
         noise_variances: Tensor | None = None,
         observed: bool = False,
     ) -> RegressionPrediction | Prediction:
@@ -268,6 +273,7 @@ class LinearisedLaplace(SavableModel):
         Args:
             x: inputs as the model takes them, `[N, ...]`: a tensor, or a tuple or dictionary of arguments.
             num_samples: use only the first so many of `samples_`.
+            accuracy: use as few as give standard deviations a relative standard error of this, `1/√(2K)`.
             noise_variances: `R` at these inputs, `[N]` or `[N, ...]`, if the noise is not the same everywhere.
             observed: predict the measurements `T f(x)` rather than the outputs, where the likelihood has
                 `Gaussian(observe=T)`.
@@ -278,7 +284,7 @@ class LinearisedLaplace(SavableModel):
         """
         fitted = self._require("predict")
         posterior = fitted.posterior
-        x = checked_inputs(x, num_samples, len(posterior.samples))
+        num_samples, x = samples_for(num_samples, accuracy, len(posterior.samples)), checked_inputs(x)
         check_options(self.settings.likelihood, observed, noise_variances)
         self._check_network("predict")
         return predict(

@@ -10,29 +10,33 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.data import DataLoader, Dataset
 
-from laplace_sampling.data.batches import Layout, as_tensors, batched, flaw_of, num_rows, place, split
+from laplace_sampling.data.batches import Layout, as_tensors, batched, concatenate, flaw_of, num_rows, place, split
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.measurement import as_measurement
 from laplace_sampling.linear_model.features import Features
-from laplace_sampling.linear_model.kronecker import Inverse
 from laplace_sampling.linear_model.network_features import features_at
 from laplace_sampling.linear_model.observed_features import ObservedFeatures
 from laplace_sampling.linear_model.weighted_features import noise_weights
 from laplace_sampling.methods.fit import Fit
+from laplace_sampling.networks.last_layer import LastLayer
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
 from laplace_sampling.predictions.function_covariance import FunctionCovariance, Guarded, Scaled
+from laplace_sampling.predictions.head_covariance import factored_covariance
 from laplace_sampling.predictions.make_prediction import make_prediction
 from laplace_sampling.predictions.prediction import Prediction
-from laplace_sampling.solvers.checks import check_whole
+from laplace_sampling.solvers.checks import check_positive, check_whole
 
-__all__ = ["check_options", "checked_inputs", "predict"]
+__all__ = ["check_options", "checked_inputs", "predict", "samples_for"]
+
+# Outputs are computed of so many times the data of a product, which holds more for each: one sample for each of these.
+_DATA_OF_OUTPUTS = 16
 
 
-def checked_inputs(x: Any, num_samples: int | None, available: int) -> Any:
-    """The inputs, with tensors in place of arrays; raises if they cannot be predicted with so many samples."""
+def checked_inputs(x: Any) -> Any:
+    """The inputs, with tensors in place of arrays; raises if they cannot be predicted."""
     if isinstance(x, DataLoader | Dataset):
         raise TypeError(
             f"`predict(x)` takes the inputs of one batch, but got a {type(x).__name__}: predict its batches one by "
@@ -52,14 +56,32 @@ def checked_inputs(x: Any, num_samples: int | None, available: int) -> Any:
         raise ValueError(f"`predict(x)` needs a batch of inputs [N, ...] with N of at least 1, got {shape}.")
     if (flaw := flaw_of(x)) is not None:
         raise ValueError(f"`predict(x)`: x contains {flaw}.")
-    if num_samples is not None:
+    return x
+
+
+def samples_for(num_samples: int | None, accuracy: float | None, available: int) -> int | None:
+    """How many samples a prediction takes, `None` for all of them: `1/2a²` for standard deviations accurate to `a`.
+
+    Variances of `K` samples are `χ²_K/K`, so that standard deviations have a relative standard error of `1/√(2K)`.
+
+    Raises:
+        ValueError: if both are given, or there are not as many.
+    """
+    given = f"num_samples={num_samples}"
+    if accuracy is not None:
+        check_positive("`predict(accuracy=...)`", accuracy)
+        if num_samples is not None:
+            raise ValueError("`predict(num_samples=..., accuracy=...)`: give one of them, as each sets the other.")
+        given, num_samples = f"accuracy={accuracy}", math.ceil(1 / (2 * accuracy**2) - 1e-9)
+    elif num_samples is not None:
         check_whole("`predict(num_samples=...)`", num_samples, 1)
     if num_samples is not None and num_samples > available:
         raise ValueError(
-            f"`predict(num_samples={num_samples})`: there are {available} samples; construct "
-            f"`LinearisedLaplace(..., num_samples={num_samples})` and fit for more."
+            f"`predict({given})`: there are {available} samples, by which standard deviations are accurate to "
+            f"{(2 * available) ** -0.5:.2g}; construct `LinearisedLaplace(..., num_samples={num_samples})` and fit for "
+            "more."
         )
-    return x
+    return num_samples
 
 
 def check_options(likelihood: Likelihood, observed: bool, noise_variances: Tensor | None) -> None:
@@ -106,10 +128,10 @@ def predict(
         fitted_layout: of the outputs of a datum of the training data, where these are at hand.
         check: raises if the network is another one when covariances are asked for.
     """
-    x, samples = place(x, network.device, network.dtype), posterior.samples[:num_samples]
-    outputs, layout = network.evaluate(x)
+    x = place(x, network.device, network.dtype)
+    outputs, layout, network, x = _evaluated(network, x, posterior.rows * _DATA_OF_OUTPUTS)
     _check_axes(outputs, layout, fitted_layout)
-    deviations = torch.cat([network.jvp(part, samples) for part in split(x, posterior.rows)], dim=1)
+    deviations = _deviations(network, posterior, x, num_samples, outputs)
     features: Features = features_at(network, x, posterior.rows, layout)
     observation = getattr(posterior.likelihood, "observe", None)
     if observed and observation is not None:
@@ -117,7 +139,7 @@ def predict(
         features = ObservedFeatures(features, measurement)
         outputs, deviations = measurement.apply(outputs.reshape(len(outputs), -1)), measurement.apply(deviations)
         layout = Layout.single(outputs.shape[1:])
-    deviations = deviations.reshape(len(samples), *outputs.shape)
+    deviations = deviations.reshape(len(deviations), *outputs.shape)
     function = _covariance(posterior, fit, features)
     if function is not None:
         function = Guarded(function, check)
@@ -136,14 +158,47 @@ def predict(
     )
 
 
+def _evaluated(network: Linearisation, x: Any, rows: int) -> tuple[Tensor, Layout, Linearisation, Any]:
+    """Outputs and their layout, and what has their Jacobian with its inputs: of a last layer from the same run."""
+    if not isinstance(network, LastLayer):
+        return *_outputs(network, x, rows), network, x
+    parts = [network.evaluate_with_inputs(part) for part in ([x] if num_rows(x) <= rows else split(x, rows))]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([part[0] for part in parts]), *parts[0][1:3], concatenate([part[3] for part in parts])
+
+
+def _outputs(network: Linearisation, x: Any, rows: int) -> tuple[Tensor, Layout]:
+    """Those of the network, of so many data at once."""
+    if num_rows(x) <= rows:
+        return network.evaluate(x)
+    parts = [network.evaluate(part) for part in split(x, rows)]
+    return torch.cat([outputs for outputs, _ in parts]), parts[0][1]
+
+
+def _deviations(
+    network: Linearisation, posterior: Posterior, x: Any, num_samples: int | None, outputs: Float[Tensor, "N *C"]
+) -> Float[Tensor, "K N C"]:
+    """`φ(x) ζ_k`, of some samples and some data at once, written to where they stay."""
+    num = len(posterior.samples[:num_samples])
+    deviations = outputs.new_empty(num, len(outputs), outputs[0].numel())
+    for samples, rows in zip(posterior.blocks(num), deviations.split(posterior.block), strict=True):
+        for part, columns in zip(_pieces(x, posterior.rows), rows.split(posterior.rows, 1), strict=True):
+            columns.copy_(network.jvp(part, samples))
+    return deviations
+
+
+def _pieces(x: Any, rows: int) -> list[Any]:
+    return [x] if num_rows(x) <= rows else split(x, rows)
+
+
 def _covariance(posterior: Posterior, fit: Fit | None, features: Features) -> FunctionCovariance | None:
     """The covariance of the function at some inputs where it is known exactly."""
     if "factor" in posterior.exact:
         return DenseCovariance.of(features, posterior.prior, posterior.exact)
     function = None if fit is None else fit.covariance_at(features)
     if function is None and posterior.curvature is not None:
-        inverse = Inverse(posterior.curvature, posterior.prior.spread())
-        return DenseCovariance(features, posterior.prior, inverse)
+        return factored_covariance(features, posterior.prior, posterior.curvature)
     return function
 
 

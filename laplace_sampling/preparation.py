@@ -5,19 +5,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from laplace_sampling.data.batches import split
 from laplace_sampling.data.encoding import decode_inputs
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.cost import rows_in_memory
+from laplace_sampling.linear_model.cost import Cost, batches_fit, measure, rows_in_memory
+from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.linear_model.tangent_model_of import tangent_model_of
+from laplace_sampling.methods.budget import Budget
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.resources import free_memory
 from laplace_sampling.posterior import Posterior
-from laplace_sampling.solvers.checks import check_flag
+from laplace_sampling.solvers.checks import check_flag, check_positive
 
 if TYPE_CHECKING:
     from laplace_sampling.settings import Settings
@@ -29,7 +32,12 @@ _LEAST_ACTIVATIONS = 2**26
 
 
 def prepare(
-    settings: "Settings", network: Linearisation, loader: Iterable[Any], progress: bool, **data: Any
+    settings: "Settings",
+    network: Linearisation,
+    loader: Iterable[Any],
+    progress: bool = False,
+    budget: float | None = None,
+    **data: Any,
 ) -> Problem:
     """The problem on the data of a loader.
 
@@ -38,14 +46,39 @@ def prepare(
         network: the linearised network.
         loader: as of a fit.
         progress: whether progress bars are shown.
+        budget: training epochs that the fit may take.
         data: `noise_variances`, `weights`, `unpack` and `num_data`, as of a fit.
 
     Raises:
         TypeError, ValueError: for data that do not fit the model or the likelihood, or that cannot be read twice.
     """
     check_flag("`progress`", progress)
+    if budget is not None:
+        check_positive("`budget`", budget)
     tangent = tangent_of(settings, network, settings.likelihood, loader, **data)
-    return problem_of(settings, network, _within_memory(settings, network, tangent), progress)
+    tangent = _within_memory(settings, network, tangent)
+    problem = problem_of(settings, network, tangent, progress)
+    cost, num_data = _cost(network, tangent), problem.features.num_data
+    allowance = Budget(None if budget is None else float(budget), cost, num_data, network.products)
+    # All data have been through the network once, which is about a third of a gradient.
+    allowance.add(num_data * cost.gradient / 3)
+    return replace(problem, cost=cost, budget=allowance)
+
+
+def _cost(network: Linearisation, tangent: TangentModel) -> Cost:
+    """What products of the network take, and a gradient of all its trainable weights."""
+    whole = Linearisation(network.module)
+    # What products have found out about the network: it need not run again for that.
+    whole.ways, whole.batching = network.ways, network.batching
+    features, counts = NetworkFeatures(whole, tangent.data, tangent.layout), dict(network.products)
+
+    def gradient(batch: Tensor) -> None:
+        features.vjp(torch.ones(1, len(batch), features.num_outputs, dtype=network.dtype, device=network.device), batch)
+
+    everything = type(network) is Linearisation and network.num_parameters == whole.num_parameters
+    cost = measure(tangent.model.features, None if everything else gradient)
+    network.products.update(counts)
+    return cost
 
 
 def tangent_of(
@@ -90,7 +123,10 @@ def _within_memory(settings: "Settings", network: Linearisation, tangent: Tangen
     network.batching.max_rows = None
     bytes_ = max_memory if max_memory is not None else 0.5 * free_memory(network.device)
     counts = dict(network.products)
-    rows = rows_in_memory(features, max(bytes_, _LEAST_ACTIVATIONS), min(settings.num_samples, network.chunk_size))
+    bytes_, vectors = max(bytes_, _LEAST_ACTIVATIONS), min(settings.num_samples, network.chunk_size)
+    rows = features.batch_size
+    if not batches_fit(features, bytes_, vectors):
+        rows = rows_in_memory(features, bytes_, vectors)
     network.products.update(counts)
     if rows >= features.batch_size:
         return tangent

@@ -65,7 +65,7 @@ class Settings:
             num_samples=num_samples,
             seed=seed,
             linear_model=default if linear_model == "auto" else linear_model,
-            hessian_at="mode" if hessian_at == "auto" else hessian_at,
+            hessian_at="network" if hessian_at == "auto" else hessian_at,
         )
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ from laplace_sampling.linear_model.mode_objective import linear_model_mode
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.solvers.progress import progress_bar
-from laplace_sampling.solvers.solver import Minimum, Solution, Solver
+from laplace_sampling.solvers.solver import Afford, Minimum, Solution, Solver, unlimited
 
 __all__ = ["EMResult", "effective_dimension", "fit_em", "noise_update"]
 
@@ -214,7 +214,7 @@ class _Iteration:
             passes=expectation.minimum.passes + solution.passes,
             seconds=time.perf_counter() - started,
         )
-        if not all(math.isfinite(v) for v in (step.loss, *step.effective_dimension, *step.mode_norm)):
+        if not all(math.isfinite(v) for v in (step.loss, *step.effective_dimension, *(step.mode_norm or ()))):
             raise FloatingPointError(
                 f"Step {step.step} of `fit_hyperparameters` gave NaN or infinity: loss {step.loss:.3g}, effective "
                 f"dimension {step.effective_dimension}, norm of the mode {step.mode_norm}, at prior precision "
@@ -231,10 +231,12 @@ def fit_em(
     solver: Solver,
     *,
     hessian_at: str,
+    mode: Float[Tensor, "1 P"] | None = None,
     max_steps: int = 10,
     tolerance: float = 0.03,
     precision_bounds: Bounds = PRECISION_BOUNDS,
     noise_bounds: Bounds = NOISE_BOUNDS,
+    afford: Afford = unlimited,
     progress: bool = False,
     callback: Callable[[Step], object] | None = None,
 ) -> EMResult:
@@ -246,16 +248,19 @@ def fit_em(
         draws: frozen randomness. The prior sample `θ⁰` scales with `α^{-1/2}`, and iterates are `δ = ζ − θ⁰`.
         solver: for samples and for the mode.
         hessian_at: `"network"`, `B` at `f(w̄, x)`; or `"mode"`, `B` at `h(θ̄, x)`, which moves with `α`.
+        mode: where the search for the mode starts, in scaled coordinates; zero by default.
         max_steps: largest number of steps.
         tolerance: converged when `|Δ log α|` (and `|Δ log b|`) is below it for every group.
         precision_bounds: bounds of `α`.
         noise_bounds: bounds of `b`.
+        afford: whether passes may be made: no step begins that would take more, by what the last one took.
         progress: show progress bars.
         callback: called with the record of each step.
     """
     check_bounds(precision_bounds, noise_bounds)
     prior = prior.to(model.features.device, model.features.dtype)
-    iteration = _Iteration(model, prior, draws, solver, hessian_at, tolerance, precision_bounds, noise_bounds, progress)
+    bounds = precision_bounds, noise_bounds
+    iteration = _Iteration(model, prior, draws, solver, hessian_at, tolerance, *bounds, progress, mode)
     with progress_bar("EM" if progress else None, total=max_steps, leave=True) as bar:
         while True:
             expectation = None  # the samples of the last step are freed before the next ones are made
@@ -266,6 +271,8 @@ def fit_em(
             if callback is not None:
                 callback(iteration.history[-1])
             if iteration.converged or len(iteration.history) >= max_steps:
+                break
+            if not afford(iteration.history[-1].passes):
                 break
     return _result(iteration, expectation, prior.scale)
 

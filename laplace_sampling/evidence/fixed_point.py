@@ -1,7 +1,7 @@
 r"""Prior and noise precision at MacKay's fixed point, and the mode, from a few Krylov runs.
 
 With `B` at the mode a change of `α` moves the mode, the mode moves `B`, and `B` moves the fixed point. So each round
-expands the loss at the present weights, makes one run there, and goes to the fixed point of its curves.
+expands the loss at the present weights, makes a run there, and goes to the fixed point of its curves.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from laplace_sampling.evidence.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, check_bounds, clamped
 from laplace_sampling.evidence.curves import EvidencePath, FixedPoint
-from laplace_sampling.evidence.dense_curves import DenseCurves
+from laplace_sampling.evidence.dense_curves import DenseCurves, Spectrum
 from laplace_sampling.evidence.expansion import Expansion, Point, expand, total_loss
 from laplace_sampling.evidence.krylov_curves import FixedPointGoal, KrylovRun, run_curves
 from laplace_sampling.evidence.secant import TRUSTED_FACTOR, Secant
@@ -24,9 +24,11 @@ from laplace_sampling.evidence.step import Step
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.solvers.progress import progress_bar
+from laplace_sampling.solvers.solver import Afford, unlimited
 
 __all__ = ["PathResult", "fit_path"]
 
@@ -60,8 +62,7 @@ _ROUNDS = (0.25, 0.08)
 # Probes of the last round, to begin with: each of them uses the Krylov spaces of all others. Six take 4,230 passes on
 # the problems and 24 take 5,640, at an error of 0.008.
 _PROBES = 12
-# A step of the mode of this length, relative, leaves an error of at most its square. Half and twice have no effect on
-# the problems, where log α converges last.
+# A relative step of the mode that leaves an error of its square. Half and twice change nothing: log α converges last.
 _NEAR = 0.15
 # The largest factor by which the probes of a round are multiplied for the next, because the error that asks for them is
 # an estimate. Half and twice have no effect on the problems, where twelve probes are enough.
@@ -94,6 +95,11 @@ class _Schedule:
     def num_probes(self) -> int:
         # A quarter of the basis for a block of probes leaves room for a few steps.
         return self.wished if self.max_basis is None else min(self.wished, self.max_basis // 4)
+
+    @property
+    def least_passes(self) -> float:
+        """Passes that a round takes at least: its probes twice, an expansion and a mode."""
+        return 2 * self.num_probes + 3.0
 
     def add_probes(self, error: float) -> None:
         # The error goes down as the root of the probes.
@@ -130,20 +136,24 @@ class _Rounds:
     precision_bounds: Bounds
     noise_bounds: Bounds
     exact: bool
+    spectrum_of: Callable[[GGN], Spectrum] | None
     schedule: _Schedule
+    mode: Tensor
+    afford: Afford = unlimited
     converged: bool = False
     full: bool = False
     rounded: bool = False
+    warm: bool = False
     history: list[Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        likelihood, features = self.model.likelihood, self.model.features
+        likelihood = self.model.likelihood
         self.quadratic = isinstance(likelihood, Gaussian)
         self.learn = isinstance(likelihood, Gaussian) and likelihood.learn
         # B moves with the mode, and the mode with α.
         self.moving = not self.quadratic and self.hessian_at == "mode"
         self.secant = Secant(self.moving)
-        self.mode = torch.zeros(1, features.size, device=features.device, dtype=features.dtype)
+        self.warm = bool(self.mode.any())
         self.point = Point.of(self.model, self.prior, self.mode)
         self.mode_step = 0.0 if self.quadratic else 1.0
         self.path: EvidencePath | None = None
@@ -191,7 +201,7 @@ class _Rounds:
 
     def _run(self, expansion: Expansion, before: float, seed: int, stream: int) -> KrylovRun | DenseCurves:
         if self.exact:
-            return DenseCurves(expansion)
+            return DenseCurves(expansion, self.spectrum_of)
         # The secant enlarges errors of the fixed point by 1/(1 − rate).
         accuracy = self.schedule.target * (1 - self.secant.rate)
         run = run_curves(
@@ -202,6 +212,7 @@ class _Rounds:
             trace=self._trace,
             # The first round of a moving B does not need the trace to be accurate.
             find_trace=self.schedule.level > 0 or not self.moving,
+            afford=self.afford,
         )
         if not self.moving:
             self._trace = run.trace
@@ -225,7 +236,7 @@ class _Rounds:
 
     def _holds_everywhere(self, end: FixedPoint) -> bool:
         """Whether curves are good for every `α`: around zero weights they are; around a mode, near its own only."""
-        return self.quadratic or (not self.history and math.isfinite(end.error))
+        return self.quadratic or (not self.history and not self.warm and math.isfinite(end.error))
 
     def _rises_beyond(self, run: KrylovRun | DenseCurves, end: FixedPoint) -> bool:
         """Whether the evidence is larger than at the fixed point where rounding begins to hide it."""
@@ -323,6 +334,7 @@ def fit_path(
     stream: int,
     *,
     hessian_at: str,
+    mode: Float[Tensor, "1 P"] | None = None,
     tolerance: float = 0.03,
     max_rounds: int = 12,
     max_probes: int = 256,
@@ -330,6 +342,8 @@ def fit_path(
     noise_bounds: Bounds = NOISE_BOUNDS,
     max_basis: int | None = None,
     exact: bool = False,
+    spectrum_of: Callable[[GGN], Spectrum] | None = None,
+    afford: Afford = unlimited,
     progress: bool = False,
     callback: Callable[[Step], object] | None = None,
 ) -> PathResult:
@@ -337,8 +351,7 @@ def fit_path(
 
     With a Gaussian likelihood `B` is constant, and the fixed point of one run's curves is the answer. Else each round
     expands the loss around the present weights, makes one Krylov run there, and goes to the fixed point of its curves
-    and to the mode at that `α`: a step of Newton's method for the mode, from the weights where all are zero, together
-    with one for `α`. Rounds go on until both stay, with more probes as they settle.
+    and to the mode at that `α`: a step of Newton's method for both, from weights of zero. Rounds go on until both stay.
 
     Args:
         model: the linear model on the training data.
@@ -346,13 +359,16 @@ def fit_path(
         seed: of the probes.
         stream: likewise.
         hessian_at: `"network"` or `"mode"`.
+        mode: where the first round expands a loss that is not quadratic, in scaled coordinates; zero by default.
         tolerance: of `log α`.
         max_rounds: largest number of rounds.
-        max_probes: largest number of probes.
+        max_probes: likewise of probes.
         precision_bounds: bounds of `α`.
         noise_bounds: bounds of the noise precision.
         max_basis: largest number of vectors in memory.
         exact: all eigenvalues by dense algebra instead of Krylov runs.
+        spectrum_of: finds these, by default `dense_spectrum`.
+        afford: whether passes may be made; where not, the last round is the end.
         progress: show progress bars.
         callback: called with the record of each round.
     """
@@ -362,9 +378,15 @@ def fit_path(
     coarse = [] if known else [level for level in _ROUNDS if level > tolerance]
     schedule = _Schedule([*coarse, tolerance / 3], max_probes, max_basis)
     prior = prior.to(model.features.device, model.features.dtype)
-    rounds = _Rounds(model, prior, hessian_at, tolerance, precision_bounds, noise_bounds, exact, schedule)
+    zero = torch.zeros(1, model.features.size, device=model.features.device, dtype=model.features.dtype)
+    # Around zero the start costs no product, and a quadratic is the same around every point.
+    mode = zero if mode is None or model.likelihood.quadratic else mode.to(zero)
+    settings = tolerance, precision_bounds, noise_bounds, exact, spectrum_of, schedule
+    rounds = _Rounds(model, prior, hessian_at, *settings, mode, afford)
     with progress_bar("evidence" if progress else None, total=max_rounds, leave=True) as bar:
         while len(rounds.history) < max_rounds and not (rounds.converged or rounds.full or rounds.rounded):
+            if rounds.history and not afford(schedule.least_passes):
+                break
             rounds.play(seed, stream)
             last = rounds.history[-1]
             if callback is not None:
@@ -372,7 +394,7 @@ def fit_path(
             bar.update()
             bar.set_postfix(alpha=f"{last.new_prior_precision[0]:.3g}", gamma=f"{last.effective_dimension[0]:.3g}")
     assert rounds.path is not None
-    mode = (rounds.mode * rounds.prior.scale)[0]
+    mode, likelihood = (rounds.mode * rounds.prior.scale)[0], rounds.model.likelihood
     path = rounds.path if rounds.factor == 1 else rounds.path.rescaled(rounds.factor)
-    likelihood, ended = rounds.model.likelihood, (rounds.converged, rounds.full, rounds.rounded)
+    ended = rounds.converged, rounds.full, rounds.rounded
     return PathResult(rounds.prior, likelihood, mode, path, *ended, rounds.history)

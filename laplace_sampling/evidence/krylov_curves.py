@@ -18,6 +18,7 @@ from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.solvers.basis import Basis
 from laplace_sampling.solvers.quadrature import Quadrature, TraceEstimator
+from laplace_sampling.solvers.solver import Afford, unlimited
 
 __all__ = ["EvidenceGoal", "FixedPointGoal", "KrylovRun", "evidence_path", "run_curves"]
 
@@ -268,6 +269,7 @@ def run_curves(
     max_basis: int | None,
     trace: float | None = None,
     find_trace: bool = True,
+    afford: Afford = unlimited,
 ) -> KrylovRun:
     """A run that goes on until the curves reach a goal, or until nothing can be added.
 
@@ -278,6 +280,7 @@ def run_curves(
         max_basis: largest number of vectors in memory.
         trace: `Tr M`, if it is known.
         find_trace: whether to compute it otherwise.
+        afford: the run ends where the passes of another step are not allowed.
     """
     probes = draws.prior(expansion.path.size).to(expansion.theta)
     # Of equal norms: the variance of an estimate is then that of directions alone.
@@ -288,7 +291,7 @@ def run_curves(
     for _ in range(2):  # the fewest steps of which the last one's change is known
         run.grow_traces()
     grown = True
-    while grown:
+    while grown and afford(len(probes)):
         run.update()
         traces_needed, alphas = goal.missing(run)
         grown = (traces_needed or run.nearly_exhausted) and run.grow_traces()

@@ -17,7 +17,8 @@ class Step:
         noise_precision: `b` during the step, of a Gaussian likelihood.
         effective_dimension: `γ`; `effective_dimension_se` is its standard error, of methods that estimate it.
         mode_norm: `‖θ̄‖²` in the scaled coordinates of the prior.
-        loss: `Σ_i ℓ(y_i, h(θ̄, x_i))`; `network_loss` is the same sum for the network itself.
+        loss: `Σ_i ℓ(y_i, h(θ̄, x_i))`, or that of the network where no mode is needed; `network_loss` is the same sum
+            for the network itself.
         mode_residual: norm of the gradient at `θ̄`, relative to that at zero, where the mode is sought by iterations.
         sample_residual: largest residual of a sample, of methods that sample in each step.
         passes: Jacobian products, in units of all data and one vector.
@@ -28,7 +29,7 @@ class Step:
     prior_precision: list[float]
     new_prior_precision: list[float]
     effective_dimension: list[float]
-    mode_norm: list[float]
+    mode_norm: list[float] | None
     loss: float
     network_loss: float
     passes: float

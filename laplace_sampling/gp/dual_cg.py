@@ -110,8 +110,9 @@ class DualCG(Sampler):
         for _ in range(self.max_refinements):
             if bool((solution.error <= self.accuracy).all()) or not solution.converged:
                 break
-            # The error of the function is some multiple of the residual that conjugate gradients see.
-            tolerance *= 0.5 * float((self.accuracy / solution.error.max()).clamp_max(1.0))
+            # The error of the function is some multiple of the residual that conjugate gradients see, and have reached.
+            reached = min(tolerance, float(solution.dual_residual.max()))
+            tolerance = 0.5 * reached * float((self.accuracy / solution.error.max()).clamp_max(1.0))
             start = solution.coefficients
             more = solve_matheron(ggn, prior, draws, tolerance, self.max_iterations, self.precondition, start)
             solution = replace(more, passes=solution.passes + more.passes)

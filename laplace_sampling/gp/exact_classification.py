@@ -10,7 +10,7 @@ singular, as it is for the softmax)
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -20,8 +20,7 @@ from torch import Tensor
 from laplace_sampling.evidence.bounds import PRECISION_BOUNDS, check_bounds, is_at_bound
 from laplace_sampling.gp.dual_point import DualPoint
 from laplace_sampling.gp.exact_prediction import ExactPrediction, PosteriorAt
-from laplace_sampling.gp.gram import MAX_MEMORY, check_gram_size, cross_gram, gram, transposed
-from laplace_sampling.gp.root import falling_root
+from laplace_sampling.gp.gram import MAX_MEMORY, add_transposed_, check_gram_size, cross_gram, gram, transposed
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
@@ -29,6 +28,7 @@ from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision, unit_variance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
 from laplace_sampling.solvers.lapack import check_finite, inverse_, solve_, symmetric_eigen
+from laplace_sampling.solvers.root import falling_root
 
 __all__ = ["ExactClassification", "ExactMode", "ExactPosterior"]
 
@@ -64,22 +64,34 @@ class ExactPosterior:
     Attributes:
         problem: the Gram matrix and the data.
         precision: `α`.
-        mode: at `α`.
+        known_mode: at `α`, if it is known already.
         curvature_outputs: where `B` was taken, `[N, C]`.
         eigenvalues: of `S`, rising, `[N·C]`.
         vectors: `U`, `[N·C, N·C]`.
-        converged: whether the mode is, and `α` if it was learnt.
         at_bounds: `("precision",)` if `α` ended at one of its bounds.
     """
 
     problem: "ExactClassification"
     precision: float
-    mode: ExactMode
+    known_mode: ExactMode | None
     curvature_outputs: Float[Tensor, "N C"]
     eigenvalues: Float[Tensor, " NC"]
     vectors: Float[Tensor, "NC NC"]
-    converged: bool
     at_bounds: tuple[str, ...] = ()
+
+    @cached_property
+    def mode(self) -> ExactMode:
+        """`θ̄`, found when it is first needed where the curvature does not depend on it."""
+        return self.problem.mode(self.precision) if self.known_mode is None else self.known_mode
+
+    @property
+    def converged(self) -> bool:
+        """Whether the mode has converged, and `α`, if it was learnt, is within its bounds."""
+        return self.mode.converged and not self.at_bounds
+
+    def with_precision(self, precision: float) -> "ExactPosterior":
+        """The posterior at another `α`, with the curvature where it is."""
+        return replace(self, precision=precision, known_mode=None)
 
     @property
     def prior(self) -> GaussianPrior:
@@ -111,10 +123,21 @@ class ExactPosterior:
 
     def at(self, features: Features) -> PosteriorAt:
         """The posterior at other inputs; see `features_at`."""
-        problem, (N, C) = self.problem, self.curvature_outputs.shape
-        variance = unit_variance(problem.prior)
-        K = cross_gram(features, problem.model.features, variance, block_bytes=problem.block_bytes)
+        K = self._cross_gram(features)
         mean = (K @ self.mode.coefficients.flatten() / self.precision).reshape(-1, features.num_outputs)
+        return PosteriorAt(mean, self.precision, self._prediction(features, K))
+
+    def prediction_at(self, features: Features) -> ExactPrediction:
+        """The covariances of `at`, which take no mode where the curvature takes none."""
+        return self._prediction(features, self._cross_gram(features))
+
+    def _cross_gram(self, features: Features) -> Float[Tensor, "MC NC"]:
+        problem = self.problem
+        variance = unit_variance(problem.prior)
+        return cross_gram(features, problem.model.features, variance, block_bytes=problem.block_bytes)
+
+    def _prediction(self, features: Features, K: Float[Tensor, "MC NC"]) -> ExactPrediction:
+        problem, (N, C) = self.problem, self.curvature_outputs.shape
         targets = problem.model.targets
         # `Lᵀk(X, x)`, in blocks and in the memory of `k`, which the mean does not need any more.
         for rows in K.split(_ROWS):
@@ -122,10 +145,8 @@ class ExactPosterior:
             rows.copy_(self._likelihood().root_transpose(self.curvature_outputs, stack, targets).flatten(1))
         # The mean is not linear in the targets, so that the prediction has none: it serves for covariances only.
         targets = torch.zeros_like(self.eigenvalues)
-        prediction = ExactPrediction(
-            features, variance, K @ self.vectors, self.eigenvalues, targets, problem.block_bytes
-        )
-        return PosteriorAt(mean, self.precision, prediction)
+        variance = unit_variance(problem.prior)
+        return ExactPrediction(features, variance, K @ self.vectors, self.eigenvalues, targets, problem.block_bytes)
 
     def sample(self, draws: Draws) -> Float[Tensor, "K P"]:
         r"""Zero-mean posterior samples, unscaled: those of `sample_posterior` with the same draws.
@@ -133,14 +154,19 @@ class ExactPosterior:
         `ζ = θ⁰ + A⁻¹ΦᵀL(I + S/α)⁻¹(z − LᵀΦθ⁰)`: Matheron's rule where `B` may be singular.
         """
         features, (N, C) = self.problem.model.features, self.curvature_outputs.shape
-        centre = draws.prior(features.size).to(self.vectors)
-        centre = centre * (unit_variance(self.problem.prior) / self.precision).sqrt()
+        variance = (unit_variance(self.problem.prior) / self.precision).to(self.vectors.device)
+        samples = (
+            draws.prior(features.size)
+            .to(self.vectors.device, features.precision)
+            .mul_(variance.sqrt().to(features.precision))
+        )
         outputs, likelihood, targets = self.curvature_outputs, self._likelihood(), self.problem.model.targets
-        prior_outputs = features.outputs(centre.to(features.dtype)).double()
+        prior_outputs = features.outputs(samples).double()
         white = draws.noise(C)(torch.arange(N)).to(prior_outputs)
         difference = white - likelihood.root_transpose(outputs, prior_outputs, targets)
         solved = (difference.flatten(1) @ self.vectors / (self.eigenvalues / self.precision + 1)) @ self.vectors.T
-        return centre + self._to_weights(likelihood.root(outputs, solved.reshape(white.shape), targets))
+        add_transposed_(samples, features, likelihood.root(outputs, solved.reshape(white.shape), targets), variance)
+        return samples
 
     def leave_one_out(self, num_samples: int = 512, seed: int = 0) -> LeaveOneOut:
         r"""Each datum from the others, to first order: `Σ_i(I − B_iΣ_i)⁻¹`, `h_i + Σ_i(I − B_iΣ_i)⁻¹ ∂ℓ/∂h_i`.
@@ -285,9 +311,9 @@ class ExactClassification:
             start: a mode at another precision.
         """
         _check_place(hessian_at)
-        mode = self.mode(precision, start)
-        outputs = mode.outputs if hessian_at == "mode" else self.model.network_outputs.double()
-        return ExactPosterior(self, precision, mode, outputs, *self._decomposed(outputs), mode.converged)
+        mode = self.mode(precision, start) if hessian_at == "mode" else None
+        outputs = self.model.network_outputs.double() if mode is None else mode.outputs
+        return ExactPosterior(self, precision, mode, outputs, *self._decomposed(outputs))
 
     def fit(
         self,
@@ -331,7 +357,7 @@ class ExactClassification:
         values, vectors = fixed or self._decomposed(outputs)
         ended = is_at_bound(alpha, precision_bounds)
         at_bounds = ("precision",) if ended else ()
-        return ExactPosterior(self, alpha, mode, outputs, values, vectors, mode.converged and not ended, at_bounds)
+        return ExactPosterior(self, alpha, mode, outputs, values, vectors, at_bounds)
 
     def _decomposed(self, outputs: Float[Tensor, "N C"]) -> tuple[Float[Tensor, " NC"], Float[Tensor, "NC NC"]]:
         return symmetric_eigen(self.whitened(outputs))

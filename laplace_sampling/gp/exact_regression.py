@@ -17,7 +17,7 @@ from torch import Tensor
 
 from laplace_sampling.evidence.bounds import NOISE_BOUNDS, PRECISION_BOUNDS
 from laplace_sampling.gp.exact_prediction import ExactPrediction
-from laplace_sampling.gp.gram import MAX_MEMORY, check_gram_size, cross_gram, gram, transposed
+from laplace_sampling.gp.gram import MAX_MEMORY, add_transposed_, check_gram_size, cross_gram, gram, transposed
 from laplace_sampling.gp.regression_evidence import Optimum, RegressionEvidence, largest_evidence
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
@@ -143,13 +143,19 @@ class ExactRegression(RegressionEvidence):
         """
         features, (N, C) = self.model.features, self.noise_scale.shape
         _, _, v = self._terms(precision, noise_precision)
-        centre = draws.prior(features.size).to(self.vectors) * (unit_variance(self.prior) / precision).sqrt()
+        variance = (unit_variance(self.prior) / precision).to(self.vectors.device)
+        samples = (
+            draws.prior(features.size)
+            .to(self.vectors.device, features.precision)
+            .mul_(variance.sqrt().to(features.precision))
+        )
         white = draws.noise(C)(torch.arange(N)).to(self.vectors) / noise_precision**0.5
         root = self.noise_scale.sqrt()
         # Prior samples go through the features: a root of `K` would give the outputs only, not the weights.
-        outputs = features.outputs(centre.to(features.dtype)).double() / root
+        outputs = features.outputs(samples).double() / root
         solved = ((white - outputs).flatten(1) @ self.vectors / v) @ self.vectors.T
-        return centre + self._to_weights(solved.reshape(outputs.shape) / root, precision)
+        add_transposed_(samples, features, solved.reshape(outputs.shape) / root, variance)
+        return samples
 
     def leave_one_out(self, precision: float, noise_precision: float) -> LeaveOneOut:
         r"""Each datum from the others: mean `y − P_ii⁻¹ a_i`, covariance `P_ii⁻¹`.

@@ -12,10 +12,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features, row_blocks
+from laplace_sampling.linear_model.held_rows import HeldRows
 from laplace_sampling.networks.resources import Operations
 
 __all__ = [
     "MAX_MEMORY",
+    "add_transposed_",
     "check_gram_size",
     "cross_gram",
     "gram",
@@ -50,6 +52,8 @@ def gram(
             fewer floating-point operations.
         block_bytes: memory for rows of the Jacobian: half of it for the block that is held, half for the others.
     """
+    if isinstance(features, HeldRows):
+        return features.gram(variance)
     products = _choose(features, products, block_bytes)
     n = features.num_data * features.num_outputs
     K = torch.empty(n, n, dtype=torch.float64, device=features.device)
@@ -106,9 +110,9 @@ def gram_flops(features: Features, block_bytes: float = BLOCK_BYTES) -> dict[str
     """
     datum = torch.tensor([0])
     num_rows = features.num_data * features.num_outputs
-    v = torch.zeros(3, features.size, dtype=features.dtype, device=features.device)
-    # The first product of a network tries several ways, which must not be counted.
-    features.jvp(v[:1], datum)
+    v = torch.ones(3, features.size, dtype=features.dtype, device=features.device)
+    # The first product of several vectors, which are not zero, tries several ways, which must not be counted.
+    features.jvp(v, datum)
     # The forward pass is shared by the vectors of a call.
     jvp = _count(lambda: features.jvp(v, datum)) - _count(lambda: features.jvp(v[:2], datum))
     eye = torch.eye(min(2, features.num_outputs), features.num_outputs, dtype=features.dtype, device=features.device)
@@ -125,6 +129,8 @@ def _choose(features: Features, products: str, block_bytes: float) -> str:
         raise ValueError(f'`products={products!r}` is not known; use "auto", "rows" or "jvp".')
     if products != "auto":
         return products
+    if isinstance(features, HeldRows):
+        return "rows"
     flops = gram_flops(features, block_bytes)
     return "rows" if flops["rows"] <= _JVP_WEIGHT * flops["jvp"] else "jvp"
 
@@ -166,6 +172,16 @@ def transposed(features: Features, u: Float[Tensor, "K N C"]) -> Float[Tensor, "
     for batch in features.chunks():
         total += features.vjp(u[:, batch].to(features.dtype), batch)
     return total
+
+
+def add_transposed_(
+    target: Float[Tensor, "K P"], features: Features, u: Float[Tensor, "K N C"], scale: Float[Tensor, " P"]
+) -> None:
+    """Adds `diag(s) Φᵀu` to some vectors."""
+    if isinstance(features, HeldRows):
+        features.add_vjp_(target, u, scale)
+    else:
+        target += transposed(features, u) * scale
 
 
 def check_gram_size(features: Features, max_memory: float, dual: bool = True) -> None:

@@ -51,8 +51,16 @@ class GramPosterior(ABC):
 
     @property
     @abstractmethod
+    def eigenvalues(self) -> Float[Tensor, " NC"]:
+        """Of the Gram matrix at `α = b = 1`, whitened by the noise or the curvature, rising."""
+
+    @property
     def largest_eigenvalue(self) -> float:
-        """Of the Gram matrix at `α = b = 1`, whitened by the noise or the curvature."""
+        return float(self.eigenvalues[-1])
+
+    @abstractmethod
+    def at(self, model: LinearModel, prior: GaussianPrior) -> "GramPosterior":
+        """The same decomposition at the hyperparameters of a model and a prior."""
 
     @abstractmethod
     def mode(self) -> Float[Tensor, " P"]:
@@ -187,8 +195,11 @@ class GramRegression(GramPosterior):
         return float(self.exact.effective_dimension(*self.precisions))
 
     @property
-    def largest_eigenvalue(self) -> float:
-        return float(self.exact.eigenvalues[-1])
+    def eigenvalues(self) -> Float[Tensor, " NC"]:
+        return self.exact.eigenvalues
+
+    def at(self, model: LinearModel, prior: GaussianPrior) -> "GramRegression":
+        return GramRegression(replace(self.exact, model=model, prior=prior), overall_precisions(model, prior))
 
     def mode(self) -> Float[Tensor, " P"]:
         return self.exact.mode(*self.precisions)
@@ -245,18 +256,21 @@ class GramClassification(GramPosterior):
     def restore(cls, model: LinearModel, prior: GaussianPrior, tensors: dict[str, Tensor]) -> "GramClassification":
         # Without the check of `of`: the Gram matrix is built only if leave-one-out predictions or curves ask for it.
         problem, alpha = ExactClassification(model, prior), overall_precision(prior)
-        mode = problem.mode_of(alpha, tensors["coefficients"], tensors["mode_outputs"])
+        mode = None
+        if "coefficients" in tensors:
+            mode = problem.mode_of(alpha, tensors["coefficients"], tensors["mode_outputs"])
         values, vectors, outputs = (tensors[name] for name in ("eigenvalues", "vectors", "curvature_outputs"))
-        return cls(ExactPosterior(problem, alpha, mode, outputs, values, vectors, mode.converged))
+        return cls(ExactPosterior(problem, alpha, mode, outputs, values, vectors))
 
     def tensors(self) -> dict[str, Tensor]:
-        return {
+        kept = {
             "eigenvalues": self.exact.eigenvalues,
             "vectors": self.exact.vectors,
             "curvature_outputs": self.exact.curvature_outputs,
-            "coefficients": self.exact.mode.coefficients,
-            "mode_outputs": self.exact.mode.outputs,
         }
+        if self.exact.known_mode is None:
+            return kept
+        return kept | {"coefficients": self.exact.mode.coefficients, "mode_outputs": self.exact.mode.outputs}
 
     # The likelihood has no noise of its own, so that `b = 1`: the noise is in the root of the curvature.
     @property
@@ -272,8 +286,11 @@ class GramClassification(GramPosterior):
         return self.exact.effective_dimension
 
     @property
-    def largest_eigenvalue(self) -> float:
-        return float(self.exact.eigenvalues[-1])
+    def eigenvalues(self) -> Float[Tensor, " NC"]:
+        return self.exact.eigenvalues
+
+    def at(self, model: LinearModel, prior: GaussianPrior) -> "GramClassification":
+        return GramClassification(self.exact.with_precision(overall_precision(prior)))
 
     def mode(self) -> Float[Tensor, " P"]:
         return self.exact.mode_weights()
@@ -293,7 +310,7 @@ class GramClassification(GramPosterior):
         return self.exact.sample(draws)
 
     def predict(self, features: Features) -> ExactPrediction:
-        return self.exact.at(features).prediction
+        return self.exact.prediction_at(features)
 
     def curves(self) -> EvidencePath:
         return classification_curves(self.exact)

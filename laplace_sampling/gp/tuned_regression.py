@@ -21,11 +21,11 @@ from laplace_sampling.evidence.damping import DampedSteps
 from laplace_sampling.gp.exact_regression import ExactRegression, noise_scale, overall_noise
 from laplace_sampling.gp.gram import MAX_MEMORY, check_gram_size, gram
 from laplace_sampling.gp.regression_evidence import Optimum
-from laplace_sampling.gp.root import falling_root
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.features import BLOCK_BYTES
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision, unit_variance
+from laplace_sampling.solvers.root import falling_root
 
 __all__ = ["Search", "TunedRegression", "fit_exact_regression"]
 

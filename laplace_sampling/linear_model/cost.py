@@ -1,6 +1,6 @@
-"""What products of a network cost: floating-point operations, seconds and memory."""
+"""What products of a network cost: floating-point operations and memory, both counted."""
 
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,45 +9,59 @@ from torch import Tensor
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.networks.resources import Operations, TensorBytes
 
-__all__ = ["Cost", "measure", "rows_in_memory"]
+__all__ = ["Cost", "batches_fit", "measure", "rows_in_memory"]
 
 # Tensors as large as the largest one that a JVP holds at once: inputs and output of an operation, and a copy. With 8
 # vectors on a convolution with normalisation, an MLP and an attention layer the prediction was 1.0 to 2.1 times the
 # measured peak; with half the value it fell to 0.65, with twice the value it reached 3.
 _ALIVE = 4
+# Data whose operations are counted. Operations go with the data, but for those on weights alone (parametrisations),
+# which are counted too often by fewer data. With 2 and 8 the counts of a LeNet, an MLP and a CNN are the same.
+_COUNTED = 4
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of products, measured on a mini-batch.
+    """What products take of one datum, in floating-point operations of matrix products, convolutions and attention.
 
     Attributes:
-        jvp: operations of a JVP for each datum.
-        vjp: operations of a VJP for each datum.
-        seconds: time of a JVP and a VJP of all data.
+        jvp: of one vector.
+        vjp: of one cotangent, with its forward pass.
+        gradient: of all trainable weights, forward and backward: a training epoch takes one of each datum.
     """
 
     jvp: float
     vjp: float
-    seconds: float
+    gradient: float
+
+    @property
+    def passes(self) -> float:
+        """Of a JVP and a VJP, the unit in which solvers count."""
+        return self.jvp + self.vjp
 
 
-def measure(features: Features, num_data: int = 64) -> Cost:
-    """The cost of one JVP and one VJP on a mini-batch of at most `num_data` data."""
-    batch = next(iter(features.chunks()))[:num_data]
+def measure(features: Features, gradient: Callable[[Tensor], object] | None = None) -> Cost:
+    """The cost of one JVP and one VJP, counted on a few data.
+
+    Args:
+        features: `Φ`.
+        gradient: computes the gradient of all trainable weights on a batch; by default that is a VJP.
+    """
+    batch = next(iter(features.chunks()))[:_COUNTED]
     v = torch.ones(1, features.size, dtype=features.dtype, device=features.device)
     features.jvp(v, batch[:2])  # the first product of a network tries which way works
     with Operations() as forward:
         u = features.jvp(v, batch)
     with Operations() as backward:
         features.vjp(u, batch)
-    # Timed in a second run: the first one also allocates memory and compiles kernels.
-    _synchronise(features.device)
-    started = time.perf_counter()
-    features.vjp(features.jvp(v, batch), batch)
-    _synchronise(features.device)
-    share = len(batch) / features.num_data
-    return Cost(forward.count / len(batch), backward.count / len(batch), (time.perf_counter() - started) / share)
+    trained = backward
+    if gradient is not None:
+        with Operations() as trained:
+            gradient(batch)
+    # Networks without any such operation, as of look-ups alone, still touch each weight.
+    least = (4.0 * features.size, 6.0 * features.size, 6.0 * features.size)
+    counts = (found.count / len(batch) for found in (forward, backward, trained))
+    return Cost(*(count or instead for count, instead in zip(counts, least, strict=True)))
 
 
 def rows_in_memory(features: Features, bytes_: float, vectors: int) -> int:
@@ -62,8 +76,24 @@ def rows_in_memory(features: Features, bytes_: float, vectors: int) -> int:
         vectors: number of vectors of a JVP.
     """
     v = torch.zeros(vectors, features.size, dtype=features.dtype, device=features.device)
+    # One small product bounds the others: with all its tensors, copies of weights among them, for each of few data.
+    with TensorBytes() as made:
+        features.jvp(v[:1], torch.arange(min(2, features.num_data)))
+    bound = int(bytes_ / max(sum(made.sizes) + _ALIVE * vectors * max(made.sizes, default=0), 1))
+    if bound >= features.batch_size:
+        return bound
     needed = sum(_bytes_a_datum(features, v[:1])) + _ALIVE * max(_bytes_a_datum(features, v), default=0)
     return max(1, int(bytes_ / max(needed, 1)))
+
+
+def batches_fit(features: Features, bytes_: float, vectors: int) -> bool:
+    """Whether activations of a mini-batch fit for certain, by products of one vector: no tensor grows faster than they.
+
+    Where few data have large inputs, products of all vectors on some of them would take longer than a fit.
+    """
+    v = torch.zeros(1, features.size, dtype=features.dtype, device=features.device)
+    of_one = _bytes_a_datum(features, v)
+    return (sum(of_one) + _ALIVE * vectors * max(of_one, default=0)) * features.batch_size <= bytes_
 
 
 def _bytes_a_datum(features: Features, v: Tensor) -> list[float]:
@@ -78,8 +108,3 @@ def _bytes_a_datum(features: Features, v: Tensor) -> list[float]:
     if few == more or len(small) != len(large):  # not the same operations: count all tensors
         return [size / more for size in large]
     return [max(b - a, 0) / (more - few) for a, b in zip(small, large, strict=True)]
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

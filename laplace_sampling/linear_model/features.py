@@ -6,10 +6,14 @@ A mini-batch is a tensor of data indices; `None` means all data. Sums are over t
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from laplace_sampling.linear_model.dense_curvature import HeldCurvatures
 
 __all__ = ["BLOCK_BYTES", "Curvature", "DenseFeatures", "DerivedFeatures", "Features", "ScaledFeatures", "row_blocks"]
 
@@ -25,12 +29,16 @@ class Features(ABC):
     """`Φ`, the Jacobian of the outputs on the training data in the weights, `[N, C, P]`, as products.
 
     `products` counts JVPs and VJPs in units of one datum and one vector.
+
+    Attributes:
+        held: keeps `M` in full, for dense algebra on few weights.
     """
 
     num_data: int
     num_outputs: int
     size: int
     batch_size: int
+    held: "HeldCurvatures | None" = None
 
     @property
     @abstractmethod
@@ -39,6 +47,11 @@ class Features(ABC):
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype: ...
+
+    @property
+    def precision(self) -> torch.dtype:
+        """In which rows are known, and weights need not be more accurate."""
+        return self.dtype
 
     @abstractmethod
     def jvp(self, v: Float[Tensor, "K P"], batch: Tensor) -> Float[Tensor, "K n C"]:
@@ -71,6 +84,12 @@ class Features(ABC):
         # A shallow copy: features of different batch size share data and matrices.
         other = copy.copy(self)
         other.batch_size = max(1, min(self.batch_size, batch_size))
+        return other
+
+    def holding_curvature(self, held: "HeldCurvatures") -> "Features":
+        """The same features, of which `M` is accumulated once, and held there."""
+        other = copy.copy(self)
+        other.held = held
         return other
 
     def in_float64(self) -> "Features":

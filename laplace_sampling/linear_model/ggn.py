@@ -2,15 +2,19 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.features import Features
+from laplace_sampling.linear_model.features import Features, ScaledFeatures
 from laplace_sampling.solvers.operator import Operator
+
+if TYPE_CHECKING:
+    from laplace_sampling.linear_model.dense_curvature import DenseCurvature
 
 __all__ = ["GGN", "WhiteNoise"]
 
@@ -98,9 +102,12 @@ class GGN(Operator):
         return total
 
     def random_rows(self, batch: Tensor, generator: torch.Generator) -> Tensor:
+        return self.rows_along(batch, torch.randn(len(batch), self.outputs.shape[1], generator=generator))
+
+    def rows_along(self, batch: Tensor, directions: Float[Tensor, "n C"]) -> Float[Tensor, "n P"]:
+        """`φ_iᵀ L_i z_i` of each datum of a batch for given `z`, `L_iL_iᵀ = B_i`: one VJP of each."""
         f = self.outputs[batch]
-        white = torch.randn(f.shape, generator=generator).to(f)
-        return self.features.vjp_each(self.likelihood.root(f, white, self._targets(batch)), batch)
+        return self.features.vjp_each(self.likelihood.root(f, directions.to(f), self._targets(batch)), batch)
 
     def root_rows(self) -> Iterator[Tensor]:
         num_data = max(1, _BLOCK_NUMBERS // (self.features.num_outputs * self.size))
@@ -110,8 +117,17 @@ class GGN(Operator):
             rows = self.features.rows(chunk).permute(2, 0, 1)
             yield self.likelihood.root_transpose(f, rows.contiguous(), y).flatten(1).T
 
+    def dense(self) -> "DenseCurvature | None":
+        features, scale = self.features, None
+        if isinstance(features, ScaledFeatures):
+            features, scale = features.features, features.scale
+        return None if features.held is None else features.held.of(replace(self, features=features), scale)
+
     def diagonal(self) -> Float[Tensor, " P"]:
         """`diag(M)`, exactly, by `C` VJPs for each datum."""
+        held = self.dense()
+        if held is not None:
+            return held.matrix.diagonal().clone()
         total = torch.zeros(self.size, device=self.device, dtype=self.dtype)
         for rows in self.root_rows():
             total += (rows**2).sum(0)

@@ -1,129 +1,68 @@
-r"""Kronecker-factored curvature (KFAC): `M̂ = G ⊗ A` for the weights of each linear layer and convolution.
+r"""Eigenvalue-corrected Kronecker factors (EKFAC): `M̂ = (U_G ⊗ U_A) diag(Λ) (U_G ⊗ U_A)ᵀ` for the weights of a layer.
 
-With inputs `a` of such a layer (a one appended for its bias) and pulled-back columns `g` of roots of `B`, the exact
-block is `Σ_i Σ_c vec(Σ_t g_itc a_itᵀ) vec(…)ᵀ` over data `i`, outputs `c` and places `t` where the weights are used.
-KFAC treats inputs and gradients, and different places, as independent (Martens and Grosse 2015; "expand" of Eschenhagen
-et al. 2023):
+The eigenvectors are those of the partial traces `G` and `A` of the layer's block of `M`; `Λ` is the diagonal of that
+block in their basis (George et al. 2018, "Fast approximate natural gradient descent in a Kronecker-factored
+eigenbasis"; `layer_curvature` has the formulas). One pass over some of the data finds the eigenvectors, one over all
+finds `Λ`. Each takes a forward pass of a datum, and a VJP for each random output `L z_i` that stands for all outputs:
+sums of squares of these are unbiased, and over many data they average out.
 
-    G = Σ_i Σ_t Σ_c g_itc g_itcᵀ,        A = Σ_i Σ_t w_i a_it a_itᵀ / Σ_i Σ_t w_i,
-
-with weights `w` of data, which are in `g` already. Sums are over the places that the outputs depend on: where all
-`g_itc` are zero, as at padding and ignored labels, nothing contributes to `M`.
-
-Weights of all other modules get the diagonal of `M`. A test finds out whether a layer is used as its class says: where
-the gradients of its weights are not `Σ_it g_it a_itᵀ`, its weights are treated as those of other modules.
+Layers of few weights and normalisations have the block itself instead of factors, all other weights its diagonal. A
+test finds out which operations make up the gradient of a weight: where their `Σ_it g_it a_itᵀ` is not the gradient, as
+where it is used elsewhere too, and where the data are not along one axis, it is one of the others.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from laplace_sampling.likelihoods.weighted import Weighted
 from laplace_sampling.linear_model.ggn import GGN, WhiteNoise
-from laplace_sampling.linear_model.kronecker import Kronecker, KroneckerBlock
+from laplace_sampling.linear_model.kronecker import Kronecker, KroneckerBlock, outer_factors
+from laplace_sampling.linear_model.layer_curvature import Layer, partial_traces, squares
 from laplace_sampling.linear_model.network_features import NetworkFeatures
-from laplace_sampling.linear_model.priors.g_prior import GPrior
-from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.subnetwork import Subnetwork
-from laplace_sampling.networks.undisturbed import LOCK, undisturbed
+from laplace_sampling.networks.undisturbed import undisturbed
+from laplace_sampling.networks.weight_uses import Fold, Pair, Use, WeightUses, folds
 
-__all__ = ["kfac"]
+__all__ = ["Factors", "corrected", "kronecker_factors"]
 
-
-@dataclass
-class _Call:
-    """One call of a layer.
-
-    Attributes:
-        inputs: inputs as rows, one for each place.
-        output: output of the call.
-        counts: how much each row counts: `w_i`, or 0 where the outputs do not depend on it.
-    """
-
-    inputs: Float[Tensor, "rows n"]
-    output: Tensor
-    counts: Float[Tensor, " rows"]
+# Layers of at most so many weights have no factors, where the random outputs are twice as many.
+_DENSE = 1024
+# Data of which the layers are found.
+_TRIED = 16
 
 
-@dataclass
-class _Layer:
-    """A linear layer or convolution, and the sums over its calls.
+@dataclass(frozen=True)
+class Factors:
+    """The partial traces of the blocks of layers, and the diagonal of the other weights.
 
     Attributes:
-        module: the layer itself.
-        weight: name of its weight among the random weights.
-        bias: name of its bias, if that is random.
-        calls: calls in the last run of the network.
-        A: `Σ w a aᵀ`.
-        G: `Σ g gᵀ`.
-        rows: sum of the weights `w`.
+        layers: the layers.
+        traces: `G` and `A` of each.
+        rest: positions of the weights that are in none.
+        diagonal: of `M` at these.
+        passes: products spent, in units of all data and one vector.
     """
 
-    module: nn.Linear | nn.Conv2d
-    weight: str
-    bias: str | None
-    calls: list[_Call] = field(default_factory=list)
-    A: Tensor | float = 0.0
-    G: Tensor | float = 0.0
-    rows: float = 0.0
-
-    def record(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> Tensor:
-        """A forward hook that stores the call."""
-        inputs = self._unfolded((args[0] if args else kwargs["input"]).detach())
-        self.calls.append(_Call(inputs, output, torch.zeros(len(inputs), dtype=torch.float64, device=inputs.device)))
-        # The next module may change its input in place, as `ReLU(inplace=True)` does: it gets a copy.
-        return output.clone()
-
-    def add_calls(self) -> None:
-        """Adds the inputs of all calls to `A`, and forgets the calls."""
-        for call in self.calls:
-            a = call.inputs.double()
-            self.A, self.rows = self.A + (call.counts * a.T) @ a, self.rows + float(call.counts.sum())
-        self.calls = []
-
-    def _unfolded(self, x: Tensor) -> Tensor:
-        """Inputs as rows, with a one for the bias: a convolution is a linear layer of patches."""
-        module = self.module
-        if isinstance(module, nn.Conv2d):
-            assert not isinstance(module.padding, str)
-            x = F.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride).mT
-        x = x.reshape(-1, x.shape[-1])
-        return x if self.bias is None else torch.cat([x, x.new_ones(len(x), 1)], dim=1)
-
-    def by_row(self, gradient: Tensor) -> Tensor:
-        """The gradient in an output as rows `[rows, m]`, in the order of the rows of the inputs."""
-        if isinstance(self.module, nn.Conv2d):
-            gradient = gradient.movedim(1, -1)
-        return gradient.reshape(-1, gradient.shape[-1])
-
-    def explains(self, output_gradients: list[Tensor], weight_gradients: dict[str, Tensor]) -> bool:
-        """Whether the gradients of its weights are those that its calls give, `Σ g aᵀ`."""
-        if not self.calls:
-            return False
-        pairs = [(self.by_row(g), call.inputs) for call, g in zip(self.calls, output_gradients, strict=True)]
-        if any(len(g) != len(a) for g, a in pairs):  # a subclass that returns something else
-            return False
-        by_calls = torch.stack([g.T @ a for g, a in pairs]).sum(0)
-        expected = weight_gradients[self.weight].reshape(len(by_calls), -1)
-        if self.bias is not None:
-            expected = torch.cat([expected, weight_gradients[self.bias][:, None]], dim=1)
-        # Half of the digits: sums over many places round in another order.
-        rounding = math.sqrt(torch.finfo(by_calls.dtype).eps)
-        return float((by_calls - expected).norm()) <= rounding * float(expected.norm())
+    layers: list[Layer]
+    traces: list[tuple[Tensor, ...]]
+    rest: Tensor
+    diagonal: Tensor
+    passes: float
 
 
-def kfac(ggn: GGN, noise: WhiteNoise) -> Kronecker:
-    """KFAC of a GGN, by a forward pass of all data, and a reverse pass for each output or probe.
+def kronecker_factors(ggn: GGN, noise: WhiteNoise, data: Tensor | None = None) -> Factors:
+    """The factors of a GGN, by a forward pass and a VJP for each random output.
 
     Args:
         ggn: `M`, of the features of a network.
-        noise: probes in place of the columns of roots of `B`, if there are fewer of them.
+        noise: its signs are the probes `z`; outputs that are no more than they are taken as they are.
+        data: the indices of data that stand for all, by default all.
 
     Raises:
         ValueError: for other features, such as those of measurements or with noise variances.
@@ -134,143 +73,254 @@ def kfac(ggn: GGN, noise: WhiteNoise) -> Kronecker:
             'method="kfac" is for whole weights of a network and data of equal noise: leave out `noise_variances` (or '
             '`weights` of a regression), `observe` and masks of `parameters=`, or use method="diagonal".'
         )
-    layers = _layers(features.network)
-    passes = 0.0
-    for number, chunk in enumerate(features.chunks()):
+    layers, rest = _layers(ggn, noise)
+    return Factors(layers, *_sums(ggn, noise, data, layers, [partial_traces for _ in layers], rest))
+
+
+def corrected(
+    ggn: GGN, noise: WhiteNoise, factors: Factors, scale: Tensor | None = None, data: Tensor | None = None
+) -> Kronecker:
+    """`M̂` in the eigenvectors of some factors, by another pass of the same cost.
+
+    Args:
+        ggn: `M`.
+        noise: as for the factors; with other noise than theirs, `Λ` is unbiased.
+        factors: the factors.
+        scale: `s`, `[P]`, for the `M̂` of `diag(s) M diag(s)`. It has other eigenvectors, whose `Λ` is summed here.
+        data: as for the factors.
+
+    Raises:
+        ValueError: for a scale that is not a product of two factors in each layer.
+    """
+    scale = torch.ones(ggn.size, dtype=torch.float64, device=ggn.device) if scale is None else scale.double()
+    bases = [_Basis.of(layer, (G, A), scale) for layer, (G, A) in zip(factors.layers, factors.traces, strict=True)]
+    of_layers, rest, diagonal, passes = _sums(
+        ggn, noise, data, factors.layers, [basis.sums for basis in bases], factors.rest
+    )
+    blocks = [basis.block(sums) for basis, sums in zip(bases, of_layers, strict=True)]
+    return Kronecker(blocks, rest, diagonal * scale[rest] ** 2, factors.passes + passes)
+
+
+@dataclass(frozen=True)
+class _Basis:
+    """The eigenvectors of a layer in scaled coordinates, and what has to be summed for their eigenvalues.
+
+    Attributes:
+        layer: the layer.
+        scales: `s` of its weights, a factor for each row and one for each column.
+        vectors: `U_G` and `U_A`, or none where the block is not factored: one row a group.
+    """
+
+    layer: Layer
+    scales: tuple[Float[Tensor, "q m"], Float[Tensor, "q k"]]
+    vectors: tuple[Float[Tensor, "q m m"], Float[Tensor, "q k k"]] | None
+
+    @classmethod
+    def of(cls, layer: Layer, traces: tuple[Tensor, Tensor], scale: Float[Tensor, " P"]) -> "_Basis":
+        """The basis of partial traces, in the coordinates of a scale of each weight of the network."""
+        scales = outer_factors(scale[layer.index])
+        if layer.index.shape[1] == 1:
+            return cls(layer, scales, None)
+        scaled = [s[..., None] * trace * s[:, None] for s, trace in zip(scales, traces, strict=True)]
+        return cls(layer, scales, (torch.linalg.eigh(scaled[0])[1], torch.linalg.eigh(scaled[1])[1]))
+
+    @property
+    def sums(self) -> Callable[[Pair], tuple[Tensor, ...]]:
+        """The sums over data that `block` takes."""
+        if self.vectors is None:
+            return partial_traces
+        left, right = (s[..., None] * U for s, U in zip(self.scales, self.vectors, strict=True))
+        return partial(_only_squares, left=left, right=right)
+
+    def block(self, sums: tuple[Tensor, ...]) -> KroneckerBlock:
+        """The block of the layer."""
+        if self.vectors is not None:
+            return KroneckerBlock(self.layer.index, *self.vectors, sums[0])
+        # With one row the partial trace over it is the block itself.
+        s = self.scales[0] * self.scales[1]
+        eigenvalues, U = torch.linalg.eigh(s[..., None] * sums[1] * s[:, None])
+        return KroneckerBlock(self.layer.index, torch.ones_like(U[:, :1, :1]), U, eigenvalues.clamp_min(0)[:, None])
+
+
+def _only_squares(pair: Pair, left: Tensor, right: Tensor) -> tuple[Tensor, ...]:
+    return (squares(pair, left, right),)
+
+
+# Sums over data -------------------------------------------------------------------------------------------------------
+
+
+def _sums(
+    ggn: GGN,
+    noise: WhiteNoise,
+    data: Tensor | None,
+    layers: list[Layer],
+    functions: list[Callable[[Pair], tuple[Tensor, ...]]],
+    rest: Tensor,
+) -> tuple[list[tuple[Tensor, ...]], Tensor, Tensor, float]:
+    """Sums over data of functions of the pairs of layers, `rest`, the diagonal there, and passes."""
+    features = ggn.features
+    assert isinstance(features, NetworkFeatures)
+    others = _others(features, rest)
+    of_layers: list[tuple[Tensor, ...]] = [()] * len(layers)
+    diagonal = torch.zeros(len(rest), dtype=torch.float64, device=rest.device)
+    num, vjps = features.num_data if data is None else len(data), 0
+    for chunk in features.chunks(data):
+        run = _Run(ggn, noise, chunk)
+        for root in run.roots:
+            for number, (layer, pair) in enumerate(zip(layers, run.pairs(layers, run.narrow(root)), strict=True)):
+                if pair is not None:
+                    of_layers[number] = _added(of_layers[number], functions[number](layer.shaped(pair)))
+            if others is not None:
+                diagonal += others.vjp_each(root, chunk).square().sum(0)
+            vjps += (1 + (others is not None)) * len(chunk)
+        features.network.products["vjp"] += len(run.roots) * len(chunk)
+    share = num / features.num_data
+    summed = [tuple(t / share for t in sums) for sums in of_layers]
+    # A pass is a JVP and a VJP of all data.
+    return summed, rest, diagonal / share, vjps / (2 * features.num_data)
+
+
+def _added(sums: tuple[Tensor, ...], more: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(a + b for a, b in zip(sums, more, strict=True)) if sums else more
+
+
+def _others(features: NetworkFeatures, rest: Tensor) -> NetworkFeatures | None:
+    """The features of the weights at some positions, which are whole tensors."""
+    if not len(rest):
+        return None
+    is_rest = torch.zeros(features.size, dtype=torch.bool).index_fill_(0, rest.cpu(), True)
+    parts = is_rest.split(features.network.held.sizes)
+    names = [name for name, part in zip(features.network.names, parts, strict=True) if bool(part.all())]
+    return NetworkFeatures(features.network.with_names(names), features.data, features.layout)
+
+
+class _Run:
+    """Some data that have gone through the network.
+
+    Attributes:
+        f: outputs with a graph, `[n, C]`.
+        weights: random weights in the graph, by name.
+        roots: random outputs, `[R, n, C]`.
+        uses: the operations by the names of their weights.
+    """
+
+    def __init__(self, ggn: GGN, noise: WhiteNoise, chunk: Tensor) -> None:
+        features = ggn.features
+        assert isinstance(features, NetworkFeatures)
         x, layout = features.inputs(chunk)
-        with undisturbed, _recorded(layers):
-            outputs, weights = features.network.traced(x)
-        f = outputs.reshape(len(chunk), -1)
-        if number == 0:
-            layers = _used_as_their_class_says(layers, f, weights)
-        roots = features.layout.narrow(_roots(ggn, noise, chunk), layout).to(f)
-        _add_chunk(ggn, layers, f, roots, chunk)
-        # A pass is a JVP and a VJP of all data; each root takes a VJP.
-        passes += len(roots) * len(chunk) / (2 * features.num_data)
-    return _assembled(ggn, layers, noise, passes)
+        with undisturbed:
+            outputs, watched = features.network.traced(x, WeightUses)
+        self.f, self.weights = outputs.reshape(len(chunk), -1), watched.weights
+        self.roots = _roots(ggn, noise, chunk).to(self.f)
+        self.narrow = lambda u: features.layout.narrow(u[None], layout)[0]
+        self.uses = defaultdict[tuple[str, ...], list[Use]](list)
+        for use in watched.uses:
+            self.uses[use.names].append(use)
 
+    def gradients(self, uses: list[Use], u: Float[Tensor, "n C"]) -> list[Tensor | None]:
+        """`u` pulled back to the outputs of operations; `None` where nothing reaches."""
+        edges = [use.edge for use in uses]
+        return list(torch.autograd.grad(self.f, edges, u, retain_graph=True, allow_unused=True)) if edges else []
 
-def _layers(network: Linearisation) -> list[_Layer]:
-    """Linear layers and convolutions whose weight is random."""
-    # By identity: a weight that two modules share has one name, that of the first.
-    with LOCK:
-        names = {id(p): name for name, p in network.module.named_parameters() if name in network.shapes}
-        layers = []
-        for module in network.module.modules():
-            if isinstance(module, nn.Conv2d):
-                is_plain = module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
-            else:
-                is_plain = isinstance(module, nn.Linear)
-            if is_plain and isinstance(module, nn.Linear | nn.Conv2d) and id(module.weight) in names:
-                layers.append(_Layer(module, names[id(module.weight)], names.get(id(module.bias))))
-    return layers
+    def pairs(self, layers: list[Layer], u: Float[Tensor, "n C"]) -> list[Pair | None]:
+        """`g` and `a` of each layer."""
+        gradients = iter(self.gradients([use for layer in layers for use in self.uses[layer.names]], u))
+        return [self.pair(layer.names, layer.folds, gradients) for layer in layers]
 
-
-@contextmanager
-def _recorded(layers: list[_Layer]) -> Iterator[None]:
-    """Records the calls of layers inside."""
-    # Hooks, not a changed forward: subclasses and functional calls of a layer are seen as well.
-    handles = [layer.module.register_forward_hook(layer.record, with_kwargs=True) for layer in layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    def pair(self, names: tuple[str, ...], of_uses: list[Fold], gradients: Iterator[Tensor | None]) -> Pair | None:
+        """`g` and `a` of a layer, with the places of all its operations one after another."""
+        pairs = []
+        for number, use in enumerate(self.uses[names]):
+            gradient = next(gradients)
+            if gradient is not None:
+                # The last fold is that of more operations, as in a loop that is longer than when the layer was found.
+                fold = of_uses[min(number, len(of_uses) - 1)]
+                pairs.append(use.pair(gradient, fold, len(self.f), self.f.dtype))
+        if not pairs:
+            return None
+        return (
+            pairs[0] if len(pairs) == 1 else (torch.cat([g for g, _ in pairs], 3), torch.cat([a for _, a in pairs], 3))
+        )
 
 
 def _roots(ggn: GGN, noise: WhiteNoise, chunk: Tensor) -> Float[Tensor, "R n C"]:
     """The columns of roots of `B`, or random combinations of them if outputs are more than probes."""
     f = ggn.outputs[chunk]
-    # Columns of `L` are exact; with `E[zzᵀ] = I`, scaled probes `Lz` have the same sum of squares in the mean.
     if f.shape[1] <= noise.num_samples:
         white = torch.eye(f.shape[1]).to(f)[:, None].expand(-1, len(f), -1)
     else:
-        white = noise(chunk).to(f) / math.sqrt(noise.num_samples)
+        # Signs have the covariance of normal numbers and a smaller fourth moment: squares of sums vary less.
+        white = noise(chunk).sign().to(f) / math.sqrt(noise.num_samples)
     return ggn.likelihood.root(f, white, ggn._targets(chunk))
 
 
-def _add_chunk(ggn: GGN, layers: list[_Layer], f: Tensor, roots: Tensor, chunk: Tensor) -> None:
-    """Adds the data of a chunk to the factors of all layers."""
-    calls = [(layer, call) for layer in layers for call in layer.calls]
-    for root in roots if calls else []:
-        # One reverse pass gives the gradients in the outputs of all calls of all layers.
-        for (layer, call), g in zip(calls, _pulled_back(f, calls, root), strict=True):
-            layer.G = layer.G + g.T @ g
-            # A gradient of exactly zero for all roots: padding, or a label that is ignored.
-            call.counts[(g != 0).any(1)] = 1.0
-    if isinstance(ggn.likelihood, Weighted) and calls:
-        targets = ggn._targets(chunk)
-        assert targets is not None
-        _weigh(f, calls, roots, ggn.likelihood.weights(targets).to(f))
-    for layer in layers:
-        layer.add_calls()
+# Which weights are in layers ------------------------------------------------------------------------------------------
 
 
-def _gradients(f: Tensor, tensors: list[Tensor], u: Tensor) -> list[Tensor]:
-    return list(torch.autograd.grad(f, tensors, u, retain_graph=True, allow_unused=True, materialize_grads=True))
-
-
-def _pulled_back(f: Tensor, calls: list[tuple[_Layer, _Call]], u: Tensor) -> list[Float[Tensor, "rows m"]]:
-    """`u` pulled back to the outputs of calls."""
-    gradients = _gradients(f, [call.output for _, call in calls], u)
-    return [layer.by_row(gradient).double() for (layer, _), gradient in zip(calls, gradients, strict=True)]
-
-
-def _weigh(f: Tensor, calls: list[tuple[_Layer, _Call]], roots: Tensor, weights: Float[Tensor, " n"]) -> None:
-    """Gives each row the weight of its datum.
-
-    A layer may fold data and places into its rows in any way. So the datum of a row is not looked up: a reverse pass
-    scaled by the weights shows the weight of each row as a ratio of gradients.
-    """
-    # A random combination of the roots, in which gradients that are not zero do not cancel.
-    signs = torch.randn(len(roots), generator=torch.Generator().manual_seed(0)).to(roots)
-    u = torch.einsum("k,knc->nc", signs, roots)
-    pairs = zip(_pulled_back(f, calls, u), _pulled_back(f, calls, u * weights[:, None]), strict=True)
-    for (_, call), (plain, scaled) in zip(calls, pairs, strict=True):
-        ratio = (scaled * plain).sum(1) / plain.square().sum(1)
-        call.counts = torch.where(call.counts > 0, ratio.nan_to_num(0.0), 0.0)
-
-
-def _used_as_their_class_says(layers: list[_Layer], f: Tensor, weights: dict[str, Tensor]) -> list[_Layer]:
-    """The layers whose weights act through their calls only.
-
-    The test compares gradients of a random combination of the outputs; a weight that is also used elsewhere, or tied to
-    another module, fails it.
-    """
-    u = torch.randn(f.shape, generator=torch.Generator().manual_seed(0)).to(f)
-    weight_gradients = dict(zip(weights, _gradients(f, list(weights.values()), u), strict=True))
-    used = []
-    for layer in layers:
-        # A layer that is never called, or called by other means than its forward, has no outputs here.
-        outputs = [call.output for call in layer.calls]
-        if outputs and layer.explains(_gradients(f, outputs, u), weight_gradients):
-            used.append(layer)
-        else:
-            layer.calls = []
-    return used
-
-
-def _assembled(ggn: GGN, layers: list[_Layer], noise: WhiteNoise, passes: float) -> Kronecker:
-    """The blocks of layers, and the diagonal of the weights that are in none."""
+def _layers(ggn: GGN, noise: WhiteNoise) -> tuple[list[Layer], Tensor]:
+    """The layers, and the positions of the weights that are in none."""
     features = ggn.features
     assert isinstance(features, NetworkFeatures)
-    network, sizes = features.network, [shape.numel() for shape in features.network.shapes.values()]
-    places = dict(zip(network.names, torch.arange(ggn.size, device=ggn.device).split(sizes), strict=True))
-    blocks = [_block(layer, places) for layer in layers]
-    if not places:
-        nothing = torch.zeros(0, dtype=torch.long, device=ggn.device)
-        return Kronecker(blocks, nothing, nothing.double(), passes)
-    # The diagonal takes products with the other weights only.
-    others = NetworkFeatures(network.with_names(list(places)), features.data, features.layout)
-    diagonal = GPrior(num_probes=noise.num_samples).diagonal(replace(ggn, features=others), noise)
-    return Kronecker(blocks, torch.cat([places[name] for name in others.network.names]), diagonal.double(), passes)
+    positions = torch.arange(ggn.size, device=ggn.device).split(features.network.held.sizes)
+    places = dict(zip(features.network.names, positions, strict=True))
+    run = _Run(ggn, noise, next(iter(features.chunks()))[:_TRIED])
+    # All outputs of a datum have no noise that a block could take for curvature.
+    all_outputs = len(run.roots) == features.num_outputs
+    most = min(_DENSE, math.inf if all_outputs else features.num_data * len(run.roots) / 2)
+    layers = [layer.as_row() if layer.index.numel() <= most else layer for layer in _found(run, places)]
+    inside = {name for layer in layers for name in layer.names}
+    rest = [place for name, place in places.items() if name not in inside]
+    return layers, torch.cat(rest) if rest else positions[0][:0]
 
 
-def _block(layer: _Layer, places: dict[str, Tensor]) -> KroneckerBlock:
-    """The block of a layer, whose weights are removed from `places`."""
-    index = places.pop(layer.weight).reshape(len(layer.module.weight), -1)
-    if layer.bias is not None:
-        index = torch.cat([index, places.pop(layer.bias)[:, None]], dim=1)
-    assert isinstance(layer.G, Tensor)
-    assert isinstance(layer.A, Tensor)
-    return KroneckerBlock(index, layer.G, layer.A / (layer.rows or 1.0))
+def _found(run: _Run, places: dict[str, Tensor]) -> list[Layer]:
+    """The weights whose gradient is what their operations give, for a random combination of outputs."""
+    u = torch.randn(run.f.shape, generator=torch.Generator().manual_seed(0)).to(run.f)
+    factors = torch.linspace(1.0, 2.0, len(u)).to(u)
+    names = list(run.uses)
+    uses = [use for name in names for use in run.uses[name]]
+    plain, scaled = run.gradients(uses, u), run.gradients(uses, u * factors[:, None])
+    folds_of = dict(zip(map(id, uses), map(_fold, uses, plain, scaled, [factors] * len(uses)), strict=True))
+    of_weights = dict(zip(run.weights, _weight_gradients(run, u), strict=True))
+    found = []
+    for name in names:
+        of_uses = [fold for use in run.uses[name] if (fold := folds_of[id(use)]) is not None]
+        if len(of_uses) < len(run.uses[name]):
+            continue
+        pair = run.pair(name, of_uses, iter(run.gradients(run.uses[name], u)))
+        if pair is not None and _explained(pair, [of_weights[n] for n in name]):
+            found.append(Layer(name, of_uses, _joined([places[n] for n in name], pair)))
+    return found
+
+
+def _weight_gradients(run: _Run, u: Tensor) -> tuple[Tensor, ...]:
+    weights = list(run.weights.values())
+    return torch.autograd.grad(run.f, weights, u, retain_graph=True, allow_unused=True, materialize_grads=True)
+
+
+def _fold(use: Use, plain: Tensor | None, scaled: Tensor | None, factors: Tensor) -> Fold | None:
+    """Where the data are: a factor of each output of a datum is one of each gradient that belongs to it."""
+    if plain is None or scaled is None:
+        return None
+    for fold in folds(plain.shape, use.leading, len(factors)):
+        expected, seen = (fold(t, len(factors)).flatten(1) for t in (plain, scaled))
+        if _close(seen, expected * factors[:, None].to(expected)):
+            return fold
+    return None
+
+
+def _joined(of_names: list[Tensor], pair: Pair) -> Tensor:
+    """Weight and bias, each of any shape, as `[q, m, k]`."""
+    q, m = pair[0].shape[1:3]
+    return torch.cat([t.reshape(q, m, -1) for t in of_names], dim=-1)
+
+
+def _explained(pair: Pair, gradients: list[Tensor]) -> bool:
+    """Whether gradients of the weights are those that the operations give."""
+    return _close(torch.einsum("nqmt,nqkt->qmk", *pair), _joined(gradients, pair).to(pair[0]))
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    # Half of the digits: sums over many places round in another order.
+    rounding = math.sqrt(torch.finfo(found.dtype).eps)
+    return float((found - expected).norm()) <= rounding * float(expected.norm())

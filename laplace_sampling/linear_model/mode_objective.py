@@ -1,6 +1,6 @@
 """The mode of the posterior of a linear model."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -12,7 +12,22 @@ from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.solvers.solver import Minimum, Objective, Solver
 
-__all__ = ["ModeObjective", "linear_model_mode"]
+__all__ = ["Mode", "ModeObjective", "linear_model_mode"]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """The mode of a linear model.
+
+    Attributes:
+        weights: `θ̄`, `[P]`, unscaled.
+        outputs: `h(θ̄, x_i)`, `[N, C]`.
+        minimum: of the objective.
+    """
+
+    weights: Float[Tensor, " P"]
+    outputs: Float[Tensor, "N C"]
+    minimum: Minimum
 
 
 class ModeObjective(Objective):

@@ -11,6 +11,7 @@ singular. In `L'` the noise enters in full at every step, and a mini-batch adds 
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -107,7 +108,9 @@ def draw(
     *,
     rows: int,
     dtype: torch.dtype,
+    init: Callable[[Draws], Float[Tensor, "K P"] | None] | None = None,
     description: str | None = None,
+    keep: bool = False,
 ) -> PosteriorSamples:
     """Zero-mean posterior samples `ζ ~ N(0, H⁻¹)`, in groups of as many as memory holds.
 
@@ -119,12 +122,20 @@ def draw(
         rows: number of samples in memory together. A sample depends on it only by rounding and within the tolerance of
             the solver.
         dtype: dtype of the samples.
+        init: gives the warm start `δ` of some of the draws, as of `sample_posterior`.
         description: label of progress bars; none by default.
+        keep: whether Ctrl-C ends it with the groups that are there, if these are two samples at least.
     """
     samples: Tensor | None = None
     parts: list[PosteriorSamples] = []
     for group in draws.groups(rows):
-        solution = sample_posterior(ggn, prior, group, solver, description=description)
+        start = None if init is None else init(group)
+        try:
+            solution = sample_posterior(ggn, prior, group, solver, init=start, description=description)
+        except KeyboardInterrupt:
+            if keep and group.first - draws.first > 1 and samples is not None:
+                return _joined(samples[: group.first - draws.first].clone(), parts, whole=False)
+            raise
         if samples is None:  # after the first solve, so that they do not add to its peak of memory
             samples = torch.empty(draws.num_samples, ggn.size, dtype=dtype, device=ggn.device)
         in_group = samples[group.first - draws.first :][: group.num_samples]
@@ -135,8 +146,8 @@ def draw(
     return _joined(samples, parts)
 
 
-def _joined(samples: Tensor, parts: list[PosteriorSamples]) -> PosteriorSamples:
-    """The samples of all groups, and what is known of each."""
+def _joined(samples: Tensor, parts: list[PosteriorSamples], whole: bool = True) -> PosteriorSamples:
+    """The samples of all groups, and what is known of each; some are missing if it is not the whole."""
 
     def concatenated(name: str) -> Tensor:
         return torch.cat([getattr(part, name) for part in parts])
@@ -149,7 +160,7 @@ def _joined(samples: Tensor, parts: list[PosteriorSamples]) -> PosteriorSamples:
         concatenated("residual"),
         concatenated("error"),
         sum(part.passes for part in parts),
-        all(part.converged for part in parts),
+        whole and all(part.converged for part in parts),
         parts[0].exact,
     )
 
@@ -160,7 +171,8 @@ def _judged(solution: Solution, samples: Tensor, ggn: GGN, prior: GaussianPrior)
     if solution.exact:
         # The leverage of an exact solution is a diagonal, not that of its samples: their energies take a product.
         scaled = replace(ggn, features=ScaledFeatures(ggn.features, prior.scale))
-        data_energies = row_products(zeta, scaled.matmul(zeta))
+        held = scaled.dense()
+        data_energies = row_products(zeta, (scaled if held is None else held).matmul(zeta))
     else:
         data_energies = torch.stack([row.double().sum() for row in solution.leverage])
     spread = prior.spread()

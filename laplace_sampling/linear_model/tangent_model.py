@@ -8,13 +8,19 @@ from torch import Tensor
 
 from laplace_sampling.data.batches import Layout
 from laplace_sampling.data.training_data import TrainingData
+from laplace_sampling.linear_model.dense_curvature import HeldCurvatures
 from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.linear_model.held_rows import HeldRows
 from laplace_sampling.linear_model.linear_model import LinearModel
 
 if TYPE_CHECKING:
     from laplace_sampling.networks.linearisation import Linearisation
 
-__all__ = ["TangentModel", "with_offset", "zeros_as"]
+__all__ = ["TangentModel", "is_accumulated", "with_offset", "zeros_as"]
+
+# Bytes of a Jacobian that is held: products with it are then cheaper than those of a network. It is a round number that
+# bounds memory, and is not tuned.
+_MOST_HELD = 2e8
 
 
 @dataclass(frozen=True)
@@ -55,14 +61,31 @@ class TangentModel:
         )
         return with_offset(precise, self.network.weights, self.kind)
 
-    def dense(self) -> LinearModel:
-        """The model with its Jacobian in memory, in float64, computed in float64 where the network allows."""
-        dense = replace(
-            self.model,
-            features=DenseFeatures.of(self.model.features.in_float64()),
-            network_outputs=self.model.network_outputs.double(),
+    def with_held_rows(self) -> LinearModel:
+        """The model with its Jacobian in memory, in the precision of the network, and products in float64."""
+        held = replace(
+            self.model, features=HeldRows(self.model.features), network_outputs=self.model.network_outputs.double()
         )
+        return with_offset(held, self.network.weights, self.kind)
+
+    def dense(self) -> LinearModel:
+        """The model for dense algebra in the space of the weights, in float64 where the network allows.
+
+        With its Jacobian in memory, or, where that is large and has more rows than columns, without.
+        """
+        features = self.model.features.in_float64()
+        rows, size = features.num_data * features.num_outputs, features.size
+        if not is_accumulated(rows, size):
+            features = DenseFeatures.of(features)
+        if rows >= size:
+            features = features.holding_curvature(HeldCurvatures())
+        dense = replace(self.model, features=features, network_outputs=self.model.network_outputs.double())
         return with_offset(dense, self.network.weights, self.kind)
+
+
+def is_accumulated(rows: int, size: int) -> bool:
+    """Whether `M` of `P` weights is accumulated over the rows of the Jacobian, in place of holding them."""
+    return rows >= size and 8 * rows * size > _MOST_HELD
 
 
 def with_offset(model: LinearModel, trained_weights: Float[Tensor, " P"], kind: str) -> LinearModel:

@@ -1,7 +1,7 @@
 """How posteriors are found: each method is one file with a frozen settings object and one interface, `Method`.
 
-`Auto` chooses one; `Exact`, `Krylov`, `Stochastic`, `Dual`, `Factored` and `Contour` fit. A new method is a file here
-and a line in `METHODS`.
+`Auto` chooses one; `Exact`, `Krylov`, `Stochastic`, `Dual`, `Factored`, `Subset`, `Head` and `Contour` fit. A new
+method is a file here and a line in `METHODS`.
 """
 
 from dataclasses import fields, is_dataclass
@@ -25,7 +25,9 @@ METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "stochastic": ("stochastic", "Stochastic", {}),
     "dual": ("dual", "Dual", {}),
     "kfac": ("factored", "Factored", {"kind": "kfac"}),
+    "last_layer": ("head", "Head", {}),
     "diagonal": ("factored", "Factored", {"kind": "diagonal"}),
+    "subset": ("subset", "Subset", {}),
     "ciq": ("contour", "Contour", {}),
 }
 

@@ -48,6 +48,10 @@ class Contour(Krylov):
         return "ciq"
 
     @property
+    def minimises(self) -> bool:
+        return False
+
+    @property
     def stacks(self) -> int:
         return 80
 

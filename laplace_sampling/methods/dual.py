@@ -13,9 +13,9 @@ from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.fit import Fit, Task, Tuned
-from laplace_sampling.methods.method import Tuning
+from laplace_sampling.methods.method import Tuning, has_path
 from laplace_sampling.methods.problem import fits_in_observation_space
-from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, has_path, tuned_by_gram_matrix
+from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, tuned_by_gram_matrix
 from laplace_sampling.solvers.checks import check_positive, check_whole
 from laplace_sampling.solvers.solver import Minimum
 
@@ -96,7 +96,7 @@ class Dual(SolverMethod):
         ggn = task.scaled_ggn()
         return solver.hold(WhitenedGram(torch.full((ggn.size,), 1 / (shift or 1.0), device=ggn.device), ggn))
 
-    def tune(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+    def tune_by_evidence(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
         """By the evidence itself where the Gram matrix is small; else by EM, from the optimum of its leading part."""
         if _has_small_gram(task):
             return _tune_by_gram_matrix(task, tuning)
@@ -107,7 +107,7 @@ class Dual(SolverMethod):
 
     def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
         fit = super().fit(task, tuned, tolerance)
-        precise = None if fit.solved else task.in_float64()
+        precise = None if fit.solved or task.budget.refused else task.in_float64()
         return fit if precise is None else super().fit(precise, replace(tuned, work=None), tolerance)
 
     def mode(self, task: Task, solver: Any, tuned: Tuned) -> Minimum:

@@ -1,8 +1,9 @@
 """`Exact`: dense algebra in float64, in the smaller of two spaces.
 
-In the space of the weights it holds the Jacobian and a matrix `[P, P]` (or `[N·C, N·C]`); in that of the observations
-it decomposes the Gram matrix `[N·C, N·C]` of the tangent kernel and holds no Jacobian. The second is taken where
-`N·C < P` and the prior has one precision, since the decomposition is for one.
+In the space of the weights it accumulates `M`, `[P, P]`, in one pass over the rows of the Jacobian, which are held
+only where they are few; or it holds the Jacobian and a matrix `[N·C, N·C]`. In that of the observations it decomposes
+the Gram matrix `[N·C, N·C]` of the tangent kernel. The second is taken where `N·C < P` and the prior has one precision,
+since the decomposition is for one.
 """
 
 from dataclasses import dataclass, replace
@@ -10,43 +11,65 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.dense_curves import exact_path
-from laplace_sampling.gp.exact_prediction import ExactPrediction
 from laplace_sampling.gp.gram import size_of
+from laplace_sampling.gp.gram_path import GramPath
 from laplace_sampling.gp.gram_posterior import GramPosterior, gram_posterior_of
 from laplace_sampling.gp.regression_evidence import HyperparameterBounds
-from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.linear_model.features import DenseFeatures, Features
+from laplace_sampling.linear_model.cost import Cost
+from laplace_sampling.linear_model.dense_curvature import DenseCurvature
+from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
+from laplace_sampling.linear_model.held_rows import HeldRows
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import PosteriorSamples
+from laplace_sampling.methods.budget import Estimate
 from laplace_sampling.methods.fit import Fit, Task, Tuned
-from laplace_sampling.methods.method import Choice, Tuning
-from laplace_sampling.methods.problem import MOST_BYTES, Memory, Problem, exact_bytes, space_of
+from laplace_sampling.methods.method import Choice, Tuning, has_path
+from laplace_sampling.methods.observation_space import (
+    MOST_LOST,
+    ObservationSpaceFit,
+    RestoredFit,
+    determination,
+    lost_by_rows,
+    observation_space_fit,
+)
+from laplace_sampling.methods.problem import (
+    MOST_BYTES,
+    Memory,
+    Problem,
+    dense_operations,
+    exact_bytes,
+    exact_products,
+    holds_rows,
+    moves_with_mode,
+    space_of,
+)
 from laplace_sampling.methods.solver_method import (
     SolverFit,
     SolverMethod,
     follow_path,
-    has_path,
     tuned_by,
     tuned_by_gram_matrix,
 )
+from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
-from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
 from laplace_sampling.solvers.dense import Dense
-from laplace_sampling.solvers.solver import Solver
+from laplace_sampling.solvers.krylov import CG
+from laplace_sampling.solvers.solver import Minimum, Solver
 
 __all__ = ["Exact"]
 
-# Samples that go through the features together, and the residual that rounding leaves at most.
-_FEW, _RESIDUAL = 16, 1e-6
-# Samples whose rounding is looked at, and the part of the function that it may take, as the default tolerance of a fit.
-_ROUNDED, _MOST_LOST = 4, 0.015
+# The residual that rounding leaves at most.
+_RESIDUAL = 1e-6
+# Samples whose rounding is looked at.
+_ROUNDED = 4
+# Of a mode that conjugate gradients find, as by dense algebra.
+_MODE_TOLERANCE = 1e-10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +98,12 @@ class Exact(SolverMethod):
     def take(self, problem: Problem, choice: Choice) -> Task:
         if space_of(problem) == "weights":
             return _in_float64(self.task(problem, choice, problem.tangent.dense()))
-        # Float64, since covariances in observation space are differences of nearly equal numbers.
-        task = self.task(problem, choice, problem.tangent.in_float64())
+        held = holds_rows(problem.features, problem.memory_of(self.max_memory))
+        # Covariances in observation space are differences of nearly equal numbers, of products that must see the same
+        # rows: those in memory, or, as rows that are computed again differ less there, in float64.
+        task = self.task(problem, choice, problem.tangent.with_held_rows() if held else problem.tangent.in_float64())
         if len(task.prior.names) > 1:
-            # The decomposition is for one precision: several are tuned with the Jacobian.
+            # The decomposition is for one precision: several are tuned in the space of the weights.
             return choice.asked.prepare(replace(problem, in_observation_space=False))
         return _in_float64(task)
 
@@ -92,8 +117,32 @@ class Exact(SolverMethod):
         # The rows of the Jacobian are there.
         return super().build_prior(problem, model, replace(memory, bytes=float("inf")))
 
+    def predicted(self, problem: Problem, cost: Cost) -> Estimate:
+        space, features, rows = space_of(problem), problem.features, problem.num_observations
+        products = exact_products(problem, space, cost)
+        if space == "observations":
+            products += problem.num_samples * features.num_data * cost.passes
+        dense = dense_operations(space, rows, features.size, moves_with_mode(problem))
+        return Estimate(products, exact_bytes(space, rows, features.size), dense)
+
+    def paid_for(self, problem: Problem, choice: Choice) -> Choice:
+        return choice
+
     def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
         return Dense()
+
+    def mode(self, task: Task, solver: Solver, tuned: Tuned) -> Minimum:
+        features = task.model.features
+        if (
+            features.held is not None
+            and not isinstance(features, DenseFeatures)
+            and not task.model.likelihood.quadratic
+        ):
+            # Each step of Newton's method would accumulate another `M`: the one at the network's outputs is close to
+            # all of them, so that a few passes are enough.
+            at_network = replace(task, hessian_at="network").scaled_ggn()
+            solver = CG(_MODE_TOLERANCE, preconditioner=at_network.dense())
+        return super().mode(task, solver, tuned)
 
     def em_samples(self, memory: Memory, wanted: int, num_samples: int) -> int:
         return wanted
@@ -101,29 +150,51 @@ class Exact(SolverMethod):
     def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
         return sampled.residual, _RESIDUAL
 
-    def tune(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
-        if not _holds_jacobian(task):
+    def covariance_path(self, task: Task) -> CovariancePath:
+        if _in_weight_space(task):
+            ggn = task.scaled_ggn()
+            return FactoredPath(ggn.dense() or DenseCurvature.accumulated(ggn), task.prior)
+        kind = gram_posterior_of(task.model.likelihood)
+        return GramPath(kind.of(task.model, task.prior, "network"), task.prior, task.model.features.num_outputs)
+
+    def tune_by_evidence(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+        if not _in_weight_space(task):
             return _tune_in_observation_space(task, tuning)
         if not has_path(task):
-            return super().tune(task, tuning)
+            return super().tune_by_evidence(task, tuning)
         return tuned_by(follow_path(task, tuning, exact=True), task, tuning, Dense())
 
     def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
-        if _holds_jacobian(task):
+        features = task.model.features
+        space, rows = "weights" if _in_weight_space(task) else "observations", features.num_data * features.num_outputs
+        task.budget.add(dense=dense_operations(space, rows, features.size, task.moves))
+        if _in_weight_space(task):
             return _rounded(super().fit(task, tuned, tolerance))
         posterior = tuned.work
-        if posterior is None:
+        if posterior is None or (tuned.criterion != "evidence" and task.moves):
             posterior = gram_posterior_of(task.model.likelihood).of(task.model, task.prior, task.hessian_at)
-        return _rounded(_observation_space_fit(task, replace(tuned, work=None), posterior).with_samples())
+        elif tuned.criterion != "evidence":
+            posterior = posterior.at(task.model, task.prior)
+        better = _with_better_rows(task, posterior)
+        if better is not None:
+            task = better
+            posterior = gram_posterior_of(task.model.likelihood).of(task.model, task.prior, task.hessian_at)
+        return _rounded(observation_space_fit(task, replace(tuned, work=None), posterior).with_samples())
 
     def fit_of(self, *parts: Any) -> "WeightSpaceFit":
         return WeightSpaceFit(*parts)
 
     def restore(self, problem: Problem, prior: GaussianPrior, tensors: dict[str, Tensor]) -> "ObservationSpaceFit":
         choice, model = Choice(self, self, "as saved"), problem.tangent.in_float64()
+        if holds_rows(problem.features, problem.memory_of(self.max_memory)):
+            model = replace(model, features=HeldRows(model.features))
         task = _in_float64(self.task(problem, choice, model, prior))
-        posterior = gram_posterior_of(task.model.likelihood).restore(task.model, task.prior, tensors)
-        return _observation_space_fit(task, Tuned(), posterior)
+        kind = gram_posterior_of(task.model.likelihood)
+        fit = RestoredFit(task, Tuned(), kind.restore(task.model, task.prior, tensors))
+        if problem.features.dtype != torch.float64:
+            # The decomposition may be that of other rows, which differ by roundings of the network.
+            fit.remade.append(lambda: kind.of(task.model, task.prior, task.hessian_at))
+        return fit
 
 
 def _rounded(fit: Fit) -> Fit:
@@ -132,9 +203,9 @@ def _rounded(fit: Fit) -> Fit:
     few, dtype = fit.sampled.samples[:_ROUNDED], fit.task.dtype
     signs = torch.randint(2, few.shape, generator=torch.Generator().manual_seed(fit.task.seed)).to(few) * 2 - 1
     # Roundings of the weights of a sample are independent, where the function is a sum in which they cancel.
-    outputs, independent = (fit.model.features.outputs(v.to(fit.model.features.dtype)) for v in (few, few * signs))
+    outputs, independent = (fit.model.features.outputs(v.to(fit.model.features.precision)) for v in (few, few * signs))
     lost = torch.finfo(dtype).eps * float(independent.double().norm() / outputs.double().norm().clamp_min(1e-300))
-    if lost <= _MOST_LOST:
+    if lost <= MOST_LOST:
         return fit
     problem = (
         f"In {dtype} the samples of the posterior are off by about {min(100 * lost, 100):.0f} % at the training data, "
@@ -148,26 +219,46 @@ def _in_float64(task: Task) -> Task:
     return replace(task, prior=task.prior.to(task.model.features.device, torch.float64))
 
 
-def _holds_jacobian(task: Task) -> bool:
+def _in_weight_space(task: Task) -> bool:
     """Whether a task is one in the space of the weights."""
-    return isinstance(task.model.features, DenseFeatures)
+    return isinstance(task.model.features, DenseFeatures) or task.model.features.held is not None
+
+
+def _with_better_rows(task: Task, posterior: GramPosterior) -> Task | None:
+    """The task with rows in float64, if those of the network's precision are not accurate enough for a posterior."""
+    features = task.model.features
+    if lost_by_rows(features, determination(posterior)) <= MOST_LOST:
+        return None
+    assert isinstance(features, HeldRows)
+    precise = features.with_rows_in_float64()
+    if precise is features:
+        return None
+    assert task.precise is not None
+    model = task.precise().with_likelihood(task.model.likelihood)
+    return replace(task, model=replace(model, features=precise))
 
 
 def _tune_in_observation_space(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
     """Hyperparameters of largest evidence (a regression), or at MacKay's fixed point, to rounding, in one step."""
     bounds = HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds)
-    kind, model = gram_posterior_of(task.model.likelihood), task.model
-    optimum = kind.tuned(model, task.prior, task.hessian_at, bounds)
+    kind = gram_posterior_of(task.model.likelihood)
+    optimum = kind.tuned(task.model, task.prior, task.hessian_at, bounds)
+    better = _with_better_rows(task, optimum.posterior)
+    if better is not None:
+        task, optimum = better, kind.tuned(better.model, task.prior, task.hessian_at, bounds)
     return tuned_by_gram_matrix(optimum, task, tuning)
 
 
 @dataclass(frozen=True)
 class WeightSpaceFit(SolverFit):
-    """A fit with the Jacobian in memory."""
+    """A fit with `M` or the Jacobian in memory."""
 
     @cached_property
     def _factor(self) -> dict[str, Tensor]:
-        return DenseCovariance.tensors(self.task.scaled_ggn(self.mode_outputs), self.prior)
+        ggn = self.ggn
+        return DenseCovariance.tensors(
+            replace(ggn, features=ScaledFeatures(ggn.features, self.prior.scale)), self.prior
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         return self._factor
@@ -176,129 +267,9 @@ class WeightSpaceFit(SolverFit):
         model = self.model
         covariance = DenseCovariance.of(model.features, self.prior, self._factor).blocks()
         return leave_one_out(
-            model.likelihood, model.targets, self.mode_outputs.double(), self.ggn.outputs.double(), covariance
+            model.likelihood, model.targets, self.mode.outputs.double(), self.ggn.outputs.double(), covariance
         )
 
     def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
         path = exact_path(self.model, self.prior, self.scaled_mode, hessian_at=self.task.hessian_at)
         return path, self.mode_problems
-
-
-def _observation_space_fit(task: Task, tuned: Tuned, posterior: GramPosterior) -> "ObservationSpaceFit":
-    mode = posterior.mode()
-    minimum = posterior.minimum((mode / task.prior.scale)[None])
-    return ObservationSpaceFit(task, tuned, mode, posterior.mode_outputs, minimum, posterior)
-
-
-@dataclass(frozen=True)
-class ObservationSpaceFit(Fit):
-    """A fit of which everything is known in closed form, without the Jacobian."""
-
-    posterior: GramPosterior
-
-    @property
-    def _ratio(self) -> float:
-        """How much better the data determine the function than the prior."""
-        alpha, noise = self.posterior.precisions
-        return noise / alpha * self.posterior.largest_eigenvalue
-
-    @property
-    def _lost(self) -> float:
-        """The relative error of standard deviations by rounding."""
-        # Variances are differences of that of the prior and of what the data explain.
-        return torch.finfo(torch.float64).eps * self._ratio / 2
-
-    @property
-    def converged(self) -> bool:
-        return super().converged and self._lost <= _MOST_LOST
-
-    @property
-    def problems(self) -> list[str]:
-        if self._lost <= _MOST_LOST:
-            return super().problems
-        return [
-            *super().problems,
-            f"The data determine the function {self._ratio:.1g} times better than the prior, which is more than "
-            f"float64 carries: standard deviations at the training data are off by about "
-            f"{min(100 * self._lost, 100):.0f} %. Raise the prior precision, or lower that of the noise.",
-        ]
-
-    @property
-    def path(self) -> EvidencePath:
-        return self._curves
-
-    @cached_property
-    def _curves(self) -> EvidencePath:
-        return self.posterior.curves()
-
-    @property
-    def saves_data(self) -> bool:
-        return True
-
-    def tensors(self) -> dict[str, Tensor]:
-        return self.posterior.tensors()
-
-    def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
-        model, samples = self.model, self.posterior.sample(draws)
-        curved_at = self.ggn.outputs.double()
-        # Energies tell whether samples are right: `ζᵀMζ = ‖LᵀΦζ‖²`, by products with the network in few rows at a time.
-        outputs = torch.cat([model.features.outputs(part.to(model.features.dtype)) for part in samples.split(_FEW)])
-        roots = model.likelihood.root_transpose(curved_at, outputs.double(), model.targets)
-        energies = roots.flatten(1).square().sum(1)
-        of_prior = torch.stack([(self.prior.diagonal().double() * row**2).sum() for row in samples])
-        zeros = torch.zeros(len(samples), dtype=torch.float64, device=samples.device)
-        return PosteriorSamples(
-            samples.to(self.task.dtype),
-            zeros.new_tensor([[self.posterior.effective_dimension]]),
-            energies,
-            energies + of_prior,
-            zeros,
-            zeros,
-            1.5 * len(samples),
-            converged=True,
-            exact=True,
-        )
-
-    def judge(self, sampled: PosteriorSamples) -> tuple[Tensor, float]:
-        return sampled.residual, _RESIDUAL
-
-    def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
-        problems = []
-        if not self.minimum.converged:
-            problems.append(f"the mode, whose residual is {self.minimum.residual:.2g}, has not converged")
-        if self._lost > _MOST_LOST:
-            problems.append("the data determine the function better than float64 carries")
-        return self._curves, problems
-
-    def leave_one_out(self) -> LeaveOneOut:
-        return self.posterior.leave_one_out()
-
-    def known_leave_one_out(self) -> LeaveOneOut:
-        return self.leave_one_out()
-
-    def covariance_at(self, features: Features) -> FunctionCovariance:
-        return _GramCovariance(self.posterior, features.in_float64())
-
-
-@dataclass(frozen=True)
-class _GramCovariance(FunctionCovariance):
-    """Made when it is asked for: an input costs `C` VJPs and a product with the eigenvectors."""
-
-    posterior: GramPosterior
-    features: Features
-
-    @cached_property
-    def _prediction(self) -> ExactPrediction:
-        return self.posterior.predict(self.features)
-
-    def variance(self) -> Float[Tensor, "N C"]:
-        return self._prediction.stddev(*self.posterior.precisions) ** 2
-
-    def blocks(self) -> Float[Tensor, "N C C"]:
-        blocks = self._prediction.covariance(*self.posterior.precisions)
-        # Rounding may leave a variance just below zero where the data determine the function.
-        blocks.diagonal(dim1=1, dim2=2).clamp_(min=0)
-        return blocks
-
-    def joint(self) -> Float[Tensor, "NC NC"]:
-        return self._prediction.joint_covariance(*self.posterior.precisions)

@@ -14,31 +14,48 @@ from torch import Tensor
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.expansion import total_loss
 from laplace_sampling.evidence.krylov_curves import evidence_path
+from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.linear_model.factored import FactoredSampler, prior_of_factored
+from laplace_sampling.linear_model.factored import (
+    PROBES,
+    FactoredSampler,
+    KroneckerFit,
+    factored_curvature,
+    kronecker_operations,
+    prior_of_factored,
+)
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.kronecker import CURVATURE, Inverse
 from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
-from laplace_sampling.methods.fit import LEFT_OUT_STREAM, PATH_STREAM, Task
+from laplace_sampling.methods.budget import Estimate
+from laplace_sampling.methods.fit import LEFT_OUT_STREAM, PATH_STREAM, Fit, Task, Tuned
+from laplace_sampling.methods.method import Choice
 from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, basis_that_fits
+from laplace_sampling.predictions.accuracy import Accuracy
+from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
+from laplace_sampling.predictions.self_consistency import most_data
+from laplace_sampling.solvers.checks import check_whole
 from laplace_sampling.solvers.krylov import CG, BlockKrylov
 from laplace_sampling.solvers.operator import row_products
 from laplace_sampling.solvers.preconditioners import Factored as FactoredCurvature
 from laplace_sampling.solvers.quadrature import Quadrature
 from laplace_sampling.solvers.solver import Solver
 
-__all__ = ["Factored", "FactoredFit"]
+__all__ = ["MODE_PASSES", "Factored", "FactoredFit"]
 
-_KINDS = ("kfac", "diagonal")
+_KINDS = ("kfac", "diagonal", "last_layer")
 # Relative accuracy of the norm of the mode along a path, and residual of samples, which have none but rounding.
 _ACCURACY, _RESIDUAL = 2e-3, 1e-6
 # Samples that are drawn together.
 _FEW = 16
+# Passes of the mode in five steps of EM, typically: 10 each by conjugate gradients.
+MODE_PASSES = 50
 # Samples of the linear model's own posterior with which data are left out, and their tolerance. On 50 fits of small
 # classifiers they took 21 to 48 passes, about those of one mode, and the scaled posterior was never worse than the
 # network by more than 0.006 in test loss. 16 samples (34 to 78 passes) had the same worst case, with three times the
@@ -51,35 +68,98 @@ class Factored(SolverMethod):
     """A posterior that leaves out correlations, and takes no solves but for the mode and the automatic scale.
 
     Args:
-        kind: `"kfac"`, a Kronecker product of two matrices for each layer, or `"diagonal"`.
+        kind: `"kfac"`, eigenvalue-corrected Kronecker factors of each layer, or `"diagonal"`.
+        outputs: for `"kfac"`, how many random combinations of the outputs of a datum stand for all of them, or all
+            themselves where they are no more. Each takes a VJP. By default as many as make 2,000 gradients: one of
+            2,000 data or more.
+        num_data: for `"kfac"`, the number of random data that stand for all.
+
+    Raises:
+        ValueError: for another kind, or numbers below one.
     """
 
     kind: str = "kfac"
+    outputs: int | None = None
+    num_data: int = 2000
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kind not in _KINDS:
             raise ValueError(f"`Factored(kind={self.kind!r})` is not known; use one of {list(_KINDS)}.")
+        check_whole("`Factored(num_data=...)`", self.num_data, 1)
+        if self.outputs is not None:
+            check_whole("`Factored(outputs=...)`", self.outputs, 1)
+
+    @property
+    def _kronecker(self) -> KroneckerFit:
+        return KroneckerFit(self.outputs, self.num_data)
 
     @property
     def name(self) -> str:
         return self.kind
+
+    @property
+    def minimises(self) -> bool:
+        return False
 
     def build_prior(self, problem: Problem, model: LinearModel, memory: Memory) -> GaussianPrior:
         if self.kind == "diagonal":
             return super().build_prior(problem, model, memory)
         # `M̂ + A` has a closed form only if the scales of a g-prior are products of two factors in each layer.
         ggn = self.ggn_of_prior(problem, model, memory)
-        return prior_of_factored(problem.prior, ggn, problem.layers(), problem.seed)
+        return prior_of_factored(problem.prior, ggn, problem.layers(), problem.seed, self._kronecker)
+
+    def predicted(self, problem: Problem, cost: Cost) -> Estimate:
+        features = problem.features
+        C, rows = features.num_outputs, features.num_outputs * most_data(features)
+        # Eigenvectors of some gradients, eigenvalues of more; rows of a few data choose the prior precision.
+        gradients = self._kronecker.num_gradients(features.num_data, C) if self.kind == "kfac" else min(C, PROBES)
+        vjps = rows + (gradients if self.kind == "kfac" else gradients * features.num_data)
+        passes = MODE_PASSES * features.num_data * cost.passes if problem.by_evidence else 0.0
+        memory = problem.memory_of(self.max_memory)
+        dense = 0.0
+        if self.kind == "kfac":
+            num_rows = problem.num_samples + gradients + (0 if problem.by_evidence else rows)
+            dense = kronecker_operations(problem.tangent.network, num_rows)
+        return Estimate(vjps * cost.vjp + passes, problem.num_samples * memory.vector, dense)
+
+    def _dense_spent(self, task: Task, selected: bool) -> float:
+        """Operations of dense algebra of a fit."""
+        features = task.ggn().features
+        if self.kind != "kfac" or not isinstance(features, NetworkFeatures):
+            return 0.0
+        num_rows = task.num_samples + self._kronecker.num_gradients(features.num_data, features.num_outputs)
+        num_rows += features.num_outputs * most_data(features) if selected else 0
+        return kronecker_operations(features.network, num_rows)
+
+    def paid_for(self, problem: Problem, choice: Choice) -> Choice:
+        return choice
+
+    def covariance_path(self, task: Task) -> CovariancePath:
+        return FactoredPath(self.curvature_at(task), task.prior)
+
+    def curvature_at(self, task: Task) -> FactoredCurvature:
+        """`M̂` at the network's outputs, in the scaled coordinates of the prior."""
+        return factored_curvature(self.kind, task.ggn(), task.seed, task.prior.scale, self._kronecker)
 
     def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
-        return FactoredSampler(self.kind, CG(min(2 * tolerance, 0.5)), task.seed)
+        return FactoredSampler(self.kind, CG(min(2 * tolerance, 0.5)), task.seed, self._kronecker)
 
     def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
         return sampled.residual, _RESIDUAL
 
     def fit_of(self, *parts: Any) -> "FactoredFit":
         return FactoredFit(*parts)
+
+    def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
+        task.budget.add(dense=self._dense_spent(task, tuned.criterion not in ("", "evidence")))
+        if not isinstance(tuned.work, FactoredCurvature) or task.moves:
+            return super().fit(task, tuned, tolerance)
+        solver = self.make_solver(task, tolerance, None)
+        assert isinstance(solver, FactoredSampler)
+        # The curvature at the network's outputs is that of every precision, but for the noise of a regression.
+        held = None if task.model.likelihood.quadratic else tuned.work
+        return super().fit(task, replace(tuned, work=replace(solver, held=held)), tolerance)
 
 
 @dataclass(frozen=True)
@@ -94,7 +174,8 @@ class FactoredFit(SolverFit):
         """`M̂` in the scaled coordinates of the prior."""
         if not self._held:
             assert isinstance(self.solver, FactoredSampler)
-            self._held.append(self.solver.curvature(self.ggn, self.prior))
+            known = self.solver.held
+            self._held.append(self.solver.curvature(self.ggn, self.prior) if known is None else known)
         return self._held[0]
 
     def marginal_variance(self) -> Float[Tensor, " P"]:
@@ -112,7 +193,7 @@ class FactoredFit(SolverFit):
         data_energies = torch.cat(energies)
         return PosteriorSamples(
             torch.cat(samples),
-            self.prior.grouped(self.curvature.leverage(spread))[None],
+            self._leverages()[None],
             data_energies,
             data_energies + torch.cat(of_prior),
             torch.zeros_like(data_energies),
@@ -122,11 +203,23 @@ class FactoredFit(SolverFit):
             exact=True,
         )
 
+    def _leverages(self) -> Float[Tensor, " G"]:
+        """`γ` of each group; that of a single one takes no diagonal."""
+        if len(self.prior.names) > 1:
+            return self.prior.grouped(self.curvature.leverage(self.prior.spread()))
+        gamma = self.curvature.dimension(self.alpha)
+        return torch.tensor([gamma], dtype=torch.float64, device=self.ggn.device)
+
     def tensors(self) -> dict[str, Tensor]:
         return {f"{CURVATURE}{name}": tensor for name, tensor in self.curvature.tensors().items()}
 
     def covariance_at(self, features: Features) -> FunctionCovariance:
         return DenseCovariance(features, self.prior, Inverse(self.curvature, self.prior.spread()))
+
+    @property
+    def accuracy(self) -> Accuracy:
+        assert self.sampled is not None
+        return Accuracy(len(self.sampled.energies), approximate=True)
 
     @property
     def approximate(self) -> bool:
@@ -145,10 +238,10 @@ class FactoredFit(SolverFit):
             description=f"{_LEFT_OUT} samples for the scale" if self.task.progress else None,
         ).samples
 
-    @property
-    def path(self) -> EvidencePath:
-        """At the fitted `α` only."""
-        return self.evidence(None)[0]
+    def _moments(self) -> tuple[float, float, float]:
+        traces = self._traces()
+        shares = traces.nodes / (traces.nodes + self.alpha)
+        return float(shares.sum()), 2 * float(shares.square().sum()), 0.0
 
     def _traces(self) -> Quadrature:
         """All eigenvalues of `M̂`, in coordinates in which the prior has one precision."""
@@ -174,14 +267,15 @@ class FactoredFit(SolverFit):
 
     def _evidence_here(self) -> EvidencePath:
         """One node at zero gives the norm and the loss of the mode."""
-        energy = float((self.prior.diagonal().double() * self.mode.double() ** 2).sum())
+        mode = self.mode
+        energy = float((self.prior.diagonal().double() * mode.weights.double() ** 2).sum())
         zero = torch.zeros(1, dtype=torch.float64)
         weight = torch.full((1, 1), self.alpha * energy, dtype=torch.float64)
         noise = self.model.likelihood.noise_precisions()
         return EvidencePath(
             traces=self._traces(),
             fit=Quadrature(zero, weight, weight),
-            loss=total_loss(self.model, self.mode_outputs) + energy,
+            loss=total_loss(self.model, mode.outputs) + energy,
             num_outputs=self.model.network_outputs.numel(),
             size=self.ggn.size,
             noise_precision=None if noise is None or noise.dim() else float(noise),

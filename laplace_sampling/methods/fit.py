@@ -11,24 +11,37 @@ from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.step import Step
-from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import Features, ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.mode_objective import Mode
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
 from laplace_sampling.linear_model.sampling import PosteriorSamples
+from laplace_sampling.methods.budget import Budget
+from laplace_sampling.predictions.accuracy import Accuracy
+from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.diagnosis import Diagnosis
 from laplace_sampling.predictions.energy_tests import TestResult, chi_squared_test, data_energy_test
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
-from laplace_sampling.solvers.solver import Minimum
+from laplace_sampling.solvers.checks import check_finite
 
 if TYPE_CHECKING:
     from laplace_sampling.methods.method import Method
     from laplace_sampling.methods.problem import Memory
+    from laplace_sampling.methods.start import Start
 
-__all__ = ["EM_STREAM", "LEFT_OUT_STREAM", "PATH_STREAM", "PRIOR_STREAM", "SAMPLE_STREAM", "Fit", "Task", "Tuned"]
+__all__ = [
+    "EM_STREAM",
+    "LEFT_OUT_STREAM",
+    "PATH_STREAM",
+    "PRIOR_STREAM",
+    "SAMPLE_STREAM",
+    "Fit",
+    "Task",
+    "Tuned",
+]
 
 # Each set of draws has its own stream of the one seed, so that none of them is correlated with another. Streams of
 # posterior samples count up from `SAMPLE_STREAM`, one for each call of `sample`; the last two are far above them.
@@ -47,8 +60,11 @@ class Task:
         prior: with the precisions to start from, or those of the posterior.
         memory: that solvers may take.
         reason: why the method was chosen, in words.
-        cost: of products, if it was measured.
+        trained_weights: `w̄`, `[P]`.
+        budget: what the fit may cost, and has cost.
+        shortfall: in words, what the budget does not pay for; empty if it pays for the method that was asked for.
         precise: makes the linear model with products in float64.
+        start: the posterior to start from, in a warm fit.
         hessian_at: as of a `Problem`; likewise `num_samples`, `seed`, `dtype`, `progress`.
     """
 
@@ -62,8 +78,11 @@ class Task:
     seed: int
     dtype: torch.dtype
     progress: bool
-    cost: Cost | None = None
+    trained_weights: Float[Tensor, " P"]
+    budget: Budget = field(default_factory=Budget)
+    shortfall: str = ""
     precise: Callable[[], LinearModel] | None = None
+    start: "Start | None" = None
 
     def in_float64(self) -> "Task | None":
         """The same with products in float64; `None` if they are already, or if the network allows none."""
@@ -79,6 +98,11 @@ class Task:
             memory=replace(self.memory, vector=8 * model.features.size),
             reason=f"{self.reason}; products in float64, which the prior precision needs",
         )
+
+    @property
+    def moves(self) -> bool:
+        """Whether the curvature moves with the mode."""
+        return self.hessian_at == "mode" and not self.model.likelihood.quadratic
 
     @property
     def draws(self) -> Draws:
@@ -113,6 +137,8 @@ class Tuned:
         path: curves of the evidence at the end.
         mode: where the search for the mode may start, `[P]`, unscaled.
         work: what the method made while tuning and needs again: a solver with its preconditioner, or a decomposition.
+        criterion: what chose the hyperparameters: `"evidence"`, or the name of a `Selection`; `""` if nothing did.
+        calibration: of predictions, if the hyperparameters were chosen together with it.
     """
 
     history: list[Step] = field(default_factory=list)
@@ -122,6 +148,8 @@ class Tuned:
     path: EvidencePath | None = None
     mode: Float[Tensor, " P"] | None = None
     work: Any = None
+    criterion: str = ""
+    calibration: Calibration | None = None
 
 
 @dataclass(frozen=True)
@@ -131,18 +159,30 @@ class Fit(ABC):
     Attributes:
         task: with the method, and the model and the prior at the hyperparameters of the posterior.
         tuned: how these were found.
-        mode: `θ̄`, `[P]`, unscaled.
-        mode_outputs: `h(θ̄, x_i)`, `[N, C]`.
-        minimum: of the mode's objective, without its value.
         sampled: the samples that are kept; without them in what `LinearisedLaplace` holds.
+        known_mode: the mode once it was needed, of all copies of the fit.
     """
 
     task: Task
     tuned: Tuned
-    mode: Float[Tensor, " P"]
-    mode_outputs: Float[Tensor, "N C"]
-    minimum: Minimum
     sampled: PosteriorSamples | None = field(default=None, kw_only=True)
+    known_mode: list[Mode] = field(default_factory=list, kw_only=True, repr=False)
+
+    @property
+    def mode(self) -> Mode:
+        """The mode of the linear model, which is found when it is first asked for: samples do not need it."""
+        if not self.known_mode:
+            self.known_mode.append(self.find_mode())
+        return self.known_mode[0]
+
+    @abstractmethod
+    def find_mode(self) -> Mode:
+        """The mode, from the training data."""
+
+    @property
+    def needs_mode(self) -> bool:
+        """Whether the posterior depends on it, or the hyperparameters are verified by it."""
+        return self.task.moves or self.tuned.criterion == "evidence"
 
     @property
     def method(self) -> "Method":
@@ -164,7 +204,7 @@ class Fit(ABC):
     @property
     def ggn(self) -> GGN:
         """`M`."""
-        return self.task.ggn(self.mode_outputs)
+        return self.task.ggn(self.mode.outputs if self.task.moves else None)
 
     @property
     def path(self) -> EvidencePath | None:
@@ -224,57 +264,55 @@ class Fit(ABC):
             FloatingPointError: if the hyperparameters, the mode or the samples are not finite.
         """
         noise = self.model.likelihood.noise_precisions()
-        hyperparameters = {"prior precision": self.prior.precision, "mode": self.mode}
-        self._check_finite(hyperparameters if noise is None else {**hyperparameters, "noise precision": noise})
+        hyperparameters = {"prior precision": self.prior.precision}
+        if self.known_mode:
+            hyperparameters["mode"] = self.mode.weights
+        check_finite(
+            self.method.name, hyperparameters if noise is None else {**hyperparameters, "noise precision": noise}
+        )
         sampled = self.draw(self.task.draws, description)
-        self._check_finite({"samples": sampled.samples, "effective dimension": sampled.effective_dimension()[0]})
+        check_finite(
+            self.method.name, {"samples": sampled.samples, "effective dimension": sampled.effective_dimension()[0]}
+        )
         return replace(self, sampled=sampled)
 
-    def _check_finite(self, quantities: dict[str, Tensor]) -> None:
-        # Row by row: a mask of all samples would take a quarter of their memory.
-        wrong = [
-            name
-            for name, value in quantities.items()
-            if not all(bool(v.isfinite().all()) for v in torch.atleast_1d(value))
-        ]
-        if wrong:
-            raise FloatingPointError(
-                f'The fit by method="{self.method.name}" ended with NaN or infinity in the {" and the ".join(wrong)}, '
-                "so that nothing of it is kept: check the weights of the model and the data for extreme values, or use "
-                "`model.double()`."
-            )
-
     def without_samples(self) -> "Fit":
-        """The same without its samples and the scaled mode, which somebody else holds."""
+        """The same without its samples, which somebody else holds, and without those that it started from."""
         assert self.sampled is not None
-        return replace(
-            self,
-            sampled=replace(self.sampled, samples=self.sampled.samples[:0].clone()),
-            minimum=replace(self.minimum, value=self.minimum.value[:0].clone()),
-        )
+        sampled = replace(self.sampled, samples=self.sampled.samples[:0].clone())
+        return replace(self, sampled=sampled, task=replace(self.task, start=None))
 
     @property
     def solved(self) -> bool:
         """Whether the mode and the samples, as far as there are any, have converged."""
-        return self.minimum.converged and (self.sampled is None or self.sampled.converged)
+        mode = not self.known_mode or self.mode.minimum.converged
+        return mode and (self.sampled is None or self.sampled.converged)
+
+    @property
+    def accuracy(self) -> Accuracy:
+        assert self.sampled is not None
+        return Accuracy.of(self.sampled.error)
 
     @property
     def converged(self) -> bool:
-        return self.solved and self.tuned.converged is not False
+        return self.solved and self.tuned.converged is not False and not self.task.shortfall
 
     @property
     def problems(self) -> list[str]:
         """All that is wrong with the fit, in words."""
         unsolved = []
-        if not self.minimum.converged:
-            unsolved.append(f"The mode of the linear model has not converged: residual {self.minimum.residual:.2g}.")
+        if self.known_mode and not (minimum := self.mode.minimum).converged:
+            unsolved.append(f"The mode of the linear model has not converged: residual {minimum.residual:.2g}.")
         if self.sampled is not None and not self.sampled.converged:
             unsolved.append(self.unconverged(self.sampled))
-        return [*self.tuned.problems, *unsolved, *([self.method.advice] if unsolved else [])]
+        advice = [self.task.budget.advice or self.method.advice] if unsolved else []
+        return [*filter(None, [self.task.shortfall]), *self.tuned.problems, *unsolved, *advice]
 
     def unconverged(self, sampled: PosteriorSamples) -> str:
         """Which samples have not converged, and how far they are off."""
         residuals, tolerance = self.judge(sampled)
+        if len(residuals) < self.task.num_samples and not self.task.budget.ended:
+            return f"The fit was interrupted: {len(residuals)} of {self.task.num_samples} samples were drawn."
         rows = (~(residuals <= tolerance)).nonzero()[:, 0].tolist()  # this counts NaN, too
         if not rows:
             return f"The samples have not converged, says the solver, though no residual is above {tolerance:.2g}."
@@ -297,6 +335,7 @@ class Fit(ABC):
         residuals, tolerance = self.judge(sampled)
         gamma, gamma_se = sampled.effective_dimension()
         moments = self._moments()
+        minimum = self.mode.minimum if self.known_mode else None
         network_outputs = self.model.network_outputs
         linear_outputs = features.outputs(weights[None].to(features.dtype))[0]
         num_data, num_outputs = network_outputs.shape
@@ -314,8 +353,8 @@ class Fit(ABC):
             residuals=residuals.cpu(),
             tolerance=tolerance,
             solver_converged=sampled.converged,
-            mode_residual=self.minimum.residual,
-            mode_converged=self.minimum.converged,
+            mode_residual=minimum.residual if minimum else None,
+            mode_converged=minimum is None or minimum.converged,
             hyperparameters_converged=self.tuned.converged,
             prior_precision=dict(zip(self.prior.names, self.prior.precision.tolist(), strict=True)),
             at_bounds=self.tuned.at_bounds,
@@ -327,7 +366,9 @@ class Fit(ABC):
             data_test=_data_test(sampled.data_energies.cpu(), moments),
             offset=float((linear_outputs - network_outputs).norm() / network_outputs.norm()),
             num_floored=self.prior.num_floored,
-            passes=sampled.passes + self.minimum.passes + sum(step.passes for step in self.tuned.history),
+            passes=sampled.passes + (minimum.passes if minimum else 0) + sum(s.passes for s in self.tuned.history),
+            accuracy=self.accuracy,
+            epochs=self.task.budget.spent,
             max_rank=num_data * rank if rank < num_outputs else None,
         )
 

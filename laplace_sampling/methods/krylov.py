@@ -8,19 +8,19 @@ from torch import Tensor
 from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.fit import Fit, Task, Tuned
-from laplace_sampling.methods.method import Tuning
-from laplace_sampling.methods.problem import Memory, Problem, exact_bytes
+from laplace_sampling.methods.method import Tuning, has_path
+from laplace_sampling.methods.problem import Memory, Problem, jacobian_bytes
 from laplace_sampling.methods.solver_method import (
     BASIS_STACKS,
     SolverMethod,
     basis_that_fits,
     follow_path,
-    has_path,
     tuned_by,
 )
+from laplace_sampling.methods.start import Start
 from laplace_sampling.solvers.dense import Spectral
 from laplace_sampling.solvers.krylov import CG, BlockKrylov
-from laplace_sampling.solvers.preconditioners import Nystrom
+from laplace_sampling.solvers.preconditioners import Nystrom, Preconditioner
 from laplace_sampling.solvers.solver import Solver
 
 __all__ = ["Krylov"]
@@ -89,6 +89,8 @@ class Krylov(SolverMethod):
         rank = self._rank(task.memory, task.num_samples)
         if rank == 0:
             return CG(error)
+        if task.start is not None and (earlier := _earlier(task, task.start)) is not None:
+            return CG(error, preconditioner=earlier)
         preconditioner = Nystrom.of(
             task.scaled_ggn(),
             block=min(_BLOCK, rank),
@@ -103,14 +105,14 @@ class Krylov(SolverMethod):
         # A Krylov basis is of all rows together, and bounds its own memory.
         return solver if isinstance(solver, BlockKrylov) else super().in_groups(solver, task, num_samples)
 
-    def tune(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+    def tune_by_evidence(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
         solver = self.make_solver(task, tuning.tolerance, None)
         if not (isinstance(solver, BlockKrylov) and has_path(task)):
             return self.tune_by_em(task, tuning, solver)
         result = follow_path(task, tuning, max_basis=solver.max_basis)
         precise = task.in_float64() if result.rounded else None
         if precise is not None:
-            return self.tune(precise, tuning)
+            return self.tune_by_evidence(precise, tuning)
         if not result.full:
             return tuned_by(result, task, tuning, solver)
         # The basis was full before the curves were accurate: EM goes on from what they gave.
@@ -119,7 +121,7 @@ class Krylov(SolverMethod):
 
     def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
         fit = super().fit(task, tuned, tolerance)
-        if fit.solved:
+        if fit.solved or task.budget.refused:
             return fit
         if _fits_dense(task):
             return super().fit(_dense(task), replace(tuned, work=Spectral(_largest_error(tolerance))), tolerance)
@@ -131,6 +133,15 @@ class Krylov(SolverMethod):
         return sampled.error, solver.tolerance
 
 
+def _earlier(task: Task, start: Start) -> Preconditioner | None:
+    """The preconditioner of the posterior that a fit starts from, in the present coordinates, if there was one."""
+    held = start.solver.preconditioner if isinstance(start.solver, CG) else None
+    if held is None:
+        return None
+    device, dtype = task.model.features.device, task.model.features.dtype
+    return held.congruent(start.change_of_scale(task.prior.to(device, dtype)))
+
+
 def _largest_error(tolerance: float) -> float:
     """The error of the function that samples may have, where accuracy is cheap."""
     return min(2 * tolerance, 0.5)
@@ -140,7 +151,7 @@ def _fits_dense(task: Task) -> bool:
     """Whether the problem is small enough for dense algebra in place of iterations that failed."""
     features = task.model.features
     rows, size = features.num_data * features.num_outputs, features.size
-    return min(rows, size) <= _DENSE_SIZE and exact_bytes("weights", rows, size) <= task.memory.bytes
+    return min(rows, size) <= _DENSE_SIZE and jacobian_bytes(rows, size) <= task.memory.bytes
 
 
 def _dense(task: Task) -> Task:

@@ -1,5 +1,6 @@
 """`Method`: how a posterior is found; the interface that each file of this room implements."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -8,7 +9,8 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from laplace_sampling.evidence.bounds import check_bounds
+from laplace_sampling.evidence.bounds import AtBounds, check_bounds
+from laplace_sampling.evidence.expansion import total_loss
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost
@@ -16,11 +18,15 @@ from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.methods.budget import Estimate
 from laplace_sampling.methods.fit import PRIOR_STREAM, Fit, Task, Tuned
+from laplace_sampling.methods.plan import Rung
 from laplace_sampling.methods.problem import Memory, Problem
+from laplace_sampling.predictions.covariance_path import CovariancePath
+from laplace_sampling.predictions.selection import Selection
 from laplace_sampling.solvers.checks import check_positive, check_whole
 
-__all__ = ["Choice", "Method", "Tuning"]
+__all__ = ["Choice", "Method", "Tuning", "has_path"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,8 @@ class Tuning:
         precision_bounds: within which `α` is kept.
         noise_bounds: within which the noise precision is kept.
         callback: called with the record of each step.
+        criterion: as the user gave it.
+        selection: the rule for `α`, where it is not the evidence.
     """
 
     max_steps: int
@@ -42,6 +50,8 @@ class Tuning:
     precision_bounds: tuple[float, float]
     noise_bounds: tuple[float, float]
     callback: Callable[[Step], object] | None = None
+    criterion: str = "auto"
+    selection: Selection | None = None
 
     def __post_init__(self) -> None:
         check_whole("`fit_hyperparameters(max_steps=...)`", self.max_steps, 1)
@@ -59,6 +69,47 @@ class Tuning:
         return replace(self, callback=lambda step: callback(step.shifted(loss)))
 
 
+def has_path(task: Task) -> bool:
+    """Whether the hyperparameters lie on one curve: one prior precision, and at most one noise precision."""
+    noise = task.model.likelihood.noise_precisions()
+    return len(task.prior.names) == 1 and (noise is None or noise.dim() == 0)
+
+
+def tuned_by_selection(task: Task, tuning: Tuning, selection: Selection, path: CovariancePath) -> tuple[Task, Tuned]:
+    """The task with the prior precision that a rule chooses, and the record of that one step."""
+    started = time.perf_counter()
+    weights = task.trained_weights.double() / task.prior.scale.to(task.trained_weights.device).double()
+    selected = selection.select(task.model, path, tuning.precision_bounds, task.seed, float(weights.square().sum()))
+    noise, outputs = task.model.likelihood.noise_precisions(), task.model.network_outputs
+    prior = task.prior.with_precision(torch.tensor([selected.alpha], dtype=torch.float64))
+    loss = total_loss(task.model, outputs)
+    step = Step(
+        step=1,
+        prior_precision=task.prior.precision.tolist(),
+        new_prior_precision=prior.precision.tolist(),
+        noise_precision=None if noise is None else noise.reshape(-1).tolist(),
+        effective_dimension=[selected.effective_dimension],
+        mode_norm=None,
+        loss=loss,
+        network_loss=loss,
+        passes=path.passes + selected.passes,
+        seconds=time.perf_counter() - started,
+    )
+    if tuning.callback is not None:
+        tuning.callback(step)
+    at_bounds = AtBounds.of(prior, selected.likelihood, tuning.precision_bounds, tuning.noise_bounds)
+    tuned = Tuned(
+        history=[step],
+        converged=not (at_bounds.names or selected.problems),
+        at_bounds=at_bounds.names,
+        problems=[*at_bounds.problems, *selected.problems],
+        work=path.work,
+        criterion=selection.name,
+        calibration=selected.calibration,
+    )
+    return replace(task, model=task.model.with_likelihood(selected.likelihood), prior=prior), tuned
+
+
 @dataclass(frozen=True)
 class Choice:
     """A method for a problem, and why.
@@ -68,12 +119,14 @@ class Choice:
         asked: the one that was asked for, `Auto` or the same.
         reason: in words.
         cost: of products, if it was measured.
+        shortfall: what the budget does not pay for.
     """
 
     method: "Method"
     asked: "Method"
     reason: str = "as asked for"
     cost: Cost | None = None
+    shortfall: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +170,11 @@ class Method(ABC):
         """The string that stands for the method."""
 
     @property
+    def minimises(self) -> bool:
+        """Whether samples minimise the objective of their draws (`linear_model.sampling`), from whatever start."""
+        return True
+
+    @property
     def stacks(self) -> int:
         """Vectors of `P` numbers that are alive for each row of a solve; 0 if there are no solves."""
         return 0
@@ -137,6 +195,22 @@ class Method(ABC):
     def choose(self, problem: Problem) -> Choice:
         """The method that fits: this one, except for `Auto`."""
         return Choice(self, self)
+
+    def predicted(self, problem: Problem, cost: Cost) -> Estimate:
+        """What a fit with its hyperparameters takes, to a factor of two or so."""
+        return Estimate(0.0, self.needs(problem) * problem.memory_of(self.max_memory).vector)
+
+    def rungs(self, problem: Problem, cost: Cost) -> list[Rung]:
+        """The methods that it chooses between, from the best posterior down; none if it fits itself."""
+        return []
+
+    def within(self, problem: Problem, cost: Cost) -> "Method":
+        """The same with settings that the budget pays for."""
+        return self
+
+    def paid_for(self, problem: Problem, choice: Choice) -> Choice:
+        """The choice, or another one if the budget pays for no posterior by this method."""
+        return choice
 
     def needs(self, problem: Problem) -> float:
         """Vectors of `P` numbers without which there is no fit: the samples, and the solve of a single one."""
@@ -160,6 +234,7 @@ class Method(ABC):
             ValueError: if the method cannot fit the problem.
         """
         choice = self.choose(problem)
+        choice = choice.method.paid_for(problem, choice)
         choice.method.check(problem)
         return choice.method.take(problem, choice)
 
@@ -181,7 +256,9 @@ class Method(ABC):
             seed=problem.seed,
             dtype=problem.dtype,
             progress=problem.progress,
-            cost=choice.cost,
+            trained_weights=problem.tangent.network.weights,
+            budget=problem.budget,
+            shortfall=choice.shortfall,
             precise=problem.tangent.in_float64,
         )
 
@@ -206,8 +283,25 @@ class Method(ABC):
         most = memory.vectors / (4 * model.features.num_outputs)
         return replace(ggn, features=model.features.in_chunks(int(min(most, model.features.num_data))))
 
-    @abstractmethod
     def tune(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+        """The task with hyperparameters that the rule of `tuning` chooses, and how they were found."""
+        if tuning.selection is not None and has_path(task):
+            return tuned_by_selection(task, tuning, tuning.selection, self.covariance_path(task))
+        if tuning.selection is not None and tuning.criterion != "auto":
+            noise = task.model.likelihood.noise_precisions()
+            raise ValueError(
+                f"`criterion={tuning.criterion!r}` looks for one prior precision, and one noise precision at most, but "
+                f"there are {len(task.prior.names)} and {0 if noise is None else noise.numel()}: use "
+                '`criterion="evidence"`.'
+            )
+        return self.tune_by_evidence(task, tuning)
+
+    @abstractmethod
+    def covariance_path(self, task: Task) -> CovariancePath:
+        """The posterior for every prior precision, with the curvature at the network's outputs."""
+
+    @abstractmethod
+    def tune_by_evidence(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
         """The task with hyperparameters of largest evidence, and how they were found."""
 
     @abstractmethod

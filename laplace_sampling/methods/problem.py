@@ -1,22 +1,43 @@
 """`Problem`: what is to be fitted, before a method is chosen, and what dense algebra would take of it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
 from laplace_sampling.linear_model.priors.prior import Prior
-from laplace_sampling.linear_model.tangent_model import TangentModel
+from laplace_sampling.linear_model.tangent_model import TangentModel, is_accumulated
+from laplace_sampling.methods.budget import Budget
 
-__all__ = ["MOST_BYTES", "Memory", "Problem", "exact_bytes", "fits_in_observation_space", "space_of"]
+__all__ = [
+    "MOST_BYTES",
+    "Memory",
+    "Problem",
+    "dense_operations",
+    "exact_bytes",
+    "exact_operations",
+    "exact_products",
+    "fits_in_observation_space",
+    "holds_rows",
+    "jacobian_bytes",
+    "moves_with_mode",
+    "space_of",
+]
 
 # Bytes that dense algebra takes at most where the user gives no number: it is for small problems, and 8 GiB hold a Gram
 # matrix of 16,000 observations. At half they hold 11,000, at twice 23,000.
 MOST_BYTES = 8 * 2**30
 # Gram matrices in memory at once: itself, its eigenvectors, and the workspace of the decomposition.
 _GRAMS = 4
+# Likewise of `M`: itself, its eigenvectors, a factor, and the workspace of the decomposition.
+_CURVATURES = 6
+# Operations of an eigendecomposition, in units of `n³`.
+_EIGEN = 9
+# Factorisations of a fit of hyperparameters that is no regression, and accumulations of `M` without a Jacobian.
+_FACTORISATIONS, _ROUNDS = 50, 6
 
 
 @dataclass(frozen=True)
@@ -54,6 +75,8 @@ class Problem:
         progress: whether progress bars are shown.
         memory_of: from `max_memory` of a method to the memory that it has.
         in_observation_space: whether the exact method may work on the Gram matrix.
+        cost: of products, if it was measured.
+        budget: what the fit may cost, and has cost.
     """
 
     tangent: TangentModel
@@ -66,6 +89,8 @@ class Problem:
     progress: bool
     memory_of: Callable[[float | None], Memory]
     in_observation_space: bool = True
+    cost: Cost | None = None
+    budget: Budget = field(default_factory=Budget)
 
     @property
     def features(self) -> Features:
@@ -77,12 +102,73 @@ class Problem:
         """`N·C`."""
         return self.features.num_data * self.features.num_outputs
 
+    @property
+    def by_evidence(self) -> bool:
+        """Whether hyperparameters are those of largest evidence, unless another rule is asked for."""
+        return self.tangent.model.likelihood.quadratic or self.hessian_at == "mode"
+
 
 def exact_bytes(space: str, rows: int, size: int) -> float:
     """Bytes that dense algebra takes in one of the spaces, for `N·C` rows and `P` columns of the Jacobian."""
     if space == "observations":
         return 8.0 * _GRAMS * rows**2 + min(BLOCK_BYTES, 8 * rows * size)
+    if is_accumulated(rows, size):
+        return 8.0 * _CURVATURES * size**2
+    return jacobian_bytes(rows, size)
+
+
+def holds_rows(features: Features, memory: Memory) -> bool:
+    """Whether the rows of the Jacobian may be held beside the Gram matrix, in the precision of the network."""
+    rows = features.num_data * features.num_outputs
+    held = features.dtype.itemsize * float(rows) * features.size
+    return held + exact_bytes("observations", rows, features.size) <= min(MOST_BYTES, memory.bytes)
+
+
+def jacobian_bytes(rows: int, size: int) -> float:
+    """Bytes of dense algebra in the space of the weights where the Jacobian is held."""
     return 8.0 * (rows * size + 3 * min(rows, size) ** 2)
+
+
+def exact_products(problem: Problem, space: str, cost: Cost) -> float:
+    """Operations of products with the network for dense algebra in one of the spaces."""
+    features, rows = problem.features, problem.num_observations
+    if space == "observations":
+        if holds_rows(features, problem.memory_of(None)):
+            return rows * cost.vjp
+        # Pairs of blocks of rows of the Jacobian are multiplied; each is computed again for every other block.
+        blocks = max(1.0, 16 * rows * features.size / BLOCK_BYTES)
+        return rows * cost.vjp * (1 + blocks) / 2
+    rounds = _ROUNDS if is_accumulated(rows, features.size) and moves_with_mode(problem) else 1
+    return rounds * features.num_data * min(features.num_outputs * cost.vjp, features.size * cost.jvp)
+
+
+def dense_operations(space: str, rows: int, size: int, moves: bool) -> float:
+    """Operations of dense algebra in one of the spaces, to a factor of two or so.
+
+    Args:
+        space: of the exact method.
+        rows: `N·C`.
+        size: `P`.
+        moves: whether the curvature moves with the mode, and the mode with the prior precision.
+    """
+    if space == "observations":
+        # One decomposition; Newton's steps to the mode factorise at each precision as well.
+        return 2.0 * rows**2 * size + (_EIGEN + (_FACTORISATIONS / 3 if moves else 0)) * rows**3
+    smaller, larger = min(rows, size), max(rows, size)
+    if is_accumulated(rows, size) or not moves:
+        return (_ROUNDS if moves else 1) * (smaller**2 * larger + _EIGEN * smaller**3)
+    return _FACTORISATIONS * (2.0 * smaller**2 * larger + smaller**3 / 3)
+
+
+def moves_with_mode(problem: Problem) -> bool:
+    """Whether the curvature moves with the mode."""
+    return problem.hessian_at == "mode" and not problem.tangent.model.likelihood.quadratic
+
+
+def exact_operations(problem: Problem, space: str, cost: Cost) -> float:
+    """Operations of products and of dense algebra in one of the spaces."""
+    rows, size = problem.num_observations, problem.features.size
+    return exact_products(problem, space, cost) + dense_operations(space, rows, size, moves_with_mode(problem))
 
 
 def space_of(problem: Problem) -> str:

@@ -6,6 +6,14 @@ since `Cov(ζ, d) = H⁻¹(M − AA⁻¹M) = 0`, and all that a solver does from
 makes standard deviations too large by the factor `√(1 + ε²)`, that is by `ε²/2`. With `K` samples the sum of the
 products `⟨Φζ, Φe⟩`, whose mean is zero, moves it by about `ε/√K`, too.
 
+**Warm starts.** From `δ ≠ 0`, as in EM and in a fit that starts from an earlier posterior, this independence does not
+hold: the error is a remnant of the difference from another posterior, whose variances may all be larger or smaller.
+What holds is the bound of each sample, `‖Φe‖_B ≤ ε ‖Φζ‖_B`, wherever a solve started, so that standard deviations
+differ by at most `ε` (the triangle inequality), in place of `ε²/2 + ε/√K`. And where the data determine nothing, the
+error is no longer zero: with `r` the last residual, `‖e‖_H = ‖r‖_{H⁻¹} ≤ ‖r‖/√α`, and `ε` bounds `‖r‖/(2√α ‖Φζ‖_B)`,
+so `‖e‖_H ≤ 2ε ‖Φζ‖_B` holds for all directions. Solvers by mini-batches, whose `ε` is the largest, always make steps
+from a warm start, also where it passes.
+
 **What is claimed.** The standard deviations `σ̂` of the training outputs, `σ̂ᵢ² = Σ_k (φᵢζ̂_k)²/K`, differ from those of
 the exact samples of the same draws by `τ` of them: as root mean squares over the training outputs, weighted by `B`, and
 up to the chance of `K` samples. `ε` is a bound for each sample (`solvers.solver.function_error`), whatever chance does:
@@ -16,7 +24,7 @@ solvers, for which accuracy is cheap, take `ε = 2τ`; `SGD` takes the largest `
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -29,13 +37,17 @@ from laplace_sampling.evidence.expansion import total_loss
 from laplace_sampling.evidence.fixed_point import PathResult, fit_path
 from laplace_sampling.evidence.krylov_curves import evidence_path
 from laplace_sampling.evidence.step import Step
+from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.linear_model.mode_objective import linear_model_mode
+from laplace_sampling.linear_model.mode_objective import Mode, linear_model_mode
 from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
+from laplace_sampling.methods import as_method
+from laplace_sampling.methods.budget import Estimate
 from laplace_sampling.methods.fit import EM_STREAM, PATH_STREAM, Fit, Task, Tuned
-from laplace_sampling.methods.method import Method, Tuning
-from laplace_sampling.methods.problem import Memory
+from laplace_sampling.methods.method import Choice, Method, Tuning
+from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.methods.verification import disagreements
+from laplace_sampling.predictions.covariance_path import CovariancePath
 from laplace_sampling.solvers.solver import InGroups, Minimum, Solver
 
 __all__ = [
@@ -44,7 +56,6 @@ __all__ = [
     "SolverMethod",
     "basis_that_fits",
     "follow_path",
-    "has_path",
     "largest_error",
     "tuned_by",
     "tuned_by_gram_matrix",
@@ -63,6 +74,9 @@ BASIS_STACKS, _KRYLOV_STACKS = 3, 16
 # decades by 0.02 % with 48, by 0.1 % with 24 and by 0.05 % with 96, at costs in proportion. The accuracy at half and at
 # twice gives the same figures: a basis of 300 digits is complete before it counts.
 _EVIDENCE_PROBES, _PATH_PROBES, _EVIDENCE_ACCURACY = 16, 48, 2e-3
+# Products of each sample that a solve of many together takes, and the fewest with which it is worth having; passes of a
+# search for the largest evidence. Typical of the problems of `auto`; half and twice move where `auto` leaves solves.
+_PRODUCTS, _LEAST_PRODUCTS, _TUNING_PASSES = 5, 2, 80
 
 
 def basis_that_fits(memory: Memory, num_samples: int) -> int:
@@ -75,12 +89,6 @@ def largest_error(tolerance: float, num_samples: int) -> float:
     """The largest `ε` with `ε²/2 + ε/√K ≤ τ`, a half at most."""
     root = num_samples**-0.5
     return min(0.5, math.sqrt(root**2 + 2 * tolerance) - root)
-
-
-def has_path(task: Task) -> bool:
-    """Whether the hyperparameters lie on one curve: one prior precision, and at most one noise precision."""
-    noise = task.model.likelihood.noise_precisions()
-    return len(task.prior.names) == 1 and (noise is None or noise.dim() == 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +134,38 @@ class SolverMethod(Method):
         rows = self.rows(task.memory, task.num_samples, _EM_STACKS * num_samples)
         return solver if rows >= num_samples else InGroups(solver, rows)
 
-    def tune(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+    def covariance_path(self, task: Task) -> CovariancePath:
+        """That of a random part of the data within memory, which is close enough to choose a precision by."""
+        return as_method("subset").covariance_path(task)
+
+    def predicted(self, problem: Problem, cost: Cost) -> Estimate:
+        # `u = Φᵀ L z` of each sample is a VJP; the evidence takes as much at the least number of products as at most.
+        num_data, num_samples = problem.features.num_data, problem.num_samples
+        passes, tuning = num_data * cost.passes, _TUNING_PASSES if problem.by_evidence else 0
+
+        def operations(products: int) -> float:
+            return num_samples * num_data * cost.vjp + (num_samples * products + tuning) * passes
+
+        memory = problem.memory_of(self.max_memory)
+        least = operations(_LEAST_PRODUCTS)
+        return Estimate(operations(_PRODUCTS), self.needs(problem) * memory.vector, least=least)
+
+    def paid_for(self, problem: Problem, choice: Choice) -> Choice:
+        """The choice, or Kronecker factors if samples by solves would be hardly more than those of the prior."""
+        if problem.cost is None or (least := self.predicted(problem, problem.cost).least) is None:
+            return choice
+        budget = problem.budget
+        if budget.affords(least):
+            return choice
+        own = {field.name: getattr(self, field.name) for field in fields(Method)}
+        shortfall = (
+            f'Samples by method="{self.name}" take {least / budget.epoch:.3g} training epochs at least, more than the '
+            f"budget of {budget.epochs:g}: the posterior is that of Kronecker factors. Raise `budget`."
+        )
+        reason = f'the budget does not pay for method="{self.name}"'
+        return replace(choice, method=replace(as_method("kfac"), **own), reason=reason, shortfall=shortfall)
+
+    def tune_by_evidence(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
         return self.tune_by_em(task, tuning, self.make_solver(task, tuning.tolerance, None))
 
     def tune_by_em(self, task: Task, tuning: Tuning, solver: Solver) -> tuple[Task, Tuned]:
@@ -139,7 +178,8 @@ class SolverMethod(Method):
             task.model,
             task.prior,
             Draws(held, task.seed, EM_STREAM),
-            self.in_groups(solver, task, held),
+            self.in_groups(solver.within(task.budget.for_tuning), task, held),
+            mode=None if task.start is None else task.start.mode_in(task.prior.scale),
             max_steps=tuning.max_steps,
             **_search_settings(task, tuning),
         )
@@ -148,19 +188,21 @@ class SolverMethod(Method):
     def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
         # The search for hyperparameters has made the solver, with a preconditioner that serves every `α`.
         solver = tuned.work
-        if solver is None:
+        if not isinstance(solver, Solver):
             solver = self.make_solver(task, tolerance, float(task.prior.precision.mean()))
+        solver = solver.within(task.budget.affords_passes)
         features = task.model.features
         task = replace(task, prior=task.prior.to(features.device, features.dtype))
-        minimum = self.mode(task, solver, tuned)
-        mode = (minimum.value * task.prior.scale)[0]
-        mode_outputs = task.model.outputs(mode[None].to(features.dtype))[0]
-        fit = self.fit_of(task, replace(tuned, work=None), mode, mode_outputs, minimum, solver)
+        fit = self.fit_of(task, replace(tuned, work=None), solver)
+        if fit.needs_mode:
+            fit.known_mode.append(fit.find_mode())
         return _verified(fit.with_samples(f"{task.num_samples} samples" if task.progress else None))
 
     def mode(self, task: Task, solver: Solver, tuned: Tuned) -> Minimum:
         """The mode of the linear model, in scaled coordinates."""
         start = None if tuned.mode is None else (tuned.mode / task.prior.scale)[None]
+        if start is None and task.start is not None:
+            start = task.start.mode_in(task.prior.scale)
         return linear_model_mode(task.model, task.prior, solver, start, description="mode" if task.progress else None)
 
     def fit_of(self, *parts: Any) -> "SolverFit":
@@ -183,6 +225,7 @@ def follow_path(task: Task, tuning: Tuning, **options: Any) -> PathResult:
         task.prior,
         task.seed,
         PATH_STREAM,
+        mode=None if task.start is None else task.start.mode_in(task.prior.scale),
         max_rounds=tuning.max_steps,
         **_search_settings(task, tuning),
         **options,
@@ -199,6 +242,7 @@ def _search_settings(task: Task, tuning: Tuning) -> dict[str, Any]:
         "tolerance": 2 * tuning.tolerance,
         "precision_bounds": tuning.precision_bounds,
         "noise_bounds": tuning.noise_bounds,
+        "afford": task.budget.for_tuning,
         "progress": task.progress,
         "callback": tuning.callback,
     }
@@ -225,7 +269,7 @@ def tuned_by(result: EMResult | PathResult, task: Task, tuning: Tuning, solver: 
         problems.append(
             f"`fit_hyperparameters` stopped after {len(result.history)} steps, before its tolerance: "
             f"prior precision went {[f'{s.prior_precision[0]:.3g}' for s in result.history]}. "
-            "Raise `max_steps`, or `tolerance`."
+            + (task.budget.advice or "Raise `max_steps`, or `tolerance`.")
         )
     at_bounds = AtBounds.of(result.prior, result.likelihood, tuning.precision_bounds, tuning.noise_bounds)
     tuned = Tuned(
@@ -236,6 +280,7 @@ def tuned_by(result: EMResult | PathResult, task: Task, tuning: Tuning, solver: 
         path=getattr(result, "path", None) if result.converged else None,
         mode=result.mode,
         work=solver,
+        criterion="evidence",
     )
     return replace(task, model=task.model.with_likelihood(result.likelihood), prior=result.prior), tuned
 
@@ -267,6 +312,7 @@ def tuned_by_gram_matrix(optimum: Any, task: Task, tuning: Tuning) -> tuple[Task
         at_bounds=at_bounds.names,
         problems=[*at_bounds.problems, *([optimum.problem] if optimum.problem else [])],
         work=posterior,
+        criterion="evidence",
     )
     return replace(task, model=fitted, prior=prior), tuned
 
@@ -276,6 +322,12 @@ class SolverFit(Fit):
     """A fit whose samples are solved for, by `solver`."""
 
     solver: Solver
+
+    def find_mode(self) -> Mode:
+        minimum = self.solver_method.mode(self.task, self.solver, self.tuned)
+        weights = (minimum.value * self.prior.scale)[0]
+        outputs = self.model.outputs(weights[None].to(self.model.features.dtype))[0]
+        return Mode(weights, outputs, replace(minimum, value=minimum.value[:0].clone()))
 
     @property
     def solver_method(self) -> SolverMethod:
@@ -290,8 +342,15 @@ class SolverFit(Fit):
             self.solver,
             rows=self.solver_method.rows(self.task.memory, self.task.num_samples),
             dtype=self.task.dtype,
+            init=self.warm_start,
             description=description,
+            # What was asked for by `sample` is drawn in full, or not at all.
+            keep=draws == self.task.draws,
         )
+
+    def warm_start(self, draws: Draws) -> Tensor | None:
+        """`δ` of the samples that are there already for some draws."""
+        return None if self.task.start is None else self.task.start.delta(draws, self.prior)
 
     def judge(self, sampled: PosteriorSamples) -> tuple[Tensor, float]:
         return self.solver_method.judge(sampled, self.solver)
@@ -299,14 +358,13 @@ class SolverFit(Fit):
     @property
     def scaled_mode(self) -> Tensor:
         """`θ̄/s`, `[1, P]`."""
-        return (self.mode.to(self.model.features.dtype) / self.prior.scale)[None]
+        return (self.mode.weights.to(self.model.features.dtype) / self.prior.scale)[None]
 
     @property
     def mode_problems(self) -> list[str]:
         """What is inaccurate because the mode is."""
-        if self.minimum.converged:
-            return []
-        return [f"the mode, whose residual is {self.minimum.residual:.2g}, has not converged"]
+        minimum = self.mode.minimum
+        return [] if minimum.converged else [f"the mode, whose residual is {minimum.residual:.2g}, has not converged"]
 
     def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
         max_basis = basis_that_fits(self.task.memory, self.task.num_samples)

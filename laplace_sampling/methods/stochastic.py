@@ -25,6 +25,8 @@ _SVRG_STACKS = 8
 # A preconditioner of a lower rank is not worth having. Passes a sample that one saves against plain mini-batches. Both
 # are round numbers: half or twice moves where `SGD` takes over from `SVRG` by as much, when 64 vectors hardly fit.
 _LEAST_RANK, _SAVED_PASSES = 64, 5
+# The part of its descents that plain mini-batches make from a warm start, of samples and of the mode.
+_WARM = 0.25
 # How many times cheaper it has to be than what it saves.
 _CHEAPER = 3.0
 
@@ -116,6 +118,7 @@ class Stochastic(SolverMethod):
         settings = self.solver
         if isinstance(settings, SGD):
             asked = largest_error(tolerance, task.num_samples)
+            settings = settings if task.start is None else settings.shortened(_WARM)
             return replace(settings, tolerance=asked if settings.tolerance is None else settings.tolerance)
         assert isinstance(settings, SVRG)
         # Its tolerance is one of `ε²`, and judged by an estimate, which takes a third of `2τ`.

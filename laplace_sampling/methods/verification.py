@@ -49,7 +49,8 @@ class _Balance:
 
 def disagreements(fit: Fit) -> list[str]:
     """What the mode and the samples of a fit say against its hyperparameters, if these were found and are no bounds."""
-    if fit.sampled is None or not (fit.solved and fit.tuned.converged) or fit.tuned.at_bounds:
+    by_evidence = fit.tuned.criterion == "evidence"
+    if fit.sampled is None or not (by_evidence and fit.solved and fit.tuned.converged) or fit.tuned.at_bounds:
         return []
     advice = (
         "Bring inputs and targets to a common scale."
@@ -71,13 +72,13 @@ def _balances(fit: Fit) -> Iterator[_Balance]:
     of_search = torch.tensor(fit.tuned.history[-1].effective_dimension_se or [0.0] * len(gamma), dtype=torch.float64)
     error = (error.nan_to_num(math.inf) ** 2 + of_search.nan_to_num(0) ** 2).sqrt()
     prior, scale = fit.prior, fit.prior.scale.double()
-    found = prior.precision * prior.grouped((fit.mode.to(scale) / scale) ** 2).cpu()
+    found = prior.precision * prior.grouped((fit.mode.weights.to(scale) / scale) ** 2).cpu()
     for group, name in enumerate(prior.names):
         sides = float(gamma[group]), float(found[group]), float(error[group])
         yield _Balance(f"the prior precision ({name})", float(prior.precision[group]), *sides, _OF_PRECISION)
     likelihood = fit.model.likelihood
     if isinstance(likelihood, Gaussian) and likelihood.learn and torch.as_tensor(likelihood.noise_precision).dim() == 0:
-        outputs = fit.mode_outputs if likelihood.noise_at == "mode" else fit.model.network_outputs
+        outputs = fit.mode.outputs if likelihood.noise_at == "mode" else fit.model.network_outputs
         squares = float((outputs - fit.model.targets.reshape(outputs.shape)).double().square().sum())
         noise, free = float(likelihood.noise_precision), outputs.numel() - float(gamma.sum())
         yield _Balance("the noise precision", noise, free, noise * squares, float(error.norm()), _OF_NOISE)

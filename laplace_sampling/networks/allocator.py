@@ -15,12 +15,13 @@ Where the C library is another one, or the user has set `MALLOC_` variables, the
 computes the same numbers in pieces.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
 
-__all__ = ["LARGEST_KEPT", "keep_freed_memory", "num_pieces"]
+__all__ = ["LARGEST_KEPT", "cpu_out_of_memory", "keep_freed_memory", "num_pieces"]
 
 # Bytes of the largest block that glibc keeps: `DEFAULT_MMAP_THRESHOLD_MAX` of mallopt(3), less what glibc and torch add
 # to a block. It is a definition of glibc on 64-bit systems, not tuned.
@@ -61,3 +62,14 @@ def num_pieces(num_data: int, tensor_bytes: Sequence[float], weight_bytes: float
     pieces = next((n for n in range(fewest, 2 * fewest) if num_data % n == 0), fewest)
     saved = sum(size for size in tensor_bytes if size > kept_bytes)
     return pieces if saved > (pieces - 1) * weight_bytes else 1
+
+
+@contextmanager
+def cpu_out_of_memory() -> Iterator[None]:
+    """Raises `torch.OutOfMemoryError` also on a CPU, where torch raises a plain `RuntimeError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        raise torch.OutOfMemoryError(str(error)) from error

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from laplace_sampling.data.batches import batched, num_rows, split
-from laplace_sampling.networks.allocator import LARGEST_KEPT, num_pieces
-from laplace_sampling.networks.resources import TensorBytes, cpu_out_of_memory
+from laplace_sampling.networks.allocator import LARGEST_KEPT, cpu_out_of_memory, num_pieces
+from laplace_sampling.networks.resources import TensorBytes
 
 __all__ = ["DEFAULT_CHUNK", "Batching"]
 

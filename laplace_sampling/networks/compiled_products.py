@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from laplace_sampling.data.batches import arguments, num_rows, plain, read
+from laplace_sampling.networks.allocator import cpu_out_of_memory
 from laplace_sampling.networks.derivative_rules import ComposedLayers
 from laplace_sampling.networks.held_module import HeldModule
-from laplace_sampling.networks.resources import cpu_out_of_memory
 
 __all__ = ["CompiledProducts"]
 

@@ -24,7 +24,7 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
     """
     with undisturbed:
         states = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in module.modules()]
-        containers = [pair for m, *_ in states for pair in _containers(m)]
+        containers = [(value, value.copy()) for _, attributes, *_ in states for value in _containers(attributes)]
         # A forward pass may write to buffers, as counters and caches do.
         buffers = [b for *_, of_module in states for b in of_module.values() if b is not None]
         values = [(b, b._version, b.detach().clone()) for b in buffers]
@@ -46,10 +46,10 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
                         buffer.copy_(value)
 
 
-def _containers(module: nn.Module) -> list[tuple[Any, Any]]:
-    """The lists, dictionaries and sets among the attributes of a module, and copies of them."""
-    attributes = [value for name, value in module.__dict__.items() if name not in COMMON_ATTRIBUTES]
-    return [(value, value.copy()) for value in attributes if type(value) in (list, dict, set)]
+def _containers(attributes: dict[str, Any]) -> list[Any]:
+    """The lists, dictionaries and sets among the attributes of a module that are not those of every module."""
+    own = attributes.keys() - COMMON_ATTRIBUTES
+    return [attributes[name] for name in own if type(attributes[name]) in (list, dict, set)]
 
 
 def _restore_module(

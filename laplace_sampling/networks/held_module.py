@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 from laplace_sampling.data.batches import Layout, arguments, batched, num_rows, read
 from laplace_sampling.data.digest import digest
-from laplace_sampling.networks.resources import cpu_out_of_memory
+from laplace_sampling.networks.allocator import cpu_out_of_memory
 from laplace_sampling.networks.undisturbed import (
     LOCK,
     handle_signals,
@@ -70,6 +70,8 @@ class HeldModule:
         self.shapes = {name: parameter.shape for name, parameter in self.random().items()}
         self.sizes = [shape.numel() for shape in self.shapes.values()]
         self._all_random = len(names) == len(dict(module.named_parameters()))
+        # To look for weights of two names at each call takes as long as a small network.
+        self._tied = len(dict(module.named_parameters())) < len(dict(module.named_parameters(remove_duplicate=False)))
         if autocast is not None and (autocast not in HALF or self.module_dtype != torch.float32):
             raise ValueError(
                 f"`autocast={autocast}` must be torch.bfloat16 or torch.float16, of a network in float32, but the "
@@ -139,16 +141,16 @@ class HeldModule:
         lowered = torch.autocast(self.device.type, self.autocast, self.autocast is not None, cache_enabled=False)
         # A mode that replaces layers takes time for every call of torch, so only the network is called inside of it.
         with lowered, cpu_out_of_memory(), self._composed_layers() if composed else nullcontext():
-            output = functional_call(self.module, weights, args, kwargs)
+            output = functional_call(self.module, weights, args, kwargs, tie_weights=self._tied)
         output = read(output, num_rows(x))[0]
         return output if output.dtype == dtype else output.to(dtype)  # even a `to` without effect takes time
 
-    def outputs(self, x: Any) -> Callable[[Weights], Float[Tensor, "N C"]]:
+    def outputs(self, x: Any) -> Callable[..., Float[Tensor, "N C"]]:
         """`w ↦ f(w, x)` of the random weights, from layers with forward derivatives."""
         fixed, num = self.fixed(), num_rows(x)
 
-        def outputs(weights: Weights) -> Tensor:
-            output = self({**fixed, **weights}, x, composed=True)
+        def outputs(weights: Weights, composed: bool = True) -> Tensor:
+            output = self({**fixed, **weights}, x, composed=composed)
             return output if output.dim() == 2 else output.reshape(num, -1)
 
         return outputs

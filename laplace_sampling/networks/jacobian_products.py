@@ -1,7 +1,8 @@
 """The ways of differentiating a network: each product is taken by the first way that works for it.
 
-JVPs of many vectors are tried under `vmap`, then one by one, both by forward mode; then as the derivative of
-`u ↦ φᵀu`, which is linear, in `u`: two reverse passes. A way that failed is not tried again, and a notice says so once.
+JVPs of many vectors are tried with stacked tangents, then under `vmap`, then one by one, all by forward mode; then as
+the derivative of `u ↦ φᵀu`, which is linear, in `u`: two reverse passes. A way that failed is not tried again, and a
+notice says so once, but for stacked tangents, which are not much faster where they fail.
 """
 
 import linecache
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -19,10 +20,13 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import jacrev, jvp, vjp, vmap
 
 from laplace_sampling.data.batches import batched, num_rows, take
-from laplace_sampling.networks.batching import Batching
 from laplace_sampling.networks.derivative_rules import ComposedLayers
 from laplace_sampling.networks.held_module import HeldModule, Weights
+from laplace_sampling.networks.stacked_tangents import StackedTangents
 from laplace_sampling.networks.undisturbed import LOCK, handle_signals
+
+if TYPE_CHECKING:
+    from laplace_sampling.networks.batching import Batching
 
 __all__ = ["JacobianProducts", "jacobian_rows", "vjp_with_graph", "vjps_of_each_datum"]
 
@@ -64,11 +68,12 @@ class JacobianProducts:
         data_together: whether Jacobians of many data are computed together.
     """
 
-    def __init__(self, module: nn.Module, batching: Batching) -> None:
+    def __init__(self, module: nn.Module, batching: "Batching") -> None:
         self.module, self.batching = module, batching
         self._pushes = [self._push_together, self._push_each, self._push_by_two_pullbacks]
         self._pulls_together = self.data_together = True
         self._checked, self._dual_works = False, True
+        self._stacks = StackedTangents()
         self.lacking: str | None = None
 
     @contextmanager
@@ -97,6 +102,8 @@ class JacobianProducts:
         Raises:
             RuntimeError: if an operation has neither a forward derivative nor a second reverse one.
         """
+        if not graph and (product := self._push_stacked(f, weights, tangents, largest)) is not None:
+            return product
         errors = []
         # `vmap` over a single vector would only take longer.
         single = len(next(iter(tangents.values()))) == 1
@@ -117,6 +124,12 @@ class JacobianProducts:
             f"mode: {reverse}. Replace this operation by one that torch differentiates, or choose weights after it "
             "with `parameters=`."
         ) from errors[0]
+
+    def _push_stacked(self, f: Function, weights: Weights, tangents: Weights, largest: float) -> Tensor | None:
+        like = next(iter(tangents.values()))
+        if len(like) == 1 or self._pushes[0] != self._push_together:
+            return None
+        return self._stacks.push(f, weights, tangents, self.batching.vectors_together(len(like), like.device, largest))
 
     def _settle_on(self, way: Callable, error: Exception) -> None:
         """Drops the ways before this one, and says why."""

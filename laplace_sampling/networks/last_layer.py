@@ -17,9 +17,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_sampling.data.batches import Layout, batched, concatenate, constants, num_bytes, num_rows, place, read
+from laplace_sampling.data.batches import (
+    Layout,
+    batched,
+    concatenate,
+    constants,
+    num_bytes,
+    num_rows,
+    place,
+    read,
+    take,
+)
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.networks.batching import DEFAULT_CHUNK
+from laplace_sampling.networks.linear_layer import LinearLayer
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.resources import free_memory
 from laplace_sampling.networks.undisturbed import LOCK, undisturbed
@@ -65,9 +76,9 @@ class LastLayer(Linearisation):
     def __init__(
         self, module: nn.Module, *, chunk_size: int = DEFAULT_CHUNK, autocast: torch.dtype | None = None
     ) -> None:
-        module = unwrapped(module)
-        self.found, self.head, self._head_name = False, None, ""
+        self.found, self.head, self._head_name, self._taken_over = False, None, "", False
         with LOCK:
+            module = unwrapped(module)
             self._choose(module, [name for name, _ in module.named_modules()], chunk_size, autocast)
 
     def _choose(self, module: nn.Module, names: list[str], chunk_size: int, autocast: torch.dtype | None) -> None:
@@ -85,7 +96,7 @@ class LastLayer(Linearisation):
         super().__init__(module, _names_of(module, weights[self.layer]), chunk_size=chunk_size, autocast=autocast)
 
     def take_over(self, names: Any) -> None:
-        """Takes the layer that a saved posterior is of, if it is one: its inputs are not kept until a fit."""
+        """Takes the layer that a saved posterior is of, if it is one; the first prediction finds its inputs."""
         if self.found:
             return
         with LOCK:
@@ -93,6 +104,7 @@ class LastLayer(Linearisation):
                 weights = _own_weights(self.module, name)
                 if weights and _names_of(self.module, weights) == names:
                     self._choose(self.module, [name], self.chunk_size, self.autocast)
+                    self._taken_over = True
 
     def find(self, x: Any, num_data: int) -> None:
         """Finds the layer by a run on a few inputs, once.
@@ -115,6 +127,7 @@ class LastLayer(Linearisation):
         with LOCK:
             self._choose(self.module, [call.name for call in calls], self.chunk_size, self.autocast)
         name, reason = self._find_head(x, calls, outputs)
+        z = None
         if name is not None:
             z = next(call.inputs for call in calls if call.name == name)
             needed, allowed = num_data / num_rows(z) * num_bytes(z), _SHARE * free_memory(self.device)
@@ -123,7 +136,7 @@ class LastLayer(Linearisation):
         if name is None:
             self._drop_head(reason)
         else:
-            self._hold_head(name)
+            self._hold_head(name, z)
         self.found = True
 
     def _recorded_calls(self, x: Any) -> tuple[list[_Call], Tensor, Layout]:
@@ -161,21 +174,30 @@ class LastLayer(Linearisation):
             if z is None:
                 reason = f"`{name}` takes inputs that are not tensors with a row for each datum"
                 continue
-            if not _close(self._part(name).jvp(z, v), expected):
+            if not _close(self._part(name, z).jvp(z, v), expected):
                 reason = f"weights of `{self.layer}` are used outside of `{name}` as well"
                 continue
             return name, ""
         return None, reason
 
-    def _part(self, name: str) -> Linearisation:
-        """A part of the module with the random weights in it."""
+    def _find_again(self, x: Any) -> None:
+        """Finds the inputs of the layer that a saved posterior is of, if they can be kept; once."""
+        calls, outputs, layout = self._recorded_calls(x)
+        name = None if layout.names else self._find_head(x, calls, outputs)[0]
+        if name is not None:
+            self._hold_head(name, next(call.inputs for call in calls if call.name == name))
+        self._taken_over = False
+
+    def _part(self, name: str, z: Any) -> Linearisation:
+        """A part of the module with the random weights in it, and inputs `z`."""
         with LOCK:
             part, parameters = self.module.get_submodule(name), dict(self.module.named_parameters())
             names = _names_of(part, [parameters[name] for name in self.names])
-            return Linearisation(part, names, chunk_size=self.chunk_size, autocast=self.autocast)
+            kind = LinearLayer if LinearLayer.fits(part, names, z) else Linearisation
+            return kind(part, names, chunk_size=self.chunk_size, autocast=self.autocast)
 
-    def _hold_head(self, name: str) -> None:
-        self._head_name, self.head = name, self._part(name)
+    def _hold_head(self, name: str, z: Any) -> None:
+        self._head_name, self.head = name, self._part(name, z)
         self.head.products = self.products
 
     def _drop_head(self, reason: str) -> None:
@@ -231,9 +253,21 @@ class LastLayer(Linearisation):
 
     def _inputs(self, x: Any) -> Any:
         """The inputs of the head, by a run of the network."""
+        return self.evaluate_with_inputs(x)[-1]
+
+    def evaluate_with_inputs(self, x: Any) -> tuple[Float[Tensor, "N ..."], Layout, Linearisation, Any]:
+        """Outputs and layout by one run, and what has their Jacobian: the head, and its inputs in that run.
+
+        It is the network itself, and `x`, where no inputs can be kept.
+        """
+        if self._taken_over and not self.found:
+            self._find_again(take(x, slice(_DATA_OF_THE_RUN)))
+        if self.head is None:
+            return *self.evaluate(x), self, x
         with undisturbed, self._recording() as kept:
-            self.evaluate(x)
-        return kept[0] if len(kept) == 1 else concatenate(kept)  # memory may hold parts of the data only
+            outputs, layout = self.evaluate(x)
+        # Memory may hold parts of the data only.
+        return outputs, layout, self.head, kept[0] if len(kept) == 1 else concatenate(kept)
 
     def jvp(self, x: Any, v: Float[Tensor, "K P"], *, graph: bool = False) -> Float[Tensor, "K N C"]:
         """As `Linearisation` does; without a graph, the rest of the network runs once."""
@@ -268,8 +302,10 @@ class LastLayer(Linearisation):
         """The same on a copy of the module in float64."""
         double = super().in_float64()
         # The head is a part of the module, so that a copy of the module needs a head of its own.
-        if double.head is not None:
-            double._hold_head(self._head_name)
+        if self.head is not None:
+            module = double.module.get_submodule(self._head_name)
+            double.head = type(self.head)(module, self.head.names, chunk_size=self.chunk_size)
+            double.head.products = self.products
         return double
 
 

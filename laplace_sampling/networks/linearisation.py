@@ -92,8 +92,8 @@ class Linearisation:
     ) -> None:
         # Nothing here runs the network or changes the process: the first product does what products need.
         self.batching = Batching(chunk_size) if batching is None else batching
-        module = unwrapped(module)
         with LOCK:
+            module = unwrapped(module)
             self.held = HeldModule(module, select(module, parameters), autocast, ComposedLayers)
         self.num_parameters, self.chunk_size = sum(self.held.sizes), self.batching.chunk_size
         self.products = {"jvp": 0, "vjp": 0}
@@ -200,11 +200,11 @@ class Linearisation:
             parts = self.batching.in_parts(num_rows(x), lambda rows: self.held.evaluate(rows_of(x, rows)))
         return _joined([output for output, _ in parts], 0).to(self.dtype), parts[0][1]
 
-    def traced(self, x: Any) -> tuple[Float[Tensor, "N ..."], dict[str, Tensor]]:
-        """Outputs with a graph that autograd differentiates, and the random weights in it, by name."""
+    def traced(self, x: Any, watch: Callable[[dict[str, Tensor]], Any]) -> tuple[Float[Tensor, "N ..."], Any]:
+        """Outputs with a graph that autograd differentiates, run in the context `watch` of the weights in it."""
         weights = self.held.leaves()
-        with torch.enable_grad(), self._differentiating():
-            return self.held(weights, x), weights
+        with torch.enable_grad(), self._differentiating(), watch(weights) as watched:
+            return self.held(weights, x), watched
 
     # Products ---------------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,6 @@
 """What computations take: operations and bytes of tensors, which are counted, and memory, which is free or not."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -12,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from laplace_sampling.networks.undisturbed import undisturbed
 
-__all__ = ["Operations", "TensorBytes", "cpu_out_of_memory", "free_memory"]
+__all__ = ["Operations", "TensorBytes", "free_memory"]
 
 
 class _Counting(TorchDispatchMode):
@@ -82,14 +80,3 @@ def free_memory(device: torch.device) -> float:
         return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, ValueError):  # not every system knows this number
         return 4.0 * 2**30
-
-
-@contextmanager
-def cpu_out_of_memory() -> Iterator[None]:
-    """Raises `torch.OutOfMemoryError` also on a CPU, where torch raises a plain `RuntimeError`."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):
-            raise
-        raise torch.OutOfMemoryError(str(error)) from error

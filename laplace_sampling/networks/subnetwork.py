@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from laplace_sampling.data.batches import split, take
 from laplace_sampling.networks.batching import DEFAULT_CHUNK
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.networks.undisturbed import LOCK
 from laplace_sampling.networks.unwrapping import unwrapped
 from laplace_sampling.solvers.checks import as_numbers
 
@@ -53,8 +54,9 @@ class Subnetwork(Linearisation):
         autocast: torch.dtype | None = None,
         compile: bool | str = False,
     ) -> None:
-        module = unwrapped(module)
-        chosen = _indices(module, elements)
+        with LOCK:
+            module = unwrapped(module)
+            chosen = _indices(module, elements)
         super().__init__(module, list(chosen), chunk_size=chunk_size, autocast=autocast)
         self.whole = Linearisation(module, list(chosen), chunk_size=chunk_size, autocast=autocast, compile=compile)
         self.compile = compile

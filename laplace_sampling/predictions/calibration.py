@@ -29,7 +29,9 @@ __all__ = [
     "label_losses",
     "labelled",
     "labels_of",
+    "own_temperature",
     "parts_of",
+    "tempered",
 ]
 
 # Numbers of deviations that are worked on at once: a definition, 1 MiB.
@@ -221,6 +223,56 @@ def held_out_classification(
     logs = torch.tensor([scale, temperature], dtype=torch.float64).log()
     with_error_bars = -torch.cat(list(losses(deviations, logs[0], logs[1])))
     return found.scored("held out", with_error_bars, -torch.cat(list(losses(no_deviations, log_one, log_one))))
+
+
+def own_temperature(likelihood: Likelihood, targets: Tensor, outputs: Float[Tensor, "N C"]) -> float:
+    """The likeliest temperature of the network without error bars, at most one: below it one takes error bars back."""
+    lowest, _ = _LOG_TEMPERATURES
+    nothing = torch.zeros_like(outputs)[None]
+    return _likeliest_temperature(likelihood, targets, outputs, nothing, (lowest, 0.0), _LOG_SHARPER)
+
+
+def tempered(
+    likelihood: Likelihood,
+    targets: Tensor,
+    outputs: Float[Tensor, "N C"],
+    deviations: Float[Tensor, "K N C"],
+    lowest: float,
+) -> Calibration:
+    """As `held_out_classification` with a scale of one: the likeliest temperature above a lowest, to one per cent."""
+    bounds = (math.log(lowest), _LOG_TEMPERATURES[1])
+    temperature = _likeliest_temperature(likelihood, targets, outputs, deviations, bounds, _LOG_TEMPERATURE)
+    found = Calibration(temperature=temperature, at_bounds=_at_bounds(temperature=(temperature, _LOG_TEMPERATURES)))
+    with_error_bars = _tempered_log_probs(likelihood, targets, outputs, deviations, temperature)
+    alone = _tempered_log_probs(likelihood, targets, outputs, torch.zeros_like(deviations[:1]), 1.0)
+    return found.scored("held out", with_error_bars, alone)
+
+
+def _likeliest_temperature(
+    likelihood: Likelihood,
+    targets: Tensor,
+    outputs: Tensor,
+    deviations: Tensor,
+    bounds: tuple[float, float],
+    stddev: float,
+) -> float:
+    from scipy.optimize import minimize_scalar  # slow to import
+
+    def negative(log_temperature: float) -> float:
+        log_probs = _tempered_log_probs(likelihood, targets, outputs, deviations, math.exp(log_temperature))
+        return 0.5 * (log_temperature / stddev) ** 2 - float(log_probs.sum())
+
+    found = minimize_scalar(negative, bounds=bounds, method="bounded", options={"xatol": 0.01})
+    # A bounded search never tries its ends.
+    return math.exp(min((*bounds, float(found.x)), key=negative))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _tempered_log_probs(
+    likelihood: Likelihood, targets: Tensor, outputs: Tensor, deviations: Tensor, T: float
+) -> Float[Tensor, " N"]:
+    f = outputs.double() / T
+    parts = parts_of(deviations)
+    return -torch.cat([label_losses(likelihood, targets[n], f[n], deviations[:, n] / T, 1.0) for n in parts]).sum(1)
 
 
 def held_out_regression(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.predictions.accuracy import Accuracy
 from laplace_sampling.predictions.diagnosis_page import Problem, Row, listed, number, page, percent, plus_minus
 from laplace_sampling.predictions.energy_tests import SHIFT, SIGNIFICANT, TestResult
 
@@ -40,7 +41,7 @@ class Diagnosis:
         residuals: of the samples, `[K]`, as the solver defines them.
         tolerance: below which a residual counts as converged.
         solver_converged: whether the solver says that the samples have converged.
-        mode_residual: of the mode; `mode_converged` likewise.
+        mode_residual: of the mode, if it was needed; `mode_converged` likewise.
         hyperparameters_converged: of the fit of `α` and the noise; `None` if they were given.
         prior_precision: `α` of each group of weights.
         at_bounds: names of the groups whose `α` ended at a bound; `"noise"` if the noise precision did.
@@ -52,6 +53,8 @@ class Diagnosis:
             from the network.
         num_floored: weights whose curvature the g-prior's floor replaced.
         passes: Jacobian products spent, in units of all data and one vector.
+        epochs: what the fit has cost in training epochs, counted in operations; NaN if that was not counted.
+        accuracy: of predicted standard deviations (`Accuracy`).
         max_rank: the rank that `M` can have where it is below `N·C`: `N(C − 1)` for class labels.
         advice: what to do about a solve that did not converge, a sentence or two.
         residual_kind: what the residuals of the samples measure.
@@ -67,7 +70,7 @@ class Diagnosis:
     residuals: Float[Tensor, " K"]
     tolerance: float
     solver_converged: bool
-    mode_residual: float
+    mode_residual: float | None
     mode_converged: bool
     hyperparameters_converged: bool | None
     prior_precision: dict[str, float]
@@ -84,6 +87,8 @@ class Diagnosis:
     max_rank: int | None = None
     advice: str = "Float64 weights help where the problem is badly conditioned, a larger prior precision too."
     residual_kind: str = "relative gradient"
+    epochs: float = math.nan
+    accuracy: Accuracy | None = None
 
     @property
     def problems(self) -> list[Problem]:
@@ -116,7 +121,7 @@ class Diagnosis:
         # First of all: other checks compare numbers, and comparisons with NaN are false.
         numbers = [
             self.effective_dimension,
-            self.mode_residual,
+            self.mode_residual or 0.0,
             *self.residuals.tolist(),
             *self.prior_precision.values(),
         ]
@@ -147,7 +152,7 @@ class Diagnosis:
         )
 
     def _mode_unconverged(self) -> Problem | None:
-        if self.mode_converged:
+        if self.mode_converged or self.mode_residual is None:
             return None
         return Problem(
             f"The mode of the linear model has not converged: its residual is {number(self.mode_residual)}.",
@@ -302,13 +307,18 @@ class Diagnosis:
         ]
         return page(title, [*self._fit_rows(), *self._sample_rows()], self.problems)
 
+    def _mode_row(self) -> list[Row]:
+        if self.mode_residual is None:
+            return [("mode", "not needed", "", "")]
+        return [("residual of the mode", number(self.mode_residual), "", "relative gradient")]
+
     def _fit_rows(self) -> list[Row]:
         largest, tolerance = number(float(self.residuals.max())), f"< {number(self.tolerance)}"
         median = number(float(self.residuals.median()))
         rows = [
             ("residual of the samples, median", median, "", self.residual_kind),
             ("residual of the samples, largest", largest, tolerance, self.residual_kind),
-            ("residual of the mode", number(self.mode_residual), "", "relative gradient"),
+            *self._mode_row(),
             ("hyperparameters", _HYPERPARAMETERS[self.hyperparameters_converged], "", ""),
         ]
         precisions = list(self.prior_precision.items())
@@ -336,7 +346,17 @@ class Diagnosis:
             ("‖φw̄ − f‖ / ‖f‖", percent(self.offset), "", "of the outputs"),
             ("weights floored", f"{self.num_floored:,}", "", f"of {self.num_parameters:,}"),
             ("Jacobian products", number(self.passes), "", "passes over the data"),
+            *self._cost_rows(),
         ]
+
+    def _cost_rows(self) -> list[Row]:
+        rows = [] if math.isnan(self.epochs) else [("cost of the fit", f"{self.epochs:.2g}", "", "training epochs")]
+        if (accuracy := self.accuracy) is None:
+            return rows
+        parts = [("  of the samples", accuracy.samples), ("  of solves", accuracy.solves)]
+        parts += [("  of data left out", accuracy.left_out)] if accuracy.left_out != 0 else []
+        errors = [("error of standard deviations", accuracy.total), *parts]
+        return [*rows, *((name, percent(error), "", "") for name, error in errors)]
 
 
 def _energy_rows(name: str, test: TestResult) -> list[Row]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["as_numbers", "check_flag", "check_positive", "check_whole", "refuse_class"]
+__all__ = ["as_numbers", "check_finite", "check_flag", "check_positive", "check_whole", "refuse_class"]
 
 
 def check_whole(what: str, value: Any, least: int | None = None) -> None:
@@ -73,3 +73,17 @@ def as_numbers(what: str, values: Any, *, boolean: bool = False) -> Tensor:
         where = " on the device 'meta', which holds no numbers" if numbers.is_meta else ""
         raise TypeError(f"{what} must be real numbers, but is a tensor in {numbers.dtype}{where}.")
     return numbers
+
+
+def check_finite(method: str, quantities: dict[str, Tensor]) -> None:
+    """Raise a `FloatingPointError` if what a fit by a method ended with is not finite."""
+    # Row by row: a mask of all samples would take a quarter of their memory.
+    wrong = [
+        name for name, value in quantities.items() if not all(bool(v.isfinite().all()) for v in torch.atleast_1d(value))
+    ]
+    if wrong:
+        raise FloatingPointError(
+            f'The fit by method="{method}" ended with NaN or infinity in the {" and the ".join(wrong)}, '
+            "so that nothing of it is kept: check the weights of the model and the data for extreme values, or use "
+            "`model.double()`."
+        )

@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from laplace_sampling.solvers.lapack import accurate_factor, sum_of_squares
 from laplace_sampling.solvers.newton import newton
-from laplace_sampling.solvers.operator import Operator
+from laplace_sampling.solvers.operator import HeldMatrix, Operator
 from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution, Solver, judged, relative_residual
 
 __all__ = ["Dense", "Factor", "Spectral"]
 
-# The condition of `H` up to which a Cholesky factor of it has six digits left: a definition.
-_MOST_CONDITION = 1e10
 # Refinements of a solution by Woodbury's identity, each of which reduces its error by the condition times the unit of
 # rounding.
 _REFINEMENTS = 2
@@ -101,21 +100,24 @@ class Factor:
         factor: the Cholesky factor of `H`, if `root` is `None`; else of `I + R A⁻¹ Rᵀ`.
         root: `R` with `RᵀR = M`.
         matrix: `M`, if it was formed.
+        held: `M` as its operator holds it, if it does.
     """
 
     precision: Tensor
     factor: Tensor
     root: Tensor | None = None
     matrix: Tensor | None = None
+    held: HeldMatrix | None = None
 
     @classmethod
     def of(cls, operator: Operator, precision: Tensor) -> "Factor":
-        precision = precision.double()
+        precision, held = precision.double(), operator.dense()
+        factor = None if held is None else held.factor(precision)
+        if held is not None and factor is not None:
+            return cls(precision, factor, matrix=held.matrix, held=held)
         blocks = [block.double() for block in operator.root_rows()]
         if operator.size <= sum(len(block) for block in blocks):
-            matrix = blocks[0].T @ blocks[0]
-            for block in blocks[1:]:
-                matrix.addmm_(block.T, block)
+            matrix = sum_of_squares(blocks, operator.size, precision.device)
             return cls(precision, _cholesky_factor(matrix, precision, blocks), matrix=matrix)
         root = torch.cat(blocks)
         inner = (root / precision) @ root.T
@@ -131,6 +133,8 @@ class Factor:
 
     def solve(self, rhs: Tensor) -> Tensor:
         """`H⁻¹v`."""
+        if self.held is not None:
+            return self.held.solve(rhs, self.precision)
         if self.root is None:
             return torch.cholesky_solve(rhs.T, self.factor).T
         solution = self._by_woodbury(rhs)
@@ -147,6 +151,8 @@ class Factor:
 
     def leverage(self) -> Tensor:
         """The diagonal of `H⁻¹M`."""
+        if self.held is not None:
+            return self.held.leverage(self.precision)
         if self.root is None:
             # 1 − AH⁻¹ needs no product with M.
             return 1 - self.precision * torch.cholesky_inverse(self.factor).diagonal()
@@ -156,9 +162,8 @@ class Factor:
 
 def _cholesky_factor(matrix: Tensor, precision: Tensor, blocks: list[Tensor]) -> Tensor:
     """The factor of `H = M + A`; by a QR decomposition of a root of `H` where the sum of both has lost its digits."""
-    factor, failed = torch.linalg.cholesky_ex(matrix + torch.diag(precision))
-    diagonal = factor.diagonal()
-    if not bool(failed) and float(diagonal.max() / diagonal.min()) ** 2 <= _MOST_CONDITION:
+    factor = accurate_factor(matrix, precision)
+    if factor is not None:
         return factor
     # The condition of a root is the square root of that of `H`.
     upper = torch.linalg.qr(torch.cat([*blocks, torch.diag(precision.sqrt())]), mode="r")[1]

@@ -6,6 +6,7 @@ not depend on the shift `α`, so that a basis serves all shifts.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +18,11 @@ from laplace_sampling.solvers.operator import Operator
 from laplace_sampling.solvers.preconditioners import Preconditioner
 from laplace_sampling.solvers.progress import progress_bar
 from laplace_sampling.solvers.solver import (
+    IterativeSolver,
     Minimum,
     Objective,
     Quadratic,
     Solution,
-    Solver,
     function_error,
     relative_residual,
     whiten,
@@ -38,7 +39,7 @@ _MODE_PASSES, _MODE_PASSES_OF_WEIGHT = 2000, 10
 
 
 @dataclass(frozen=True)
-class BlockKrylov(Solver):
+class BlockKrylov(IterativeSolver):
     r"""Galerkin projection on the block Krylov space of all rows: it needs the fewest products of all solvers here.
 
     Each row takes the minimiser of its quadratic in a space that grows by the residuals of the rows that have not
@@ -82,7 +83,9 @@ class BlockKrylov(Solver):
         active = iterates.update_error(group) > self.tolerance
         for _ in range(self.max_iterations):
             _show(bar, before + int((~active).sum()))
-            if not bool(active.any()) or not self._extend(basis, iterates, group[active]):
+            if not bool(active.any()) or not self.afford(float(active.sum())):
+                break
+            if not self._extend(basis, iterates, group[active]):
                 break
             iterates.project(basis, group)
             active = iterates.update_error(group) > self.tolerance
@@ -103,11 +106,12 @@ class BlockKrylov(Solver):
 
     def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
         """Newton's method, by `CG`: for the one row of an objective it finds the same steps in less memory."""
-        return CG(self.tolerance, self.max_iterations).minimise(objective, init, description=description)
+        solver = CG(self.tolerance, self.max_iterations, afford=self.afford)
+        return solver.minimise(objective, init, description=description)
 
 
 @dataclass(frozen=True)
-class CG(Solver):
+class CG(IterativeSolver):
     """Preconditioned conjugate gradients, all rows at once; converged rows cost no product. Memory: five stacks.
 
     Args:
@@ -152,7 +156,7 @@ class CG(Solver):
         for _ in range(min(self.max_iterations, _MOST_STEPS * operator.size)):
             _show(bar, int((~active).sum()))
             unsolved = rows[active]
-            if len(unsolved) == 0:
+            if len(unsolved) == 0 or not self.afford(len(unsolved)):
                 break
             # One product for all rows that have not converged; each has its own direction and length.
             r = iterates.residual[unsolved]
@@ -174,12 +178,13 @@ class CG(Solver):
 
         def direction(operator: Operator, precision: Tensor, gradient: Tensor, tolerance: float):
             zero = torch.zeros_like(gradient)
-            solver = CG(tolerance, self.max_iterations, self.preconditioner)
+            solver = CG(tolerance, self.max_iterations, self.preconditioner, afford=self.afford)
             step = solver.solve(Quadratic(operator, precision, zero, gradient))
             return step.value, step.passes
 
         most = min(_MODE_PASSES, _MODE_PASSES_OF_WEIGHT * init.shape[1])
-        return newton(objective, init, direction, tolerance=self.tolerance, max_passes=most, description=description)
+        limits: dict[str, Any] = {"max_passes": most, "afford": self.afford}
+        return newton(objective, init, direction, tolerance=self.tolerance, description=description, **limits)
 
 
 class _Iterates:

@@ -4,14 +4,20 @@ torch copies its arguments and takes up to three times their memory. With LAPACK
 fits in memory, which for exact methods is the number of observations.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 import scipy.linalg
 import torch
 from jaxtyping import Float
+from scipy.linalg.blas import dsyrk  # pyright: ignore[reportAttributeAccessIssue]
 from scipy.linalg.lapack import dpotrf, dpotri, dpotrs  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
-__all__ = ["check_finite", "inverse_", "solve_", "symmetric_eigen"]
+__all__ = ["accurate_factor", "check_finite", "inverse_", "solve_", "sum_of_squares", "symmetric_eigen"]
+
+# The condition of `H` up to which a Cholesky factor of it has six digits left: a definition.
+_MOST_CONDITION = 1e10
 
 
 def check_finite(K: Float[Tensor, "n n"]) -> None:
@@ -50,13 +56,36 @@ def inverse_(G: Float[Tensor, "n n"]) -> Tensor:
         factor = torch.linalg.cholesky(G)
         logdet = 2 * factor.diagonal().log().sum()
         G.copy_(torch.cholesky_inverse(factor))
-    # LAPACK writes one triangle only; the other is copied from it, a few rows at a time, to need no second matrix.
+    _mirror_(G)
+    return logdet
+
+
+def sum_of_squares(blocks: Iterable[Float[Tensor, "m P"]], size: int, device: torch.device) -> Float[Tensor, "P P"]:
+    """`Σ RᵀR` over blocks of rows `R` of any precision, each product and the sum in float64.
+
+    On a CPU by BLAS's `syrk`, which computes one triangle: `m P²` operations, half of those of a general product.
+    """
+    total = torch.zeros(size, size, dtype=torch.float64, device=device)
+    for block in blocks:
+        rows = block.double()
+        if device.type != "cpu":
+            total.addmm_(rows.T, rows)
+        else:
+            # Both transposes are in Fortran's order, and `total` itself is overwritten.
+            dsyrk(1.0, rows.contiguous().numpy().T, beta=1.0, c=total.numpy().T, lower=1, overwrite_c=1)
+    if device.type == "cpu":
+        _mirror_(total)
+    return total
+
+
+def _mirror_(G: Float[Tensor, "n n"]) -> None:
+    """Copies the upper triangle, the one that LAPACK writes, to the lower one."""
+    # A few rows at a time, to need no second matrix.
     for rows in torch.arange(len(G)).split(512):
         first, last = int(rows[0]), int(rows[-1]) + 1
         corner = G[first:last, first:last].triu()
         G[first:last, first:last] = corner + corner.triu(1).T
         G[last:, first:last] = G[first:last, last:].T
-    return logdet
 
 
 def solve_(G: Float[Tensor, "n n"], right: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
@@ -72,3 +101,11 @@ def _cholesky_(G: Float[Tensor, "n n"]) -> np.ndarray:
     if failed:
         raise FloatingPointError("A Gram matrix with noise is not finite, or not positive definite.")
     return factor
+
+
+def accurate_factor(matrix: Tensor, precision: Tensor) -> Tensor | None:
+    """The Cholesky factor of `M + A`; `None` where the sum of both has lost its digits."""
+    factor, failed = torch.linalg.cholesky_ex(matrix + torch.diag(precision))
+    diagonal = factor.diagonal()
+    lost = bool(failed) or not float(diagonal.max() / diagonal.min()) ** 2 <= _MOST_CONDITION
+    return None if lost else factor

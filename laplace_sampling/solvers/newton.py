@@ -10,13 +10,15 @@ from torch import Tensor
 from laplace_sampling.solvers.line_search import halve_until_accepted
 from laplace_sampling.solvers.operator import Operator, tiny
 from laplace_sampling.solvers.progress import progress_bar
-from laplace_sampling.solvers.solver import Minimum, Objective
+from laplace_sampling.solvers.solver import Afford, Minimum, Objective, unlimited
 
 __all__ = ["newton"]
 
 # The loosest relative accuracy of a step. For 18 modes of classifiers of 200 weights by conjugate gradients: 1,940
 # passes; 2,160 at half of it and 1,840 at twice.
 _LOOSEST = 0.2
+# Passes of a step besides those of its direction: a value, a gradient, the outputs; and one of the direction.
+_STEP_PASSES = 3.0
 
 
 def newton(
@@ -27,6 +29,7 @@ def newton(
     tolerance: float,
     max_steps: int = 50,
     max_passes: float = math.inf,
+    afford: Afford = unlimited,
     description: str | None = None,
 ) -> Minimum:
     r"""Newton's method with steps that are halved until the objective goes down.
@@ -42,11 +45,12 @@ def newton(
         tolerance: relative length of the last step.
         max_steps: largest number of steps.
         max_passes: no step begins after so many passes.
+        afford: no step begins either whose gradient and value it does not allow.
         description: label of a progress bar.
     """
     point, accuracy, finished = _Iterate(objective, init), _LOOSEST, False
     for _ in progress_bar(description, range(max_steps)):
-        if (finished := point.is_stationary()) or point.passes >= max_passes:
+        if (finished := point.is_stationary()) or point.passes >= max_passes or not afford(_STEP_PASSES):
             break
         curvature, needed = objective.curvature(point.theta), max(accuracy, tolerance)
         step, passes = direction(curvature, objective.precision, point.gradient, needed)

@@ -6,13 +6,53 @@ A mini-batch is a tensor of data indices; `None` means all data. Sums are over t
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["Congruent", "Operator", "geometric_mean", "largest_eigenvalue", "make_dense", "row_products", "tiny"]
+__all__ = [
+    "Congruent",
+    "HeldMatrix",
+    "Operator",
+    "geometric_mean",
+    "largest_eigenvalue",
+    "make_dense",
+    "row_products",
+    "tiny",
+]
+
+
+class HeldMatrix(Protocol):
+    """`M` in full, in float64, with what was once computed of it."""
+
+    @property
+    def matrix(self) -> Float[Tensor, "P P"]:
+        """`M`."""
+        ...
+
+    @property
+    def spectrum(self) -> Float[Tensor, " P"]:
+        """All eigenvalues."""
+        ...
+
+    @property
+    def vectors(self) -> Float[Tensor, "P P"]:
+        """The eigenvectors, as columns."""
+        ...
+
+    def factor(self, shift: float | Tensor) -> Float[Tensor, "P P"] | None:
+        """The Cholesky factor of `M + shift`, or `None` where it would have lost its digits."""
+        ...
+
+    def solve(self, v: Float[Tensor, "K P"], shift: float | Tensor) -> Float[Tensor, "K P"]:
+        """`(M + shift)⁻¹ v_k`."""
+        ...
+
+    def leverage(self, shift: float | Tensor) -> Float[Tensor, " P"]:
+        """The diagonal of `(M + shift)⁻¹M`."""
+        ...
 
 
 class Operator(ABC):
@@ -52,6 +92,10 @@ class Operator(ABC):
     def random_rows(self, batch: Tensor, generator: torch.Generator) -> Float[Tensor, "n P"]:
         """A random row `g_i` of each datum of a batch, with `E[g_i g_iᵀ] = Mᵢ`: half a product a datum."""
         raise NotImplementedError(f"{type(self).__name__} has no `random_rows`, which `SVRG` needs.")
+
+    def dense(self) -> HeldMatrix | None:
+        """`M` in full, where it is held for whoever asks again."""
+        return None
 
     @abstractmethod
     def root_rows(self) -> Iterator[Float[Tensor, "m P"]]:

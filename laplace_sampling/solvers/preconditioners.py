@@ -74,9 +74,23 @@ class Factored(Preconditioner):
     def eigenvalues(self) -> Float[Tensor, " P"]:
         """All eigenvalues of `M̂`, in no order."""
 
+    def dimension(self, shift: float) -> float:
+        """`γ = Tr(M̂ + shift)⁻¹M̂`."""
+        values = self.eigenvalues().double()
+        return float((values / (values + shift)).sum())
+
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that it consists of, for saving."""
+
+    def covariances(self, rows: Float[Tensor, "n C P"], shifts: Float[Tensor, " A"]) -> Float[Tensor, "A n C C"]:
+        """`φ_i (M̂ + s_a)⁻¹ φ_iᵀ` for rows `φ_i` and several shifts, in float64."""
+        flat, blocks = rows.flatten(0, 1), []
+        for shift in shifts.tolist():
+            solved = self.solve(flat, shift).reshape(rows.shape)
+            block = rows.double() @ solved.double().mT
+            blocks.append((block + block.mT) / 2)
+        return torch.stack(blocks)
 
 
 class Jacobi(Factored):

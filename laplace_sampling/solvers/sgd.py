@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from laplace_sampling.solvers.checks import check_positive, check_whole
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.operator import Operator, largest_eigenvalue, tiny
 from laplace_sampling.solvers.progress import progress_bar
-from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution, Solver, judged
+from laplace_sampling.solvers.solver import IterativeSolver, Minimum, Objective, Quadratic, Solution, judged
 
 __all__ = ["SGD"]
 
@@ -28,7 +29,7 @@ _TOLERANCE = 0.09
 
 
 @dataclass(frozen=True)
-class SGD(Solver):
+class SGD(IterativeSolver):
     """Mini-batch gradient descent with Nesterov momentum, for `K` rows in parallel; no step size to give.
 
     The step size is `step / λ`, with `λ` the largest eigenvalue found by power iteration among the mini-batch
@@ -76,6 +77,11 @@ class SGD(Solver):
         if not (isinstance(self._tolerance, float | int) and 0 < self._tolerance < 1):
             raise ValueError(f"`SGD(tolerance=...)` must lie between 0 and 1, but is {self.tolerance!r:.80}.")
 
+    def shortened(self, part: float) -> "SGD":
+        """With a part of the passes, as for starts near the solution; what has not converged is finished as ever."""
+        steps = max(1, round(part * self.min_steps))
+        return replace(self, epochs=part * self.epochs, mode_epochs=part * self.mode_epochs, min_steps=steps)
+
     @property
     def _tolerance(self) -> float:
         return _TOLERANCE if self.tolerance is None else self.tolerance
@@ -83,7 +89,7 @@ class SGD(Solver):
     @property
     def _finish(self) -> CG | None:
         """What goes on where a descent has ended."""
-        return CG(self._tolerance, self.finish_passes) if self.finish_passes else None
+        return CG(self._tolerance, self.finish_passes, afford=self.afford) if self.finish_passes else None
 
     def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
         operator = problem.operator
@@ -168,10 +174,15 @@ class SGD(Solver):
                 "model contain NaN or infinity, or the outputs do not depend on the weights."
             )
         step, num_gradients = self.step / curvature, 0
+        # The iterates are judged by a product of all data, which is paid for as well.
+        passes = len(start) * (1 + min(self.batch_size, num_data) / num_data)
+
+        def affordable(_: float) -> bool:
+            return self.afford(passes)
+
         for _ in range(self.max_restarts + 1):
-            sizes = self._step_sizes(step, steps, decay)
-            progress = progress_bar(description, sizes)
-            end, spent = self._run(gradient, start, self._batches(num_data), progress)
+            sizes = progress_bar(description, self._step_sizes(step, steps, decay))
+            end, spent = self._run(gradient, start, self._batches(num_data), takewhile(affordable, sizes))
             num_gradients += spent
             if end is not None:
                 return end, len(start) * num_gradients * min(self.batch_size, num_data) / num_data

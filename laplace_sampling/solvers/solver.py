@@ -9,6 +9,7 @@ rescaled.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,8 +19,10 @@ from torch import Tensor
 from laplace_sampling.solvers.operator import Congruent, Operator, geometric_mean, row_products, tiny
 
 __all__ = [
+    "Afford",
     "ConvergenceWarning",
     "InGroups",
+    "IterativeSolver",
     "Minimum",
     "Objective",
     "Quadratic",
@@ -28,9 +31,19 @@ __all__ = [
     "function_error",
     "judged",
     "relative_residual",
+    "unlimited",
     "whiten",
     "whitening",
 ]
+
+
+# Whether so many passes, products of `M` with all data and one vector each, may still be made.
+Afford = Callable[[float], bool]
+
+
+def unlimited(passes: float) -> bool:
+    """Any number of passes may be made."""
+    return True
 
 
 class ConvergenceWarning(UserWarning):
@@ -132,6 +145,24 @@ class Solver(ABC):
         self, objective: Objective, init: Float[Tensor, "1 P"], *, description: str | None = None
     ) -> Minimum: ...
 
+    def within(self, afford: Afford) -> "Solver":
+        """The same, which asks before each iteration whether its passes may be made, and else stops where it is."""
+        return self
+
+
+@dataclass(frozen=True)
+class IterativeSolver(Solver):
+    """A solver that may stop after each iteration.
+
+    Attributes:
+        afford: whether the passes of another iteration may be made; always by default.
+    """
+
+    afford: Afford = field(default=unlimited, kw_only=True, repr=False, compare=False)
+
+    def within(self, afford: Afford) -> Solver:
+        return replace(self, afford=afford)
+
 
 @dataclass(frozen=True)
 class InGroups(Solver):
@@ -148,6 +179,9 @@ class InGroups(Solver):
             part = replace(problem, centre=problem.centre[rows], linear=problem.linear[rows])
             parts.append(self.solver.solve(part, None if init is None else init[rows], description=description))
         return _joined(parts)
+
+    def within(self, afford: Afford) -> Solver:
+        return replace(self, solver=self.solver.within(afford))
 
     def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
         """An objective has one row: the other solver minimises it."""

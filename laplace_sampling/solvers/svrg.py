@@ -18,7 +18,16 @@ from laplace_sampling.solvers.operator import Congruent, Operator, largest_eigen
 from laplace_sampling.solvers.preconditioners import Nystrom, Preconditioner
 from laplace_sampling.solvers.progress import progress_bar
 from laplace_sampling.solvers.sgd import SGD
-from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution, Solver, relative_residual, whiten
+from laplace_sampling.solvers.solver import (
+    IterativeSolver,
+    Minimum,
+    Objective,
+    Quadratic,
+    Solution,
+    relative_residual,
+    whiten,
+)
+from laplace_sampling.solvers.weighted_batches import Batch, WeightedBatches
 
 __all__ = ["SVRG"]
 
@@ -36,11 +45,10 @@ _SIGNATURE = 32
 _MOVED = 0.1
 
 # Indices of data, and their weights.
-Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class SVRG(Solver):
+class SVRG(IterativeSolver):
     r"""Preconditioned SGD for one epoch, then SVRG or conjugate gradients while a row needs it; `K` rows in parallel.
 
     Data are drawn with probabilities that follow their contributions to `M` (`Operator.sizes`), and weighted by the
@@ -96,16 +104,21 @@ class SVRG(Solver):
     def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
         # The preconditioner wants an isotropic prior.
         white, shift, undo = whiten(problem, float(problem.precision.mean()))
-        sampler = _Sampler(white.operator.sizes(), torch.Generator().manual_seed(self.seed))
+        sampler = WeightedBatches(white.operator.sizes(), torch.Generator().manual_seed(self.seed))
         preconditioner, passes = self._precondition(problem.operator, white.operator, undo, sampler)
         descent = _Descent(self, white, shift, preconditioner, sampler, description)
         descent.start(None if init is None else init / undo)
-        while not descent.converged() and descent.snapshots < self.max_snapshots:
+        started = 0 if init is None else 1
+        # A stage of mini-batches and a full product.
+        needed = len(problem.centre) * (1 + self.epochs)
+        while descent.snapshots < self.max_snapshots and self.afford(needed):
+            if descent.snapshots > started and descent.converged():
+                break
             descent.advance()
         return descent.solution(problem, undo, passes)
 
     def _precondition(
-        self, operator: Operator, white: Operator, undo: Tensor, sampler: "_Sampler"
+        self, operator: Operator, white: Operator, undo: Tensor, sampler: "WeightedBatches"
     ) -> tuple[Nystrom, float]:
         """A preconditioner of `white`, which is `operator` in coordinates `v / undo`, and the passes that it took."""
         # Four times as many rows as the rank: the small eigenvalues of a sample are mostly noise.
@@ -123,7 +136,7 @@ class SVRG(Solver):
 
     def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
         """By `SGD`: a preconditioner costs more than it saves where there is one row."""
-        solver = SGD(seed=self.seed, tolerance=math.sqrt(self.tolerance))
+        solver = SGD(seed=self.seed, tolerance=math.sqrt(self.tolerance), afford=self.afford)
         return solver.minimise(objective, init, description=description)
 
     def _descend(
@@ -183,7 +196,7 @@ class _Descent:
         problem: Quadratic,
         shift: float,
         preconditioner: Preconditioner,
-        sampler: "_Sampler",
+        sampler: "WeightedBatches",
         description: str | None,
     ) -> None:
         self.solver, self.problem, self.shift, self.preconditioner = solver, problem, shift, preconditioner
@@ -212,7 +225,7 @@ class _Descent:
         return largest + 1, num_batches * iterations * self.size / self.operator.num_data
 
     def start(self, warm: Tensor | None) -> None:
-        """The first stage, with plain gradients of mini-batches."""
+        """The first stage, with plain gradients of mini-batches; a warm start, and a step that follows, replace it."""
         problem, shift = self.problem, self.shift
 
         def gradient(delta: Tensor, batch: Batch) -> Tensor:
@@ -222,7 +235,8 @@ class _Descent:
         if warm is not None:
             self.delta, seen = _better_start(gradient, warm, self.sampler.batches(3, self.size))
             self._count(seen)
-        self.delta = self._descend(gradient)
+        else:
+            self.delta = self._descend(gradient)
         self._set_product(self.operator.matmul(problem.centre + self.delta))
 
     def _descend(self, gradient: Callable[[Tensor, Batch], Tensor]) -> Tensor:
@@ -340,34 +354,6 @@ def _multiple(new: Tensor, old: Tensor) -> tuple[float, float]:
     if not 0 < factor < math.inf:
         return 1.0, math.inf
     return factor, float((new - factor * old).norm() / (factor * old.norm()))
-
-
-class _Sampler:
-    """Mini-batches of data drawn with probabilities by their sizes, and weights that make sums over them unbiased.
-
-    No probability is below a tenth of a uniform one, roughly, because sizes are estimates. Over a set of mini-batches
-    the draw is systematic: each datum comes as often as its probability says, up to one time. With equal sizes it comes
-    once an epoch.
-    """
-
-    def __init__(self, sizes: Tensor, generator: torch.Generator) -> None:
-        self.sizes = sizes
-        floored = sizes.clamp_min(0) + 0.1 * sizes.mean()
-        equal = not bool(floored.sum() > 0) or not bool(floored.isfinite().all())
-        floored = torch.ones_like(sizes) if equal else floored
-        self.probabilities, self.generator = floored / floored.sum(), generator
-
-    def batches(self, number: int, size: int) -> list[Batch]:
-        # Points at equal distances on the cumulated probabilities of the data in random order.
-        total, num_data = number * size, len(self.probabilities)
-        order = torch.randperm(num_data, generator=self.generator)
-        offset = torch.rand(1, generator=self.generator, dtype=torch.float64)
-        points = (torch.arange(total, dtype=torch.float64) + offset) / total
-        drawn = order[torch.searchsorted(self.probabilities[order].cumsum(0), points).clamp_max(num_data - 1)]
-        weights = 1 / (size * self.probabilities)
-        # Every `number`-th point to a mini-batch: a datum that comes twice comes in two of them.
-        parts = [drawn[i::number] for i in torch.randperm(number, generator=self.generator).tolist()]
-        return [(part, weights[part]) for part in parts]
 
 
 def _ratio(x: Tensor, x_product: Tensor | None, move: Tensor, change: Tensor, shift: float) -> Tensor:

@@ -1,30 +1,43 @@
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
+import scipy.linalg
 import torch
 from tangent_problems import build, dense_model
-from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling.evidence.dense_curves import DenseCurves, _eigh
+from laplace_sampling.evidence.dense_curves import DenseCurves
 from laplace_sampling.evidence.expansion import Point, expand
 from laplace_sampling.evidence.krylov_curves import evidence_path
+from laplace_sampling.linear_model.dense_curvature import HeldCurvatures
 from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.mode_objective import linear_model_mode
 from laplace_sampling.solvers.dense import Dense
 
 
-def test_a_curvature_without_eigenvalues_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("name", ["classification", "classification_many_data"])
+def test_a_curvature_without_eigenvalues_is_an_error(name: str, held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     said = r"has no eigenvalues in this precision: .* Use `linear_model=\"homogeneous\"`, or a larger lower bound"
+    model = dense_model(name)
+    prior = build("isotropic", model, 0.5)
+    if held:
+        model = replace(model, features=model.features.holding_curvature(HeldCurvatures()))
+    start = Point.of(model, prior, torch.zeros(1, model.features.size, dtype=torch.float64))
+    expansion = expand(model, prior, start, "network")
+    not_finite = replace(model, features=DenseFeatures(model.features.rows(torch.arange(6)) * math.nan))
     with pytest.raises(ValueError, match=said):
-        _eigh(torch.full((2, 2), math.nan))
+        DenseCurves(replace(expansion, operator=not_finite.ggn(model.network_outputs[:6])))
 
-    def fails(matrix: Tensor) -> None:
-        raise torch.linalg.LinAlgError
+    def fails(*_: object, **__: object) -> None:
+        raise np.linalg.LinAlgError
 
-    monkeypatch.setattr(torch.linalg, "eigh", fails)
+    monkeypatch.setattr(scipy.linalg, "eigh", fails)
     with pytest.raises(ValueError, match=said):
-        _eigh(torch.eye(2))
+        DenseCurves(expansion)
 
 
 @pytest.mark.parametrize("hessian_at", ["network", "mode"])

@@ -28,7 +28,7 @@ def posterior_covariance(la: LinearisedLaplace) -> Tensor:
     """`H⁻¹` of what was fitted, dense."""
     prior = la._fitted.posterior.prior
     model = la._fitted.fit.model
-    ggn = model.ggn(la._fitted.fit.mode_outputs if la.settings.hessian_at == "mode" else model.network_outputs)
+    ggn = model.ggn(la._fitted.fit.mode.outputs if la.settings.hessian_at == "mode" else model.network_outputs)
     return torch.linalg.inv(make_dense(ggn) + torch.diag(prior.diagonal().double()))
 
 
@@ -76,12 +76,12 @@ def test_predictive_covariance_is_the_dense_one(prior: str, linear_model: str, h
 
 def test_auto_chooses_by_likelihood_and_size() -> None:
     regression = LinearisedLaplace(make_case("regression").model, "regression")
-    assert (regression.settings.linear_model, regression.settings.hessian_at) == ("affine", "mode")
+    assert (regression.settings.linear_model, regression.settings.hessian_at) == ("affine", "network")
     classification = LinearisedLaplace(make_case("classification").model, "classification")
-    assert (classification.settings.linear_model, classification.settings.hessian_at) == ("homogeneous", "mode")
+    assert (classification.settings.linear_model, classification.settings.hessian_at) == ("homogeneous", "network")
     assert "DenseFeatures" in type(fitted(make_case("classification_many_data"))._fitted.fit.model.features).__name__
     case = make_case("classification")
-    assert "NetworkFeatures" in type(fitted(case)._fitted.fit.model.features).__name__
+    assert "HeldRows" in type(fitted(case)._fitted.fit.model.features).__name__
     assert "NetworkFeatures" in type(fitted(case, method="sgd", solver=QUICK)._fitted.fit.model.features).__name__
 
 
@@ -241,7 +241,8 @@ def test_progress_bars_and_callback(capfd: pytest.CaptureFixture, monkeypatch: p
     case, steps = make_case("classification_many_data"), []
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     la = laplace_of(case.model, "classification", method="sgd", solver=QUICK)
-    la.fit_hyperparameters(loader(case), max_steps=2, tolerance=10.0, num_samples=2, callback=steps.append)
+    settings = {"criterion": "evidence", "tolerance": 10.0, "num_samples": 2}
+    la.fit_hyperparameters(loader(case), max_steps=2, callback=steps.append, **settings)
     assert [s.step for s in steps] == [1]
     shown = capfd.readouterr().err
     for label in ("EM", "step 1: mode", "step 1: samples", "64 samples"):

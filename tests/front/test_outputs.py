@@ -53,7 +53,7 @@ def test_posteriors_equal_dense_ones(name: str, method: str, hessian_at: str) ->
     H = reference.ggn(J, reference.curvature(case.likelihood, at, case.y)) + torch.diag(A)
     expected = torch.linalg.inv(H)
     model = la._fitted.fit.model
-    ours = model.ggn(la._fitted.fit.mode_outputs if hessian_at == "mode" else model.network_outputs)
+    ours = model.ggn(la._fitted.fit.mode.outputs if hessian_at == "mode" else model.network_outputs)
     M = torch.cat(list(ours.root_rows())).double()
     assert_close(M.T @ M + torch.diag(A), H, rtol=0.05, atol=0.05 * float(H.diagonal().max()))
     if method == "exact":

@@ -32,6 +32,7 @@ def test_predictions_after_a_reload_are_the_same_bit_for_bit(case: Case, method:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         la.fit_hyperparameters(loader(case), max_steps=2, num_samples=2, progress=False)
+        mode = la.mode_  # found when it is asked for, and then in the file
     la.save(tmp_path / "la.pt")
     state = torch.load(tmp_path / "la.pt", weights_only=True)
     assert all(isinstance(value, Tensor) for value in state.values())
@@ -42,7 +43,7 @@ def test_predictions_after_a_reload_are_the_same_bit_for_bit(case: Case, method:
     assert torch.equal(pred.samples, expected.samples)
     assert torch.equal(pred.log_prob(case.given[1]), expected.log_prob(case.given[1]))
     assert again.history_ == la.history_
-    assert torch.equal(again.mode_, la.mode_)
+    assert torch.equal(again.mode_, mode)
     assert torch.equal(again.prior_precision_, la.prior_precision_)
     assert torch.equal(again.effective_dimension_, la.effective_dimension_)
     other = LinearisedLaplace(case.model, case.likelihood)

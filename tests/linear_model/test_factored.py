@@ -1,5 +1,7 @@
 """Diagonal and Kronecker-factored curvature, against dense algebra."""
 
+from collections.abc import Callable
+
 import pytest
 import reference
 import torch
@@ -12,19 +14,44 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace_sampling import Categorical, Gaussian, LinearisedLaplace
 from laplace_sampling.linear_model import kfac
 from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.linear_model.factored import factored_curvature
+from laplace_sampling.linear_model.factored import KroneckerFit, factored_curvature
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.kronecker import Kronecker
+from laplace_sampling.linear_model.layer_curvature import partial_traces, squares
 from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
 from laplace_sampling.linear_model.sampling import sample_posterior
+from laplace_sampling.methods.factored import Factored as FactoredMethod
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.preconditioners import Factored
 
+ALL = KroneckerFit(outputs=64, data=10**6)
 
-def curvature(case: Case, kind: str) -> tuple[Factored, GGN]:
+
+@pytest.fixture
+def no_dense_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small layers have factors, too."""
+    monkeypatch.setattr(kfac, "_DENSE", 0)
+
+
+def curvature(
+    case: Case, kind: str, scale: Tensor | None = None, kronecker: KroneckerFit = ALL
+) -> tuple[Factored, GGN]:
     model = case.linear_model()
     ggn = model.ggn(model.network_outputs)
-    return factored_curvature(kind, ggn, 0), ggn
+    return factored_curvature(kind, ggn, 0, scale, kronecker), ggn
+
+
+def factored(case: Case, scale: Tensor | None = None) -> Kronecker:
+    found, ggn = curvature(case, "kfac", scale)
+    assert isinstance(found, Kronecker)
+    assert found.size == ggn.size
+    return found
+
+
+def seeded(make: Callable[[], Case]) -> Case:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make()
 
 
 def dense(found: Factored, size: int) -> Tensor:
@@ -41,17 +68,47 @@ def test_the_diagonal_is_that_of_the_dense_ggn(case: Case) -> None:
     assert_close(found.eigenvalues(), reference_ggn(case).diagonal(), rtol=1e-6, atol=1e-10)
 
 
-def test_factors_keep_what_factors_exactly(case: Case) -> None:
-    """The diagonal of weights that are in no layer, and the rank and the sum of a layer's output factor."""
-    found, ggn = curvature(case, "kfac")
-    assert isinstance(found, Kronecker)
-    assert found.size == ggn.size
-    M = dense(found, ggn.size)
-    assert_close(M, M.T)
-    exact = reference_ggn(case)
-    assert_close(M[found.rest][:, found.rest], torch.diag(exact.diagonal()[found.rest]), rtol=1e-6, atol=1e-10)
+def assert_diagonal_of_blocks(found: Kronecker, M: Tensor) -> None:
+    """`Λ` is the diagonal of each block in its eigenvectors; other weights have that of `M`."""
+    for block in found.blocks:
+        for index, U_G, U_A, eigenvalues in zip(block.index, block.U_G, block.U_A, block.eigenvalues, strict=True):
+            U = torch.kron(U_G.contiguous(), U_A.contiguous())
+            assert_close(U.T @ U, torch.eye(len(U)).double())
+            of_block = M[index.reshape(-1)][:, index.reshape(-1)]
+            assert_close((U.T @ of_block @ U).diagonal(), eigenvalues.reshape(-1), rtol=1e-6, atol=1e-9)
+    assert_close(found.diagonal, M.diagonal()[found.rest], rtol=1e-6, atol=1e-9)
+    used = torch.cat([*(block.index.reshape(-1) for block in found.blocks), found.rest])
+    assert torch.equal(used.sort().values, torch.arange(len(M)))
 
 
+@pytest.mark.usefixtures("no_dense_blocks")
+def test_eigenvalues_are_the_diagonal_of_blocks_in_their_eigenvectors(case: Case) -> None:
+    assert_diagonal_of_blocks(factored(case), reference_ggn(case))
+
+
+@pytest.mark.usefixtures("no_dense_blocks")
+def test_factors_are_partial_traces_of_blocks(case: Case) -> None:
+    model = case.linear_model()
+    ggn = model.ggn(model.network_outputs)
+    factors = kfac.kronecker_factors(ggn, Draws(64, 0).noise(ggn.features.num_outputs))
+    M = reference_ggn(case)
+    for layer, (G, A) in zip(factors.layers, factors.traces, strict=True):
+        for index, of_outputs, of_inputs in zip(layer.index, G, A, strict=True):
+            block = M[index.reshape(-1)][:, index.reshape(-1)].reshape(*index.shape, *index.shape)
+            assert_close(torch.einsum("akbk->ab", block), of_outputs, rtol=1e-6, atol=1e-9)
+            assert_close(torch.einsum("akal->kl", block), of_inputs, rtol=1e-6, atol=1e-9)
+
+
+def test_small_layers_have_their_block(case: Case) -> None:
+    found, M = factored(case), reference_ggn(case)
+    expected = torch.diag(M.diagonal())
+    for block in found.blocks:
+        for index in block.index.reshape(len(block.index), -1):
+            expected[index[:, None], index] = M[index[:, None], index]
+    assert_close(dense(found, len(M)), expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.usefixtures("no_dense_blocks")
 @pytest.mark.parametrize("bias", [True, False])
 def test_kfac_is_exact_for_one_datum_and_linear_networks(bias: bool) -> None:
     with torch.random.fork_rng():
@@ -62,108 +119,34 @@ def test_kfac_is_exact_for_one_datum_and_linear_networks(bias: bool) -> None:
         patches = nn.Conv2d(2, 3, 2, stride=2, bias=bias).double()
         image = Case(nn.Sequential(patches, nn.Flatten()), Categorical(), torch.randn(1, 2, 2, 2).double(), one.y)
     for case in (one, many, image):
-        found, ggn = curvature(case, "kfac")
-        assert isinstance(found, Kronecker)
+        found = factored(case)
         assert len(found.rest) == 0
-        assert_close(dense(found, ggn.size), reference_ggn(case))
-
-
-def test_blocks_are_the_formula() -> None:
-    case = make_case("classification")
-    found, ggn = curvature(case, "kfac")
-    assert isinstance(found, Kronecker)
-    first, _, last = case.model
-    x = case.x
-    h = first(x).detach()
-    B = reference.curvature(case.likelihood, case.model(x).detach(), case.y)
-    through = torch.stack([last.weight.detach() @ torch.diag(1 - row.tanh() ** 2) for row in h])  # ∂f/∂h of each datum
-    expected = []
-    for inputs, jacobians in ((x, through), (h.tanh(), torch.eye(4).double().expand(8, 4, 4))):
-        a = torch.cat([inputs, torch.ones(8, 1).double()], dim=1).contiguous()
-        G = torch.einsum("nca,ncd,ndb->ab", jacobians, B, jacobians)
-        block = torch.kron(G.contiguous(), (a.T @ a / 8).contiguous())  # of [out, in + 1], row by row
-        out, width = len(G), a.shape[1]
-        order = torch.arange(out * width).reshape(out, width)
-        order = torch.cat([order[:, :-1].reshape(-1), order[:, -1]])  # weights, then biases
-        expected.append(block[order][:, order])
-    assert_close(dense(found, ggn.size), torch.block_diag(*expected))
+        assert_close(dense(found, found.size), reference_ggn(case))
 
 
 class Odd(nn.Module):
-    """Layers that are not used as their classes say, or not at all, beside one that is."""
+    """Layers that are not used as their classes say, or not at all, beside some that are."""
 
     def __init__(self) -> None:
         super().__init__()
         self.plain, self.tied, self.unused = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
-        self.grouped, self.norm = nn.Conv1d(3, 3, 1), nn.LayerNorm(3)
+        self.of_places, self.norm, self.free = nn.Conv1d(3, 3, 1), nn.LayerNorm(3), nn.Parameter(torch.ones(3))
 
     def forward(self, x: Tensor) -> Tensor:
         h = nn.functional.relu(self.plain(x), inplace=True)
         h = self.tied(h).tanh() @ self.tied.weight
-        return self.norm(self.grouped(h[..., None])[..., 0])
+        return self.norm(self.of_places(h[..., None])[..., 0]) * self.free
 
 
-def test_layers_that_are_used_in_other_ways_are_diagonal() -> None:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        case = Case(Odd().double(), Categorical(), torch.randn(6, 3).double(), torch.randint(3, (6,)))
+@pytest.mark.usefixtures("no_dense_blocks")
+def test_weights_that_are_used_in_other_ways_are_diagonal() -> None:
+    case = seeded(lambda: Case(Odd().double(), Categorical(), torch.randn(6, 3).double(), torch.randint(3, (6,))))
     before = snapshot(case.model)
-    found, ggn = curvature(case, "kfac")
-    assert isinstance(found, Kronecker)
-    assert [block.index.shape for block in found.blocks] == [(3, 4)]
-    assert_close(
-        dense(found, ggn.size).diagonal()[found.rest], reference_ggn(case).diagonal()[found.rest], rtol=1e-6, atol=1e-10
-    )
+    found = factored(case)
+    assert sorted(block.index.shape for block in found.blocks) == [(1, 3, 4), (1, 3, 4), (3, 1, 2)]
+    assert len(found.rest) == 2 * 12 + 3
+    assert_diagonal_of_blocks(found, reference_ggn(case))
     assert_unchanged(case.model, before)
-
-
-def test_shared_layers_and_places_add_up_their_rows() -> None:
-    """`expand`: each place is a datum, of which there are N·T."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        x, y = torch.randn(4, 5, 2).double(), torch.zeros(4, 5, 3).double()
-        tokens = Case(nn.Linear(2, 3, bias=False).double(), Gaussian(1.5), x, y)
-        flat = Case(tokens.model, Gaussian(1.5), tokens.x.reshape(20, 2), torch.zeros(20, 3).double())
-    left, right = (dense(curvature(case, "kfac")[0], 6) for case in (tokens, flat))
-    assert_close(left, right)
-
-
-class First(nn.Module):
-    """The first of several places."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x[:, 0]
-
-
-class FirstOfLinear(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input)[:, 0]
-
-
-def test_places_that_outputs_do_not_depend_on_do_not_count() -> None:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        x, y, layer = torch.randn(4, 5, 2).double(), torch.zeros(4, 3).double(), nn.Linear(2, 3, bias=False).double()
-    cases = Case(nn.Sequential(layer, First()), Gaussian(1.5), x, y), Case(layer, Gaussian(1.5), x[:, 0], y)
-    left, right = (dense(curvature(case, "kfac")[0], 6) for case in cases)
-    assert_close(left, right)
-
-
-def test_a_linear_layer_that_returns_something_else_is_diagonal() -> None:
-    model, x = FirstOfLinear(2, 3).double(), torch.ones(4, 5, 2).double()
-    found = curvature(Case(model, Gaussian(1.5), x, torch.zeros(4, 3).double()), "kfac")[0]
-    assert isinstance(found, Kronecker)
-    assert found.num_factored == 0
-
-
-def test_dilated_and_strided_convolutions_are_factored() -> None:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        layer = nn.Conv2d(1, 2, 2, stride=2, dilation=2, padding=1)
-        model, x = nn.Sequential(layer, nn.Flatten()).double(), torch.randn(4, 1, 6, 6).double()
-    found = curvature(Case(model, Gaussian(1.5), x, model(x).detach()), "kfac")[0]
-    assert isinstance(found, Kronecker)
-    assert found.num_factored == 10
 
 
 class SequenceFirst(nn.Module):
@@ -177,27 +160,168 @@ class SequenceFirst(nn.Module):
         return self.last(self.first(x.movedim(0, 1)).tanh()).movedim(1, 0)
 
 
-def test_rows_count_as_their_data_do() -> None:
-    """Weights are in both factors; places that say nothing, and data of weight 0, in neither."""
+class PlacesInFrontOfData(nn.Module):
+    """The places of a sequence and the data along one axis, after which one is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(2, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.first(x.movedim(0, 1).flatten(0, 1))).tanh()
+        return self.last(h.unflatten(0, (-1, len(x))).sum(0))
+
+
+class Windows(nn.Module):
+    """Each datum as several images of a network of convolutions in groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 4, 3, padding="same", groups=2)
+        self.norm, self.last = nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 2, stride=2, dilation=2, padding=1, bias=False)
+        self.depthwise, self.head = nn.Conv2d(4, 4, 2, groups=4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.depthwise(self.last(self.norm(self.first(x.flatten(0, 1))).tanh()).sin())
+        return self.head(h.mean((2, 3)).unflatten(0, (len(x), -1)).sum(1))
+
+
+class Twice(nn.Module):
+    """One layer in two places, by its function in one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.last = nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.layer(x)).tanh()
+        h = self.norm(nn.functional.linear(input=h, weight=self.layer.weight, bias=self.layer.bias))
+        return self.last(h.relu_())
+
+
+class FirstOfLinear(nn.Linear):
+    """A layer that returns something else than its class does."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)[:, 0]
+
+
+def _along_one_axis() -> nn.Module:
+    return nn.Sequential(nn.Conv1d(2, 3, 2, bias=False), nn.BatchNorm1d(3).eval(), nn.Flatten(), nn.Linear(9, 3))
+
+
+def _in_space() -> nn.Module:
+    return nn.Sequential(nn.Conv3d(1, 2, 2, stride=(1, 2, 1), padding=(1, 0, 0)), nn.Tanh(), nn.Flatten(1))
+
+
+class SelfAttention(nn.Module):
+    """Attention whose weights are given to `F.linear` by torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.last = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inside(x, x, x, need_weights=False)[0].mean(1))
+
+
+@pytest.mark.usefixtures("no_dense_blocks")
+@pytest.mark.parametrize(
+    ("make", "shape", "blocks"),
+    [
+        (SequenceFirst, (6, 5, 2), 2),
+        (PlacesInFrontOfData, (5, 6, 2), 3),
+        (Windows, (4, 2, 2, 5, 5), 5),
+        (Twice, (6, 3), 3),
+        (lambda: FirstOfLinear(2, 3), (4, 5, 2), 1),
+        (_along_one_axis, (5, 2, 4), 3),
+        (_in_space, (3, 1, 3, 4, 3), 1),
+        (SelfAttention, (6, 3, 4), 3),
+    ],
+)
+@pytest.mark.parametrize("few", [True, False])
+def test_gradients_of_data_are_sums_over_places(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], blocks: int, few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the data are; whether gradients are formed of few data at a time or of all."""
+    if few:
+        monkeypatch.setattr("laplace_sampling.linear_model.layer_curvature._NUMBERS", 20)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, x = make().double().eval(), torch.randn(shape).double()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            y = torch.randn_like(model(x))
+    case = Case(model, Gaussian(1.5), x, y, 4)
+    found = factored(case)
+    assert len(found.rest) == 0
+    assert len(found.blocks) == blocks
+    assert_diagonal_of_blocks(found, reference_ggn(case))
+
+
+@pytest.mark.parametrize("places", [1, 2, 40])
+def test_all_orders_of_summation_give_the_same(places: int) -> None:
+    """Few places are multiplied by each other, or turned first; of many the gradients are formed first."""
+    generator = torch.Generator().manual_seed(0)
+    g, a, left, right = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in ((5, 2, 3, places), (5, 2, 4, places), (2, 3, 3), (2, 4, 4))
+    )
+    D = torch.einsum("nqmt,nqkt->nqmk", g, a)
+    G, A = partial_traces((g, a))
+    assert_close(G, torch.einsum("nqmk,nqlk->qml", D, D))
+    assert_close(A, torch.einsum("nqmk,nqml->qkl", D, D))
+    turned = torch.einsum("nqmk,qma,qkb->nqab", D, left, right)
+    assert_close(squares((g, a), left, right), turned.square().sum(0))
+
+
+@pytest.mark.usefixtures("no_dense_blocks")
+def test_data_count_as_often_as_their_weights_say() -> None:
+    """And labels that are ignored not at all."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model, x = SequenceFirst().double(), torch.randn(5, 3, 2).double()
         y, w = torch.randint(3, (5, 3)), torch.tensor([2.0, 0.3, 0.0, 1.0, 4.0]).double()
     y[0, 2] = y[3, 0] = -100
-    la = LinearisedLaplace(model, Categorical(class_dim=-1), method="kfac", prior="isotropic", hessian_at="network")
+    method = FactoredMethod(kind="kfac", outputs=64)
+    la = LinearisedLaplace(model, Categorical(class_dim=-1), method=method, prior="isotropic", hessian_at="network")
     la.fit(DataLoader(TensorDataset(x, y), 2), weights=w, progress=False)
     found = la._fitted.fit.curvature
     assert isinstance(found, Kronecker)
-    h = model.first(x).tanh().detach()
-    p = model(x).softmax(-1).detach()
-    rows = w[:, None] * (y != -100)
-    B = rows[..., None, None] * (torch.diag_embed(p) - p[..., None] * p[..., None, :])
-    W = model.last.weight.detach() * (1 - h**2)[..., None, :]
-    of_first = torch.einsum("ntca,ntcd,ntdb->ab", W, B, W)
-    for block, inputs, G in zip(found.blocks, (x, h), (of_first, B.sum((0, 1))), strict=True):
-        a = torch.cat([inputs, torch.ones(5, 3, 1).double()], dim=-1)
-        assert_close(block.A, torch.einsum("nt,nta,ntb->ab", rows, a, a) / rows.sum())
-        assert_close(block.G, G)
+    p, J = model(x).softmax(-1).detach(), reference.jacobian(model, x).unflatten(1, (3, 3))
+    B = (w[:, None] * (y != -100))[..., None, None] * (torch.diag_embed(p) - p[..., None] * p[..., None, :])
+    assert_diagonal_of_blocks(found, torch.einsum("ntcp,ntcd,ntdq->pq", J, B, J))
+
+
+def test_random_outputs_are_unbiased(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean of 400 draws of `Λ`, of one random output of each datum, is within five standard errors."""
+    monkeypatch.setattr(kfac, "_DENSE", 30)  # one layer with factors, one without
+    case = make_case("classification")
+    model = case.linear_model()
+    ggn = model.ggn(model.network_outputs)
+    factors = kfac.kronecker_factors(ggn, Draws(64, 0).noise(4))
+    exact = kfac.corrected(ggn, Draws(64, 0).noise(4), factors)
+    v = torch.randn(2, ggn.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    draws = torch.stack([kfac.corrected(ggn, Draws(1, seed).noise(4), factors).matmul(v) for seed in range(400)])
+    error = draws.std(0) / 400**0.5
+    assert float(error.max()) > 0
+    assert ((draws.mean(0) - exact.matmul(v)).abs() < 5 * error + 1e-9).all()
+
+
+def test_part_of_the_data_stands_for_all() -> None:
+    """In the mean over random parts, and at their cost."""
+    case = make_case("classification_many_data")
+    model = case.linear_model()
+    ggn = model.ggn(model.network_outputs)
+    exact = dense(factored_curvature("kfac", ggn, 0, None, ALL), ggn.size)
+    part = KroneckerFit(outputs=64, data=16)
+    draws = torch.stack([dense(factored_curvature("kfac", ggn, seed, None, part), ggn.size) for seed in range(60)])
+    error = draws.std(0) / 60**0.5
+    assert ((draws.mean(0) - exact).abs() < 5 * error + 1e-9).all()
+    passes = factored_curvature("kfac", ggn, 0, None, part).passes
+    share = 16 / ggn.num_data
+    assert passes == pytest.approx(2 * ggn.features.num_outputs * share / 2)
 
 
 class ByName(nn.Module):
@@ -221,37 +345,9 @@ def test_layers_may_be_called_by_the_names_of_arguments() -> None:
     assert_close(left, right)
 
 
-class Watched(nn.Module):
-    """Says in `seen` how many hooks a layer has that KFAC drops."""
-
-    def __init__(self, seen: list[int]) -> None:
-        super().__init__()
-        # a list of the module would be put back
-        self.tied, self.last, self.see = nn.Linear(3, 3), nn.Linear(3, 2), seen.append
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.see(len(self.tied._forward_hooks))
-        return self.last(self.tied(x).tanh() @ self.tied.weight)
-
-
-def test_layers_that_are_dropped_are_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor do they hold inputs and graphs."""
-    layers, seen = [], []
-    found_in = kfac._layers
-    monkeypatch.setattr(kfac, "_layers", lambda network: layers.extend(found_in(network)) or list(layers))
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        case = Case(Watched(seen).double(), Categorical(), torch.randn(9, 3).double(), torch.randint(2, (9,)))
-    seen.clear()
-    found, _ = curvature(case, "kfac")
-    assert isinstance(found, Kronecker)
-    assert len(found.blocks) == 1
-    assert sum(hooks > 0 for hooks in seen) == 1  # in the first batch
-    assert [layer.calls for layer in layers] == [[], []]
-
-
 @pytest.mark.parametrize("name", ["classification", "conv_batch_norm"])
 @pytest.mark.parametrize("kind", ["diagonal", "kfac"])
+@pytest.mark.usefixtures("no_dense_blocks")
 def test_functions_of_the_matrix(name: str, kind: str) -> None:
     case = make_case(name)
     found, ggn = curvature(case, kind)
@@ -272,6 +368,61 @@ def test_functions_of_the_matrix(name: str, kind: str) -> None:
     assert_close(dense(found.congruent(per_layer), P), per_layer[:, None] * M * per_layer)
 
 
+def scales_of_rank_one(found: Kronecker) -> Tensor:
+    """Random scales, a product of two factors in each block."""
+    generator = torch.Generator().manual_seed(1)
+    scale = torch.rand(found.size, generator=generator, dtype=torch.float64) + 0.5
+    for block in found.blocks:
+        q, m, k = block.index.shape
+        of_outputs, of_inputs = (torch.rand(q, n, generator=generator, dtype=torch.float64) + 0.5 for n in (m, k))
+        scale[block.index] = of_outputs[..., None] * of_inputs[:, None]
+    return scale
+
+
+@pytest.mark.usefixtures("no_dense_blocks")
+@pytest.mark.parametrize("name", ["classification", "conv_batch_norm"])
+def test_eigenvalues_in_scaled_coordinates_are_those_of_the_scaled_matrix(name: str) -> None:
+    case = make_case(name)
+    plain = factored(case)
+    s = scales_of_rank_one(plain)
+    found = factored(case, s)
+    assert_diagonal_of_blocks(found, s[:, None] * reference_ggn(case) * s)
+    turned = [float((a.U_A - b.U_A).abs().max()) for a, b in zip(plain.blocks, found.blocks, strict=True)]
+    assert max(turned) > 0.01  # other eigenvectors: eigenvalues could not be carried over
+
+
+@pytest.mark.usefixtures("no_dense_blocks")
+@pytest.mark.parametrize("name", ["classification", "conv_batch_norm"])
+def test_a_congruence_is_the_diagonal_of_the_congruent_matrix(name: str) -> None:
+    """In the eigenvectors of its partial traces; blocks of one row are congruent exactly."""
+    found = factored(make_case(name))
+    s = scales_of_rank_one(found)
+    expected = s[:, None] * dense(found, found.size) * s
+    congruent = found.congruent(s)
+    assert_diagonal_of_blocks(congruent, expected)
+    M = dense(congruent, found.size)
+    assert float(M.trace()) == pytest.approx(float(expected.trace()))
+    for block in found.blocks:
+        if block.index.shape[1] == 1:
+            for index in block.index[:, 0]:
+                assert_close(M[index][:, index], expected[index][:, index])
+    assert float((M - expected).norm() / expected.norm()) < 0.3
+
+
+@pytest.mark.parametrize("numbers", [1, 2**22])
+def test_covariances_for_many_shifts(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("laplace_sampling.linear_model.kronecker._NUMBERS", numbers)
+    monkeypatch.setattr(kfac, "_DENSE", 0)
+    case = make_case("conv_batch_norm")
+    found = factored(case)
+    rows, shifts = reference.jacobian(case.model, case.x), torch.tensor([0.01, 1.0, 30.0]).double()
+    M, eye = dense(found, found.size), torch.eye(found.size).double()
+    expected = torch.stack([rows @ torch.linalg.inv(M + shift * eye) @ rows.mT for shift in shifts])
+    assert_close(found.covariances(rows, shifts), expected)
+    assert found.covariances(rows.float(), shifts).dtype == torch.float64
+
+
+@pytest.mark.usefixtures("no_dense_blocks")
 def test_scales_and_precisions_that_do_not_factor_are_refused() -> None:
     case = make_case("classification")
     found, ggn = curvature(case, "kfac")
@@ -309,17 +460,21 @@ def test_preconditioned_conjugate_gradients(kind: str) -> None:
 
 
 def test_many_outputs_take_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of outputs; in expectation the same."""
+    """In place of outputs; in expectation the same. With probes, eigenvectors are random, but not the trace."""
     case = make_case("classification")
-    exact = [dense(curvature(case, kind)[0], 52) for kind in ("diagonal", "kfac")]
-    monkeypatch.setattr("laplace_sampling.linear_model.factored._PROBES", 3)  # fewer than four outputs
     model = case.linear_model()
     ggn = model.ggn(model.network_outputs)
-    for kind, expected in zip(("diagonal", "kfac"), exact, strict=True):
-        draws = torch.stack([dense(factored_curvature(kind, ggn, seed), 52) for seed in range(150)])
-        error = draws.std(0) / 150**0.5
-        assert float(error.max()) > 0
-        assert ((draws.mean(0) - expected).abs() < 5 * error + 1e-9).all()
+    diagonal, M = dense(curvature(case, "diagonal")[0], 52), reference_ggn(case)
+    monkeypatch.setattr("laplace_sampling.linear_model.factored.PROBES", 3)  # fewer than four outputs
+    draws = torch.stack([dense(factored_curvature("diagonal", ggn, seed), 52) for seed in range(150)])
+    error = draws.std(0) / 150**0.5
+    assert float(error.max()) > 0
+    assert ((draws.mean(0) - diagonal).abs() < 5 * error + 1e-9).all()
+    probes = KroneckerFit(outputs=3)
+    traces = torch.stack(
+        [factored_curvature("kfac", ggn, seed, None, probes).eigenvalues().sum() for seed in range(150)]
+    )
+    assert float((traces.mean() - M.trace()).abs()) < 5 * float(traces.std()) / 150**0.5
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -331,11 +486,9 @@ def test_laplace_torch_has_the_same_curvature_of_a_classifier() -> None:
         x, y = torch.randn(12, 3).double(), torch.randint(4, (12,))
     case = Case(model, Categorical(), x, y, 12)
     shift = torch.eye(35, dtype=torch.float64) * 0.9
-    for kind, structure in (("diagonal", "diag"), ("kfac", "kron")):
-        theirs = laplace.Laplace(
-            model, "classification", subset_of_weights="all", hessian_structure=structure, prior_precision=0.9
-        )
-        theirs.fit(DataLoader(TensorDataset(x, y), 12))
-        precision = theirs.posterior_precision
-        dense_theirs = torch.diag(precision) if kind == "diagonal" else precision.to_matrix()
-        assert_close(dense(curvature(case, kind)[0], 35) + shift, dense_theirs.detach(), rtol=1e-5, atol=1e-8)
+    theirs = laplace.Laplace(
+        model, "classification", subset_of_weights="all", hessian_structure="diag", prior_precision=0.9
+    )
+    theirs.fit(DataLoader(TensorDataset(x, y), 12))
+    expected = torch.diag(theirs.posterior_precision).detach()
+    assert_close(dense(curvature(case, "diagonal")[0], 35) + shift, expected, rtol=1e-5, atol=1e-8)

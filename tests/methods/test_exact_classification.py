@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from laplace_sampling import ConvergenceWarning, Likelihood, LinearisedLaplace
 from laplace_sampling.evidence.dense_curves import exact_path
 from laplace_sampling.gp.gram_posterior import GramClassification
-from laplace_sampling.linear_model.network_features import NetworkFeatures
+from laplace_sampling.linear_model.held_rows import HeldRows
 from laplace_sampling.linear_model.tangent_model import TangentModel
 
 # N·C is less than P.
@@ -26,7 +26,8 @@ NAMES = ["classification", "conv_batch_norm", "layer_norm", "attention", "binary
 def tune(case: Case, **settings) -> LinearisedLaplace:
     tolerance = settings.pop("tolerance", 1e-9)
     la = laplace_of(case.model, case.likelihood, **{"method": "exact", "num_samples": 4, **settings})
-    return la.fit_hyperparameters(case.batches, tolerance=tolerance, max_steps=200, progress=False)
+    settings = {"criterion": "evidence", "tolerance": tolerance, "max_steps": 200}
+    return la.fit_hyperparameters(case.batches, progress=False, **settings)
 
 
 def learnable(name: str) -> Case:
@@ -41,7 +42,8 @@ def assert_equal(gram: LinearisedLaplace, weights: LinearisedLaplace, x: Tensor,
     """Everything that can be asked."""
     assert in_observation_space(gram)
     assert holds_jacobian(weights)
-    assert isinstance(gram._fitted.fit.model.features, NetworkFeatures)
+    # The rows of the network are held as they are, not as the scaled matrix of weight space.
+    assert isinstance(gram._fitted.fit.model.features, HeldRows)
     a, b = weights.predict(x), gram.predict(x)
     assert torch.equal(a.logits, b.logits)
     assert_close(b.covariance(), a.covariance(), **CLOSE)
@@ -113,7 +115,7 @@ def test_curves_are_those_of_all_eigenvalues_in_weight_space(hessian_at: str) ->
     fitted = fit_case(make_case("classification"), hessian_at=hessian_at)._fitted.fit
     curves, _ = fitted.evidence(None)
     dense = fitted.task.prior
-    expected = exact_path(fitted.model, dense, (fitted.mode / dense.scale)[None], hessian_at=hessian_at)
+    expected = exact_path(fitted.model, dense, (fitted.mode.weights / dense.scale)[None], hessian_at=hessian_at)
     alphas = torch.logspace(-4, 4, 9, dtype=torch.float64)
     for name in ("mode_norm", "data_fit", "squared_dimension", "complexity", "log_determinant_bound"):
         assert_close(getattr(curves, name)(alphas), getattr(expected, name)(alphas), **CLOSE)
@@ -121,7 +123,7 @@ def test_curves_are_those_of_all_eigenvalues_in_weight_space(hessian_at: str) ->
     assert (curves.size, curves.num_outputs, curves.at) == (expected.size, expected.num_outputs, pytest.approx(0.7))
     # At the fitted precision the norm is that of the mode itself.
     here = torch.tensor([0.7]).double()
-    assert float(curves.mode_norm(here)) == pytest.approx(float(((fitted.mode / dense.scale) ** 2).sum()))
+    assert float(curves.mode_norm(here)) == pytest.approx(float(((fitted.mode.weights / dense.scale) ** 2).sum()))
     assert float(curves.data_fit(here)) == pytest.approx(fitted.posterior.exact.mode.loss)
 
 
@@ -221,7 +223,8 @@ def test_a_mode_that_does_not_converge_is_told(monkeypatch) -> None:
     newton = GramClassification.of.__globals__["ExactClassification"]
     whole = newton.mode
     monkeypatch.setattr(newton, "mode", lambda self, alpha, start=None: whole(self, alpha, start, max_steps=1))
-    la = laplace_of(case.model, "classification", method="exact", prior_precision=1e-3, num_samples=4)
+    settings = {"method": "exact", "prior_precision": 1e-3, "num_samples": 4, "hessian_at": "mode"}
+    la = laplace_of(case.model, "classification", **settings)
     with pytest.warns(ConvergenceWarning, match=r"The mode of the linear model has not converged: residual [\d.]+\."):
         la.fit(case.batches, progress=False)
     assert not la.converged_
@@ -291,7 +294,8 @@ _PEAK = """
 import os, torch
 from torch import nn
 from laplace_sampling import IsotropicPrior, LinearisedLaplace
-from laplace_sampling.methods.exact import ObservationSpaceFit
+from laplace_sampling.methods.exact import Exact
+from laplace_sampling.methods.observation_space import ObservationSpaceFit
 from laplace_sampling.gp import exact_classification
 torch.manual_seed(0)
 # Threads that wait for each other take minutes where other tests run side by side.
@@ -303,9 +307,10 @@ def fit(n, at):
     net = nn.Sequential(nn.Linear(3, 310), nn.Tanh(), nn.Linear(310, 4)).double()
     x = torch.randn(n, 3).double()
     data = list(zip(x.split(50), net(4 * x).detach().argmax(1).split(50)))
-    settings = dict(method="exact", prior=IsotropicPrior(precision=5.0), num_samples=4, hessian_at=at)
+    # Memory for four matrices and a block, not for the rows of the Jacobian as well.
+    settings = dict(method=Exact(max_memory=8e7), prior=IsotropicPrior(precision=5.0), num_samples=4, hessian_at=at)
     la = LinearisedLaplace(net, "classification", **settings)
-    la.fit(data, progress=False) if at == "mode" else la.fit_hyperparameters(data, progress=False)
+    la.fit(data, progress=False) if at == "mode" else la.fit_hyperparameters(data, criterion="evidence", progress=False)
     assert isinstance(la._fitted.fit, ObservationSpaceFit)
     la.log_marginal_likelihood(), la.leave_one_out(), la.predict(x[:5]).covariance()
 fit(40, "mode")

@@ -18,7 +18,8 @@ from laplace_sampling.solvers.operator import make_dense
 from laplace_sampling.solvers.preconditioners import Nystrom
 from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.solver import Quadratic
-from laplace_sampling.solvers.svrg import SVRG, _Sampler
+from laplace_sampling.solvers.svrg import SVRG
+from laplace_sampling.solvers.weighted_batches import WeightedBatches
 
 
 def problem(num_data: int = 2000, size: int = 30, rows: int = 3, scale: float = 1.0, spread: float = 0.0) -> Quadratic:
@@ -192,9 +193,9 @@ def test_passes_count_the_products_that_were_made(warm: bool) -> None:
     jvps, vjps = network.products["jvp"], network.products["vjp"]
     assert solution.passes == pytest.approx((jvps + vjps) / 2 / 25)
     # A row of each of 12 data, 4 batches of 6 × 6 power iterations, and of 4 rows a stage of 5 steps, as it stops at
-    # the rank of 3 with too few steps for another one, and 2 full products; 2 × 3 probes of 6 data, if warm.
+    # the rank of 3 with too few steps for another one, and 2 full products; if warm, 2 × 3 probes of 6 data instead.
     power, stage = 4 * 6 * 6, 5 * 6
-    assert jvps == power + 4 * (stage + 2 * 25 + (36 if warm else 0))
+    assert jvps == power + 4 * (2 * 25 + (36 if warm else stage))
     assert vjps == jvps + 12
 
 
@@ -291,9 +292,9 @@ def test_data_are_drawn_by_their_curvature() -> None:
 def test_batches_are_unbiased_and_come_once_an_epoch_if_data_are_equal() -> None:
     g = torch.Generator().manual_seed(0)
     assert torch.equal(
-        torch.cat([b for b, _ in _Sampler(torch.ones(60), g).batches(6, 10)]).sort().values, torch.arange(60)
+        torch.cat([b for b, _ in WeightedBatches(torch.ones(60), g).batches(6, 10)]).sort().values, torch.arange(60)
     )
-    sampler = _Sampler(torch.rand(50, generator=g, dtype=torch.float64) ** 4, g)
+    sampler = WeightedBatches(torch.rand(50, generator=g, dtype=torch.float64) ** 4, g)
     total = torch.zeros(50, dtype=torch.float64)
     for _ in range(3000):
         for batch, weights in sampler.batches(2, 10):

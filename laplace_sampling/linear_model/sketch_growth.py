@@ -1,0 +1,174 @@
+r"""How large a part of the data has to be: rows are doubled until predicted standard deviations stay where they are.
+
+A part and its half have the same draws. They are compared at random rows `r_i = φ_iᵀL_iz_i` of a few hundred training
+data, whose variance `r_i(M̂ + α)⁻¹r_iᵀ` is that of a random combination of outputs, weighted by `B`: with `σ` of the
+part and `σ'` of its half, the change is `‖σ' − σ‖/‖σ‖`.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.linear_model.random_rows import RandomRows
+from laplace_sampling.linear_model.sketch import Sketch, inner_products
+from laplace_sampling.solvers.lapack import sum_of_squares, symmetric_eigen
+
+__all__ = ["NUM_PROBES", "Growth", "grow", "rows_that_fit"]
+
+# Random data at which a part and its half are compared. From 256 to 512 rows of 10,000 images the change was 0.15 to
+# 0.24 in eleven of twelve sets of so many data, and 0.44 in one; of half as many it was 0.15 to 0.27, of twice as many
+# 0.16 to 0.26, and 0.34 in one.
+NUM_PROBES = 256
+# Rows of the first part, whose double is the first that can be compared.
+_FIRST = 256
+# Rows whose sum of products is formed together, where they are not held.
+_TOGETHER = 1024
+
+
+def rows_that_fit(size: int, itemsize: int, bytes_: float) -> int:
+    """Rows that memory holds, with their Gram matrix, its eigenvectors and the workspace of their decomposition."""
+    # `size·itemsize·m + 4·8·m² = bytes`.
+    linear = size * itemsize
+    return int((math.sqrt(linear**2 + 4 * 32 * bytes_) - linear) / 64)
+
+
+@dataclass
+class Growth:
+    """Rows that are there, and the sketches made of them.
+
+    Attributes:
+        sequence: of the rows.
+        bytes_: memory for rows and matrices.
+        num_rows: rows that have been made.
+        made: the last sketch and the one before it.
+    """
+
+    sequence: RandomRows
+    bytes_: float = 2.0**33
+    num_rows: int = 0
+    made: list[Sketch] = field(default_factory=list)
+    _rows: list[Tensor] = field(default_factory=list)
+    _products: Tensor | None = None  # of the rows with each other
+    _sum: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        return self.sequence.ggn.size
+
+    def __post_init__(self) -> None:
+        itemsize = torch.empty((), dtype=self.sequence.ggn.dtype).element_size()
+        self._held = rows_that_fit(self.size, itemsize, self.bytes_)
+        self._sums = 4 * 8 * self.size**2 <= self.bytes_
+
+    def reachable(self, num_rows: int) -> int:
+        """The number of rows nearest below the wanted one with which there is a sketch."""
+        num_rows = min(num_rows, self.sequence.most)
+        if num_rows <= self._held:
+            return num_rows
+        # Sums over rounds of all data need no rows in memory.
+        whole = num_rows // self.sequence.num_data * self.sequence.num_data if self._sums else 0
+        return max(whole, self._held)
+
+    def following(self, max_rows: int) -> int:
+        """The next number of rows: twice as many, or else those of a whole round."""
+        double = self.reachable(min(2 * self.num_rows, max_rows))
+        whole = (self.num_rows // self.sequence.num_data + 1) * self.sequence.num_data
+        return double if double > self.num_rows else self.reachable(min(whole, max_rows))
+
+    def sketch(self, num_rows: int) -> Sketch:
+        """The sketch of so many rows, more than before, which is kept together with the one before it."""
+        passes = (num_rows + min(NUM_PROBES, self.sequence.num_data)) / (2 * self.sequence.num_data)
+        if num_rows <= min(self.size, self._held):
+            self._extend(num_rows)
+            weights = self.sequence.weights(num_rows)
+            found = Sketch(self._rows, weights, self._products, passes, chance=self._chance(num_rows))
+        else:
+            # Eigenvectors of `M̂` itself are then less work than those of the Gram matrix.
+            values, vectors = symmetric_eigen(self._sum_to(num_rows))
+            found = Sketch.of_eigenvectors(values, vectors.T, num_rows, passes, self._chance(num_rows))
+        self.made = [*self.made[-1:], found]
+        return found
+
+    def _chance(self, num_rows: int) -> float:
+        """`ρ`, by which drawing some of `N·C` rows without replacement is more accurate than with it."""
+        return 1 - num_rows / self.sequence.most
+
+    @cached_property
+    def probes(self) -> Float[Tensor, "n P"]:
+        """Random rows of a few hundred random data, independent of those of the sequence."""
+        sequence = replace(self.sequence, stream=self.sequence.stream + 1)
+        data = sequence.shuffled[:NUM_PROBES]
+        return sequence.rows_of(data, torch.zeros_like(data))
+
+    def change(self, shifts: Float[Tensor, " A"]) -> float:
+        """The largest change of predicted standard deviations from the sketch before the last one to the last one."""
+        if self.num_rows == self.sequence.most:
+            return 0.0  # the last one is `M` itself
+        if len(self.made) < 2:
+            return math.nan
+        norms = self.probes.double().square().sum(1)
+        half, whole = ((sketch, sketch.project(self.probes)) for sketch in self.made)
+        return max(_difference(*(s.variances(norms, p, shift) for s, p in (half, whole))) for shift in shifts.tolist())
+
+    def _extend(self, num_rows: int) -> None:
+        """More rows in memory, with their products as long as these are fewer than those of the weights."""
+        new = self.sequence.rows(self.num_rows, num_rows)
+        if num_rows <= self.size:
+            corner = inner_products(new, new)
+            if self._products is not None:
+                side = torch.cat([inner_products(new, rows) for rows in self._rows], 1)
+                corner = torch.cat([torch.cat([self._products, side.T], 1), torch.cat([side, corner], 1)])
+            self._products = corner
+        self._rows, self.num_rows = [*self._rows, new], num_rows
+
+    def _sum_to(self, num_rows: int) -> Float[Tensor, "P P"]:
+        """`Σ_j w_j g_j g_jᵀ` of so many rows."""
+        if num_rows <= self._held:
+            self._extend(num_rows)
+            roots = self.sequence.weights(num_rows).sqrt().split([len(rows) for rows in self._rows])
+            weighted = (root[:, None].to(rows) * rows for root, rows in zip(roots, self._rows, strict=True))
+            return sum_of_squares(weighted, self.size, self.sequence.ggn.device)
+        starts = range(self.num_rows, num_rows, _TOGETHER)
+        new = (self.sequence.rows(start, min(start + _TOGETHER, num_rows)) for start in starts)
+        total = sum_of_squares(chain(self._rows, new), self.size, self.sequence.ggn.device)
+        self._rows, self._products, self.num_rows = [], None, num_rows
+        self._sum = total if self._sum is None else self._sum.add_(total)
+        # All data have as many rows, so that the weights are equal.
+        return self._sum * (self.sequence.num_data / num_rows)
+
+
+def grow(growth: Growth, shifts: Callable[[Sketch], Float[Tensor, " A"]], tolerance: float, *, max_rows: int) -> Sketch:
+    """Doubles the rows until predicted standard deviations change by less than a tolerance, or a limit is reached.
+
+    The error of the part that is returned is less than the change. It falls nearly as `1/m`, since most of it is the
+    bias that the correction leaves: on 10,000 images and a LeNet of 3,206 weights, with 512 to 2,048 rows at `α` of 10,
+    100 and 1,000, the error on test data was 0.29 to 0.62 of the change.
+
+    Args:
+        growth: what has been made so far.
+        shifts: the prior precisions at which parts are compared; where the precision depends on the spectrum, that of
+            the present sketch.
+        tolerance: of the change.
+        max_rows: at most so many rows; memory may hold fewer.
+    """
+    if not growth.made:
+        growth.sketch(growth.reachable(min(_FIRST, max_rows)))
+    while True:
+        sketch = growth.made[-1]
+        sketch.change = growth.change(shifts(sketch))
+        more = growth.following(max_rows)
+        if sketch.change <= tolerance or more <= sketch.num_rows:
+            return sketch
+        growth.sketch(more)
+
+
+def _difference(before: Tensor, after: Tensor) -> float:
+    """`‖σ' − σ‖/‖σ‖` from variances."""
+    old, new = before.clamp_min(0).sqrt(), after.clamp_min(0).sqrt()
+    return float((old - new).norm() / new.norm().clamp_min(1e-300))

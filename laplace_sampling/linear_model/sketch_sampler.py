@@ -1,0 +1,109 @@
+r"""Samples of the posterior of a sketch, and one sketch for all precisions and noise levels of a fit."""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.factored import FactoredSampler
+from laplace_sampling.linear_model.features import ScaledFeatures
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
+from laplace_sampling.linear_model.random_rows import RandomRows
+from laplace_sampling.linear_model.sketch import Sketch
+from laplace_sampling.linear_model.sketch_growth import Growth, grow
+from laplace_sampling.solvers.solver import Minimum, Objective, Solution
+
+__all__ = ["Part", "SketchSampler"]
+
+
+@dataclass
+class Part:
+    """The part of the data that stands for all of them, in the scaled coordinates of a prior.
+
+    Where the curvature is another one, its rows are computed anew, for the same data and draws; a noise precision that
+    all outputs share is a factor.
+
+    Attributes:
+        growth: what the sketch was made by.
+        sketch: of the GGN of `growth`.
+        tolerance: of its change.
+    """
+
+    growth: Growth
+    sketch: Sketch
+    tolerance: float
+
+    @property
+    def ggn(self) -> GGN:
+        """The GGN that the sketch estimates, scaled."""
+        return self.growth.sequence.ggn
+
+    def of(self, ggn: GGN, prior: GaussianPrior) -> Sketch:
+        """The sketch of an unscaled GGN, corrected for the precision of the prior."""
+        factor = _multiple(ggn, self.ggn)
+        if factor is None:
+            self._restart(ggn, prior)
+            self._take(self.growth.sketch(self.sketch.num_rows))
+            factor = 1.0
+        return self.sketch.times(factor).at(overall_precision(prior))
+
+    def grow(self, ggn: GGN, prior: GaussianPrior, max_rows: int) -> None:
+        """Lets the part grow at the precision of a prior, unless the change is below the tolerance there."""
+        factor = _multiple(ggn, self.ggn)
+        if factor is None:
+            self._restart(ggn, prior)
+        shift = torch.tensor([overall_precision(prior) / (factor or 1.0)], dtype=torch.float64)
+        self._take(grow(self.growth, lambda _: shift, self.tolerance, max_rows=max_rows), judged=True)
+
+    def _restart(self, ggn: GGN, prior: GaussianPrior) -> None:
+        old = self.growth.sequence
+        scaled = replace(ggn, features=ScaledFeatures(ggn.features, prior.scale))
+        self.growth = Growth(RandomRows(scaled, old.seed, old.stream), self.growth.bytes_)
+
+    def _take(self, new: Sketch, judged: bool = False) -> None:
+        if not judged:
+            new.change = self.sketch.change
+        self.sketch = new
+
+
+def _multiple(ggn: GGN, other: GGN) -> float | None:
+    """`c` with `B = c B'`, if it is known that there is one."""
+    family, before = ggn.likelihood, other.likelihood
+    if isinstance(family, Gaussian) and isinstance(before, Gaussian):
+        ratios = family.noise_precisions() / before.noise_precisions()
+        return float(ratios.flatten()[0]) if bool((ratios == ratios.flatten()[0]).all()) else None
+    return 1.0 if torch.equal(ggn.outputs, other.outputs) else None
+
+
+@dataclass(frozen=True)
+class SketchSampler(FactoredSampler):
+    """Samples of the posterior of a sketch; the mode by conjugate gradients on all data, preconditioned by it.
+
+    Args:
+        part: the sketch.
+    """
+
+    part: Part = field(kw_only=True)
+
+    def curvature(self, ggn: GGN, prior: GaussianPrior) -> Sketch:
+        return self.part.of(ggn, prior)
+
+    def sample(self, ggn: GGN, prior: GaussianPrior, draws: Draws, init: Tensor | None = None) -> Solution:
+        """Samples of the posterior of the sketch, and `γ` from its eigenvalues."""
+        if len(prior.names) > 1:
+            return super().sample(ggn, prior, draws, init)
+        curvature, alpha = self.curvature(ggn, prior), overall_precision(prior)
+        value = curvature.solve_root(draws.prior(ggn.size).to(ggn.device, ggn.dtype), alpha)
+        no_error = torch.zeros(len(value), dtype=torch.float64, device=ggn.device)
+        # The whole diagonal would take as long as the sketch itself; the trace is known, and a sum over samples is not
+        # needed.
+        traces = torch.full_like(no_error, curvature.dimension(alpha))
+        leverage = value * curvature.matmul(value)
+        return Solution(value, value, no_error, leverage, 0.0, converged=True, error=no_error, traces=traces)
+
+    def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
+        solver = replace(self.mode, preconditioner=self.part.sketch)
+        return solver.minimise(objective, init, description=description)

@@ -1,0 +1,36 @@
+"""The features of some of the data."""
+
+from torch import Tensor
+
+from laplace_sampling.linear_model.features import Curvature, DerivedFeatures, Features
+
+__all__ = ["SomeFeatures"]
+
+
+class SomeFeatures(DerivedFeatures):
+    """The rows of `Φ` that belong to some data.
+
+    Args:
+        features: `Φ`.
+        some: indices of the data.
+    """
+
+    def __init__(self, features: Features, some: Tensor) -> None:
+        self.features, self.some = features, some
+        self.num_data, self.num_outputs = len(some), features.num_outputs
+        self.size, self.batch_size = features.size, features.batch_size
+
+    def jvp(self, v: Tensor, batch: Tensor) -> Tensor:
+        return self.features.jvp(v, self.some[batch])
+
+    def vjp(self, u: Tensor, batch: Tensor) -> Tensor:
+        return self.features.vjp(u, self.some[batch])
+
+    def ggn(self, v: Tensor, batch: Tensor, curvature: Curvature) -> Tensor:
+        return self.features.ggn(v, self.some[batch], curvature)
+
+    def vjp_each(self, u: Tensor, batch: Tensor) -> Tensor:
+        return self.features.vjp_each(u, self.some[batch])
+
+    def rows(self, batch: Tensor) -> Tensor:
+        return self.features.rows(self.some[batch])

@@ -1,0 +1,205 @@
+"""The fit of the exact method in observation space: closed forms of a decomposition of the Gram matrix."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.evidence.curves import EvidencePath
+from laplace_sampling.gp.exact_prediction import ExactPrediction
+from laplace_sampling.gp.gram_posterior import GramPosterior
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import Features
+from laplace_sampling.linear_model.held_rows import HeldRows
+from laplace_sampling.linear_model.mode_objective import Mode
+from laplace_sampling.linear_model.sampling import PosteriorSamples
+from laplace_sampling.methods.fit import Fit, Task, Tuned
+from laplace_sampling.predictions.function_covariance import FunctionCovariance
+from laplace_sampling.predictions.leave_one_out import LeaveOneOut
+
+__all__ = [
+    "MOST_LOST",
+    "ObservationSpaceFit",
+    "RestoredFit",
+    "determination",
+    "lost_by_rows",
+    "observation_space_fit",
+]
+
+# Samples that go through the features together, and the residual that exact samples have at most, of rounding.
+_FEW, _RESIDUAL = 16, 1e-6
+# The part of the function, or of its standard deviation, that rounding may take, as the default tolerance of a fit.
+MOST_LOST = 0.015
+# Error of a row in units of the rounding of a number: a guess, which no sweep has tested yet. With half of it fits are
+# repeated in float64 for ratios that are four times as large.
+_ROUNDINGS = 8
+# Columns of samples that are copied to float64 together: 4 MiB of 64 samples. It is not tuned.
+_COLUMNS = 2**13
+
+
+def determination(posterior: GramPosterior) -> float:
+    """How much better the data determine the function than the prior."""
+    alpha, noise = posterior.precisions
+    return noise / alpha * posterior.largest_eigenvalue
+
+
+def lost_by_rows(features: Features, ratio: float) -> float:
+    """The relative error of standard deviations that rounding of the rows makes; see `held_rows`."""
+    if not isinstance(features, HeldRows) or features.precision == torch.float64:
+        return 0.0
+    return _ROUNDINGS * torch.finfo(features.precision).eps * math.sqrt(ratio)
+
+
+def _energies(samples: Float[Tensor, "K P"], diagonal: Float[Tensor, " P"]) -> Float[Tensor, " K"]:
+    """`ζᵀ diag(d) ζ` in float64, in blocks of columns that caches hold."""
+    total = torch.zeros(len(samples), dtype=torch.float64, device=samples.device)
+    for part, weights in zip(samples.split(_COLUMNS, dim=1), diagonal.split(_COLUMNS), strict=True):
+        total += part.double().square() @ weights
+    return total
+
+
+def observation_space_fit(task: Task, tuned: Tuned, posterior: GramPosterior) -> "ObservationSpaceFit":
+    fit = ObservationSpaceFit(task, tuned, posterior)
+    if fit.needs_mode:
+        fit.known_mode.append(fit.find_mode())
+    return fit
+
+
+@dataclass(frozen=True)
+class ObservationSpaceFit(Fit):
+    """A fit of which everything is known in closed form, without the Jacobian."""
+
+    posterior: GramPosterior
+
+    @property
+    def predicting(self) -> GramPosterior:
+        """The posterior with the decomposition of the rows that it is used with."""
+        return self.posterior
+
+    def find_mode(self) -> Mode:
+        weights = self.posterior.mode()
+        minimum = self.posterior.minimum((weights / self.prior.scale)[None])
+        return Mode(weights, self.posterior.mode_outputs, replace(minimum, value=minimum.value[:0].clone()))
+
+    @property
+    def _ratio(self) -> float:
+        return determination(self.posterior)
+
+    @property
+    def _lost(self) -> float:
+        """The relative error of standard deviations by rounding."""
+        # Variances are differences of that of the prior and of what the data explain.
+        return max(torch.finfo(torch.float64).eps * self._ratio / 2, lost_by_rows(self.model.features, self._ratio))
+
+    @property
+    def converged(self) -> bool:
+        return super().converged and self._lost <= MOST_LOST
+
+    @property
+    def problems(self) -> list[str]:
+        if self._lost <= MOST_LOST:
+            return super().problems
+        return [
+            *super().problems,
+            f"The data determine the function {self._ratio:.1g} times better than the prior, which is more than "
+            f"float64 carries: standard deviations at the training data are off by about "
+            f"{min(100 * self._lost, 100):.0f} %. Raise the prior precision, or lower that of the noise.",
+        ]
+
+    @property
+    def path(self) -> EvidencePath:
+        return self._curves
+
+    @cached_property
+    def _curves(self) -> EvidencePath:
+        return self.posterior.curves()
+
+    @property
+    def saves_data(self) -> bool:
+        return True
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.posterior.tensors()
+
+    def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
+        model, samples = self.model, self.predicting.sample(draws)
+        curved_at = self.ggn.outputs.double()
+        # Energies tell whether samples are right: `ζᵀMζ = ‖LᵀΦζ‖²`, by products with the network in few rows at a time.
+        outputs = torch.cat([model.features.outputs(part.to(model.features.precision)) for part in samples.split(_FEW)])
+        roots = model.likelihood.root_transpose(curved_at, outputs.double(), model.targets)
+        energies = roots.flatten(1).square().sum(1)
+        of_prior = _energies(samples, self.prior.diagonal().double())
+        zeros = torch.zeros(len(samples), dtype=torch.float64, device=samples.device)
+        return PosteriorSamples(
+            samples.to(self.task.dtype),
+            zeros.new_tensor([[self.posterior.effective_dimension]]),
+            energies,
+            energies + of_prior,
+            zeros,
+            zeros,
+            1.5 * len(samples),
+            converged=True,
+            exact=True,
+        )
+
+    def judge(self, sampled: PosteriorSamples) -> tuple[Tensor, float]:
+        return sampled.residual, _RESIDUAL
+
+    def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
+        problems = []
+        if not (minimum := self.mode.minimum).converged:
+            problems.append(f"the mode, whose residual is {minimum.residual:.2g}, has not converged")
+        if self._lost > MOST_LOST:
+            problems.append("the data determine the function better than float64 carries")
+        return self._curves, problems
+
+    def leave_one_out(self) -> LeaveOneOut:
+        return self.posterior.leave_one_out()
+
+    def known_leave_one_out(self) -> LeaveOneOut:
+        return self.leave_one_out()
+
+    def covariance_at(self, features: Features) -> FunctionCovariance:
+        # As accurate as the rows of the training data.
+        precise = self.model.features.precision == torch.float64
+        return _GramCovariance(self.predicting, features.in_float64() if precise else features)
+
+
+@dataclass(frozen=True)
+class RestoredFit(ObservationSpaceFit):
+    """A fit from a file, whose decomposition may not be that of the rows as they are computed now."""
+
+    # Makes the decomposition of these rows, where it may be another one.
+    remade: list[Callable[[], GramPosterior]] = field(default_factory=list, repr=False)
+
+    @cached_property
+    def predicting(self) -> GramPosterior:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.remade[0]() if self.remade else self.posterior
+
+
+@dataclass(frozen=True)
+class _GramCovariance(FunctionCovariance):
+    """Made when it is asked for: an input costs `C` VJPs and a product with the eigenvectors."""
+
+    posterior: GramPosterior
+    features: Features
+
+    @cached_property
+    def _prediction(self) -> ExactPrediction:
+        return self.posterior.predict(self.features)
+
+    def variance(self) -> Float[Tensor, "N C"]:
+        return self._prediction.stddev(*self.posterior.precisions) ** 2
+
+    def blocks(self) -> Float[Tensor, "N C C"]:
+        blocks = self._prediction.covariance(*self.posterior.precisions)
+        # Rounding may leave a variance just below zero where the data determine the function.
+        blocks.diagonal(dim1=1, dim2=2).clamp_(min=0)
+        return blocks
+
+    def joint(self) -> Float[Tensor, "NC NC"]:
+        return self._prediction.joint_covariance(*self.posterior.precisions)

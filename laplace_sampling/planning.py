@@ -1,0 +1,53 @@
+"""`PlannedModel`: what a fit will do and cost, before it runs."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from laplace_sampling.fitted import FittedModel
+from laplace_sampling.methods.method import Method
+from laplace_sampling.methods.plan import Plan, rung_of
+from laplace_sampling.methods.problem import Problem
+from laplace_sampling.networks.held_module import solver_call
+from laplace_sampling.preparation import prepare
+
+__all__ = ["PlannedModel"]
+
+
+class PlannedModel(FittedModel):
+    """A model whose fits are planned."""
+
+    @solver_call
+    def plan(self, loader: Iterable[Any], *, budget: float | None = 20.0, **data: Any) -> Plan:
+        """What `fit_hyperparameters` will do with these data: method, training epochs, memory, and why; `print` it.
+
+        All data are read and go through the network once, and a few Jacobian products are made, whose operations are
+        counted. Nothing is fitted, and what was fitted before stays.
+
+        Args:
+            loader: as of `fit_hyperparameters`.
+            budget: likewise.
+            data: `noise_variances`, `weights`, `unpack` and `num_data`, likewise.
+
+        Raises:
+            TypeError, ValueError: as of `fit_hyperparameters`, also where no method can fit.
+        """
+        batching = self.network.batching
+        max_rows = batching.max_rows
+        try:
+            return _plan_of(prepare(self.settings, self.network, loader, budget=budget, **data), self.settings.method)
+        finally:
+            batching.max_rows = max_rows
+
+
+def _plan_of(problem: Problem, asked: Method) -> Plan:
+    """What a method makes of a problem, without a fit."""
+    budget, cost = problem.budget, problem.cost
+    assert cost is not None
+    choice = asked.choose(problem)
+    choice = choice.method.paid_for(problem, choice)
+    choice.method.check(problem)
+    chosen = rung_of(choice.method.name, choice.method, problem, cost)
+    rungs = tuple(asked.rungs(problem, cost)) or (chosen,)
+    epochs = chosen.epochs if budget.epochs is None else min(chosen.epochs, budget.allowed / budget.epoch)
+    reason = choice.shortfall or choice.reason
+    return Plan(choice.method.name, epochs, chosen.bytes, reason, budget.epochs, budget.epoch, rungs)

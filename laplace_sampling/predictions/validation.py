@@ -1,0 +1,106 @@
+r"""The prior precision under which held-out data are likeliest, together with a temperature or the noise.
+
+Every precision of a path is tried. For labels `p = (1/2K) Σ_k Σ_± σ((f ± z_k)/T)`, `z ~ N(0, V(α))`, and for each `α`
+the best temperature `T` is found. For a Gaussian likelihood the covariance is `V₁(ρ)/b` with `ρ = α/b` and `V₁` that of
+unit noise, so that the best noise precision `b` is a closed form for each `ρ` where outputs are independent.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributions import MultivariateNormal, Normal
+
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import Features
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.predictions.calibration import Calibration, own_temperature, tempered
+from laplace_sampling.predictions.covariance_path import CovariancePath
+from laplace_sampling.predictions.selection import Selected, Selection, grid
+
+__all__ = ["Validation", "check_finite"]
+
+# Draws of the function for each datum, each with its opposite.
+_DRAWS, _STREAM = 16, 2**20 + 3
+
+
+@dataclass(frozen=True)
+class Validation(Selection):
+    """The likeliest prior precision and temperature, or noise, on held-out data.
+
+    Attributes:
+        features: of the held-out data.
+        outputs: of the network.
+        targets: as the likelihood takes them.
+        likelihood: of the targets.
+    """
+
+    name = "validation"
+    features: Features
+    outputs: Float[Tensor, "N C"]
+    targets: Tensor
+    likelihood: Likelihood
+
+    def select(
+        self, model: LinearModel, path: CovariancePath, bounds: tuple[float, float], seed: int, weight_norm: float
+    ) -> Selected:
+        # One product with all of these data: an infinite variance would leave no precision to try.
+        check_finite(self.outputs, torch.tensor(path.prior_variance(self.features, Draws(1, seed, _STREAM))))
+        alphas = grid(path, self.features, bounds)
+        if isinstance(model.likelihood, Gaussian):
+            alpha, likelihood, calibration = self._of_regression(model.likelihood, path, alphas)
+        else:
+            alpha, calibration = self._of_labels(path, alphas, seed)
+            likelihood = model.likelihood
+        products = path.products(self.features, len(alphas), Draws(_DRAWS, seed, _STREAM)) + self.features.num_data
+        return Selected(
+            alpha,
+            likelihood,
+            calibration,
+            path.effective_dimension(alpha),
+            passes=products / (2 * model.features.num_data),
+        )
+
+    def _of_labels(self, path: CovariancePath, alphas: Tensor, seed: int) -> tuple[float, Calibration]:
+        best: tuple[float, float, Calibration] | None = None
+        own = own_temperature(self.likelihood, self.targets, self.outputs)
+        deviations = path.deviations(self.features, alphas, Draws(_DRAWS, seed, _STREAM))
+        for alpha, z in zip(alphas.tolist(), deviations, strict=True):
+            found = tempered(self.likelihood, self.targets, self.outputs, z, own)
+            assert found.log_likelihood is not None
+            if best is None or found.log_likelihood > best[0]:
+                best = found.log_likelihood, alpha, found
+        assert best is not None
+        return best[1], best[2]
+
+    def _of_regression(
+        self, likelihood: Gaussian, path: CovariancePath, alphas: Tensor
+    ) -> tuple[float, Likelihood, Calibration]:
+        """`α` and `b` at which the targets are likeliest under `N(f, (b₀V(α₀; b₀) + I)/b)`, `α = α₀ b/b₀`."""
+        error = (self.targets.reshape(self.outputs.shape) - self.outputs).double()
+        before, eye = float(likelihood.noise_precision), torch.eye(error.shape[1]).to(error)
+        best: tuple[float, float, float, Tensor] | None = None
+        for alpha, covariance in zip(alphas.tolist(), path.covariances(self.features, alphas), strict=True):
+            unit = before * covariance + eye
+            squares = float((torch.linalg.solve(unit, error[..., None])[..., 0] * error).sum())
+            noise = error.numel() / max(squares, 1e-300) if likelihood.learn else before
+            log_probs = MultivariateNormal(torch.zeros_like(error), unit / noise).log_prob(error)
+            if best is None or float(log_probs.sum()) > best[0]:
+                best = float(log_probs.sum()), alpha * noise / before, noise, log_probs
+        assert best is not None
+        own = error.numel() / max(float(error.square().sum()), 1e-300) if likelihood.learn else before
+        alone = Normal(0.0, own**-0.5).log_prob(error).sum(1)
+        fitted = likelihood.with_precision(torch.tensor(best[2])) if likelihood.learn else likelihood
+        return best[1], fitted, Calibration().scored("held out", best[3], alone)
+
+
+def check_finite(*found: Tensor) -> None:
+    """Raise if what is predicted of held-out data is not finite."""
+    if not all(bool(values.isfinite().all()) for values in found):
+        raise ValueError(
+            "The outputs of the model on the data of `val_loader`, or their error bars, contain NaN or infinity: "
+            "check these data, or leave them out."
+        )

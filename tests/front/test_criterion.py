@@ -1,0 +1,105 @@
+"""`fit_hyperparameters(criterion=...)`: what chooses the hyperparameters."""
+
+import math
+
+import pytest
+import torch
+from cases import Case, make_case
+from flat_settings import laplace_of
+
+from laplace_sampling import LinearisedLaplace
+from laplace_sampling.methods.fit import Fit
+
+METHODS = ["exact", "krylov", "svrg", "kfac", "diagonal"]
+
+
+def tune(case: Case, val_loader=None, criterion: str = "auto", **settings) -> LinearisedLaplace:
+    la = laplace_of(case.model, case.likelihood, num_samples=8, **settings)
+    return la.fit_hyperparameters(case.batches, val_loader, criterion=criterion, progress=False)
+
+
+def fit_of(la: LinearisedLaplace) -> Fit:
+    assert la._fitted is not None
+    assert la._fitted.fit is not None
+    return la._fitted.fit
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_classification_is_self_consistent_and_needs_no_mode(method: str) -> None:
+    case = make_case("classification_many_data")
+    la = tune(case, method=method)
+    fit = fit_of(la)
+    assert fit.tuned.criterion == "self_consistency"
+    assert not fit.known_mode
+    (step,) = la.history_
+    assert step.mode_norm is None
+    assert step.new_prior_precision == la.prior_precision_.tolist()
+    assert la.scale_ == la.temperature_ == 1.0
+    assert "not needed" in str(la.diagnose())
+    assert la.converged_
+    # The mode is there once somebody asks, and remains.
+    assert la.mode_.shape == la.samples_[0].shape
+    assert len(fit.known_mode) == 1
+    assert math.isfinite(float(la.log_marginal_likelihood()))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_held_out_labels_choose_precision_and_temperature(method: str) -> None:
+    case, other = make_case("classification_many_data"), make_case("classification_many_data")
+    val_loader = [(other.x + 0.5, other.given[1].flip(0))]
+    la = tune(case, val_loader, method=method)
+    assert fit_of(la).tuned.criterion == "validation"
+    assert la.calibration_.data == "held out"
+    assert la.calibration_.num_data == 25
+    assert la.temperature_ >= 0.9
+    assert la.calibration_.log_likelihood > la.calibration_.network_log_likelihood
+    by_evidence = tune(case, val_loader, "evidence", method=method)
+    assert fit_of(by_evidence).tuned.criterion == "evidence"
+    assert by_evidence.calibration_.data == "held out"
+
+
+@pytest.mark.filterwarnings("ignore:`fit_hyperparameters` ended at one of:laplace_sampling.ConvergenceWarning")
+def test_a_regression_is_tuned_by_its_evidence_or_by_held_out_data() -> None:
+    case = make_case("regression_many_data")
+    assert fit_of(tune(case)).tuned.criterion == "evidence"
+    la = tune(case, case.batches, "validation", method="exact")
+    assert fit_of(la).tuned.criterion == "validation"
+    # A linear model that predicts its own training data best has a prior that says nothing.
+    assert float(la.noise_precision_) > 0
+    assert la.calibration_.scale == la.calibration_.noise == 1.0
+
+
+def test_both_spaces_of_the_exact_method_choose_the_same(monkeypatch) -> None:
+    case = make_case("classification")
+    found = tune(case, method="exact")
+    monkeypatch.setattr("laplace_sampling.methods.exact.space_of", lambda problem: "weights")
+    other = tune(case, method="exact")
+    assert type(fit_of(found)) is not type(fit_of(other))
+    assert float(found.prior_precision_) == pytest.approx(float(other.prior_precision_), rel=1e-6)
+    for x in case.x.split(3):
+        torch.testing.assert_close(found.predict(x).covariance(), other.predict(x).covariance(), rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.filterwarnings("ignore:`fit_hyperparameters` ended at one of:laplace_sampling.ConvergenceWarning")
+def test_curvature_at_the_mode_and_several_precisions_take_the_evidence() -> None:
+    case = make_case("classification")
+    assert fit_of(tune(case, hessian_at="mode")).tuned.criterion == "evidence"
+    la = laplace_of(case.model, case.likelihood, prior="layerwise", method="exact", num_samples=8)
+    la.fit_hyperparameters(case.batches, max_steps=500, progress=False)
+    assert fit_of(la).tuned.criterion == "evidence"
+
+
+def test_criteria_that_are_not_possible() -> None:
+    case = make_case("classification")
+    with pytest.raises(ValueError, match=r"`criterion='loo'` is not known; use one of \['auto', 'evidence'"):
+        tune(case, criterion="loo")
+    with pytest.raises(ValueError, match='`criterion="validation"` needs data that the network was not trained on'):
+        tune(case, criterion="validation")
+    with pytest.raises(ValueError, match='`criterion="self_consistency"` compares the loss with its curvature'):
+        tune(make_case("regression"), criterion="self_consistency")
+    with pytest.raises(
+        ValueError, match='`criterion="self_consistency"` takes the curvature at the outputs of the netw'
+    ):
+        tune(case, criterion="self_consistency", hessian_at="mode")
+    with pytest.raises(ValueError, match="looks for one prior precision, and one noise precision at most, but there"):
+        tune(case, criterion="self_consistency", prior="layerwise")

@@ -1,0 +1,251 @@
+"""Fits that start from the posterior that is there: they end where cold ones do, and cost less."""
+
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_sampling import SGD, SVRG, GPrior, Krylov, LinearisedLaplace, Stochastic
+
+METHODS = {
+    "exact": "exact",
+    "krylov": "krylov",
+    "cg": Krylov(max_memory=66 * 67 * 8),
+    "sgd": Stochastic(solver=SGD()),
+    "svrg": Stochastic(solver=SVRG()),
+    "kfac": "kfac",
+    "diagonal": "diagonal",
+    "ciq": "ciq",
+    "dual": "dual",
+}
+
+
+class Problem:
+    """A small network that is trained, and can be trained further."""
+
+    def __init__(self, kind: str, num_data: int = 80) -> None:
+        g = torch.Generator().manual_seed(3)
+        self.kind, outputs = kind, 1 if kind == "regression" else 3
+        self.x = torch.randn(num_data, 4, generator=g, dtype=torch.float64)
+        truth = self.x @ torch.randn(4, outputs, generator=g, dtype=torch.float64)
+        noise = torch.randn(truth.shape, generator=g, dtype=torch.float64)
+        self.y = truth.sin() + 0.2 * noise if kind == "regression" else (2 * truth + noise).argmax(1)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
+        self.optimiser = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        self.train(60)
+
+    @property
+    def batches(self) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(self.x.split(32), self.y.split(32), strict=True))
+
+    def train(self, epochs: int = 1) -> None:
+        loss = nn.MSELoss() if self.kind == "regression" else nn.CrossEntropyLoss()
+        for _ in range(epochs):
+            for x, y in self.batches:
+                self.optimiser.zero_grad()
+                loss(self.model(x), y).backward()
+                self.optimiser.step()
+
+    def laplace(self, method="krylov", **settings) -> LinearisedLaplace:
+        return LinearisedLaplace(self.model, self.kind, method=method, **{"num_samples": 16, **settings})
+
+
+def products(la: LinearisedLaplace) -> int:
+    return sum(la.network.products.values())
+
+
+def deviations(la: LinearisedLaplace, x: Tensor) -> Tensor:
+    return la.predict(x).deviations.flatten(2)
+
+
+def distance(la: LinearisedLaplace, other: LinearisedLaplace, x: Tensor) -> float:
+    """How far the samples of two posteriors are apart, as functions on some inputs."""
+    ours, theirs = deviations(la, x), deviations(other, x)
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def problem_of(method: str) -> Problem:
+    return Problem("regression" if method == "dual" else "classification")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("prior", ["isotropic", "g-prior"])
+@pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
+def test_the_samples_are_those_of_a_cold_fit(method: str, prior: str) -> None:
+    problem = problem_of(method)
+    la = problem.laplace(METHODS[method], prior=prior).fit(problem.batches, progress=False)
+    before = la.samples_.clone()
+    problem.train()
+    la.fit(problem.batches, warm_start=True, progress=False)
+    cold = problem.laplace(METHODS[method], prior=prior).fit(problem.batches, progress=False)
+    assert la.converged_
+    assert cold.converged_
+    # The error of a sample's function is at most 2τ = 0.03 for Krylov solvers, 0.1 for mini-batches.
+    tolerance = 0.2 if method in ("sgd", "svrg") else 0.06
+    assert distance(la, cold, problem.x) < tolerance
+    assert not torch.equal(before, la.samples_)
+
+
+@pytest.mark.parametrize("method", ["krylov", "cg", "sgd", "svrg"])
+def test_samples_that_are_there_cost_less(method: str) -> None:
+    problem = problem_of(method)
+    la = problem.laplace(METHODS[method]).fit(problem.batches, progress=False)
+    problem.optimiser.param_groups[0]["lr"] = 2e-3  # as at the end of training
+    problem.train()
+    cold = problem.laplace(METHODS[method])
+    cold.fit(problem.batches, progress=False)
+    before = products(la)
+    la.fit(problem.batches, warm_start=True, progress=False)
+    assert products(la) - before < 0.7 * products(cold)
+
+
+@pytest.mark.parametrize(
+    ("method", "criterion"),
+    [
+        ("exact", "evidence"),
+        ("krylov", "evidence"),
+        ("sgd", "evidence"),
+        ("kfac", "evidence"),
+        ("diagonal", "evidence"),
+        ("dual", "evidence"),
+        ("krylov", "self_consistency"),
+        ("exact", "self_consistency"),
+        ("kfac", "self_consistency"),
+        ("krylov", "validation"),
+        ("kfac", "validation"),
+        ("dual", "validation"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
+def test_the_precision_is_that_of_a_cold_fit(method: str, criterion: str) -> None:
+    problem = problem_of(method)
+    held_out = problem.batches[-1:] if criterion == "validation" else None
+    options = {"criterion": criterion, "progress": False, "max_steps": 30}
+
+    def tuned(la: LinearisedLaplace, warm: bool) -> LinearisedLaplace:
+        return la.fit_hyperparameters(problem.batches, held_out, warm_start=warm, **options)
+
+    la = tuned(problem.laplace(METHODS[method]), False)
+    problem.train()
+    tuned(la, True)
+    cold = tuned(problem.laplace(METHODS[method]), False)
+    # To the tolerance of the search, 2τ = 0.03, and with EM from either side.
+    assert abs(float((la.prior_precision_ / cold.prior_precision_).log())) < (0.15 if method == "sgd" else 0.07)
+    if la.noise_precision_ is not None:
+        assert abs(float((la.noise_precision_ / cold.noise_precision_).log())) < 0.03
+
+
+def test_the_mode_is_found_from_the_old_one() -> None:
+    problem = Problem("classification")
+    options = {"criterion": "evidence", "progress": False}
+    la = problem.laplace("kfac").fit_hyperparameters(problem.batches, **options)
+    problem.optimiser.param_groups[0]["lr"] = 2e-3
+    problem.train()
+    cold = problem.laplace("kfac").fit_hyperparameters(problem.batches, **options)
+    before = products(la)
+    la.fit_hyperparameters(problem.batches, warm_start=True, **options)
+    assert products(la) - before < 0.7 * products(cold)
+    difference = (la.mode_ - cold.mode_).norm() / cold.mode_.norm()
+    assert float(difference) < 0.1
+
+
+def test_without_an_earlier_fit_it_is_cold() -> None:
+    problem = Problem("classification")
+    la = problem.laplace().fit(problem.batches, warm_start=True, progress=False)
+    cold = problem.laplace().fit(problem.batches, progress=False)
+    assert torch.equal(la.samples_, cold.samples_)
+
+
+def test_a_trained_network_is_noticed_and_fitted_again() -> None:
+    problem = Problem("classification")
+    la = problem.laplace().fit(problem.batches, progress=False)
+    problem.train()
+    with pytest.raises(ValueError, match="fit again"):
+        la.predict(problem.x)
+    la.fit(problem.batches, warm_start=True, progress=False)
+    with torch.no_grad():
+        assert torch.equal(la.predict(problem.x).outputs, problem.model(problem.x))
+
+
+def test_data_may_change_in_number_and_order() -> None:
+    problem = Problem("classification")
+    la = problem.laplace().fit([(problem.x[:60], problem.y[:60])], progress=False)
+    flipped = [(problem.x.flip(0), problem.y.flip(0))]
+    la.fit(flipped, warm_start=True, progress=False)
+    cold = problem.laplace().fit(flipped, progress=False)
+    assert la.converged_
+    assert distance(la, cold, problem.x) < 0.06
+
+
+def test_a_shuffled_loader_gives_the_same() -> None:
+    problem = Problem("classification")
+    la = problem.laplace().fit(problem.batches, progress=False)
+    problem.train()
+    shuffled = DataLoader(TensorDataset(problem.x, problem.y), batch_size=16, shuffle=True)
+    la.fit(shuffled, warm_start=True, progress=False)
+    cold = problem.laplace().fit(problem.batches, progress=False)
+    assert distance(la, cold, problem.x) < 0.06
+
+
+def test_a_loaded_posterior_is_a_start() -> None:
+    problem = Problem("classification")
+    fitted = problem.laplace(prior=GPrior(precision=0.3)).fit(problem.batches, progress=False)
+    file = io.BytesIO()
+    fitted.save(file)
+    file.seek(0)
+    la = LinearisedLaplace.load(file, problem.model)
+    problem.train()
+    counts = []
+    for each in (fitted, la):
+        before = products(each)
+        each.fit(problem.batches, warm_start=True, progress=False)
+        counts.append(products(each) - before)
+    assert counts[0] == counts[1]
+    assert distance(la, fitted, problem.x) < 1e-6
+
+
+def test_a_warm_fit_keeps_the_precisions_that_were_found() -> None:
+    problem = Problem("regression")
+    la = problem.laplace().fit_hyperparameters(problem.batches, progress=False)
+    alpha, noise = float(la.prior_precision_), float(la.noise_precision_)
+    problem.train()
+    la.fit(problem.batches, warm_start=True, progress=False)
+    assert float(la.prior_precision_) == alpha
+    assert float(la.noise_precision_) == noise
+
+
+def test_earlier_samples_are_not_held() -> None:
+    problem = Problem("classification")
+    la = problem.laplace().fit(problem.batches, progress=False).fit(problem.batches, warm_start=True, progress=False)
+    assert la._fitted.fit.task.start is None
+
+
+def test_other_random_weights_are_refused() -> None:
+    problem, other = Problem("classification"), Problem("regression")
+    la = problem.laplace().fit(problem.batches, progress=False)
+    of_other = other.laplace()
+    of_other._fitted = la._fitted
+    with pytest.raises(ValueError, match="which is of 67 random weights, but the model now has 49"):
+        of_other.fit(other.batches, warm_start=True, progress=False)
+
+
+def test_the_argument_is_a_flag() -> None:
+    problem = Problem("classification")
+    with pytest.raises(TypeError, match="`warm_start` must be True or False"):
+        problem.laplace().fit(problem.batches, warm_start="yes", progress=False)
+
+
+def test_a_warm_fit_that_was_wrong_warns() -> None:
+    problem = Problem("classification")
+    method = Krylov()
+    la = problem.laplace(method).fit(problem.batches, progress=False)
+    with torch.no_grad():
+        problem.model[0].weight.mul_(-2.0)  # another network: the start is worth nothing
+    la.fit(problem.batches, warm_start=True, progress=False)
+    cold = problem.laplace(method).fit(problem.batches, progress=False)
+    assert la.converged_
+    assert distance(la, cold, problem.x) < 0.06

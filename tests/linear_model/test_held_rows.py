@@ -1,0 +1,58 @@
+"""Rows that are held in the precision of the network, against dense ones."""
+
+import copy
+
+import pytest
+import torch
+from cases import Case, make_case
+from torch.testing import assert_close
+
+from laplace_sampling.gp.gram import add_transposed_, gram
+from laplace_sampling.linear_model import held_rows
+from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.linear_model.held_rows import HeldRows
+from laplace_sampling.linear_model.network_features import NetworkFeatures
+
+
+@pytest.mark.parametrize("numbers", [8, 2**19])
+def test_products_are_those_of_the_dense_rows(case: Case, numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_rows, "_NUMBERS", numbers)
+    features = case.linear_model().features
+    held, dense = HeldRows(features), DenseFeatures.of(features)
+    g = torch.Generator().manual_seed(0)
+    v = torch.randn(3, held.size, generator=g, dtype=torch.float64)
+    variance = v[0] ** 2 + 0.1
+    for batch in (torch.arange(held.num_data), torch.tensor([2, 0])):
+        u = torch.randn(3, len(batch), held.num_outputs, generator=g, dtype=torch.float64)
+        assert_close(held.rows(batch), dense.rows(batch))
+        assert_close(held.jvp(v, batch), dense.jvp(v, batch))
+        assert_close(held.vjp(u, batch), dense.vjp(u, batch))
+        assert_close(held.vjp_each(u[0], batch), dense.vjp_each(u[0], batch))
+    assert_close(held.outputs(v), dense.outputs(v))
+    assert_close(gram(held, variance), gram(dense, variance, products="rows"))
+    u = torch.randn(3, held.num_data, held.num_outputs, generator=g, dtype=torch.float64)
+    added, expected = v.clone(), v.clone()
+    add_transposed_(added, held, u, variance)
+    add_transposed_(expected, dense, u, variance)
+    assert_close(added, expected)
+
+
+def test_each_row_is_computed_once_and_in_the_precision_of_the_network() -> None:
+    case = make_case("classification")
+    narrow = Case(copy.deepcopy(case.model).float(), case.likelihood, case.x.float(), case.y)
+    features = narrow.linear_model().features
+    assert isinstance(features, NetworkFeatures)
+    held = HeldRows(features)
+    features.rows(torch.tensor([0]))
+    features.network.products.update(jvp=0, vjp=0)
+    variance = torch.ones(held.size, dtype=torch.float64)
+    K = gram(held, variance)
+    held.outputs(torch.ones(4, held.size))
+    gram(held, variance)
+    assert features.network.products == {"jvp": 0, "vjp": held.num_data * held.num_outputs}
+    assert held.matrix.dtype == torch.float32
+    # Products of these rows, whatever the network would compute in float64.
+    assert_close(K, held.matrix.double() @ held.matrix.double().T, rtol=1e-12, atol=1e-12)
+    precise = held.with_rows_in_float64()
+    assert precise.matrix.dtype == torch.float64
+    assert_close(precise.matrix, DenseFeatures.of(case.linear_model().features).matrix.flatten(0, 1))

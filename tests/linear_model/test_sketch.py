@@ -1,0 +1,221 @@
+"""Sketches: all functions against dense algebra, the correction of the inverse, growth and its limits."""
+
+import pytest
+import torch
+from cases import make_case
+from torch import Tensor
+from torch.testing import assert_close
+
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.kronecker import restored_curvature
+from laplace_sampling.linear_model.random_rows import RandomRows
+from laplace_sampling.linear_model.sketch import Sketch
+from laplace_sampling.linear_model.sketch_growth import Growth, grow, rows_that_fit
+from laplace_sampling.solvers.operator import Congruent, make_dense
+
+P = 30
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def rows_of(num: int, seed: int = 0) -> Tensor:
+    """Rows whose squares fall from about 100 to 0.01."""
+    return randn(num, P, seed=seed) * torch.logspace(1, -1, P, dtype=torch.float64)
+
+
+def made(num: int, chance: float = 0.0) -> tuple[Sketch, Tensor]:
+    rows, weights = rows_of(num), randn(num, seed=1).square() + 0.1
+    return Sketch(rows.split(7), weights, chance=chance), rows.T @ (weights[:, None] * rows)
+
+
+def classifier(num_data: int, num_outputs: int = 3, size: int = 40, decay: float = 1.5) -> GGN:
+    """A classification whose curvature has a few large eigenvalues."""
+    scales = torch.logspace(0, -decay, size, dtype=torch.float64)
+    features = DenseFeatures(randn(num_data, num_outputs, size) * scales)
+    return GGN(features, Categorical(), randn(num_data, num_outputs, seed=5) * 2)
+
+
+@pytest.mark.parametrize("num", [5, 20, 45])
+@pytest.mark.parametrize("shift", [0.3, torch.linspace(0.2, 2, P, dtype=torch.float64)])
+def test_functions_are_the_dense_ones(num: int, shift: float | Tensor) -> None:
+    sketch, M = made(num)
+    A = torch.diag(torch.as_tensor(shift, dtype=torch.float64).expand(P))
+    inverse = torch.linalg.inv(M + A)
+    v, eye = randn(4, P, seed=3), torch.eye(P, dtype=torch.float64)
+    assert_close(sketch.matmul(v), v @ M)
+    assert_close(sketch.solve(v, shift), v @ inverse)
+    root = sketch.solve_root(eye, shift)
+    assert_close(root.T @ root, inverse)
+    assert_close(sketch.variance(shift), inverse.diagonal())
+    assert_close(sketch.leverage(shift), (inverse @ M).diagonal())
+    if not isinstance(shift, Tensor):
+        assert_close(root, root.T)
+        assert sketch.dimension(shift) == pytest.approx(float((inverse @ M).trace()), rel=1e-9)
+    assert_close(sketch.eigenvalues().sort().values, torch.linalg.eigvalsh(M).clamp_min(0), rtol=1e-8, atol=1e-8)
+
+
+def test_covariances_serve_many_shifts() -> None:
+    sketch, M = made(20)
+    phi, shifts = randn(6, 2, P, seed=4), torch.tensor([0.01, 1.0, 50.0], dtype=torch.float64)
+    eye = torch.eye(P, dtype=torch.float64)
+    expected = torch.stack([phi @ torch.linalg.inv(M + s * eye) @ phi.mT for s in shifts])
+    assert_close(sketch.covariances(phi, shifts), expected)
+    norms = phi[:, 0].square().sum(1)
+    assert_close(sketch.variances(norms, sketch.project(phi[:, 0]), 1.0), expected[1, :, 0, 0])
+
+
+def test_congruent_and_adapted() -> None:
+    sketch, M = made(20)
+    w, v = torch.linspace(0.5, 2, P, dtype=torch.float64), randn(3, P, seed=3)
+    assert_close(sketch.congruent(w).solve(v, 0.4), v @ torch.linalg.inv(w[:, None] * M * w + 0.4 * torch.eye(P)))
+    half = sketch.congruent(torch.full((P,), 0.5, dtype=torch.float64))
+    assert_close(half.solve(v, 0.4), v @ torch.linalg.inv(0.25 * M + 0.4 * torch.eye(P)))
+    ggn = classifier(20)
+    whole = Growth(RandomRows(ggn, 0)).sketch(60)
+    three = whole.adapted(Congruent(ggn, lambda u: 3**0.5 * u))
+    assert_close(three.matmul(randn(2, 40)), 3 * randn(2, 40) @ make_dense(ggn), rtol=1e-6, atol=1e-8)
+    assert three.passes == whole.passes + 1
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.7])
+def test_tensors_are_all_of_it(chance: float) -> None:
+    sketch, _ = made(20, chance)
+    sketch.change = 0.125
+    found = restored_curvature(sketch.tensors())
+    assert isinstance(found, Sketch)
+    v = randn(3, P, seed=3)
+    assert torch.equal(found.solve(v, 0.3), sketch.solve(v, 0.3)) or bool(
+        ((found.solve(v, 0.3) - sketch.solve(v, 0.3)).abs() < 1e-12).all()
+    )
+    assert (found.change, found.chance, found.num_rows) == (0.125, chance, 20)
+
+
+def test_rows_in_float32_are_accurate_where_the_data_decide() -> None:
+    """Variances that are a ten thousandth of those of the prior, by a Gram matrix and a difference in float64."""
+    rows = rows_of(60).float()
+    sketch, phi = Sketch([rows], torch.ones(60)), rows[:5, None]
+    rows = rows.double()
+    expected = phi.double() @ torch.linalg.inv(rows.T @ rows + 0.01 * torch.eye(P)) @ phi.double().mT
+    found = sketch.covariances(phi, torch.tensor([0.01], dtype=torch.float64))[0]
+    assert float(expected.max()) < 1e-3 * float(phi.square().sum(2).max()) / 0.01
+    assert_close(found, expected, rtol=1e-8, atol=0)
+
+
+def test_the_correction_solves_its_equation() -> None:
+    sketch, M = made(20, 0.8)
+    for alpha in (0.01, 1.0, 100.0):
+        c = sketch.correction(alpha)
+        inner = torch.linalg.inv(M + c * alpha * torch.eye(P))
+        assert c == pytest.approx(1 - 0.8 * float((inner @ M).trace()) / 20, rel=1e-6)
+        v, phi, corrected = randn(3, P, seed=3), randn(2, 2, P, seed=4), torch.linalg.inv(M / c + alpha * torch.eye(P))
+        assert_close(sketch.solve(v, alpha), v @ corrected)
+        root = sketch.solve_root(torch.eye(P, dtype=torch.float64), alpha)
+        assert_close(root @ root, corrected)
+        shifts = torch.tensor([alpha], dtype=torch.float64)
+        assert_close(sketch.covariances(phi, shifts)[0], phi @ corrected @ phi.mT)
+        assert_close(sketch.variance(alpha), corrected.diagonal())
+        assert sketch.dimension(alpha) == pytest.approx(float((corrected @ M).trace()) / c, rel=1e-6)
+        assert_close(sketch.at(alpha).solve(v, alpha), v @ corrected)
+
+
+@pytest.mark.parametrize(("num", "alpha"), [(40, 1.0), (60, 0.1), (120, 0.1)])
+def test_the_correction_takes_the_bias_away(num: int, alpha: float) -> None:
+    """Standard deviations from random rows are too large on average; corrected ones by less than a fifth of that."""
+    scales = torch.logspace(1, -1, P, dtype=torch.float64).square()
+    exact = (1 / (scales + alpha)).sqrt()
+    raw, corrected = torch.zeros(P).double(), torch.zeros(P).double()
+    number = 60
+    for seed in range(number):
+        rows, weights = rows_of(num, seed), torch.full((num,), 1 / num)
+        raw += Sketch([rows], weights).variance(alpha).sqrt() / number
+        corrected += Sketch([rows], weights, chance=1.0).variance(alpha).sqrt() / number
+    bias = float((raw / exact - 1).mean())
+    assert bias > 0.02
+    assert abs(float((corrected / exact - 1).mean())) < 0.2 * bias
+
+
+def test_a_part_and_its_half_have_the_same_draws() -> None:
+    """The change is that of standard deviations from the first half of the rows to all of them."""
+    growth = Growth(RandomRows(classifier(400, size=100), 0))
+    half, whole = growth.sketch(40), growth.sketch(80)
+    assert torch.equal(half.rows[0], whole.rows[0])
+    variances = [
+        s.covariances(growth.probes[:, None], torch.tensor([0.5], dtype=torch.float64)).flatten() for s in (half, whole)
+    ]
+    old, new = (v.sqrt() for v in variances)
+    expected = float((old - new).norm() / new.norm())
+    assert growth.change(torch.tensor([0.5], dtype=torch.float64)) == pytest.approx(expected, rel=1e-9)
+
+
+def test_growth_stops_at_the_tolerance() -> None:
+    ggn, shift = classifier(3000), torch.tensor([1.0], dtype=torch.float64)
+    sizes = []
+    for tolerance in (1.0, 0.05, 0.0):
+        growth = Growth(RandomRows(ggn, 0))
+        sketch = grow(growth, lambda _: shift, tolerance, max_rows=4000)
+        sizes.append(sketch.num_rows)
+        if tolerance > 0:
+            assert sketch.change <= tolerance
+    assert sizes[0] < sizes[1] < sizes[2]
+    asked = []
+    grow(Growth(RandomRows(ggn, 0)), lambda s: asked.append(s.num_rows) or shift, 0.05, max_rows=4000)
+    assert asked[-1] == sizes[1]
+
+
+def test_growth_ends_at_its_limits() -> None:
+    ggn, shift = classifier(300, size=500), torch.tensor([0.1], dtype=torch.float64)
+    sketch = grow(Growth(RandomRows(ggn, 0)), lambda _: shift, 0.0, max_rows=290)
+    assert sketch.num_rows == 290
+    assert sketch.change > 0
+    bytes_ = 8 * 500 * 100 + 4 * 8 * 100**2
+    assert rows_that_fit(500, 8, bytes_) in (99, 100)
+    sketch = grow(Growth(RandomRows(ggn, 0), bytes_), lambda _: shift, 0.0, max_rows=10_000)
+    assert sketch.num_rows == rows_that_fit(500, 8, bytes_)
+
+
+@pytest.mark.parametrize("bytes_", [1e9, 60_000])
+def test_all_rows_are_exact_whatever_is_held(bytes_: float) -> None:
+    """Also where memory holds 38 of 360 rows: `M̂` is then accumulated in rounds over all data."""
+    ggn, shift = classifier(120), torch.tensor([0.1], dtype=torch.float64)
+    growth = Growth(RandomRows(ggn, 0), bytes_)
+    assert growth.reachable(100) == (100 if bytes_ == 1e9 else 38)
+    sketch = grow(growth, lambda _: shift, 0.0, max_rows=10_000)
+    assert (sketch.num_rows, sketch.change, sketch.chance) == (360, 0.0, 0.0)
+    M = make_dense(ggn)
+    v = randn(3, 40)
+    assert_close(sketch.matmul(v), v @ M)
+    assert_close(sketch.solve(v, 0.1), v @ torch.linalg.inv(M + 0.1 * torch.eye(40)))
+    assert sketch.dimension(0.1) == pytest.approx(float(torch.linalg.solve(M + 0.1 * torch.eye(40), M).trace()))
+
+
+def test_more_rows_are_nearer_to_the_exact_posterior() -> None:
+    """Rows of 0.1, 0.5, 1 and 2 rounds, and all outputs: each more accurate, and at last exact."""
+    ggn = classifier(500, num_outputs=4)
+    M, alpha = make_dense(ggn), 0.3
+    phi = ggn.features.rows(torch.arange(100))
+    exact = (phi @ torch.linalg.inv(M + alpha * torch.eye(40)) @ phi.mT).diagonal(dim1=1, dim2=2).sqrt()
+    errors = torch.zeros(5)
+    for seed in range(5):
+        growth = Growth(RandomRows(ggn, seed))
+        for i, num in enumerate((30, 120, 500, 1000, 2000)):
+            sketch = growth.sketch(growth.reachable(num))
+            found = sketch.covariances(phi, torch.tensor([alpha], dtype=torch.float64))[0]
+            errors[i] += (found.diagonal(dim1=1, dim2=2).sqrt() - exact).norm() / exact.norm() / 5
+    assert (errors[1:] < 0.7 * errors[:-1]).all()
+    assert errors[-1] < 1e-7
+
+
+def test_passes_count_the_vjps() -> None:
+    """Half a pass for each row of a datum, those by which parts are compared among them."""
+    case = make_case("classification")
+    model = case.linear_model()
+    ggn = model.ggn(model.network_outputs)
+    before = ggn.features.network.products["vjp"]
+    sketch = grow(Growth(RandomRows(ggn, 0)), lambda _: torch.tensor([1.0]), 0.0, max_rows=12)
+    assert sketch.num_rows == 12
+    spent = ggn.features.network.products["vjp"] - before
+    assert spent <= 2 * 8 * sketch.passes <= 12 + 8

@@ -1,0 +1,163 @@
+"""What a fit may cost, and what it has cost: counted in operations, the same in two runs."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from laplace_sampling import ConvergenceWarning, LinearisedLaplace
+from laplace_sampling.linear_model.cost import Cost
+from laplace_sampling.methods import budget as budgets
+from laplace_sampling.methods.budget import Budget
+from laplace_sampling.networks.resources import Operations
+
+COST = Cost(jvp=2.0, vjp=3.0, gradient=4.0)
+
+
+def image_problem(num_data: int = 2000) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    """A convolutional classifier after some training, and its data."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x = torch.randn(num_data, 1, 12, 12)
+        y = (x[:, 0, :6].mean((1, 2)) > 0).long() + (x[:, 0, :, :6].mean((1, 2)) > 0).long()
+        layers = nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()
+        model = nn.Sequential(*layers, nn.AvgPool2d(2), nn.Flatten(), nn.Linear(72, 3))
+        optimiser = torch.optim.Adam(model.parameters(), 0.01)
+        for _ in range(60):
+            some = torch.randint(num_data, (100,))
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(model(x[some]), y[some]).backward()
+            optimiser.step()
+    return model.eval(), list(zip(x.split(250), y.split(250), strict=True))
+
+
+def fitted(data: Any, model: nn.Module, budget: float | None, **settings: Any) -> LinearisedLaplace:
+    la = LinearisedLaplace(model, "classification", num_samples=16, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        return la.fit_hyperparameters(data, budget=budget, progress=False)
+
+
+def spent(la: LinearisedLaplace) -> float:
+    return la.diagnose().epochs
+
+
+def test_a_budget_counts_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgets, "_FREE", 0.0)
+    products = {"jvp": 100, "vjp": 100}
+    budget = Budget(10.0, COST, 50, products)
+    assert (budget.epoch, budget.spent, budget.left) == (200.0, 0.0, 2000.0)
+    products.update(jvp=150, vjp=200)
+    assert budget.operations == 50 * 2 + 100 * 3
+    budget.add(100, dense=300)
+    assert budget.spent == (400 + 100 + 300 / budgets._DENSE) / 200
+    assert budget.affords(budget.left)
+    assert not budget.affords(1.01 * budget.left)
+    assert not budget.refused
+    passes = budget.left / (50 * 5)
+    assert budget.affords_passes(0.99 * passes)
+    assert budget.for_tuning(0.49 * passes)
+    assert not budget.refused
+    assert not budget.for_tuning(0.51 * passes)
+    assert "10 training epochs" in budget.advice
+    before = budget.spent
+    budget.end()
+    products["jvp"] = 10**9
+    assert budget.affords_passes(1e30)
+    assert budget.spent == before
+
+
+def test_no_limit_and_a_second_of_operations() -> None:
+    products = {"jvp": 0, "vjp": 0}
+    assert Budget(None, COST, 50, products).affords(1e300)
+    tiny = Budget(1e-9, COST, 50, products)
+    assert tiny.affords(1e10)
+    assert not tiny.affords(1.1e10)
+
+
+def test_an_epoch_is_a_gradient_of_all_weights() -> None:
+    model, data = image_problem(500)
+    with Operations() as counted:
+        for x, y in data:
+            nn.functional.cross_entropy(model(x), y).backward()
+    for parameters in (None, "last_layer"):
+        la = LinearisedLaplace(model, "classification", parameters=parameters)
+        assert_close(la.plan(data).epoch, counted.count, rtol=0.01, atol=0.0)
+
+
+@pytest.mark.parametrize("budget", [5.0, 20.0, 100.0])
+@pytest.mark.parametrize("method", ["auto", "krylov", "stochastic"])
+def test_no_more_is_spent_than_allowed(method: str, budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgets, "_FREE", 0.0)
+    model, data = image_problem()
+    la = fitted(data, model, budget, method=method)
+    assert 0.3 < spent(la) <= 1.1 * budget
+    assert bool(la.samples_.isfinite().all())
+    assert bool((la.predict(data[0][0]).variance >= 0).all())
+
+
+@pytest.mark.parametrize("budget", [5.0, 40.0, None])
+def test_a_fit_does_what_was_planned(budget: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgets, "_FREE", 0.0)
+    model, data = image_problem()
+    plan = LinearisedLaplace(model, "classification", num_samples=16).plan(data, budget=budget)
+    la = fitted(data, model, budget)
+    assert la._fitted.fit.method.name == plan.method
+    assert spent(la) / 1.5 < plan.epochs < 1.5 * spent(la)
+    assert f'method="{plan.method}"' in str(plan)
+    assert all(rung.method.name in str(plan) for rung in plan.rungs)
+
+
+def test_a_plan_fits_nothing() -> None:
+    model, data = image_problem(250)
+    la = LinearisedLaplace(model, "classification", num_samples=4)
+    counts = dict(la.network.products)
+    la.plan(data)
+    assert la._fitted is None
+    assert la.network.products == counts
+
+
+def test_two_runs_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgets, "_FREE", 0.0)
+    model, data = image_problem(1000)
+    first, second = (fitted(data, model, 15.0) for _ in range(2))
+    assert torch.equal(first.samples_, second.samples_)
+    assert str(first) == str(second)
+    assert spent(first) == spent(second)
+
+
+def test_what_the_budget_does_not_pay_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgets, "_FREE", 0.0)
+    model, data = image_problem(1000)
+    la = LinearisedLaplace(model, "classification", method="krylov", num_samples=16)
+    with pytest.warns(ConvergenceWarning, match="more than the budget of 8: the posterior is that of Kronecker"):
+        la.fit(data, budget=8.0, progress=False)
+    assert not la.converged_
+    with pytest.warns(ConvergenceWarning, match="samples have not converged: .*The budget of 85 training epochs ended"):
+        la.fit(data, budget=85.0, tolerance=1e-5, progress=False)
+    assert la._fitted.fit.method.name == "krylov"
+    assert spent(la) <= 94
+    before = spent(la)
+    la.sample(2)  # is asked for, and takes what it takes
+    assert spent(la) == before
+
+
+@pytest.mark.parametrize("budget", [0, -1.0, float("nan"), "20"])
+def test_impossible_budgets_are_refused(budget: Any) -> None:
+    model, data = image_problem(250)
+    with pytest.raises((TypeError, ValueError), match="budget"):
+        LinearisedLaplace(model, "classification").fit(data, budget=budget)
+
+
+def test_print_tells_cost_and_accuracy() -> None:
+    model, data = image_problem(500)
+    la = fitted(data, model, 20.0)
+    accuracy = la.diagnose().accuracy
+    assert "training epochs" in str(la)
+    assert str(accuracy) in str(la)
+    assert "error of standard deviations" in str(la.diagnose())
+    assert_close(accuracy.samples, 32**-0.5)
+    assert accuracy.total >= accuracy.samples

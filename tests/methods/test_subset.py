@@ -1,0 +1,103 @@
+"""The posterior of a part of the data: exact with all rows, and near it with some."""
+
+import pytest
+import torch
+from cases import make_case
+from flat_settings import laplace_of, loader
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from laplace_sampling import LinearisedLaplace
+from laplace_sampling.methods import as_method
+from laplace_sampling.methods.subset import Subset
+
+ALL = Subset(max_rows=10**6)
+
+
+def regression(num_data: int = 300) -> tuple[nn.Module, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(num_data, 1, generator=generator, dtype=torch.float64) * 4 - 2
+    y = (2 * x).sin() + 0.1 * torch.randn(num_data, 1, generator=generator, dtype=torch.float64)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(1, 12), nn.Tanh(), nn.Linear(12, 1)).double()
+    optimiser = torch.optim.Adam(model.parameters(), 0.02)
+    for _ in range(300):
+        optimiser.zero_grad()
+        ((model(x) - y) ** 2).mean().backward()
+        optimiser.step()
+    return model, x, y
+
+
+@pytest.mark.parametrize("prior", ["isotropic", "g-prior", "layerwise"])
+@pytest.mark.parametrize("name", ["classification", "regression", "conv_batch_norm"])
+def test_all_rows_give_the_exact_posterior(name: str, prior: str) -> None:
+    case = make_case(name)
+    settings = {"prior": prior, "prior_precision": 0.6, "hessian_at": "network", "num_samples": 1000}
+    found, exact = (
+        laplace_of(case.model, case.likelihood, method=method, **settings).fit(loader(case), progress=False)
+        for method in (ALL, "exact")
+    )
+    pred, expected = found.predict(case.x[:3]), exact.predict(case.x[:3])
+    covariance = expected.joint_covariance()
+    assert_close(pred.joint_covariance(), covariance, rtol=1e-5, atol=1e-9)
+    assert float(found.effective_dimension_.sum()) == pytest.approx(float(exact.effective_dimension_.sum()), rel=1e-6)
+    assert float(found.log_marginal_likelihood()) == pytest.approx(float(exact.log_marginal_likelihood()), rel=2e-3)
+    assert found.converged_
+    deviations = pred.deviations.flatten(1)
+    error = ((covariance.diagonal()[:, None] * covariance.diagonal() + covariance**2) / 1000).sqrt()
+    assert ((deviations.T @ deviations / 1000 - covariance).abs() < 5 * error + 1e-12).all()
+
+
+@pytest.mark.filterwarnings("ignore:The samples have not converged:laplace_sampling.ConvergenceWarning")
+def test_hyperparameters_of_a_regression_are_the_exact_ones() -> None:
+    """`α`, `b` and `γ` by the evidence, whose determinant is that of a part; its mode is that of all data."""
+    model, x, y = regression()
+    batches = list(zip(x.split(100), y.split(100), strict=True))
+    settings = {"prior": "isotropic", "linear_model": "affine"}
+    exact = LinearisedLaplace(model, "regression", method="exact", **settings).fit_hyperparameters(
+        batches, progress=False, tolerance=1e-3
+    )
+    gamma = float(exact.effective_dimension_)
+    for method, accuracy in ((ALL, 0.02), (Subset(max_rows=200), 0.25)):
+        la = LinearisedLaplace(model, "regression", method=method, **settings)
+        la.fit_hyperparameters(batches, progress=False, tolerance=5e-3, max_steps=40)
+        assert float(la.prior_precision_) == pytest.approx(float(exact.prior_precision_), rel=2 * accuracy)
+        assert float(la.noise_precision_) == pytest.approx(float(exact.noise_precision_), rel=accuracy)
+        assert float(la.effective_dimension_) == pytest.approx(gamma, rel=accuracy)
+
+
+def test_the_part_and_its_accuracy_are_told() -> None:
+    model, x, y = regression()
+    la = laplace_of(model, "regression", method=Subset(max_rows=20), prior="isotropic", prior_precision=1.0)
+    with pytest.warns(UserWarning, match=r"Raise `Subset\(max_rows=...\)`"):
+        la.fit([(x, y)], progress=False)
+    assert "20 random rows of 20 of 300 data" in str(la)
+    diagnosis = la.diagnose()
+    assert diagnosis.residual_kind == "change of standard deviations from half of the part"
+    assert not la.converged_
+    with pytest.raises(ValueError, match=r"`Subset\(max_rows=\.\.\.\)` must be"):
+        Subset(max_rows=0)
+
+
+@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
+@pytest.mark.parametrize("criterion", ["self_consistency", "evidence"])
+def test_a_classification_is_tuned_saved_and_loaded(criterion: str, tmp_path) -> None:
+    case = make_case("classification_many_data")
+    settings = {"prior": "isotropic", "hessian_at": "network", "num_samples": 4}
+    found, exact = (
+        LinearisedLaplace(case.model, "classification", method=method, **settings).fit_hyperparameters(
+            case.batches, progress=False, criterion=criterion
+        )
+        for method in (ALL, "exact")
+    )
+    assert float(found.prior_precision_) == pytest.approx(float(exact.prior_precision_), rel=0.15)
+    pred = found.predict(case.x[:3])
+    found.save(tmp_path / "posterior.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", case.model)
+    assert loaded.settings.method == ALL
+    assert_close(loaded.predict(case.x[:3]).joint_covariance(), pred.joint_covariance())
+
+
+def test_the_name_stands_for_it() -> None:
+    assert as_method("subset") == Subset()

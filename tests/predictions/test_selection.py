@@ -1,0 +1,218 @@
+"""Rules for the prior precision without evidence: self-consistency, and validation data."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import make_case
+from problems import make_prior
+from torch import Tensor
+from torch.distributions import MultivariateNormal
+
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.weighted import weighted
+from laplace_sampling.linear_model.dense_curvature import DenseCurvature
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.some_features import SomeFeatures
+from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
+from laplace_sampling.predictions.selection import Selected, grid
+from laplace_sampling.predictions.self_consistency import SelfConsistency, few_data
+from laplace_sampling.predictions.validation import Validation
+
+BOUNDS = (1e-8, 1e12)
+NOT_GAUSSIAN = ["classification", "binary", "multi_label", "poisson", "heteroscedastic", "segmentation", "from_loss"]
+
+
+def problem(name: str, confidence: float = 1.0) -> tuple[LinearModel, CovariancePath]:
+    """A linear model whose outputs, and with them the certainty of the network, are multiplied by a number."""
+    case = make_case(name)
+    model = case.linear_model("affine")
+    model = replace(model, network_outputs=confidence * model.network_outputs)
+    prior = make_prior(model, case, "isotropic")
+    return model, FactoredPath(DenseCurvature.accumulated(model.ggn(model.network_outputs)), prior)
+
+
+def ratio_at(model: LinearModel, path: CovariancePath, alpha: float, num: int = 4000) -> float:
+    """The rise of the loss by its curvature and by many other draws."""
+    likelihood, f, y = model.likelihood, model.network_outputs, model.targets
+    (covariance,) = path.covariances(model.features, torch.tensor([alpha], dtype=torch.float64))
+    values, vectors = torch.linalg.eigh(covariance)
+    white = torch.randn(num, *f.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    z = torch.einsum("ncd,knd->knc", vectors * values.clamp_min(0).sqrt()[:, None], white)
+    rise = likelihood.loss(f + z, y) + likelihood.loss(f - z, y) - 2 * likelihood.loss(f, y)
+    return float(rise.mean() / (z * likelihood.curvature(f, z, y)).sum(-1).mean())
+
+
+def select(model: LinearModel, path: CovariancePath, **settings: float) -> Selected:
+    return SelfConsistency(**{"most_ratio": 1.5, "most_lost": 1e9, **settings}).select(model, path, BOUNDS, 0, 1e12)
+
+
+@pytest.mark.parametrize("confidence", [1.0, 6.0])
+@pytest.mark.parametrize("name", NOT_GAUSSIAN)
+def test_the_loss_rises_as_its_curvature_says_down_to_the_precision(name: str, confidence: float) -> None:
+    model, path = problem(name, confidence)
+    found = select(model, path)
+    assert not found.problems
+    alphas = grid(path, model.features, BOUNDS)
+    above = [ratio_at(model, path, float(a)) for a in alphas if a > 1.5 * found.alpha]
+    # Ratios of the rule are those of 32 pairs of draws for each datum, which move them by a tenth.
+    assert all(abs(math.log(ratio)) < math.log(1.5) + 0.1 for ratio in above)
+    if found.alpha > 1.01 * float(alphas[-1]):
+        assert abs(math.log(ratio_at(model, path, found.alpha))) == pytest.approx(math.log(1.5), abs=0.1)
+    assert found.effective_dimension == pytest.approx(path.effective_dimension(found.alpha))
+
+
+def test_the_precision_is_not_below_that_of_the_evidence_of_the_trained_weights() -> None:
+    model, path = problem("classification")
+    alpha = 100 * select(model, path).alpha
+    norm = path.effective_dimension(alpha) / alpha
+    assert SelfConsistency(1.5, 1e9).select(model, path, BOUNDS, 0, norm).alpha == pytest.approx(alpha, rel=0.01)
+    # Where the network is certain it is the loss that bounds the precision from below.
+    assert select(model, path).alpha == SelfConsistency(1.5, 1e9).select(model, path, BOUNDS, 0, 1e9 * norm).alpha
+
+
+def test_a_surer_network_and_a_smaller_ratio_get_a_larger_precision() -> None:
+    alphas = [select(*problem("classification", confidence)).alpha for confidence in (2.0, 10.0)]
+    assert alphas[1] > 2 * alphas[0]
+    model, path = problem("classification", 6.0)
+    assert select(model, path, most_ratio=1.1).alpha > select(model, path, most_ratio=2.0).alpha
+
+
+@pytest.mark.parametrize("name", ["classification", "multi_label", "segmentation"])
+def test_error_bars_cost_the_training_labels_no_more_than_a_part_of_the_loss(name: str) -> None:
+    model, path = problem(name, 2.0)
+    f = model.network_outputs
+    # Labels of which the network is sure: error bars make them less likely.
+    if name == "multi_label":
+        y = (f > 0).to(model.targets)
+    else:
+        y = f.reshape(len(f), -1, 6 if name == "segmentation" else 1).argmax(1).reshape(model.targets.shape)
+    model = replace(model, targets=y)
+    found = select(model, path, most_ratio=1e9, most_lost=0.1).alpha
+    generator = torch.Generator().manual_seed(2)
+    for factor, within in ((4.0, True), (1.0, None), (0.1, False)):
+        (V,) = path.covariances(model.features, torch.tensor([factor * found], dtype=torch.float64))
+        values, vectors = torch.linalg.eigh(V)
+        white = torch.randn(4000, *f.shape, generator=generator, dtype=torch.float64)
+        z = torch.einsum("ncd,knd->knc", vectors * values.clamp_min(0).sqrt()[:, None], white)
+        if name == "multi_label":
+            logs = torch.where(y.bool(), (f + z).sigmoid(), (-f - z).sigmoid()).mean(0).log()
+            alone = torch.where(y.bool(), f.sigmoid(), (-f).sigmoid()).log()
+        else:
+            shape = (len(f), 3, -1) if name == "segmentation" else (len(f), -1, 1)
+            labels = y.reshape(len(f), -1)
+            given = labels >= 0
+            index = labels.clamp_min(0)[:, None]
+            probs, own = ((v.unflatten(-1, shape[1:])).softmax(-2) for v in (f + z, f))
+            logs, alone = (p.gather(1, index)[:, 0][given].log() for p in (probs.mean(0), own))
+        lost = float(alone.sum() - logs.sum()) / float(-alone.sum())
+        if within is None:
+            # The 32 pairs of draws of the rule move it.
+            assert lost == pytest.approx(0.1, abs=0.04)
+        else:
+            assert (lost < 0.1) == within
+
+
+def test_a_datum_of_weight_two_counts_as_two() -> None:
+    case = make_case("classification")
+    model = case.linear_model("affine")
+    weights = torch.tensor([2.0, *([1.0] * 7)], dtype=torch.float64)
+    likelihood, targets = weighted(case.likelihood, case.y, weights)
+    heavy = replace(model, likelihood=likelihood, targets=targets)
+    prior = make_prior(model, case, "isotropic")
+    path = FactoredPath(DenseCurvature.accumulated(heavy.ggn(heavy.network_outputs)), prior)
+    again = torch.cat([torch.arange(8), torch.tensor([0])])
+    double = replace(
+        model,
+        features=SomeFeatures(model.features, again),
+        network_outputs=model.network_outputs[again],
+        offset=model.offset[again],
+        targets=model.targets[again],
+    )
+    # The copy has draws of its own, which move the ratio of nine data.
+    assert select(heavy, path).alpha == pytest.approx(select(double, path).alpha, rel=0.3)
+
+
+def test_a_part_of_many_data_is_looked_at_and_its_rows_are_counted() -> None:
+    class Many:
+        num_data, num_outputs = 60_000, 10
+
+    some = few_data(Many(), 3)  # pyright: ignore[reportArgumentType]
+    assert len(some) == len(some.unique()) == 400
+    assert bool((some[1:] > some[:-1]).all())
+    Many.num_data = 1000
+    assert len(few_data(Many(), 0)) == 100  # pyright: ignore[reportArgumentType]
+    model, path = problem("classification")
+    # Eight data of four outputs take 32 VJPs, three of them 12 more, and a pass is a JVP and a VJP of all eight. All is
+    # looked at once more where the three say nothing of the others.
+    assert select(model, path).passes in ((32 + 12) / 16, (2 * 32 + 12) / 16)
+
+
+def test_no_precision_at_which_the_rises_agree_takes_the_largest_and_says_so() -> None:
+    model, path = problem("classification", 6.0)
+    bounds = (1e-8, select(model, path).alpha / 100)
+    found = SelfConsistency(1.5, 1e9).select(model, path, bounds, 0, 1e12)
+    assert found.alpha == bounds[1]
+    assert "does not rise as Laplace's approximation says" in found.problems[0]
+
+
+def held_out(model: LinearModel, seed: int = 0) -> Validation:
+    """The training inputs with targets that their linear model has nothing to do with."""
+    generator = torch.Generator().manual_seed(seed)
+    f = model.network_outputs
+    if isinstance(model.likelihood, Gaussian):
+        y = f + torch.randn(f.shape, generator=generator, dtype=f.dtype)
+    else:
+        y = (f + 2 * torch.randn(f.shape, generator=generator, dtype=f.dtype)).argmax(1)
+    return Validation(model.features, f, y, model.likelihood)
+
+
+@pytest.mark.parametrize("learn", [True, False])
+@pytest.mark.parametrize("name", ["regression", "regression_many_data"])
+def test_held_out_targets_are_likeliest_at_the_precisions_of_a_regression(name: str, learn: bool) -> None:
+    model, path = problem(name)
+    model = replace(model, likelihood=Gaussian(2.0, learn=learn))
+    path = replace(path, curvature=DenseCurvature.accumulated(model.ggn(model.network_outputs)))
+    rule = held_out(model)
+    found = rule.select(model, path, BOUNDS, 0, 1.0)
+    J = torch.cat([model.features.rows(batch) for batch in model.features.chunks()])
+    G = J.flatten(0, 1).T @ J.flatten(0, 1)
+    error = (rule.targets - rule.outputs).double()
+
+    def log_probs(alpha: float, noise: float) -> Tensor:
+        V = J @ torch.linalg.inv(noise * G + alpha * torch.eye(len(G), dtype=G.dtype)) @ J.mT
+        eye = torch.eye(error.shape[1], dtype=G.dtype)
+        return MultivariateNormal(torch.zeros_like(error), V + eye / noise).log_prob(error)
+
+    noise = float(found.likelihood.noise_precisions())  # pyright: ignore[reportArgumentType]
+    best = float(log_probs(found.alpha, noise).sum())
+    assert found.calibration.log_likelihood == pytest.approx(best, rel=1e-6)
+    noises = torch.logspace(-3, 3, 61).tolist() if learn else [2.0]
+    alphas = [a for a in torch.logspace(-6, 6, 61).tolist() if float(grid(path, model.features, BOUNDS)[-1]) < a]
+    # The grid of the rule is three a decade, which loses little of what the best has over the network alone.
+    others = max(float(log_probs(alpha, b).sum()) for alpha in alphas for b in noises)
+    assert best > others - 0.05 * len(error)
+    if not learn:
+        assert noise == 2.0
+
+
+def test_held_out_labels_are_likeliest_at_the_precision_and_temperature() -> None:
+    model, path = problem("classification_many_data", 3.0)
+    rule = held_out(model)
+    found = rule.select(model, path, BOUNDS, 0, 1.0)
+    assert found.calibration.temperature >= 0.9
+    assert found.calibration.log_likelihood is not None
+    generator = torch.Generator().manual_seed(7)
+    for alpha in (found.alpha * 30, found.alpha, found.alpha / 30):
+        (V,) = path.covariances(model.features, torch.tensor([alpha], dtype=torch.float64))
+        values, vectors = torch.linalg.eigh(V)
+        white = torch.randn(2000, *rule.outputs.shape, generator=generator, dtype=torch.float64)
+        z = torch.einsum("ncd,knd->knc", vectors * values.clamp_min(0).sqrt()[:, None], white)
+        for T in (0.7, 1.0, 1.5, 2.5, 4.0):
+            probs = ((rule.outputs + z) / T).softmax(-1).mean(0)
+            log_likelihood = float(probs[torch.arange(len(probs)), rule.targets].log().sum())
+            assert log_likelihood < found.calibration.log_likelihood + 0.5
+    alone = float(rule.outputs.log_softmax(-1)[torch.arange(25), rule.targets].sum())
+    assert found.calibration.network_log_likelihood == pytest.approx(alone)
+    assert found.calibration.log_likelihood > alone
