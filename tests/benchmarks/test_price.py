@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,9 @@ def test_operations_are_counted_and_seconds_are_the_least() -> None:
     assert operations_of(lambda: layer(x)) == 2 * 3 * 7 * 5
     calls: list[str] = []
     seconds = turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repeats=3)
-    assert calls == ["a", "b"] * 3
+    assert [name for name, _ in groupby(calls)] == ["a", "b"] * 3
     assert set(seconds) == {"a", "b"}
+    assert min(seconds.values()) > 0
 
 
 def test_a_limit_ends_what_takes_longer() -> None:
