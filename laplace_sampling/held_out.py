@@ -31,12 +31,21 @@ from laplace_sampling.predictions.calibration import (
     labelled,
     parts_of,
 )
+from laplace_sampling.predictions.conformal import SplitConformal
 from laplace_sampling.predictions.left_out import SCALES, left_out_classification, left_out_regression
 from laplace_sampling.predictions.prediction import Prediction
 from laplace_sampling.predictions.regression_prediction import RegressionPrediction
 from laplace_sampling.predictions.validation import check_finite
 
-__all__ = ["HeldOut", "OnTrainingData", "calibration_of", "check_calibration"]
+__all__ = [
+    "HeldOut",
+    "OnTrainingData",
+    "calibration_of",
+    "check_calibration",
+    "check_scale",
+    "deviations_of",
+    "some_of",
+]
 
 # Training data that are looked at, as the scale is one number; and numbers of their deviations in memory.
 _ENOUGH, _NUMBERS = 4096, 2**24
@@ -68,10 +77,8 @@ class OnTrainingData:
         """On some of the data, as many as memory holds; the first ones of data that are read in order."""
         assert fit.sampled is not None
         features, samples = fit.model.features, fit.sampled.samples
-        num = _enough(len(samples) * features.num_outputs, most)
-        step = 1 if tangent.in_order else math.ceil(features.num_data / num)
-        some = torch.arange(0, features.num_data, step)[:num]
-        deviations = _deviations(features, samples, some)
+        some = some_of(tangent, len(samples) * features.num_outputs, most)
+        deviations = deviations_of(features, samples, some)
         labels, targets = labelled(fit.model.likelihood), fit.model.targets[some]
         if labels is not None:
             given = labels.given(fit.model.likelihood.unweighted_targets(targets)).any(1).cpu()
@@ -104,7 +111,7 @@ class OnTrainingData:
             # The prior precision is that of the approximation, at which the linear model itself predicts too little:
             # where it asks for wider error bars it is not believed.
             scales = SCALES[SCALES <= 1]
-            full = _deviations(fit.model.features, fit.samples_of_linear_model(), self.some)
+            full = deviations_of(fit.model.features, fit.samples_of_linear_model(), self.some)
         mode_outputs = fit.mode.outputs[self.some]
         arguments = likelihood, self._targets, self._outputs, mode_outputs, self.deviations
         return left_out_classification(*arguments, full=full, scales=scales)
@@ -145,7 +152,7 @@ class OnTrainingData:
         ]
 
 
-def _deviations(features: Features, samples: Tensor, some: Tensor) -> Float[Tensor, "K n C"]:
+def deviations_of(features: Features, samples: Tensor, some: Tensor) -> Float[Tensor, "K n C"]:
     """`φ(x_i) ζ_k` of some data."""
     samples = samples.to(features.dtype)
     deviations = samples.new_empty(len(samples), len(some), features.num_outputs)
@@ -163,6 +170,13 @@ def _without_inputs(labels: Labelled, y: Tensor, counts: Float[Tensor, "n S"]) -
         return -float(torch.special.entr(frequencies).sum())
     ones = (counts * y.double()).sum(0) / counts.sum(0)
     return -float((torch.special.entr(ones) + torch.special.entr(1 - ones)).mean())
+
+
+def some_of(tangent: TangentModel, numbers: int, most: int = _ENOUGH) -> Tensor:
+    """Indices of some training data, of so many numbers each; the first ones of data that are read in order."""
+    num, total = _enough(numbers, most), tangent.data.num_data
+    step = 1 if tangent.in_order else math.ceil(total / num)
+    return torch.arange(0, total, step)[:num]
 
 
 def _enough(numbers: int, most: int) -> int:
@@ -208,10 +222,8 @@ class HeldOut:
         """The data of a loader.
 
         Raises:
-            TypeError, ValueError: as for training data; for a likelihood that has no calibration.
+            TypeError, ValueError: as for training data.
         """
-        if not isinstance(likelihood, Gaussian) and labelled(likelihood) is None:
-            raise _unknown(likelihood)
         data = TrainingData(loader, unpack=unpack, num_data=num_data, fill=likelihood.fill)
         some = torch.arange(data.num_data).split(data.batch_size) if data.ragged else [torch.arange(1)]
         inputs = (place(data.inputs(batch), network.device, network.dtype) for batch in some)
@@ -227,7 +239,7 @@ class HeldOut:
         Raises:
             ValueError: if what is predicted is not finite.
         """
-        posterior = replace(posterior, calibration=Calibration())
+        posterior = replace(posterior, calibration=Calibration(), conformal=None)
         num, total = _enough(len(posterior.samples) * self.layout.size, _ENOUGH), self.data.num_data
         some = torch.arange(0, total, 1 if self.data.in_order else math.ceil(total / num))[:num]
         predictions = [
@@ -245,6 +257,23 @@ class HeldOut:
         deviations = torch.cat([self._wide(p.deviations.flatten(2), p) for p in predictions], dim=1)
         found = held_out_classification(self.likelihood, targets, outputs, deviations)
         return replace(posterior, calibration=found)
+
+    def conformal(self, network: Linearisation, posterior: Posterior, fit: Fit | None) -> SplitConformal:
+        """Scores of these data.
+
+        Raises:
+            ValueError: where outputs have several shapes; if what is predicted is not finite.
+        """
+        if self.data.ragged:
+            raise ValueError(
+                "`calibrate_conformal(val_loader)` needs outputs of one shape, but those of these data are of several."
+            )
+        scores = []
+        for batch in torch.arange(self.data.num_data).split(posterior.rows):
+            prediction = predict(network, posterior, fit, self.data.inputs(batch))
+            check_finite(prediction.outputs, prediction.deviations)
+            scores.append(prediction.scores_of(self.targets[batch]).cpu())
+        return SplitConformal.of(torch.cat(scores), len(posterior.samples))
 
     def _wide(self, flat: Tensor, found: Prediction | RegressionPrediction) -> Tensor:
         """What was predicted of padded data, as wide as the longest of them."""
@@ -271,15 +300,17 @@ def calibration_of(
 
 
 def check_calibration(call: str, observation: Any, unequal_noise: bool) -> None:
-    """Raise if there is no scale that held-out data choose."""
+    """Raise if held-out data say nothing of these predictions."""
     if observation is not None:
         raise ValueError(f"`{call}` does not go with `observe`: there is no scale for measurements.")
     if unequal_noise:
         raise ValueError(f"`{call}` does not go with `noise_variances`, which the fit was given.")
 
 
-def _unknown(likelihood: Likelihood) -> ValueError:
-    return ValueError(
-        f"`val_loader` calibrates a regression or a classification, but the likelihood is {likelihood.name!r}, which "
-        "has no scale that held-out data choose."
-    )
+def check_scale(likelihood: Likelihood) -> None:
+    """Raise if a likelihood has no scale that held-out data choose."""
+    if not isinstance(likelihood, Gaussian) and labelled(likelihood) is None:
+        raise ValueError(
+            f"`val_loader` calibrates a regression or a classification, but the likelihood is {likelihood.name!r}, "
+            "which has no scale that held-out data choose."
+        )

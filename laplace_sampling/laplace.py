@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from laplace_sampling.calibrated import CalibratedModel
 from laplace_sampling.criterion import selection_of
 from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.evidence.step import Step
-from laplace_sampling.fitted import NotFittedError, fitting, warn_of
-from laplace_sampling.held_out import HeldOut, calibration_of, check_calibration
+from laplace_sampling.fitted import NotFittedError, fitting
+from laplace_sampling.held_out import HeldOut, calibration_of, check_calibration, check_scale
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.methods.fit import Tuned
@@ -33,7 +34,7 @@ __all__ = ["LinearisedLaplace", "NotFittedError"]
 _TOLERANCE = 0.015
 
 
-class LinearisedLaplace(PlannedModel, SavableModel):
+class LinearisedLaplace(PlannedModel, CalibratedModel, SavableModel):
     r"""Linearised Laplace approximation of a trained network, by posterior samples of its tangent model.
 
     The network `f(w̄, x)` is replaced, for uncertainty only, by the Bayesian linear model `h(θ, x)` with features
@@ -181,6 +182,7 @@ class LinearisedLaplace(PlannedModel, SavableModel):
         calibration = None if isinstance(scale, str) and scale == "auto" else Calibration.of_scale(scale)
         if val_loader is not None:
             check_calibration("val_loader", self.settings.observation, noise_variances is not None)
+            check_scale(self.settings.likelihood)
         # All data are read before anything is fitted.
         data = {"noise_variances": noise_variances, "weights": weights, "unpack": unpack, "num_data": num_data}
         problem = prepare(self.settings, self.network, loader, progress, budget, **data)
@@ -226,34 +228,6 @@ class LinearisedLaplace(PlannedModel, SavableModel):
         fit = task.method.fit(task, Tuned(), tolerance)
         posterior = Posterior.of(fit, problem.tangent, self.network, calibration, noise_variances is not None)
         return self._store(posterior, fit, problem.tangent)
-
-    @solver_call
-    def calibrate(
-        self, val_loader: Iterable[Any], *, unpack: Unpack | None = None, num_data: int | None = None
-    ) -> "LinearisedLaplace":
-        """The fitted or loaded posterior with the scale that held-out data choose, without another solve.
-
-        Sets `scale_`, and with it in a classification the temperature of the outputs, `temperature_`, in a regression
-        the noise precision, `noise_precision_`, also one that was given, as `fit_hyperparameters(..., val_loader=...)`
-        does; whatever scale and temperature there were are replaced. Samples and prior stay.
-
-        Args:
-            val_loader: data that the network was not trained on, of the form of the training data. Those of a
-                regression have the noise of data of weight one.
-            unpack: as for `fit_hyperparameters`.
-            num_data: of an `IterableDataset`, likewise.
-
-        Raises:
-            NotFittedError, TypeError, ValueError: before a fit; as of `val_loader` in `fit_hyperparameters`; after a
-                fit with `noise_variances`; if the model has changed. The posterior stays what it was.
-        """
-        fitted = self._require("calibrate")
-        self._check_network("calibrate")
-        check_calibration("calibrate(val_loader)", self.settings.observation, fitted.posterior.unequal_noise)
-        held_out = HeldOut.read(val_loader, self.network, self.settings.likelihood, unpack, num_data)
-        self._fitted = replace(fitted, posterior=held_out.calibrated(self.network, fitted.posterior, fitted.fit))
-        warn_of([], self._fitted.posterior.calibration.problems, stacklevel=4)
-        return self
 
     @solver_call
     def predict(

@@ -20,6 +20,7 @@ from laplace_sampling.methods.fit import Fit
 from laplace_sampling.networks.function_fingerprint import FunctionFingerprint
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predictions.calibration import Calibration
+from laplace_sampling.predictions.conformal import Conformal
 from laplace_sampling.solvers.preconditioners import Factored
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Posterior:
             data, in weight space a factor of `H`; of a factored one, its curvature.
         calibration: factors of what is predicted.
         scales: of samples in half precision, the largest number of each.
+        conformal: scores of data, for intervals and sets.
     """
 
     prior: GaussianPrior
@@ -71,6 +73,7 @@ class Posterior:
     exact: dict[str, Tensor] = field(default_factory=dict)
     calibration: Calibration = field(default_factory=Calibration)
     scales: Float[Tensor, " K"] | None = None
+    conformal: Conformal | None = None
 
     @property
     def block(self) -> int:

@@ -153,6 +153,7 @@ def predict(
         deviations,
         posterior.calibration.likelihood(posterior.likelihood).bind(layout),
         function=function,
+        conformal=posterior.conformal,
         noise_scale=None if noise_variances is None else _noise_scale(noise_variances, outputs),
         has_noise=observation is None or observed,
     )

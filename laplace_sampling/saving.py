@@ -26,6 +26,7 @@ from laplace_sampling.networks.last_layer import LastLayer
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predictions.calibration import Calibration
+from laplace_sampling.predictions.conformal import conformal_of
 from laplace_sampling.preparation import restore_fit
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SavableModel"]
 
-# Before the names of the tensors of an exact or factored posterior, and of what the network computes.
-_EXACT, _FUNCTION = "exact.", "function."
+# Before the names of the tensors of an exact or factored posterior, of what the network computes, and of scores.
+_EXACT, _FUNCTION, _CONFORMAL = "exact.", "function.", "conformal."
 # Samples in half precision.
 _SCALED = "scaled_samples"
 _NUM_NAMED = 3
@@ -174,6 +175,8 @@ def state_of(posterior: Posterior, settings: "Settings", network: Linearisation)
     if noise is not None:
         state["noise_precision"] = noise
     state |= {f"{_EXACT}{name}": tensor for name, tensor in posterior.exact.items()}
+    if posterior.conformal is not None:
+        state |= {f"{_CONFORMAL}{name}": tensor for name, tensor in posterior.conformal.tensors().items()}
     if posterior.function is not None:
         state |= {f"{_FUNCTION}{name}": tensor for name, tensor in posterior.function.tensors().items()}
     return with_checksums(state, how)
@@ -232,6 +235,7 @@ def posterior_of(
         unequal_noise=how["unequal_noise"],
         calibration=Calibration(**how["calibration"]),
         exact={name.removeprefix(_EXACT): t.to(device) for name, t in state.items() if name.startswith(_EXACT)},
+        conformal=conformal_of({n.removeprefix(_CONFORMAL): t for n, t in state.items() if n.startswith(_CONFORMAL)}),
     )
     return posterior, replace(settings, linear_model=saved["linear_model"], hessian_at=saved["hessian_at"])
 

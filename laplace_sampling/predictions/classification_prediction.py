@@ -2,13 +2,15 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.predictions.conformal import SplitConformal
 from laplace_sampling.predictions.prediction import SampledPrediction
 
 __all__ = ["ClassificationPrediction"]
@@ -92,6 +94,44 @@ class ClassificationPrediction(SampledPrediction):
         bound = self._bound
         assert isinstance(bound, Categorical)
         return bound.positions(f.reshape(*f.shape[: f.dim() - len(self._layout.shape)], -1))
+
+    def prediction_set(self, level: float = 0.95) -> Bool[Tensor, "N *C"]:
+        """Which classes belong to a set that contains the label with this probability.
+
+        For labels of zero and one the set of each output is `[..., 2]`. After `calibrate_conformal` the probability is
+        guaranteed for data like those that it saw, on average over inputs, and for each position or output by itself:
+        the set has the classes that are no less probable than a threshold, and may be empty; it has all classes where
+        these data are too few for the level, fewer than `q/(1 − q)`. Else the set has the most probable classes, up to
+        and with that at which their probabilities reach the level.
+
+        Raises:
+            ValueError: for a level that is no probability; for predictions of fewer samples than those that
+                `calibrate_conformal` saw.
+        """
+        conformal, log_probs = self._conformal_at("prediction_set(level)", level), self._class_log_probs
+        if conformal is None:
+            ordered, order = log_probs.exp().sort(-1, descending=True)
+            # A class belongs to the set if those before it do not reach the level.
+            belongs = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order, ordered.cumsum(-1) - ordered < level)
+        else:
+            assert isinstance(conformal, SplitConformal)
+            belongs = -log_probs <= conformal.largest(level).to(log_probs)[:, None]
+        if isinstance(self._bound, Bernoulli):
+            return belongs.reshape(*self.outputs.shape, 2)
+        return self._bound.flat(belongs).reshape(self.outputs.shape)
+
+    @cached_property
+    def _class_log_probs(self) -> Float[Tensor, "N S c"]:
+        """Of each class, by positions; of labels of zero and one both."""
+        logits = self._bound.positions(self._mirrored.flatten(2).double())
+        if isinstance(self._bound, Bernoulli):
+            logits = torch.cat([torch.zeros_like(logits), logits], -1)
+        return logits.log_softmax(-1).logsumexp(0) - math.log(len(logits))
+
+    def scores_of(self, targets: Tensor) -> Float[Tensor, "N S"]:
+        labels, given = targets.reshape(len(targets), -1).long(), self._bound.given(targets)
+        chosen = self._class_log_probs.gather(-1, labels.where(given, 0)[..., None].to(self.outputs.device))[..., 0]
+        return -chosen.where(given.to(chosen.device), torch.nan)
 
     @property
     def entropy(self) -> Tensor:

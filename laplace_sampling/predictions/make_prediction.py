@@ -14,6 +14,7 @@ from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.multi_task import MultiTask
 from laplace_sampling.likelihoods.poisson import Poisson
 from laplace_sampling.predictions.classification_prediction import ClassificationPrediction
+from laplace_sampling.predictions.conformal import Conformal
 from laplace_sampling.predictions.count_prediction import CountPrediction
 from laplace_sampling.predictions.function_covariance import FunctionCovariance, OfOutputs
 from laplace_sampling.predictions.multi_task_prediction import MultiTaskPrediction
@@ -40,6 +41,7 @@ def make_prediction(
     likelihood: Likelihood,
     *,
     function: FunctionCovariance | None = None,
+    conformal: Conformal | None = None,
     **noise: Any,
 ) -> Prediction:
     """The prediction of the kind that a likelihood has.
@@ -49,6 +51,7 @@ def make_prediction(
         deviations: of samples from them.
         likelihood: of targets.
         function: covariance of the function, where it is known without samples.
+        conformal: scores of data.
         noise: `noise_scale` and `has_noise` of a `RegressionPrediction`.
     """
     kind = next((kind for family, kind in KINDS.items() if isinstance(likelihood, family)), SampledPrediction)
@@ -57,7 +60,7 @@ def make_prediction(
         options = noise
     if isinstance(likelihood, MultiTask):
         options = {"heads": _heads(outputs, deviations, likelihood, function)}
-    return kind(outputs, deviations, likelihood, function=function, **options)
+    return kind(outputs, deviations, likelihood, function=function, conformal=conformal, **options)
 
 
 def _heads(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from laplace_sampling.data.batches import Layout, as_tensors, flaw_of
 from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.predictions.conformal import Conformal, check_level
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 
 __all__ = ["Prediction", "SampledPrediction"]
@@ -29,12 +30,14 @@ class Prediction(ABC):
         deviations: `φ(x) ζ_k` of each sample, `[K, N, ...]`.
         likelihood: of the targets.
         function: covariance of the function, where it is known without samples.
+        conformal: scores of data after `calibrate_conformal`.
     """
 
     outputs: Tensor
     deviations: Tensor
     likelihood: Likelihood
     function: FunctionCovariance | None = field(default=None, kw_only=True)
+    conformal: Conformal | None = field(default=None, kw_only=True)
 
     @cached_property
     def samples(self) -> Float[Tensor, "K N *C"]:
@@ -95,6 +98,27 @@ class Prediction(ABC):
     @abstractmethod
     def log_prob(self, y: Any) -> Float[Tensor, " N"]:
         """`log p(y_n)` of each datum, joint over its outputs."""
+
+    def scores_of(self, targets: Tensor) -> Float[Tensor, "N S"]:
+        """How unlike its prediction each target of a datum is, NaN where it is not given; see `conformal`.
+
+        Raises:
+            ValueError: for a likelihood whose targets have no such score.
+        """
+        raise ValueError(
+            "`calibrate_conformal` needs a regression or a classification, but the likelihood is "
+            f"{self.likelihood.name!r}."
+        )
+
+    def _conformal_at(self, call: str, level: float) -> Conformal | None:
+        """What `calibrate_conformal` left, if it is of predictions with as many samples."""
+        check_level(call, level)
+        if self.conformal is not None and self.conformal.num_samples != len(self.deviations):
+            raise ValueError(
+                f"`{call}`: `calibrate_conformal` saw predictions of {self.conformal.num_samples} samples, and this "
+                f"one has {len(self.deviations)}: call `predict(x)` without `num_samples` and `accuracy`."
+            )
+        return self.conformal
 
     def _prepared(self, y: Any) -> tuple[Likelihood, Tensor]:
         """The likelihood of flattened outputs, and targets of the right shape.

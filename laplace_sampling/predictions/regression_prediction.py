@@ -1,6 +1,7 @@
 """Predictions of regressions: noise of the same precision everywhere, or a variance that the network gives."""
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -15,8 +16,50 @@ from laplace_sampling.predictions.prediction import Prediction, SampledPredictio
 __all__ = ["HeteroscedasticPrediction", "RegressionPrediction"]
 
 
+class _Intervals(Prediction):
+    """Intervals of targets that have a mean and a variance."""
+
+    @property
+    @abstractmethod
+    def mean(self) -> Tensor: ...
+
+    @property
+    @abstractmethod
+    def observation_variance(self) -> Tensor: ...
+
+    @property
+    @abstractmethod
+    def noise_variance(self) -> Tensor: ...
+
+    def interval(self, level: float = 0.95) -> tuple[Float[Tensor, "N *D"], Float[Tensor, "N *D"]]:
+        """Lower and upper ends of an interval that contains each observation with this probability.
+
+        After `calibrate_conformal` that is guaranteed for data like those that it saw, on average over inputs and for
+        each output by itself, and ends are infinite where these are too few for the level, fewer than `q/(1 − q)`.
+        Else it is as true as the model is: `f ± z √(var f + σ²)` with the quantile `z` of a normal distribution.
+
+        Raises:
+            ValueError: for a level that is no probability; for predictions of fewer samples than those that
+                `calibrate_conformal` saw.
+        """
+        conformal, variance = self._conformal_at("interval(level)", level), self.observation_variance
+        if conformal is None:
+            half = math.sqrt(2) * torch.erfinv(torch.tensor(level, dtype=torch.float64)).to(variance) * variance.sqrt()
+            return self.mean - half, self.mean + half
+        deviations = self.samples - self.mean
+        flat = (
+            v.reshape(len(v), -1) for v in (variance - self.noise_variance, self.noise_variance.expand_as(variance))
+        )
+        below, above = conformal.errors(level, deviations.flatten(2), *flat)
+        return self.mean + below.reshape(self.mean.shape), self.mean + above.reshape(self.mean.shape)
+
+    def scores_of(self, targets: Tensor) -> Float[Tensor, "N D"]:
+        error = (targets.to(self.mean).reshape(self.mean.shape) - self.mean).abs()
+        return (error / self.observation_variance.sqrt()).double().reshape(len(error), -1)
+
+
 @dataclass(frozen=True)
-class RegressionPrediction(Prediction):
+class RegressionPrediction(_Intervals):
     """Predictions of a regression; everything in the units of the targets.
 
     `noise_scale` is `R` of heteroscedastic noise at these inputs, in the shape of the outputs.
@@ -69,7 +112,7 @@ class RegressionPrediction(Prediction):
 
 
 @dataclass(frozen=True)
-class HeteroscedasticPrediction(SampledPrediction):
+class HeteroscedasticPrediction(SampledPrediction, _Intervals):
     """Predictions of a regression whose network gives means and log variances, halves of axis 1 of its outputs.
 
     `samples`, `variance` and `stddev` are of the mean; `covariance()` and `joint_covariance()` of both, flattened.
@@ -91,7 +134,7 @@ class HeteroscedasticPrediction(SampledPrediction):
         return self._variances.chunk(2, 1)[0]
 
     @cached_property
-    def noise_variance(self) -> Float[Tensor, "N *D"]:
+    def noise_variance(self) -> Float[Tensor, "N *D"]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Expected variance of the noise, `E[eˢ] = exp(s + ½ var s)` of a Gaussian log variance `s`."""
         return (self.outputs.chunk(2, 1)[1] + self._variances.chunk(2, 1)[1] / 2).exp()
 

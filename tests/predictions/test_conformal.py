@@ -1,0 +1,272 @@
+"""Conformal intervals and sets: ranks, brute force, coverage, files and messages."""
+
+import math
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from laplace_sampling import LinearisedLaplace, NotFittedError
+from laplace_sampling.likelihoods.bernoulli import Bernoulli
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.predictions.conformal import FullConformal, SplitConformal, conformal_of
+from laplace_sampling.predictions.make_prediction import make_prediction
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("level", [0.1, 0.5, 0.9, 0.95])
+@pytest.mark.parametrize("num", [1, 9, 19, 99, 100])
+def test_the_largest_score_has_the_rank_of_the_theorem(level: float, num: int) -> None:
+    scores = torch.randperm(num, generator=generator()).double() + 1
+    rank = math.ceil(round((num + 1) * level, 9))
+    expected = float(rank) if rank <= num else math.inf
+    assert SplitConformal.of(scores[:, None], 4).largest(level).tolist() == [expected]
+
+
+def test_targets_that_are_not_given_are_not_counted() -> None:
+    scores = torch.tensor([[3.0, 1.0], [1.0, math.nan], [2.0, math.nan]])
+    found = SplitConformal.of(scores, 4)
+    assert found.num_data.tolist() == [3, 1]
+    assert found.largest(0.5).tolist() == [2.0, 1.0]
+    assert found.largest(0.7).tolist() == [3.0, math.inf]
+
+
+def ridge(x: Tensor, y: Tensor, alpha: float, noise: float) -> Tensor:
+    return torch.linalg.solve(noise * x.T @ x + alpha * torch.eye(x.shape[1]).to(x), noise * x.T @ y)
+
+
+@pytest.mark.parametrize("level", [0.5, 0.8, 0.9])
+def test_full_intervals_are_those_of_refits_with_each_candidate(level: float) -> None:
+    """Ridge regression is trained again with every candidate of a fine grid."""
+    alpha, noise, num = 0.3, 4.0, 30
+    x, new = normal(num, 3), normal(5, 3, seed=1)
+    y = x @ torch.tensor([1.0, -2.0, 0.5]).double() + 0.5 * normal(num, seed=2)
+    weights = ridge(x, y, alpha, noise)
+    # Samples whose second moments are exact: the columns of a root of the covariance.
+    covariance = torch.linalg.inv(noise * x.T @ x + alpha * torch.eye(3).double())
+    samples = torch.linalg.cholesky(covariance).T * math.sqrt(3)
+    full = FullConformal((y - x @ weights)[:, None], (samples @ x.T)[..., None])
+    deviations = (samples @ new.T)[..., None]
+    variance = deviations.square().mean(0)
+    below, above = full.errors(level, deviations, variance, torch.full_like(variance, 1 / noise))
+    candidates = torch.linspace(-8, 8, 4001, dtype=torch.float64)
+    for i, point in enumerate(new):
+        inside = []
+        for candidate in candidates:
+            both = torch.cat([x, point[None]]), torch.cat([y, candidate[None]])
+            residuals = (both[1] - both[0] @ ridge(*both, alpha, noise)).abs()
+            p_value = float((residuals >= residuals[-1] - 1e-9).double().mean())
+            inside.append(p_value > 1 - level + 1e-9)
+        kept, mean = candidates[torch.tensor(inside)], float(point @ weights)
+        step = float(candidates[1] - candidates[0])
+        assert_close(float(mean + below[i]), float(kept[0]), atol=step, rtol=0)
+        assert_close(float(mean + above[i]), float(kept[-1]), atol=step, rtol=0)
+
+
+def test_full_intervals_have_no_end_where_a_datum_decides_its_neighbour() -> None:
+    full = FullConformal(torch.ones(1, 1).double(), torch.full((1, 1, 1), 3.0).double())
+    below, above = full.errors(0.5, torch.ones(1, 1, 1).double(), torch.ones(1, 1).double(), torch.ones(1, 1).double())
+    # a = ½ and c = 3/2: a positive residual falls faster than that of the new datum.
+    assert_close(above, torch.full_like(above, 0.5))
+    assert below.isneginf().all()
+    below, above = full.errors(0.9, *(torch.ones(1, 1).double().expand(s) for s in ((1, 1, 1), (1, 1), (1, 1))))
+    assert below.isneginf().all()
+    assert above.isposinf().all()
+
+
+def linear_data(num: int, seed: int) -> tuple[Tensor, Tensor]:
+    x = normal(num, 2, seed=seed)
+    # Noise with long tails and a spread that grows, which the model does not have.
+    noise = torch.tensor(stats.t.rvs(3, size=num, random_state=seed)) * (0.2 + x[:, 0].abs())
+    return x, (x.sum(1) + noise)[:, None]
+
+
+def trained_linear(x: Tensor, y: Tensor) -> nn.Module:
+    model = nn.Linear(2, 1).double()
+    joined = torch.cat([x, torch.ones_like(x[:, :1])], 1)
+    solution = torch.linalg.lstsq(joined, y).solution[:, 0]
+    with torch.no_grad():
+        model.weight.copy_(solution[None, :2])
+        model.bias.copy_(solution[2:])
+    return model
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_intervals_of_a_wrong_model_cover_what_they_promise(split: bool) -> None:
+    """60 training sets, 100 new data each; a normal distribution with the wrong noise covers far less."""
+    covered, own, level = [], [], 0.8
+    for seed in range(60):
+        x, y = linear_data(39, 3 * seed)
+        la = LinearisedLaplace(
+            trained_linear(x, y), Gaussian(25.0, learn=False), prior="isotropic", method="exact", num_samples=64
+        ).fit([(x, y)], progress=False)
+        new_x, new_y = linear_data(100, 3 * seed + 1)
+        lower, upper = la.predict(new_x).interval(level)
+        own.append(float(((new_y >= lower) & (new_y <= upper)).double().mean()))
+        la.calibrate_conformal([linear_data(39, 3 * seed + 2)] if split else None)
+        lower, upper = la.predict(new_x).interval(level)
+        covered.append(float(((new_y >= lower) & (new_y <= upper)).double().mean()))
+    found = torch.tensor(covered)
+    error = float(found.std()) / math.sqrt(len(found))
+    assert abs(float(found.mean()) - level) < 3 * error
+    assert error < 0.015
+    assert sum(own) / len(own) < level - 0.2
+
+
+def test_intervals_without_calibration_are_those_of_the_predictive_distribution() -> None:
+    outputs, deviations = normal(4, 2), 0.3 * normal(8, 4, 2, seed=1)
+    prediction = make_prediction(outputs, deviations, Gaussian(torch.tensor([4.0, 1.0], dtype=torch.float64)))
+    lower, upper = prediction.interval(0.9)
+    expected = stats.norm.interval(0.9, outputs, prediction.observation_variance.sqrt())
+    assert_close(lower, torch.tensor(expected[0]))
+    assert_close(upper, torch.tensor(expected[1]))
+
+
+def test_split_intervals_are_scores_times_standard_deviations() -> None:
+    outputs, deviations = normal(4, 2), 0.3 * normal(8, 4, 2, seed=1)
+    scores = SplitConformal.of(torch.tensor([[1.0, 20.0], [2.0, 10.0], [3.0, 30.0]]), 8)
+    prediction = make_prediction(outputs, deviations, Gaussian(4.0), conformal=scores)
+    lower, upper = prediction.interval(0.75)
+    half = torch.tensor([3.0, 30.0]) * prediction.observation_variance.sqrt()
+    assert_close(lower, outputs - half)
+    assert_close(upper, outputs + half)
+
+
+def labels_with_noise(num: int, seed: int) -> tuple[Tensor, Tensor]:
+    x = normal(num, 2, seed=seed)
+    y = (3 * x[:, 0]).long().clamp(-1, 1) + 1
+    wrong = torch.rand(num, generator=generator(seed)) < 0.3
+    return x, torch.where(wrong, torch.randint(3, (num,), generator=generator(seed + 1)), y)
+
+
+def sure_classifier() -> nn.Module:
+    model = nn.Linear(2, 3).double()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[-20.0, 0.0], [0.0, 0.0], [20.0, 0.0]]))
+        model.bias.copy_(torch.tensor([-6.0, 0.0, -6.0]))
+    return model
+
+
+def test_sets_of_a_network_that_is_too_sure_cover_what_they_promise() -> None:
+    level, covered, own = 0.9, [], []
+    la = LinearisedLaplace(sure_classifier(), "classification", method="exact", num_samples=16)
+    la = la.fit([labels_with_noise(50, 0)], progress=False)
+    for seed in range(60):
+        new_x, new_y = labels_with_noise(100, 10 + 3 * seed)
+        belongs = la.calibrate([labels_with_noise(9, 1)]).predict(new_x).prediction_set(level)
+        own.append(float(belongs.gather(1, new_y[:, None]).double().mean()))
+        la.calibrate_conformal([labels_with_noise(59, 11 + 3 * seed)])
+        belongs = la.predict(new_x).prediction_set(level)
+        covered.append(float(belongs.gather(1, new_y[:, None]).double().mean()))
+    found = torch.tensor(covered)
+    error = float(found.std()) / math.sqrt(len(found))
+    assert abs(float(found.mean()) - level) < 3 * error
+    assert error < 0.01
+
+
+def test_sets_without_calibration_are_the_most_probable_classes() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.2], [0.96, 0.03, 0.01], [0.2, 0.3, 0.5]]).log()
+    prediction = make_prediction(logits, torch.zeros(2, 3, 3), Categorical())
+    assert prediction.prediction_set(0.7).tolist() == [[True, True, False], [True, False, False], [False, True, True]]
+    assert prediction.prediction_set(0.95).tolist() == [[True, True, True], [True, False, False], [True, True, True]]
+
+
+def test_sets_of_positions_and_of_binary_outputs_have_their_axes() -> None:
+    maps = make_prediction(normal(2, 3, 4), 0.1 * normal(8, 2, 3, 4, seed=1), Categorical())
+    belongs = maps.prediction_set(0.5)
+    assert belongs.shape == (2, 3, 4)
+    # The most probable class belongs, and one that is half as probable as needed does not.
+    assert belongs.gather(1, maps.probs.argmax(1, keepdim=True)).all()
+    assert bool((belongs.sum(1) < 3).any())
+    binary = make_prediction(torch.tensor([[2.0], [-2.0], [0.0]]), torch.zeros(2, 3, 1), Bernoulli())
+    expected = [[[False, True]], [[True, False]], [[True, True]]]
+    assert binary.prediction_set(0.8).tolist() == expected
+    scores = SplitConformal.of(torch.tensor([[-math.log(0.6)]]), 2)
+    binary = make_prediction(torch.tensor([[2.0], [-2.0], [0.0]]), torch.zeros(2, 3, 1), Bernoulli(), conformal=scores)
+    assert binary.prediction_set(0.5).tolist() == [[[False, True]], [[True, False]], [[False, False]]]
+
+
+def test_scores_of_labels_are_negative_log_probabilities() -> None:
+    likelihood = Categorical()
+    prediction = make_prediction(normal(3, 4), 0.5 * normal(8, 3, 4, seed=1), likelihood)
+    y = torch.tensor([2, likelihood.ignore_index, 0])
+    scores = prediction.scores_of(y)
+    assert scores[1].isnan().all()
+    assert_close(scores[[0, 2], 0], -prediction.log_prob(y)[[0, 2]])
+    maps = make_prediction(normal(2, 3, 4), 0.1 * normal(8, 2, 3, 4, seed=1), likelihood)
+    y = torch.randint(3, (2, 4), generator=generator())
+    assert_close(maps.scores_of(y), -maps.probs.gather(1, y[:, None])[:, 0].log())
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_files_keep_what_was_calibrated(full: bool, tmp_path) -> None:
+    x, y = linear_data(30, 0)
+    model = trained_linear(x, y)
+    la = LinearisedLaplace(model, "regression", num_samples=8).fit([(x, y)], progress=False)
+    la.calibrate_conformal(None if full else [linear_data(30, 1)])
+    expected = la.predict(x[:3]).interval(0.8)
+    la.save(tmp_path / "la.pt")
+    again = LinearisedLaplace.load(tmp_path / "la.pt", model)
+    for ours, theirs in zip(again.predict(x[:3]).interval(0.8), expected, strict=True):
+        assert_close(ours, theirs)
+    assert conformal_of({}) is None
+
+
+def test_a_fit_and_a_calibration_take_it_back() -> None:
+    x, y = linear_data(30, 0)
+    la = LinearisedLaplace(trained_linear(x, y), "regression", num_samples=8)
+    la.fit([(x, y)], progress=False).calibrate_conformal([linear_data(30, 1)])
+    assert la.predict(x).conformal is not None
+    assert la.calibrate([linear_data(30, 2)]).predict(x).conformal is None
+    la.calibrate_conformal([linear_data(30, 1)])
+    assert la.fit([(x, y)], progress=False).predict(x).conformal is None
+
+
+def test_a_variance_that_the_network_gives_is_corrected_as_well() -> None:
+    x, y = linear_data(40, 0)
+    model = nn.Linear(2, 2).double()
+    la = LinearisedLaplace(model, "heteroscedastic", num_samples=8, prior="isotropic")
+    la.fit([(x, y)], progress=False).calibrate_conformal([linear_data(199, 1)])
+    new_x, new_y = linear_data(1000, 2)
+    lower, upper = la.predict(new_x).interval(0.8)
+    assert lower.shape == new_y.shape
+    # 199 data: coverage has a beta distribution with standard deviation 0.028.
+    assert abs(float(((new_y >= lower) & (new_y <= upper)).double().mean()) - 0.8) < 0.1
+
+
+def test_messages() -> None:
+    x, y = linear_data(30, 0)
+    la = LinearisedLaplace(trained_linear(x, y), "regression", num_samples=8)
+    with pytest.raises(NotFittedError, match="`calibrate_conformal` needs a fitted posterior"):
+        la.calibrate_conformal([(x, y)])
+    la.fit([(x, y)], progress=False).calibrate_conformal([linear_data(30, 1)])
+    with pytest.raises(ValueError, match=r"`interval\(level\)`: `calibrate_conformal` saw predictions of 8 samples"):
+        la.predict(x, num_samples=4).interval(0.9)
+    with pytest.raises(ValueError, match=r"`interval\(level\)` must be positive and finite, but is 0"):
+        la.predict(x).interval(0)
+    with pytest.raises(ValueError, match=r"`interval\(level\)` must be a probability below 1, such as 0.95, but is 95"):
+        la.predict(x).interval(95)
+    la.fit([(x, y)], weights=torch.ones(30), progress=False)
+    with pytest.raises(ValueError, match="without `val_loader` needs training data that count alike"):
+        la.calibrate_conformal()
+    la.fit([(x, y)], noise_variances=torch.ones(30), progress=False)
+    with pytest.raises(ValueError, match="does not go with `noise_variances`"):
+        la.calibrate_conformal([(x, y)])
+    classifier = LinearisedLaplace(sure_classifier(), "classification", num_samples=8)
+    classifier.fit([labels_with_noise(30, 0)], progress=False)
+    with pytest.raises(ValueError, match="without `val_loader` is for a regression, but the likelihood is"):
+        classifier.calibrate_conformal()
+    counts = LinearisedLaplace(nn.Linear(2, 1).double(), "poisson", num_samples=8, method="exact")
+    counts.fit([(x, y.abs().round())], progress=False)
+    with pytest.raises(ValueError, match="`calibrate_conformal` needs a regression or a classification"):
+        counts.calibrate_conformal([(x, y.abs().round())])
