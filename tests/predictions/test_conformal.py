@@ -105,7 +105,7 @@ def trained_linear(x: Tensor, y: Tensor) -> nn.Module:
 def test_intervals_of_a_wrong_model_cover_what_they_promise(split: bool) -> None:
     """60 training sets, 100 new data each; a normal distribution with the wrong noise covers far less."""
     covered, own, level = [], [], 0.8
-    for seed in range(60):
+    for seed in range(40):
         x, y = linear_data(39, 3 * seed)
         la = LinearisedLaplace(
             trained_linear(x, y), Gaussian(25.0, learn=False), prior="isotropic", method="exact", num_samples=64
@@ -161,7 +161,7 @@ def test_sets_of_a_network_that_is_too_sure_cover_what_they_promise() -> None:
     level, covered, own = 0.9, [], []
     la = LinearisedLaplace(sure_classifier(), "classification", method="exact", num_samples=16)
     la = la.fit([labels_with_noise(50, 0)], progress=False)
-    for seed in range(60):
+    for seed in range(40):
         new_x, new_y = labels_with_noise(100, 10 + 3 * seed)
         belongs = la.calibrate([labels_with_noise(9, 1)]).predict(new_x).prediction_set(level)
         own.append(float(belongs.gather(1, new_y[:, None]).double().mean()))
