@@ -289,6 +289,15 @@ class Fit(ABC):
         return mode and (self.sampled is None or self.sampled.converged)
 
     @property
+    def cut_short(self) -> bool:
+        """Whether the budget or Ctrl-C ended the solves, so that no other way to solve is tried."""
+        return self.task.budget.refused or self._interrupted
+
+    @property
+    def _interrupted(self) -> bool:
+        return self.sampled is not None and self.sampled.interrupted
+
+    @property
     def accuracy(self) -> Accuracy:
         assert self.sampled is not None
         return Accuracy.of(self.sampled.error)
@@ -305,14 +314,14 @@ class Fit(ABC):
             unsolved.append(f"The mode of the linear model has not converged: residual {minimum.residual:.2g}.")
         if self.sampled is not None and not self.sampled.converged:
             unsolved.append(self.unconverged(self.sampled))
-        advice = [self.task.budget.advice or self.method.advice] if unsolved else []
+        advice = [self.task.budget.advice or self.method.advice] if unsolved and not self._interrupted else []
         return [*filter(None, [self.task.shortfall]), *self.tuned.problems, *unsolved, *advice]
 
     def unconverged(self, sampled: PosteriorSamples) -> str:
         """Which samples have not converged, and how far they are off."""
+        if sampled.interrupted:
+            return f"The fit was interrupted: {len(sampled.energies)} of {self.task.num_samples} samples were drawn."
         residuals, tolerance = self.judge(sampled)
-        if len(residuals) < self.task.num_samples and not self.task.budget.ended:
-            return f"The fit was interrupted: {len(residuals)} of {self.task.num_samples} samples were drawn."
         rows = (~(residuals <= tolerance)).nonzero()[:, 0].tolist()  # this counts NaN, too
         if not rows:
             return f"The samples have not converged, says the solver, though no residual is above {tolerance:.2g}."
