@@ -8,7 +8,7 @@ import torch
 from cases import make_case
 from problems import make_prior
 from torch import Tensor
-from torch.distributions import MultivariateNormal
+from torch.distributions import MultivariateNormal, Normal
 
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.weighted import weighted
@@ -61,6 +61,13 @@ def test_the_loss_rises_as_its_curvature_says_down_to_the_precision(name: str, c
     if found.alpha > 1.01 * float(alphas[-1]):
         assert abs(math.log(ratio_at(model, path, found.alpha))) == pytest.approx(math.log(1.5), abs=0.1)
     assert found.effective_dimension == pytest.approx(path.effective_dimension(found.alpha))
+
+
+def test_a_loss_that_grows_less_than_its_curvature_says_bounds_the_precision_too() -> None:
+    model, path = problem("binary", 0.0)
+    found = select(model, path, most_ratio=1.2)
+    assert found.alpha > 10 * float(grid(path, model.features, BOUNDS)[-1])
+    assert math.log(ratio_at(model, path, found.alpha)) == pytest.approx(-math.log(1.2), abs=0.05)
 
 
 def test_the_precision_is_not_below_that_of_the_evidence_of_the_trained_weights() -> None:
@@ -188,6 +195,8 @@ def test_held_out_targets_are_likeliest_at_the_precisions_of_a_regression(name: 
     noise = float(found.likelihood.noise_precisions())  # pyright: ignore[reportArgumentType]
     best = float(log_probs(found.alpha, noise).sum())
     assert found.calibration.log_likelihood == pytest.approx(best, rel=1e-6)
+    own = Normal(0.0, float(error.square().mean().sqrt()) if learn else 2.0**-0.5)
+    assert found.calibration.network_log_likelihood == pytest.approx(float(own.log_prob(error).sum()))
     noises = torch.logspace(-3, 3, 61).tolist() if learn else [2.0]
     alphas = [a for a in torch.logspace(-6, 6, 61).tolist() if float(grid(path, model.features, BOUNDS)[-1]) < a]
     # The grid of the rule is three a decade, which loses little of what the best has over the network alone.
