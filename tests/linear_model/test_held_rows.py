@@ -57,3 +57,10 @@ def test_each_row_is_computed_once_and_in_the_precision_of_the_network() -> None
     precise = held.with_rows_in_float64()
     assert precise.matrix.dtype == torch.float64
     assert_close(precise.matrix, DenseFeatures.of(case.linear_model().features).matrix.flatten(0, 1))
+
+
+def test_the_gram_matrix_of_rows_in_float32_is_in_float64() -> None:
+    phi, variance = torch.randn(8, 2, 50, generator=torch.Generator().manual_seed(0)), torch.linspace(0.1, 2, 50)
+    rows = phi.flatten(0, 1).double()
+    gram_matrix = HeldRows(DenseFeatures(phi)).gram(variance)
+    assert_close(gram_matrix, rows * variance.double() @ rows.T, rtol=1e-11, atol=1e-11)
