@@ -53,9 +53,12 @@ class HeldRows(Features):
     def matrix(self) -> Float[Tensor, "NC P"]:
         """The rows."""
         if self._matrix is None:
-            rows = torch.empty(self.num_data, self.num_outputs, self.size, dtype=self.precision, device=self.device)
-            for batch in self.features.chunks():
-                rows[batch[0] : batch[-1] + 1] = self.features.rows(batch)
+            if self.num_data <= self.batch_size:
+                rows = self.features.rows(torch.arange(self.num_data))
+            else:
+                rows = torch.empty(self.num_data, self.num_outputs, self.size, dtype=self.precision, device=self.device)
+                for batch in self.features.chunks():
+                    rows[batch[0] : batch[-1] + 1] = self.features.rows(batch)
             self._matrix = rows.flatten(0, 1)
         return self._matrix
 

@@ -111,7 +111,7 @@ class _FailsOnFewData(Exception):
 def _problem(network: _Network, x: Any) -> str | None:
     """What is wrong with a network, as a sentence; `None` if nothing is."""
     name, generator = type(network.module).__name__, torch.Generator().manual_seed(0)
-    v = torch.randn(2, network.num_parameters, generator=generator).to(network.device, network.dtype)
+    v = torch.randn(1, network.num_parameters, generator=generator).to(network.device, network.dtype)
     second = take(x, slice(-1, None))
     try:
         outputs, single_output = (network(part).reshape(num_rows(part), -1) for part in (x, second))
