@@ -3,6 +3,8 @@
 Let rows of relative error `ε`, a rounding of the network, be those of a Jacobian of their own. What dense algebra
 computes from one set of them is right for these, and the function of an input whose row is computed elsewhere is off
 by `ε|φ|/√α` at most, where the data leave a standard deviation of about `b^{-1/2}`: by a share `ε (λ₁b/α)^{1/2}` of it.
+Errors of rows are in directions that the data do not determine, so that variances add: standard deviations grow by the
+factor `(1 + ε² λ₁b/α)^{1/2}`.
 The Gram matrix loses its smallest eigenvalues to errors of its products, a share `ε λ₁b/α`: these are in float64.
 """
 

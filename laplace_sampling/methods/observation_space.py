@@ -35,8 +35,9 @@ __all__ = [
 _FEW, _RESIDUAL = 16, 1e-6
 # The part of the function, or of its standard deviation, that rounding may take, as the default tolerance of a fit.
 MOST_LOST = 0.015
-# Error of a row in units of the rounding of a number: a guess, which no sweep has tested yet. With half of it fits are
-# repeated in float64 for ratios that are four times as large.
+# Error of a row in units of the rounding of a number: 2.4 for a LeNet and 4.5 for ConvNeXt-atto, whose predicted
+# standard deviations are off by what the formula gives with 0.4 and 4.4 (docs/decisions/observation-space.md). With
+# half of it fits are repeated in float64 for ratios that are four times as large.
 _ROUNDINGS = 8
 # Columns of samples that are copied to float64 together: 4 MiB of 64 samples. It is not tuned.
 _COLUMNS = 2**13
@@ -52,7 +53,7 @@ def lost_by_rows(features: Features, ratio: float) -> float:
     """The relative error of standard deviations that rounding of the rows makes; see `held_rows`."""
     if not isinstance(features, HeldRows) or features.precision == torch.float64:
         return 0.0
-    return _ROUNDINGS * torch.finfo(features.precision).eps * math.sqrt(ratio)
+    return math.sqrt(1 + (_ROUNDINGS * torch.finfo(features.precision).eps) ** 2 * ratio) - 1
 
 
 def _energies(samples: Float[Tensor, "K P"], diagonal: Float[Tensor, " P"]) -> Float[Tensor, " K"]:
