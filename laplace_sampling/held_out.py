@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from laplace_sampling.predictions.calibration import (
     labelled,
     parts_of,
 )
+from laplace_sampling.predictions.leave_one_out import LeaveOneOut
 from laplace_sampling.predictions.left_out import SCALES, left_out_classification, left_out_regression
 from laplace_sampling.predictions.prediction import Prediction
 from laplace_sampling.predictions.regression_prediction import RegressionPrediction
@@ -54,30 +55,45 @@ class OnTrainingData:
     Attributes:
         fit: of the samples.
         some: which data.
-        deviations: `φ(x_i) ζ_k` of these.
         weights: `R^{-1/2}` of given noise variances, of all data.
     """
 
     fit: Fit
     some: Tensor
-    deviations: Float[Tensor, "K n C"]
     weights: Float[Tensor, "N C"] | None
 
     @classmethod
     def of(cls, fit: Fit, tangent: TangentModel, most: int) -> "OnTrainingData":
         """On some of the data, as many as memory holds; the first ones of data that are read in order."""
-        assert fit.sampled is not None
-        features, samples = fit.model.features, fit.sampled.samples
-        num = _enough(len(samples) * features.num_outputs, most)
+        features = fit.model.features
+        num = _enough(fit.task.num_samples * features.num_outputs, most)
         step = 1 if tangent.in_order else math.ceil(features.num_data / num)
         some = torch.arange(0, features.num_data, step)[:num]
-        deviations = _deviations(features, samples, some)
         labels, targets = labelled(fit.model.likelihood), fit.model.targets[some]
         if labels is not None:
             given = labels.given(fit.model.likelihood.unweighted_targets(targets)).any(1).cpu()
-            if not bool(given.all()):
-                some, deviations = some[given], deviations[:, given.to(deviations.device)]
-        return cls(fit, some, deviations, tangent.weights)
+            some = some[given]
+        return cls(fit, some, tangent.weights)
+
+    @cached_property
+    def deviations(self) -> Float[Tensor, "K n C"]:
+        """`φ(x_i) ζ_k`."""
+        assert self.fit.sampled is not None
+        return _deviations(self.fit.model.features, self.fit.sampled.samples, self.some)
+
+    @cached_property
+    def _left_out(self) -> LeaveOneOut | None:
+        return self.fit.known_leave_one_out()
+
+    def _spread(self) -> Float[Tensor, "n C"]:
+        r"""Variances of the function: of the samples, or, from `P_ii⁻¹`, those of `K − KPK = R − RPR`."""
+        if self._left_out is None:
+            return self.deviations.double().square().mean(0)
+        mean, likelihood = self._left_out.mean, self.fit.model.likelihood
+        assert isinstance(likelihood, Gaussian)
+        noise = (1 / likelihood.precision(mean)).expand(mean.shape)[self.some]
+        inverse = torch.linalg.inv(self._left_out.covariance[self.some]).diagonal(dim1=1, dim2=2)
+        return (noise - noise**2 * inverse).clamp_min(0)
 
     @property
     def _targets(self) -> Tensor:
@@ -90,7 +106,7 @@ class OnTrainingData:
     def calibration(self, given: Calibration | None = None) -> Calibration:
         """The scale of data left out, or a given one, with its log-likelihood where that costs next to nothing."""
         fit, likelihood = self.fit, self.fit.model.likelihood
-        if isinstance(likelihood, Gaussian) and (left_out := fit.known_leave_one_out()) is not None:
+        if isinstance(likelihood, Gaussian) and (left_out := self._left_out) is not None:
             y, noise = fit.model.targets.reshape(left_out.mean.shape), 1 / likelihood.precision(left_out.mean)
             unit = torch.ones_like(left_out.mean) if self.weights is None else 1 / self.weights.to(left_out.mean)
             scale = 1.0 if given is None else given.scale
@@ -114,7 +130,7 @@ class OnTrainingData:
         likelihood, y, f = self.fit.model.likelihood, self._targets, self._outputs
         if isinstance(likelihood, Gaussian):
             y, noise = y.reshape(f.shape).double(), calibration.noise / likelihood.precision(f)
-            spread = calibration.scale * self.deviations.double().square().mean(0)
+            spread = calibration.scale * self._spread()
             ours, own, constant = (
                 float(Normal(mean, variance.clamp_min(1e-300).sqrt()).log_prob(y).sum(1).mean())
                 for mean, variance in ((f, spread + noise), (f, noise + 0 * f), (y.mean(0), y.var(0, correction=0)))
@@ -175,8 +191,7 @@ def _needed(fit: Fit, held_out: bool) -> int:
     budget, decides = fit.task.budget, labelled(fit.model.likelihood) is not None and not held_out
     if budget.cost is None or not decides:
         return _ENOUGH if decides else _FEW
-    assert fit.sampled is not None
-    affordable = _SHARE * budget.left / (len(fit.sampled.samples) * budget.cost.jvp)
+    affordable = _SHARE * budget.left / (fit.task.num_samples * budget.cost.jvp)
     return int(max(_FEW, min(_ENOUGH, affordable)))
 
 
@@ -227,6 +242,8 @@ class HeldOut:
         Raises:
             ValueError: if what is predicted is not finite.
         """
+        if fit is not None and not len(posterior.samples):
+            posterior = posterior.drawn(fit.with_samples())
         posterior = replace(posterior, calibration=Calibration())
         num, total = _enough(len(posterior.samples) * self.layout.size, _ENOUGH), self.data.num_data
         some = torch.arange(0, total, 1 if self.data.in_order else math.ceil(total / num))[:num]

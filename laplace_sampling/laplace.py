@@ -247,11 +247,11 @@ class LinearisedLaplace(PlannedModel, SavableModel):
             NotFittedError, TypeError, ValueError: before a fit; as of `val_loader` in `fit_hyperparameters`; after a
                 fit with `noise_variances`; if the model has changed. The posterior stays what it was.
         """
-        fitted = self._require("calibrate")
+        posterior, fitted = self._drawn("calibrate"), self._require("calibrate")
         self._check_network("calibrate")
-        check_calibration("calibrate(val_loader)", self.settings.observation, fitted.posterior.unequal_noise)
+        check_calibration("calibrate(val_loader)", self.settings.observation, posterior.unequal_noise)
         held_out = HeldOut.read(val_loader, self.network, self.settings.likelihood, unpack, num_data)
-        self._fitted = replace(fitted, posterior=held_out.calibrated(self.network, fitted.posterior, fitted.fit))
+        self._fitted = replace(fitted, posterior=held_out.calibrated(self.network, posterior, fitted.fit))
         warn_of([], self._fitted.posterior.calibration.problems, stacklevel=4)
         return self
 
@@ -282,8 +282,7 @@ class LinearisedLaplace(PlannedModel, SavableModel):
             NotFittedError: before a fit.
             ValueError: for NaN in `x`, or if the weights of the model or what it computes have changed since the fit.
         """
-        fitted = self._require("predict")
-        posterior = fitted.posterior
+        posterior, fitted = self._drawn("predict"), self._require("predict")
         num_samples, x = samples_for(num_samples, accuracy, len(posterior.samples)), checked_inputs(x)
         check_options(self.settings.likelihood, observed, noise_variances)
         self._check_network("predict")

@@ -263,6 +263,15 @@ class Fit(ABC):
         Raises:
             FloatingPointError: if the hyperparameters, the mode or the samples are not finite.
         """
+        self.check_finite()
+        sampled = self.draw(self.task.draws, description)
+        check_finite(
+            self.method.name, {"samples": sampled.samples, "effective dimension": sampled.effective_dimension()[0]}
+        )
+        return replace(self, sampled=sampled)
+
+    def check_finite(self) -> None:
+        """Raises a `FloatingPointError` if the hyperparameters, or the mode as far as it is known, are not finite."""
         noise = self.model.likelihood.noise_precisions()
         hyperparameters = {"prior precision": self.prior.precision}
         if self.known_mode:
@@ -270,11 +279,6 @@ class Fit(ABC):
         check_finite(
             self.method.name, hyperparameters if noise is None else {**hyperparameters, "noise precision": noise}
         )
-        sampled = self.draw(self.task.draws, description)
-        check_finite(
-            self.method.name, {"samples": sampled.samples, "effective dimension": sampled.effective_dimension()[0]}
-        )
-        return replace(self, sampled=sampled)
 
     def without_samples(self) -> "Fit":
         """The same without its samples, which somebody else holds, and without those that it started from."""

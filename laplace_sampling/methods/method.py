@@ -240,7 +240,7 @@ class Method(ABC):
 
     def take(self, problem: Problem, choice: Choice) -> Task:
         """The task of this method, once it is chosen."""
-        return self.task(problem, choice, problem.tangent.model)
+        return self.task(problem, choice, problem.tangent.with_offset())
 
     def task(self, problem: Problem, choice: Choice, model: LinearModel, prior: GaussianPrior | None = None) -> Task:
         """A task on this form of the linear model, with a given prior or that of the problem."""

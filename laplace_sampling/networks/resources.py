@@ -6,7 +6,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from laplace_sampling.networks.undisturbed import undisturbed
 
@@ -69,7 +68,16 @@ class TensorBytes(_Counting):
 
 def _dense_tensors(*tree: Any) -> list[Tensor]:
     """The tensors that have a storage, which sparse ones do not have."""
-    return [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.layout == torch.strided]
+    # Arguments of operations are tensors, numbers and lists: torch's `tree_leaves` took more time than the operations.
+    found: list[Tensor] = []
+    for item in tree:
+        if isinstance(item, Tensor):
+            found += [item] if item.layout == torch.strided else []
+        elif isinstance(item, list | tuple):
+            found += _dense_tensors(*item)
+        elif isinstance(item, dict):
+            found += _dense_tensors(*item.values())
+    return found
 
 
 def free_memory(device: torch.device) -> float:
