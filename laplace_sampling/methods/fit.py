@@ -25,13 +25,13 @@ from laplace_sampling.predictions.diagnosis import Diagnosis
 from laplace_sampling.predictions.energy_tests import TestResult, chi_squared_test, data_energy_test
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
-from laplace_sampling.predictions.selection import Selection
 from laplace_sampling.solvers.checks import check_finite
 
 if TYPE_CHECKING:
     from laplace_sampling.methods.method import Method
     from laplace_sampling.methods.problem import Memory
     from laplace_sampling.methods.start import Start
+    from laplace_sampling.predictions.selection import Selection
 
 __all__ = [
     "EM_STREAM",
@@ -85,7 +85,7 @@ class Task:
     shortfall: str = ""
     precise: Callable[[], LinearModel] | None = None
     start: "Start | None" = None
-    selection: Selection | None = None
+    selection: "Selection | None" = None
 
     def in_float64(self) -> "Task | None":
         """The same with products in float64; `None` if they are already, or if the network allows none."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,7 +12,9 @@ from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.linear_model.tangent_model import TangentModel, is_accumulated
 from laplace_sampling.methods.budget import Budget
-from laplace_sampling.predictions.selection import Selection
+
+if TYPE_CHECKING:
+    from laplace_sampling.predictions.selection import Selection
 
 __all__ = [
     "MOST_BYTES",
@@ -93,7 +96,7 @@ class Problem:
     in_observation_space: bool = True
     cost: Cost | None = None
     budget: Budget = field(default_factory=Budget)
-    selection: Selection | None = None
+    selection: "Selection | None" = None
 
     @property
     def features(self) -> Features:

@@ -12,8 +12,8 @@ from laplace_sampling.predictions.covariance_path import by_rows, num_samples
 
 __all__ = ["Looks", "climb", "decades"]
 
-# Of the data one in so many is looked at first, at one precision in so many of the grid: a decade.
-_PART, _DECADE = 3, 3
+# Of the data one in so many is looked at first, but for these few, at one precision in so many of the grid: a decade.
+_PART, _FEW, _DECADE = 3, 32, 3
 # Precisions at which a search looks at a part of the data and at all of them, typically, and where another one has said
 # where to look. Fits of CNN and LeNet on 1,000 and 10,000 images took 5 to 8 and 2 to 4.
 _ROUGH, _NEAR = 6, 3
@@ -38,7 +38,7 @@ class Looks:
     @property
     def part(self) -> Tensor:
         """Indices of the part."""
-        return torch.arange(0, self.num_data, _PART)
+        return torch.arange(0, self.num_data, min(_PART, max(1, self.num_data // _FEW)))
 
     def products(self, features: Features, *, rough: bool = True) -> float:
         """JVPs or VJPs that a search is predicted to take, in units of one datum and one vector.

@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
@@ -15,7 +16,9 @@ from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.some_features import SomeFeatures
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.covariance_path import CovariancePath
-from laplace_sampling.predictions.looks import Looks
+
+if TYPE_CHECKING:
+    from laplace_sampling.predictions.looks import Looks
 
 __all__ = ["Selected", "Selection", "grid", "nearest"]
 
@@ -53,7 +56,7 @@ class Selection(ABC):
     name: str
 
     @abstractmethod
-    def looks(self, features: Features) -> Looks:
+    def looks(self, features: Features) -> "Looks":
         """What it looks at, given the training data."""
 
     @abstractmethod
