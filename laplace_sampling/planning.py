@@ -65,6 +65,8 @@ def _plan_of(problem: Problem, asked: Method) -> Plan:
     choice.method.check(problem)
     chosen = rung_of(choice.method.name, choice.method, problem, cost)
     rungs = tuple(asked.rungs(problem, cost)) or (chosen,)
-    epochs = chosen.epochs if budget.epochs is None else min(chosen.epochs, budget.allowed / budget.epoch)
+    # Iterations stop where the budget ends, closed forms do not.
+    stops = budget.epochs is not None and choice.method.predicted(problem, cost).least is not None
+    epochs = min(chosen.epochs, budget.allowed / budget.epoch) if stops else chosen.epochs
     reason = choice.shortfall or choice.reason
     return Plan(choice.method.name, epochs, chosen.bytes, reason, budget.epochs, budget.epoch, rungs)

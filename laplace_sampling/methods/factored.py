@@ -127,9 +127,9 @@ class Factored(SolverMethod):
         self, network: Linearisation, features: Features, num_samples: int, selection: Selection | None
     ) -> float:
         """Eigenvectors of factors; gradients, samples and what a rule looks at, turned by them."""
-        num_rows = num_samples + self._kronecker.num_gradients(features.num_data, features.num_outputs)
-        num_rows += 0 if selection is None else selection.looks(features).vectors(features)
-        return kronecker_operations(network, num_rows)
+        num_vectors = num_samples + (0 if selection is None else selection.looks(features).vectors(features))
+        num_gradients = self._kronecker.num_gradients(features.num_data, features.num_outputs)
+        return kronecker_operations(network, num_vectors, num_gradients)
 
     def _dense_spent(self, task: Task) -> float:
         """Operations of dense algebra of a fit."""
