@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from laplace_sampling.data.batches import place
-from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.poisson import Poisson
 from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.linear_model.some_features import SomeFeatures
@@ -14,7 +13,7 @@ from laplace_sampling.methods.problem import Problem
 from laplace_sampling.predictions.calibration import labelled
 from laplace_sampling.predictions.looks import Looks
 from laplace_sampling.predictions.self_consistency import SelfConsistency
-from laplace_sampling.predictions.validation import VALIDATION_DRAWS, Validation
+from laplace_sampling.predictions.validation import Validation, held_out_looks
 
 if TYPE_CHECKING:
     from laplace_sampling.held_out import HeldOut
@@ -75,7 +74,7 @@ def _validation(problem: Problem, held_out: "HeldOut") -> Validation:
     """The rule on a part of the held-out data."""
     data, network = held_out.data, problem.tangent.network
     most = max(1, min(data.num_data, _MOST, _NUMBERS // held_out.layout.size))
-    most = _paid_for(Looks(most, VALIDATION_DRAWS, rows=isinstance(held_out.likelihood, Gaussian)), problem)
+    most = _paid_for(held_out_looks(most, held_out.likelihood), problem)
     some = torch.arange(most)
     if not data.in_order:
         some = some * data.num_data // most

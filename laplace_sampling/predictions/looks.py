@@ -14,9 +14,8 @@ __all__ = ["Looks", "climb", "decades"]
 
 # Of the data one in so many is looked at first, but for these few, at one precision in so many of the grid: a decade.
 _PART, _FEW, _DECADE = 3, 32, 3
-# Precisions at which a search looks at a part of the data and at all of them, typically, and where another one has said
-# where to look. Fits of CNN and LeNet on 1,000 and 10,000 images took 5 to 8 and 2 to 4.
-_ROUGH, _NEAR = 6, 3
+# Precisions at which it looks at a part of the data, typically; fits of a CNN on 1,000 and 10,000 images took 4 to 7.
+_ROUGH = 6
 # Data that are looked at, at least: with fewer the choice is chance.
 _LEAST = 50
 
@@ -29,11 +28,13 @@ class Looks:
         num_data: how many data in all.
         num_draws: of the function at a datum, each with its opposite.
         rows: whether it takes rows of the Jacobian, however many weights there are.
+        near: at how many precisions it looks at all data, typically.
     """
 
     num_data: int
     num_draws: int
     rows: bool = False
+    near: int = 3
 
     @property
     def part(self) -> Tensor:
@@ -50,14 +51,14 @@ class Looks:
         num_rough = len(self.part) if rough else 0
         if self._by_rows(features):
             return float(features.num_outputs * (num_rough + self.num_data))
-        return float(num_samples(self.num_draws) * (num_rough * _ROUGH + self.num_data * _NEAR))
+        return float(num_samples(self.num_draws) * (num_rough * _ROUGH + self.num_data * self.near))
 
     def vectors(self, features: Features, *, rough: bool = True) -> float:
         """Products of the curvature's eigenvectors with a vector of weights, likewise."""
         if self._by_rows(features):
             return self.products(features, rough=rough)
         # A root of the covariance goes to the eigenvectors and back.
-        return 2.0 * num_samples(self.num_draws) * (_NEAR + (_ROUGH if rough else 0))
+        return 2.0 * num_samples(self.num_draws) * (self.near + (_ROUGH if rough else 0))
 
     def operations(self, features: Features, cost: Cost, *, rough: bool = True) -> float:
         """The same in floating-point operations."""
@@ -79,11 +80,14 @@ def decades(number: int) -> list[int]:
 
 
 def climb(value: Callable[[int], float], start: int, number: int) -> int:
-    """The index, of so many, of a maximum that is reached from a start by steps of one."""
+    """The index, of so many, of a maximum that is reached from a start by steps of one or two.
+
+    Draws of the function leave small maxima beside it, which steps of one would not leave.
+    """
     best = start
-    for step in (1, -1):
-        while 0 <= best + step < number and value(best + step) > value(best):
-            best += step
-        if best != start:
-            break
+    for direction in (1, -1):
+        step = 1
+        while step <= 2 and 0 <= best + step * direction < number:
+            better = value(best + step * direction) > value(best)
+            best, step = (best + step * direction, 1) if better else (best, step + 1)
     return best

@@ -25,10 +25,10 @@ from laplace_sampling.predictions.covariance_path import CovariancePath
 from laplace_sampling.predictions.looks import Looks, climb, decades
 from laplace_sampling.predictions.selection import Selected, Selection, grid, nearest
 
-__all__ = ["VALIDATION_DRAWS", "Validation", "check_finite"]
+__all__ = ["Validation", "check_finite", "held_out_looks"]
 
 # Draws of the function for each datum, each with its opposite.
-VALIDATION_DRAWS, _STREAM = 16, 2**20 + 3
+_DRAWS, _STREAM = 16, 2**20 + 3
 # Nats a datum by which a part of the data is less likely than at its best where no smaller precision is tried.
 _FAR = 0.05
 
@@ -51,7 +51,7 @@ class Validation(Selection):
     likelihood: Likelihood
 
     def looks(self, features: Features) -> Looks:
-        return Looks(self.features.num_data, VALIDATION_DRAWS, rows=isinstance(self.likelihood, Gaussian))
+        return held_out_looks(self.features.num_data, self.likelihood)
 
     def select(
         self,
@@ -69,7 +69,7 @@ class Validation(Selection):
             alpha, likelihood, calibration = self._of_regression(model.likelihood, path, alphas)
             products += self.features.num_data * self.features.num_outputs
         else:
-            alpha, calibration, spent = self._of_labels(path, alphas, Draws(VALIDATION_DRAWS, seed, _STREAM), near)
+            alpha, calibration, spent = self._of_labels(path, alphas, Draws(_DRAWS, seed, _STREAM), near)
             likelihood, products = model.likelihood, products + spent
         return Selected(
             alpha,
@@ -122,6 +122,12 @@ class Validation(Selection):
         alone = Normal(0.0, own**-0.5).log_prob(error).sum(1)
         fitted = likelihood.with_precision(torch.tensor(best[2])) if likelihood.learn else likelihood
         return best[1], fitted, Calibration().scored("held out", best[3], alone)
+
+
+def held_out_looks(num_data: int, likelihood: Likelihood) -> Looks:
+    """What the rule looks at, of so many held-out data."""
+    # The likeliest of five precisions, of which two to each side are less likely.
+    return Looks(num_data, _DRAWS, rows=isinstance(likelihood, Gaussian), near=5)
 
 
 class _Tempered:

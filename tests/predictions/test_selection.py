@@ -24,7 +24,7 @@ from laplace_sampling.predictions.calibration import own_temperature, tempered
 from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
 from laplace_sampling.predictions.selection import Selected, grid
 from laplace_sampling.predictions.self_consistency import SelfConsistency
-from laplace_sampling.predictions.validation import VALIDATION_DRAWS, Validation
+from laplace_sampling.predictions.validation import Validation
 
 BOUNDS = (1e-8, 1e12)
 NOT_GAUSSIAN = ["classification", "binary", "multi_label", "poisson", "heteroscedastic", "segmentation", "from_loss"]
@@ -196,7 +196,7 @@ def test_held_out_labels_are_as_likely_from_coarse_to_fine_as_by_a_search_of_all
         rule = held_out(model)
     selected = rule.select(model, path, BOUNDS, 0, 1.0)
     alphas = grid(path, rule.features, BOUNDS)
-    deviations = path.deviations(rule.features, alphas, Draws(VALIDATION_DRAWS, 0, 2**20 + 3))
+    deviations = path.deviations(rule.features, alphas, Draws(16, 0, 2**20 + 3))
     own = own_temperature(rule.likelihood, rule.targets, rule.outputs)
     everywhere = (
         tempered(rule.likelihood, rule.targets, rule.outputs, deviations[index], own) for index in range(len(alphas))
