@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from laplace_sampling.criterion import selection_of
+from laplace_sampling.criterion import with_selection
 from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.fitted import NotFittedError, fitting, warn_of
@@ -186,10 +186,10 @@ class LinearisedLaplace(PlannedModel, SavableModel):
         problem = prepare(self.settings, self.network, loader, progress, budget, **data)
         likelihood = self.settings.likelihood
         held_out = None if val_loader is None else HeldOut.read(val_loader, self.network, likelihood, unpack)
-        selection = selection_of(criterion, self.settings, self.network, held_out, problem.tangent.in_order)
+        problem = with_selection(criterion, self.settings, problem, held_out)
         # Choose a method, tune the hyperparameters, fit the posterior.
         task = self._prepared(problem, warm_start)
-        tuning = replace(tuning.shifted(problem.tangent.log_scale), criterion=criterion, selection=selection)
+        tuning = replace(tuning.shifted(problem.tangent.log_scale), criterion=criterion)
         task, tuned = task.method.tune(task, tuning)
         fit = task.method.fit(task, tuned, tolerance)
         calibration, problems = calibration_of(fit, problem.tangent, held_out, calibration)

@@ -119,7 +119,7 @@ class Exact(SolverMethod):
 
     def predicted(self, problem: Problem, cost: Cost) -> Estimate:
         space, features, rows = space_of(problem), problem.features, problem.num_observations
-        products = exact_products(problem, space, cost)
+        products = exact_products(problem, space, cost) + problem.of_rule(cost)
         if space == "observations":
             products += problem.num_samples * features.num_data * cost.passes
         dense = dense_operations(space, rows, features.size, moves_with_mode(problem))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from laplace_sampling.methods.method import Method
     from laplace_sampling.methods.problem import Memory
     from laplace_sampling.methods.start import Start
+    from laplace_sampling.predictions.selection import Selection
 
 __all__ = [
     "EM_STREAM",
@@ -65,6 +66,7 @@ class Task:
         shortfall: in words, what the budget does not pay for; empty if it pays for the method that was asked for.
         precise: makes the linear model with products in float64.
         start: the posterior to start from, in a warm fit.
+        selection: the rule for the prior precision, where it is not the evidence.
         hessian_at: as of a `Problem`; likewise `num_samples`, `seed`, `dtype`, `progress`.
     """
 
@@ -83,6 +85,7 @@ class Task:
     shortfall: str = ""
     precise: Callable[[], LinearModel] | None = None
     start: "Start | None" = None
+    selection: "Selection | None" = None
 
     def in_float64(self) -> "Task | None":
         """The same with products in float64; `None` if they are already, or if the network allows none."""

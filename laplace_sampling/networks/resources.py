@@ -43,9 +43,17 @@ class Operations(_Counting):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         counter = self._counters.get(func._overloadpacket)
-        if counter is not None:
+        if func._overloadpacket == torch.ops.aten.convolution_backward:
+            self.count += _of_convolution_backward(*args)
+        elif counter is not None:
             self.count += counter(*args, **(kwargs or {}), out_val=out)
         return out
+
+
+def _of_convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> float:
+    """Each gradient takes as much as the convolution itself; torch counts that of weights once more for each group."""
+    transposed, wanted = rest[4], rest[7]
+    return 2.0 * (x if transposed else grad).numel() * weight[0].numel() * sum(wanted[:2])
 
 
 class TensorBytes(_Counting):
