@@ -58,8 +58,9 @@ class LastLayer(Linearisation):
     """A network of whose weights those of the last layer are random.
 
     That is the last of its modules to finish a call that has a matrix (or a kernel) of its own, as linear layers and
-    convolutions do, or the last with any weights if none has. Before the first fit, which runs the network, it is taken
-    to be the one that was registered last.
+    convolutions do, or the last with any weights if none has. A module around a layer that gives the outputs of the
+    network finishes after it, but its own weights, as the class token of a vision transformer, are used before. Before
+    the first fit, which runs the network, it is taken to be the one that was registered last.
 
     Args:
         module: the trained network.
@@ -91,7 +92,7 @@ class LastLayer(Linearisation):
                 "called. Name weights with `parameters=[...]`."
             )
         # A normalisation or a scale at the end has weights, too, but is not what users mean by the last layer.
-        with_matrix = [name for name in layers if any(p.dim() > 1 for p in weights[name])]
+        with_matrix = [name for name in layers if _has_matrix(module, name)]
         self.layer = (with_matrix or layers)[-1]
         super().__init__(module, _names_of(module, weights[self.layer]), chunk_size=chunk_size, autocast=autocast)
 
@@ -126,6 +127,9 @@ class LastLayer(Linearisation):
             return  # the fit raises when it computes the outputs on all data
         with LOCK:
             self._choose(self.module, [call.name for call in calls], self.chunk_size, self.autocast)
+            ends = [call.name for call in calls if _has_matrix(self.module, call.name) and _returns(call, outputs)]
+            if inner := [name for name in ends if name != self.layer and self.layer in ("", *_around(name))]:
+                self._choose(self.module, inner[-1:], self.chunk_size, self.autocast)
         name, reason = self._find_head(x, calls, outputs)
         z = None
         if name is not None:
@@ -164,9 +168,8 @@ class LastLayer(Linearisation):
         # Weights may be used outside of the module as well, as tied ones: a product by a random vector tells.
         v = torch.randn(1, self.num_parameters, generator=torch.Generator().manual_seed(0)).to(outputs)
         expected = super().jvp(x, v)
-        parts = self.layer.split(".")
         # From the layer outwards: the innermost module that will do has the smallest forward pass.
-        for name in (".".join(parts[:n]) for n in range(len(parts), 0, -1)):
+        for name in reversed(_around(self.layer)):
             calls_of_module = [call for call in calls if call.name == name]
             if len(calls_of_module) != 1 or not _returns(calls_of_module[0], outputs):
                 continue
@@ -318,6 +321,16 @@ def _own_weights(module: nn.Module, name: str) -> list[nn.Parameter]:
     if nn.utils.parametrize.is_parametrized(part):
         weights += list(part.get_submodule("parametrizations").parameters())
     return [p for p in weights if p.is_floating_point()]
+
+
+def _has_matrix(module: nn.Module, name: str) -> bool:
+    return any(weight.dim() > 1 for weight in _own_weights(module, name))
+
+
+def _around(name: str) -> list[str]:
+    """The names of the modules around a part, from outside, and its own."""
+    parts = name.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
 
 def _names_of(module: nn.Module, weights: Sequence[nn.Parameter]) -> list[str]:

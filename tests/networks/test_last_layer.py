@@ -52,6 +52,17 @@ class NormAfter(nn.Module):
         return self.top(self.body(x))
 
 
+class ClassToken(nn.Module):
+    """A matrix of the module around the layer, which finishes after it, is used before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.body, self.head = nn.Parameter(torch.zeros(1, 5)), body(), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x) + self.token)
+
+
 class Squeezed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -179,6 +190,8 @@ def test_equal_to_the_same_weights_by_name(method: str) -> None:
 
 NETWORKS = {
     "norm_after": (NormAfter, ["top.0.weight", "top.0.bias"], "top"),
+    "class_token": (ClassToken, ["head.weight", "head.bias"], "head"),
+    "class_token_inside": (lambda: nn.Sequential(ClassToken()), ["0.head.weight", "0.head.bias"], "0.head"),
     "sequential": (lambda: nn.Sequential(body(), nn.Linear(5, 3)), ["1.weight", "1.bias"], "1"),
     "weight_norm": (
         lambda: nn.Sequential(body(), nn.utils.parametrizations.weight_norm(nn.Linear(5, 3))),
