@@ -39,6 +39,5 @@ def linearise(
     if isinstance(parameters, Mapping):
         return Subnetwork(module, parameters, autocast=autocast, compile=compile)
     network = Linearisation(module, parameters, autocast=autocast, compile=compile)
-    # Without names they are all that are trained, for which nobody asked for a part of the network.
-    layer = None if parameters is None or compile else linear_layer_of(network.module, network.names)
+    layer = None if compile else linear_layer_of(network.module, network.names)
     return network if layer is None else LastLayer(module, autocast=autocast, layer=layer)
