@@ -144,7 +144,7 @@ def state_of(posterior: Posterior, settings: "Settings", network: Linearisation)
         "calibration": asdict(posterior.calibration),
         "history": [asdict(step) for step in posterior.history],
         "parameters": network.selection,
-        "last_layer": isinstance(network, LastLayer),
+        "last_layer": isinstance(network, LastLayer) and not network.named,
         "observed": settings.observation is not None,
         "settings": {
             "likelihood": recipe_of_likelihood(settings.likelihood),
