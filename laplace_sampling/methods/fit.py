@@ -275,8 +275,7 @@ class Fit(ABC):
 
     def check_finite(self) -> None:
         """Raises a `FloatingPointError` if the hyperparameters, or the mode as far as it is known, are not finite."""
-        noise = self.model.likelihood.noise_precisions()
-        hyperparameters = {"prior precision": self.prior.precision}
+        noise, hyperparameters = self.model.likelihood.noise_precisions(), {"prior precision": self.prior.precision}
         if self.known_mode:
             hyperparameters["mode"] = self.mode.weights
         check_finite(
@@ -298,11 +297,7 @@ class Fit(ABC):
     @property
     def cut_short(self) -> bool:
         """Whether the budget or Ctrl-C ended the solves, so that no other way to solve is tried."""
-        return self.task.budget.refused or self._interrupted
-
-    @property
-    def _interrupted(self) -> bool:
-        return self.sampled is not None and self.sampled.interrupted
+        return self.task.budget.refused or (self.sampled is not None and self.sampled.interrupted)
 
     @property
     def accuracy(self) -> Accuracy:
@@ -321,7 +316,8 @@ class Fit(ABC):
             unsolved.append(f"The mode of the linear model has not converged: residual {minimum.residual:.2g}.")
         if self.sampled is not None and not self.sampled.converged:
             unsolved.append(self.unconverged(self.sampled))
-        advice = [self.task.budget.advice or self.method.advice] if unsolved and not self._interrupted else []
+        solving = self.sampled is None or not self.sampled.interrupted
+        advice = [self.task.budget.advice or self.method.advice] if unsolved and solving else []
         return [*filter(None, [self.task.shortfall]), *self.tuned.problems, *unsolved, *advice]
 
     def unconverged(self, sampled: PosteriorSamples) -> str:
