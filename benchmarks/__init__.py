@@ -8,4 +8,6 @@
 - `trial`: random networks, bad inputs, kills, threads and interrupts, and what goes wrong with them.
 - `price`: what error bars cost beside an epoch of training, with bounds.
 - `comparison`: error bars beside those of other libraries, which is what `python -m benchmarks` runs.
+
+`time_limit` ends what takes too long.
 """

@@ -1,6 +1,6 @@
 """What chooses the hyperparameters: the evidence, the self-consistency of the approximation, or validation data."""
 
-import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,28 +9,26 @@ from laplace_sampling.data.batches import place
 from laplace_sampling.likelihoods.poisson import Poisson
 from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.linear_model.some_features import SomeFeatures
-from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.methods.problem import Problem
 from laplace_sampling.predictions.calibration import labelled
-from laplace_sampling.predictions.selection import Selection
+from laplace_sampling.predictions.looks import Looks
 from laplace_sampling.predictions.self_consistency import SelfConsistency
-from laplace_sampling.predictions.validation import Validation
+from laplace_sampling.predictions.validation import Validation, held_out_looks
 
 if TYPE_CHECKING:
     from laplace_sampling.held_out import HeldOut
     from laplace_sampling.settings import Settings
 
-__all__ = ["CRITERIA", "selection_of"]
+__all__ = ["CRITERIA", "with_selection"]
 
 CRITERIA = ("auto", "evidence", "self_consistency", "validation")
-# Held-out data that are looked at, at most, and numbers of their outputs: each takes a row of the Jacobian for each of
-# its outputs. Both are round numbers that bound the cost, and are not tuned.
-_MOST, _NUMBERS = 1000, 2**20
+# Held-out data that are looked at, at most, and numbers of their outputs; and the part of the budget that a rule may
+# take. All are round numbers that bound the cost, and are not tuned.
+_MOST, _NUMBERS, _SHARE = 1000, 2**20, 0.25
 
 
-def selection_of(
-    criterion: str, settings: "Settings", network: Linearisation, held_out: "HeldOut | None", in_order: bool
-) -> Selection | None:
-    """The rule of a criterion; `None` for the evidence. A stream of data may be read in its order only.
+def with_selection(criterion: str, settings: "Settings", problem: Problem, held_out: "HeldOut | None") -> Problem:
+    """The problem with the rule of a criterion, which looks at no more data than a part of the budget pays for.
 
     Raises:
         ValueError: for one that is not known, that does not go with the likelihood, or that misses its data.
@@ -52,20 +50,34 @@ def selection_of(
             'precision, but `hessian_at="mode"`: leave that out, or use `criterion="evidence"`.'
         )
     if criterion == "evidence" or at_mode:
-        return None
-    if criterion == "validation" or (criterion == "auto" and held_out is not None):
-        assert held_out is not None
-        return _validation(network, held_out)
+        return problem
     # Other losses have a curvature that is a mean over targets, or a Gaussian part: their rises differ from the start.
     of_labels = labelled(settings.likelihood) is not None or isinstance(settings.likelihood, Poisson)
-    return SelfConsistency(in_order=in_order) if of_labels or criterion == "self_consistency" else None
+    if criterion == "validation" or (criterion == "auto" and held_out is not None):
+        assert held_out is not None
+        return replace(problem, selection=_validation(problem, held_out))
+    if not (of_labels or criterion == "self_consistency"):
+        return problem
+    rule = SelfConsistency(in_order=problem.tangent.in_order)
+    num_data = _paid_for(rule.looks(problem.features), problem)
+    return replace(problem, selection=replace(rule, num_data=num_data))
 
 
-def _validation(network: Linearisation, held_out: "HeldOut") -> Validation:
+def _paid_for(looks: Looks, problem: Problem) -> int:
+    """How many data of these looks a part of the budget pays for."""
+    if problem.cost is None:
+        return looks.num_data
+    return looks.within(problem.features, problem.cost, _SHARE * problem.budget.left).num_data
+
+
+def _validation(problem: Problem, held_out: "HeldOut") -> Validation:
     """The rule on a part of the held-out data."""
-    data = held_out.data
-    most = max(1, min(_MOST, _NUMBERS // held_out.layout.size))
-    some = torch.arange(0, data.num_data, 1 if data.in_order else math.ceil(data.num_data / most))[:most]
+    data, network = held_out.data, problem.tangent.network
+    most = max(1, min(data.num_data, _MOST, _NUMBERS // held_out.layout.size))
+    most = _paid_for(held_out_looks(most, held_out.likelihood), problem)
+    some = torch.arange(most)
+    if not data.in_order:
+        some = some * data.num_data // most
     features = SomeFeatures(NetworkFeatures(network, data, held_out.layout), some)
     outputs = []
     for batch in some.split(data.batch_size):

@@ -114,7 +114,11 @@ class FittedModel:
 
     def _prepared(self, problem: Problem, warm_start: bool) -> Task:
         """The problem as a method takes it, which starts from what was fitted before if it is to be warm."""
-        return warmed(self.settings.method.prepare(problem), self._fitted, warm_start)
+        task = self.settings.method.prepare(problem)
+        # Exact samples start nothing but another method.
+        if warm_start and self._fitted is not None and task.method.name != self._fitted.posterior.method.name:
+            self._drawn("fit")
+        return warmed(task, self._fitted, warm_start)
 
     def _store(self, posterior: Posterior, fit: Fit, tangent: TangentModel, problems: Sequence[str] = ()) -> Self:
         """Replace what was fitted before, at the very end, and say what is wrong."""
@@ -196,6 +200,7 @@ class FittedModel:
         prediction = fit.leave_one_out()
         return prediction if tangent.weights is None else prediction.scaled(1 / tangent.weights)
 
+    @solver_call
     def diagnose(self) -> Diagnosis:
         """Whether solves, samples and hyperparameters of the last fit are right; `print` it for one page in words.
 
@@ -204,6 +209,8 @@ class FittedModel:
         fit = self._require("diagnose").fit
         if fit is None or fit.sampled is None:
             raise NotFittedError("`diagnose` needs the fit itself, which a loaded posterior does not have: call `fit`.")
+        if not len(fit.sampled.energies):
+            fit = fit.with_samples()
         return fit.diagnosis(self.network.weights, self.settings.linear_model)
 
     @property
@@ -241,7 +248,17 @@ class FittedModel:
 
     @property
     def samples_(self) -> Float[Tensor, "K P"]:
-        return self._require("samples_").posterior.full_samples
+        return self._drawn("samples_").full_samples
+
+    @solver_call
+    def _drawn(self, call: str) -> Posterior:
+        """The posterior with its samples, drawn now if the fit did not need them."""
+        fitted = self._require(call)
+        if not len(fitted.posterior.samples):
+            assert fitted.fit is not None
+            fit = fitted.fit.with_samples()
+            fitted.posterior, fitted.fit = fitted.posterior.drawn(fit), fit.without_samples()
+        return fitted.posterior
 
     @property
     def mode_(self) -> Float[Tensor, " P"]:

@@ -4,194 +4,34 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
+from typing import Any, Self
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
-from torch.distributions import Normal
 
 from laplace_sampling.data.batches import Layout, place
 from laplace_sampling.data.training_data import TrainingData, Unpack
-from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.fitted import FittedModel, warn_of
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.features import Features
-from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit
+from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.on_training_data import deviations_of, enough, some_of
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predict import predict
 from laplace_sampling.predictions.calibration import (
     Calibration,
-    Labelled,
     held_out_classification,
     held_out_regression,
-    label_losses,
     labelled,
-    parts_of,
 )
-from laplace_sampling.predictions.conformal import SplitConformal
-from laplace_sampling.predictions.left_out import SCALES, left_out_classification, left_out_regression
+from laplace_sampling.predictions.conformal import FullConformal, SplitConformal
 from laplace_sampling.predictions.prediction import Prediction
 from laplace_sampling.predictions.regression_prediction import RegressionPrediction
 from laplace_sampling.predictions.validation import check_finite
 
-__all__ = [
-    "HeldOut",
-    "OnTrainingData",
-    "calibration_of",
-    "check_calibration",
-    "check_scale",
-    "deviations_of",
-    "some_of",
-]
-
-# Training data that are looked at, as the scale is one number; and numbers of their deviations in memory.
-_ENOUGH, _NUMBERS = 4096, 2**24
-# Training data that are enough to tell whether error bars are useless; the part of what is left of a budget that
-# looking at more of them may take. Both are round numbers, which no result depends on but the scale's standard error.
-_FEW, _SHARE = 256, 0.2
-# Of what the network's log-likelihood of them gains over that without inputs, the part that must be left.
-_LEFT = 0.1
-
-
-@dataclass(frozen=True)
-class OnTrainingData:
-    """What samples say of some of the training data.
-
-    Attributes:
-        fit: of the samples.
-        some: which data.
-        deviations: `φ(x_i) ζ_k` of these.
-        weights: `R^{-1/2}` of given noise variances, of all data.
-    """
-
-    fit: Fit
-    some: Tensor
-    deviations: Float[Tensor, "K n C"]
-    weights: Float[Tensor, "N C"] | None
-
-    @classmethod
-    def of(cls, fit: Fit, tangent: TangentModel, most: int) -> "OnTrainingData":
-        """On some of the data, as many as memory holds; the first ones of data that are read in order."""
-        assert fit.sampled is not None
-        features, samples = fit.model.features, fit.sampled.samples
-        some = some_of(tangent, len(samples) * features.num_outputs, most)
-        deviations = deviations_of(features, samples, some)
-        labels, targets = labelled(fit.model.likelihood), fit.model.targets[some]
-        if labels is not None:
-            given = labels.given(fit.model.likelihood.unweighted_targets(targets)).any(1).cpu()
-            if not bool(given.all()):
-                some, deviations = some[given], deviations[:, given.to(deviations.device)]
-        return cls(fit, some, deviations, tangent.weights)
-
-    @property
-    def _targets(self) -> Tensor:
-        return self.fit.model.targets[self.some]
-
-    @property
-    def _outputs(self) -> Float[Tensor, "n C"]:
-        return self.fit.model.network_outputs[self.some].double()
-
-    def calibration(self, given: Calibration | None = None) -> Calibration:
-        """The scale of data left out, or a given one, with its log-likelihood where that costs next to nothing."""
-        fit, likelihood = self.fit, self.fit.model.likelihood
-        if isinstance(likelihood, Gaussian) and (left_out := fit.known_leave_one_out()) is not None:
-            y, noise = fit.model.targets.reshape(left_out.mean.shape), 1 / likelihood.precision(left_out.mean)
-            unit = torch.ones_like(left_out.mean) if self.weights is None else 1 / self.weights.to(left_out.mean)
-            scale = 1.0 if given is None else given.scale
-            return left_out_regression(left_out.scaled(unit), y.to(unit) * unit, noise * unit**2, scale)
-        if labelled(likelihood) is None:
-            return given or Calibration()
-        scales, full = SCALES if given is None else torch.tensor([given.scale]), None
-        if fit.approximate:
-            if given is not None:
-                return given
-            # The prior precision is that of the approximation, at which the linear model itself predicts too little:
-            # where it asks for wider error bars it is not believed.
-            scales = SCALES[SCALES <= 1]
-            full = deviations_of(fit.model.features, fit.samples_of_linear_model(), self.some)
-        mode_outputs = fit.mode.outputs[self.some]
-        arguments = likelihood, self._targets, self._outputs, mode_outputs, self.deviations
-        return left_out_classification(*arguments, full=full, scales=scales)
-
-    def problems(self, calibration: Calibration) -> list[str]:
-        """Whether next to nothing is left of what the network knows of these data, if it knows anything."""
-        likelihood, y, f = self.fit.model.likelihood, self._targets, self._outputs
-        if isinstance(likelihood, Gaussian):
-            y, noise = y.reshape(f.shape).double(), calibration.noise / likelihood.precision(f)
-            spread = calibration.scale * self.deviations.double().square().mean(0)
-            ours, own, constant = (
-                float(Normal(mean, variance.clamp_min(1e-300).sqrt()).log_prob(y).sum(1).mean())
-                for mean, variance in ((f, spread + noise), (f, noise + 0 * f), (y.mean(0), y.var(0, correction=0)))
-            )
-        elif (labels := labelled(likelihood)) is not None:
-            T, weights = calibration.temperature, likelihood.weights(y)[:, None]
-            counts = weights * labels.given(likelihood.unweighted_targets(y))
-            if not bool((counts > 0).any()):
-                return []
-
-            def mean(scale: float) -> float:
-                parts = (
-                    label_losses(likelihood, y[n], f[n] / T, self.deviations[:, n] / T, scale)
-                    for n in parts_of(self.deviations)
-                )
-                return -sum(float(part.sum()) for part in parts) / float(counts.sum())
-
-            ours, own = mean(calibration.scale), mean(0.0)
-            constant = _without_inputs(labels, likelihood.unweighted_targets(y), counts)
-        else:
-            return []
-        if own <= constant or ours >= constant + _LEFT * (own - constant):
-            return []
-        return [
-            f"With its error bars the posterior predicts the training data hardly better, with a mean log-likelihood "
-            f"of {ours:.3g}, than one would without inputs ({constant:.3g}; the network alone has {own:.3g}): they are "
-            "too wide to be of use. Train the network to its end, try another `prior`, or pass `val_loader`."
-        ]
-
-
-def deviations_of(features: Features, samples: Tensor, some: Tensor) -> Float[Tensor, "K n C"]:
-    """`φ(x_i) ζ_k` of some data."""
-    samples = samples.to(features.dtype)
-    deviations = samples.new_empty(len(samples), len(some), features.num_outputs)
-    for rows in features.chunks(torch.arange(len(some))):  # filled, for what is joined is there twice
-        deviations[:, rows] = features.jvp(samples, some[rows])
-    return deviations
-
-
-def _without_inputs(labels: Labelled, y: Tensor, counts: Float[Tensor, "n S"]) -> float:
-    """Mean log-likelihood of labels by their frequencies: of classes, or of ones at each output."""
-    y = y.reshape(counts.shape)
-    if isinstance(labels, Categorical):
-        given = counts > 0
-        frequencies = y[given].long().bincount(counts[given]) / counts.sum()
-        return -float(torch.special.entr(frequencies).sum())
-    ones = (counts * y.double()).sum(0) / counts.sum(0)
-    return -float((torch.special.entr(ones) + torch.special.entr(1 - ones)).mean())
-
-
-def some_of(tangent: TangentModel, numbers: int, most: int = _ENOUGH) -> Tensor:
-    """Indices of some training data, of so many numbers each; the first ones of data that are read in order."""
-    num, total = _enough(numbers, most), tangent.data.num_data
-    step = 1 if tangent.in_order else math.ceil(total / num)
-    return torch.arange(0, total, step)[:num]
-
-
-def _enough(numbers: int, most: int) -> int:
-    """How many data, of so many numbers each."""
-    return max(1, min(most, _NUMBERS // numbers))
-
-
-def _needed(fit: Fit, held_out: bool) -> int:
-    """How many training data are looked at: enough for a scale, as far as the budget goes, or for a warning."""
-    budget, decides = fit.task.budget, labelled(fit.model.likelihood) is not None and not held_out
-    if budget.cost is None or not decides:
-        return _ENOUGH if decides else _FEW
-    assert fit.sampled is not None
-    affordable = _SHARE * budget.left / (len(fit.sampled.samples) * budget.cost.jvp)
-    return int(max(_FEW, min(_ENOUGH, affordable)))
+__all__ = ["CalibratedModel", "HeldOut", "check_calibration", "check_scale"]
 
 
 @dataclass(frozen=True)
@@ -239,8 +79,10 @@ class HeldOut:
         Raises:
             ValueError: if what is predicted is not finite.
         """
+        if fit is not None and not len(posterior.samples):
+            posterior = posterior.drawn(fit.with_samples())
         posterior = replace(posterior, calibration=Calibration(), conformal=None)
-        num, total = _enough(len(posterior.samples) * self.layout.size, _ENOUGH), self.data.num_data
+        num, total = enough(len(posterior.samples) * self.layout.size), self.data.num_data
         some = torch.arange(0, total, 1 if self.data.in_order else math.ceil(total / num))[:num]
         predictions = [
             predict(network, posterior, fit, self.data.inputs(batch)) for batch in some.split(posterior.rows)
@@ -281,24 +123,6 @@ class HeldOut:
         return own.widen(flat, self.layout)
 
 
-def calibration_of(
-    fit: Fit, tangent: TangentModel, held_out: HeldOut | None, given: Calibration | None
-) -> tuple[Calibration, list[str]]:
-    """The calibration of a fit but for what held-out data do to it, and what is wrong with the error bars.
-
-    It was chosen together with the prior precision, unless a scale is given; after a fit by evidence it comes from data
-    that are left out.
-    """
-    together, likelihood = fit.tuned.calibration, fit.model.likelihood
-    if together is not None:
-        return (together if given is None or held_out is not None else given), []
-    if not isinstance(likelihood, Gaussian) and labelled(likelihood) is None:
-        return given or Calibration(), []
-    trained = OnTrainingData.of(fit, tangent, _needed(fit, held_out is not None))
-    calibration = trained.calibration(given) if held_out is None else Calibration()
-    return calibration, trained.problems(calibration)
-
-
 def check_calibration(call: str, observation: Any, unequal_noise: bool) -> None:
     """Raise if held-out data say nothing of these predictions."""
     if observation is not None:
@@ -314,3 +138,96 @@ def check_scale(likelihood: Likelihood) -> None:
             f"`val_loader` calibrates a regression or a classification, but the likelihood is {likelihood.name!r}, "
             "which has no scale that held-out data choose."
         )
+
+
+class CalibratedModel(FittedModel):
+    """A fitted model whose predictions held-out data correct."""
+
+    @solver_call
+    def calibrate(
+        self, val_loader: Iterable[Any], *, unpack: Unpack | None = None, num_data: int | None = None
+    ) -> Self:
+        """The fitted or loaded posterior with the scale that held-out data choose, without another solve.
+
+        Sets `scale_`, and with it in a classification the temperature of the outputs, `temperature_`, in a regression
+        the noise precision, `noise_precision_`, also one that was given, as `fit_hyperparameters(..., val_loader=...)`
+        does; whatever scale and temperature there were are replaced. Samples and prior stay.
+
+        Args:
+            val_loader: data that the network was not trained on, of the form of the training data. Those of a
+                regression have the noise of data of weight one.
+            unpack: as for `fit_hyperparameters`.
+            num_data: of an `IterableDataset`, likewise.
+
+        Raises:
+            NotFittedError, TypeError, ValueError: before a fit; as of `val_loader` in `fit_hyperparameters`; after a
+                fit with `noise_variances`; if the model has changed. The posterior stays what it was.
+        """
+        posterior, fitted = self._drawn("calibrate"), self._require("calibrate")
+        self._check_network("calibrate")
+        check_calibration("calibrate(val_loader)", self.settings.observation, posterior.unequal_noise)
+        check_scale(self.settings.likelihood)
+        held_out = HeldOut.read(val_loader, self.network, self.settings.likelihood, unpack, num_data)
+        self._fitted = replace(fitted, posterior=held_out.calibrated(self.network, posterior, fitted.fit))
+        warn_of([], self._fitted.posterior.calibration.problems, stacklevel=4)
+        return self
+
+    @solver_call
+    def calibrate_conformal(
+        self,
+        val_loader: Iterable[Any] | None = None,
+        *,
+        unpack: Unpack | None = None,
+        num_data: int | None = None,
+    ) -> Self:
+        """Makes `interval` and `prediction_set` of predictions contain a share of the targets, whatever is wrong.
+
+        With `val_loader` by split conformal prediction: the guarantee holds for new data of the same distribution, on
+        average over them, with any network and posterior. The data must be seen by nothing else: neither by training
+        nor by `fit_hyperparameters` or `calibrate`, whose `val_loader` are others. Without it, for a regression, by
+        full conformal prediction of the linear model on the training data, at most 4,096 of them: the guarantee is
+        approximate, and all data serve for training. See `predictions.conformal` for both.
+
+        A later fit or `calibrate` takes it back. Files keep it.
+
+        Args:
+            val_loader: held-out data of the form of the training data.
+            unpack: as for `fit_hyperparameters`.
+            num_data: of an `IterableDataset`, likewise.
+
+        Raises:
+            NotFittedError: before a fit; without `val_loader` for a loaded posterior.
+            TypeError, ValueError: as of `calibrate`; for a likelihood other than of a regression or a classification;
+                for outputs whose shape is not the same for all data; without `val_loader` for anything but a Gaussian
+                likelihood, and after a fit with `weights`.
+        """
+        call = "calibrate_conformal"
+        posterior, fitted = self._drawn(call), self._require(call)
+        self._check_network(call)
+        check_calibration(f"{call}(val_loader)", self.settings.observation, posterior.unequal_noise)
+        if val_loader is None:
+            conformal = self._full_conformal(call)
+        else:
+            held_out = HeldOut.read(val_loader, self.network, self.settings.likelihood, unpack, num_data)
+            conformal = held_out.conformal(self.network, posterior, fitted.fit)
+        self._fitted = replace(fitted, posterior=replace(posterior, conformal=conformal))
+        return self
+
+    def _full_conformal(self, call: str) -> FullConformal:
+        posterior = self._require(call).posterior
+        if not isinstance(posterior.likelihood, Gaussian):
+            raise ValueError(
+                f"`{call}()` without `val_loader` is for a regression, but the likelihood is "
+                f"{posterior.likelihood.name!r}: pass data that the network was not trained on."
+            )
+        fit, tangent = self._with_data(call)
+        if tangent.weights is not None:
+            raise ValueError(
+                f"`{call}()` without `val_loader` needs training data that count alike, but the fit was given "
+                "`weights`: pass data that the network was not trained on."
+            )
+        samples, outputs = posterior.full_samples, fit.model.network_outputs
+        some = some_of(tangent, len(samples) * outputs.shape[1])
+        deviations = posterior.calibration.scale**0.5 * deviations_of(fit.model.features, samples, some)
+        residuals = fit.model.targets[some].reshape(-1, outputs.shape[1]).to(outputs) - outputs[some]
+        return FullConformal(residuals, deviations)

@@ -6,18 +6,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from laplace_sampling.calibrated import CalibratedModel
-from laplace_sampling.criterion import selection_of
+from laplace_sampling.criterion import with_selection
 from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.fitted import NotFittedError, fitting
-from laplace_sampling.held_out import HeldOut, calibration_of, check_calibration, check_scale
+from laplace_sampling.held_out import CalibratedModel, HeldOut, check_calibration, check_scale
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.methods.fit import Tuned
 from laplace_sampling.methods.method import Method, Tuning
 from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.random_weights import Subset
+from laplace_sampling.on_training_data import calibration_of
 from laplace_sampling.planning import PlannedModel
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predict import check_options, checked_inputs, predict, samples_for
@@ -186,19 +186,19 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, SavableModel):
         # All data are read before anything is fitted.
         data = {"noise_variances": noise_variances, "weights": weights, "unpack": unpack, "num_data": num_data}
         problem = prepare(self.settings, self.network, loader, progress, budget, **data)
-        likelihood = self.settings.likelihood
-        held_out = None if val_loader is None else HeldOut.read(val_loader, self.network, likelihood, unpack)
-        selection = selection_of(criterion, self.settings, self.network, held_out, problem.tangent.in_order)
-        # Choose a method, tune the hyperparameters, fit the posterior.
+        held_out = self._held_out(val_loader, unpack)
+        problem = with_selection(criterion, self.settings, problem, held_out)
         task = self._prepared(problem, warm_start)
-        tuning = replace(tuning.shifted(problem.tangent.log_scale), criterion=criterion, selection=selection)
-        task, tuned = task.method.tune(task, tuning)
+        task, tuned = task.method.tune(task, replace(tuning.shifted(problem.tangent.log_scale), criterion=criterion))
         fit = task.method.fit(task, tuned, tolerance)
-        calibration, problems = calibration_of(fit, problem.tangent, held_out, calibration)
+        calibration, problems = calibration_of(fit, problem.tangent, held_out is not None, calibration)
         posterior = Posterior.of(fit, problem.tangent, self.network, calibration, noise_variances is not None)
         if held_out is not None and tuned.calibration is None:
             posterior = held_out.calibrated(self.network, posterior, fit)
         return self._store(posterior, fit, problem.tangent, problems)
+
+    def _held_out(self, val_loader: Iterable[Any] | None, unpack: Unpack | None) -> HeldOut | None:
+        return None if val_loader is None else HeldOut.read(val_loader, self.network, self.settings.likelihood, unpack)
 
     @fitting
     @solver_call
@@ -256,8 +256,7 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, SavableModel):
             NotFittedError: before a fit.
             ValueError: for NaN in `x`, or if the weights of the model or what it computes have changed since the fit.
         """
-        fitted = self._require("predict")
-        posterior = fitted.posterior
+        posterior, fitted = self._drawn("predict"), self._require("predict")
         num_samples, x = samples_for(num_samples, accuracy, len(posterior.samples)), checked_inputs(x)
         check_options(self.settings.likelihood, observed, noise_variances)
         self._check_network("predict")

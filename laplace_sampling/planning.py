@@ -1,8 +1,10 @@
 """`PlannedModel`: what a fit will do and cost, before it runs."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from laplace_sampling.criterion import with_selection
+from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.fitted import FittedModel
 from laplace_sampling.methods.method import Method
 from laplace_sampling.methods.plan import Plan, rung_of
@@ -10,14 +12,29 @@ from laplace_sampling.methods.problem import Problem
 from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.preparation import prepare
 
+if TYPE_CHECKING:
+    from laplace_sampling.held_out import HeldOut
+
 __all__ = ["PlannedModel"]
 
 
 class PlannedModel(FittedModel):
     """A model whose fits are planned."""
 
+    def _held_out(self, val_loader: Iterable[Any] | None, unpack: Unpack | None) -> "HeldOut | None":
+        """The data of `val_loader`."""
+        raise NotImplementedError
+
     @solver_call
-    def plan(self, loader: Iterable[Any], *, budget: float | None = 20.0, **data: Any) -> Plan:
+    def plan(
+        self,
+        loader: Iterable[Any],
+        val_loader: Iterable[Any] | None = None,
+        *,
+        budget: float | None = 20.0,
+        criterion: str = "auto",
+        **data: Any,
+    ) -> Plan:
         """What `fit_hyperparameters` will do with these data: method, training epochs, memory, and why; `print` it.
 
         All data are read and go through the network once, and a few Jacobian products are made, whose operations are
@@ -25,18 +42,23 @@ class PlannedModel(FittedModel):
 
         Args:
             loader: as of `fit_hyperparameters`.
+            val_loader: likewise.
             budget: likewise.
+            criterion: likewise.
             data: `noise_variances`, `weights`, `unpack` and `num_data`, likewise.
 
         Raises:
             TypeError, ValueError: as of `fit_hyperparameters`, also where no method can fit.
         """
-        batching = self.network.batching
+        settings, batching, counts = self.settings, self.network.batching, dict(self.network.products)
         max_rows = batching.max_rows
         try:
-            return _plan_of(prepare(self.settings, self.network, loader, budget=budget, **data), self.settings.method)
+            problem = prepare(settings, self.network, loader, budget=budget, **data)
+            held_out = self._held_out(val_loader, data.get("unpack"))
+            return _plan_of(with_selection(criterion, settings, problem, held_out), settings.method)
         finally:
             batching.max_rows = max_rows
+            self.network.products.update(counts)
 
 
 def _plan_of(problem: Problem, asked: Method) -> Plan:
@@ -48,6 +70,8 @@ def _plan_of(problem: Problem, asked: Method) -> Plan:
     choice.method.check(problem)
     chosen = rung_of(choice.method.name, choice.method, problem, cost)
     rungs = tuple(asked.rungs(problem, cost)) or (chosen,)
-    epochs = chosen.epochs if budget.epochs is None else min(chosen.epochs, budget.allowed / budget.epoch)
+    # Iterations stop where the budget ends, closed forms do not.
+    stops = budget.epochs is not None and choice.method.predicted(problem, cost).least is not None
+    epochs = min(chosen.epochs, budget.allowed / budget.epoch) if stops else chosen.epochs
     reason = choice.shortfall or choice.reason
     return Plan(choice.method.name, epochs, chosen.bytes, reason, budget.epochs, budget.epoch, rungs)

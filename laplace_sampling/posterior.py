@@ -40,7 +40,8 @@ class Posterior:
     Attributes:
         prior: `A`.
         likelihood: with the fitted noise precision.
-        samples: `ζ`, zero-mean; those in half precision are divided by `scales`.
+        samples: `ζ`, zero-mean; those in half precision are divided by `scales`. Before they are drawn, where the fit
+            needs none, they are `[0, P]`.
         mode: `θ̄`, if it was needed.
         effective_dimension: `γ` of each group; `effective_dimension_se` its standard error.
         history: a record of each step of the fit.
@@ -74,6 +75,11 @@ class Posterior:
     calibration: Calibration = field(default_factory=Calibration)
     scales: Float[Tensor, " K"] | None = None
     conformal: Conformal | None = None
+
+    def drawn(self, fit: Fit) -> "Posterior":
+        """The same with the samples of its fit."""
+        assert fit.sampled is not None
+        return replace(self, samples=fit.sampled.samples)
 
     @property
     def block(self) -> int:

@@ -124,8 +124,10 @@ def _within_memory(settings: "Settings", network: Linearisation, tangent: Tangen
     bytes_ = max_memory if max_memory is not None else 0.5 * free_memory(network.device)
     counts = dict(network.products)
     bytes_, vectors = max(bytes_, _LEAST_ACTIVATIONS), min(settings.num_samples, network.chunk_size)
-    rows = features.batch_size
-    if not batches_fit(features, bytes_, vectors):
+    rows, forward = features.batch_size, (0.0, 0.0)
+    if isinstance(features, NetworkFeatures):
+        forward = features.network.batching.forward_bytes(features.data.inputs(torch.arange(1)))
+    if not batches_fit(features, bytes_, vectors, forward):
         rows = rows_in_memory(features, bytes_, vectors)
     network.products.update(counts)
     if rows >= features.batch_size:

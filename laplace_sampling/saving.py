@@ -58,7 +58,7 @@ class SavableModel(FittedModel):
         return self._state(dtype, "state_dict")
 
     def _state(self, dtype: torch.dtype | None, call: str) -> dict[str, Tensor]:
-        posterior = self._require(call).posterior
+        posterior = self._drawn(call)
         if dtype is not None:
             if dtype not in HALF:
                 raise ValueError(
@@ -145,7 +145,7 @@ def state_of(posterior: Posterior, settings: "Settings", network: Linearisation)
         "calibration": asdict(posterior.calibration),
         "history": [asdict(step) for step in posterior.history],
         "parameters": network.selection,
-        "last_layer": isinstance(network, LastLayer),
+        "last_layer": isinstance(network, LastLayer) and not network.named,
         "observed": settings.observation is not None,
         "settings": {
             "likelihood": recipe_of_likelihood(settings.likelihood),

@@ -8,12 +8,13 @@ from typing import Any
 from torch import nn
 
 from benchmarks.data.tasks import Part
-from benchmarks.price.meter import OutOfTime, limited, operations_of, turns
+from benchmarks.price.meter import operations_of, turns
 from benchmarks.price.setup import Row, Setup
 from benchmarks.price.training import BATCH, epoch_of
+from benchmarks.time_limit import time_limit
 from laplace_sampling import LinearisedLaplace
 
-__all__ = ["Measured", "epochs_row", "measured", "ours"]
+__all__ = ["Measured", "OutOfTime", "epochs_row", "measured", "ours"]
 
 # Seconds that any fit may take beyond its bound, so that the first call of a kernel does not end it.
 GRACE = 20.0
@@ -21,6 +22,10 @@ GRACE = 20.0
 TIMED = 10_000
 
 Fit = Callable[[], Any]
+
+
+class OutOfTime(BaseException):
+    """The time of a fit ran out; as with Ctrl-C, nothing but `measured` takes it for an error."""
 
 
 @dataclass
@@ -79,7 +84,7 @@ def measured(
     kept, once = {}, once or setup.repeats == 1
 
     def run() -> None:
-        with limited(allowed):
+        with time_limit(allowed, OutOfTime):
             kept["result"] = fit()
 
     def counted() -> None:

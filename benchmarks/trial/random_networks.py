@@ -5,13 +5,11 @@ are exceeded by chance less than once in `10⁹` comparisons.
 """
 
 import math
-import signal
 import tempfile
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 import laplace_sampling
+from benchmarks.time_limit import time_limit
 from benchmarks.trial.dense import Dense, Whitened
 from benchmarks.trial.random_problems import Example, Problem, examples, problem
 from benchmarks.trial.report import Report
@@ -48,21 +47,6 @@ class DoesNotEndError(Exception):
     """An example took too long."""
 
 
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    def stop(*_: Any) -> None:
-        raise DoesNotEndError(f"it took more than {seconds:.0f} s of the processor")
-
-    before = signal.signal(signal.SIGPROF, stop)
-    # Of the processor, so that other processes make no difference.
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
-
-
 def is_sentence(error: BaseException) -> bool:
     """Whether an error is one that the library explains."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -79,7 +63,7 @@ def check(example: Example, counts: Counter[str] | None = None) -> list[Defect]:
     defects: list[Defect] = []
     caught: list[warnings.WarningMessage] = []
     try:
-        with time_limit(_LONGEST), warnings.catch_warnings(record=True) as caught:
+        with time_limit(_LONGEST, DoesNotEndError), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             defects += _fit_defects(case, counts)
             defects += _tuning_defects(case, counts)

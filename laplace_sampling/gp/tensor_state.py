@@ -1,5 +1,6 @@
 """Modules whose state is what they were made of: loading it makes the rest again."""
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -8,17 +9,18 @@ from torch import Tensor, nn
 __all__ = ["TensorState"]
 
 
-class TensorState(nn.Module):
+class TensorState(nn.Module, ABC):
     """A module with entries in its `state_dict` that are no buffers, which `to` and `float` would round.
 
     Subclasses say which tensors these are, and how to make the module of them. With some of them missing nothing is
     changed.
     """
 
+    @abstractmethod
     def tensor_state(self) -> dict[str, Tensor]:
         """The tensors that determine this module, by name."""
-        raise NotImplementedError
 
+    @abstractmethod
     def restore(self, state: dict[str, Tensor]) -> None:
         """Become the module that has this `tensor_state`.
 
@@ -28,7 +30,6 @@ class TensorState(nn.Module):
         Raises:
             ValueError: if it is not one of such a module; `load_state_dict` then raises a `RuntimeError` with the text.
         """
-        raise NotImplementedError
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -79,14 +79,19 @@ class KroneckerFit:
         return Draws(num, seed, _STREAM, number * num).noise(ggn.features.num_outputs)
 
 
-def kronecker_operations(network: Linearisation, num_rows: float) -> float:
-    """Operations of the eigenvectors of Kronecker factors, and of turning so many rows of `P` numbers by them."""
+def kronecker_operations(network: Linearisation, num_vectors: float, num_gradients: float = 0) -> float:
+    """Operations of the eigenvectors of Kronecker factors, and of turning vectors of `P` numbers and gradients by them.
+
+    The gradient of a datum in the weights of a linear layer is the product of two vectors, which are turned instead.
+    """
     weights, total = dict(network.module.named_parameters()), 0.0
     for name in network.names:
         if weights[name].dim() > 1:
             num_out = len(weights[name])
             num_in = weights[name].numel() / num_out
-            total += 9 * (num_in**3 + num_out**3) + 2 * num_rows * num_in * num_out * (num_in + num_out)
+            of_vector = 2 * num_in * num_out * (num_in + num_out)
+            of_gradient = 2 * (num_in**2 + num_out**2) if weights[name].dim() == 2 else of_vector
+            total += 9 * (num_in**3 + num_out**3) + num_vectors * of_vector + num_gradients * of_gradient
     return total
 
 

@@ -44,7 +44,8 @@ __all__ = [
 
 # Weights up to which `M` is accumulated and decomposed: on 10,000 images and 10 classes 850 weights take 0.6 s and
 # 2,570 take 7, where a training epoch of LeNet takes 1.4 s and one of a CNN 4.4. At half LeNet has Kronecker factors,
-# too, at twice the CNN has none and its fit takes an epoch and a half more; log losses change by 0.001 and by 0.0001.
+# too, at twice the CNN has none and its fit takes an epoch and a half more; log losses, each at the precision that its
+# own curvature chooses, change by 0.001 and by 0.0001.
 _MOST_WEIGHTS = 1500
 # Numbers of matrices `B_i` in memory at once, 32 MiB. It bounds memory, and is not tuned.
 _NUMBERS = 2**22

@@ -3,6 +3,8 @@
 Let rows of relative error `ε`, a rounding of the network, be those of a Jacobian of their own. What dense algebra
 computes from one set of them is right for these, and the function of an input whose row is computed elsewhere is off
 by `ε|φ|/√α` at most, where the data leave a standard deviation of about `b^{-1/2}`: by a share `ε (λ₁b/α)^{1/2}` of it.
+Errors of rows are in directions that the data do not determine, so that variances add: standard deviations grow by the
+factor `(1 + ε² λ₁b/α)^{1/2}`.
 The Gram matrix loses its smallest eigenvalues to errors of its products, a share `ε λ₁b/α`: these are in float64.
 """
 
@@ -53,9 +55,12 @@ class HeldRows(Features):
     def matrix(self) -> Float[Tensor, "NC P"]:
         """The rows."""
         if self._matrix is None:
-            rows = torch.empty(self.num_data, self.num_outputs, self.size, dtype=self.precision, device=self.device)
-            for batch in self.features.chunks():
-                rows[batch[0] : batch[-1] + 1] = self.features.rows(batch)
+            if self.num_data <= self.batch_size:
+                rows = self.features.rows(torch.arange(self.num_data))
+            else:
+                rows = torch.empty(self.num_data, self.num_outputs, self.size, dtype=self.precision, device=self.device)
+                for batch in self.features.chunks():
+                    rows[batch[0] : batch[-1] + 1] = self.features.rows(batch)
             self._matrix = rows.flatten(0, 1)
         return self._matrix
 

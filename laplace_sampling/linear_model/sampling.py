@@ -79,6 +79,7 @@ class PosteriorSamples:
         data_energies: `ζᵀMζ`.
         energies: `ζᵀHζ`.
         residual: as of a `Solution`, and so are `error`, `passes`, `converged` and `exact`.
+        interrupted: whether Ctrl-C came before all of them were drawn.
     """
 
     samples: Float[Tensor, "K P"]
@@ -90,6 +91,7 @@ class PosteriorSamples:
     passes: float
     converged: bool
     exact: bool
+    interrupted: bool = False
 
     def effective_dimension(self) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"]]:
         """`γ` of each group and its standard error: `E[ζᵀMζ] = Tr(H⁻¹M)`, group by group."""
@@ -129,25 +131,26 @@ def draw(
     samples: Tensor | None = None
     parts: list[PosteriorSamples] = []
     for group in draws.groups(rows):
-        start = None if init is None else init(group)
         try:
+            start = None if init is None else init(group)
             solution = sample_posterior(ggn, prior, group, solver, init=start, description=description)
+            if samples is None:  # after the first solve, so that they do not add to its peak of memory
+                samples = torch.empty(draws.num_samples, ggn.size, dtype=dtype, device=ggn.device)
+            in_group = samples[group.first - draws.first :][: group.num_samples]
+            in_group.copy_((solution.value * prior.scale).to(dtype))
+            parts.append(_judged(solution, in_group, ggn, prior))
+            del solution  # its vectors are freed before the next group needs their memory
         except KeyboardInterrupt:
-            if keep and group.first - draws.first > 1 and samples is not None:
-                return _joined(samples[: group.first - draws.first].clone(), parts, whole=False)
-            raise
-        if samples is None:  # after the first solve, so that they do not add to its peak of memory
-            samples = torch.empty(draws.num_samples, ggn.size, dtype=dtype, device=ggn.device)
-        in_group = samples[group.first - draws.first :][: group.num_samples]
-        in_group.copy_((solution.value * prior.scale).to(dtype))
-        parts.append(_judged(solution, in_group, ggn, prior))
-        del solution  # its vectors are freed before the next group needs their memory
+            there = sum(len(part.samples) for part in parts)
+            if not keep or samples is None or there < 2:
+                raise
+            return replace(_joined(samples[:there].clone(), parts), converged=False, interrupted=True)
     assert samples is not None
     return _joined(samples, parts)
 
 
-def _joined(samples: Tensor, parts: list[PosteriorSamples], whole: bool = True) -> PosteriorSamples:
-    """The samples of all groups, and what is known of each; some are missing if it is not the whole."""
+def _joined(samples: Tensor, parts: list[PosteriorSamples]) -> PosteriorSamples:
+    """The samples of all groups, and what is known of each."""
 
     def concatenated(name: str) -> Tensor:
         return torch.cat([getattr(part, name) for part in parts])
@@ -160,7 +163,7 @@ def _joined(samples: Tensor, parts: list[PosteriorSamples], whole: bool = True) 
         concatenated("residual"),
         concatenated("error"),
         sum(part.passes for part in parts),
-        whole and all(part.converged for part in parts),
+        all(part.converged for part in parts),
         parts[0].exact,
     )
 

@@ -28,7 +28,7 @@ class TangentModel:
     """A linear model, and the network and data that it comes from.
 
     Attributes:
-        model: linear model of the targets; with `weights`, of the targets times these.
+        model: linear model of the targets, still without an offset; with `weights`, of the targets times these.
         network: linearised network.
         data: training data.
         kind: `"affine"` or `"homogeneous"`.
@@ -49,6 +49,14 @@ class TangentModel:
     def log_scale(self) -> float:
         """`½ Σ log R`: what the loss of the targets has on top of the loss of the model."""
         return 0.0 if self.weights is None else -float(self.weights.log().sum())
+
+    def with_offset(self) -> LinearModel:
+        """The model with the offset of its kind, in the precision of the network."""
+        counts = dict(self.network.products)
+        model = with_offset(self.model, self.network.weights, self.kind)
+        # It is part of the model, not of a fit.
+        self.network.products.update(counts)
+        return model
 
     def in_float64(self) -> LinearModel:
         """The model in float64, with the Jacobian of the network in float64 where the network allows.

@@ -17,7 +17,7 @@ from laplace_sampling.likelihoods.weighted import check_weights, weighted
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.linear_model.observed_features import observe
-from laplace_sampling.linear_model.tangent_model import TangentModel, with_offset, zeros_as
+from laplace_sampling.linear_model.tangent_model import TangentModel, zeros_as
 from laplace_sampling.linear_model.weighted_features import noise_weights, weigh
 from laplace_sampling.networks.consistency import check_consistency
 from laplace_sampling.networks.linearisation import Linearisation
@@ -76,7 +76,7 @@ def tangent_model_of(
         row_weights = row_weights.to(network.device)
         model = weigh(model, row_weights)
     return TangentModel(
-        with_offset(model, network.weights, kind),
+        model,
         network,
         data,
         kind,

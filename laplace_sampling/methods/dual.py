@@ -107,7 +107,7 @@ class Dual(SolverMethod):
 
     def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
         fit = super().fit(task, tuned, tolerance)
-        precise = None if fit.solved or task.budget.refused else task.in_float64()
+        precise = None if fit.solved or fit.cut_short else task.in_float64()
         return fit if precise is None else super().fit(precise, replace(tuned, work=None), tolerance)
 
     def mode(self, task: Task, solver: Any, tuned: Tuned) -> Minimum:

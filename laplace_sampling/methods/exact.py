@@ -119,7 +119,7 @@ class Exact(SolverMethod):
 
     def predicted(self, problem: Problem, cost: Cost) -> Estimate:
         space, features, rows = space_of(problem), problem.features, problem.num_observations
-        products = exact_products(problem, space, cost)
+        products = exact_products(problem, space, cost) + problem.of_rule(cost)
         if space == "observations":
             products += problem.num_samples * features.num_data * cost.passes
         dense = dense_operations(space, rows, features.size, moves_with_mode(problem))
@@ -169,7 +169,8 @@ class Exact(SolverMethod):
         space, rows = "weights" if _in_weight_space(task) else "observations", features.num_data * features.num_outputs
         task.budget.add(dense=dense_operations(space, rows, features.size, task.moves))
         if _in_weight_space(task):
-            return _rounded(super().fit(task, tuned, tolerance))
+            fit = super().fit(task, tuned, tolerance)
+            return _rounded(fit, _cancellation(fit))
         posterior = tuned.work
         if posterior is None or (tuned.criterion != "evidence" and task.moves):
             posterior = gram_posterior_of(task.model.likelihood).of(task.model, task.prior, task.hessian_at)
@@ -179,7 +180,8 @@ class Exact(SolverMethod):
         if better is not None:
             task = better
             posterior = gram_posterior_of(task.model.likelihood).of(task.model, task.prior, task.hessian_at)
-        return _rounded(observation_space_fit(task, replace(tuned, work=None), posterior).with_samples())
+        fit = observation_space_fit(task, replace(tuned, work=None), posterior)
+        return _rounded(fit.undrawn() if fit.draws_later else fit.with_samples(), fit.cancellation)
 
     def fit_of(self, *parts: Any) -> "WeightSpaceFit":
         return WeightSpaceFit(*parts)
@@ -197,14 +199,20 @@ class Exact(SolverMethod):
         return fit
 
 
-def _rounded(fit: Fit) -> Fit:
-    """The fit, with a problem if predictions from its samples are inaccurate because the network rounds."""
+def _cancellation(fit: Fit) -> float:
+    """How much larger the function is of samples whose weights have random signs than of the samples."""
     assert fit.sampled is not None
-    few, dtype = fit.sampled.samples[:_ROUNDED], fit.task.dtype
+    few = fit.sampled.samples[:_ROUNDED]
     signs = torch.randint(2, few.shape, generator=torch.Generator().manual_seed(fit.task.seed)).to(few) * 2 - 1
-    # Roundings of the weights of a sample are independent, where the function is a sum in which they cancel.
     outputs, independent = (fit.model.features.outputs(v.to(fit.model.features.precision)) for v in (few, few * signs))
-    lost = torch.finfo(dtype).eps * float(independent.double().norm() / outputs.double().norm().clamp_min(1e-300))
+    return float(independent.double().norm() / outputs.double().norm().clamp_min(1e-300))
+
+
+def _rounded(fit: Fit, cancellation: float) -> Fit:
+    """The fit, with a problem if predictions from its samples are inaccurate because the network rounds."""
+    # Roundings of the weights of a sample are independent, where the function is a sum in which they cancel.
+    dtype = fit.task.dtype
+    lost = torch.finfo(dtype).eps * cancellation
     if lost <= MOST_LOST:
         return fit
     problem = (

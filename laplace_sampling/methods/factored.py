@@ -35,11 +35,12 @@ from laplace_sampling.methods.fit import LEFT_OUT_STREAM, PATH_STREAM, Fit, Task
 from laplace_sampling.methods.method import Choice
 from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, basis_that_fits
+from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predictions.accuracy import Accuracy
 from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
-from laplace_sampling.predictions.self_consistency import most_data
+from laplace_sampling.predictions.selection import Selection
 from laplace_sampling.solvers.checks import check_whole
 from laplace_sampling.solvers.krylov import CG, BlockKrylov
 from laplace_sampling.solvers.operator import row_products
@@ -110,27 +111,32 @@ class Factored(SolverMethod):
         return prior_of_factored(problem.prior, ggn, problem.layers(), problem.seed, self._kronecker)
 
     def predicted(self, problem: Problem, cost: Cost) -> Estimate:
-        features = problem.features
-        C, rows = features.num_outputs, features.num_outputs * most_data(features)
-        # Eigenvectors of some gradients, eigenvalues of more; rows of a few data choose the prior precision.
-        gradients = self._kronecker.num_gradients(features.num_data, C) if self.kind == "kfac" else min(C, PROBES)
-        vjps = rows + (gradients if self.kind == "kfac" else gradients * features.num_data)
+        features, C = problem.features, problem.features.num_outputs
+        # Eigenvectors of some gradients, eigenvalues of more.
+        vjps = self._kronecker.num_gradients(features.num_data, C) if self.kind == "kfac" else 0
+        vjps += min(C, PROBES) * features.num_data if self.kind == "diagonal" else 0
         passes = MODE_PASSES * features.num_data * cost.passes if problem.by_evidence else 0.0
-        memory = problem.memory_of(self.max_memory)
         dense = 0.0
         if self.kind == "kfac":
-            num_rows = problem.num_samples + gradients + (0 if problem.by_evidence else rows)
-            dense = kronecker_operations(problem.tangent.network, num_rows)
-        return Estimate(vjps * cost.vjp + passes, problem.num_samples * memory.vector, dense)
+            dense = self._dense_operations(problem.tangent.network, features, problem.num_samples, problem.selection)
+        memory = problem.memory_of(self.max_memory)
+        operations = vjps * cost.vjp + problem.of_rule(cost) + passes
+        return Estimate(operations, problem.num_samples * memory.vector, dense)
 
-    def _dense_spent(self, task: Task, selected: bool) -> float:
+    def _dense_operations(
+        self, network: Linearisation, features: Features, num_samples: int, selection: Selection | None
+    ) -> float:
+        """Eigenvectors of factors; gradients, samples and what a rule looks at, turned by them."""
+        num_vectors = num_samples + (0 if selection is None else selection.looks(features).vectors(features))
+        num_gradients = self._kronecker.num_gradients(features.num_data, features.num_outputs)
+        return kronecker_operations(network, num_vectors, num_gradients)
+
+    def _dense_spent(self, task: Task) -> float:
         """Operations of dense algebra of a fit."""
         features = task.ggn().features
         if self.kind != "kfac" or not isinstance(features, NetworkFeatures):
             return 0.0
-        num_rows = task.num_samples + self._kronecker.num_gradients(features.num_data, features.num_outputs)
-        num_rows += features.num_outputs * most_data(features) if selected else 0
-        return kronecker_operations(features.network, num_rows)
+        return self._dense_operations(features.network, features, task.num_samples, task.selection)
 
     def paid_for(self, problem: Problem, choice: Choice) -> Choice:
         return choice
@@ -152,7 +158,7 @@ class Factored(SolverMethod):
         return FactoredFit(*parts)
 
     def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
-        task.budget.add(dense=self._dense_spent(task, tuned.criterion not in ("", "evidence")))
+        task.budget.add(dense=self._dense_spent(task))
         if not isinstance(tuned.work, FactoredCurvature) or task.moves:
             return super().fit(task, tuned, tolerance)
         solver = self.make_solver(task, tolerance, None)

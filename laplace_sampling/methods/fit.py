@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from laplace_sampling.methods.method import Method
     from laplace_sampling.methods.problem import Memory
     from laplace_sampling.methods.start import Start
+    from laplace_sampling.predictions.selection import Selection
 
 __all__ = [
     "EM_STREAM",
@@ -65,6 +66,7 @@ class Task:
         shortfall: in words, what the budget does not pay for; empty if it pays for the method that was asked for.
         precise: makes the linear model with products in float64.
         start: the posterior to start from, in a warm fit.
+        selection: the rule for the prior precision, where it is not the evidence.
         hessian_at: as of a `Problem`; likewise `num_samples`, `seed`, `dtype`, `progress`.
     """
 
@@ -83,6 +85,7 @@ class Task:
     shortfall: str = ""
     precise: Callable[[], LinearModel] | None = None
     start: "Start | None" = None
+    selection: "Selection | None" = None
 
     def in_float64(self) -> "Task | None":
         """The same with products in float64; `None` if they are already, or if the network allows none."""
@@ -263,18 +266,21 @@ class Fit(ABC):
         Raises:
             FloatingPointError: if the hyperparameters, the mode or the samples are not finite.
         """
-        noise = self.model.likelihood.noise_precisions()
-        hyperparameters = {"prior precision": self.prior.precision}
-        if self.known_mode:
-            hyperparameters["mode"] = self.mode.weights
-        check_finite(
-            self.method.name, hyperparameters if noise is None else {**hyperparameters, "noise precision": noise}
-        )
+        self.check_finite()
         sampled = self.draw(self.task.draws, description)
         check_finite(
             self.method.name, {"samples": sampled.samples, "effective dimension": sampled.effective_dimension()[0]}
         )
         return replace(self, sampled=sampled)
+
+    def check_finite(self) -> None:
+        """Raises a `FloatingPointError` if the hyperparameters, or the mode as far as it is known, are not finite."""
+        noise, hyperparameters = self.model.likelihood.noise_precisions(), {"prior precision": self.prior.precision}
+        if self.known_mode:
+            hyperparameters["mode"] = self.mode.weights
+        check_finite(
+            self.method.name, hyperparameters if noise is None else {**hyperparameters, "noise precision": noise}
+        )
 
     def without_samples(self) -> "Fit":
         """The same without its samples, which somebody else holds, and without those that it started from."""
@@ -287,6 +293,11 @@ class Fit(ABC):
         """Whether the mode and the samples, as far as there are any, have converged."""
         mode = not self.known_mode or self.mode.minimum.converged
         return mode and (self.sampled is None or self.sampled.converged)
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether the budget or Ctrl-C ended the solves, so that no other way to solve is tried."""
+        return self.task.budget.refused or (self.sampled is not None and self.sampled.interrupted)
 
     @property
     def accuracy(self) -> Accuracy:
@@ -305,14 +316,15 @@ class Fit(ABC):
             unsolved.append(f"The mode of the linear model has not converged: residual {minimum.residual:.2g}.")
         if self.sampled is not None and not self.sampled.converged:
             unsolved.append(self.unconverged(self.sampled))
-        advice = [self.task.budget.advice or self.method.advice] if unsolved else []
+        solving = self.sampled is None or not self.sampled.interrupted
+        advice = [self.task.budget.advice or self.method.advice] if unsolved and solving else []
         return [*filter(None, [self.task.shortfall]), *self.tuned.problems, *unsolved, *advice]
 
     def unconverged(self, sampled: PosteriorSamples) -> str:
         """Which samples have not converged, and how far they are off."""
+        if sampled.interrupted:
+            return f"The fit was interrupted: {len(sampled.energies)} of {self.task.num_samples} samples were drawn."
         residuals, tolerance = self.judge(sampled)
-        if len(residuals) < self.task.num_samples and not self.task.budget.ended:
-            return f"The fit was interrupted: {len(residuals)} of {self.task.num_samples} samples were drawn."
         rows = (~(residuals <= tolerance)).nonzero()[:, 0].tolist()  # this counts NaN, too
         if not rows:
             return f"The samples have not converged, says the solver, though no residual is above {tolerance:.2g}."

@@ -121,7 +121,7 @@ class Krylov(SolverMethod):
 
     def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
         fit = super().fit(task, tuned, tolerance)
-        if fit.solved or task.budget.refused:
+        if fit.solved or fit.cut_short:
             return fit
         if _fits_dense(task):
             return super().fit(_dense(task), replace(tuned, work=Spectral(_largest_error(tolerance))), tolerance)

@@ -41,7 +41,6 @@ class Tuning:
         noise_bounds: within which the noise precision is kept.
         callback: called with the record of each step.
         criterion: as the user gave it.
-        selection: the rule for `α`, where it is not the evidence.
     """
 
     max_steps: int
@@ -51,7 +50,6 @@ class Tuning:
     noise_bounds: tuple[float, float]
     callback: Callable[[Step], object] | None = None
     criterion: str = "auto"
-    selection: Selection | None = None
 
     def __post_init__(self) -> None:
         check_whole("`fit_hyperparameters(max_steps=...)`", self.max_steps, 1)
@@ -75,11 +73,14 @@ def has_path(task: Task) -> bool:
     return len(task.prior.names) == 1 and (noise is None or noise.dim() == 0)
 
 
-def tuned_by_selection(task: Task, tuning: Tuning, selection: Selection, path: CovariancePath) -> tuple[Task, Tuned]:
-    """The task with the prior precision that a rule chooses, and the record of that one step."""
+def tuned_by_selection(
+    task: Task, tuning: Tuning, selection: Selection, path: CovariancePath, near: float | None = None
+) -> tuple[Task, Tuned]:
+    """The task with the prior precision that a rule chooses, near a given one, and the record of that one step."""
     started = time.perf_counter()
     weights = task.trained_weights.double() / task.prior.scale.to(task.trained_weights.device).double()
-    selected = selection.select(task.model, path, tuning.precision_bounds, task.seed, float(weights.square().sum()))
+    norm = float(weights.square().sum())
+    selected = selection.select(task.model, path, tuning.precision_bounds, task.seed, norm, near)
     noise, outputs = task.model.likelihood.noise_precisions(), task.model.network_outputs
     prior = task.prior.with_precision(torch.tensor([selected.alpha], dtype=torch.float64))
     loss = total_loss(task.model, outputs)
@@ -240,7 +241,7 @@ class Method(ABC):
 
     def take(self, problem: Problem, choice: Choice) -> Task:
         """The task of this method, once it is chosen."""
-        return self.task(problem, choice, problem.tangent.model)
+        return self.task(problem, choice, problem.tangent.with_offset())
 
     def task(self, problem: Problem, choice: Choice, model: LinearModel, prior: GaussianPrior | None = None) -> Task:
         """A task on this form of the linear model, with a given prior or that of the problem."""
@@ -260,6 +261,7 @@ class Method(ABC):
             budget=problem.budget,
             shortfall=choice.shortfall,
             precise=problem.tangent.in_float64,
+            selection=problem.selection,
         )
 
     def remark(self, problem: Problem, memory: Memory) -> str:
@@ -285,9 +287,9 @@ class Method(ABC):
 
     def tune(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
         """The task with hyperparameters that the rule of `tuning` chooses, and how they were found."""
-        if tuning.selection is not None and has_path(task):
-            return tuned_by_selection(task, tuning, tuning.selection, self.covariance_path(task))
-        if tuning.selection is not None and tuning.criterion != "auto":
+        if task.selection is not None and has_path(task):
+            return tuned_by_selection(task, tuning, task.selection, self.covariance_path(task))
+        if task.selection is not None and tuning.criterion != "auto":
             noise = task.model.likelihood.noise_precisions()
             raise ValueError(
                 f"`criterion={tuning.criterion!r}` looks for one prior precision, and one noise precision at most, but "

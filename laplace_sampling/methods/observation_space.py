@@ -12,6 +12,7 @@ from torch import Tensor
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.gp.exact_prediction import ExactPrediction
 from laplace_sampling.gp.gram_posterior import GramPosterior
+from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.held_rows import HeldRows
@@ -34,8 +35,9 @@ __all__ = [
 _FEW, _RESIDUAL = 16, 1e-6
 # The part of the function, or of its standard deviation, that rounding may take, as the default tolerance of a fit.
 MOST_LOST = 0.015
-# Error of a row in units of the rounding of a number: a guess, which no sweep has tested yet. With half of it fits are
-# repeated in float64 for ratios that are four times as large.
+# Error of a row in units of the rounding of a number: 2.4 for a LeNet and 4.5 for ConvNeXt-atto, whose predicted
+# standard deviations are off by what the formula gives with 0.4 and 4.4 (docs/decisions/observation-space.md). With
+# half of it fits are repeated in float64 for ratios that are four times as large.
 _ROUNDINGS = 8
 # Columns of samples that are copied to float64 together: 4 MiB of 64 samples. It is not tuned.
 _COLUMNS = 2**13
@@ -51,7 +53,7 @@ def lost_by_rows(features: Features, ratio: float) -> float:
     """The relative error of standard deviations that rounding of the rows makes; see `held_rows`."""
     if not isinstance(features, HeldRows) or features.precision == torch.float64:
         return 0.0
-    return _ROUNDINGS * torch.finfo(features.precision).eps * math.sqrt(ratio)
+    return math.sqrt(1 + (_ROUNDINGS * torch.finfo(features.precision).eps) ** 2 * ratio) - 1
 
 
 def _energies(samples: Float[Tensor, "K P"], diagonal: Float[Tensor, " P"]) -> Float[Tensor, " K"]:
@@ -96,6 +98,18 @@ class ObservationSpaceFit(Fit):
         return max(torch.finfo(torch.float64).eps * self._ratio / 2, lost_by_rows(self.model.features, self._ratio))
 
     @property
+    def cancellation(self) -> float:
+        r"""How much larger the function is of samples whose weights have random signs than of the samples: a norm.
+
+        `E‖Φ(s ⊙ ζ)‖² = Σ_p ‖φ_p‖² (H⁻¹)_pp` is at most `Tr ΦA⁻¹Φᵀ`, and hardly less where the data leave most
+        directions of the weights as the prior has them; `E‖Φζ‖² = Tr ΦH⁻¹Φᵀ`. With the noise white these are `Σ λ/α`
+        and `γ/b`.
+        """
+        alpha, noise = self.posterior.precisions
+        total = float(self.posterior.eigenvalues.clamp_min(0).sum()) * noise / alpha
+        return math.sqrt(total / max(self.posterior.effective_dimension, 1e-300))
+
+    @property
     def converged(self) -> bool:
         return super().converged and self._lost <= MOST_LOST
 
@@ -125,6 +139,31 @@ class ObservationSpaceFit(Fit):
     def tensors(self) -> dict[str, Tensor]:
         return self.posterior.tensors()
 
+    @property
+    def draws_later(self) -> bool:
+        """Whether samples are drawn when they are asked for: error bars of a regression need none.
+
+        They take rows in memory, since the network may have changed until then.
+        """
+        return isinstance(self.model.features, HeldRows) and isinstance(self.model.likelihood, Gaussian)
+
+    def undrawn(self) -> "ObservationSpaceFit":
+        """The same with what is known of its samples before they are drawn.
+
+        Raises:
+            FloatingPointError: if the hyperparameters or the mode are not finite.
+        """
+        self.check_finite()
+        empty = torch.empty(0, self.model.features.size, dtype=self.task.dtype, device=self.model.features.device)
+        return replace(self, sampled=self._judged(self.task.num_samples, empty, empty.new_zeros(0), empty.new_zeros(0)))
+
+    def _judged(self, num: int, samples: Tensor, data_energies: Tensor, energies: Tensor) -> PosteriorSamples:
+        """Exact samples, of which everything but the energies is known beforehand."""
+        zeros = torch.zeros(num, dtype=torch.float64, device=samples.device)
+        leverage = zeros.new_tensor([[self.posterior.effective_dimension]])
+        passes = 1.5 * num
+        return PosteriorSamples(samples, leverage, data_energies, energies, zeros, zeros, passes, True, True)
+
     def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
         model, samples = self.model, self.predicting.sample(draws)
         curved_at = self.ggn.outputs.double()
@@ -133,18 +172,7 @@ class ObservationSpaceFit(Fit):
         roots = model.likelihood.root_transpose(curved_at, outputs.double(), model.targets)
         energies = roots.flatten(1).square().sum(1)
         of_prior = _energies(samples, self.prior.diagonal().double())
-        zeros = torch.zeros(len(samples), dtype=torch.float64, device=samples.device)
-        return PosteriorSamples(
-            samples.to(self.task.dtype),
-            zeros.new_tensor([[self.posterior.effective_dimension]]),
-            energies,
-            energies + of_prior,
-            zeros,
-            zeros,
-            1.5 * len(samples),
-            converged=True,
-            exact=True,
-        )
+        return self._judged(len(samples), samples.to(self.task.dtype), energies, energies + of_prior)
 
     def judge(self, sampled: PosteriorSamples) -> tuple[Tensor, float]:
         return sampled.residual, _RESIDUAL

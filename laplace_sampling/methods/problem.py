@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.linear_model.tangent_model import TangentModel, is_accumulated
 from laplace_sampling.methods.budget import Budget
+
+if TYPE_CHECKING:
+    from laplace_sampling.predictions.selection import Selection
 
 __all__ = [
     "MOST_BYTES",
@@ -77,6 +81,7 @@ class Problem:
         in_observation_space: whether the exact method may work on the Gram matrix.
         cost: of products, if it was measured.
         budget: what the fit may cost, and has cost.
+        selection: the rule for the prior precision, where it is not the evidence.
     """
 
     tangent: TangentModel
@@ -91,6 +96,7 @@ class Problem:
     in_observation_space: bool = True
     cost: Cost | None = None
     budget: Budget = field(default_factory=Budget)
+    selection: "Selection | None" = None
 
     @property
     def features(self) -> Features:
@@ -104,8 +110,13 @@ class Problem:
 
     @property
     def by_evidence(self) -> bool:
-        """Whether hyperparameters are those of largest evidence, unless another rule is asked for."""
-        return self.tangent.model.likelihood.quadratic or self.hessian_at == "mode"
+        """Whether the mode is needed: for hyperparameters of largest evidence, or a curvature that is taken there."""
+        return self.selection is None and (self.tangent.model.likelihood.quadratic or self.hessian_at == "mode")
+
+    def of_rule(self, cost: Cost, *, rough: bool = True) -> float:
+        """Operations of the rule for the prior precision; `rough` as of its looks."""
+        rule = self.selection
+        return 0.0 if rule is None else rule.looks(self.features).operations(self.features, cost, rough=rough)
 
 
 def exact_bytes(space: str, rows: int, size: int) -> float:

@@ -144,7 +144,8 @@ class SolverMethod(Method):
         passes, tuning = num_data * cost.passes, _TUNING_PASSES if problem.by_evidence else 0
 
         def operations(products: int) -> float:
-            return num_samples * num_data * cost.vjp + (num_samples * products + tuning) * passes
+            solves = num_samples * num_data * cost.vjp + (num_samples * products + tuning) * passes
+            return solves + problem.of_rule(cost)
 
         memory = problem.memory_of(self.max_memory)
         least = operations(_LEAST_PRODUCTS)

@@ -24,7 +24,6 @@ from laplace_sampling.methods.solver_method import SolverMethod
 from laplace_sampling.predictions.accuracy import Accuracy
 from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
 from laplace_sampling.predictions.selection import Selection
-from laplace_sampling.predictions.self_consistency import most_data
 from laplace_sampling.solvers.checks import check_whole
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.solver import Solver
@@ -79,19 +78,23 @@ class Subset(SolverMethod):
         features, rows = problem.features, min(self.max_rows, problem.num_observations)
         memory = problem.memory_of(self.max_memory)
         bytes_ = (rows + problem.num_samples) * memory.vector + 32.0 * rows**2
-        # Rows of the part, those at which it is compared with its half, and twice those that choose the precision.
+        # Rows of the part, and those at which it is compared with its half.
         vjps = rows + min(NUM_PROBES, features.num_data)
-        vjps += 0 if problem.by_evidence else 2 * features.num_outputs * most_data(features)
         products = vjps * cost.vjp + (MODE_PASSES * features.num_data * cost.passes if problem.by_evidence else 0)
-        return Estimate(
-            products, bytes_, self._dense_operations(features, rows, problem.num_samples, problem.by_evidence)
-        )
+        # A small part chooses the precision, and a larger one again, near that.
+        products += problem.of_rule(cost) + (problem.of_rule(cost, rough=False) if rows > _PILOT else 0)
+        dense = self._dense_operations(features, rows, problem.num_samples, problem.selection)
+        return Estimate(products, bytes_, dense)
 
     @staticmethod
-    def _dense_operations(features: Features, rows: int, num_samples: int, by_evidence: bool) -> float:
-        """A Gram matrix, its eigenvectors with those of smaller parts, samples, and the covariances of a rule."""
-        of_rule = 0 if by_evidence else features.num_outputs * most_data(features) * (1 + min(1.0, _PILOT / rows))
-        return 2.0 * features.size * rows * (rows + 2 * num_samples + of_rule) + 10.3 * rows**3
+    def _dense_operations(features: Features, rows: int, num_samples: int, selection: Selection | None) -> float:
+        """A Gram matrix, its eigenvectors with those of smaller parts, samples, and what a rule looks at."""
+        of_rule = 0.0
+        if selection is not None:
+            looks = selection.looks(features)
+            of_rule = min(_PILOT, rows) * looks.vectors(features)
+            of_rule += rows * looks.vectors(features, rough=False) if rows > _PILOT else 0
+        return 2.0 * features.size * (rows * (rows + 2 * num_samples) + of_rule) + 10.3 * rows**3
 
     def paid_for(self, problem: Problem, choice: Choice) -> Choice:
         """The choice, with as many rows as the budget pays for."""
@@ -127,18 +130,25 @@ class Subset(SolverMethod):
         return growth.made[-1]
 
     def tune(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
-        if tuning.selection is None or not has_path(task):
-            return self.tune_by_evidence(task, tuning)
-        return self._tune_by_selection(task, tuning, tuning.selection)
+        if task.selection is None or not has_path(task):
+            return super().tune(task, tuning)
+        return self._tune_by_selection(task, tuning, task.selection)
 
     def _tune_by_selection(self, task: Task, tuning: Tuning, selection: Selection) -> tuple[Task, Tuned]:
         growth = self._growth(task)
-        pilot = FactoredPath(self._pilot(growth), task.prior)
-        first, record = tuned_by_selection(task, replace(tuning, callback=None), selection, pilot)
-        spent = record.history[0].passes - pilot.passes
-        sketch = self._grown(growth, tuning.tolerance, overall_precision(first.prior))
-        sketch.passes += spent
-        task, tuned = tuned_by_selection(task, tuning, selection, FactoredPath(sketch, task.prior))
+        pilot = self._pilot(growth)
+        first, tuned = tuned_by_selection(
+            task, replace(tuning, callback=None), selection, FactoredPath(pilot, task.prior)
+        )
+        alpha = overall_precision(first.prior)
+        sketch = self._grown(growth, tuning.tolerance, alpha)
+        if sketch.num_rows > pilot.num_rows:
+            sketch.passes += tuned.history[0].passes - pilot.passes
+            task, tuned = tuned_by_selection(task, tuning, selection, FactoredPath(sketch, task.prior), alpha)
+        else:
+            task = first
+            if tuning.callback is not None:
+                tuning.callback(tuned.history[0])
         sketch.passes = 0.0  # they are in the history
         return task, replace(tuned, work=self._solver(growth, sketch, task, tuning.tolerance))
 
@@ -172,8 +182,8 @@ class Subset(SolverMethod):
             tuned = replace(tuned, work=self.make_solver(task, tolerance, float(task.prior.precision.mean())))
         sketch = tuned.work.part.sketch
         num_data = task.model.features.num_data
-        features, by_rule = task.model.features, tuned.criterion not in ("", "evidence")
-        task.budget.add(dense=self._dense_operations(features, sketch.num_rows, task.num_samples, not by_rule))
+        dense = self._dense_operations(task.model.features, sketch.num_rows, task.num_samples, task.selection)
+        task.budget.add(dense=dense)
         reason = (
             f"{task.reason}; {sketch.num_rows} random rows of {min(sketch.num_rows, num_data)} of {num_data} data, "
             f"half of which change predicted standard deviations by {100 * sketch.change:.2g} %"

@@ -123,6 +123,11 @@ class Batching:
             self._output_bytes_per_input = output.numel() * output.element_size() / max(inputs, 1)
         return self._bytes_per_input[-1] * inputs
 
+    def forward_bytes(self, x: Any) -> tuple[float, float]:
+        """Bytes of all tensors of a forward pass and of the largest, as far as they are counted; else zeros."""
+        sizes = [size * _num_inputs(x) for size in self._bytes_per_input]
+        return sum(sizes), max(sizes, default=0)
+
     def vectors_together(self, num: int, device: torch.device, largest: float) -> int:
         """How many of `num` vectors go together, in parts of one size.
 

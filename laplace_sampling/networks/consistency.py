@@ -122,7 +122,8 @@ def _problem(network: _Network, x: Any) -> str | None:
             f"{name} runs on the first batch of the data, but not on one or two of them: {type(error).__name__}, "
             f"{error} {_INDEPENDENT}"
         ) from error
-    product, single_product = network.jvp(x, v), network.jvp(second, v)
+    # Two vectors also try what products of several take; of the datum by itself one says as much.
+    product, single_product = network.jvp(x, v), network.jvp(second, v[:1])
     if not all(bool(values.isfinite().all()) for values in (outputs, single_output, product, single_product)):
         return None  # the fit itself says what is not finite
     dtype = network.module_dtype if network.autocast is None else network.autocast
@@ -130,7 +131,7 @@ def _problem(network: _Network, x: Any) -> str | None:
     coupling = max(rounding, _COUPLING)
     for quantity, of_pair, of_second, single in (
         ("outputs", outputs, outputs[-1:], single_output),
-        ("products `φv`", product, product[:, -1:], single_product),
+        ("products `φv`", product[:1], product[:1, -1:], single_product),
     ):
         if not _near(single, of_second, of_pair, coupling):
             difference = float((single - of_second).norm() / of_pair.norm())
@@ -139,8 +140,8 @@ def _problem(network: _Network, x: Any) -> str | None:
                 f"datum by itself and beside the first differ by {difference:.2g} of their size. {_INDEPENDENT}"
             )
     u = torch.randn(product.shape, generator=generator).to(product)
-    for data, pushed, cotangents in ((x, product, u), (second, single_product, u[:, -1:])):
-        problem = _not_adjoint(network, data, v, pushed, cotangents, rounding)
+    for data, pushed, cotangents in ((x, product, u), (second, single_product, u[:1, -1:])):
+        problem = _not_adjoint(network, data, v[: len(pushed)], pushed, cotangents, rounding)
         if problem is not None:
             return problem
     return None

@@ -26,7 +26,13 @@ from torch.autograd.forward_ad import make_dual, unpack_dual
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from laplace_sampling.networks.elementary_layers import ELEMENTARY_LAYERS, group_norm, instance_norm, layer_norm
+from laplace_sampling.networks.elementary_layers import (
+    ELEMENTARY_LAYERS,
+    BatchNormCall,
+    group_norm,
+    instance_norm,
+    layer_norm,
+)
 
 __all__ = ["ComposedLayers", "differentiable", "forward_mode_kernels"]
 
@@ -197,31 +203,23 @@ def addmm(*args: Any, **kwargs: Any) -> Tensor:
     return _affine_addmm(args[1], args[2], args[0])
 
 
-def batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
+def batch_norm(*args: Any, **kwargs: Any) -> Tensor:
     """`F.batch_norm`, for a single datum from elementary operations.
 
     The kernel's pullback is wrong for a single datum on a CPU where cotangents are contiguous in another order of axes
     than the input, as those from a transposition are (torch 2.15).
     """
-    args = (input, running_mean, running_var, weight, bias, training, momentum, eps)
+    call = BatchNormCall(*args, **kwargs)
+    input, running_mean, running_var, weight, bias, training, momentum, eps = call
     one_number_a_channel = training and input.dim() < 3  # an error of torch
     if len(input) <= 1 and training == (running_mean is None) and not one_number_a_channel:
-        return instance_norm(*args)
+        return instance_norm(*call)
     if training or running_mean is None or running_var is None:
-        return F.batch_norm(*args)
+        return F.batch_norm(*args, **kwargs)
     if not _are_plain(input, running_mean, running_var, weight, bias):
-        return F.batch_norm(*args)
+        return F.batch_norm(*args, **kwargs)
     if all(_dual_parts(t)[1] is None for t in (input, weight, bias)):
-        return F.batch_norm(*args)
+        return F.batch_norm(*args, **kwargs)
     mean, var = unpack_dual(running_mean).primal, unpack_dual(running_var).primal  # constants, as for torch
     return _fixed_batch_norm(input, mean, var, weight, bias, momentum, eps)
 

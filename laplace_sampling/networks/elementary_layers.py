@@ -6,13 +6,13 @@ Each function has the arguments of the one of torch whose place it takes; `ELEME
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["ELEMENTARY_LAYERS", "group_norm", "instance_norm", "layer_norm"]
+__all__ = ["ELEMENTARY_LAYERS", "BatchNormCall", "group_norm", "instance_norm", "layer_norm"]
 
 
 @contextmanager
@@ -204,6 +204,19 @@ ELEMENTARY_LAYERS: dict[Callable, Callable] = {
     **dict.fromkeys((torch.instance_norm, torch.ops.aten.instance_norm.default), _torch_instance_norm),
     torch._grouped_mm: _grouped_mm,  # pyright: ignore
 }
+
+
+class BatchNormCall(NamedTuple):
+    """The arguments of `F.batch_norm`."""
+
+    input: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    training: bool = False
+    momentum: float = 0.1
+    eps: float = 1e-5
 
 
 def layer_norm(

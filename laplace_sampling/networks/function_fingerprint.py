@@ -60,14 +60,17 @@ class FunctionFingerprint:
             encode_inputs(inputs)
         except TypeError:
             return None
-        fingerprint = cls(inputs, *_computed(network, inputs))
-        return fingerprint if fingerprint.difference(network) is None else None
+        plain = _plain(network)
+        fingerprint = cls(inputs, *_computed(plain, inputs))
+        # Its products are as repeatable as its outputs, and take several times as long.
+        same = _relative(_outputs(plain, inputs), fingerprint.outputs) <= _tolerance(network)
+        return fingerprint if same and bool(fingerprint.product.isfinite().all()) else None
 
     def difference(self, network: Linearisation) -> str | None:
         """In words, how far a network is from this one on the same data; `None` if it is the same up to rounding."""
-        now = _computed(network, self.inputs)
+        now = _computed(_plain(network), self.inputs)
         outputs, product = (_relative(a, b) for a, b in zip(now, (self.outputs, self.product), strict=True))
-        tolerance = max(_TOLERANCE, torch.finfo(network.module_dtype).eps ** _ROUNDING_EXPONENT)
+        tolerance = _tolerance(network)
         if outputs <= tolerance and product <= tolerance:
             return None
         return (
@@ -94,19 +97,39 @@ def _some_inputs(data: TrainingData, most: int) -> Any:
         return data.inputs(torch.arange(num) * step)
 
 
-@solving()
-def _computed(network: Linearisation, x: Any) -> tuple[Tensor, Tensor]:
-    """Outputs and product, on a CPU in float64."""
-    # Neither compiled nor with autocast, which are settings of the method: it may be another one after `load`.
-    plain = Linearisation(network.module, network.names)
+def _plain(network: Linearisation) -> Linearisation:
+    """Neither compiled nor with autocast, which are settings of the method: it may be another one after `load`."""
+    plain = Linearisation(network.module, network.names, batching=network.batching)
     plain.ways = network.ways
+    return plain
+
+
+def _tolerance(network: Linearisation) -> float:
+    """The relative difference that is none."""
+    return max(_TOLERANCE, torch.finfo(network.module_dtype).eps ** _ROUNDING_EXPONENT)
+
+
+@solving()
+def _outputs(plain: Linearisation, x: Any) -> Tensor:
+    """`f(w̄, x)`, on a CPU in float64."""
+    x = place(x, plain.device, plain.dtype)
+    # With a graph it is computed as products are; without one, in the precision that the user has set for products.
+    outputs = plain(x, graph=True).detach().reshape(num_rows(x), -1)
+    return outputs[:, _thinned(outputs)].double().cpu()
+
+
+def _thinned(outputs: Tensor) -> slice:
+    return slice(None, None, math.ceil(outputs.shape[1] / _MOST_OUTPUTS) or 1)
+
+
+@solving()
+def _computed(plain: Linearisation, x: Any) -> tuple[Tensor, Tensor]:
+    """Outputs and product, on a CPU in float64."""
     x = place(x, plain.device, plain.dtype)
     signs = torch.randint(2, (plain.num_parameters,), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
     v = (2 * signs - 1).to(plain.device, plain.dtype)
-    # With a graph it is computed as products are; without one, in the precision that the user has set for products.
-    outputs = plain(x, graph=True).detach().reshape(num_rows(x), -1)
-    every = slice(None, None, math.ceil(outputs.shape[1] / _MOST_OUTPUTS) or 1)
-    return outputs[:, every].double().cpu(), plain.jvp(x, v[None])[0, :, every].double().cpu()
+    product = plain.jvp(x, v[None])[0]
+    return _outputs(plain, x), product[:, _thinned(product)].double().cpu()
 
 
 def _relative(a: Tensor, b: Tensor) -> float:

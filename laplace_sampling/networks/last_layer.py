@@ -36,7 +36,7 @@ from laplace_sampling.networks.resources import free_memory
 from laplace_sampling.networks.undisturbed import LOCK, undisturbed
 from laplace_sampling.networks.unwrapping import unwrapped
 
-__all__ = ["LastLayer"]
+__all__ = ["LastLayer", "linear_layer_of"]
 
 # Data that the network is run on to find the layer: networks with batch normalisation may not run on a single one.
 _DATA_OF_THE_RUN = 2
@@ -58,28 +58,38 @@ class LastLayer(Linearisation):
     """A network of whose weights those of the last layer are random.
 
     That is the last of its modules to finish a call that has a matrix (or a kernel) of its own, as linear layers and
-    convolutions do, or the last with any weights if none has. Before the first fit, which runs the network, it is taken
-    to be the one that was registered last.
+    convolutions do, or the last with any weights if none has. A module around a layer that gives the outputs of the
+    network finishes after it, but its own weights, as the class token of a vision transformer, are used before. Before
+    the first fit, which runs the network, it is taken to be the one that was registered last.
 
     Args:
         module: the trained network.
         chunk_size: as for `Linearisation`.
         autocast: as for `Linearisation`.
+        layer: its name, where it is not to be found; without a notice if its inputs are not kept.
 
     Attributes:
         layer: the name of the layer.
-        found: whether the layer was found by a run of the network.
+        named: whether the layer was given by its name.
+        found: whether the layer and its inputs were looked for in a run of the network.
         head: the innermost module that contains it and gives the outputs of the network, with its own weights; `None`
             where products take the whole network.
     """
 
     def __init__(
-        self, module: nn.Module, *, chunk_size: int = DEFAULT_CHUNK, autocast: torch.dtype | None = None
+        self,
+        module: nn.Module,
+        *,
+        chunk_size: int = DEFAULT_CHUNK,
+        autocast: torch.dtype | None = None,
+        layer: str | None = None,
     ) -> None:
         self.found, self.head, self._head_name, self._taken_over = False, None, "", False
+        self.named = layer is not None
         with LOCK:
             module = unwrapped(module)
-            self._choose(module, [name for name, _ in module.named_modules()], chunk_size, autocast)
+            names = [name for name, _ in module.named_modules()] if layer is None else [layer]
+            self._choose(module, names, chunk_size, autocast)
 
     def _choose(self, module: nn.Module, names: list[str], chunk_size: int, autocast: torch.dtype | None) -> None:
         """Takes the last of some modules that has weights of its own."""
@@ -91,7 +101,7 @@ class LastLayer(Linearisation):
                 "called. Name weights with `parameters=[...]`."
             )
         # A normalisation or a scale at the end has weights, too, but is not what users mean by the last layer.
-        with_matrix = [name for name in layers if any(p.dim() > 1 for p in weights[name])]
+        with_matrix = [name for name in layers if _has_matrix(module, name)]
         self.layer = (with_matrix or layers)[-1]
         super().__init__(module, _names_of(module, weights[self.layer]), chunk_size=chunk_size, autocast=autocast)
 
@@ -118,14 +128,17 @@ class LastLayer(Linearisation):
             return
         calls, outputs, layout = self._recorded_calls(x)
         if layout.names:
+            if self.named:
+                self.found = True
+                return
             raise ValueError(
                 f'`parameters="last_layer"` is for one layer, but the model returns the heads {layout.names}. Name '
                 'their layers, as by `parameters=["head_a.*", "head_b.*"]`.'
             )
         if not bool(outputs.isfinite().all()):
             return  # the fit raises when it computes the outputs on all data
-        with LOCK:
-            self._choose(self.module, [call.name for call in calls], self.chunk_size, self.autocast)
+        if not self.named:
+            self._choose_of(calls, outputs)
         name, reason = self._find_head(x, calls, outputs)
         z = None
         if name is not None:
@@ -138,6 +151,14 @@ class LastLayer(Linearisation):
         else:
             self._hold_head(name, z)
         self.found = True
+
+    def _choose_of(self, calls: list[_Call], outputs: Tensor) -> None:
+        """Takes the layer by the calls of a run of the network."""
+        with LOCK:
+            self._choose(self.module, [call.name for call in calls], self.chunk_size, self.autocast)
+            ends = [call.name for call in calls if _has_matrix(self.module, call.name) and _returns(call, outputs)]
+            if inner := [name for name in ends if name != self.layer and self.layer in ("", *_around(name))]:
+                self._choose(self.module, inner[-1:], self.chunk_size, self.autocast)
 
     def _recorded_calls(self, x: Any) -> tuple[list[_Call], Tensor, Layout]:
         """All calls of modules, in the order in which they end, and what the network returns."""
@@ -164,9 +185,8 @@ class LastLayer(Linearisation):
         # Weights may be used outside of the module as well, as tied ones: a product by a random vector tells.
         v = torch.randn(1, self.num_parameters, generator=torch.Generator().manual_seed(0)).to(outputs)
         expected = super().jvp(x, v)
-        parts = self.layer.split(".")
         # From the layer outwards: the innermost module that will do has the smallest forward pass.
-        for name in (".".join(parts[:n]) for n in range(len(parts), 0, -1)):
+        for name in reversed(_around(self.layer)):
             calls_of_module = [call for call in calls if call.name == name]
             if len(calls_of_module) != 1 or not _returns(calls_of_module[0], outputs):
                 continue
@@ -202,6 +222,8 @@ class LastLayer(Linearisation):
 
     def _drop_head(self, reason: str) -> None:
         self.head = None
+        if self.named:
+            return
         warnings.warn(
             f'`parameters="last_layer"`: the inputs of `{self.layer}` are not kept, so that each product runs the '
             f"whole network: {reason}.",
@@ -318,6 +340,25 @@ def _own_weights(module: nn.Module, name: str) -> list[nn.Parameter]:
     if nn.utils.parametrize.is_parametrized(part):
         weights += list(part.get_submodule("parametrizations").parameters())
     return [p for p in weights if p.is_floating_point()]
+
+
+def linear_layer_of(module: nn.Module, names: list[str]) -> str | None:
+    """The name of the linear layer inside a module of which weights are all, if they are those of one."""
+    layer = names[0].rpartition(".")[0]
+    part = module.get_submodule(layer)
+    if not layer or type(part) is not nn.Linear or _names_of(module, _own_weights(module, layer)) != names:
+        return None
+    return layer
+
+
+def _has_matrix(module: nn.Module, name: str) -> bool:
+    return any(weight.dim() > 1 for weight in _own_weights(module, name))
+
+
+def _around(name: str) -> list[str]:
+    """The names of the modules around a part, from outside, and its own."""
+    parts = name.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
 
 def _names_of(module: nn.Module, weights: Sequence[nn.Parameter]) -> list[str]:

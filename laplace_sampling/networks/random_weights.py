@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from laplace_sampling.networks.last_layer import LastLayer
+from laplace_sampling.networks.last_layer import LastLayer, linear_layer_of
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.selection import Selection
 from laplace_sampling.networks.subnetwork import Elements, Subnetwork
@@ -38,4 +38,6 @@ def linearise(
         return LastLayer(module, autocast=autocast)
     if isinstance(parameters, Mapping):
         return Subnetwork(module, parameters, autocast=autocast, compile=compile)
-    return Linearisation(module, parameters, autocast=autocast, compile=compile)
+    network = Linearisation(module, parameters, autocast=autocast, compile=compile)
+    layer = None if compile else linear_layer_of(network.module, network.names)
+    return network if layer is None else LastLayer(module, autocast=autocast, layer=layer)

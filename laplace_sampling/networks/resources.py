@@ -6,7 +6,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from laplace_sampling.networks.undisturbed import undisturbed
 
@@ -44,9 +43,17 @@ class Operations(_Counting):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         counter = self._counters.get(func._overloadpacket)
-        if counter is not None:
+        if func._overloadpacket == torch.ops.aten.convolution_backward:
+            self.count += _of_convolution_backward(*args)
+        elif counter is not None:
             self.count += counter(*args, **(kwargs or {}), out_val=out)
         return out
+
+
+def _of_convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> float:
+    """Each gradient takes as much as the convolution itself; torch counts that of weights once more for each group."""
+    transposed, wanted = rest[4], rest[7]
+    return 2.0 * (x if transposed else grad).numel() * weight[0].numel() * sum(wanted[:2])
 
 
 class TensorBytes(_Counting):
@@ -69,7 +76,16 @@ class TensorBytes(_Counting):
 
 def _dense_tensors(*tree: Any) -> list[Tensor]:
     """The tensors that have a storage, which sparse ones do not have."""
-    return [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.layout == torch.strided]
+    # Arguments of operations are tensors, numbers and lists: torch's `tree_leaves` took more time than the operations.
+    found: list[Tensor] = []
+    for item in tree:
+        if isinstance(item, Tensor):
+            found += [item] if item.layout == torch.strided else []
+        elif isinstance(item, list | tuple):
+            found += _dense_tensors(*item)
+        elif isinstance(item, dict):
+            found += _dense_tensors(*item.values())
+    return found
 
 
 def free_memory(device: torch.device) -> float:

@@ -19,6 +19,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.func import jvp, vmap
 
+from laplace_sampling.networks.elementary_layers import BatchNormCall
+
 __all__ = ["StackedTangents"]
 
 Weights = dict[str, Tensor]
@@ -214,7 +216,7 @@ def _total(terms: list[Tensor]) -> Tensor:
 
 def _batch_norm(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
     """With fixed statistics it is linear in its input, as `derivative_rules` says."""
-    input, mean, var, weight, bias, training, momentum, eps = _batch_norm_arguments(*args, **kwargs)
+    input, mean, var, weight, bias, training, momentum, eps = BatchNormCall(*args, **kwargs)
     if training or mean is None or var is None or isinstance(mean, _Stacked) or input.dtype != mean.dtype:
         return None
     (x, x_dot), (w, w_dot), (b, b_dot) = map(_parts, (input, weight, bias))
@@ -229,19 +231,6 @@ def _batch_norm(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor |
     if b_dot is not None:
         terms.append(b_dot.reshape(len(b_dot), 1, *axes).expand(-1, *value.shape))
     return _Stacked.of(value, _total(terms))
-
-
-def _batch_norm_arguments(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> tuple[Any, ...]:
-    return input, running_mean, running_var, weight, bias, training, momentum, eps
 
 
 def _max_pool(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:

@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from laplace_sampling.networks.elementary_layers import BatchNormCall
+
 __all__ = ["Fold", "Pair", "Use", "WeightUses", "folds"]
 
 # `g`, `[n, q, m, T]`, and `a`, `[n, q, k, T]`.
@@ -226,20 +228,13 @@ def _normalisation(
     return _Operation(weight, bias, leading, pair)
 
 
-def _batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> _Operation | None:
-    if training:  # a datum has no output of its own
+def _batch_norm(*args: Any, **kwargs: Any) -> _Operation | None:
+    call = BatchNormCall(*args, **kwargs)
+    if call.training:  # a datum has no output of its own
         return None
-    x = input.detach()
-    return _normalisation(x, lambda: F.batch_norm(x, running_mean, running_var, eps=eps), True, weight, bias)
+    x = call.input.detach()
+    plain = BatchNormCall(x, call.running_mean, call.running_var, eps=call.eps)
+    return _normalisation(x, lambda: F.batch_norm(*plain), True, call.weight, call.bias)
 
 
 def _group_norm(

@@ -21,7 +21,6 @@ from functools import cache
 from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 __all__ = ["WeightsSeal"]
@@ -48,16 +47,12 @@ class WeightsSeal:
         self._held = [tensor.detach() for _, _, tensor in self._tensors]
         self._versions = [_version(tensor) for _, _, tensor in self._tensors]
         flat = [_flat(tensor) for tensor in self._held]
-        whole = [t.numel() // _BLOCK * _BLOCK for t in flat]
-        blocks = [t[:end].view(-1, _BLOCK) for t, end in zip(flat, whole, strict=True) if end]
-        self._blocks = [part for block in blocks for part in block.split(_CONVERTED)]
-        # Small tensors and the ends of large ones are many: they go as one vector.
-        self._rests: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for tensor, end in zip(flat, whole, strict=True):
-            if end < len(tensor):
-                self._rests.setdefault((tensor.device, _precision(tensor)), []).append(tensor[end:])
+        self._groups = [
+            _Sums([tensor for tensor in flat if (tensor.device, _precision(tensor)) == kind])
+            for kind in dict.fromkeys((tensor.device, _precision(tensor)) for tensor in flat)
+        ]
         self._devices = {tensor.device.type for tensor in flat}
-        self._sums = self._summed()
+        self._sums = [sums.clone() for sums in self._summed()]
 
     @classmethod
     def of(cls, module: nn.Module) -> Self | None:
@@ -78,13 +73,36 @@ class WeightsSeal:
 
     def _summed(self) -> list[Tensor]:
         # Within the user's `autocast` the sums would have three digits.
-        lowered = [kind for kind in self._devices if torch.is_autocast_enabled(kind)]
-        with torch.no_grad(), ExitStack() as contexts:
-            for kind in lowered:
-                contexts.enter_context(torch.autocast(kind, enabled=False))
-            rests = [torch.cat([rest.to(kind) for rest in ends]) for (_, kind), ends in self._rests.items()]
-            rests = [F.pad(rest, (0, -len(rest) % _BLOCK)).view(-1, _BLOCK) for rest in rests]
-            return [_block_sums(part) for part in self._blocks + rests]
+        with ExitStack() as contexts:
+            for kind in self._devices:
+                if torch.is_autocast_enabled(kind):
+                    contexts.enter_context(torch.autocast(kind, enabled=False))
+            return [group.summed() for group in self._groups]
+
+
+class _Sums:
+    """The sums of some tensors of one device and precision, in memory that is taken once."""
+
+    def __init__(self, flat: list[Tensor]) -> None:
+        whole = [t.numel() // _BLOCK * _BLOCK for t in flat]
+        blocks = [t[:end].view(-1, _BLOCK) for t, end in zip(flat, whole, strict=True) if end]
+        self._blocks = [part for block in blocks for part in block.split(_CONVERTED)]
+        # Small tensors and the ends of large ones are many: they go as one vector.
+        self._ends = [tensor[end:] for tensor, end in zip(flat, whole, strict=True) if end < len(tensor)]
+        self._dtype, num = _precision(flat[0]), sum(map(len, self._ends))
+        self._random = _random(self._dtype, flat[0].device)
+        rest = self._random.new_zeros(-(-num // _BLOCK), _BLOCK)
+        self._joined, self._blocks = rest.view(-1)[:num], [*self._blocks, rest]
+        self._all = self._random.new_empty(sum(map(len, self._blocks)))
+        self._each = self._all.split(list(map(len, self._blocks)))
+
+    def summed(self) -> Tensor:
+        """All sums, which the next call overwrites."""
+        if self._ends:
+            torch.cat(self._ends, out=self._joined)
+        for block, sums in zip(self._blocks, self._each, strict=True):
+            torch.mv(block.to(self._dtype), self._random, out=sums)
+        return self._all
 
 
 def _same(now: _Named, before: _Named, held: Tensor, version: int | None) -> bool:
@@ -92,10 +110,6 @@ def _same(now: _Named, before: _Named, held: Tensor, version: int | None) -> boo
     # `is_set_to` compares storage, offset, sizes and strides.
     unmoved = tensor is old and tensor.dtype == held.dtype and tensor.is_set_to(held)
     return unmoved and name == old_name and key == old_key and _version(tensor) == version
-
-
-def _block_sums(blocks: Tensor) -> Tensor:
-    return blocks.to(_precision(blocks)) @ _random(_precision(blocks), blocks.device)
 
 
 @cache

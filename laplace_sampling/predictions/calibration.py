@@ -52,6 +52,8 @@ LOG_SCALE, _LOG_TEMPERATURE = 2.0, 0.5
 # With 80 of them half of it lost 0.2 and twice of it gained 0.2 for the networks that were stopped early, which are
 # not sure enough; the other six changed by at most 0.002.
 _LOG_SHARPER = 0.1
+# How far the logarithm of a temperature is looked for around that of a similar precision.
+_NEAR = 0.3
 # Bounds of the logarithms of scale and noise, and of temperatures, that held-out data choose.
 _LOG_SCALES, _LOG_NOISES, _LOG_TEMPERATURES = (-9.0, 5.0), (-9.0, 9.0), (-3.0, 5.0)
 # By how many nats, over all data, and by how many standard errors the network alone must be better for a warning: a
@@ -238,10 +240,20 @@ def tempered(
     outputs: Float[Tensor, "N C"],
     deviations: Float[Tensor, "K N C"],
     lowest: float,
+    near: float | None = None,
 ) -> Calibration:
-    """As `held_out_classification` with a scale of one: the likeliest temperature above a lowest, to one per cent."""
-    bounds = (math.log(lowest), _LOG_TEMPERATURES[1])
-    temperature = _likeliest_temperature(likelihood, targets, outputs, deviations, bounds, _LOG_TEMPERATURE)
+    """As `held_out_classification` with a scale of one: the likeliest temperature above a lowest, to one per cent.
+
+    It is looked for near another one first, if that is given.
+    """
+    bounds, temperature = (math.log(lowest), _LOG_TEMPERATURES[1]), None
+    if near is not None:
+        low, high = (min(max(math.log(near) + step, bounds[0]), bounds[1]) for step in (-_NEAR, _NEAR))
+        found = _likeliest_temperature(likelihood, targets, outputs, deviations, (low, high), _LOG_TEMPERATURE)
+        inside = all(abs(math.log(found) - end) > 0.01 or end in bounds for end in (low, high))
+        temperature = found if inside else None
+    if temperature is None:
+        temperature = _likeliest_temperature(likelihood, targets, outputs, deviations, bounds, _LOG_TEMPERATURE)
     found = Calibration(temperature=temperature, at_bounds=_at_bounds(temperature=(temperature, _LOG_TEMPERATURES)))
     with_error_bars = _tempered_log_probs(likelihood, targets, outputs, deviations, temperature)
     alone = _tempered_log_probs(likelihood, targets, outputs, torch.zeros_like(deviations[:1]), 1.0)

@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
@@ -16,7 +17,10 @@ from laplace_sampling.linear_model.some_features import SomeFeatures
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.covariance_path import CovariancePath
 
-__all__ = ["Selected", "Selection", "grid"]
+if TYPE_CHECKING:
+    from laplace_sampling.predictions.looks import Looks
+
+__all__ = ["Selected", "Selection", "grid", "nearest"]
 
 # Precisions that are tried, so many a decade: from where the prior leaves a standard deviation of a tenth of a logit,
 # or ten times the largest eigenvalue of the curvature, above which the prior decides, down to where the data decide.
@@ -52,8 +56,18 @@ class Selection(ABC):
     name: str
 
     @abstractmethod
+    def looks(self, features: Features) -> "Looks":
+        """What it looks at, given the training data."""
+
+    @abstractmethod
     def select(
-        self, model: LinearModel, path: CovariancePath, bounds: tuple[float, float], seed: int, weight_norm: float
+        self,
+        model: LinearModel,
+        path: CovariancePath,
+        bounds: tuple[float, float],
+        seed: int,
+        weight_norm: float,
+        near: float | None = None,
     ) -> Selected:
         """The prior precision of a linear model whose posterior is known for all of them.
 
@@ -63,6 +77,7 @@ class Selection(ABC):
             bounds: within which the precision is kept.
             seed: of draws of the function.
             weight_norm: `‖w̄‖²` in the scaled coordinates of the prior.
+            near: a precision near the one that is looked for, where that is known.
         """
 
 
@@ -81,3 +96,8 @@ def grid(path: CovariancePath, features: Features, bounds: tuple[float, float]) 
     number = math.ceil(_A_DECADE * math.log10(high / low)) + 1
     exponents = torch.linspace(math.log10(high), math.log10(low), number, dtype=torch.float64)
     return (10**exponents).clamp(*bounds).unique().flip(0)
+
+
+def nearest(alphas: Float[Tensor, " A"], alpha: float) -> int:
+    """The index of the precision of a grid that is nearest to another one."""
+    return int((alphas.log() - math.log(alpha)).abs().argmin())

@@ -14,7 +14,9 @@ is no reason for error bars without end where there are no data.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from jaxtyping import Float
@@ -26,7 +28,8 @@ from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.some_features import SomeFeatures
 from laplace_sampling.predictions.calibration import Calibration, label_losses, labelled
 from laplace_sampling.predictions.covariance_path import CovariancePath
-from laplace_sampling.predictions.selection import Selected, Selection, grid
+from laplace_sampling.predictions.looks import Looks, decades
+from laplace_sampling.predictions.selection import Selected, Selection, grid, nearest
 from laplace_sampling.solvers.root import falling_root
 
 __all__ = ["SelfConsistency", "most_data"]
@@ -43,25 +46,11 @@ _DRAWS, _STREAM = 32, 2**20 + 2
 _NUMBERS = 2**24
 # Of `log α` of the evidence: predicted standard deviations go with its half.
 _ACCURACY = 1e-3
-# Of the data that are looked at one in so many is looked at everywhere, and all of them at so many precisions to both
-# sides of what these say, a decade.
-_ROUGH, _BESIDE = 3, 3
 # A rise of the loss of a datum, in nats, of which nothing is left but rounding.
 _NOTHING = 1e-12
 # Training data that are looked at: so many at most, at least, and so many rows of the Jacobian for each of them that
 # they are this part of a training epoch.
 _MOST, _LEAST, _PART = 400, 100, 0.3
-
-
-@dataclass(frozen=True)
-class _Look:
-    """Some of the data, at some precisions."""
-
-    some: Tensor
-    alphas: Float[Tensor, " A"]
-
-    def features(self, model: LinearModel) -> Features:
-        return SomeFeatures(model.features, self.some)
 
 
 @dataclass(frozen=True)
@@ -72,41 +61,52 @@ class SelfConsistency(Selection):
         most_ratio: `c`.
         most_lost: `q`.
         in_order: whether the first data are looked at in place of random ones.
+        num_data: how many data are looked at; by default a few hundred, see `most_data`.
     """
 
     name = "self_consistency"
     most_ratio: float = _MOST_RATIO
     most_lost: float = _MOST_LOST
     in_order: bool = False
+    num_data: int | None = None
+
+    def looks(self, features: Features) -> Looks:
+        return Looks(most_data(features) if self.num_data is None else self.num_data, _DRAWS)
 
     def select(
-        self, model: LinearModel, path: CovariancePath, bounds: tuple[float, float], seed: int, weight_norm: float
+        self,
+        model: LinearModel,
+        path: CovariancePath,
+        bounds: tuple[float, float],
+        seed: int,
+        weight_norm: float,
+        near: float | None = None,
     ) -> Selected:
-        some = torch.arange(most_data(model.features)) if self.in_order else few_data(model.features, seed)
+        looks, draws = self.looks(model.features), Draws(_DRAWS, seed, _STREAM)
+        some = _some(model.features, looks.num_data, None if self.in_order else seed)
         alphas = grid(path, SomeFeatures(model.features, some), bounds)
-        # A part of the data and every other precision say where it is worth to look.
-        looks = [_Look(some[::_ROUGH], alphas[::2])]
-        first = 2 * _first_outside(self._excesses(model, path, looks[0], seed))
-        looks.append(_Look(some, alphas[max(0, first - _BESIDE) : first + _BESIDE + 1]))
-        excess = self._excesses(model, path, looks[1], seed)
-        if _first_outside(excess) in (0, len(excess)) and len(excess) < len(alphas):
-            looks.append(_Look(some, alphas))
-            excess = self._excesses(model, path, looks[2], seed)
-        alpha, problems = _last_within(looks[-1].alphas, excess)
+        products = 0.0
+        if near is None:
+            part, coarse = some[looks.part], decades(len(alphas))
+            rough = path.deviations(SomeFeatures(model.features, part), alphas[coarse], draws, len(coarse))
+            outside = (i for n, i in enumerate(coarse) if self._excess(model, part, rough[n]) > 1)
+            # The first one of the whole grid that is outside lies up to a decade above.
+            start = max(0, next(outside, len(alphas)) - 1)
+            products = rough.products
+        else:
+            start = nearest(alphas, near)
+        found = path.deviations(SomeFeatures(model.features, some), alphas, draws)
+        excess = cache(lambda index: self._excess(model, some, found[index]))
+        alpha, problems = _last_within(alphas, excess, _first_outside(excess, start, len(alphas)))
         alpha = max(alpha, _of_evidence(path, weight_norm, bounds))
-        products = (path.products(look.features(model), len(look.alphas), _draws(seed)) for look in looks)
         return Selected(
             alpha,
             model.likelihood,
             Calibration(),
             path.effective_dimension(alpha),
-            passes=sum(products) / (2 * model.features.num_data),
+            passes=(products + found.products) / (2 * model.features.num_data),
             problems=problems,
         )
-
-    def _excesses(self, model: LinearModel, path: CovariancePath, look: "_Look", seed: int) -> Float[Tensor, " A"]:
-        deviations = path.deviations(look.features(model), look.alphas, _draws(seed))
-        return torch.tensor([self._excess(model, look.some, z) for z in deviations], dtype=torch.float64)
 
     def _excess(self, model: LinearModel, some: Tensor, z: Float[Tensor, "K n C"]) -> float:
         """How much of its bounds the draws of the function at one precision use; more than one is too much."""
@@ -135,40 +135,42 @@ def _of_evidence(path: CovariancePath, weight_norm: float, bounds: tuple[float, 
     return math.exp(root)
 
 
-def _draws(seed: int) -> Draws:
-    return Draws(_DRAWS, seed, _STREAM)
-
-
-def few_data(features: Features, seed: int) -> Tensor:
-    """Indices of a random part of the data, in order: as many as cost less than a part of an epoch."""
-    num = most_data(features)
+def _some(features: Features, num: int, seed: int | None) -> Tensor:
+    """Indices of a random part of the data, in order, or of the first ones."""
+    if seed is None:
+        return torch.arange(num)
     chosen = torch.randperm(features.num_data, generator=torch.Generator().manual_seed(seed))[:num]
     return chosen.sort().values
 
 
 def most_data(features: Features) -> int:
-    """How many data the rule looks at."""
+    """How many data the rule looks at: those whose rows of the Jacobian cost less than a part of an epoch."""
     num = int(_PART * features.num_data / features.num_outputs)
     return min(features.num_data, max(_LEAST, min(_MOST, num)), max(1, _NUMBERS // (_DRAWS * features.num_outputs)))
 
 
-def _first_outside(excess: Float[Tensor, " A"]) -> int:
-    """The first precision at which a bound is not kept, or the number of all."""
-    outside = (excess > 1).nonzero()[:, 0]
-    return int(outside[0]) if len(outside) else len(excess)
+def _first_outside(excess: Callable[[int], float], start: int, number: int) -> int:
+    """The first precision at which a bound is not kept, near another one; or the number of all."""
+    first = start
+    while first > 0 and excess(first) > 1:
+        first -= 1
+    while first < number and excess(first) <= 1:
+        first += 1
+    return first
 
 
-def _last_within(alphas: Float[Tensor, " A"], excess: Float[Tensor, " A"]) -> tuple[float, tuple[str, ...]]:
+def _last_within(
+    alphas: Float[Tensor, " A"], excess: Callable[[int], float], first: int
+) -> tuple[float, tuple[str, ...]]:
     """The smallest precision down to which all bounds are kept, interpolated."""
-    first = _first_outside(excess)
-    if first == len(excess):
+    if first == len(alphas):
         return float(alphas[-1]), ()
     if first == 0:
         return float(alphas[0]), (
             "The training loss does not rise as Laplace's approximation says at any prior precision that was tried: "
             f"the largest, {float(alphas[0]):.3g}, is taken. Look at the network's outputs on the training data.",
         )
-    below, above = float(excess[first - 1]), float(excess[first])
+    below, above = excess(first - 1), excess(first)
     part = (1 - below) / (above - below) if math.isfinite(above) else 0.0
     logs = alphas.log()
     return float((logs[first - 1] + part * (logs[first] - logs[first - 1])).exp()), ()

@@ -5,7 +5,9 @@ the best temperature `T` is found. For a Gaussian likelihood the covariance is `
 unit noise, so that the best noise precision `b` is a closed form for each `ρ` where outputs are independent.
 """
 
+import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from jaxtyping import Float
@@ -17,14 +19,18 @@ from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.some_features import SomeFeatures
 from laplace_sampling.predictions.calibration import Calibration, own_temperature, tempered
 from laplace_sampling.predictions.covariance_path import CovariancePath
-from laplace_sampling.predictions.selection import Selected, Selection, grid
+from laplace_sampling.predictions.looks import Looks, climb, decades
+from laplace_sampling.predictions.selection import Selected, Selection, grid, nearest
 
-__all__ = ["Validation", "check_finite"]
+__all__ = ["Validation", "check_finite", "held_out_looks"]
 
 # Draws of the function for each datum, each with its opposite.
 _DRAWS, _STREAM = 16, 2**20 + 3
+# Nats a datum by which a part of the data is less likely than at its best where no smaller precision is tried.
+_FAR = 0.05
 
 
 @dataclass(frozen=True)
@@ -44,18 +50,27 @@ class Validation(Selection):
     targets: Tensor
     likelihood: Likelihood
 
+    def looks(self, features: Features) -> Looks:
+        return held_out_looks(self.features.num_data, self.likelihood)
+
     def select(
-        self, model: LinearModel, path: CovariancePath, bounds: tuple[float, float], seed: int, weight_norm: float
+        self,
+        model: LinearModel,
+        path: CovariancePath,
+        bounds: tuple[float, float],
+        seed: int,
+        weight_norm: float,
+        near: float | None = None,
     ) -> Selected:
         # One product with all of these data: an infinite variance would leave no precision to try.
         check_finite(self.outputs, torch.tensor(path.prior_variance(self.features, Draws(1, seed, _STREAM))))
-        alphas = grid(path, self.features, bounds)
+        alphas, products = grid(path, self.features, bounds), float(self.features.num_data)
         if isinstance(model.likelihood, Gaussian):
             alpha, likelihood, calibration = self._of_regression(model.likelihood, path, alphas)
+            products += self.features.num_data * self.features.num_outputs
         else:
-            alpha, calibration = self._of_labels(path, alphas, seed)
-            likelihood = model.likelihood
-        products = path.products(self.features, len(alphas), Draws(_DRAWS, seed, _STREAM)) + self.features.num_data
+            alpha, calibration, spent = self._of_labels(path, alphas, Draws(_DRAWS, seed, _STREAM), near)
+            likelihood, products = model.likelihood, products + spent
         return Selected(
             alpha,
             likelihood,
@@ -64,17 +79,29 @@ class Validation(Selection):
             passes=products / (2 * model.features.num_data),
         )
 
-    def _of_labels(self, path: CovariancePath, alphas: Tensor, seed: int) -> tuple[float, Calibration]:
-        best: tuple[float, float, Calibration] | None = None
-        own = own_temperature(self.likelihood, self.targets, self.outputs)
-        deviations = path.deviations(self.features, alphas, Draws(_DRAWS, seed, _STREAM))
-        for alpha, z in zip(alphas.tolist(), deviations, strict=True):
-            found = tempered(self.likelihood, self.targets, self.outputs, z, own)
-            assert found.log_likelihood is not None
-            if best is None or found.log_likelihood > best[0]:
-                best = found.log_likelihood, alpha, found
-        assert best is not None
-        return best[1], best[2]
+    def _of_labels(
+        self, path: CovariancePath, alphas: Tensor, draws: Draws, near: float | None
+    ) -> tuple[float, Calibration, float]:
+        """`α`, temperature, and what they took."""
+        tempered_of, products = _Tempered(self), 0.0
+        if near is None:
+            part, coarse = self.looks(self.features).part, decades(len(alphas))
+            rough = path.deviations(SomeFeatures(self.features, part), alphas[coarse], draws, len(coarse))
+            start, best = 0, -math.inf
+            for number, index in enumerate(coarse):
+                found = tempered_of(rough[number], part).log_likelihood
+                assert found is not None
+                if found > best:
+                    start, best = index, found
+                elif found < best - _FAR * len(part):
+                    break
+            products = rough.products
+        else:
+            start = nearest(alphas, near)
+        everything, deviations = torch.arange(self.features.num_data), path.deviations(self.features, alphas, draws)
+        calibration = cache(lambda index: tempered_of(deviations[index], everything))
+        best = climb(lambda index: calibration(index).log_likelihood or 0.0, start, len(alphas))
+        return float(alphas[best]), calibration(best), products + deviations.products
 
     def _of_regression(
         self, likelihood: Gaussian, path: CovariancePath, alphas: Tensor
@@ -95,6 +122,27 @@ class Validation(Selection):
         alone = Normal(0.0, own**-0.5).log_prob(error).sum(1)
         fitted = likelihood.with_precision(torch.tensor(best[2])) if likelihood.learn else likelihood
         return best[1], fitted, Calibration().scored("held out", best[3], alone)
+
+
+def held_out_looks(num_data: int, likelihood: Likelihood) -> Looks:
+    """What the rule looks at, of so many held-out data."""
+    # The likeliest of five precisions, of which two to each side are less likely.
+    return Looks(num_data, _DRAWS, rows=isinstance(likelihood, Gaussian), near=5)
+
+
+class _Tempered:
+    """The likeliest temperature at one precision after the other, searched for from the one before."""
+
+    def __init__(self, rule: Validation) -> None:
+        self._rule, self._last = rule, None
+        self._own = own_temperature(rule.likelihood, rule.targets, rule.outputs)
+
+    def __call__(self, deviations: Float[Tensor, "K n C"], some: Tensor) -> Calibration:
+        rule = self._rule
+        outputs, targets = rule.outputs[some], rule.targets[some]
+        found = tempered(rule.likelihood, targets, outputs, deviations, self._own, self._last)
+        self._last = found.temperature
+        return found
 
 
 def check_finite(*found: Tensor) -> None:

@@ -77,9 +77,10 @@ def as_numbers(what: str, values: Any, *, boolean: bool = False) -> Tensor:
 
 def check_finite(method: str, quantities: dict[str, Tensor]) -> None:
     """Raise a `FloatingPointError` if what a fit by a method ended with is not finite."""
-    # Row by row: a mask of all samples would take a quarter of their memory.
+    # Row by row: a mask of all samples would take a quarter of their memory. A vector is one row: number by number the
+    # mode of 3.4 million weights took 30 s.
     wrong = [
-        name for name, value in quantities.items() if not all(bool(v.isfinite().all()) for v in torch.atleast_1d(value))
+        name for name, value in quantities.items() if not all(bool(v.isfinite().all()) for v in torch.atleast_2d(value))
     ]
     if wrong:
         raise FloatingPointError(

@@ -17,13 +17,14 @@ from benchmarks.data.tasks import Part
 from benchmarks.price import __main__ as command
 from benchmarks.price import budgets, defaults, factored, fits, last_layer, numbers, parts, published, training
 from benchmarks.price.dense_reference import Reference, distance
-from benchmarks.price.fits import Measured, epochs_row, measured
-from benchmarks.price.meter import OutOfTime, limited, operations_of, turns
+from benchmarks.price.fits import Measured, OutOfTime, epochs_row, measured
+from benchmarks.price.meter import operations_of, turns
 from benchmarks.price.networks import CNN, LENET, MLP, SMALL, build, num_weights
 from benchmarks.price.report import page
 from benchmarks.price.scores import auroc_of, log_loss, log_losses, our_log_loss, temperature
 from benchmarks.price.setup import Row, Setup, at_most
 from benchmarks.price.training import epoch_of
+from benchmarks.time_limit import time_limit
 from laplace_sampling import IsotropicPrior, LinearisedLaplace
 
 
@@ -56,9 +57,9 @@ def test_a_limit_ends_what_takes_longer() -> None:
         while True:
             math.sqrt(2)
 
-    with pytest.raises(OutOfTime), limited(0.05):
+    with pytest.raises(OutOfTime, match=r"0\.05 s"), time_limit(0.05, OutOfTime):
         forever()
-    with limited(10.0):
+    with time_limit(10.0, OutOfTime):
         pass
 
 

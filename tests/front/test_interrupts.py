@@ -5,6 +5,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,10 @@ from flat_settings import QUICK, laplace_of, loader
 from snapshot import assert_unchanged, snapshot
 
 from laplace_sampling import ConvergenceWarning, LinearisedLaplace, NotFittedError, Step
+from laplace_sampling.linear_model import sampling
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.methods.fit import SAMPLE_STREAM
+from laplace_sampling.methods.solver_method import SolverMethod
 from laplace_sampling.networks.held_module import precisions
 
 
@@ -142,6 +147,54 @@ def test_an_interrupted_second_fit_shows_its_steps_until_the_next_one() -> None:
     assert la.history_ == first
     la.fit(loader(case), progress=False)
     assert la.history_ == []
+
+
+@pytest.mark.parametrize(
+    ("method", "call"),
+    [("krylov", "fit_hyperparameters"), ("dual", "fit"), ("dual", "fit_hyperparameters"), ("sgd", "fit")],
+)
+def test_groups_of_samples_that_are_drawn_are_kept(
+    method: str, call: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    case, groups = make_case("regression"), []
+    settings = {"solver": QUICK if method == "sgd" else None, "num_samples": 6}
+    la, whole = (laplace_of(case.model, "regression", method=method, **settings) for _ in range(2))
+    monkeypatch.setattr(SolverMethod, "rows", lambda *_: 2)
+    draw = sampling.sample_posterior
+    interrupted = 3
+
+    def counted(ggn: Any, prior: Any, draws: Draws, *others: Any, **settings: Any) -> Any:
+        if draws.stream == SAMPLE_STREAM:
+            groups.append(draws.first)
+            if len(groups) == interrupted:
+                raise KeyboardInterrupt
+        return draw(ggn, prior, draws, *others, **settings)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        getattr(whole, call)(loader(case), progress=False)
+    monkeypatch.setattr(sampling, "sample_posterior", counted)
+    with pytest.warns(ConvergenceWarning, match="The fit was interrupted: 4 of 6 samples were drawn") as caught:
+        getattr(la, call)(loader(case), progress=False)
+    assert "Give" not in str(caught[0].message)  # advice on solves that would not converge
+    assert groups == [0, 2, 4]  # no other way to solve is tried
+    assert not la.converged_
+    assert "(4 samples" in str(la)
+    assert torch.equal(la.samples_, whole.samples_[:4])
+    assert torch.equal(la.predict(case.x).samples, whole.predict(case.x, num_samples=4).samples)
+    la.save(tmp_path / "posterior.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", case.model)
+    assert torch.equal(loaded.samples_, la.samples_)
+    groups.clear()
+    interrupted = 1
+    with pytest.raises(KeyboardInterrupt):
+        getattr(la, call)(loader(case), progress=False)
+    assert torch.equal(la.samples_, whole.samples_[:4])
+    interrupted = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        la.fit(loader(case), progress=False, warm_start=True)
+    assert len(la.samples_) == 6
 
 
 def test_a_failed_fit_leaves_how_many_data_go_through_the_network(monkeypatch) -> None:

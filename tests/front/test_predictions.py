@@ -9,8 +9,8 @@ import pytest
 import torch
 from cases import make_case
 from flat_settings import loader
+from kernels import kernels_of
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace_sampling import LinearisedLaplace
 from laplace_sampling.networks.resources import TensorBytes
@@ -117,27 +117,11 @@ def test_predictions_hold_no_more_than_batches_of_the_fit(dtype: torch.dtype | N
     assert max(made.sizes) <= max(deviations, 4 * la.network.num_parameters * 4)
 
 
-class _Calls(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def count(call: Any) -> int:
-    with _Calls() as calls:
-        call()
-    return calls.count
-
-
 def test_kernels_of_a_prediction_beside_those_of_its_products() -> None:
     la, x = fitted("classification", method="krylov", num_samples=4)
     one, samples = x[:1], la.samples_
     la.predict(one)
-    beside = count(lambda: la.predict(one)) - count(lambda: la.network.jvp(one, samples))
-    beside -= count(lambda: la.network.evaluate(one))
+    beside = kernels_of(lambda: la.predict(one)) - kernels_of(lambda: la.network.jvp(one, samples))
+    beside -= kernels_of(lambda: la.network.evaluate(one))
     # The seal takes one product for each large block and three for all small tensors, and a detached view of none.
     assert beside <= 30

@@ -9,7 +9,8 @@ from cases import Case, make_case
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling.linear_model.dense_curvature import DenseCurvature
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.dense_curvature import DenseCurvature, HeldCurvatures
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.kronecker import restored_curvature
 from laplace_sampling.linear_model.network_features import NetworkFeatures
@@ -105,6 +106,22 @@ def test_the_accumulated_matrix_is_the_dense_ggn(case: Case) -> None:
     found = DenseCurvature.accumulated(ggn)
     assert_close(found.matmul(torch.eye(ggn.size, dtype=torch.float64)), expected, rtol=1e-6, atol=1e-9)
     assert found.passes == ggn.features.num_outputs / 2
+
+
+def test_a_held_matrix_serves_every_noise_and_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, held = make_case("regression").linear_model(), HeldCurvatures()
+    scale = numbers(model.features.size)
+    ggn = model.ggn(model.network_outputs)
+    ggns = [replace(ggn, likelihood=Gaussian(noise)) for noise in (1.0, 3.0)]
+    plain = [DenseCurvature.accumulated(ggn).matrix for ggn in ggns]
+    held.of(ggns[0], None)
+    monkeypatch.setattr(DenseCurvature, "accumulated", None)
+    for ggn, matrix in zip(ggns[::-1], plain[::-1], strict=True):
+        assert_close(held.of(ggn, None).matrix, matrix)
+        for factor in (scale, torch.full_like(scale, 0.5)):
+            found = held.of(ggn, factor)
+            assert_close(found.matrix, factor[:, None] * matrix * factor)
+            assert_close(found.spectrum, torch.linalg.eigvalsh(found.matrix))
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 100])

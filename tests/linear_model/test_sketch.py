@@ -1,18 +1,24 @@
 """Sketches: all functions against dense algebra, the correction of the inverse, growth and its limits."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import make_case
+from problems import make_prior
 from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_sampling.likelihoods.categorical import Categorical
-from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.kronecker import restored_curvature
 from laplace_sampling.linear_model.random_rows import RandomRows
 from laplace_sampling.linear_model.sketch import Sketch
 from laplace_sampling.linear_model.sketch_growth import Growth, grow, rows_that_fit
+from laplace_sampling.linear_model.sketch_sampler import Part
 from laplace_sampling.solvers.operator import Congruent, make_dense
 
 P = 30
@@ -219,3 +225,24 @@ def test_passes_count_the_vjps() -> None:
     assert sketch.num_rows == 12
     spent = ggn.features.network.products["vjp"] - before
     assert spent <= 2 * 8 * sketch.passes <= 12 + 8
+
+
+@pytest.mark.parametrize("noise", [1.0, 9.0])
+def test_a_part_is_compared_with_its_half_under_the_noise_that_is_asked_for(noise: float) -> None:
+    case = make_case("regression")
+    model = case.linear_model()
+    first, asked = (replace(model.ggn(model.network_outputs), likelihood=Gaussian(b)) for b in (1.0, noise))
+    prior = make_prior(model, case, "isotropic").with_precision(torch.tensor([2.0], dtype=torch.float64))
+    growth, expected = (
+        Growth(RandomRows(replace(ggn, features=ScaledFeatures(ggn.features, prior.scale)), 0))
+        for ggn in (first, asked)
+    )
+    for num_rows in (4, 8):
+        sketch = growth.sketch(num_rows)
+        expected.sketch(num_rows)
+    part = Part(growth, sketch, tolerance=math.inf)
+    part.grow(asked, prior, 8)
+    assert part.sketch.change == pytest.approx(expected.change(prior.precision))
+    # The correction of both is that of the precision.
+    eye = torch.eye(asked.size, dtype=torch.float64)
+    assert_close(part.of(asked, prior).matmul(eye), expected.made[-1].at(2.0).matmul(eye))

@@ -111,6 +111,26 @@ def test_a_fit_does_what_was_planned(budget: float | None, monkeypatch: pytest.M
     assert all(rung.method.name in str(plan) for rung in plan.rungs)
 
 
+@pytest.mark.parametrize("method", ["kfac", "subset"])
+@pytest.mark.parametrize("validation", [False, True])
+def test_plan_and_rule_agree_on_what_the_rule_takes(
+    method: str, validation: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budgets, "_FREE", 0.0)
+    # Samples of the weights, as of large networks.
+    monkeypatch.setattr("laplace_sampling.predictions.covariance_path._MOST_WEIGHTS", 100)
+    model, data = image_problem()
+    held_out = [(x.flip(0), y.flip(0)) for x, y in data[:2]] if validation else None
+    la = LinearisedLaplace(model, "classification", num_samples=16, method=method)
+    plan = la.plan(data, held_out, budget=10.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        la.fit_hyperparameters(data, held_out, budget=10.0, progress=False)
+    assert la.diagnose().method == plan.method == method
+    print(method, validation, plan.epochs, spent(la))
+    assert spent(la) / 1.35 < plan.epochs < 1.35 * spent(la)
+
+
 def test_a_plan_fits_nothing() -> None:
     model, data = image_problem(250)
     la = LinearisedLaplace(model, "classification", num_samples=4)

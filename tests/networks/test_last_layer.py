@@ -7,9 +7,11 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from laplace_sampling import SGD, Categorical, Gaussian, LinearisedLaplace
+from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.networks import last_layer as module_of_last_layer
 from laplace_sampling.networks.last_layer import LastLayer
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.networks.random_weights import linearise
 
 
 class Counted(nn.Module):
@@ -50,6 +52,17 @@ class NormAfter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.top(self.body(x))
+
+
+class ClassToken(nn.Module):
+    """A matrix of the module around the layer, which finishes after it, is used before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.body, self.head = nn.Parameter(torch.zeros(1, 5)), body(), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x) + self.token)
 
 
 class Squeezed(nn.Module):
@@ -150,14 +163,18 @@ def assert_same(
     arguments=None,
     **settings,
 ) -> LinearisedLaplace:
-    """All numbers of a fit with `"last_layer"` are those of the same weights by name."""
+    """All numbers of a fit with `"last_layer"` and by name are those of masks, whose products take the network."""
+    weights = dict(model.named_parameters())
+    masks = {name: torch.ones(weights[name].shape, dtype=torch.bool) for name in names}
     las = [
         laplace_of(model, likelihood, parameters=parameters, num_samples=8, **settings)
-        for parameters in ("last_layer", names)
+        for parameters in ("last_layer", names, masks)
     ]
-    for left, right in zip(*(numbers(la, loader, x, tune, **(arguments or {})) for la in las), strict=True):
-        assert_close(left, right, rtol=1e-8, atol=1e-9)
-    assert las[0].network.names == names
+    expected, *others = (numbers(la, loader, x, tune, **(arguments or {})) for la in reversed(las))
+    for found in others:
+        for left, right in zip(found, expected, strict=True):
+            assert_close(left, right, rtol=1e-8, atol=1e-9)
+    assert las[0].network.names == las[1].network.names == names
     return las[0]
 
 
@@ -179,6 +196,8 @@ def test_equal_to_the_same_weights_by_name(method: str) -> None:
 
 NETWORKS = {
     "norm_after": (NormAfter, ["top.0.weight", "top.0.bias"], "top"),
+    "class_token": (ClassToken, ["head.weight", "head.bias"], "head"),
+    "class_token_inside": (lambda: nn.Sequential(ClassToken()), ["0.head.weight", "0.head.bias"], "0.head"),
     "sequential": (lambda: nn.Sequential(body(), nn.Linear(5, 3)), ["1.weight", "1.bias"], "1"),
     "weight_norm": (
         lambda: nn.Sequential(body(), nn.utils.parametrizations.weight_norm(nn.Linear(5, 3))),
@@ -343,6 +362,30 @@ def test_float32_keeps_its_features_and_predicts(tmp_path) -> None:
     assert_close(loaded.predict(x.float()).samples, la.predict(x.float()).samples)
     loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", model)
     assert_close(loaded.predict(x.float()).samples, la.predict(x.float()).samples)
+
+
+def test_a_linear_layer_by_name_keeps_its_inputs_where_it_can(tmp_path) -> None:
+    model, (x, y) = randomised(BackToFront()), data()
+    la = LinearisedLaplace(model, "classification", parameters=["head.*"], num_samples=4).fit([(x, y)], progress=False)
+    assert isinstance(la.network, LastLayer)
+    assert la.network.head is not None
+    la.save(tmp_path / "head.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "head.pt", model)
+    assert_close(loaded.predict(x).samples, la.predict(x).samples, rtol=1e-10, atol=1e-10)
+    assert isinstance(loaded.network, LastLayer)
+    assert loaded.network.named
+    # A layer in the middle, and one of two heads: products take the whole network, as for any weights.
+    first = LinearisedLaplace(model, "classification", parameters=["body.body.0.*"], num_samples=4)
+    first.fit([(x, y)], progress=False).predict(x)
+    assert first.network.names == ["body.body.0.weight", "body.body.0.bias"]
+    assert isinstance(first.network, LastLayer)
+    assert first.network.head is None
+    heads = Linearisation(randomised(TwoHeads()), ["a.*"])
+    network = linearise(heads.module, ["a.*"])
+    with network.keep_inputs(TrainingData([(x, y)])) as kept:
+        assert kept == []
+    v = torch.ones(2, heads.num_parameters, dtype=torch.float64)
+    assert_close(network.jvp(x, v), heads.jvp(x, v))
 
 
 def test_a_fit_after_loading_keeps_inputs_too(tmp_path) -> None:

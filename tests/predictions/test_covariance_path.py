@@ -63,9 +63,11 @@ def test_draws_of_the_function_have_its_covariance_and_come_from_weights_if_outp
     for most in (32, 1):
         monkeypatch.setattr("laplace_sampling.predictions.covariance_path._MOST_OUTPUTS", most)
         monkeypatch.setattr("laplace_sampling.predictions.covariance_path._SAMPLES", num)
-        drawn = list(path.deviations(few, ALPHAS, Draws(num, 0, 5)))
-        assert len(drawn) == len(ALPHAS)
-        for z, covariance in zip(drawn, covariances, strict=True):
+        drawn = path.deviations(few, ALPHAS, Draws(num, 0, 5), 1)
+        for index, covariance in enumerate(covariances):
+            z = drawn[index]
             found = torch.einsum("knc,knd->ncd", z, z) / num
             # An entry has the standard error √((V_cc V_dd + V_cd²)/K), at most √(2/K) of the largest entry.
             assert_close(found, covariance, rtol=0, atol=5 * (2 / num) ** 0.5 * float(covariance.abs().max()))
+        # Rows of three data are made for two precisions, and then for two more; samples for each one.
+        assert drawn.products == (2 * 3 * 4 if most == 32 else 3 * 3 * num)

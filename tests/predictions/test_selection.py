@@ -2,22 +2,28 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from cases import make_case
 from problems import make_prior
 from torch import Tensor
-from torch.distributions import MultivariateNormal
+from torch.distributions import MultivariateNormal, Normal
 
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.weighted import weighted
+from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.dense_curvature import DenseCurvature
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import ungrouped
 from laplace_sampling.linear_model.some_features import SomeFeatures
+from laplace_sampling.predictions.calibration import own_temperature, tempered
 from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
 from laplace_sampling.predictions.selection import Selected, grid
-from laplace_sampling.predictions.self_consistency import SelfConsistency, few_data
+from laplace_sampling.predictions.self_consistency import SelfConsistency
 from laplace_sampling.predictions.validation import Validation
 
 BOUNDS = (1e-8, 1e12)
@@ -61,6 +67,13 @@ def test_the_loss_rises_as_its_curvature_says_down_to_the_precision(name: str, c
     if found.alpha > 1.01 * float(alphas[-1]):
         assert abs(math.log(ratio_at(model, path, found.alpha))) == pytest.approx(math.log(1.5), abs=0.1)
     assert found.effective_dimension == pytest.approx(path.effective_dimension(found.alpha))
+
+
+def test_a_loss_that_grows_less_than_its_curvature_says_bounds_the_precision_too() -> None:
+    model, path = problem("binary", 0.0)
+    found = select(model, path, most_ratio=1.2)
+    assert found.alpha > 10 * float(grid(path, model.features, BOUNDS)[-1])
+    assert math.log(ratio_at(model, path, found.alpha)) == pytest.approx(-math.log(1.2), abs=0.05)
 
 
 def test_the_precision_is_not_below_that_of_the_evidence_of_the_trained_weights() -> None:
@@ -136,17 +149,90 @@ def test_a_datum_of_weight_two_counts_as_two() -> None:
 
 def test_a_part_of_many_data_is_looked_at_and_its_rows_are_counted() -> None:
     class Many:
-        num_data, num_outputs = 60_000, 10
+        num_data, num_outputs, size = 60_000, 10, 500
 
-    some = few_data(Many(), 3)  # pyright: ignore[reportArgumentType]
-    assert len(some) == len(some.unique()) == 400
-    assert bool((some[1:] > some[:-1]).all())
+    features: Any = Many()
+    assert SelfConsistency().looks(features).num_data == 400
     Many.num_data = 1000
-    assert len(few_data(Many(), 0)) == 100  # pyright: ignore[reportArgumentType]
+    looks = SelfConsistency().looks(features)
+    assert (looks.num_data, SelfConsistency(num_data=70).looks(features).num_data) == (100, 70)
+    # A third of them first, ten rows of the Jacobian for each.
+    assert looks.products(features) == 10 * (34 + 100)
+    assert looks.products(features, rough=False) == 10 * 100
+    cost = Cost(jvp=2.0, vjp=3.0, gradient=4.0)
+    assert looks.operations(features, cost) == 3 * looks.products(features)
+    assert looks.within(features, cost, 1e9) == looks
+    fewer = looks.within(features, cost, 0.8 * looks.operations(features, cost))
+    assert 50 < fewer.num_data <= 80
+    assert looks.within(features, cost, 0.0).num_data == 50
     model, path = problem("classification")
-    # Eight data of four outputs take 32 VJPs, three of them 12 more, and a pass is a JVP and a VJP of all eight. All is
-    # looked at once more where the three say nothing of the others.
-    assert select(model, path).passes in ((32 + 12) / 16, (2 * 32 + 12) / 16)
+    # Eight data of four outputs take 32 VJPs at all precisions and again where bounds are left, and a pass is a JVP and
+    # a VJP of all eight.
+    assert select(model, path).passes == 2 * 32 / 16
+
+
+@pytest.mark.parametrize("confidence", [1.0, 6.0])
+@pytest.mark.parametrize("samples", [False, True])
+def test_where_another_path_has_said_where_to_look_the_same_is_found_for_less(
+    confidence: float, samples: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("laplace_sampling.predictions.covariance_path._MOST_OUTPUTS", 1 if samples else 32)
+    model, path = problem("classification", confidence)
+    rule = SelfConsistency(1.5, 1e9)
+    found = rule.select(model, path, BOUNDS, 0, 1e12)
+    near = rule.select(model, path, BOUNDS, 0, 1e12, 2 * found.alpha)
+    assert near.alpha == pytest.approx(found.alpha)
+    assert near.passes < found.passes
+    other = held_out(model)
+    found = other.select(model, path, BOUNDS, 0, 1.0)
+    near = other.select(model, path, BOUNDS, 0, 1.0, 2 * found.alpha)
+    assert near.alpha == pytest.approx(found.alpha)
+    assert near.passes < found.passes
+
+
+@pytest.mark.parametrize("samples", [False, True])
+@pytest.mark.parametrize("name", ["classification_many_data", "multi_label", "many"])
+def test_held_out_labels_are_as_likely_from_coarse_to_fine_as_by_a_search_of_all_precisions(
+    name: str, samples: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("laplace_sampling.predictions.covariance_path._MOST_OUTPUTS", 1 if samples else 32)
+    if name == "many":
+        model, path, rule = many()
+    else:
+        model, path = problem(name, 3.0)
+        rule = held_out(model)
+    selected = rule.select(model, path, BOUNDS, 0, 1.0)
+    alphas = grid(path, rule.features, BOUNDS)
+    deviations = path.deviations(rule.features, alphas, Draws(16, 0, 2**20 + 3))
+    own = own_temperature(rule.likelihood, rule.targets, rule.outputs)
+    everywhere = (
+        tempered(rule.likelihood, rule.targets, rule.outputs, deviations[index], own) for index in range(len(alphas))
+    )
+    best = max(calibration.log_likelihood or -math.inf for calibration in everywhere)
+    found = selected.calibration.log_likelihood
+    assert found is not None
+    assert found > best - 1e-3 * len(rule.outputs)
+    if name == "many" and samples:
+        assert 2 * model.features.num_data * selected.passes < 0.6 * deviations.products
+
+
+def many() -> tuple[LinearModel, CovariancePath, Validation]:
+    """An overconfident linear model, and 300 held-out data of its own kind."""
+    generator = torch.Generator().manual_seed(3)
+    J = torch.randn(400, 4, 40, generator=generator, dtype=torch.float64) / 3
+    f = J @ torch.randn(40, generator=generator, dtype=torch.float64)
+    y = torch.multinomial(f.softmax(1), 1, generator=generator)[:, 0]
+    case = make_case("classification")
+    model = replace(
+        case.linear_model("affine"),
+        features=DenseFeatures(J[:100]),
+        network_outputs=3 * f[:100],
+        offset=torch.zeros_like(f[:100]),
+        targets=y[:100],
+    )
+    prior = ungrouped(torch.ones(40, dtype=torch.float64), 1.0)
+    path = FactoredPath(DenseCurvature.accumulated(model.ggn(model.network_outputs)), prior)
+    return model, path, Validation(DenseFeatures(J[100:]), 3 * f[100:], y[100:], model.likelihood)
 
 
 def test_no_precision_at_which_the_rises_agree_takes_the_largest_and_says_so() -> None:
@@ -164,7 +250,11 @@ def held_out(model: LinearModel, seed: int = 0) -> Validation:
     if isinstance(model.likelihood, Gaussian):
         y = f + torch.randn(f.shape, generator=generator, dtype=f.dtype)
     else:
-        y = (f + 2 * torch.randn(f.shape, generator=generator, dtype=f.dtype)).argmax(1)
+        noisy = f + 2 * torch.randn(f.shape, generator=generator, dtype=f.dtype)
+        if model.targets.shape == f.shape:  # several labels
+            y = (noisy > 0).to(model.targets)
+        else:
+            y = noisy.reshape(len(f), -1, model.targets[0].numel()).argmax(1).reshape(model.targets.shape)
     return Validation(model.features, f, y, model.likelihood)
 
 
@@ -188,6 +278,8 @@ def test_held_out_targets_are_likeliest_at_the_precisions_of_a_regression(name: 
     noise = float(found.likelihood.noise_precisions())  # pyright: ignore[reportArgumentType]
     best = float(log_probs(found.alpha, noise).sum())
     assert found.calibration.log_likelihood == pytest.approx(best, rel=1e-6)
+    own = Normal(0.0, float(error.square().mean().sqrt()) if learn else 2.0**-0.5)
+    assert found.calibration.network_log_likelihood == pytest.approx(float(own.log_prob(error).sum()))
     noises = torch.logspace(-3, 3, 61).tolist() if learn else [2.0]
     alphas = [a for a in torch.logspace(-6, 6, 61).tolist() if float(grid(path, model.features, BOUNDS)[-1]) < a]
     # The grid of the rule is three a decade, which loses little of what the best has over the network alone.

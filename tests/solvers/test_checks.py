@@ -5,7 +5,15 @@ import pytest
 import torch
 
 from laplace_sampling import SGD
-from laplace_sampling.solvers.checks import as_numbers, check_flag, check_positive, check_whole, refuse_class
+from laplace_sampling.networks.resources import TensorBytes
+from laplace_sampling.solvers.checks import (
+    as_numbers,
+    check_finite,
+    check_flag,
+    check_positive,
+    check_whole,
+    refuse_class,
+)
 
 
 def test_whole_numbers() -> None:
@@ -46,3 +54,15 @@ def test_numbers_in_any_form() -> None:
     for values in (1j, torch.ones(2) > 0, torch.ones(2, device="meta")):
         with pytest.raises(TypeError, match=r"^`w` must be real numbers, but is a tensor in "):
             as_numbers("`w`", values)
+
+
+@pytest.mark.parametrize("shape", [(), (1000,), (3, 1000)])
+def test_finite_numbers_are_looked_at_row_by_row(shape: tuple[int, ...]) -> None:
+    values = torch.zeros(shape)
+    with TensorBytes() as made:
+        check_finite("exact", {"mode": values})
+    rows = shape[0] if len(shape) == 2 else 1
+    assert len(made.sizes) <= 10 * rows
+    values.view(-1)[-1] = math.inf
+    with pytest.raises(FloatingPointError, match=r'method="exact" ended with NaN or infinity in the mode'):
+        check_finite("exact", {"mode": values})

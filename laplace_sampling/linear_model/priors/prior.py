@@ -44,7 +44,9 @@ class GaussianPrior:
 
     def spread(self) -> Float[Tensor, " P"]:
         """`α` of each weight: the diagonal of `A` in scaled coordinates."""
-        return self.precision.to(self.scale)[self.groups]
+        precision = self.precision.to(self.scale)
+        # Of one group without a copy, which each prediction would wait for.
+        return precision.expand(len(self.groups)) if len(precision) == 1 else precision[self.groups]
 
     def diagonal(self) -> Float[Tensor, " P"]:
         """The diagonal of `A`."""

@@ -1,0 +1,204 @@
+"""What the training data say of a fitted posterior: a scale from data left out, and error bars that are too wide."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributions import Normal
+
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.features import Features
+from laplace_sampling.linear_model.tangent_model import TangentModel
+from laplace_sampling.methods.fit import Fit
+from laplace_sampling.predictions.calibration import (
+    Calibration,
+    Labelled,
+    label_losses,
+    labelled,
+    parts_of,
+)
+from laplace_sampling.predictions.leave_one_out import LeaveOneOut
+from laplace_sampling.predictions.left_out import SCALES, left_out_classification, left_out_regression
+
+__all__ = ["OnTrainingData", "calibration_of", "deviations_of", "enough", "some_of"]
+
+# Training data that are looked at, as the scale is one number; and numbers of their deviations in memory.
+_ENOUGH, _NUMBERS = 4096, 2**24
+# Training data that are enough to tell whether error bars are useless; the part of what is left of a budget that
+# looking at more of them may take. Both are round numbers, which no result depends on but the scale's standard error.
+_FEW, _SHARE = 256, 0.2
+# Of what the network's log-likelihood of them gains over that without inputs, the part that must be left.
+_LEFT = 0.1
+
+
+@dataclass(frozen=True)
+class OnTrainingData:
+    """What samples say of some of the training data.
+
+    Attributes:
+        fit: of the samples.
+        some: which data.
+        weights: `R^{-1/2}` of given noise variances, of all data.
+    """
+
+    fit: Fit
+    some: Tensor
+    weights: Float[Tensor, "N C"] | None
+
+    @classmethod
+    def of(cls, fit: Fit, tangent: TangentModel, most: int) -> "OnTrainingData":
+        """On some of the data, as many as memory holds; the first ones of data that are read in order."""
+        some = some_of(tangent, fit.task.num_samples * fit.model.features.num_outputs, most)
+        labels, targets = labelled(fit.model.likelihood), fit.model.targets[some]
+        if labels is not None:
+            given = labels.given(fit.model.likelihood.unweighted_targets(targets)).any(1).cpu()
+            some = some[given]
+        return cls(fit, some, tangent.weights)
+
+    @cached_property
+    def deviations(self) -> Float[Tensor, "K n C"]:
+        """`φ(x_i) ζ_k`."""
+        assert self.fit.sampled is not None
+        return deviations_of(self.fit.model.features, self.fit.sampled.samples, self.some)
+
+    @cached_property
+    def _left_out(self) -> LeaveOneOut | None:
+        return self.fit.known_leave_one_out()
+
+    def _spread(self) -> Float[Tensor, "n C"]:
+        r"""Variances of the function: of the samples, or, from `P_ii⁻¹`, those of `K − KPK = R − RPR`."""
+        if self._left_out is None:
+            return self.deviations.double().square().mean(0)
+        mean, likelihood = self._left_out.mean, self.fit.model.likelihood
+        assert isinstance(likelihood, Gaussian)
+        noise = (1 / likelihood.precision(mean)).expand(mean.shape)[self.some]
+        inverse = torch.linalg.inv(self._left_out.covariance[self.some]).diagonal(dim1=1, dim2=2)
+        return (noise - noise**2 * inverse).clamp_min(0)
+
+    @property
+    def _targets(self) -> Tensor:
+        return self.fit.model.targets[self.some]
+
+    @property
+    def _outputs(self) -> Float[Tensor, "n C"]:
+        return self.fit.model.network_outputs[self.some].double()
+
+    def calibration(self, given: Calibration | None = None) -> Calibration:
+        """The scale of data left out, or a given one, with its log-likelihood where that costs next to nothing."""
+        fit, likelihood = self.fit, self.fit.model.likelihood
+        if isinstance(likelihood, Gaussian) and (left_out := self._left_out) is not None:
+            y, noise = fit.model.targets.reshape(left_out.mean.shape), 1 / likelihood.precision(left_out.mean)
+            unit = torch.ones_like(left_out.mean) if self.weights is None else 1 / self.weights.to(left_out.mean)
+            scale = 1.0 if given is None else given.scale
+            return left_out_regression(left_out.scaled(unit), y.to(unit) * unit, noise * unit**2, scale)
+        if labelled(likelihood) is None:
+            return given or Calibration()
+        scales, full = SCALES if given is None else torch.tensor([given.scale]), None
+        if fit.approximate:
+            if given is not None:
+                return given
+            # The prior precision is that of the approximation, at which the linear model itself predicts too little:
+            # where it asks for wider error bars it is not believed.
+            scales = SCALES[SCALES <= 1]
+            full = deviations_of(fit.model.features, fit.samples_of_linear_model(), self.some)
+        mode_outputs = fit.mode.outputs[self.some]
+        arguments = likelihood, self._targets, self._outputs, mode_outputs, self.deviations
+        return left_out_classification(*arguments, full=full, scales=scales)
+
+    def problems(self, calibration: Calibration) -> list[str]:
+        """Whether next to nothing is left of what the network knows of these data, if it knows anything."""
+        likelihood, y, f = self.fit.model.likelihood, self._targets, self._outputs
+        if isinstance(likelihood, Gaussian):
+            y, noise = y.reshape(f.shape).double(), calibration.noise / likelihood.precision(f)
+            spread = calibration.scale * self._spread()
+            ours, own, constant = (
+                float(Normal(mean, variance.clamp_min(1e-300).sqrt()).log_prob(y).sum(1).mean())
+                for mean, variance in ((f, spread + noise), (f, noise + 0 * f), (y.mean(0), y.var(0, correction=0)))
+            )
+        elif (labels := labelled(likelihood)) is not None:
+            T, weights = calibration.temperature, likelihood.weights(y)[:, None]
+            counts = weights * labels.given(likelihood.unweighted_targets(y))
+            if not bool((counts > 0).any()):
+                return []
+
+            def mean(scale: float) -> float:
+                parts = (
+                    label_losses(likelihood, y[n], f[n] / T, self.deviations[:, n] / T, scale)
+                    for n in parts_of(self.deviations)
+                )
+                return -sum(float(part.sum()) for part in parts) / float(counts.sum())
+
+            ours, own = mean(calibration.scale), mean(0.0)
+            constant = _without_inputs(labels, likelihood.unweighted_targets(y), counts)
+        else:
+            return []
+        if own <= constant or ours >= constant + _LEFT * (own - constant):
+            return []
+        return [
+            f"With its error bars the posterior predicts the training data hardly better, with a mean log-likelihood "
+            f"of {ours:.3g}, than one would without inputs ({constant:.3g}; the network alone has {own:.3g}): they are "
+            "too wide to be of use. Train the network to its end, try another `prior`, or pass `val_loader`."
+        ]
+
+
+def deviations_of(features: Features, samples: Tensor, some: Tensor) -> Float[Tensor, "K n C"]:
+    """`φ(x_i) ζ_k` of some data."""
+    samples = samples.to(features.dtype)
+    deviations = samples.new_empty(len(samples), len(some), features.num_outputs)
+    for rows in features.chunks(torch.arange(len(some))):  # filled, for what is joined is there twice
+        deviations[:, rows] = features.jvp(samples, some[rows])
+    return deviations
+
+
+def _without_inputs(labels: Labelled, y: Tensor, counts: Float[Tensor, "n S"]) -> float:
+    """Mean log-likelihood of labels by their frequencies: of classes, or of ones at each output."""
+    y = y.reshape(counts.shape)
+    if isinstance(labels, Categorical):
+        given = counts > 0
+        frequencies = y[given].long().bincount(counts[given]) / counts.sum()
+        return -float(torch.special.entr(frequencies).sum())
+    ones = (counts * y.double()).sum(0) / counts.sum(0)
+    return -float((torch.special.entr(ones) + torch.special.entr(1 - ones)).mean())
+
+
+def some_of(tangent: TangentModel, numbers: int, most: int | None = None) -> Tensor:
+    """Indices of some training data, of so many numbers each; the first ones of data that are read in order."""
+    num, total = enough(numbers, most), tangent.data.num_data
+    step = 1 if tangent.in_order else math.ceil(total / num)
+    return torch.arange(0, total, step)[:num]
+
+
+def enough(numbers: int, most: int | None = None) -> int:
+    """How many data, of so many numbers each."""
+    return max(1, min(_ENOUGH if most is None else most, _NUMBERS // numbers))
+
+
+def _needed(fit: Fit, held_out: bool) -> int:
+    """How many training data are looked at: enough for a scale, as far as the budget goes, or for a warning."""
+    budget, decides = fit.task.budget, labelled(fit.model.likelihood) is not None and not held_out
+    if budget.cost is None or not decides:
+        return _ENOUGH if decides else _FEW
+    affordable = _SHARE * budget.left / (fit.task.num_samples * budget.cost.jvp)
+    return int(max(_FEW, min(_ENOUGH, affordable)))
+
+
+def calibration_of(
+    fit: Fit, tangent: TangentModel, held_out: bool, given: Calibration | None
+) -> tuple[Calibration, list[str]]:
+    """The calibration of a fit but for what held-out data do to it, and what is wrong with the error bars.
+
+    It was chosen together with the prior precision, unless a scale is given; after a fit by evidence it comes from data
+    that are left out.
+    """
+    together, likelihood = fit.tuned.calibration, fit.model.likelihood
+    if together is not None:
+        return (together if given is None or held_out else given), []
+    if not isinstance(likelihood, Gaussian) and labelled(likelihood) is None:
+        return given or Calibration(), []
+    trained = OnTrainingData.of(fit, tangent, _needed(fit, held_out))
+    calibration = trained.calibration(given) if not held_out else Calibration()
+    return calibration, trained.problems(calibration)
