@@ -184,19 +184,19 @@ class LinearisedLaplace(PlannedModel, SavableModel):
         # All data are read before anything is fitted.
         data = {"noise_variances": noise_variances, "weights": weights, "unpack": unpack, "num_data": num_data}
         problem = prepare(self.settings, self.network, loader, progress, budget, **data)
-        likelihood = self.settings.likelihood
-        held_out = None if val_loader is None else HeldOut.read(val_loader, self.network, likelihood, unpack)
+        held_out = self._held_out(val_loader, unpack)
         problem = with_selection(criterion, self.settings, problem, held_out)
-        # Choose a method, tune the hyperparameters, fit the posterior.
         task = self._prepared(problem, warm_start)
-        tuning = replace(tuning.shifted(problem.tangent.log_scale), criterion=criterion)
-        task, tuned = task.method.tune(task, tuning)
+        task, tuned = task.method.tune(task, replace(tuning.shifted(problem.tangent.log_scale), criterion=criterion))
         fit = task.method.fit(task, tuned, tolerance)
         calibration, problems = calibration_of(fit, problem.tangent, held_out, calibration)
         posterior = Posterior.of(fit, problem.tangent, self.network, calibration, noise_variances is not None)
         if held_out is not None and tuned.calibration is None:
             posterior = held_out.calibrated(self.network, posterior, fit)
         return self._store(posterior, fit, problem.tangent, problems)
+
+    def _held_out(self, val_loader: Iterable[Any] | None, unpack: Unpack | None) -> HeldOut | None:
+        return None if val_loader is None else HeldOut.read(val_loader, self.network, self.settings.likelihood, unpack)
 
     @fitting
     @solver_call
