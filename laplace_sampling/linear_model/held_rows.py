@@ -56,7 +56,8 @@ class HeldRows(Features):
         """The rows."""
         if self._matrix is None:
             if self.num_data <= self.batch_size:
-                rows = self.features.rows(torch.arange(self.num_data))
+                # A model in half precision may give rows in it.
+                rows = self.features.rows(torch.arange(self.num_data)).to(self.precision)
             else:
                 rows = torch.empty(self.num_data, self.num_outputs, self.size, dtype=self.precision, device=self.device)
                 for batch in self.features.chunks():
