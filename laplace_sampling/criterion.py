@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from laplace_sampling.data.batches import place
+from laplace_sampling.held_out import HeldOut
 from laplace_sampling.likelihoods.poisson import Poisson
 from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.linear_model.some_features import SomeFeatures
@@ -16,7 +17,6 @@ from laplace_sampling.predictions.self_consistency import SelfConsistency
 from laplace_sampling.predictions.validation import Validation, held_out_looks
 
 if TYPE_CHECKING:
-    from laplace_sampling.held_out import HeldOut
     from laplace_sampling.settings import Settings
 
 __all__ = ["CRITERIA", "with_selection"]
@@ -27,7 +27,7 @@ CRITERIA = ("auto", "evidence", "self_consistency", "validation")
 _MOST, _NUMBERS, _SHARE = 1000, 2**20, 0.25
 
 
-def with_selection(criterion: str, settings: "Settings", problem: Problem, held_out: "HeldOut | None") -> Problem:
+def with_selection(criterion: str, settings: "Settings", problem: Problem, held_out: HeldOut | None) -> Problem:
     """The problem with the rule of a criterion, which looks at no more data than a part of the budget pays for.
 
     Raises:
@@ -70,7 +70,7 @@ def _paid_for(looks: Looks, problem: Problem) -> int:
     return looks.within(problem.features, problem.cost, _SHARE * problem.budget.left).num_data
 
 
-def _validation(problem: Problem, held_out: "HeldOut") -> Validation:
+def _validation(problem: Problem, held_out: HeldOut) -> Validation:
     """The rule on a part of the held-out data."""
     data, network = held_out.data, problem.tangent.network
     most = max(1, min(data.num_data, _MOST, _NUMBERS // held_out.layout.size))

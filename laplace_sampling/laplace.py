@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from laplace_sampling.calibrated import CalibratedModel, calibrated, check_calibration, check_scale
 from laplace_sampling.criterion import with_selection
 from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.fitted import NotFittedError, fitting
-from laplace_sampling.held_out import CalibratedModel, HeldOut, check_calibration, check_scale
+from laplace_sampling.held_out import HeldOut
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.methods.fit import Tuned
@@ -186,7 +187,8 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, SavableModel):
         # All data are read before anything is fitted.
         data = {"noise_variances": noise_variances, "weights": weights, "unpack": unpack, "num_data": num_data}
         problem = prepare(self.settings, self.network, loader, progress, budget, **data)
-        held_out = self._held_out(val_loader, unpack)
+        likelihood = self.settings.likelihood
+        held_out = None if val_loader is None else HeldOut.read(val_loader, self.network, likelihood, unpack)
         problem = with_selection(criterion, self.settings, problem, held_out)
         task = self._prepared(problem, warm_start)
         task, tuned = task.method.tune(task, replace(tuning.shifted(problem.tangent.log_scale), criterion=criterion))
@@ -194,11 +196,8 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, SavableModel):
         calibration, problems = calibration_of(fit, problem.tangent, held_out is not None, calibration)
         posterior = Posterior.of(fit, problem.tangent, self.network, calibration, noise_variances is not None)
         if held_out is not None and tuned.calibration is None:
-            posterior = held_out.calibrated(self.network, posterior, fit)
+            posterior = calibrated(held_out, self.network, posterior, fit)
         return self._store(posterior, fit, problem.tangent, problems)
-
-    def _held_out(self, val_loader: Iterable[Any] | None, unpack: Unpack | None) -> HeldOut | None:
-        return None if val_loader is None else HeldOut.read(val_loader, self.network, self.settings.likelihood, unpack)
 
     @fitting
     @solver_call

@@ -1,29 +1,22 @@
 """`PlannedModel`: what a fit will do and cost, before it runs."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from laplace_sampling.criterion import with_selection
-from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.fitted import FittedModel
+from laplace_sampling.held_out import HeldOut
 from laplace_sampling.methods.method import Method
 from laplace_sampling.methods.plan import Plan, rung_of
 from laplace_sampling.methods.problem import Problem
 from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.preparation import prepare
 
-if TYPE_CHECKING:
-    from laplace_sampling.held_out import HeldOut
-
 __all__ = ["PlannedModel"]
 
 
 class PlannedModel(FittedModel):
     """A model whose fits are planned."""
-
-    def _held_out(self, val_loader: Iterable[Any] | None, unpack: Unpack | None) -> "HeldOut | None":
-        """The data of `val_loader`."""
-        raise NotImplementedError
 
     @solver_call
     def plan(
@@ -54,7 +47,9 @@ class PlannedModel(FittedModel):
         max_rows = batching.max_rows
         try:
             problem = prepare(settings, self.network, loader, budget=budget, **data)
-            held_out = self._held_out(val_loader, data.get("unpack"))
+            held_out = None
+            if val_loader is not None:
+                held_out = HeldOut.read(val_loader, self.network, settings.likelihood, data.get("unpack"))
             return _plan_of(with_selection(criterion, settings, problem, held_out), settings.method)
         finally:
             batching.max_rows = max_rows

@@ -1,8 +1,9 @@
 r"""The prior precision under which held-out data are likeliest, together with a temperature or the noise.
 
-Every precision of a path is tried. For labels `p = (1/2K) Σ_k Σ_± σ((f ± z_k)/T)`, `z ~ N(0, V(α))`, and for each `α`
-the best temperature `T` is found. For a Gaussian likelihood the covariance is `V₁(ρ)/b` with `ρ = α/b` and `V₁` that of
-unit noise, so that the best noise precision `b` is a closed form for each `ρ` where outputs are independent.
+For labels `p = (1/2K) Σ_k Σ_± σ((f ± z_k)/T)`, `z ~ N(0, V(α))`, and the best temperature `T` is found for each `α`
+that is tried: a part of the data at precisions a decade apart says where to look, and all data decide. For a Gaussian
+likelihood every precision of the path is tried. The covariance is `V₁(ρ)/b` with `ρ = α/b` and `V₁` that of unit noise,
+so that the best noise precision `b` is a closed form for each `ρ` where outputs are independent.
 """
 
 import math
@@ -100,7 +101,13 @@ class Validation(Selection):
             start = nearest(alphas, near)
         everything, deviations = torch.arange(self.features.num_data), path.deviations(self.features, alphas, draws)
         calibration = cache(lambda index: tempered_of(deviations[index], everything))
-        best = climb(lambda index: calibration(index).log_likelihood or 0.0, start, len(alphas))
+
+        def log_likelihood(index: int) -> float:
+            found = calibration(index).log_likelihood
+            assert found is not None
+            return found
+
+        best = climb(log_likelihood, start, len(alphas))
         return float(alphas[best]), calibration(best), products + deviations.products
 
     def _of_regression(
