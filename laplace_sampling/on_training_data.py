@@ -200,5 +200,5 @@ def calibration_of(
     if not isinstance(likelihood, Gaussian) and labelled(likelihood) is None:
         return given or Calibration(), []
     trained = OnTrainingData.of(fit, tangent, _needed(fit, held_out))
-    calibration = trained.calibration(given) if not held_out else Calibration()
+    calibration = Calibration() if held_out else trained.calibration(given)
     return calibration, trained.problems(calibration)

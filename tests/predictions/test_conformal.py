@@ -123,6 +123,16 @@ def test_intervals_of_a_wrong_model_cover_what_they_promise(split: bool) -> None
     assert sum(own) / len(own) < level - 0.2
 
 
+@pytest.mark.parametrize("method", ["exact", "krylov"])
+def test_training_data_are_seen_as_they_are_predicted(method: str) -> None:
+    x, y = linear_data(30, 0)
+    la = LinearisedLaplace(trained_linear(x, y), "regression", method=method, num_samples=8)
+    full = la.fit([(x, y)], scale=4.0, progress=False).calibrate_conformal().predict(x).conformal
+    assert isinstance(full, FullConformal)
+    assert_close(full.deviations, la.predict(x).deviations)
+    assert_close(full.residuals, y - la.predict(x).mean)
+
+
 def test_intervals_without_calibration_are_those_of_the_predictive_distribution() -> None:
     outputs, deviations = normal(4, 2), 0.3 * normal(8, 4, 2, seed=1)
     prediction = make_prediction(outputs, deviations, Gaussian(torch.tensor([4.0, 1.0], dtype=torch.float64)))
