@@ -112,6 +112,8 @@ def test_arrays_become_tensors() -> None:
 
 def test_flaws_of_batches() -> None:
     assert batches.flaw_of((X, X.long(), "word")) is None
+    # Their sum is infinite, and none of them is.
+    assert batches.flaw_of(torch.full((4,), 3e38)) is None
     for x, said in ((X / 0, "NaN or infinity"), (X.to("meta"), "device 'meta'"), (X.to_sparse(), "sparse tensors")):
         flaw = batches.flaw_of({"a": X, "b": x})
         assert flaw is not None

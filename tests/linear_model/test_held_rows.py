@@ -93,3 +93,14 @@ def test_rounding_of_rows_loses_less_than_is_said() -> None:
     expected, found = stddev(precise, networks[1]), stddev(narrow, networks[0])
     assert float((found / expected - 1).abs().max()) < MOST_LOST
     assert lost_by_rows(precise, ratio) == 0
+
+
+def test_what_rounding_of_rows_loses_is_that_of_a_row_beside_the_trained_one() -> None:
+    """One datum with `φ`, and a prediction at `φ + δ`, `δ ⊥ φ`, as large as rounding: `φᵀH⁻¹φ` grows by `‖δ‖²/α`."""
+    held, noise, alpha = HeldRows(DenseFeatures(torch.eye(2)[:1, None])), 4.0, 1e-12
+    size = 8 * torch.finfo(torch.float32).eps  # the largest error that was measured
+    H = torch.diag(torch.tensor([noise + alpha, alpha], dtype=torch.float64))
+    phi, rounded = (torch.tensor([1.0, delta], dtype=torch.float64) for delta in (0.0, size))
+    expected, found = (float(v @ torch.linalg.solve(H, v)) ** 0.5 for v in (phi, rounded))
+    assert lost_by_rows(held, noise / alpha) == pytest.approx(found / expected - 1, rel=1e-6)
+    assert found / expected - 1 > 1e-3

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_sampling import LinearisedLaplace
-from laplace_sampling.methods import as_method
+from laplace_sampling.methods import as_method, subset
 from laplace_sampling.methods.subset import Subset
 
 ALL = Subset(max_rows=10**6)
@@ -97,6 +97,25 @@ def test_a_classification_is_tuned_saved_and_loaded(criterion: str, tmp_path) ->
     loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", case.model)
     assert loaded.settings.method == ALL
     assert_close(loaded.predict(case.x[:3]).joint_covariance(), pred.joint_covariance())
+
+
+@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
+@pytest.mark.parametrize("grows", [True, False])
+def test_the_part_of_the_fit_chooses_the_precision(grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, parts, choose = make_case("classification_many_data"), [], subset.tuned_by_selection
+
+    def recorded(task, tuning, selection, path, *near):
+        parts.append(path.curvature.num_rows)
+        return choose(task, tuning, selection, path, *near)
+
+    monkeypatch.setattr(subset, "tuned_by_selection", recorded)
+    monkeypatch.setattr(subset, "_PILOT", 20)
+    method, steps = Subset(max_rows=10_000 if grows else 20), []
+    la = LinearisedLaplace(case.model, "classification", method=method, prior="isotropic", num_samples=4)
+    la.fit_hyperparameters(case.batches, progress=False, criterion="self_consistency", callback=steps.append)
+    assert len(steps) == 1
+    assert len(parts) == 1 + grows
+    assert f"{parts[-1]} random rows" in str(la)
 
 
 def test_the_name_stands_for_it() -> None:
