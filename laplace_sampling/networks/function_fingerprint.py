@@ -90,11 +90,10 @@ class FunctionFingerprint:
 
 def _some_inputs(data: TrainingData, most: int) -> Any:
     """Few data, from the first to the last; the first ones of data that are read in order."""
-    with torch.random.fork_rng(devices=[]):  # a shuffled loader draws from the global generator
-        first = data.inputs(torch.arange(1))
-        num = max(1, min(_NUM_DATA, most, data.num_data, _MOST_BYTES // max(1, num_bytes(first))))
-        step = 1 if data.in_order else data.num_data // num
-        return data.inputs(torch.arange(num) * step)
+    first = data.inputs(torch.arange(1))
+    num = max(1, min(_NUM_DATA, most, data.num_data, _MOST_BYTES // max(1, num_bytes(first))))
+    step = 1 if data.in_order else data.num_data // num
+    return data.inputs(torch.arange(num) * step)
 
 
 def _plain(network: Linearisation) -> Linearisation:

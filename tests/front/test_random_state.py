@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from flat_settings import QUICK
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -22,6 +22,8 @@ from torch.utils.data import (
 )
 
 from laplace_sampling import LinearisedLaplace, Stochastic
+from laplace_sampling.data.random_state import BorrowedRandomness
+from laplace_sampling.networks.function_fingerprint import _some_inputs
 
 DATA = torch.Generator().manual_seed(0)
 X = torch.randn(20, 2, generator=DATA)
@@ -204,3 +206,21 @@ def test_fits_in_two_threads_put_the_random_state_back() -> None:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(fit, models))
         assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_few_inputs_that_are_kept_leave_the_state_that_another_thread_puts_back() -> None:
+    other = BorrowedRandomness(None).borrowed()
+
+    class Data:
+        num_data, in_order = 4, True
+
+        def inputs(self, indices: Tensor) -> Tensor:
+            if len(indices) > 1:  # the last reading: meanwhile the other one ends
+                other.__exit__(None, None, None)
+            return torch.zeros(len(indices), 2)
+
+    before = torch.get_rng_state()
+    other.__enter__()
+    torch.rand(1)
+    assert len(_some_inputs(Data(), 4)) == 4  # pyright: ignore[reportArgumentType]
+    assert torch.equal(torch.get_rng_state(), before)
