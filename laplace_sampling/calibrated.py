@@ -9,9 +9,8 @@ import torch
 
 from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.fitted import FittedModel, warn_of
-from laplace_sampling.held_out import HeldOut
+from laplace_sampling.held_out import HeldOut, check_calibration, check_scale
 from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.linearisation import Linearisation
@@ -22,12 +21,11 @@ from laplace_sampling.predictions.calibration import (
     Calibration,
     held_out_classification,
     held_out_regression,
-    labelled,
 )
 from laplace_sampling.predictions.conformal import FullConformal, SplitConformal
 from laplace_sampling.predictions.validation import check_finite
 
-__all__ = ["CalibratedModel", "calibrated", "check_calibration", "check_scale"]
+__all__ = ["CalibratedModel", "calibrated"]
 
 
 def calibrated(held_out: HeldOut, network: Linearisation, posterior: Posterior, fit: Fit | None) -> Posterior:
@@ -46,7 +44,7 @@ def calibrated(held_out: HeldOut, network: Linearisation, posterior: Posterior, 
     predictions = [
         predict(network, posterior, fit, held_out.data.inputs(batch)) for batch in some.split(posterior.rows)
     ]
-    outputs = torch.cat([held_out.wide(p.outputs.flatten(1), p) for p in predictions])
+    outputs = torch.cat([held_out.wide(p.outputs.reshape(len(p.outputs), -1), p) for p in predictions])
     check_finite(*(v for p in predictions for v in (p.outputs, p.deviations)))
     targets = held_out.targets[some]
     if isinstance(posterior.likelihood, Gaussian):
@@ -55,7 +53,9 @@ def calibrated(held_out: HeldOut, network: Linearisation, posterior: Posterior, 
         targets = targets.reshape(outputs.shape)
         found = held_out_regression(targets, outputs, covariance, (1 / precision).expand(outputs.shape))
         return replace(posterior, calibration=found)
-    deviations = torch.cat([held_out.wide(p.deviations.flatten(2), p) for p in predictions], dim=1)
+    deviations = torch.cat(
+        [held_out.wide(p.deviations.reshape(*p.deviations.shape[:2], -1), p) for p in predictions], dim=1
+    )
     found = held_out_classification(held_out.likelihood, targets, outputs, deviations)
     return replace(posterior, calibration=found)
 
@@ -76,23 +76,6 @@ def split_conformal(held_out: HeldOut, network: Linearisation, posterior: Poster
         check_finite(prediction.outputs, prediction.deviations)
         scores.append(prediction.scores_of(held_out.targets[batch]).cpu())
     return SplitConformal.of(torch.cat(scores), len(posterior.samples))
-
-
-def check_calibration(call: str, observation: Any, unequal_noise: bool) -> None:
-    """Raise if held-out data say nothing of these predictions."""
-    if observation is not None:
-        raise ValueError(f"`{call}` does not go with `observe`: there is no scale for measurements.")
-    if unequal_noise:
-        raise ValueError(f"`{call}` does not go with `noise_variances`, which the fit was given.")
-
-
-def check_scale(likelihood: Likelihood) -> None:
-    """Raise if a likelihood has no scale that held-out data choose."""
-    if not isinstance(likelihood, Gaussian) and labelled(likelihood) is None:
-        raise ValueError(
-            f"`val_loader` calibrates a regression or a classification, but the likelihood is {likelihood.name!r}, "
-            "which has no scale that held-out data choose."
-        )
 
 
 class CalibratedModel(FittedModel):
@@ -118,7 +101,8 @@ class CalibratedModel(FittedModel):
             NotFittedError, TypeError, ValueError: before a fit; as of `val_loader` in `fit_hyperparameters`; after a
                 fit with `noise_variances`; if the model has changed. The posterior stays what it was.
         """
-        posterior, fitted = self._drawn("calibrate"), self._require("calibrate")
+        fitted = self._drawn("calibrate")
+        posterior = fitted.posterior
         self._check_network("calibrate")
         check_calibration("calibrate(val_loader)", self.settings.observation, posterior.unequal_noise)
         check_scale(self.settings.likelihood)
@@ -141,7 +125,8 @@ class CalibratedModel(FittedModel):
         average over them, with any network and posterior. The data must be seen by nothing else: neither by training
         nor by `fit_hyperparameters` or `calibrate`, whose `val_loader` are others. Without it, for a regression, by
         full conformal prediction of the linear model on the training data, at most 4,096 of them: the guarantee is
-        approximate, and all data serve for training. See `predictions.conformal` for both.
+        approximate, and all data serve for training. Covariances are those of the samples: where inputs are far from
+        the data, ends may be infinite or far away that more samples would bring nearer. See `predictions.conformal`.
 
         A later fit or `calibrate` takes it back. Files keep it.
 
@@ -157,7 +142,8 @@ class CalibratedModel(FittedModel):
                 likelihood, and after a fit with `weights`.
         """
         call = "calibrate_conformal"
-        posterior, fitted = self._drawn(call), self._require(call)
+        fitted = self._drawn(call)
+        posterior = fitted.posterior
         self._check_network(call)
         check_calibration(f"{call}(val_loader)", self.settings.observation, posterior.unequal_noise)
         if val_loader is None:

@@ -248,17 +248,17 @@ class FittedModel:
 
     @property
     def samples_(self) -> Float[Tensor, "K P"]:
-        return self._drawn("samples_").full_samples
+        return self._drawn("samples_").posterior.full_samples
 
     @solver_call
-    def _drawn(self, call: str) -> Posterior:
-        """The posterior with its samples, drawn now if the fit did not need them."""
+    def _drawn(self, call: str) -> Fitted:
+        """What was fitted, with samples that are drawn now if the fit did not need them."""
         fitted = self._require(call)
         if not len(fitted.posterior.samples):
             assert fitted.fit is not None
             fit = fitted.fit.with_samples()
             fitted.posterior, fitted.fit = fitted.posterior.drawn(fit), fit.without_samples()
-        return fitted.posterior
+        return fitted
 
     @property
     def mode_(self) -> Float[Tensor, " P"]:

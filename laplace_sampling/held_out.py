@@ -10,12 +10,14 @@ from torch import Tensor
 
 from laplace_sampling.data.batches import Layout, place
 from laplace_sampling.data.training_data import TrainingData, Unpack
+from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.predictions.calibration import labelled
 from laplace_sampling.predictions.prediction import Prediction
 from laplace_sampling.predictions.regression_prediction import RegressionPrediction
 
-__all__ = ["HeldOut"]
+__all__ = ["HeldOut", "check_calibration", "check_scale"]
 
 
 @dataclass(frozen=True)
@@ -59,3 +61,20 @@ class HeldOut:
         """What was predicted of padded data, as wide as the longest of them."""
         own = Layout.single(found.outputs.shape[1:]) if self.data.ragged else self.layout
         return own.widen(flat, self.layout)
+
+
+def check_calibration(call: str, observation: Any, unequal_noise: bool) -> None:
+    """Raise if held-out data say nothing of these predictions."""
+    if observation is not None:
+        raise ValueError(f"`{call}` does not go with `observe`: there is no scale for measurements.")
+    if unequal_noise:
+        raise ValueError(f"`{call}` does not go with `noise_variances`, which the fit was given.")
+
+
+def check_scale(likelihood: Likelihood) -> None:
+    """Raise if a likelihood has no scale that held-out data choose."""
+    if not isinstance(likelihood, Gaussian) and labelled(likelihood) is None:
+        raise ValueError(
+            f"`val_loader` calibrates a regression or a classification, but the likelihood is {likelihood.name!r}, "
+            "which has no scale that held-out data choose."
+        )

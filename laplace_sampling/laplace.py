@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from laplace_sampling.calibrated import CalibratedModel, calibrated, check_calibration, check_scale
+from laplace_sampling.calibrated import CalibratedModel, calibrated
 from laplace_sampling.criterion import with_selection
 from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.fitted import NotFittedError, fitting
-from laplace_sampling.held_out import HeldOut
+from laplace_sampling.held_out import HeldOut, check_calibration, check_scale
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.methods.fit import Tuned
@@ -255,7 +255,8 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, SavableModel):
             NotFittedError: before a fit.
             ValueError: for NaN in `x`, or if the weights of the model or what it computes have changed since the fit.
         """
-        posterior, fitted = self._drawn("predict"), self._require("predict")
+        fitted = self._drawn("predict")
+        posterior = fitted.posterior
         num_samples, x = samples_for(num_samples, accuracy, len(posterior.samples)), checked_inputs(x)
         check_options(self.settings.likelihood, observed, noise_variances)
         self._check_network("predict")

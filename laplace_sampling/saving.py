@@ -58,7 +58,7 @@ class SavableModel(FittedModel):
         return self._state(dtype, "state_dict")
 
     def _state(self, dtype: torch.dtype | None, call: str) -> dict[str, Tensor]:
-        posterior = self._drawn(call)
+        posterior = self._drawn(call).posterior
         if dtype is not None:
             if dtype not in HALF:
                 raise ValueError(

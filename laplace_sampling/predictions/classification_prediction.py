@@ -105,10 +105,11 @@ class ClassificationPrediction(SampledPrediction):
         and with that at which their probabilities reach the level.
 
         Raises:
-            ValueError: for a level that is no probability; for predictions of fewer samples than those that
-                `calibrate_conformal` saw.
+            ValueError: for a level that is no probability; for predictions of fewer samples, or of another shape, than
+                those that `calibrate_conformal` saw.
         """
-        conformal, log_probs = self._conformal_at("prediction_set(level)", level), self._class_log_probs
+        log_probs = self._class_log_probs
+        conformal = self._conformal_at("prediction_set(level)", level, log_probs.shape[1])
         if conformal is None:
             ordered, order = log_probs.exp().sort(-1, descending=True)
             # A class belongs to the set if those before it do not reach the level.
@@ -123,7 +124,8 @@ class ClassificationPrediction(SampledPrediction):
     @cached_property
     def _class_log_probs(self) -> Float[Tensor, "N S c"]:
         """Of each class, by positions; of labels of zero and one both."""
-        logits = self._bound.positions(self._mirrored.flatten(2).double())
+        draws = self._mirrored.double()
+        logits = self._bound.positions(draws.reshape(*draws.shape[:2], -1))
         if isinstance(self._bound, Bernoulli):
             logits = torch.cat([torch.zeros_like(logits), logits], -1)
         return logits.log_softmax(-1).logsumexp(0) - math.log(len(logits))

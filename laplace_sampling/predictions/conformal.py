@@ -30,6 +30,11 @@ class Conformal(ABC):
 
     num_samples: int
 
+    @property
+    @abstractmethod
+    def num_targets(self) -> int:
+        """Of each datum that was seen."""
+
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """For files; `conformal_of` is the way back."""
@@ -72,6 +77,10 @@ class SplitConformal(Conformal):
         given = ~scores.isnan()
         return cls(scores.where(given, torch.inf).sort(0).values, given.sum(0), num_samples)
 
+    @property
+    def num_targets(self) -> int:
+        return self.scores.shape[1]
+
     def tensors(self) -> dict[str, Tensor]:
         return {"scores": self.scores, "num_data": self.num_data, "num_samples": torch.tensor(self.num_samples)}
 
@@ -103,6 +112,10 @@ class FullConformal(Conformal):
     @property
     def num_samples(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return len(self.deviations)
+
+    @property
+    def num_targets(self) -> int:
+        return self.residuals.shape[1]
 
     def tensors(self) -> dict[str, Tensor]:
         return {"residuals": self.residuals, "deviations": self.deviations}

@@ -110,13 +110,18 @@ class Prediction(ABC):
             f"{self.likelihood.name!r}."
         )
 
-    def _conformal_at(self, call: str, level: float) -> Conformal | None:
-        """What `calibrate_conformal` left, if it is of predictions with as many samples."""
+    def _conformal_at(self, call: str, level: float, num_targets: int) -> Conformal | None:
+        """What `calibrate_conformal` left, if it is of predictions with as many samples and targets."""
         check_level(call, level)
         if self.conformal is not None and self.conformal.num_samples != len(self.deviations):
             raise ValueError(
                 f"`{call}`: `calibrate_conformal` saw predictions of {self.conformal.num_samples} samples, and this "
                 f"one has {len(self.deviations)}: call `predict(x)` without `num_samples` and `accuracy`."
+            )
+        if self.conformal is not None and self.conformal.num_targets != num_targets:
+            raise ValueError(
+                f"`{call}`: `calibrate_conformal` saw data of {self.conformal.num_targets} targets each, and these "
+                f"have {num_targets}: call it with data of the same shape."
             )
         return self.conformal
 

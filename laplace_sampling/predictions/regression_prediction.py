@@ -39,19 +39,20 @@ class _Intervals(Prediction):
         Else it is as true as the model is: `f ± z √(var f + σ²)` with the quantile `z` of a normal distribution.
 
         Raises:
-            ValueError: for a level that is no probability; for predictions of fewer samples than those that
-                `calibrate_conformal` saw.
+            ValueError: for a level that is no probability; for predictions of fewer samples, or of another shape, than
+                those that `calibrate_conformal` saw.
         """
-        conformal, variance = self._conformal_at("interval(level)", level), self.observation_variance
+        mean, variance = self.mean, self.observation_variance
+        conformal = self._conformal_at("interval(level)", level, mean[0].numel())
         if conformal is None:
             half = math.sqrt(2) * torch.erfinv(torch.tensor(level, dtype=torch.float64)).to(variance) * variance.sqrt()
-            return self.mean - half, self.mean + half
-        deviations = self.samples - self.mean
+            return mean - half, mean + half
+        deviations = self.samples - mean
         flat = (
             v.reshape(len(v), -1) for v in (variance - self.noise_variance, self.noise_variance.expand_as(variance))
         )
-        below, above = conformal.errors(level, deviations.flatten(2), *flat)
-        return self.mean + below.reshape(self.mean.shape), self.mean + above.reshape(self.mean.shape)
+        below, above = conformal.errors(level, deviations.reshape(*deviations.shape[:2], -1), *flat)
+        return mean + below.reshape(mean.shape), mean + above.reshape(mean.shape)
 
     def scores_of(self, targets: Tensor) -> Float[Tensor, "N D"]:
         error = (targets.to(self.mean).reshape(self.mean.shape) - self.mean).abs()

@@ -90,3 +90,18 @@ def test_the_cancellation_is_that_of_samples(name: str) -> None:
     assert isinstance(fit, ObservationSpaceFit)
     # The bound is close where the data determine few directions of many.
     assert 0.9 < fit.cancellation / _cancellation(fit.with_samples()) < 1.6
+
+
+def test_samples_are_of_the_fit_that_they_are_used_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fit that another thread ends while samples are drawn does not mix with them."""
+    la = fit_case(make_case("regression"), "exact")
+    first, other = la._fitted, fit_case(make_case("regression_many_data"), "exact")._fitted
+    drawn = ObservationSpaceFit.draw
+
+    def meanwhile(fit, *arguments):
+        la._fitted = other
+        return drawn(fit, *arguments)
+
+    monkeypatch.setattr(ObservationSpaceFit, "draw", meanwhile)
+    assert la._drawn("predict") is first
+    assert len(first.posterior.samples) == la.settings.num_samples

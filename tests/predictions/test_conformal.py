@@ -254,6 +254,48 @@ def test_a_variance_that_the_network_gives_is_corrected_as_well() -> None:
     assert abs(float(((new_y >= lower) & (new_y <= upper)).double().mean()) - 0.8) < 0.1
 
 
+@pytest.mark.parametrize("full", [True, False])
+def test_outputs_without_an_axis(full: bool) -> None:
+    x, y = linear_data(30, 0)
+    settings = {"method": "exact", "num_samples": 8}
+    plain, flat = trained_linear(x, y), nn.Sequential(trained_linear(x, y), nn.Flatten(0))
+    la = LinearisedLaplace(plain, "regression", **settings).fit([(x, y)], progress=False)
+    of_flat = LinearisedLaplace(flat, "regression", **settings).fit([(x, y[:, 0])], progress=False)
+    held_x, held_y = linear_data(30, 1)
+    expected = la.calibrate([(held_x, held_y)]).calibrate_conformal(None if full else [(held_x, held_y)])
+    found = of_flat.calibrate([(held_x, held_y[:, 0])])
+    found = found.calibrate_conformal(None if full else [(held_x, held_y[:, 0])])
+    for ours, theirs in zip(found.predict(x).interval(0.8), expected.predict(x).interval(0.8), strict=True):
+        assert_close(ours, theirs[:, 0])
+
+
+def test_sets_of_binary_outputs_without_an_axis() -> None:
+    x, y = linear_data(30, 0)
+    y = (y > 0).double()
+    plain, flat = trained_linear(x, y), nn.Sequential(trained_linear(x, y), nn.Flatten(0))
+    expected, found = (
+        LinearisedLaplace(model, "binary", method="exact", num_samples=8)
+        .fit([(x, targets)], progress=False)
+        .calibrate([(x, targets)])
+        .calibrate_conformal([(x, targets)])
+        .predict(x)
+        .prediction_set(0.8)
+        for model, targets in ((plain, y), (flat, y[:, 0]))
+    )
+    assert found.shape == (30, 2)
+    assert torch.equal(found, expected[:, 0])
+
+
+def test_positions_are_those_that_were_seen() -> None:
+    model = nn.Conv1d(2, 3, 1).double()
+    x, y = normal(20, 2, 5), torch.randint(3, (20, 5), generator=generator())
+    la = LinearisedLaplace(model, "classification", method="exact", num_samples=8)
+    la.fit([(x, y)], progress=False).calibrate_conformal([(x, y)])
+    assert la.predict(x).prediction_set(0.5).shape == (20, 3, 5)
+    with pytest.raises(ValueError, match=r"saw data of 5 targets each, and these have 1: call it with data of"):
+        la.predict(x[..., :1]).prediction_set(0.5)
+
+
 def test_messages() -> None:
     x, y = linear_data(30, 0)
     la = LinearisedLaplace(trained_linear(x, y), "regression", num_samples=8)
