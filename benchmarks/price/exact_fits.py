@@ -34,7 +34,7 @@ def of_timm(setup: Setup, name: str) -> list[Row]:
     if find_spec("timm") is None:
         what = f"{name}: exact fit by the time of the Jacobian"
         return [Row(what, f"≤ {BOUND}", "skipped: timm is not installed (the extra `compatibility` has it)")]
-    import timm
+    import timm  # pyright: ignore[reportMissingImports]
 
     architecture, settings = NAMES[name]
     with torch.random.fork_rng(devices=[]):
