@@ -12,7 +12,9 @@ from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.linear_model.some_features import SomeFeatures
 from laplace_sampling.methods.problem import Problem
 from laplace_sampling.predictions.calibration import labelled
+from laplace_sampling.predictions.left_out_labels import LeftOutLabels, has_left_out_labels
 from laplace_sampling.predictions.looks import Looks
+from laplace_sampling.predictions.loss_rise import LossRise
 from laplace_sampling.predictions.self_consistency import SelfConsistency
 from laplace_sampling.predictions.validation import Validation, held_out_looks
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CRITERIA", "with_selection"]
 
-CRITERIA = ("auto", "evidence", "self_consistency", "validation")
+CRITERIA = ("auto", "evidence", "leave_one_out", "self_consistency", "validation")
 # Held-out data that are looked at, at most, and numbers of their outputs; and the part of the budget that a rule may
 # take. All are round numbers that bound the cost, and are not tuned.
 _MOST, _NUMBERS, _SHARE = 1000, 2**20, 0.25
@@ -43,8 +45,16 @@ def with_selection(criterion: str, settings: "Settings", problem: Problem, held_
         )
     if criterion == "validation" and held_out is None:
         raise ValueError('`criterion="validation"` needs data that the network was not trained on: give `val_loader`.')
+    features = problem.features
+    left_out = has_left_out_labels(problem.tangent.model.likelihood, features.num_data, features.num_outputs)
+    if criterion == "leave_one_out" and not left_out:
+        raise ValueError(
+            '`criterion="leave_one_out"` is for classifications with one label for each datum, at least ten training '
+            'data for each class and at most a hundred classes: use "self_consistency", "evidence", or "validation" '
+            "with a `val_loader`."
+        )
     at_mode = settings.hessian_at == "mode" and not quadratic
-    if at_mode and criterion in ("self_consistency", "validation"):
+    if at_mode and criterion in ("leave_one_out", "self_consistency", "validation"):
         raise ValueError(
             f'`criterion="{criterion}"` takes the curvature at the outputs of the network, one for every prior '
             'precision, but `hessian_at="mode"`: leave that out, or use `criterion="evidence"`.'
@@ -56,9 +66,10 @@ def with_selection(criterion: str, settings: "Settings", problem: Problem, held_
     if criterion == "validation" or (criterion == "auto" and held_out is not None):
         assert held_out is not None
         return replace(problem, selection=_validation(problem, held_out))
-    if not (of_labels or criterion == "self_consistency"):
+    if not (of_labels or criterion in ("leave_one_out", "self_consistency")):
         return problem
-    rule = SelfConsistency(in_order=problem.tangent.in_order)
+    bound = LeftOutLabels() if left_out and criterion != "self_consistency" else SelfConsistency()
+    rule = LossRise(bound, in_order=problem.tangent.in_order)
     num_data = _paid_for(rule.looks(problem.features), problem)
     return replace(problem, selection=replace(rule, num_data=num_data))
 

@@ -1,10 +1,11 @@
 """The features of some of the data."""
 
+import torch
 from torch import Tensor
 
 from laplace_sampling.linear_model.features import Curvature, DerivedFeatures, Features
 
-__all__ = ["SomeFeatures"]
+__all__ = ["SomeFeatures", "some_of"]
 
 
 class SomeFeatures(DerivedFeatures):
@@ -34,3 +35,11 @@ class SomeFeatures(DerivedFeatures):
 
     def rows(self, batch: Tensor) -> Tensor:
         return self.features.rows(self.some[batch])
+
+
+def some_of(features: Features, num: int, seed: int | None) -> Tensor:
+    """Indices of a random part of the data, in order, or of the first ones."""
+    if seed is None:
+        return torch.arange(num)
+    chosen = torch.randperm(features.num_data, generator=torch.Generator().manual_seed(seed))[:num]
+    return chosen.sort().values

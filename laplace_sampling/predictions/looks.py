@@ -30,12 +30,14 @@ class Looks:
         num_draws: of the function at a datum, each with its opposite.
         rows: whether it takes rows of the Jacobian, however many weights there are.
         near: at how many precisions it looks at all data, typically.
+        num_vjps: VJPs of a datum that it makes besides.
     """
 
     num_data: int
     num_draws: int
     rows: bool = False
     near: int = 3
+    num_vjps: int = 0
 
     @property
     def part(self) -> Tensor:
@@ -63,11 +65,13 @@ class Looks:
 
     def operations(self, features: Features, cost: Cost, *, rough: bool = True) -> float:
         """The same in floating-point operations."""
-        return self.products(features, rough=rough) * (cost.vjp if self._by_rows(features) else cost.jvp)
+        each = cost.vjp if self._by_rows(features) else cost.jvp
+        return self.products(features, rough=rough) * each + self.num_vjps * cost.vjp
 
     def within(self, features: Features, cost: Cost, operations: float) -> "Looks":
         """The same with as many data as so many operations pay for, and with a few at least."""
-        part = operations / self.operations(features, cost)
+        others = self.num_vjps * cost.vjp
+        part = max(0.0, operations - others) / (self.operations(features, cost) - others)
         return self if part >= 1 else replace(self, num_data=max(min(_LEAST, self.num_data), int(part * self.num_data)))
 
     def _by_rows(self, features: Features) -> bool:

@@ -89,6 +89,38 @@ def test_curvature_at_the_mode_and_several_precisions_take_the_evidence() -> Non
     assert fit_of(la).tuned.criterion == "evidence"
 
 
+def labelled_digits(num: int = 60) -> tuple[torch.nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """A network that is sure of the three classes of so many data."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(num, 4, generator=generator, dtype=torch.float64)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        last = torch.nn.Linear(6, 3)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), last).double()
+    with torch.no_grad():
+        last.weight *= 30
+        return model, [(x, model(x).argmax(1))]
+
+
+@pytest.mark.parametrize("method", ["auto", *METHODS])
+def test_labels_that_can_be_left_out_choose_by_default(method: str) -> None:
+    model, loader = labelled_digits()
+    la = LinearisedLaplace(model, "classification", method="stochastic" if method == "svrg" else method, num_samples=8)
+    la.fit_hyperparameters(loader, progress=False)
+    assert fit_of(la).tuned.criterion == "leave_one_out"
+    assert not fit_of(la).known_mode
+    asked = LinearisedLaplace(model, "classification", method=la.settings.method, num_samples=8)
+    asked.fit_hyperparameters(loader, criterion="leave_one_out", progress=False)
+    assert asked.prior_precision_ == la.prior_precision_
+    other = LinearisedLaplace(model, "classification", method=la.settings.method, num_samples=8)
+    other.fit_hyperparameters(loader, criterion="self_consistency", progress=False)
+    assert fit_of(other).tuned.criterion == "self_consistency"
+    assert other.prior_precision_ != la.prior_precision_
+    few = LinearisedLaplace(model, "classification", num_samples=8)
+    few.fit_hyperparameters([(loader[0][0][:29], loader[0][1][:29])], progress=False)
+    assert fit_of(few).tuned.criterion == "self_consistency"
+
+
 def test_criteria_that_are_not_possible() -> None:
     case = make_case("classification")
     with pytest.raises(ValueError, match=r"`criterion='loo'` is not known; use one of \['auto', 'evidence'"):
@@ -97,6 +129,13 @@ def test_criteria_that_are_not_possible() -> None:
         tune(case, criterion="validation")
     with pytest.raises(ValueError, match='`criterion="self_consistency"` compares the loss with its curvature'):
         tune(make_case("regression"), criterion="self_consistency")
+    for name in ("classification", "segmentation", "poisson", "regression"):
+        with pytest.raises(ValueError, match='`criterion="leave_one_out"` is for classifications with one label for'):
+            tune(make_case(name), criterion="leave_one_out")
+    model, loader = labelled_digits()
+    at_mode = LinearisedLaplace(model, "classification", hessian_at="mode")
+    with pytest.raises(ValueError, match='`criterion="leave_one_out"` takes the curvature at the outputs of the'):
+        at_mode.fit_hyperparameters(loader, criterion="leave_one_out", progress=False)
     with pytest.raises(
         ValueError, match='`criterion="self_consistency"` takes the curvature at the outputs of the netw'
     ):

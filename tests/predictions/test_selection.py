@@ -22,6 +22,7 @@ from laplace_sampling.linear_model.priors.prior import ungrouped
 from laplace_sampling.linear_model.some_features import SomeFeatures
 from laplace_sampling.predictions.calibration import own_temperature, tempered
 from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
+from laplace_sampling.predictions.loss_rise import LossRise
 from laplace_sampling.predictions.selection import Selected, grid
 from laplace_sampling.predictions.self_consistency import SelfConsistency
 from laplace_sampling.predictions.validation import Validation
@@ -51,7 +52,9 @@ def ratio_at(model: LinearModel, path: CovariancePath, alpha: float, num: int = 
 
 
 def select(model: LinearModel, path: CovariancePath, **settings: float) -> Selected:
-    return SelfConsistency(**{"most_ratio": 1.5, "most_lost": 1e9, **settings}).select(model, path, BOUNDS, 0, 1e12)
+    return LossRise(SelfConsistency(**{"most_ratio": 1.5, "most_lost": 1e9, **settings})).select(
+        model, path, BOUNDS, 0, 1e12
+    )
 
 
 @pytest.mark.parametrize("confidence", [1.0, 6.0])
@@ -80,9 +83,14 @@ def test_the_precision_is_not_below_that_of_the_evidence_of_the_trained_weights(
     model, path = problem("classification")
     alpha = 100 * select(model, path).alpha
     norm = path.effective_dimension(alpha) / alpha
-    assert SelfConsistency(1.5, 1e9).select(model, path, BOUNDS, 0, norm).alpha == pytest.approx(alpha, rel=0.01)
+    assert LossRise(SelfConsistency(1.5, 1e9)).select(model, path, BOUNDS, 0, norm).alpha == pytest.approx(
+        alpha, rel=0.01
+    )
     # Where the network is certain it is the loss that bounds the precision from below.
-    assert select(model, path).alpha == SelfConsistency(1.5, 1e9).select(model, path, BOUNDS, 0, 1e9 * norm).alpha
+    assert (
+        select(model, path).alpha
+        == LossRise(SelfConsistency(1.5, 1e9)).select(model, path, BOUNDS, 0, 1e9 * norm).alpha
+    )
 
 
 def test_a_surer_network_and_a_smaller_ratio_get_a_larger_precision() -> None:
@@ -152,10 +160,10 @@ def test_a_part_of_many_data_is_looked_at_and_its_rows_are_counted() -> None:
         num_data, num_outputs, size = 60_000, 10, 500
 
     features: Any = Many()
-    assert SelfConsistency().looks(features).num_data == 400
+    assert LossRise(SelfConsistency()).looks(features).num_data == 400
     Many.num_data = 1000
-    looks = SelfConsistency().looks(features)
-    assert (looks.num_data, SelfConsistency(num_data=70).looks(features).num_data) == (100, 70)
+    looks = LossRise(SelfConsistency()).looks(features)
+    assert (looks.num_data, LossRise(SelfConsistency(), num_data=70).looks(features).num_data) == (100, 70)
     # A third of them first, ten rows of the Jacobian for each.
     assert looks.products(features) == 10 * (34 + 100)
     assert looks.products(features, rough=False) == 10 * 100
@@ -178,7 +186,7 @@ def test_where_another_path_has_said_where_to_look_the_same_is_found_for_less(
 ) -> None:
     monkeypatch.setattr("laplace_sampling.predictions.covariance_path._MOST_OUTPUTS", 1 if samples else 32)
     model, path = problem("classification", confidence)
-    rule = SelfConsistency(1.5, 1e9)
+    rule = LossRise(SelfConsistency(1.5, 1e9))
     found = rule.select(model, path, BOUNDS, 0, 1e12)
     near = rule.select(model, path, BOUNDS, 0, 1e12, 2 * found.alpha)
     assert near.alpha == pytest.approx(found.alpha)
@@ -238,7 +246,7 @@ def many() -> tuple[LinearModel, CovariancePath, Validation]:
 def test_no_precision_at_which_the_rises_agree_takes_the_largest_and_says_so() -> None:
     model, path = problem("classification", 6.0)
     bounds = (1e-8, select(model, path).alpha / 100)
-    found = SelfConsistency(1.5, 1e9).select(model, path, bounds, 0, 1e12)
+    found = LossRise(SelfConsistency(1.5, 1e9)).select(model, path, bounds, 0, 1e12)
     assert found.alpha == bounds[1]
     assert "does not rise as Laplace's approximation says" in found.problems[0]
 

@@ -1,0 +1,146 @@
+r"""The prior precision at which error bars cost the training labels as much as the network's errors elsewhere warrant.
+
+Error bars take log-likelihood from labels of which the network is surely right, and give it to those of which it is
+surely wrong. On its training data it is right; elsewhere it errs, and how often decides how wide error bars should be.
+An overfitted network and one that was stopped in time may differ in nothing else.
+
+How often it errs is estimated without other data. Labels of a few hundred training data are predicted from all others
+by kernel ridge regression, `ŷ_i = y_i − [(K + λI)⁻¹y]_i / [(K + λI)⁻¹]_ii`, with the tangent kernel
+`K_ij = uᵀφ_i A₁⁻¹ φ_jᵀu` along one random direction `u` of the outputs. (The features have seen the labels: the
+estimate is rather too low.) Errors of the network on the same data, which the training loss knows, are taken away, and
+so are some standard errors, since few data do not tell few errors from none. Each error that is left warrants `k` nats:
+`α` is the smallest precision at which
+
+    (1/n) Σ_i log p(y_i | f_i) − log E p(y_i | f_i + z_i) ≤ k · (part of left-out data that is predicted wrongly − …).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.some_features import some_of
+from laplace_sampling.predictions.calibration import labelled, labels_of
+from laplace_sampling.predictions.loss_bound import LossBound, Used, cost_of_error_bars
+
+__all__ = ["LeftOutLabels", "has_left_out_labels"]
+
+# Nats that an error warrants, and standard errors that are taken from the number of errors. Chosen on 104 networks for
+# small digits, two moons, wine and breast cancer, and 30 for MNIST: see docs/decisions/choice-of-precision.md.
+_A_ERROR, _ERRORS = 0.2, 3.0
+# Errors that are always granted: fewer are not seen.
+_LEAST_ERRORS = 0.5
+# The ridge, by the mean of the kernel's diagonal. A tenth of it and ten times as much change errors by a sixth.
+_RIDGE = 0.01
+# Data that are left out in turn: so many, or so many of each class where that is more, up to a limit. With fewer of a
+# class labels are predicted wrongly because there are few like them.
+_DATA, _A_CLASS, _MOST = 400, 10, 1000
+# Weights to which rows of the Jacobian are added up, with random signs, before their products: their noise, at most
+# `2√(n/d)` of the diagonal, is far below the eigenvalues that tell classes from each other.
+_SKETCHED = 2**15
+_STREAM = 2**20 + 5
+
+
+@dataclass(frozen=True)
+class LeftOutLabels(LossBound):
+    """Error bars cost training labels no more than errors on left-out data warrant.
+
+    Args:
+        an_error: `k`, nats for each error.
+        standard_errors: of the number of errors, that are taken from it.
+    """
+
+    name = "leave_one_out"
+    an_error: float = _A_ERROR
+    standard_errors: float = _ERRORS
+    nowhere = "Error bars cost the training labels more than the errors of the network warrant"
+
+    def num_vjps(self, features: Features) -> int:
+        return min(features.num_data, max(_DATA, _A_CLASS * features.num_outputs))
+
+    def used(self, model: LinearModel, prior: GaussianPrior, seed: int, in_order: bool) -> Used:
+        some = some_of(model.features, self.num_vjps(model.features), None if in_order else seed)
+        some = some[labels_of(model.likelihood).given(model.likelihood.unweighted_targets(model.targets[some]))[:, 0]]
+        return partial(_used, model, self.an_error * self._errors(model, prior, some, seed))
+
+    def _errors(self, model: LinearModel, prior: GaussianPrior, some: Tensor, seed: int) -> float:
+        """The part of left-out data that is predicted wrongly, but for the network's own errors and standard errors."""
+        labels = _labels(model.likelihood, model.targets[some])
+        kernel = _kernel(model.features, prior, some, seed)
+        left_out = _left_out(kernel, labels, _RIDGE * float(kernel.diagonal().mean()))
+        wrong, own = (
+            float((found.argmax(1) != labels.argmax(1)).double().mean())
+            for found in (left_out, _scores(model.likelihood, model.network_outputs[some]))
+        )
+        chance = math.sqrt(wrong * (1 - wrong) / len(some))
+        return max(wrong - own - self.standard_errors * chance, _LEAST_ERRORS / len(some))
+
+
+def has_left_out_labels(likelihood: Likelihood, num_data: int, num_outputs: int) -> bool:
+    """Whether data have one label each, and are enough to leave some of them out."""
+    labels = labelled(likelihood)
+    if labels is None or labels.positions(torch.empty(1, num_outputs)).shape[1] != 1:
+        return False
+    return _A_CLASS * max(2, num_outputs) <= min(num_data, _MOST)
+
+
+def _used(model: LinearModel, warranted: float, z: Float[Tensor, "K n C"], some: Tensor) -> float:
+    likelihood, y = model.likelihood, model.targets[some]
+    lost, _ = cost_of_error_bars(likelihood, y, model.network_outputs[some].double(), z)
+    return lost / (float(likelihood.weights(y).sum()) * warranted)
+
+
+def _scores(likelihood: Likelihood, f: Float[Tensor, "n C"]) -> Float[Tensor, "n c"]:
+    """A score of each class; of both for a single output."""
+    return f if isinstance(labels_of(likelihood), Categorical) else torch.cat([-f, f], 1)
+
+
+def _labels(likelihood: Likelihood, targets: Tensor) -> Float[Tensor, "n c"]:
+    """Ones for the label of each datum."""
+    y = likelihood.unweighted_targets(targets).flatten().long()
+    return F.one_hot(y, max(2, int(y.max()) + 1)).double()
+
+
+def _kernel(features: Features, prior: GaussianPrior, some: Tensor, seed: int) -> Float[Tensor, "n n"]:
+    """The tangent kernel of some data along one direction of the outputs."""
+    direction = Draws(1, seed, _STREAM).prior(features.num_outputs)[0]
+    if features.num_outputs > 1:
+        direction = direction - direction.mean()  # a softmax is blind to the mean
+    direction, scale = (v.to(features.device, features.dtype) for v in (direction, prior.scale))
+    together, added_up = (
+        max(1, min(features.batch_size, int(BLOCK_BYTES / (4 * features.size)))),
+        _sketch(features, seed),
+    )
+    rows = [
+        added_up(features.vjp_each(direction.expand(len(batch), -1), batch) * scale) for batch in some.split(together)
+    ]
+    matrix = torch.cat(rows)
+    return (matrix @ matrix.T).double().cpu()
+
+
+def _sketch(features: Features, seed: int) -> Callable[[Float[Tensor, "n P"]], Tensor]:
+    """Adds up columns of a wide matrix, with random signs, which keeps products of its rows in the mean."""
+    if features.size <= _SKETCHED:
+        return lambda rows: rows
+    generator = torch.Generator().manual_seed(seed)
+    to = torch.randint(_SKETCHED, (features.size,), generator=generator).to(features.device)
+    signs = 2 * torch.randint(2, (features.size,), generator=generator).to(features.device, features.dtype) - 1
+    return lambda rows: rows.new_zeros(len(rows), _SKETCHED).index_add_(1, to, rows * signs)
+
+
+def _left_out(kernel: Float[Tensor, "n n"], labels: Float[Tensor, "n c"], ridge: float) -> Float[Tensor, "n c"]:
+    """Each row of the labels, predicted from all others."""
+    mean = labels.mean(0)
+    inverse = torch.linalg.inv(kernel + max(ridge, 1e-300) * torch.eye(len(kernel), dtype=kernel.dtype))
+    return labels - (inverse @ (labels - mean)) / inverse.diagonal()[:, None]

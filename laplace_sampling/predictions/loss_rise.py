@@ -1,0 +1,142 @@
+"""`LossRise`: the smallest prior precision at which draws of the function raise the training loss within a bound."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import Features
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.some_features import SomeFeatures, some_of
+from laplace_sampling.predictions.calibration import Calibration
+from laplace_sampling.predictions.covariance_path import CovariancePath
+from laplace_sampling.predictions.looks import Looks, decades
+from laplace_sampling.predictions.loss_bound import LossBound
+from laplace_sampling.predictions.selection import Selected, Selection, grid, nearest
+from laplace_sampling.solvers.root import falling_root
+
+__all__ = ["LossRise"]
+
+# Draws of the function, each with its opposite, so that no term of first order is left.
+_DRAWS, _STREAM = 32, 2**20 + 2
+# Numbers of the draws in memory, where a datum has many outputs.
+_NUMBERS = 2**24
+# Of `log α` of the evidence: predicted standard deviations go with its half.
+_ACCURACY = 1e-3
+# Training data that are looked at: so many at most, at least, and so many rows of the Jacobian for each of them that
+# they are this part of a training epoch.
+_MOST, _LEAST, _PART = 400, 100, 0.3
+
+
+@dataclass(frozen=True)
+class LossRise(Selection):
+    """The smallest prior precision at which error bars keep to a bound on the training data.
+
+    It is not below that of largest evidence of the trained weights, `α ‖w̄‖² = γ(α)`: where no datum says anything
+    against a small `α`, that is no reason for error bars without end where there are no data.
+
+    Args:
+        bound: on what draws of the function add to the loss.
+        in_order: whether the first data are looked at in place of random ones.
+        num_data: how many data are looked at; by default a few hundred.
+    """
+
+    bound: LossBound
+    in_order: bool = False
+    num_data: int | None = None
+
+    @property
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.bound.name
+
+    def looks(self, features: Features) -> Looks:
+        num_data = most_data(features) if self.num_data is None else self.num_data
+        return Looks(num_data, _DRAWS, num_vjps=self.bound.num_vjps(features))
+
+    def select(
+        self,
+        model: LinearModel,
+        path: CovariancePath,
+        bounds: tuple[float, float],
+        seed: int,
+        weight_norm: float,
+        near: float | None = None,
+    ) -> Selected:
+        looks, draws = self.looks(model.features), Draws(_DRAWS, seed, _STREAM)
+        some = some_of(model.features, looks.num_data, None if self.in_order else seed)
+        alphas = grid(path, SomeFeatures(model.features, some), bounds)
+        used = self.bound.used(model, path.prior, seed, self.in_order)
+        products = float(looks.num_vjps)
+        if near is None:
+            part, coarse = some[looks.part], decades(len(alphas))
+            rough = path.deviations(SomeFeatures(model.features, part), alphas[coarse], draws, len(coarse))
+            outside = (i for n, i in enumerate(coarse) if used(rough[n], part) > 1)
+            # The first one of the whole grid that is outside lies up to a decade above.
+            start = max(0, next(outside, len(alphas)) - 1)
+            products += rough.products
+        else:
+            start = nearest(alphas, near)
+        found = path.deviations(SomeFeatures(model.features, some), alphas, draws)
+        excess = cache(lambda index: used(found[index], some))
+        alpha, kept = _last_within(alphas, excess, _first_outside(excess, start, len(alphas)))
+        problems = () if kept else (_problem(self.bound, alpha),)
+        alpha = max(alpha, _of_evidence(path, weight_norm, bounds))
+        return Selected(
+            alpha,
+            model.likelihood,
+            Calibration(),
+            path.effective_dimension(alpha),
+            passes=(products + found.products) / (2 * model.features.num_data),
+            problems=problems,
+        )
+
+
+def _problem(bound: LossBound, alpha: float) -> str:
+    return (
+        f"{bound.nowhere} at any prior precision that was tried: the largest, {alpha:.3g}, is taken. Look at the "
+        "network's outputs on the training data."
+    )
+
+
+def _of_evidence(path: CovariancePath, weight_norm: float, bounds: tuple[float, float]) -> float:
+    """MacKay's fixed point `α ‖w̄‖² = γ(α)` with the trained weights in the place of the mode."""
+
+    def excess(log_alpha: float) -> float:
+        alpha = math.exp(log_alpha)
+        return math.log(max(path.effective_dimension(alpha), 1e-300)) - math.log(max(alpha * weight_norm, 1e-300))
+
+    low, high = (math.log(bound) for bound in bounds)
+    root, _ = falling_root(excess, min(max(0.0, low), high), (low, high), _ACCURACY)
+    return math.exp(root)
+
+
+def most_data(features: Features) -> int:
+    """How many data the rule looks at: those whose rows of the Jacobian cost less than a part of an epoch."""
+    num = int(_PART * features.num_data / features.num_outputs)
+    return min(features.num_data, max(_LEAST, min(_MOST, num)), max(1, _NUMBERS // (_DRAWS * features.num_outputs)))
+
+
+def _first_outside(excess: Callable[[int], float], start: int, number: int) -> int:
+    """The first precision at which a bound is not kept, near another one; or the number of all."""
+    first = start
+    while first > 0 and excess(first) > 1:
+        first -= 1
+    while first < number and excess(first) <= 1:
+        first += 1
+    return first
+
+
+def _last_within(alphas: Float[Tensor, " A"], excess: Callable[[int], float], first: int) -> tuple[float, bool]:
+    """The smallest precision down to which the bound is kept, interpolated; and whether there is one."""
+    if first == len(alphas):
+        return float(alphas[-1]), True
+    if first == 0:
+        return float(alphas[0]), False
+    below, above = excess(first - 1), excess(first)
+    part = (1 - below) / (above - below) if math.isfinite(above) else 0.0
+    logs = alphas.log()
+    return float((logs[first - 1] + part * (logs[first] - logs[first - 1])).exp()), True
