@@ -48,7 +48,7 @@ _RIDGE = 0.01
 # class labels are predicted wrongly because there are few like them.
 _DATA, _A_CLASS, _MOST = 400, 10, 1000
 # Columns to which rows of the Jacobian are added up, with random signs, before their products. For 300 images of MNIST
-# and six networks of 5,706 to 42,310 weights error rates of 0.02 to 0.08 changed by 0.01 at most, at a quarter by 0.016.
+# and six networks of 5,706 to 42,310 weights error rates of 0.02 to 0.08 changed by at most 0.01, a quarter by 0.016.
 _SKETCHED = 2**13
 _STREAM = 2**20 + 5
 
