@@ -68,7 +68,8 @@ class LossRise(Selection):
     ) -> Selected:
         looks, draws = self.looks(model.features), Draws(_DRAWS, seed, _STREAM)
         some = some_of(model.features, looks.num_data, None if self.in_order else seed)
-        alphas = grid(path, SomeFeatures(model.features, some), bounds)
+        lowest = _of_evidence(path, weight_norm, bounds)
+        alphas = _down_to(lowest, grid(path, SomeFeatures(model.features, some), bounds))
         used = self.bound.used(model, path.prior, seed, self.in_order)
         products = float(looks.num_vjps)
         if near is None:
@@ -84,7 +85,7 @@ class LossRise(Selection):
         excess = cache(lambda index: used(found[index], some))
         alpha, kept = _last_within(alphas, excess, _first_outside(excess, start, len(alphas)))
         problems = () if kept else (_problem(self.bound, alpha),)
-        alpha = max(alpha, _of_evidence(path, weight_norm, bounds))
+        alpha = max(alpha, lowest)
         return Selected(
             alpha,
             model.likelihood,
@@ -93,6 +94,11 @@ class LossRise(Selection):
             passes=(products + found.products) / (2 * model.features.num_data),
             problems=problems,
         )
+
+
+def _down_to(lowest: float, alphas: Float[Tensor, " A"]) -> Float[Tensor, " A"]:
+    """The precisions above the lowest one that may be chosen, and the next below it."""
+    return alphas[: int((alphas > lowest).sum()) + 1]
 
 
 def _problem(bound: LossBound, alpha: float) -> str:
