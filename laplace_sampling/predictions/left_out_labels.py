@@ -4,7 +4,7 @@ Error bars take log-likelihood from labels of which the network is surely right,
 surely wrong. On its training data it is right; elsewhere it errs, and how often decides how wide error bars should be.
 An overfitted network and one that was stopped in time may differ in nothing else.
 
-How often it errs is estimated without other data. Labels of up to 2,000 training data are predicted from all others
+How often it errs is estimated without other data. Labels of up to 1,000 training data are predicted from all others
 by kernel ridge regression, `ŷ_i = y_i − [(K + λI)⁻¹y]_i / [(K + λI)⁻¹]_ii`, with the tangent kernel
 `K_ij = uᵀφ_i A₁⁻¹ φ_jᵀu` along one random direction `u` of the outputs. (The features have seen the labels: the
 estimate is rather too low.) Errors of the network on the same data, which the training loss knows, are taken away, and
@@ -46,7 +46,7 @@ _LEAST_ERRORS = 0.5
 _RIDGE = 0.01
 # Data that are left out in turn, at most. With 400 of them three standard errors hide the errors of networks for 10,000
 # images, and few neighbours make others.
-_DATA = 2000
+_DATA = 1000
 # Data of each class, at least, and classes, at most: with fewer of a class labels are predicted wrongly because there
 # are few like them.
 _A_CLASS, _MOST_CLASSES = 10, 100
