@@ -3,17 +3,15 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.data.image_sets import labelled_images, pixels, standardised
 from benchmarks.data.tasks import Part
 
 __all__ = ["Images", "made_up", "read"]
 
-# Mean and standard deviation of the pixels of Fashion-MNIST.
-MEAN, SCALE = 0.2860, 0.3530
 # Test images that are scored; validation images come from the other end of the test set.
 TEST, VALIDATION, OTHER = 2000, 2000, 1000
 
@@ -39,16 +37,8 @@ class Images:
 
 def read(folder: Path) -> Images:
     """From `fashion-mnist.npz` and `mnist.npz`."""
-
-    def image(pixels: np.ndarray) -> Tensor:
-        return (torch.tensor(pixels)[:, None].float() / 255 - MEAN) / SCALE
-
-    with np.load(folder / "fashion-mnist.npz") as data:
-        train, test = (
-            Part(image(data[f"x_{name}"]), torch.tensor(data[f"y_{name}"]).long()) for name in ("train", "test")
-        )
-    with np.load(folder / "mnist.npz") as data:
-        other = image(data["x_test"][:OTHER])
+    train, test = labelled_images(folder, "Fashion-MNIST")
+    other = standardised(pixels(folder, "MNIST", OTHER), "Fashion-MNIST")
     validation = Part(test.x[-VALIDATION:], test.y[-VALIDATION:])
     return Images("fashion-mnist", train, validation, Part(test.x[:TEST], test.y[:TEST]), other)
 
