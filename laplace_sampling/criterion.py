@@ -37,7 +37,7 @@ def with_selection(criterion: str, settings: "Settings", problem: Problem, held_
     """
     if criterion not in CRITERIA:
         raise ValueError(f"`criterion={criterion!r}` is not known; use one of {list(CRITERIA)}.")
-    quadratic = settings.likelihood.quadratic
+    problem, quadratic = replace(problem, criterion=criterion), settings.likelihood.quadratic
     if criterion == "self_consistency" and quadratic:
         raise ValueError(
             '`criterion="self_consistency"` compares the loss with its curvature, which agree everywhere for a '

@@ -14,6 +14,7 @@ from torch import Tensor
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.expansion import total_loss
 from laplace_sampling.evidence.krylov_curves import evidence_path
+from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.factored import (
@@ -32,7 +33,7 @@ from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
 from laplace_sampling.methods.budget import Estimate
 from laplace_sampling.methods.fit import LEFT_OUT_STREAM, PATH_STREAM, Fit, Task, Tuned
-from laplace_sampling.methods.method import Choice
+from laplace_sampling.methods.method import Choice, Tuning, has_path
 from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, basis_that_fits
 from laplace_sampling.networks.linearisation import Linearisation
@@ -41,6 +42,7 @@ from laplace_sampling.predictions.covariance_path import CovariancePath, Factore
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.selection import Selection
+from laplace_sampling.predictions.weights_evidence import WeightsEvidence, has_weights_evidence
 from laplace_sampling.solvers.checks import check_whole
 from laplace_sampling.solvers.krylov import CG, BlockKrylov
 from laplace_sampling.solvers.operator import row_products
@@ -115,7 +117,8 @@ class Factored(SolverMethod):
         # Eigenvectors of some gradients, eigenvalues of more.
         vjps = self._kronecker.num_gradients(features.num_data, C) if self.kind == "kfac" else 0
         vjps += min(C, PROBES) * features.num_data if self.kind == "diagonal" else 0
-        passes = MODE_PASSES * features.num_data * cost.passes if problem.by_evidence else 0.0
+        searches = problem.by_evidence and not self._by_weights(problem.tangent.model.likelihood, problem.criterion)
+        passes = MODE_PASSES * features.num_data * cost.passes if searches else 0.0
         dense = 0.0
         if self.kind == "kfac":
             dense = self._dense_operations(problem.tangent.network, features, problem.num_samples, problem.selection)
@@ -141,6 +144,16 @@ class Factored(SolverMethod):
     def paid_for(self, problem: Problem, choice: Choice) -> Choice:
         return choice
 
+    def _by_weights(self, likelihood: Likelihood, criterion: str) -> bool:
+        """Whether the evidence is that of the trained weights, since a search for the mode is most of its cost."""
+        return criterion == "auto" and self.kind != "last_layer" and has_weights_evidence(likelihood)
+
+    def tune(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+        by_weights = self._by_weights(task.model.likelihood, tuning.criterion)
+        if task.selection is None and by_weights and has_path(task):
+            task = replace(task, selection=WeightsEvidence(tuning.noise_bounds))
+        return super().tune(task, tuning)
+
     def covariance_path(self, task: Task) -> CovariancePath:
         return FactoredPath(self.curvature_at(task), task.prior)
 
@@ -163,9 +176,19 @@ class Factored(SolverMethod):
             return super().fit(task, tuned, tolerance)
         solver = self.make_solver(task, tolerance, None)
         assert isinstance(solver, FactoredSampler)
-        # The curvature at the network's outputs is that of every precision, but for the noise of a regression.
-        held = None if task.model.likelihood.quadratic else tuned.work
+        held = _at_noise(tuned.work, tuned.history[0].noise_precision, task.model)
         return super().fit(task, replace(tuned, work=replace(solver, held=held)), tolerance)
+
+
+def _at_noise(curvature: FactoredCurvature, before: list[float] | None, model: LinearModel) -> FactoredCurvature | None:
+    """`M̂` with the noise of the model, which that of a regression is proportional to; `None` for noises by output."""
+    noise = model.likelihood.noise_precisions()
+    if noise is None or before is None:
+        return curvature
+    if noise.numel() > 1 or len(before) > 1:
+        return None
+    root = (float(noise) / before[0]) ** 0.5
+    return curvature.congruent(torch.full((model.features.size,), root, device=model.features.device))
 
 
 @dataclass(frozen=True)

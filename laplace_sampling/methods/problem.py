@@ -82,6 +82,7 @@ class Problem:
         cost: of products, if it was measured.
         budget: what the fit may cost, and has cost.
         selection: the rule for the prior precision, where it is not the evidence.
+        criterion: what the user asked to choose the hyperparameters.
     """
 
     tangent: TangentModel
@@ -97,6 +98,7 @@ class Problem:
     cost: Cost | None = None
     budget: Budget = field(default_factory=Budget)
     selection: "Selection | None" = None
+    criterion: str = "evidence"
 
     @property
     def features(self) -> Features:
