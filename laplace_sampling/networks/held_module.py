@@ -19,6 +19,7 @@ from torch.func import functional_call
 from laplace_sampling.data.batches import Layout, arguments, batched, num_rows, read
 from laplace_sampling.data.digest import digest
 from laplace_sampling.networks.allocator import cpu_out_of_memory
+from laplace_sampling.networks.module_state import ModuleState
 from laplace_sampling.networks.undisturbed import (
     LOCK,
     handle_signals,
@@ -72,11 +73,22 @@ class HeldModule:
         self._all_random = len(names) == len(dict(module.named_parameters()))
         # To look for weights of two names at each call takes as long as a small network.
         self._tied = len(dict(module.named_parameters())) < len(dict(module.named_parameters(remove_duplicate=False)))
+        self._state: ModuleState | None = None
         if autocast is not None and (autocast not in HALF or self.module_dtype != torch.float32):
             raise ValueError(
                 f"`autocast={autocast}` must be torch.bfloat16 or torch.float16, of a network in float32, but the "
                 f"network is in {self.module_dtype}; leave it out, or call `model.float()`."
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the state of the module, which is of objects of this process."""
+        return {**self.__dict__, "_state": None}
+
+    def state(self) -> ModuleState:
+        """What the module holds now: the same object as before if nothing has changed."""
+        if self._state is None or not self._state.holds():
+            self._state = ModuleState(self.module)
+        return self._state
 
     def random(self) -> Weights:
         """The random weights of the module, without a graph."""
@@ -323,10 +335,13 @@ def solver_call(call: Callable[Arguments, Result]) -> Callable[Arguments, Result
 @contextmanager
 def users_precision() -> Iterator[None]:
     """Inside `solving`, the precision that the user has set outside of it."""
+    if not _users_settings:
+        yield
+        return
     now = precisions()
     # Contexts of `solving` nest; what was set before the outermost is the user's.
     try:
-        _set_precisions(_users_settings[0] if _users_settings else now)
+        _set_precisions(_users_settings[0])
         yield
     finally:
         _set_precisions(now)

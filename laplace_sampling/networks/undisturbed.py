@@ -14,6 +14,10 @@ state of which it has only one in a process: the level of forward mode, the stan
 import os
 import signal
 import threading
+
+# The functions of `signal` look each handler up in an enumeration, which takes as long as a small layer.
+from _signal import getsignal
+from _signal import signal as set_handler
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
@@ -71,10 +75,10 @@ class _Waiting:
         if self.contexts == 1:
             try:
                 for number in _SIGNALS:
-                    handler = signal.getsignal(number)
+                    handler = getsignal(number)
                     if callable(handler) and handler != self.receive:
                         self.handlers[number] = handler
-                        signal.signal(number, self.receive)
+                        set_handler(number, self.receive)
             except BaseException:
                 self.leave()
                 raise
@@ -92,8 +96,8 @@ class _Waiting:
     def _put_back(self, numbers: list[int]) -> None:
         if numbers:
             try:
-                if signal.getsignal(numbers[0]) == self.receive:
-                    signal.signal(numbers[0], self.handlers[numbers[0]])
+                if getsignal(numbers[0]) == self.receive:
+                    set_handler(numbers[0], self.handlers[numbers[0]])
             finally:  # also if a handler raises that was put back
                 self._put_back(numbers[1:])
 

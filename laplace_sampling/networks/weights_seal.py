@@ -45,6 +45,7 @@ class WeightsSeal:
     def __init__(self, module: nn.Module) -> None:
         self._tensors = list(_tensors_of(module))
         self._held = [tensor.detach() for _, _, tensor in self._tensors]
+        self._dtypes = [tensor.dtype for tensor in self._held]
         self._versions = [_version(tensor) for _, _, tensor in self._tensors]
         flat = [_flat(tensor) for tensor in self._held]
         self._groups = [
@@ -62,12 +63,21 @@ class WeightsSeal:
         except (RuntimeError, NotImplementedError):
             return None
 
-    def holds(self, module: nn.Module) -> bool:
-        """Whether all signs are as they were."""
-        now = list(_tensors_of(module))
+    def holds(self, module: nn.Module, same_objects: bool = False) -> bool:
+        """Whether all signs are as they were.
+
+        Args:
+            module: of which.
+            same_objects: whether it is known to hold the same tensors as when this was last true.
+        """
+        if not (same_objects or _are_same(list(_tensors_of(module)), self._tensors)):
+            return False
+        tensors = [tensor for _, _, tensor in self._tensors]
+        # `is_set_to` compares storage, offset, sizes and strides.
         return (
-            len(now) == len(self._tensors)
-            and all(map(_same, now, self._tensors, self._held, self._versions))
+            all(map(Tensor.is_set_to, tensors, self._held))
+            and [tensor.dtype for tensor in tensors] == self._dtypes
+            and list(map(_version, tensors)) == self._versions
             and all(map(torch.equal, self._summed(), self._sums))
         )
 
@@ -105,11 +115,10 @@ class _Sums:
         return self._all
 
 
-def _same(now: _Named, before: _Named, held: Tensor, version: int | None) -> bool:
-    (name, key, tensor), (old_name, old_key, old) = now, before
-    # `is_set_to` compares storage, offset, sizes and strides.
-    unmoved = tensor is old and tensor.dtype == held.dtype and tensor.is_set_to(held)
-    return unmoved and name == old_name and key == old_key and _version(tensor) == version
+def _are_same(now: list[_Named], before: list[_Named]) -> bool:
+    """Whether the same tensors are at the same places."""
+    pairs = zip(now, before, strict=False)
+    return len(now) == len(before) and all(a[:2] == b[:2] and a[2] is b[2] for a, b in pairs)
 
 
 @cache
