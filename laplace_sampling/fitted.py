@@ -252,15 +252,18 @@ class FittedModel:
     def samples_(self) -> Float[Tensor, "K P"]:
         return self._drawn("samples_").posterior.full_samples
 
-    @solver_call
     def _drawn(self, call: str) -> Fitted:
         """What was fitted, with samples that are drawn now if the fit did not need them."""
         fitted = self._require(call)
         if not len(fitted.posterior.samples):
-            assert fitted.fit is not None
-            fit = fitted.fit.with_samples()
-            fitted.posterior, fitted.fit = fitted.posterior.drawn(fit), fit.without_samples()
+            self._draw(fitted)
         return fitted
+
+    @solver_call
+    def _draw(self, fitted: Fitted) -> None:
+        assert fitted.fit is not None
+        fit = fitted.fit.with_samples()
+        fitted.posterior, fitted.fit = fitted.posterior.drawn(fit), fit.without_samples()
 
     @property
     def mode_(self) -> Float[Tensor, " P"]:

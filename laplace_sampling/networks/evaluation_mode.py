@@ -1,7 +1,9 @@
 """`evaluation_mode`: a module in evaluation mode, which is put back as it was, whatever its forward pass changed."""
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -9,6 +11,11 @@ from laplace_sampling.networks.held_module import HeldModule
 from laplace_sampling.networks.undisturbed import undisturbed
 
 __all__ = ["evaluation_mode"]
+
+
+def _eager() -> AbstractContextManager[Any]:
+    """For parts that the user has compiled; the compiler takes a second to import, and each change of it 30 µs."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager
@@ -25,7 +32,7 @@ def evaluation_mode(held: HeldModule) -> Iterator[None]:
             # The attribute is set, since modules that override `train` would not be restored by `eval()` and `train()`.
             for part in state.training:
                 part.training = False
-            with torch.compiler.set_stance("force_eager"):  # for parts that the user has compiled
+            with _eager():
                 yield
         finally:
             for part in state.training:

@@ -28,7 +28,7 @@ class ModuleState:
     def __init__(self, module: nn.Module) -> None:
         self._parts = list(module.modules())
         self._types = list(map(type, self._parts))
-        self._forwards = [(kind, kind.forward) for kind in dict.fromkeys(self._types)]
+        self._forwards = [kind.forward for kind in self._types]
         attributes = [part.__dict__ for part in self._parts]
         tensors = [of_part for part in self._parts for of_part in (part._parameters, part._buffers)]
         children = [part._modules for part in self._parts]
@@ -57,7 +57,7 @@ class ModuleState:
             and self.is_restored()
             and self._children == self._copies_of_children
             and list(map(type, self._parts)) == self._types
-            and all(kind.forward == forward for kind, forward in self._forwards)
+            and [kind.forward for kind in self._types] == self._forwards
             and [tensor._version for tensor in self._plain] == self._versions
         )
 

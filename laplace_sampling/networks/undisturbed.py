@@ -90,7 +90,7 @@ class _Waiting:
             if self.contexts == 0:
                 self._put_back(list(self.handlers))
         finally:
-            if self.products == 0:
+            if self.received and self.products == 0:
                 self.handle()
 
     def _put_back(self, numbers: list[int]) -> None:
@@ -114,8 +114,21 @@ def _changes_a_context(frame: FrameType | None) -> bool:
     return False
 
 
+# The thread that forks is the main one of the child.
+_main_thread = threading.main_thread().ident
+
+
+def _become_main_thread() -> None:
+    global _main_thread
+    _main_thread = threading.get_ident()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_become_main_thread)
+
+
 def _in_main_thread() -> bool:
-    return threading.get_ident() == threading.main_thread().ident
+    return threading.get_ident() == _main_thread
 
 
 def handle_signals() -> None:

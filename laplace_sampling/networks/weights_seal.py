@@ -16,7 +16,6 @@ A sign that is different changes nothing but the time of a call: SHA-256 decides
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import cache
 from typing import Self
 
@@ -46,7 +45,9 @@ class WeightsSeal:
         self._tensors = list(_tensors_of(module))
         self._held = [tensor.detach() for _, _, tensor in self._tensors]
         self._dtypes = [tensor.dtype for tensor in self._held]
-        self._versions = [_version(tensor) for _, _, tensor in self._tensors]
+        # Tensors of inference mode count no versions.
+        self._counted = [tensor for _, _, tensor in self._tensors if not tensor.is_inference()]
+        self._versions = [tensor._version for tensor in self._counted]
         flat = [_flat(tensor) for tensor in self._held]
         self._groups = [
             _Sums([tensor for tensor in flat if (tensor.device, _precision(tensor)) == kind])
@@ -77,17 +78,17 @@ class WeightsSeal:
         return (
             all(map(Tensor.is_set_to, tensors, self._held))
             and [tensor.dtype for tensor in tensors] == self._dtypes
-            and list(map(_version, tensors)) == self._versions
+            and [tensor._version for tensor in self._counted] == self._versions
             and all(map(torch.equal, self._summed(), self._sums))
         )
 
     def _summed(self) -> list[Tensor]:
-        # Within the user's `autocast` the sums would have three digits.
-        with ExitStack() as contexts:
-            for kind in self._devices:
-                if torch.is_autocast_enabled(kind):
-                    contexts.enter_context(torch.autocast(kind, enabled=False))
-            return [group.summed() for group in self._groups]
+        for kind in self._devices:
+            if torch.is_autocast_enabled(kind):
+                # Within the user's `autocast` the sums would have three digits.
+                with torch.autocast(kind, enabled=False):
+                    return self._summed()
+        return [group.summed() for group in self._groups]
 
 
 class _Sums:
@@ -135,10 +136,6 @@ def _tensors_of(module: nn.Module) -> Iterator[_Named]:
     for name, part in module.named_modules():
         for own in (part._parameters, part._buffers):
             yield from ((name, key, tensor) for key, tensor in own.items() if tensor is not None)
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
 
 
 def _flat(tensor: Tensor) -> Tensor:
