@@ -31,15 +31,11 @@ class ModuleState:
         self._forwards = [kind.forward for kind in self._types]
         attributes = [part.__dict__ for part in self._parts]
         tensors = [of_part for part in self._parts for of_part in (part._parameters, part._buffers)]
-        children = [part._modules for part in self._parts]
-        # Scripts have none that can be compared.
-        self._comparable = all(isinstance(of_part, dict) for of_part in (*tensors, *children))
-        tensors = [of_part for of_part in tensors if isinstance(of_part, dict)]
         own = [value for of_part in attributes for name, value in of_part.items() if name not in COMMON_ATTRIBUTES]
         containers = [value for value in own if type(value) in (list, dict, set)]
         self._restored = [*attributes, *tensors, *containers]
         self._copies = [held.copy() for held in self._restored]
-        self._children = children if self._comparable else []
+        self._children = [part._modules for part in self._parts]
         self._copies_of_children = [dict(of_part) for of_part in self._children]
         # Views show what dictionaries hold later.
         self._views = [held.values() for held in tensors]
@@ -53,8 +49,7 @@ class ModuleState:
     def holds(self) -> bool:
         """Whether all is as it was, but for hooks, and the numbers in weights and buffers."""
         return (
-            self._comparable
-            and self.is_restored()
+            self.is_restored()
             and self._children == self._copies_of_children
             and list(map(type, self._parts)) == self._types
             and [kind.forward for kind in self._types] == self._forwards

@@ -16,8 +16,8 @@ import signal
 import threading
 
 # The functions of `signal` look each handler up in an enumeration, which takes as long as a small layer.
-from _signal import getsignal
-from _signal import signal as set_handler
+from _signal import getsignal  # pyright: ignore[reportMissingImports]
+from _signal import signal as set_handler  # pyright: ignore[reportMissingImports]
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
