@@ -119,12 +119,12 @@ class HeldModule:
     def _some_weight(self) -> Tensor:
         """One of the random weights; a walk through the module would take as long as a small layer."""
         *owners, name = self._path
-        part = self.module
+        part: nn.Module | None = self.module
         try:
             with LOCK:
                 for owner in owners:
-                    part = part._modules[owner]
-                if (weight := part._parameters[name]) is not None:
+                    part = part._modules[owner]  # pyright: ignore[reportOptionalMemberAccess]
+                if (weight := part._parameters[name]) is not None:  # pyright: ignore[reportOptionalMemberAccess]
                     return weight
         except (KeyError, AttributeError):
             pass
