@@ -55,6 +55,7 @@ class Fitted:
         tangent: the linear model on the training data.
         num_draws: how often new samples were drawn, so that each call draws others.
         structure: of the network when it was last seen to compute the function of the fit.
+        seen: what its parts and hooks were then, which is compared faster.
         seal: of its weights and buffers when they were last seen to be those of the fit.
     """
 
@@ -63,11 +64,12 @@ class Fitted:
     tangent: TangentModel | None = None
     num_draws: int = 0
     structure: Any = None
+    seen: Any = None
     seal: WeightsSeal | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without structure and seal, which are of objects of this process."""
-        return {**self.__dict__, "structure": None, "seal": None}
+        """Without what is of objects of this process."""
+        return {**self.__dict__, "structure": None, "seen": None, "seal": None}
 
 
 def fitting(fit: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -250,15 +252,18 @@ class FittedModel:
     def samples_(self) -> Float[Tensor, "K P"]:
         return self._drawn("samples_").posterior.full_samples
 
-    @solver_call
     def _drawn(self, call: str) -> Fitted:
         """What was fitted, with samples that are drawn now if the fit did not need them."""
         fitted = self._require(call)
         if not len(fitted.posterior.samples):
-            assert fitted.fit is not None
-            fit = fitted.fit.with_samples()
-            fitted.posterior, fitted.fit = fitted.posterior.drawn(fit), fit.without_samples()
+            self._draw(fitted)
         return fitted
+
+    @solver_call
+    def _draw(self, fitted: Fitted) -> None:
+        assert fitted.fit is not None
+        fit = fitted.fit.with_samples()
+        fitted.posterior, fitted.fit = fitted.posterior.drawn(fit), fit.without_samples()
 
     @property
     def mode_(self) -> Float[Tensor, " P"]:
@@ -333,15 +338,21 @@ class FittedModel:
             )
         module = self.network.module
         with LOCK:
-            if fitted.seal is None or not fitted.seal.holds(module):
+            state = self.network.held.state()
+            seen = state, state.hooks()
+            unchanged = seen == fitted.seen
+            if fitted.seal is None or not fitted.seal.holds(module, unchanged):
                 # The seal comes first: weights that change meanwhile are not those that it is of.
                 seal = WeightsSeal.of(module)
                 check_fingerprint(self.network, posterior.fingerprint, call)
                 fitted.seal = seal
+        if unchanged:
+            return
         # A run of the network takes as long as a prediction of few data, so it waits for a sign of a change.
         if (structure := structure_of(module)) != fitted.structure:
             check_function(self.network, posterior.function, call)
             fitted.structure = structure
+        fitted.seen = seen
 
 
 def warn_of(unconverged: Sequence[str], of_error_bars: Sequence[str], stacklevel: int) -> None:

@@ -161,7 +161,7 @@ def relative(value: Tensor, expected: Tensor) -> float:
 def _two_pullbacks_error(network: Linearisation, x: Any, v: Tensor, jv: Tensor) -> float:
     """The error of `φv` against the derivative of `u ↦ φᵀu`."""
     w = network.weights.requires_grad_()
-    with forward_mode_kernels(), evaluation_mode(network.module):
+    with forward_mode_kernels(), evaluation_mode(network.held):
         f = network.held(network.unflatten(w), x).reshape(num_rows(x), -1)
         u = torch.zeros_like(f).requires_grad_()
         (pulled,) = torch.autograd.grad(f, w, u, create_graph=True)

@@ -10,6 +10,7 @@ Outputs are a tensor `[N, ...]`; a dictionary of tensors, the heads of a network
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -51,11 +52,12 @@ class Layout:
     heads: tuple[tuple[str, tuple[int, ...]], ...]
 
     @classmethod
-    def single(cls, shape: Sequence[int]) -> "Layout":
+    @lru_cache
+    def single(cls, shape: tuple[int, ...]) -> "Layout":
         """The layout of a network that returns a tensor `[N, *shape]`."""
         return cls(((_HEAD, tuple(shape)),))
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """The names of the heads; empty for a network that returns a tensor."""
         return [name for name, _ in self.heads if name != _HEAD]
@@ -199,7 +201,7 @@ def num_rows(x: Any) -> int:
         ValueError: if they do not agree.
     """
     if isinstance(x, Tensor) and x.dim():
-        return len(x)
+        return x.shape[0]  # `len` of a tensor takes five calls
     tensors, _ = batched(x)
     if not tensors:
         raise TypeError(f"A batch of inputs needs at least one tensor [N, ...], but is a {type(x).__name__} without.")

@@ -61,7 +61,7 @@ class Categorical(Likelihood):
 
     def bind(self, layout: Layout) -> Self:
         super().bind(layout)
-        return replace(self, shape=layout.shape)
+        return self if self.shape == layout.shape else replace(self, shape=layout.shape)
 
     def rank(self, num_outputs: int) -> int:
         # Adding a constant to all logits of a position changes nothing: each position loses one direction.

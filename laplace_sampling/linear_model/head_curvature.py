@@ -140,9 +140,9 @@ def head_inputs(features: Features, batch: Tensor) -> tuple[LinearLayer, Float[T
         return None
     if isinstance(features.network, LinearLayer):
         return features.network, features.inputs(batch)[0]
-    head = getattr(features.network, "head", None)  # of a `LastLayer`
-    if isinstance(head, LinearLayer):
-        return head, features.network.evaluate_with_inputs(features.inputs(batch)[0])[-1]  # pyright: ignore
+    if isinstance(getattr(features.network, "head", None), LinearLayer):  # of a `LastLayer`
+        *_, head, z = features.network.evaluate_with_inputs(features.inputs(batch)[0])  # pyright: ignore
+        return (head, z) if isinstance(head, LinearLayer) else None
     return None
 
 

@@ -15,9 +15,9 @@ Where the C library is another one, or the user has set `MALLOC_` variables, the
 computes the same numbers in pieces.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -64,12 +64,14 @@ def num_pieces(num_data: int, tensor_bytes: Sequence[float], weight_bytes: float
     return pieces if saved > (pieces - 1) * weight_bytes else 1
 
 
-@contextmanager
-def cpu_out_of_memory() -> Iterator[None]:
+class _CPUOutOfMemory:
     """Raises `torch.OutOfMemoryError` also on a CPU, where torch raises a plain `RuntimeError`."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):
-            raise
-        raise torch.OutOfMemoryError(str(error)) from error
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+            raise torch.OutOfMemoryError(str(error)) from error
+
+
+cpu_out_of_memory = _CPUOutOfMemory()

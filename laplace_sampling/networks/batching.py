@@ -92,7 +92,7 @@ class Batching:
     @staticmethod
     def _attempt(rows: slice, product: Callable[[slice], T]) -> T | None:
         try:
-            with cpu_out_of_memory():
+            with cpu_out_of_memory:
                 return product(rows)
         except torch.OutOfMemoryError:
             if rows.stop - rows.start == 1:

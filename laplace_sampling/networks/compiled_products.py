@@ -175,7 +175,7 @@ class CompiledProducts:
                 torch.autocast(device, enabled=False),
                 torch.compiler.set_stance("default"),
                 config.patch(error_on_recompile=not first),  # pyright: ignore
-                cpu_out_of_memory(),
+                cpu_out_of_memory,
             ):
                 return self._programs[key](weights, tensors, padded)[: len(part)].detach()
         except torch.OutOfMemoryError:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from laplace_sampling.data.batches import num_bytes, num_rows, place
 from laplace_sampling.data.encoding import decode_inputs, encode_inputs
 from laplace_sampling.data.training_data import TrainingData
-from laplace_sampling.networks.evaluation_mode import COMMON_ATTRIBUTES
 from laplace_sampling.networks.held_module import solving
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.networks.module_state import COMMON_ATTRIBUTES
 
 __all__ = ["FunctionFingerprint", "structure_of"]
 

@@ -19,6 +19,7 @@ from torch.func import functional_call
 from laplace_sampling.data.batches import Layout, arguments, batched, num_rows, read
 from laplace_sampling.data.digest import digest
 from laplace_sampling.networks.allocator import cpu_out_of_memory
+from laplace_sampling.networks.module_state import ModuleState
 from laplace_sampling.networks.undisturbed import (
     LOCK,
     handle_signals,
@@ -68,15 +69,27 @@ class HeldModule:
     ) -> None:
         self.module, self.names, self.autocast, self._composed_layers = module, names, autocast, composed_layers
         self.shapes = {name: parameter.shape for name, parameter in self.random().items()}
+        self._path = names[0].split(".")
         self.sizes = [shape.numel() for shape in self.shapes.values()]
         self._all_random = len(names) == len(dict(module.named_parameters()))
         # To look for weights of two names at each call takes as long as a small network.
         self._tied = len(dict(module.named_parameters())) < len(dict(module.named_parameters(remove_duplicate=False)))
+        self._state: ModuleState | None = None
         if autocast is not None and (autocast not in HALF or self.module_dtype != torch.float32):
             raise ValueError(
                 f"`autocast={autocast}` must be torch.bfloat16 or torch.float16, of a network in float32, but the "
                 f"network is in {self.module_dtype}; leave it out, or call `model.float()`."
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the state of the module, which is of objects of this process."""
+        return {**self.__dict__, "_state": None}
+
+    def state(self) -> ModuleState:
+        """What the module holds now: the same object as before if nothing has changed."""
+        if self._state is None or not self._state.holds():
+            self._state = ModuleState(self.module)
+        return self._state
 
     def random(self) -> Weights:
         """The random weights of the module, without a graph."""
@@ -105,12 +118,17 @@ class HeldModule:
 
     def _some_weight(self) -> Tensor:
         """One of the random weights; a walk through the module would take as long as a small layer."""
-        owner, _, name = self.names[0].rpartition(".")
-        with LOCK:
-            weight = self.module.get_submodule(owner)._parameters.get(name)
-        if weight is None:
-            raise self._lost(self.names[:1])
-        return weight
+        *owners, name = self._path
+        part: nn.Module | None = self.module
+        try:
+            with LOCK:
+                for owner in owners:
+                    part = part._modules[owner]  # pyright: ignore[reportOptionalMemberAccess]
+                if (weight := part._parameters[name]) is not None:  # pyright: ignore[reportOptionalMemberAccess]
+                    return weight
+        except (KeyError, AttributeError):
+            pass
+        raise self._lost(self.names[:1])
 
     @property
     def device(self) -> torch.device:
@@ -140,7 +158,7 @@ class HeldModule:
         dtype = self.dtype
         lowered = torch.autocast(self.device.type, self.autocast, self.autocast is not None, cache_enabled=False)
         # A mode that replaces layers takes time for every call of torch, so only the network is called inside of it.
-        with lowered, cpu_out_of_memory(), self._composed_layers() if composed else nullcontext():
+        with lowered, cpu_out_of_memory, self._composed_layers() if composed else nullcontext():
             output = functional_call(self.module, weights, args, kwargs, tie_weights=self._tied)
         output = read(output, num_rows(x))[0]
         return output if output.dtype == dtype else output.to(dtype)  # even a `to` without effect takes time
@@ -162,8 +180,14 @@ class HeldModule:
     def evaluate(self, x: Any) -> tuple[Float[Tensor, "N ..."], Layout]:
         """What the module itself returns, and its layout."""
         args, kwargs = arguments(self._copied(x))
-        with self._explained(x):
-            return read(self.module(*args, **kwargs), num_rows(x))
+        try:
+            with cpu_out_of_memory:
+                return read(self.module(*args, **kwargs), num_rows(x))
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+            explained = self._explained(error, x)
+            if explained is error:
+                raise
+            raise explained from error
 
     def _copied(self, x: Any) -> Any:
         """Inputs that the network may change in place, narrowed to its own precision if that is half."""
@@ -172,37 +196,32 @@ class HeldModule:
         narrow = dtype in HALF
         return rebuild([t.to(dtype, copy=True) if narrow and t.is_floating_point() else t.clone() for t in tensors])
 
-    @contextmanager
-    def _explained(self, x: Any) -> Iterator[None]:
-        """Errors of torch in the network say of what they are, and what the user can do; its own stay as they are."""
+    def _explained(self, error: Exception, x: Any) -> Exception:
+        """An error of torch in the network with what it is of, and what the user can do; one of its own as it is."""
         name = type(self.module).__name__
-        try:
-            with cpu_out_of_memory():
-                yield
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
-            if "does not require grad" in str(error):
-                raise RuntimeError(
-                    f"{name} differentiates in its forward, which is run under "
-                    f"`torch.no_grad()`: {error}. Put `with torch.enable_grad():` around that part of it, "
-                    "and call `requires_grad_()` there on what it differentiates in."
-                ) from error
-            if isinstance(error, torch.OutOfMemoryError) or not _is_of_torch(error):
-                raise
-            tensors = batched(x)[0]
-            dtypes = sorted({str(t.dtype) for t in tensors if t.dtype != self.module_dtype})
-            if dtypes and "type" in str(error):
-                raise TypeError(
-                    f"{name}, whose weights are in {self.module_dtype}, fails on inputs in "
-                    f"{', '.join(dtypes)}: {error} Convert the inputs, as by `x.to({self.module_dtype})` (numbers of "
-                    "numpy are in float64), or the model."
-                ) from error
-            own = sorted({str(p.dtype) for p in self.module.parameters()})
-            several = f", and its weights are in {' and '.join(own)}: convert it to one of them" if len(own) > 1 else ""
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(
-                f"{name} fails on inputs of shape {', '.join(str(list(t.shape)) for t in tensors)} in "
-                f"{', '.join(sorted({str(t.dtype) for t in tensors}))}{several}. torch says: {error}"
-            ) from error
+        if "does not require grad" in str(error):
+            return RuntimeError(
+                f"{name} differentiates in its forward, which is run under "
+                f"`torch.no_grad()`: {error}. Put `with torch.enable_grad():` around that part of it, "
+                "and call `requires_grad_()` there on what it differentiates in."
+            )
+        if isinstance(error, torch.OutOfMemoryError) or not _is_of_torch(error):
+            return error
+        tensors = batched(x)[0]
+        dtypes = sorted({str(t.dtype) for t in tensors if t.dtype != self.module_dtype})
+        if dtypes and "type" in str(error):
+            return TypeError(
+                f"{name}, whose weights are in {self.module_dtype}, fails on inputs in "
+                f"{', '.join(dtypes)}: {error} Convert the inputs, as by `x.to({self.module_dtype})` (numbers of "
+                "numpy are in float64), or the model."
+            )
+        own = sorted({str(p.dtype) for p in self.module.parameters()})
+        several = f", and its weights are in {' and '.join(own)}: convert it to one of them" if len(own) > 1 else ""
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        return kind(
+            f"{name} fails on inputs of shape {', '.join(str(list(t.shape)) for t in tensors)} in "
+            f"{', '.join(sorted({str(t.dtype) for t in tensors}))}{several}. torch says: {error}"
+        )
 
     def unflatten(self, v: Tensor) -> Weights:
         """Views of `[..., P]` in the shapes of the weights, by name."""
@@ -320,13 +339,17 @@ def solver_call(call: Callable[Arguments, Result]) -> Callable[Arguments, Result
     return wrapper
 
 
-@contextmanager
-def users_precision() -> Iterator[None]:
+def users_precision() -> AbstractContextManager[None]:
     """Inside `solving`, the precision that the user has set outside of it."""
+    return _users_precision() if _users_settings else nullcontext()
+
+
+@contextmanager
+def _users_precision() -> Iterator[None]:
     now = precisions()
     # Contexts of `solving` nest; what was set before the outermost is the user's.
     try:
-        _set_precisions(_users_settings[0] if _users_settings else now)
+        _set_precisions(_users_settings[0])
         yield
     finally:
         _set_precisions(now)

@@ -10,7 +10,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -25,13 +24,13 @@ from laplace_sampling.data.batches import (
     num_bytes,
     num_rows,
     place,
-    read,
     take,
 )
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.networks.batching import DEFAULT_CHUNK
 from laplace_sampling.networks.linear_layer import LinearLayer
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.networks.module_calls import ModuleCall, inputs_of_call, returns
 from laplace_sampling.networks.resources import free_memory
 from laplace_sampling.networks.undisturbed import LOCK, undisturbed
 from laplace_sampling.networks.unwrapping import unwrapped
@@ -43,15 +42,6 @@ _DATA_OF_THE_RUN = 2
 # The share of free memory that the inputs of the layer may take; solvers take the rest. It is not tuned: a quarter or
 # all of it changes nothing for data that are smaller.
 _SHARE = 0.5
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One call of a module: inputs in the form of `laplace_sampling.data.batches`, `None` if they have another."""
-
-    name: str
-    inputs: Any
-    output: Any
 
 
 class LastLayer(Linearisation):
@@ -159,24 +149,24 @@ class LastLayer(Linearisation):
             self._hold_head(name, z)
         self.found = True
 
-    def _choose_of(self, calls: list[_Call], outputs: Tensor) -> None:
+    def _choose_of(self, calls: list[ModuleCall], outputs: Tensor) -> None:
         """Takes the layer by the calls of a run of the network."""
         with LOCK:
             self._choose(self.module, [call.name for call in calls], self.chunk_size, self.autocast)
-            ends = [call.name for call in calls if _has_matrix(self.module, call.name) and _returns(call, outputs)]
+            ends = [call.name for call in calls if _has_matrix(self.module, call.name) and returns(call, outputs)]
             if inner := [name for name in ends if name != self.layer and self.layer in ("", *_around(name))]:
                 self._choose(self.module, inner[-1:], self.chunk_size, self.autocast)
 
-    def _recorded_calls(self, x: Any) -> tuple[list[_Call], Tensor, Layout]:
+    def _recorded_calls(self, x: Any) -> tuple[list[ModuleCall], Tensor, Layout]:
         """All calls of modules, in the order in which they end, and what the network returns."""
-        calls: list[_Call] = []
+        calls: list[ModuleCall] = []
         # Hooks rather than a look at the modules' order: a network may register its layers in any order.
         handles = []
         with undisturbed:
             for name, module in self.module.named_modules():
 
                 def record(module: nn.Module, args: tuple, kwargs: dict, output: Any, name: str = name) -> None:
-                    calls.append(_Call(name, _inputs_of_call(args, kwargs), output))
+                    calls.append(ModuleCall.ended(name, inputs_of_call(args, kwargs), output))
 
                 handles.append(module.register_forward_hook(record, with_kwargs=True))
             try:
@@ -186,16 +176,16 @@ class LastLayer(Linearisation):
                     handle.remove()
         return calls, outputs, layout
 
-    def _find_head(self, x: Any, calls: list[_Call], outputs: Tensor) -> tuple[str | None, str]:
+    def _find_head(self, x: Any, calls: list[ModuleCall], outputs: Tensor) -> tuple[str | None, str]:
         """The name of the module whose inputs are to be kept; or `None`, and why there is none."""
-        reason = f"what `{self.layer}` returns is changed before the network returns it"
+        reason = self._output_is_changed
         # Weights may be used outside of the module as well, as tied ones: a product by a random vector tells.
         v = torch.randn(1, self.num_parameters, generator=torch.Generator().manual_seed(0)).to(outputs)
         expected = super().jvp(x, v)
         # From the layer outwards: the innermost module that will do has the smallest forward pass.
         for name in reversed(_around(self.layer)):
             calls_of_module = [call for call in calls if call.name == name]
-            if len(calls_of_module) != 1 or not _returns(calls_of_module[0], outputs):
+            if len(calls_of_module) != 1 or not returns(calls_of_module[0], outputs):
                 continue
             z = calls_of_module[0].inputs
             if z is None:
@@ -227,6 +217,10 @@ class LastLayer(Linearisation):
         self._head_name, self.head = name, self._part(name, z)
         self.head.products = self.products
 
+    @property
+    def _output_is_changed(self) -> str:
+        return f"what `{self.layer}` returns is changed before the network returns it"
+
     def _drop_head(self, reason: str) -> None:
         self.head = None
         if self.named:
@@ -252,37 +246,54 @@ class LastLayer(Linearisation):
         """The head and its inputs, one for each batch; the whole network if none were kept or their forms differ."""
         if not kept or self.head is None:
             return self, data
-        forms = [None if z is None else ([t.shape[1:] for t in batched(z)[0]], constants(z)) for z in kept]
-        if None in forms or any(form != forms[0] for form in forms):
+        if any(z is None for z in kept):
+            self._drop_head(self._output_is_changed)
+            return self, data
+        forms = [([t.shape[1:] for t in batched(z)[0]], constants(z)) for z in kept]
+        if any(form != forms[0] for form in forms):
             self._drop_head("batches have inputs of it that differ in more than their rows")
             return self, data
         return self.head, TrainingData.unlabelled(concatenate(kept), data.batch_size)
 
     @contextmanager
     def _recording(self) -> Iterator[list[Any]]:
-        """The inputs of the head in each call of the network, copied."""
+        """The inputs of the head in each call of the network, copied; `None` if its output is not the network's."""
         kept: list[Any] = []
+        begun, calls, thread = [], [], threading.get_ident()
         assert self.head is not None
 
-        thread = threading.get_ident()
+        def begin(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if threading.get_ident() == thread:  # another thread may run the network at the same time
+                z = inputs_of_call(args, kwargs)
+                tensors, rebuild = ([], lambda _: None) if z is None else batched(z)
+                # Tensors are copied, since a view would hold all of what it is a view of.
+                begun.append(rebuild([tensor.detach().clone() for tensor in tensors]))
 
-        def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if threading.get_ident() != thread:  # another thread may run the network at the same time
-                return
-            z = _inputs_of_call(args, kwargs)
-            tensors, rebuild = ([], lambda _: None) if z is None else batched(z)
-            # Tensors are copied, since a view would hold all of what it is a view of.
-            kept.append(rebuild([tensor.detach().clone() for tensor in tensors]))
+        def end(module: nn.Module, args: tuple, output: Any) -> None:
+            if threading.get_ident() == thread:
+                calls.append(ModuleCall.ended(self._head_name, begun.pop(), output))
 
-        handle = self.head.module.register_forward_pre_hook(record, with_kwargs=True)
+        def keep(module: nn.Module, args: tuple, output: Any) -> None:
+            if threading.get_ident() == thread:
+                # What `forward` does to the output may depend on the data, as a bound does: the few data of the run by
+                # which the layer was found do not tell.
+                kept.append(calls[0].inputs if len(calls) == 1 and calls[0].is_last(output) else None)
+                calls.clear()
+
+        handles = [
+            self.head.module.register_forward_pre_hook(begin, with_kwargs=True),
+            self.head.module.register_forward_hook(end),
+            self.module.register_forward_hook(keep),
+        ]
         try:
             yield kept
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
-    def _inputs(self, x: Any) -> Any:
-        """The inputs of the head, by a run of the network."""
-        return self.evaluate_with_inputs(x)[-1]
+    def _shorter(self, x: Any) -> tuple[Linearisation, Any]:
+        """The head and its inputs, by a run of the network."""
+        return self.evaluate_with_inputs(x)[2:]
 
     def evaluate_with_inputs(self, x: Any) -> tuple[Float[Tensor, "N ..."], Layout, Linearisation, Any]:
         """Outputs and layout by one run, and what has their Jacobian: the head, and its inputs in that run.
@@ -295,6 +306,9 @@ class LastLayer(Linearisation):
             return *self.evaluate(x), self, x
         with undisturbed, self._recording() as kept:
             outputs, layout = self.evaluate(x)
+        if any(z is None for z in kept):
+            self._drop_head(self._output_is_changed)
+            return outputs, layout, self, x
         # Memory may hold parts of the data only.
         return outputs, layout, self.head, kept[0] if len(kept) == 1 else concatenate(kept)
 
@@ -303,29 +317,36 @@ class LastLayer(Linearisation):
         if self.head is None or graph:
             return super().jvp(x, v, graph=graph)
         self._check_width(v, "jvp")
-        return self.head.jvp(self._inputs(x), v)
+        part, z = self._shorter(x)
+        return part.jvp(z, v)
 
     def vjp(self, x: Any, u: Float[Tensor, "K N C"], *, graph: bool = False) -> Float[Tensor, "K P"]:
         """As `Linearisation` does; without a graph, the rest of the network runs once."""
         if self.head is None or graph:
             return super().vjp(x, u, graph=graph)
-        return self.head.vjp(self._inputs(x), u)
+        part, z = self._shorter(x)
+        return part.vjp(z, u)
 
     def ggn(self, x: Any, v: Float[Tensor, "K P"], curvature: Callable[[Tensor], Tensor]) -> Float[Tensor, "K P"]:
         """As `Linearisation` does; the rest of the network runs once."""
         if self.head is None:
             return super().ggn(x, v, curvature)
-        return self.head.ggn(self._inputs(x), v, curvature)
+        part, z = self._shorter(x)
+        return part.ggn(z, v, curvature)
 
     def vjp_each(self, x: Any, u: Float[Tensor, "N C"]) -> Float[Tensor, "N P"]:
         """As `Linearisation` does; the rest of the network runs once."""
-        return super().vjp_each(x, u) if self.head is None else self.head.vjp_each(self._inputs(x), u)
+        if self.head is None:
+            return super().vjp_each(x, u)
+        part, z = self._shorter(x)
+        return part.vjp_each(z, u)
 
     def jacobian(self, x: Any, *, graph: bool = False) -> Float[Tensor, "N C P"]:
         """As `Linearisation` does; without a graph, the rest of the network runs once."""
         if self.head is None or graph:
             return super().jacobian(x, graph=graph)
-        return self.head.jacobian(self._inputs(x))
+        part, z = self._shorter(x)
+        return part.jacobian(z)
 
     def in_float64(self) -> Self:
         """The same on a copy of the module in float64."""
@@ -371,28 +392,6 @@ def _around(name: str) -> list[str]:
 def _names_of(module: nn.Module, weights: Sequence[nn.Parameter]) -> list[str]:
     chosen = {id(p) for p in weights}
     return [name for name, p in module.named_parameters() if id(p) in chosen]
-
-
-def _inputs_of_call(args: tuple, kwargs: dict) -> Any:
-    """The inputs of a call, in the form of `laplace_sampling.data.batches`; `None` if they have another."""
-    if bool(args) == bool(kwargs):
-        return None
-    x = kwargs or (args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args)
-    try:
-        num_rows(x)
-    except (TypeError, ValueError):
-        return None
-    return x
-
-
-def _returns(call: _Call, outputs: Tensor) -> bool:
-    """Whether a call returned the outputs of the network, but for the shape of a datum."""
-    try:
-        output = read(call.output, len(outputs))[0]
-    except (TypeError, ValueError):
-        return False
-    same = output.numel() == outputs.numel() and torch.equal(output.reshape(-1), outputs.reshape(-1))
-    return same and (call.inputs is None or num_rows(call.inputs) == len(outputs))
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

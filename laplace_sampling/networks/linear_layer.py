@@ -60,11 +60,13 @@ class LinearLayer(Linearisation):
         if graph or not _is_matrix(x):
             return super().jvp(x, v, graph=graph)
         self._check_width(v, "jvp")
-        self.products["jvp"] += len(v) * len(x)
+        num, num_data = v.shape[0], x.shape[0]
+        self.products["jvp"] += num * num_data
         weight, bias = self._parts(v)
         # One product of matrices for all vectors: a batched one is several times slower for few data.
-        product = (x @ weight.flatten(0, 1).T).unflatten(1, weight.shape[:2])
-        return (product if bias is None else product + bias).movedim(1, 0)
+        matrix = weight.flatten(0, 1).T
+        product = x @ matrix if bias is None else torch.addmm(bias.flatten(), x, matrix)
+        return product.view(num_data, num, -1).transpose(0, 1)
 
     def vjp(self, x: Any, u: Float[Tensor, "K N C"], *, graph: bool = False) -> Float[Tensor, "K P"]:
         """As `Linearisation` does."""

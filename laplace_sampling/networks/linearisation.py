@@ -191,12 +191,12 @@ class Linearisation:
         """
         if not graph:
             return self.evaluate(x)[0]
-        with torch.enable_grad(), evaluation_mode(self.module):
+        with torch.enable_grad(), evaluation_mode(self.held):
             return self.held(self.held.fixed() | self.held.random(), x)
 
     def evaluate(self, x: Any) -> tuple[Float[Tensor, "N ..."], Layout]:
         """The network's own output and its layout, without gradient."""
-        with torch.no_grad(), evaluation_mode(self.module), users_precision():
+        with torch.no_grad(), evaluation_mode(self.held), users_precision():
             parts = self.batching.in_parts(num_rows(x), lambda rows: self.held.evaluate(rows_of(x, rows)))
         return _joined([output for output, _ in parts], 0).to(self.dtype), parts[0][1]
 
@@ -276,7 +276,7 @@ class Linearisation:
     def _differentiating(self, layers: bool = True) -> Iterator[None]:
         """The module in evaluation mode, with kernels that have forward derivatives."""
         keep_freed_memory()
-        with evaluation_mode(self.module), forward_mode_kernels(layers):
+        with evaluation_mode(self.held), forward_mode_kernels(layers):
             yield
 
     def _pieces(self, x: Any, num_vectors: int) -> list[Any]:

@@ -14,6 +14,10 @@ state of which it has only one in a process: the level of forward mode, the stan
 import os
 import signal
 import threading
+
+# The functions of `signal` look each handler up in an enumeration, which takes as long as a small layer.
+from _signal import getsignal  # pyright: ignore[reportMissingImports]
+from _signal import signal as set_handler  # pyright: ignore[reportMissingImports]
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
@@ -71,10 +75,10 @@ class _Waiting:
         if self.contexts == 1:
             try:
                 for number in _SIGNALS:
-                    handler = signal.getsignal(number)
+                    handler = getsignal(number)
                     if callable(handler) and handler != self.receive:
                         self.handlers[number] = handler
-                        signal.signal(number, self.receive)
+                        set_handler(number, self.receive)
             except BaseException:
                 self.leave()
                 raise
@@ -86,14 +90,14 @@ class _Waiting:
             if self.contexts == 0:
                 self._put_back(list(self.handlers))
         finally:
-            if self.products == 0:
+            if self.received and self.products == 0:
                 self.handle()
 
     def _put_back(self, numbers: list[int]) -> None:
         if numbers:
             try:
-                if signal.getsignal(numbers[0]) == self.receive:
-                    signal.signal(numbers[0], self.handlers[numbers[0]])
+                if getsignal(numbers[0]) == self.receive:
+                    set_handler(numbers[0], self.handlers[numbers[0]])
             finally:  # also if a handler raises that was put back
                 self._put_back(numbers[1:])
 
@@ -110,8 +114,21 @@ def _changes_a_context(frame: FrameType | None) -> bool:
     return False
 
 
+# The thread that forks is the main one of the child.
+_main_thread = threading.main_thread().ident
+
+
+def _become_main_thread() -> None:
+    global _main_thread
+    _main_thread = threading.get_ident()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_become_main_thread)
+
+
 def _in_main_thread() -> bool:
-    return threading.get_ident() == threading.main_thread().ident
+    return threading.get_ident() == _main_thread
 
 
 def handle_signals() -> None:

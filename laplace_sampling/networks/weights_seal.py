@@ -16,7 +16,6 @@ A sign that is different changes nothing but the time of a call: SHA-256 decides
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import cache
 from typing import Self
 
@@ -45,7 +44,10 @@ class WeightsSeal:
     def __init__(self, module: nn.Module) -> None:
         self._tensors = list(_tensors_of(module))
         self._held = [tensor.detach() for _, _, tensor in self._tensors]
-        self._versions = [_version(tensor) for _, _, tensor in self._tensors]
+        self._dtypes = [tensor.dtype for tensor in self._held]
+        # Tensors of inference mode count no versions.
+        self._counted = [tensor for _, _, tensor in self._tensors if not tensor.is_inference()]
+        self._versions = [tensor._version for tensor in self._counted]
         flat = [_flat(tensor) for tensor in self._held]
         self._groups = [
             _Sums([tensor for tensor in flat if (tensor.device, _precision(tensor)) == kind])
@@ -62,22 +64,31 @@ class WeightsSeal:
         except (RuntimeError, NotImplementedError):
             return None
 
-    def holds(self, module: nn.Module) -> bool:
-        """Whether all signs are as they were."""
-        now = list(_tensors_of(module))
+    def holds(self, module: nn.Module, same_objects: bool = False) -> bool:
+        """Whether all signs are as they were.
+
+        Args:
+            module: of which.
+            same_objects: whether it is known to hold the same tensors as when this was last true.
+        """
+        if not (same_objects or _are_same(list(_tensors_of(module)), self._tensors)):
+            return False
+        tensors = [tensor for _, _, tensor in self._tensors]
+        # `is_set_to` compares storage, offset, sizes and strides.
         return (
-            len(now) == len(self._tensors)
-            and all(map(_same, now, self._tensors, self._held, self._versions))
+            all(map(Tensor.is_set_to, tensors, self._held))
+            and [tensor.dtype for tensor in tensors] == self._dtypes
+            and [tensor._version for tensor in self._counted] == self._versions
             and all(map(torch.equal, self._summed(), self._sums))
         )
 
     def _summed(self) -> list[Tensor]:
-        # Within the user's `autocast` the sums would have three digits.
-        with ExitStack() as contexts:
-            for kind in self._devices:
-                if torch.is_autocast_enabled(kind):
-                    contexts.enter_context(torch.autocast(kind, enabled=False))
-            return [group.summed() for group in self._groups]
+        for kind in self._devices:
+            if torch.is_autocast_enabled(kind):
+                # Within the user's `autocast` the sums would have three digits.
+                with torch.autocast(kind, enabled=False):
+                    return self._summed()
+        return [group.summed() for group in self._groups]
 
 
 class _Sums:
@@ -105,11 +116,10 @@ class _Sums:
         return self._all
 
 
-def _same(now: _Named, before: _Named, held: Tensor, version: int | None) -> bool:
-    (name, key, tensor), (old_name, old_key, old) = now, before
-    # `is_set_to` compares storage, offset, sizes and strides.
-    unmoved = tensor is old and tensor.dtype == held.dtype and tensor.is_set_to(held)
-    return unmoved and name == old_name and key == old_key and _version(tensor) == version
+def _are_same(now: list[_Named], before: list[_Named]) -> bool:
+    """Whether the same tensors are at the same places."""
+    pairs = zip(now, before, strict=False)
+    return len(now) == len(before) and all(a[:2] == b[:2] and a[2] is b[2] for a, b in pairs)
 
 
 @cache
@@ -126,10 +136,6 @@ def _tensors_of(module: nn.Module) -> Iterator[_Named]:
     for name, part in module.named_modules():
         for own in (part._parameters, part._buffers):
             yield from ((name, key, tensor) for key, tensor in own.items() if tensor is not None)
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
 
 
 def _flat(tensor: Tensor) -> Tensor:

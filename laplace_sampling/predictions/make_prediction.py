@@ -54,7 +54,7 @@ def make_prediction(
         conformal: scores of data.
         noise: `noise_scale` and `has_noise` of a `RegressionPrediction`.
     """
-    kind = next((kind for family, kind in KINDS.items() if isinstance(likelihood, family)), SampledPrediction)
+    kind = next((KINDS[family] for family in type(likelihood).__mro__ if family in KINDS), SampledPrediction)
     options: dict[str, Any] = {}
     if kind is RegressionPrediction:
         options = noise

@@ -24,7 +24,7 @@ def test_labels_of_any_integer_type() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_probabilities_of_few_and_many_classes(classes: int, dtype: torch.dtype, generator: torch.Generator) -> None:
     f = 300 * torch.randn(3, 4, classes, generator=generator, dtype=torch.float64).to(dtype)
-    likelihood = Categorical().prepare(Layout.single([classes]), torch.zeros(4, dtype=torch.long))[0]
+    likelihood = Categorical().prepare(Layout.single((classes,)), torch.zeros(4, dtype=torch.long))[0]
     assert_close(likelihood.link(f), f.softmax(-1))
     assert_close(likelihood.link(f + 1e6), (f + 1e6).softmax(-1))
 

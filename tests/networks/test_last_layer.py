@@ -1,8 +1,13 @@
+import warnings
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from flat_settings import laplace_of
 from snapshot import assert_unchanged, snapshot
 from torch import Tensor, nn
+from torch.func import functional_call, jvp, vmap
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -413,3 +418,80 @@ def test_inputs_of_the_layer_are_kept_from_all_parts_that_memory_holds() -> None
     expected = la.fit([(x, y)], progress=False).predict(x).deviations
     la.network.batching.max_rows = 7
     assert_close(la.predict(x).deviations, expected)
+
+
+class Changed(nn.Module):
+    """A body and a head, whose output `forward` changes."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body, self.head, self.change = nn.Sequential(nn.Linear(3, 8), nn.Tanh()), nn.Linear(8, 3), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(self.head(self.body(x)), x)
+
+
+def doubled_in_place(f: Tensor, x: Tensor) -> Tensor:
+    f[x[:, 0] > 1] *= 2
+    return f
+
+
+CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "factor": lambda f, x: 2 * f,
+    "temperature": lambda f, x: f / torch.tensor(1.7),
+    "log_softmax": lambda f, x: f.log_softmax(-1),
+    "in place": lambda f, x: f.mul_(2),
+    # The data by which the layer is found are not changed by these, and others are.
+    "bound": lambda f, x: torch.where(x[:, :1] > 1, f.clamp(-0.1, 0.1), f),
+    "some data": lambda f, x: torch.where(x[:, :1] > 1, 2 * f, f),
+    "some data in place": doubled_in_place,
+}
+
+
+def inputs_of_which_some_are_changed() -> Tensor:
+    x = torch.randn(30, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x[:2, 0], x[2:4, 0] = 0.0, 1.5
+    return x
+
+
+def expected_deviations(model: nn.Module, x: Tensor, samples: Tensor) -> Tensor:
+    """By forward mode through the whole network."""
+    weights = {f"head.{name}": weight.detach() for name, weight in model.head.named_parameters()}
+    tangents = {"head.weight": samples[:, :24].unflatten(1, (3, 8)), "head.bias": samples[:, 24:]}
+    return vmap(lambda t: jvp(lambda w: functional_call(model, w, (x,)), (weights,), (t,))[1])(tangents)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("parameters", ["last_layer", ["head.*"]])
+def test_a_head_whose_output_is_changed_takes_the_whole_network(change: str, parameters: Any) -> None:
+    model, x = randomised(Changed(CHANGES[change])), inputs_of_which_some_are_changed()
+    la = LinearisedLaplace(model, "classification", parameters=parameters, num_samples=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        la.fit([(x, torch.arange(30) % 3)], progress=False)
+    assert isinstance(la.network, LastLayer)
+    assert la.network.head is None
+    assert any("inputs of `head` are not kept" in str(w.message) for w in caught) == (parameters == "last_layer")
+    assert_close(la.predict(x).deviations, expected_deviations(model, x, la.samples_), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("change", ["bound", "some data"])
+def test_outputs_that_are_changed_after_the_fit_only(change: str) -> None:
+    model, x = randomised(Changed(CHANGES[change])), inputs_of_which_some_are_changed()
+    seen = x[x[:, 0] <= 1]
+    la = LinearisedLaplace(model, "classification", parameters=["head.*"], num_samples=4)
+    la.fit([(seen, torch.arange(len(seen)) % 3)], progress=False)
+    assert isinstance(la.network, LastLayer)
+    assert la.network.head is not None
+    assert_close(
+        la.network.jvp(seen, la.samples_), expected_deviations(model, seen, la.samples_), rtol=1e-9, atol=1e-12
+    )
+    pred = la.predict(x)
+    assert_close(pred.deviations, expected_deviations(model, x, la.samples_), rtol=1e-9, atol=1e-12)
+    rows = la.network.jacobian(x)
+    assert_close(la.network.jvp(x, la.samples_), torch.einsum("ncp,kp->knc", rows, la.samples_), rtol=1e-9, atol=1e-12)
+    # The posterior is that of the data of the fit, for which the closed form holds; dense algebra says the same.
+    phi, p = la.network.jacobian(seen), model(seen).detach().softmax(-1)
+    hessian = torch.einsum("ncp,ncd,ndq->pq", phi, torch.diag_embed(p) - p[:, :, None] * p[:, None], phi)
+    inverse = (hessian + la.prior_precision_ * torch.eye(27, dtype=torch.float64)).inverse()
+    assert_close(pred.covariance(), rows @ inverse @ rows.mT, rtol=1e-7, atol=1e-10)
