@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from laplace_sampling.calibrated import calibrated
+from laplace_sampling.calibrated import CalibratedModel, calibrated
 from laplace_sampling.criterion import with_selection
 from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.evidence.step import Step
@@ -36,7 +36,7 @@ __all__ = ["LinearisedLaplace", "NotFittedError"]
 _TOLERANCE = 0.015
 
 
-class LinearisedLaplace(PlannedModel, ScoredModel, SavableModel):
+class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel):
     r"""Linearised Laplace approximation of a trained network, by posterior samples of its tangent model.
 
     The network `f(w̄, x)` is replaced, for uncertainty only, by the Bayesian linear model `h(θ, x)` with features

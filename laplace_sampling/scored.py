@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.calibrated import CalibratedModel
+from laplace_sampling.fitted import FittedModel
 from laplace_sampling.linear_model.some_features import SomeFeatures, some_of
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit
@@ -27,7 +27,7 @@ __all__ = ["ScoredModel"]
 _MOST_EXACT = 1 - 1e-9
 
 
-class ScoredModel(CalibratedModel):
+class ScoredModel(FittedModel):
     """A fitted model that may be compared with others."""
 
     @solver_call

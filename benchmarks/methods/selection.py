@@ -154,8 +154,8 @@ def ranked(
 
 def spearman(found: dict[str, dict[str, float]], score: str, target: str) -> float:
     """Rank correlation of a score with a target over the candidates."""
-    pairs = [(row[score], row[target]) for row in found.values()]
-    return float(spearmanr(*zip(*pairs, strict=True)).statistic)  # pyright: ignore[reportAttributeAccessIssue]
+    scores, targets = ([row[name] for row in found.values()] for name in (score, target))
+    return float(spearmanr(scores, targets).statistic)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def table(results: dict[tuple[str, int], dict[str, dict[str, float]]], target: str) -> str:

@@ -49,18 +49,17 @@ def network_evidence(fit: Fit, decades: float = 0.0) -> NetworkEvidence:
     return NetworkEvidence(fit.method.network_traces(fit, decades), loss, energy / fit.alpha)
 
 
-def best_network_evidence(fit: Fit) -> "tuple[float, MarginalLikelihood]":
+def best_network_evidence(fit: Fit, runs: int = _RUNS) -> "tuple[float, MarginalLikelihood]":
     """The largest evidence over the precisions of prior and noise, and the prior precision there.
 
-    Several precisions of a prior keep their ratios, and so do several of the noise, which keep their values.
+    Several precisions of a prior keep their ratios; several of the noise keep their values.
     """
     noise = fit.model.likelihood.noise_precisions()
     learn_noise = fit.model.likelihood.learns_noise and noise is not None and noise.dim() == 0
-    for _ in range(_RUNS):
-        evidence = network_evidence(fit, _DECADES)
-        ratio, alpha, best = evidence.best(learn_noise)
-        if evidence.path.exact or abs(math.log10(ratio / evidence.path.at)) <= _DECADES:
-            break
-        nearer = fit.prior.with_precision(fit.prior.precision * ratio / evidence.path.at)
-        fit = replace(fit, task=replace(fit.task, prior=nearer))
-    return alpha, best.at(alpha)
+    evidence = network_evidence(fit, _DECADES)
+    ratio, alpha, best = evidence.best(learn_noise)
+    factor = ratio / evidence.path.at
+    if evidence.path.exact or runs <= 1 or abs(math.log10(factor)) <= _DECADES:
+        return alpha, best.at(alpha)
+    nearer = fit.prior.with_precision(fit.prior.precision * factor)
+    return best_network_evidence(replace(fit, task=replace(fit.task, prior=nearer)), runs - 1)
