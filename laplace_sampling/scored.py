@@ -31,19 +31,22 @@ class ScoredModel(FittedModel):
     """A fitted model that may be compared with others."""
 
     @solver_call
-    def score(self, kind: str = "loo", *, num_data: int = 1000) -> Score:
+    def score(self, kind: str = "evidence", *, num_data: int = 1000) -> Score:
         r"""How good the network is, by its training data alone: in nats for each datum, larger for a better one.
 
         Scores of networks of any architecture that were fitted to the same data can be compared; `compare` does.
 
+        - `"evidence"`: `log p(y)/N` by Laplace's approximation at the network's own weights and outputs, with the
+          precisions of prior and noise at their maximum (`evidence.network_evidence`). `log_marginal_likelihood()` is
+          that of the linear model at its mode, which ranks networks less well.
         - `"loo"`: the mean of `log p(y_i | y_{−i})`, each datum predicted without it: around `f_i + V_i^{−i} ∂ℓ_i/∂f`,
           where a Newton step from the network's output `f_i` ends, with the covariance
-          `V_i^{−i} = V_i (I − B_i V_i)⁻¹`; with the scale and temperature of predictions. It is a guess of the
-          log-likelihood of `predict` on new data, and exact leave-one-out for a linear model with Gaussian noise at its
-          minimum. Weights and features of a network have seen the datum; see `predictions.without_datum`.
-        - `"evidence"`: `log p(y)/N` by Laplace's approximation at the network's own weights and outputs, with the
-          precisions of prior and noise at their maximum (`evidence.network_evidence`). `log_marginal_likelihood` is
-          that of the linear model at its mode, which does not rank networks.
+          `V_i^{−i} = V_i (I − B_i V_i)⁻¹`; with the scale and temperature of predictions. It is exact for a linear
+          model with Gaussian noise at its minimum, and asks for a network that is at a minimum of the loss with weight
+          decay: the step is too long for others (`predictions.without_datum`).
+
+        Neither sees that labels are learnt by heart: networks have seen them, and where they are certain of all of them
+        the curvature of the loss vanishes (`docs/decisions/scores.md`). Held-out data do.
 
         Args:
             kind: which.

@@ -130,7 +130,7 @@ def values(problem: Problem) -> dict[str, float]:
     found = {
         "test, network": test_log_likelihood(problem, peers.network_alone(problem)),
         "test, error bars": float(la.predict(test.x).log_prob(test.y).double().mean()),
-        "loo": float(la.score()),
+        "loo": float(la.score("loo")),
         "evidence": float(la.score("evidence")),
         "at the mode": float(la.log_marginal_likelihood()) / len(problem.data.train.y),
         "training": training_log_likelihood(problem),

@@ -22,7 +22,7 @@ class Score:
     """A score of a network, larger for a better one; `float()` of it is the value.
 
     Attributes:
-        kind: `"loo"` or `"evidence"`.
+        kind: `"evidence"` or `"loo"`.
         value: in nats for each training datum.
         standard_error: of the value. Of `"loo"` that of a mean over data, most of which is common to networks that
             are compared on the same data; of `"evidence"` what random probes leave, 0 if it is exact.
@@ -85,7 +85,7 @@ class Comparison:
         return "\n".join(lines)
 
 
-def compare(models: Sequence[Any] | Mapping[str, Any], kind: str = "loo") -> Comparison:
+def compare(models: Sequence[Any] | Mapping[str, Any], kind: str = "evidence") -> Comparison:
     """Ranks networks that were fitted to the same data, by their scores (`LinearisedLaplace.score`).
 
     Networks may have any architecture and any number of weights, and posteriors any method; likelihoods have to be the
@@ -93,7 +93,7 @@ def compare(models: Sequence[Any] | Mapping[str, Any], kind: str = "loo") -> Com
 
     Args:
         models: fitted `LinearisedLaplace`s, or their scores; or a dictionary of these, whose keys are their names.
-        kind: of the score, `"loo"` or `"evidence"`.
+        kind: of the score, `"evidence"` or `"loo"`.
 
     Raises:
         TypeError: for anything else.

@@ -20,8 +20,9 @@ from laplace_sampling.likelihoods.likelihood import Likelihood
 
 __all__ = ["left_out_log_probs", "without_datum"]
 
-# Draws of the function by which a likelihood that is not Gaussian is averaged, each with its opposite. Over the 48
-# networks of `benchmarks.methods.selection` another seed changes a score by less than a tenth of its standard error.
+# Draws of the function by which a likelihood that is not Gaussian is averaged, each with its opposite. Two other seeds
+# changed the scores of nine classifiers by 0.0003 in the median and by 0.005 at most, which is a tenth of its standard
+# error.
 _DRAWS = 256
 # Numbers of the draws in memory: a definition, 32 MiB.
 _NUMBERS = 2**22
