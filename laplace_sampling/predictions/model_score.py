@@ -44,11 +44,11 @@ class Score:
         return self.value
 
     @classmethod
-    def left_out(cls, log_probs: Float[Tensor, " n"], data: Tensor, prior_precision: float) -> "Score":
-        """Of data that are left out."""
+    def of(cls, kind: str, log_probs: Float[Tensor, " n"], data: Tensor, prior_precision: float) -> "Score":
+        """The mean over some data."""
         num = len(log_probs)
         error = float(log_probs.std()) / math.sqrt(num) if num > 1 else math.inf
-        return cls("loo", float(log_probs.mean()), error, num, log_probs, data, prior_precision)
+        return cls(kind, float(log_probs.mean()), error, num, log_probs, data, prior_precision)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def compare(models: Sequence[Any] | Mapping[str, Any], kind: str = "evidence") -
 
 def compared(scores: Mapping[str, Score]) -> Comparison:
     """The ranking of scores of one kind, by name."""
-    by_data = next(iter(scores.values())).kind == "loo"
+    by_data = all(len(score.log_probs) for score in scores.values())
     values = _paired(scores) if by_data else None
     means = torch.tensor([s.value for s in scores.values()], dtype=torch.float64) if values is None else values.mean(1)
     order = means.argsort(descending=True, stable=True)

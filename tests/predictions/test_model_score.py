@@ -11,7 +11,7 @@ from laplace_sampling.predictions.model_score import compared
 
 
 def loo(log_probs: torch.Tensor, data: torch.Tensor) -> Score:
-    return Score.left_out(log_probs, data, 1.0)
+    return Score.of("loo", log_probs, data, 1.0)
 
 
 def test_differences_are_paired() -> None:
