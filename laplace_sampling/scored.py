@@ -10,7 +10,7 @@ from laplace_sampling.fitted import FittedModel
 from laplace_sampling.linear_model.some_features import SomeFeatures, some_of
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit
-from laplace_sampling.methods.network_score import best_network_evidence, weight_norm
+from laplace_sampling.methods.network_score import best_network_evidence
 from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.on_training_data import deviations_of, enough
 from laplace_sampling.posterior import Posterior
@@ -18,7 +18,6 @@ from laplace_sampling.predict import covariance_of
 from laplace_sampling.predictions.calibration import labelled
 from laplace_sampling.predictions.left_out import MOST_LEVERAGE
 from laplace_sampling.predictions.model_score import Score
-from laplace_sampling.predictions.network_bound import network_bound
 from laplace_sampling.predictions.without_datum import left_out_log_probs, without_datum
 from laplace_sampling.solvers.checks import check_whole
 
@@ -26,8 +25,6 @@ __all__ = ["ScoredModel"]
 
 # Leverages of an exact posterior are below one, but for rounding.
 _MOST_EXACT = 1 - 1e-9
-# Data by which the expectation of a bound is estimated.
-_OF_BOUND = 400
 
 
 class ScoredModel(FittedModel):
@@ -60,14 +57,12 @@ class ScoredModel(FittedModel):
             NotFittedError: before a fit, or for a posterior that was loaded without its data.
             ValueError: for another kind; if no datum has a label.
         """
-        if kind not in ("bound", "evidence", "loo"):
-            raise ValueError(f'`score(kind={kind!r})` is not known; use "bound", "evidence" or "loo".')
+        if kind not in ("evidence", "loo"):
+            raise ValueError(f'`score(kind={kind!r})` is not known; use "evidence" or "loo".')
         check_whole("`score(num_data=...)`", num_data, 1)
         fit, tangent = self._with_data("score")
         if kind == "loo":
             return self._left_out_score(fit, tangent, num_data)
-        if kind == "bound" and not fit.model.likelihood.quadratic:
-            return self._bound(fit, tangent)
         alpha, evidence = best_network_evidence(fit)
         num, nothing = fit.model.features.num_data, torch.zeros(0)
         value = (evidence.value - tangent.log_scale) / num
@@ -94,13 +89,6 @@ class ScoredModel(FittedModel):
         # A datum of weight two counts as two.
         weights = model.likelihood.weights(y).to(log_probs)
         return Score.of("loo", (log_probs * weights / weights.mean()).cpu(), some, fit.alpha)
-
-    def _bound(self, fit: Fit, tangent: TangentModel) -> Score:
-        num = min(_OF_BOUND, fit.model.features.num_data)
-        some = some_of(fit.model.features, num, None if tangent.in_order else self.settings.seed)
-        path = fit.method.covariance_path(fit.task)
-        alpha, values = network_bound(fit.model, path, some, weight_norm(fit), self.settings.seed)
-        return Score.of("bound", values.cpu(), some, alpha)
 
     def _root(self, fit: Fit, posterior: Posterior, some: Tensor) -> tuple[Float[Tensor, "m n C"], float]:
         """`D` with the covariance `DᵀD` of the outputs of each datum, and the largest leverage that it may have."""

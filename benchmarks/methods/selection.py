@@ -132,7 +132,6 @@ def values(problem: Problem) -> dict[str, float]:
         "test, error bars": float(la.predict(test.x).log_prob(test.y).double().mean()),
         "loo": float(la.score("loo")),
         "evidence": float(la.score("evidence")),
-        "bound": float(la.score("bound")),
         "at the mode": float(la.log_marginal_likelihood()) / len(problem.data.train.y),
         "training": training_log_likelihood(problem),
     }

@@ -18,7 +18,7 @@ from laplace_sampling.solvers.quadrature import Quadrature
 if TYPE_CHECKING:
     from laplace_sampling.evidence.curves import MarginalLikelihood
 
-__all__ = ["best_network_evidence", "network_evidence", "path_of", "weight_norm"]
+__all__ = ["best_network_evidence", "network_evidence", "path_of"]
 
 # How far from the precision of a fit curves are asked for, and how often a run is made nearer to the best one.
 _DECADES, _RUNS = 1.0, 4
@@ -43,14 +43,10 @@ def path_of(task: Task, eigenvalues: Float[Tensor, " m"]) -> EvidencePath:
 
 def network_evidence(fit: Fit, decades: float = 0.0) -> NetworkEvidence:
     """The evidence of the network of a fit, accurate so far to both sides of its prior precision."""
-    loss = total_loss(fit.model, fit.model.network_outputs.double())
-    return NetworkEvidence(fit.method.network_traces(fit, decades), loss, weight_norm(fit))
-
-
-def weight_norm(fit: Fit) -> float:
-    """`‖w̄‖²` in the coordinates in which the prior has one precision."""
-    weights = fit.task.trained_weights.double()
-    return float((fit.prior.diagonal().to(weights) * weights**2).sum()) / fit.alpha
+    model, weights = fit.model, fit.task.trained_weights.double()
+    norm = float((fit.prior.diagonal().to(weights) * weights**2).sum()) / fit.alpha
+    loss = total_loss(model, model.network_outputs.double())
+    return NetworkEvidence(fit.method.network_traces(fit, decades), loss, norm)
 
 
 def best_network_evidence(fit: Fit, runs: int = _RUNS) -> "tuple[float, MarginalLikelihood]":

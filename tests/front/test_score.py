@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_sampling import Categorical, Gaussian, IsotropicPrior, LinearisedLaplace, Score, compare
-from laplace_sampling.predictions.network_bound import log_determinant
 
 TIGHT = {"rtol": 1e-6, "atol": 1e-7}
 ALPHA, NOISE = 0.7, 4.0
@@ -223,44 +222,6 @@ def test_the_score_by_evidence_is_its_maximum(name: str, method: str) -> None:
     assert score.standard_error == 0.0 or method == "krylov"
 
 
-@pytest.mark.parametrize("name", ["classification", "multi_label", "poisson", "segmentation"])
-@pytest.mark.parametrize("method", ["exact", "krylov", "kfac"])
-def test_the_bound_is_the_expected_loss_and_a_divergence(name: str, method: str) -> None:
-    case = make_case(name)
-    la = fit_case(case, method)
-    score = la.score("bound")
-    f, J, M, _ = dense(case)
-    if method == "kfac":
-        M = la._fitted.fit.curvature.matmul(torch.eye(len(M)).double())
-    alpha = score.prior_precision
-    H = M + alpha * torch.eye(len(M)).double()
-    w = torch.cat([p.detach().flatten() for p in case.model.parameters()])
-    divergence = alpha * w @ w - torch.linalg.solve(H, M).trace() + torch.logdet(H / alpha)
-    root = torch.linalg.cholesky(torch.linalg.inv(H))
-    white = torch.randn(4000, len(M), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    losses = case.likelihood.loss(f + torch.einsum("ncp,kp->knc", J, white @ root.T), case.y)
-    expected = -float(losses.sum(1).mean()) - 0.5 * float(divergence)
-    # The score has 8 or 16 draws, each with its opposite.
-    error = float(losses.sum(1).std()) / math.sqrt(8)
-    assert score.value * len(f) == pytest.approx(expected, abs=3 * error)
-    assert score.log_probs.mean() == pytest.approx(score.value)
-
-
-def test_the_determinant_of_the_bound_is_an_integral_of_the_effective_dimension() -> None:
-    case = make_case("classification")
-    fit = fit_case(case, "exact")._fitted.fit
-    M = dense(case)[2]
-    path = fit.method.covariance_path(fit.task)
-    for alpha in (1e-3, 0.7, 1e3):
-        expected = float(torch.logdet(torch.eye(len(M)).double() + M / alpha))
-        assert log_determinant(path, alpha) == pytest.approx(expected, rel=2e-3)
-
-
-def test_of_a_regression_the_bound_is_the_evidence() -> None:
-    la = fit_case(make_case("regression"), "exact")
-    assert la.score("bound").value == la.score("evidence").value
-
-
 def test_networks_that_are_compared() -> None:
     good, x, y = ridge(60)
     bad = nn.Linear(3, 1, bias=False).double()
@@ -282,7 +243,7 @@ def test_networks_that_are_compared() -> None:
 def test_bad_questions() -> None:
     case = make_case("classification")
     la = fit_case(case, "exact")
-    with pytest.raises(ValueError, match='use "bound", "evidence" or "loo"'):
+    with pytest.raises(ValueError, match='use "evidence" or "loo"'):
         la.score("waic")
     with pytest.raises(ValueError, match="num_data"):
         la.score(num_data=0)
