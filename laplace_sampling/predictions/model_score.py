@@ -98,6 +98,19 @@ def compare(models: Sequence[Any] | Mapping[str, Any], kind: str = "evidence") -
     Raises:
         TypeError: for anything else.
         ValueError: for fewer than two, for scores of several kinds, or of other data.
+
+    Example:
+        >>> import torch
+        >>> from laplace_sampling import LinearisedLaplace, compare
+        >>> x = torch.linspace(-1, 1, 40)[:, None]
+        >>> models = {}
+        >>> for name, slope in (("trained", 1.0), ("untrained", -1.0)):
+        ...     model = torch.nn.Linear(1, 1)
+        ...     _ = torch.nn.init.constant_(model.weight, slope), torch.nn.init.zeros_(model.bias)
+        ...     la = LinearisedLaplace(model, "regression")
+        ...     models[name] = la.fit_hyperparameters([(x, x + 0.1 * torch.cos(50 * x))], progress=False)
+        >>> compare(models).best
+        'trained'
     """
     named = models if isinstance(models, Mapping) else {str(i): model for i, model in enumerate(models)}
     if len(named) < 2:
