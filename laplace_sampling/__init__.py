@@ -34,6 +34,7 @@ from laplace_sampling.predictions.classification_prediction import Classificatio
 from laplace_sampling.predictions.count_prediction import CountPrediction
 from laplace_sampling.predictions.diagnosis import Diagnosis
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
+from laplace_sampling.predictions.model_score import Comparison, Score, compare
 from laplace_sampling.predictions.multi_task_prediction import MultiTaskPrediction
 from laplace_sampling.predictions.prediction import Prediction
 from laplace_sampling.predictions.regression_prediction import HeteroscedasticPrediction, RegressionPrediction
@@ -50,6 +51,7 @@ __all__ = [
     "CalibrationWarning",
     "Categorical",
     "ClassificationPrediction",
+    "Comparison",
     "Contour",
     "ConvergenceWarning",
     "CountPrediction",
@@ -77,9 +79,11 @@ __all__ = [
     "Prediction",
     "Prior",
     "RegressionPrediction",
+    "Score",
     "Step",
     "Stochastic",
     "Subset",
+    "compare",
     "from_loss",
     "largest_variance",
     "plot_evidence",

@@ -16,6 +16,7 @@ from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import SAMPLE_STREAM, Fit, Task
 from laplace_sampling.methods.method import Tuning
+from laplace_sampling.methods.network_score import network_evidence
 from laplace_sampling.methods.problem import Problem
 from laplace_sampling.networks.function_fingerprint import FunctionFingerprint, structure_of
 from laplace_sampling.networks.held_module import solver_call
@@ -152,14 +153,22 @@ class FittedModel:
         return sampled.samples
 
     @solver_call
-    def log_marginal_likelihood(self) -> MarginalLikelihood:
+    def log_marginal_likelihood(self, at: str = "mode") -> MarginalLikelihood:
         r"""`log p(y)` of the linear model at the fitted hyperparameters, a sum over the data, with its standard error.
+
+        At its mode, or with `at="network"` at the weights and outputs of the network, without a solve for a mode: only
+        the second says how good the network is. `score` compares networks.
 
         `−Σ_i ℓ(y_i, h(θ̄, x_i)) − ½ θ̄ᵀAθ̄ − ½ log|I + A⁻¹M|`: the log determinant exactly from the exact method, else by
         stochastic Lanczos quadrature. For a loss that is not quadratic it is Laplace's approximation, and with
         `hessian_at="mode"` no guide to the prior precision, as the curvature moves with it. What validation data
         chose (`scale_`, and the noise of predictions) has no part in it.
         """
+        if at not in ("mode", "network"):
+            raise ValueError(f'`log_marginal_likelihood(at={at!r})` is not known; use "mode" or "network".')
+        if at == "network":
+            fit, tangent = self._with_data("log_marginal_likelihood")
+            return network_evidence(fit).at(fit.alpha).shifted(tangent.log_scale)
         path, alpha, shift = self._evidence("log_marginal_likelihood")
         return MarginalLikelihood.of(path, alpha).shifted(shift)
 

@@ -29,7 +29,7 @@ from laplace_sampling.predictions.make_prediction import make_prediction
 from laplace_sampling.predictions.prediction import Prediction
 from laplace_sampling.solvers.checks import check_positive, check_whole
 
-__all__ = ["check_options", "checked_inputs", "predict", "samples_for"]
+__all__ = ["check_options", "checked_inputs", "covariance_of", "predict", "samples_for"]
 
 # Outputs are computed of so many times the data of a product, which holds more for each: one sample for each of these.
 _DATA_OF_OUTPUTS = 16
@@ -140,7 +140,7 @@ def predict(
         outputs, deviations = measurement.apply(outputs.reshape(len(outputs), -1)), measurement.apply(deviations)
         layout = Layout.single(outputs.shape[1:])
     deviations = deviations.reshape(len(deviations), *outputs.shape)
-    function = _covariance(posterior, fit, features)
+    function = covariance_of(posterior, fit, features)
     if function is not None:
         function = Guarded(function, check)
     if posterior.calibration.factors != Calibration().factors:
@@ -195,7 +195,7 @@ def _pieces(x: Any, rows: int) -> list[Any]:
     return [x] if num_rows(x) <= rows else split(x, rows)
 
 
-def _covariance(posterior: Posterior, fit: Fit | None, features: Features) -> FunctionCovariance | None:
+def covariance_of(posterior: Posterior, fit: Fit | None, features: Features) -> FunctionCovariance | None:
     """The covariance of the function at some inputs where it is known exactly."""
     if "factor" in posterior.exact:
         return DenseCovariance.of(features, posterior.prior, posterior.exact)

@@ -155,6 +155,11 @@ class EvidencePath:
         a = alpha.double()[:, None]
         return self._trace(lambda t: torch.log1p(t / a))
 
+    def log_determinant_and_change(self, alpha: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+        """`log|I + M/α|`, and the size of its change by further Lanczos steps."""
+        a = alpha.double()[:, None]
+        return self._trace(lambda t: torch.log1p(t / a))[0], self._missing(lambda t: torch.log1p(t / a)).abs()
+
     def log_determinant_bound(self, alpha: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
         """Bai and Golub's upper bound of `log|I + M/α|`; its traces are estimates themselves."""
         # The formula is for M + α, with α on the null space; log|α I| is subtracted.
@@ -341,17 +346,19 @@ class EvidenceCurves:
 
 @dataclass(frozen=True)
 class MarginalLikelihood:
-    """`log p(y)` at some hyperparameters; `float()` of it is the value.
+    """`log p(y)` at some hyperparameters, by Laplace's approximation at some weights; `float()` of it is the value.
 
     Attributes:
         value: `−data_fit − complexity`, a sum over the data.
         standard_error: of it; 0 if exact.
         lower_bound: with Bai and Golub's bound of the log determinant.
-        data_fit: `Σ_i ℓ(y_i, h(θ̄, x_i))`.
-        complexity: `½ θ̄ᵀAθ̄ + ½ log|I + A⁻¹M|`.
+        data_fit: `Σ_i ℓ(y_i, h(θ̄, x_i))`, or at the network `Σ_i ℓ(y_i, f(w̄, x_i))`.
+        complexity: `½ θ̄ᵀAθ̄ + ½ log|I + A⁻¹M|`, at the network with `w̄` in place of `θ̄`.
         balance: for a Gaussian likelihood with one noise precision `(b·SSE + θ̄ᵀAθ̄) / (N·C)`, which is 1 where
             evidence is largest; else `None`.
         exact: whether all eigenvalues were at hand.
+        at: where the approximation is made: `"mode"`, the mode of the linear model, or `"network"`, the weights of the
+            network. Only the second ranks networks (`docs/decisions/scores.md`).
     """
 
     value: float
@@ -361,6 +368,7 @@ class MarginalLikelihood:
     complexity: float
     balance: float | None
     exact: bool
+    at: str = "mode"
 
     def __float__(self) -> float:
         return self.value

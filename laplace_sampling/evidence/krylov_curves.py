@@ -20,7 +20,7 @@ from laplace_sampling.solvers.basis import Basis
 from laplace_sampling.solvers.quadrature import Quadrature, TraceEstimator
 from laplace_sampling.solvers.solver import Afford, unlimited
 
-__all__ = ["EvidenceGoal", "FixedPointGoal", "KrylovRun", "evidence_path", "run_curves"]
+__all__ = ["EvidenceGoal", "FixedPointGoal", "KrylovRun", "evidence_path", "run_curves", "traces_at_network"]
 
 # "Problems" below are those of `fixed_point`. `Tr M` takes C VJPs a datum, C/2 products; it is computed for at most so
 # many outputs, where that is no more than a few steps of the probes. Half and twice have no effect on the problems,
@@ -217,6 +217,17 @@ class EvidenceGoal:
         return not traces < self.accuracy, inaccurate
 
 
+class DeterminantGoal:
+    """`log|I + M/α|` at some `α` to a relative accuracy, without a mode."""
+
+    def __init__(self, alphas: Tensor, accuracy: float) -> None:
+        self.alphas, self.accuracy = alphas, accuracy
+
+    def missing(self, run: KrylovRun) -> tuple[bool, list[float]]:
+        value, change = run.path.log_determinant_and_change(self.alphas)
+        return not bool((change < self.accuracy * value).all()), []
+
+
 class FixedPointGoal:
     """A fixed point to an accuracy of `log α`; `sought` gives it as a function of the curves."""
 
@@ -341,3 +352,27 @@ def evidence_path(
     expansion = expand(model, prior, Point.of(model, prior, mode), hessian_at)
     run = run_curves(expansion, draws, goal, max_basis=max_basis)
     return run.path, run.mode
+
+
+def traces_at_network(
+    model: LinearModel,
+    prior: GaussianPrior,
+    draws: Draws,
+    accuracy: float,
+    decades: float,
+    max_basis: int | None = None,
+) -> EvidencePath:
+    """Curves of the traces of the curvature at the network's outputs, from one Krylov run; of no mode.
+
+    Args:
+        model: the linear model on the training data.
+        prior: its precision is where the run is made; several groups are scaled together.
+        draws: of the probes.
+        accuracy: relative, of the change of the log determinant by further Lanczos steps.
+        decades: to both sides of the precision of the prior, where it is that accurate.
+        max_basis: largest number of vectors in memory.
+    """
+    at = Point.of(model, prior, torch.zeros_like(prior.scale)[None])
+    expansion = expand(model, prior, at, "network")
+    ends = expansion.path.at * torch.tensor([10.0**-decades, 1.0, 10.0**decades], dtype=torch.float64)
+    return run_curves(expansion, draws, DeterminantGoal(ends, accuracy), max_basis=max_basis).path

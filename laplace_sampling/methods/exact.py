@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidencePath
-from laplace_sampling.evidence.dense_curves import exact_path
+from laplace_sampling.evidence.dense_curves import dense_spectrum, exact_path
+from laplace_sampling.evidence.expansion import Point, expand
 from laplace_sampling.gp.gram import size_of
 from laplace_sampling.gp.gram_path import GramPath
 from laplace_sampling.gp.gram_posterior import GramPosterior, gram_posterior_of
@@ -29,6 +30,7 @@ from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.budget import Estimate
 from laplace_sampling.methods.fit import Fit, Task, Tuned
 from laplace_sampling.methods.method import Choice, Tuning, has_path
+from laplace_sampling.methods.network_score import path_of
 from laplace_sampling.methods.observation_space import (
     MOST_LOST,
     ObservationSpaceFit,
@@ -182,6 +184,17 @@ class Exact(SolverMethod):
             posterior = gram_posterior_of(task.model.likelihood).of(task.model, task.prior, task.hessian_at)
         fit = observation_space_fit(task, replace(tuned, work=None), posterior)
         return _rounded(fit.undrawn() if fit.draws_later else fit.with_samples(), fit.cancellation)
+
+    def network_traces(self, fit: Fit, decades: float) -> EvidencePath:
+        task = fit.task
+        if not isinstance(fit, ObservationSpaceFit):
+            start = Point.of(task.model, task.prior, torch.zeros_like(task.prior.scale)[None])
+            operator = expand(task.model, task.prior, start, "network").operator
+            return path_of(task, dense_spectrum(operator).values)
+        posterior = fit.posterior
+        if task.moves:
+            posterior = gram_posterior_of(task.model.likelihood).of(task.model, task.prior, "network")
+        return path_of(task, posterior.precisions[1] * posterior.eigenvalues)
 
     def fit_of(self, *parts: Any) -> "WeightSpaceFit":
         return WeightSpaceFit(*parts)

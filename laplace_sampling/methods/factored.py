@@ -34,6 +34,7 @@ from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
 from laplace_sampling.methods.budget import Estimate
 from laplace_sampling.methods.fit import LEFT_OUT_STREAM, PATH_STREAM, Fit, Task, Tuned
 from laplace_sampling.methods.method import Choice, Tuning, has_path
+from laplace_sampling.methods.network_score import path_of
 from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, basis_that_fits
 from laplace_sampling.networks.linearisation import Linearisation
@@ -167,6 +168,11 @@ class Factored(SolverMethod):
     def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
         return sampled.residual, _RESIDUAL
 
+    def network_traces(self, fit: Fit, decades: float) -> EvidencePath:
+        assert isinstance(fit, FactoredFit)
+        # At the mode the curvature is another one.
+        return super().network_traces(fit, decades) if fit.task.moves else path_of(fit.task, fit.eigenvalues)
+
     def fit_of(self, *parts: Any) -> "FactoredFit":
         return FactoredFit(*parts)
 
@@ -272,12 +278,14 @@ class FactoredFit(SolverFit):
         shares = traces.nodes / (traces.nodes + self.alpha)
         return float(shares.sum()), 2 * float(shares.square().sum()), 0.0
 
-    def _traces(self) -> Quadrature:
-        """All eigenvalues of `M̂`, in coordinates in which the prior has one precision."""
+    @property
+    def eigenvalues(self) -> Float[Tensor, " P"]:
+        """All of `M̂`, in coordinates in which the prior has one precision."""
         even = (self.alpha / self.prior.spread()).sqrt()
-        eigenvalues = self.curvature.congruent(even).eigenvalues().double().cpu()
-        ones = torch.ones(1, len(eigenvalues), dtype=torch.float64)
-        return Quadrature(eigenvalues, ones, ones)
+        return self.curvature.congruent(even).eigenvalues()
+
+    def _traces(self) -> Quadrature:
+        return Quadrature.of_eigenvalues(self.eigenvalues)
 
     def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
         return (self._evidence_here() if decades is None else self._evidence_around(decades)), []

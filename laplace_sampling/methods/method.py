@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace_sampling.evidence.bounds import AtBounds, check_bounds
+from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.expansion import total_loss
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.likelihoods.likelihood import Likelihood
@@ -315,6 +316,10 @@ class Method(ABC):
             tuned: from `tune`, or `Tuned()` if the hyperparameters were given.
             tolerance: relative error of predicted standard deviations.
         """
+
+    @abstractmethod
+    def network_traces(self, fit: Fit, decades: float) -> EvidencePath:
+        """Traces of the curvature at the network's outputs, so far to both sides of the precision of a fit's prior."""
 
     def restore(self, problem: Problem, prior: GaussianPrior, tensors: dict[str, Tensor]) -> Fit:
         """The fit of a saved posterior whose `Fit.saves_data` is true, from its prior and its `Fit.tensors`."""

@@ -35,7 +35,7 @@ from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.em import EMResult, fit_em
 from laplace_sampling.evidence.expansion import total_loss
 from laplace_sampling.evidence.fixed_point import PathResult, fit_path
-from laplace_sampling.evidence.krylov_curves import evidence_path
+from laplace_sampling.evidence.krylov_curves import evidence_path, traces_at_network
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.draws import Draws
@@ -206,9 +206,18 @@ class SolverMethod(Method):
             start = task.start.mode_in(task.prior.scale)
         return linear_model_mode(task.model, task.prior, solver, start, description="mode" if task.progress else None)
 
+    def network_traces(self, fit: Fit, decades: float) -> EvidencePath:
+        draws, max_basis = _probes(fit.task, _PATH_PROBES)
+        return traces_at_network(fit.model, fit.prior, draws, _EVIDENCE_ACCURACY, decades, max_basis)
+
     def fit_of(self, *parts: Any) -> "SolverFit":
         """What the fit is kept as."""
         return SolverFit(*parts)
+
+
+def _probes(task: Task, wanted: int) -> tuple[Draws, int]:
+    max_basis = basis_that_fits(task.memory, task.num_samples)
+    return Draws(max(1, min(wanted, max_basis // 4)), task.seed, PATH_STREAM), max_basis
 
 
 def _verified(fit: Fit) -> Fit:
@@ -368,12 +377,11 @@ class SolverFit(Fit):
         return [] if minimum.converged else [f"the mode, whose residual is {minimum.residual:.2g}, has not converged"]
 
     def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
-        max_basis = basis_that_fits(self.task.memory, self.task.num_samples)
-        wanted = _EVIDENCE_PROBES if decades is None else _PATH_PROBES
+        draws, max_basis = _probes(self.task, _EVIDENCE_PROBES if decades is None else _PATH_PROBES)
         path, _ = evidence_path(
             self.model,
             self.prior,
-            Draws(max(1, min(wanted, max_basis // 4)), self.task.seed, PATH_STREAM),
+            draws,
             self.scaled_mode,
             hessian_at=self.task.hessian_at,
             accuracy=_EVIDENCE_ACCURACY,

@@ -145,6 +145,30 @@ class ClassificationPrediction(SampledPrediction):
         """Entropy of the mean minus mean of the entropies over samples, in nats: what more data would remove."""
         return (self.entropy - self._entropy(self._link(self._mirrored)).mean(0)).clamp_min(0)
 
+    @property
+    def epistemic(self) -> Tensor:
+        r"""How unlike the training data a datum is, or how likely wrong: larger for worse; shape as of `entropy`.
+
+        The variance of the log-odds `m_c = f_t − f_c` between the most probable class `t` and the others, relative to
+        their size, times the number of classes between which the prediction is undecided,
+
+            exp(H) · Σ_c var(m_c) / Σ_c (1 + m_c²).
+
+        For labels of zero and one, `m = f`. It is no probability and has no unit: it ranks inputs. The variance of
+        logits itself grows with the size of the features, which is small for dark images, and mutual information
+        vanishes where the network is certain, right or not; this is the same for logits and error bars of twice the
+        size. See `docs/decisions/predictions.md` for what it was compared with.
+        """
+        if isinstance(self.likelihood, Categorical):
+            outputs, draws = self._classes(self.outputs), self._classes(self.deviations)
+            top = outputs.argmax(-1, keepdim=True)
+            outputs, draws = (v - v.gather(-1, top.expand(*v.shape[:-1], 1)) for v in (outputs, draws))
+            odds, variance = (outputs**2).sum(-1), (draws**2).mean(0).sum(-1)
+            ratio = (variance / (outputs.shape[-1] - 1 + odds)).reshape(self.entropy.shape)
+        else:
+            ratio = (self.deviations**2).mean(0) / (1 + self.outputs**2)
+        return self.entropy.exp() * ratio
+
     def _entropy(self, p: Tensor) -> Tensor:
         if isinstance(self.likelihood, Categorical):
             dim = self.likelihood.class_dim

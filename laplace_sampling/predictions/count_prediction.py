@@ -20,6 +20,11 @@ class CountPrediction(SampledPrediction):
         """The network's own output."""
         return self.outputs
 
+    @property
+    def epistemic(self) -> Float[Tensor, " N"]:
+        """How little the data say of a datum: `√(Σ var f)`, of the logarithms of its rates, summed over its outputs."""
+        return self._total_stddev
+
     @cached_property
     def mean(self) -> Float[Tensor, "N *C"]:
         """The expected count, `E[eᶠ] = exp(f + ½ var f)` of a Gaussian `f`."""

@@ -14,8 +14,9 @@ from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.predictions.calibration import LOG_SCALE, Calibration, Labelled, label_losses, labels_of, parts_of
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
+from laplace_sampling.predictions.without_datum import without_datum
 
-__all__ = ["SCALES", "left_out_classification", "left_out_outputs", "left_out_regression"]
+__all__ = ["MOST_LEVERAGE", "SCALES", "left_out_classification", "left_out_outputs", "left_out_regression"]
 
 # Scales that are tried, four a decade: error bars never vanish.
 SCALES = torch.logspace(-2, 2, 17, dtype=torch.float64)
@@ -28,7 +29,7 @@ _MARGIN = 1.25
 # The largest leverage of a datum: estimates from few samples reach one, where the update of a left-out datum
 # diverges. A guard: on the eight digit networks half and twice its distance to one, 0.975 and 0.9, changed nothing,
 # nor did 0.999. Half of the value shrank the scale of two of them two- and threefold, for a gain of 0.03.
-_LEVERAGE = 0.95
+MOST_LEVERAGE = 0.95
 
 
 def left_out_outputs(
@@ -51,16 +52,10 @@ def left_out_outputs(
         mode_outputs: `h(θ̄, x_i)`.
         deviations: `φ(x_i) ζ_k`.
     """
-    h, d = mode_outputs.double(), deviations.double() / math.sqrt(len(deviations))
-    # S(I − BS)⁻¹ = Dᵀ(I − D B Dᵀ)⁻¹D for S = DᵀD, by the singular values of D L.
-    U, singular, _ = torch.linalg.svd(likelihood.root_transpose(h, d, targets).permute(1, 0, 2), full_matrices=False)
-    leverage = (singular**2).clamp_max(_LEVERAGE)
-    slope = torch.einsum("knc,nc->nk", d, likelihood.gradient(h, targets).double())
-    slope = slope + (U @ ((leverage / (1 - leverage)) * (U.mT @ slope[..., None])[..., 0])[..., None])[..., 0]
+    root = deviations.double() / math.sqrt(len(deviations))
+    without, _ = without_datum(likelihood, targets, mode_outputs, root, MOST_LEVERAGE)
     labels = labels_of(likelihood)
-    left_out, trained = (
-        _centred(labels, f) for f in (h + torch.einsum("knc,nk->nc", d, slope), network_outputs.double())
-    )
+    left_out, trained = (_centred(labels, f) for f in (without, network_outputs.double()))
     # The linear model gives the direction only; its logits without a datum are far smaller than a network's would be.
     size = trained.norm(dim=-1, keepdim=True) / left_out.norm(dim=-1, keepdim=True).clamp_min(1e-300)
     return labels.flat(_MARGIN * size * left_out)

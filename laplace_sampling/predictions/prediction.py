@@ -68,6 +68,11 @@ class Prediction(ABC):
         return self.variance.sqrt()
 
     @property
+    def _total_stddev(self) -> Float[Tensor, " N"]:
+        """The root of the sum of the variances of all outputs of a datum."""
+        return self.variance.reshape(len(self.outputs), -1).sum(1).sqrt()
+
+    @property
     def _flat(self) -> Float[Tensor, "K N C"]:
         return self.deviations.reshape(*self.deviations.shape[:2], -1)
 

@@ -31,6 +31,11 @@ class _Intervals(Prediction):
     @abstractmethod
     def noise_variance(self) -> Tensor: ...
 
+    @property
+    def epistemic(self) -> Float[Tensor, " N"]:
+        """How little the data say of a datum: `√(Σ var f)`, summed over its outputs, in the units of the targets."""
+        return self._total_stddev
+
     def interval(self, level: float = 0.95) -> tuple[Float[Tensor, "N *D"], Float[Tensor, "N *D"]]:
         """Lower and upper ends of an interval that contains each observation with this probability.
 

@@ -51,6 +51,12 @@ class Quadrature:
         weights = ((basis.project(vectors)[:, :size] @ eigenvectors) ** 2).cpu()
         return cls(nodes.clamp_min(0).cpu(), weights, weights)
 
+    @classmethod
+    def of_eigenvalues(cls, values: Float[Tensor, " m"]) -> "Quadrature":
+        """Traces from all eigenvalues that are not zero."""
+        ones = torch.ones(1, len(values), dtype=torch.float64)
+        return cls(values.double().cpu(), ones, ones)
+
     def rescaled(self, nodes: float, weights: float) -> "Quadrature":
         """The quadrature with nodes and weights multiplied by two factors."""
         return Quadrature(

@@ -1,0 +1,196 @@
+"""`Score`: how well a network predicts data that it was not trained on, and `compare`, which ranks several of them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+__all__ = ["Comparison", "Score", "compare", "compared"]
+
+# Draws of the Bayesian bootstrap, or of the errors of evidences: probabilities are known to 0.005.
+_DRAWS = 10_000
+# Numbers of the weights of a bootstrap in memory.
+_NUMBERS = 2**22
+
+
+@dataclass(frozen=True)
+class Score:
+    """A score of a network, larger for a better one; `float()` of it is the value.
+
+    Attributes:
+        kind: `"evidence"` or `"loo"`.
+        value: in nats for each training datum.
+        standard_error: of the value. Of `"loo"` that of a mean over data, most of which is common to networks that
+            are compared on the same data; of `"evidence"` what random probes leave, 0 if it is exact.
+        num_data: how many data it is the mean of.
+        log_probs: of `"loo"` `log p(y_i | y_{−i})`, `[num_data]`; else empty.
+        data: indices of these data in the dataset; likewise.
+        prior_precision: at which it was computed.
+    """
+
+    kind: str
+    value: float
+    standard_error: float
+    num_data: int
+    log_probs: Float[Tensor, " n"] = field(repr=False)
+    data: Tensor = field(repr=False)
+    prior_precision: float
+
+    def __float__(self) -> float:
+        return self.value
+
+    @classmethod
+    def of(cls, kind: str, log_probs: Float[Tensor, " n"], data: Tensor, prior_precision: float) -> "Score":
+        """The mean over some data."""
+        num = len(log_probs)
+        error = float(log_probs.std()) / math.sqrt(num) if num > 1 else math.inf
+        return cls(kind, float(log_probs.mean()), error, num, log_probs, data, prior_precision)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A ranking of networks, the best one first; `print` it for a table.
+
+    Attributes:
+        names: of the networks.
+        scores: of each.
+        probabilities: that it is the best of them, `[M]`. Of `"loo"`: for other data like these, by the Bayesian
+            bootstrap. Of `"evidence"`: the posterior probability of the model, if all have the same prior probability.
+        differences: of each to the best one, `[M]`, in nats for each datum; not positive.
+        standard_errors: of these. Of `"loo"` those of paired differences, on the same data.
+    """
+
+    names: tuple[str, ...]
+    scores: tuple[Score, ...]
+    probabilities: Float[Tensor, " M"]
+    differences: Float[Tensor, " M"]
+    standard_errors: Float[Tensor, " M"]
+
+    @property
+    def best(self) -> str:
+        """The name of the best one."""
+        return self.names[0]
+
+    def __str__(self) -> str:
+        width = max(map(len, (*self.names, "network")))
+        lines = [f"{'network':{width}}  {self.scores[0].kind:>9}  {'to the best':>20}  probability"]
+        for i, (name, score) in enumerate(zip(self.names, self.scores, strict=True)):
+            difference = f"{float(self.differences[i]):+.4f} ± {float(self.standard_errors[i]):.4f}" if i else ""
+            row = f"{name:{width}}  {score.value:9.4f}  {difference:>20}  {float(self.probabilities[i]):11.3f}"
+            lines.append(row)
+        return "\n".join(lines)
+
+
+def compare(models: Sequence[Any] | Mapping[str, Any], kind: str = "evidence") -> Comparison:
+    """Ranks networks that were fitted to the same data, by their scores (`LinearisedLaplace.score`).
+
+    Networks may have any architecture and any number of weights, and posteriors any method; likelihoods have to be the
+    same, targets in the same units.
+
+    Args:
+        models: fitted `LinearisedLaplace`s, or their scores; or a dictionary of these, whose keys are their names.
+        kind: of the score, `"evidence"` or `"loo"`.
+
+    Raises:
+        TypeError: for anything else.
+        ValueError: for fewer than two, for scores of several kinds, or of other data.
+
+    Example:
+        >>> import torch
+        >>> from laplace_sampling import LinearisedLaplace, compare
+        >>> x = torch.linspace(-1, 1, 40)[:, None]
+        >>> models = {}
+        >>> for name, slope in (("trained", 1.0), ("untrained", -1.0)):
+        ...     model = torch.nn.Linear(1, 1)
+        ...     _ = torch.nn.init.constant_(model.weight, slope), torch.nn.init.zeros_(model.bias)
+        ...     la = LinearisedLaplace(model, "regression")
+        ...     models[name] = la.fit_hyperparameters([(x, x + 0.1 * torch.cos(50 * x))], progress=False)
+        >>> compare(models).best
+        'trained'
+    """
+    named = models if isinstance(models, Mapping) else {str(i): model for i, model in enumerate(models)}
+    if len(named) < 2:
+        raise ValueError(f"`compare(models)` ranks two models or more, but got {len(named)}.")
+    for model in named.values():
+        if not isinstance(model, Score) and not hasattr(model, "score"):
+            raise TypeError(
+                "`compare(models)` takes fitted `LinearisedLaplace`s or their scores, but got a "
+                f"{type(model).__name__}."
+            )
+    scores = {str(name): model if isinstance(model, Score) else model.score(kind=kind) for name, model in named.items()}
+    kinds = {score.kind for score in scores.values()}
+    if len(kinds) > 1:
+        raise ValueError(f"`compare(models)` needs scores of one kind, but got {sorted(kinds)}.")
+    return compared(scores)
+
+
+def compared(scores: Mapping[str, Score]) -> Comparison:
+    """The ranking of scores of one kind, by name."""
+    by_data = all(len(score.log_probs) for score in scores.values())
+    values = _paired(scores) if by_data else None
+    means = torch.tensor([s.value for s in scores.values()], dtype=torch.float64) if values is None else values.mean(1)
+    order = means.argsort(descending=True, stable=True)
+    best = int(order[0])
+    if values is None:
+        _check_same_number(scores)
+        errors, probabilities = _of_evidence(scores, best)
+    else:
+        change = values - values[best]
+        errors, probabilities = change.std(1) / math.sqrt(values.shape[1]), _bootstrap(values)
+    names, found = list(scores), list(scores.values())
+    return Comparison(
+        tuple(names[i] for i in order),
+        tuple(found[i] for i in order),
+        probabilities[order],
+        (means - means[best])[order],
+        errors[order],
+    )
+
+
+def _paired(scores: Mapping[str, Score]) -> Float[Tensor, "M n"]:
+    """Log-likelihoods of the data that all scores have in common."""
+    common = None
+    for score in scores.values():
+        data = set(score.data.tolist())
+        common = data if common is None else common & data
+    if common is None or len(common) < 2:
+        raise ValueError("`compare(models)`: the scores are of different data. Give all of them the same `seed`.")
+    wanted = torch.tensor(sorted(common))
+    rows = []
+    for score in scores.values():
+        in_order = score.data.argsort()
+        places = in_order[torch.searchsorted(score.data[in_order], wanted)]
+        rows.append(score.log_probs[places])
+    return torch.stack(rows).double()
+
+
+def _check_same_number(scores: Mapping[str, Score]) -> None:
+    numbers = {name: score.num_data for name, score in scores.items()}
+    if len(set(numbers.values())) > 1:
+        raise ValueError(f"`compare(models)`: evidences are of different numbers of data, {numbers}.")
+
+
+def _bootstrap(values: Float[Tensor, "M n"]) -> Float[Tensor, " M"]:
+    """How often each has the largest mean under random weights of the data (Rubin 1981, "The Bayesian bootstrap")."""
+    generator = torch.Generator().manual_seed(0)
+    wins, num = torch.zeros(len(values), dtype=torch.float64), values.shape[1]
+    for part in torch.arange(_DRAWS).split(max(1, _NUMBERS // num)):
+        weights = torch.empty(len(part), num, dtype=torch.float64).exponential_(generator=generator)
+        wins += (weights @ values.T).argmax(1).bincount(minlength=len(values))
+    return wins / _DRAWS
+
+
+def _of_evidence(scores: Mapping[str, Score], best: int) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
+    """Errors of differences to the best, and posterior probabilities, on average over the errors of the evidences."""
+    totals = torch.tensor([(s.value, s.standard_error, s.num_data) for s in scores.values()], dtype=torch.float64)
+    values, errors, num = totals.unbind(1)
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(_DRAWS, len(values), generator=generator, dtype=torch.float64)
+    probabilities = (num * (values + errors * noise)).softmax(1).mean(0)
+    of_difference = (errors**2 + errors[best] ** 2).sqrt()
+    of_difference[best] = 0.0
+    return of_difference, probabilities

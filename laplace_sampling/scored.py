@@ -1,0 +1,102 @@
+"""`ScoredModel`: how well networks predict, from their training data alone, so that one of them can be chosen."""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.fitted import FittedModel
+from laplace_sampling.linear_model.some_features import SomeFeatures, some_of
+from laplace_sampling.linear_model.tangent_model import TangentModel
+from laplace_sampling.methods.fit import Fit
+from laplace_sampling.methods.network_score import best_network_evidence
+from laplace_sampling.networks.held_module import solver_call
+from laplace_sampling.on_training_data import deviations_of, enough
+from laplace_sampling.posterior import Posterior
+from laplace_sampling.predict import covariance_of
+from laplace_sampling.predictions.calibration import labelled
+from laplace_sampling.predictions.left_out import MOST_LEVERAGE
+from laplace_sampling.predictions.model_score import Score
+from laplace_sampling.predictions.without_datum import left_out_log_probs, without_datum
+from laplace_sampling.solvers.checks import check_whole
+
+__all__ = ["ScoredModel"]
+
+# Leverages of an exact posterior are below one, but for rounding.
+_MOST_EXACT = 1 - 1e-9
+
+
+class ScoredModel(FittedModel):
+    """A fitted model that may be compared with others."""
+
+    @solver_call
+    def score(self, kind: str = "evidence", *, num_data: int = 1000) -> Score:
+        r"""How good the network is, by its training data alone: in nats for each datum, larger for a better one.
+
+        Scores of networks of any architecture that were fitted to the same data can be compared; `compare` does.
+
+        - `"evidence"`: `log p(y)/N` by Laplace's approximation at the network's own weights and outputs, with the
+          precisions of prior and noise at their maximum (`evidence.network_evidence`). `log_marginal_likelihood()` is
+          that of the linear model at its mode, which ranks networks less well.
+        - `"loo"`: the mean of `log p(y_i | y_{−i})`, each datum predicted without it: around `f_i + V_i^{−i} ∂ℓ_i/∂f`,
+          where a Newton step from the network's output `f_i` ends, with the covariance
+          `V_i^{−i} = V_i (I − B_i V_i)⁻¹`; with the scale and temperature of predictions. It is exact for a linear
+          model with Gaussian noise at its minimum, and asks for a network that is at a minimum of the loss with weight
+          decay: the step is too long for others (`predictions.without_datum`).
+
+        Neither sees that labels are learnt by heart: networks have seen them, and where they are certain of all of them
+        the curvature of the loss vanishes (`docs/decisions/scores.md`). Held-out data do.
+
+        Args:
+            kind: which.
+            num_data: of `"loo"`, random training data that are left out, at most; they depend on the seed only. It
+                takes a JVP of each for every sample, or a VJP for every output where covariances are in closed form.
+
+        Raises:
+            NotFittedError: before a fit, or for a posterior that was loaded without its data.
+            ValueError: for another kind; if no datum has a label.
+        """
+        if kind not in ("evidence", "loo"):
+            raise ValueError(f'`score(kind={kind!r})` is not known; use "evidence" or "loo".')
+        check_whole("`score(num_data=...)`", num_data, 1)
+        fit, tangent = self._with_data("score")
+        if kind == "loo":
+            return self._left_out_score(fit, tangent, num_data)
+        alpha, evidence = best_network_evidence(fit)
+        num, nothing = fit.model.features.num_data, torch.zeros(0)
+        value = (evidence.value - tangent.log_scale) / num
+        return Score(kind, value, evidence.standard_error / num, num, nothing, nothing.long(), alpha)
+
+    def _left_out_score(self, fit: Fit, tangent: TangentModel, num_data: int) -> Score:
+        posterior = self._require("score").posterior
+        features, model, calibration = fit.model.features, fit.model, posterior.calibration
+        num = min(num_data, features.num_data, enough(fit.task.num_samples * features.num_outputs))
+        some = some_of(features, num, None if tangent.in_order else self.settings.seed)
+        if (labels := labelled(model.likelihood)) is not None:
+            some = some[labels.given(model.likelihood.unweighted_targets(model.targets[some])).any(1).cpu()]
+        if not len(some):
+            raise ValueError("`score`: no training datum that was looked at has a label.")
+        root, most = self._root(fit, posterior, some)
+        y, f = model.targets[some], model.network_outputs[some]
+        mean, rows = without_datum(model.likelihood, y, f, root, most, fit.ggn.outputs[some])
+        T = calibration.temperature
+        log_probs = left_out_log_probs(
+            calibration.likelihood(model.likelihood), y, mean / T, rows * math.sqrt(calibration.scale) / T
+        )
+        if tangent.weights is not None:
+            log_probs = log_probs + tangent.weights[some].to(log_probs).log().sum(1)
+        # A datum of weight two counts as two.
+        weights = model.likelihood.weights(y).to(log_probs)
+        return Score.of("loo", (log_probs * weights / weights.mean()).cpu(), some, fit.alpha)
+
+    def _root(self, fit: Fit, posterior: Posterior, some: Tensor) -> tuple[Float[Tensor, "m n C"], float]:
+        """`D` with the covariance `DᵀD` of the outputs of each datum, and the largest leverage that it may have."""
+        features = SomeFeatures(fit.model.features, some)
+        function = covariance_of(posterior, fit, features)
+        if function is not None and features.num_outputs <= fit.task.num_samples:
+            values, vectors = torch.linalg.eigh(function.blocks().double())
+            root = values.clamp_min(0).sqrt()[:, :, None] * vectors.mT
+            return root.permute(1, 0, 2), MOST_LEVERAGE if fit.approximate else _MOST_EXACT
+        samples = self._drawn("score").posterior.full_samples
+        return deviations_of(fit.model.features, samples, some) / math.sqrt(len(samples)), MOST_LEVERAGE
