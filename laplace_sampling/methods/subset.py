@@ -91,7 +91,7 @@ class Subset(SolverMethod):
     def _dense_operations(
         features: Features, rows: int, num_samples: int, selection: Selection | None, at_once: bool = False
     ) -> float:
-        """A Gram matrix, its eigenvectors with those of smaller parts if it has grown, samples, and what a rule takes."""
+        """A Gram matrix, its eigenvectors and, unless made at once, those of smaller parts, samples, and a rule."""
         of_rule = 0.0
         if selection is not None:
             looks = selection.looks(features)

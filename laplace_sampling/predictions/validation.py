@@ -100,9 +100,7 @@ class Validation(Selection):
             best = climb(log_likelihood, start, len(alphas))
         return float(alphas[best]), calibration(best), products + deviations.products
 
-    def _start(
-        self, path: CovariancePath, alphas: Tensor, draws: Draws, tempered_of: "_Tempered"
-    ) -> tuple[int, float]:
+    def _start(self, path: CovariancePath, alphas: Tensor, draws: Draws, tempered_of: "_Tempered") -> tuple[int, float]:
         """Where a part of the data is likeliest, of precisions a decade apart, and what that took."""
         part, coarse = self.looks(self.features).part, decades(len(alphas))
         rough = path.deviations(SomeFeatures(self.features, part), alphas[coarse], draws, len(coarse))
