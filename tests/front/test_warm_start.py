@@ -70,6 +70,15 @@ def distance(la: LinearisedLaplace, other: LinearisedLaplace, x: Tensor) -> floa
     return float((ours - theirs).norm() / theirs.norm())
 
 
+def labelled() -> Problem:
+    """A network that knows its training labels better than their neighbours do, so that error bars are warranted."""
+    problem = Problem("classification", 300)
+    problem.optimiser.param_groups[0]["lr"] = 0.3
+    problem.train(200)
+    problem.optimiser.param_groups[0]["lr"] = 2e-3
+    return problem
+
+
 def problem_of(method: str) -> Problem:
     return Problem("regression" if method == "dual" else "classification")
 
@@ -186,15 +195,14 @@ def test_after_one_more_epoch_it_costs_at_most_half(kind: str, method: str, crit
 @pytest.mark.parametrize("criterion", ["leave_one_out", "self_consistency", "validation"])
 @pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
 def test_rules_look_near_the_last_precision(method: str, criterion: str) -> None:
-    problem = Problem("classification", 300)
+    problem = labelled()
     held_out = problem.batches[-1:] if criterion == "validation" else None
     options = {"criterion": criterion, "progress": False}
     la = problem.laplace(METHODS[method]).fit_hyperparameters(problem.batches, held_out, **options)
     first = products(la)
-    problem.optimiser.param_groups[0]["lr"] = 2e-3
     problem.train()
     la.fit_hyperparameters(problem.batches, held_out, warm_start=True, **options)
-    assert products(la) - first < first
+    assert products(la) - first <= first  # the exact method makes all rows, and has them in memory
     cold = problem.laplace(METHODS[method]).fit_hyperparameters(problem.batches, held_out, **options)
     assert abs(float((la.prior_precision_ / cold.prior_precision_).log())) < 0.03
     assert distance(la, cold, problem.x) < 0.03
@@ -215,7 +223,7 @@ def test_rules_look_near_the_last_precision(method: str, criterion: str) -> None
 )
 @pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
 def test_a_start_that_is_far_off_is_left(method: str, criterion: str, off: float) -> None:
-    problem, other = (Problem("regression" if method == "dual" else "classification", 300) for _ in range(2))
+    problem = Problem("regression", 300) if method == "dual" else labelled()
     held_out = problem.batches[-1:] if criterion == "validation" else None
     options = {"criterion": criterion, "progress": False, "max_steps": 30}
     la = problem.laplace(METHODS[method]).fit_hyperparameters(problem.batches, held_out, **options)
@@ -224,10 +232,10 @@ def test_a_start_that_is_far_off_is_left(method: str, criterion: str, off: float
     la._fitted.posterior = replace(posterior, prior=wrong)
     with torch.random.fork_rng():  # another network
         torch.manual_seed(7)
-        for module in (other.model[0], other.model[2]):
-            module.reset_parameters()
-    other.train(60)
-    problem.model.load_state_dict(other.model.state_dict())
+        for layer in (problem.model[0], problem.model[2]):
+            layer.reset_parameters()
+    problem.optimiser.param_groups[0]["lr"] = 0.05 if method == "dual" else 0.3
+    problem.train(200)
     la.fit_hyperparameters(problem.batches, held_out, warm_start=True, **options)
     cold = problem.laplace(METHODS[method]).fit_hyperparameters(problem.batches, held_out, **options)
     assert abs(float((la.prior_precision_ / cold.prior_precision_).log())) < 0.05
@@ -235,7 +243,7 @@ def test_a_start_that_is_far_off_is_left(method: str, criterion: str, off: float
 
 
 def test_a_part_of_the_data_is_as_large_as_was_enough() -> None:
-    problem = Problem("classification", 2000)
+    problem = labelled()
     options = {"criterion": "leave_one_out", "progress": False, "tolerance": 0.1}
     la = problem.laplace("subset").fit_hyperparameters(problem.batches, **options)
     change = la._fitted.fit.solver.part.sketch.change
@@ -257,7 +265,7 @@ def test_a_part_of_the_data_is_as_large_as_was_enough() -> None:
 @pytest.mark.parametrize("first", ["subset", "exact", "kfac"])
 @pytest.mark.parametrize("second", ["subset", "krylov", "exact"])
 def test_another_method_may_have_been_there(first: str, second: str) -> None:
-    problem = Problem("classification", 300)
+    problem = labelled()
     options = {"criterion": "leave_one_out", "progress": False}
     la = problem.laplace(first).fit_hyperparameters(problem.batches, **options)
     problem.train()
@@ -269,7 +277,7 @@ def test_another_method_may_have_been_there(first: str, second: str) -> None:
 
 
 def test_a_loaded_part_of_the_data_is_a_start() -> None:
-    problem = Problem("classification", 300)
+    problem = labelled()
     options = {"criterion": "leave_one_out", "progress": False}
     file = io.BytesIO()
     problem.laplace("subset").fit_hyperparameters(problem.batches, **options).save(file)
@@ -284,7 +292,7 @@ def test_a_loaded_part_of_the_data_is_a_start() -> None:
 
 @pytest.mark.parametrize("criterion", ["evidence", "leave_one_out"])
 def test_hyperparameters_without_an_earlier_fit_are_those_of_a_cold_one(criterion: str) -> None:
-    problem = Problem("classification")
+    problem = labelled()
     la, cold = problem.laplace("subset"), problem.laplace("subset")
     la.fit_hyperparameters(problem.batches, criterion=criterion, warm_start=True, progress=False)
     cold.fit_hyperparameters(problem.batches, criterion=criterion, progress=False)
