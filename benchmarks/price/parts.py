@@ -16,6 +16,7 @@ from benchmarks.price import (
     one_image,
     published,
     small_jobs,
+    warm_starts,
 )
 from benchmarks.price.setup import Cells, Row, Setup
 
@@ -27,6 +28,7 @@ PARTS: dict[str, Callable[[Setup], Cells]] = {
     "one_image": one_image.cells,
     "small_jobs": small_jobs.cells,
     "exact_fits": exact_fits.cells,
+    "warm_starts": warm_starts.cells,
     "budgets": budgets.cells,
     "published": published.cells,
     "defaults": defaults.cells,

@@ -19,6 +19,7 @@ from laplace_sampling.evidence.curves import EvidencePath, FixedPoint
 from laplace_sampling.evidence.dense_curves import DenseCurves, Spectrum
 from laplace_sampling.evidence.expansion import Expansion, Point, expand, total_loss
 from laplace_sampling.evidence.krylov_curves import FixedPointGoal, KrylovRun, run_curves
+from laplace_sampling.evidence.schedule import PROBES, Schedule
 from laplace_sampling.evidence.secant import TRUSTED_FACTOR, Secant
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.likelihoods.gaussian import Gaussian
@@ -59,55 +60,8 @@ class PathResult:
 # accurate. The last one aims at a third of the tolerance. Without coarse rounds the problems take 10,830 passes; halved
 # targets take 4,430, and doubled ones 4,960.
 _ROUNDS = (0.25, 0.08)
-# Probes of the last round, to begin with: each of them uses the Krylov spaces of all others. Six take 4,230 passes on
-# the problems and 24 take 5,640, at an error of 0.008.
-_PROBES = 12
 # A relative step of the mode that leaves an error of its square. Half and twice change nothing: log α converges last.
 _NEAR = 0.15
-# The largest factor by which the probes of a round are multiplied for the next, because the error that asks for them is
-# an estimate. Half and twice have no effect on the problems, where twelve probes are enough.
-_MORE_PROBES = 3
-
-
-@dataclass
-class _Schedule:
-    """The accuracy and the number of probes of a round: more of both as rounds settle."""
-
-    targets: list[float]
-    max_probes: int
-    max_basis: int | None
-    level: int = 0
-    _last_probes: int = _PROBES
-
-    @property
-    def last(self) -> bool:
-        return self.level == len(self.targets) - 1
-
-    @property
-    def target(self) -> float:
-        return self.targets[self.level]
-
-    @property
-    def wished(self) -> int:
-        return min(self._last_probes if self.last else 2 * (self.level + 1), self.max_probes)
-
-    @property
-    def num_probes(self) -> int:
-        # A quarter of the basis for a block of probes leaves room for a few steps.
-        return self.wished if self.max_basis is None else min(self.wished, self.max_basis // 4)
-
-    @property
-    def least_passes(self) -> float:
-        """Passes that a round takes at least: its probes twice, an expansion and a mode."""
-        return 2 * self.num_probes + 3.0
-
-    def add_probes(self, error: float) -> None:
-        # The error goes down as the root of the probes.
-        factor = min(max(error / self.targets[-1], 1) ** 2, _MORE_PROBES)
-        self._last_probes = math.ceil(self._last_probes * factor)
-
-    def refine(self) -> None:
-        self.level = min(self.level + 1, len(self.targets) - 1)
 
 
 @dataclass(frozen=True)
@@ -137,7 +91,7 @@ class _Rounds:
     noise_bounds: Bounds
     exact: bool
     spectrum_of: Callable[[GGN], Spectrum] | None
-    schedule: _Schedule
+    schedule: Schedule
     mode: Tensor
     afford: Afford = unlimited
     converged: bool = False
@@ -154,6 +108,9 @@ class _Rounds:
         self.moving = not self.quadratic and self.hessian_at == "mode"
         self.secant = Secant(self.moving)
         self.warm = bool(self.mode.any())
+        if self.warm:
+            # Where it starts is where it ends, most likely: a coarse round would lead away from there.
+            self.schedule.level = len(self.schedule.targets) - 1
         self.point = Point.of(self.model, self.prior, self.mode)
         self.mode_step = 0.0 if self.quadratic else 1.0
         self.path: EvidencePath | None = None
@@ -251,7 +208,7 @@ class _Rounds:
         error = self.secant.error(end.precision, before, end.error)
         at_bound = math.isinf(error)
         # A bound is believed if more probes than the first find no fixed point before it either.
-        believed = at_bound and self.schedule.num_probes > _PROBES
+        believed = at_bound and self.schedule.num_probes > PROBES
         accurate = path.exact or error <= 1.5 * self.schedule.targets[-1] or believed
         return _Outcome(end, accurate, at_bound and not self.schedule.last)
 
@@ -299,15 +256,19 @@ class _Rounds:
     def _judge(self, run: KrylovRun | DenseCurves, outcome: _Outcome, moved: float) -> None:
         """Decides whether rounds are at their end, or how the next one is made."""
         schedule = self.schedule
-        # The secant has predicted most of what the move will change of the curvature.
-        near = len(self.history) > 1 and 0.3 * moved <= self.tolerance / 2 and self.mode_step <= _NEAR
+        # The secant has predicted most of what the move will change of the curvature; in a first round there is none.
+        first = len(self.history) == 1
+        changes = (1.0 if first else 0.3) * moved
+        near = (self.warm or not first) and changes <= self.tolerance / 2 and self.mode_step <= _NEAR
         few = schedule.num_probes < schedule.wished and not outcome.accurate
         self.full = schedule.last and (run.full or few)
         settled = (self.quadratic or near) and outcome.accurate
         self.converged = schedule.last and settled and not (self.full or self.rounded)
         if schedule.last and not outcome.accurate:
             schedule.add_probes(outcome.end.error / (1 - self.secant.rate))
-        if self.quadratic or outcome.unsure or moved <= 3 * schedule.target:
+        if first and self.warm and moved > _ROUNDS[0]:
+            schedule.level = 0  # the start is far off
+        elif self.quadratic or outcome.unsure or moved <= 3 * schedule.target:
             schedule.refine()
 
     def _record(self, path: EvidencePath, alpha: float, before: float, **measured) -> None:
@@ -376,7 +337,7 @@ def fit_path(
     # Curves that are exact or hold everywhere need no coarse rounds.
     known = isinstance(model.likelihood, Gaussian) or exact
     coarse = [] if known else [level for level in _ROUNDS if level > tolerance]
-    schedule = _Schedule([*coarse, tolerance / 3], max_probes, max_basis)
+    schedule = Schedule([*coarse, tolerance / 3], max_probes, max_basis)
     prior = prior.to(model.features.device, model.features.dtype)
     zero = torch.zeros(1, model.features.size, device=model.features.device, dtype=model.features.dtype)
     # Around zero the start costs no product, and a quadratic is the same around every point.

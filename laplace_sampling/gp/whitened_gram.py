@@ -128,7 +128,14 @@ def _decay(largest: float, total: float, num: int) -> Float[Tensor, " num"]:
     return largest * ratio**powers
 
 
-def randomised_svd(S: WhitenedGram, rank: int, *, oversampling: int = 10, seed: int = 0) -> LowRank:
+def randomised_svd(
+    S: WhitenedGram,
+    rank: int,
+    *,
+    oversampling: int = 10,
+    seed: int = 0,
+    start: Float[Tensor, "NC r"] | None = None,
+) -> LowRank:
     r"""The leading eigenvectors of `S` by randomised range finding (Halko et al. 2011; thesis §7.3.2).
 
     `Q = qr(S R)` for a normal `R` of `r + p` columns, `QᵀSQ = VΛVᵀ`, `U = QV`: two products a column.
@@ -138,6 +145,7 @@ def randomised_svd(S: WhitenedGram, rank: int, *, oversampling: int = 10, seed: 
         rank: `r`, at most its size.
         oversampling: `p`, columns that are dropped in the end.
         seed: of `R`.
+        start: a range that is near already, orthonormal, in the place of `Q`: one product a column.
     """
     if rank < 1:
         raise ValueError(f"The rank of a preconditioner must be at least 1, but is {rank}.")
@@ -145,8 +153,11 @@ def randomised_svd(S: WhitenedGram, rank: int, *, oversampling: int = 10, seed: 
     generator = torch.Generator().manual_seed(seed)
     columns = min(len(S), rank + oversampling)
     before = S.rows
-    test = torch.randn(len(S), columns, generator=generator, dtype=torch.float64).to(S.variance.device)
-    Q = torch.linalg.qr(S.matmul(test))[0]
+    if start is None:
+        test = torch.randn(len(S), columns, generator=generator, dtype=torch.float64).to(S.variance.device)
+        Q = torch.linalg.qr(S.matmul(test))[0]
+    else:
+        Q = start
     # Ritz values on the range: exactly diag(UᵀSU), which `LowRank.traces` relies on.
     core = Q.mT @ S.matmul(Q)
     values, vectors = torch.linalg.eigh((core + core.mT) / 2)

@@ -93,15 +93,17 @@ class Dual(SolverMethod):
             max_refinements=self.max_refinements,
             seed=task.seed,
         )
-        ggn = task.scaled_ggn()
-        return solver.hold(WhitenedGram(torch.full((ggn.size,), 1 / (shift or 1.0), device=ggn.device), ggn))
+        ggn, earlier = task.scaled_ggn(), None
+        if task.start is not None and isinstance(task.start.solver, DualCG):
+            shift, earlier = shift or float(task.prior.precision.mean()), task.start.solver.held
+        return solver.hold(WhitenedGram(torch.full((ggn.size,), 1 / (shift or 1.0), device=ggn.device), ggn), earlier)
 
     def tune_by_evidence(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
         """By the evidence itself where the Gram matrix is small; else by EM, from the optimum of its leading part."""
         if _has_small_gram(task):
             return _tune_by_gram_matrix(task, tuning)
         solver = self.make_solver(task, tuning.tolerance, None)
-        if solver.held is not None and has_path(task):
+        if solver.held is not None and has_path(task) and task.start is None:
             task = _at_evidence_of_leading_part(task, tuning, solver.held)
         return self.tune_by_em(task, tuning, solver)
 

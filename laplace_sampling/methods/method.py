@@ -77,8 +77,13 @@ def has_path(task: Task) -> bool:
 def tuned_by_selection(
     task: Task, tuning: Tuning, selection: Selection, path: CovariancePath, near: float | None = None
 ) -> tuple[Task, Tuned]:
-    """The task with the prior precision that a rule chooses, near a given one, and the record of that one step."""
+    """The task with the prior precision that a rule chooses, and the record of that one step.
+
+    It is looked for near a given precision, or that of the posterior that a fit starts from.
+    """
     started = time.perf_counter()
+    if near is None and task.start is not None:
+        near = task.start.alpha
     weights = task.trained_weights.double() / task.prior.scale.to(task.trained_weights.device).double()
     norm = float(weights.square().sum())
     selected = selection.select(task.model, path, tuning.precision_bounds, task.seed, norm, near)

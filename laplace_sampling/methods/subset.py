@@ -21,6 +21,7 @@ from laplace_sampling.methods.fit import Fit, Task, Tuned
 from laplace_sampling.methods.method import Choice, Tuning, has_path, tuned_by_selection
 from laplace_sampling.methods.problem import Problem
 from laplace_sampling.methods.solver_method import SolverMethod
+from laplace_sampling.methods.start import Start
 from laplace_sampling.predictions.accuracy import Accuracy
 from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
 from laplace_sampling.predictions.selection import Selection
@@ -87,14 +88,17 @@ class Subset(SolverMethod):
         return Estimate(products, bytes_, dense)
 
     @staticmethod
-    def _dense_operations(features: Features, rows: int, num_samples: int, selection: Selection | None) -> float:
-        """A Gram matrix, its eigenvectors with those of smaller parts, samples, and what a rule looks at."""
+    def _dense_operations(
+        features: Features, rows: int, num_samples: int, selection: Selection | None, at_once: bool = False
+    ) -> float:
+        """A Gram matrix, its eigenvectors and, unless made at once, those of smaller parts, samples, and a rule."""
         of_rule = 0.0
         if selection is not None:
             looks = selection.looks(features)
-            of_rule = min(_PILOT, rows) * looks.vectors(features)
-            of_rule += rows * looks.vectors(features, rough=False) if rows > _PILOT else 0
-        return 2.0 * features.size * (rows * (rows + 2 * num_samples) + of_rule) + 10.3 * rows**3
+            of_rule = 0.0 if at_once else min(_PILOT, rows) * looks.vectors(features)
+            of_rule += rows * looks.vectors(features, rough=False) if rows > _PILOT or at_once else 0
+        products = 2.0 * features.size * (rows * (rows + 2 * num_samples) + of_rule)
+        return products + (9.0 if at_once else 10.3) * rows**3
 
     def paid_for(self, problem: Problem, choice: Choice) -> Choice:
         """The choice, with as many rows as the budget pays for."""
@@ -111,7 +115,14 @@ class Subset(SolverMethod):
         beside_samples = task.memory.bytes - task.num_samples * task.memory.vector
         return Growth(RandomRows(task.scaled_ggn(), task.seed, _STREAM), beside_samples if bytes_ is None else bytes_)
 
-    def _grown(self, growth: Growth, tolerance: float, alpha: float) -> Sketch:
+    def _grown(self, task: Task, growth: Growth, tolerance: float, alpha: float) -> Sketch:
+        """The part that is accurate at a precision, by what an earlier fit found out if there was one."""
+        if task.start is not None and len(growth.made) < 2 and (earlier := _part_of(task.start)) is not None:
+            sketch = earlier.continued(growth, task.start.prior, task.start.likelihood, alpha, self.max_rows)
+            following = growth.following(self.max_rows)
+            if sketch.change <= tolerance or following <= sketch.num_rows:
+                return sketch
+            growth.sketch(following)
         shift = torch.tensor([alpha], dtype=torch.float64)
         return grow(growth, lambda _: shift, tolerance, max_rows=self.max_rows)
 
@@ -135,22 +146,26 @@ class Subset(SolverMethod):
         return self._tune_by_selection(task, tuning, task.selection)
 
     def _tune_by_selection(self, task: Task, tuning: Tuning, selection: Selection) -> tuple[Task, Tuned]:
-        growth = self._growth(task)
-        pilot = self._pilot(growth)
-        first, tuned = tuned_by_selection(
-            task, replace(tuning, callback=None), selection, FactoredPath(pilot, task.prior)
-        )
-        alpha = overall_precision(first.prior)
-        sketch = self._grown(growth, tuning.tolerance, alpha)
-        if sketch.num_rows > pilot.num_rows:
-            sketch.passes += tuned.history[0].passes - pilot.passes
-            task, tuned = tuned_by_selection(task, tuning, selection, FactoredPath(sketch, task.prior), alpha)
-        else:
-            task = first
-            if tuning.callback is not None:
-                tuning.callback(tuned.history[0])
+        growth, silent = self._growth(task), replace(tuning, callback=None)
+        alpha = None if task.start is None else task.start.alpha
+        found, rows, of_rule = None, 0, 0.0
+        # By a part that is large enough at the precision before, and again if it has to be larger at the one after.
+        for _ in range(2):
+            sketch = self._pilot(growth) if alpha is None else self._grown(task, growth, tuning.tolerance, alpha)
+            if sketch.num_rows == rows:
+                break
+            found = tuned_by_selection(task, silent, selection, FactoredPath(sketch, task.prior), alpha)
+            alpha, rows = overall_precision(found[0].prior), sketch.num_rows
+            of_rule += found[1].history[0].passes - sketch.passes
+        assert found is not None
+        task, tuned = found
+        sketch = growth.made[-1]
+        step = replace(tuned.history[0], passes=sketch.passes + of_rule)
+        if tuning.callback is not None:
+            tuning.callback(step)
         sketch.passes = 0.0  # they are in the history
-        return task, replace(tuned, work=self._solver(growth, sketch, task, tuning.tolerance))
+        work = self._solver(growth, sketch, task, tuning.tolerance)
+        return task, replace(tuned, history=[step], work=work)
 
     def tune_by_evidence(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
         solver = self.make_solver(task, tuning.tolerance, None)
@@ -168,7 +183,7 @@ class Subset(SolverMethod):
     def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
         growth = self._growth(task)
         alpha = float(task.prior.precision.mean()) if shift is None else shift
-        return self._solver(growth, self._grown(growth, tolerance, alpha), task, tolerance)
+        return self._solver(growth, self._grown(task, growth, tolerance, alpha), task, tolerance)
 
     def _solver(self, growth: Growth, sketch: Sketch, task: Task, tolerance: float) -> SketchSampler:
         return SketchSampler(self.name, CG(min(2 * tolerance, 0.5)), task.seed, part=Part(growth, sketch, tolerance))
@@ -180,18 +195,25 @@ class Subset(SolverMethod):
     def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
         if not isinstance(tuned.work, SketchSampler):
             tuned = replace(tuned, work=self.make_solver(task, tolerance, float(task.prior.precision.mean())))
-        sketch = tuned.work.part.sketch
-        num_data = task.model.features.num_data
-        dense = self._dense_operations(task.model.features, sketch.num_rows, task.num_samples, task.selection)
-        task.budget.add(dense=dense)
+        part = tuned.work.part
+        sketch, features = part.sketch, task.model.features
+        rows, num_data, at_once = sketch.num_rows, features.num_data, len(part.growth.made) == 1
+        task.budget.add(dense=self._dense_operations(features, rows, task.num_samples, task.selection, at_once))
         reason = (
-            f"{task.reason}; {sketch.num_rows} random rows of {min(sketch.num_rows, num_data)} of {num_data} data, "
+            f"{task.reason}; {rows} random rows of {min(rows, num_data)} of {num_data} data, "
             f"half of which change predicted standard deviations by {100 * sketch.change:.2g} %"
         )
+        if at_once and task.start is not None:
+            reason += ", judging by the fit before"
         return super().fit(replace(task, reason=reason), tuned, tolerance)
 
     def fit_of(self, *parts: Any) -> "SubsetFit":
         return SubsetFit(*parts)
+
+
+def _part_of(start: Start) -> Part | None:
+    """The part of the data of an earlier fit, if it was by one."""
+    return start.solver.part if isinstance(start.solver, SketchSampler) else None
 
 
 @dataclass(frozen=True)

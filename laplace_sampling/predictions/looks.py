@@ -10,10 +10,10 @@ from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.predictions.covariance_path import by_rows, num_samples
 
-__all__ = ["Looks", "climb", "decades"]
+__all__ = ["DECADE", "Looks", "climb", "decades"]
 
 # Of the data one in so many is looked at first, but for these few, at one precision in so many of the grid: a decade.
-_PART, _FEW, _DECADE = 3, 32, 3
+_PART, _FEW, DECADE = 3, 32, 3
 # Precisions at which it looks at a part of the data, typically: 3 to 5 for an MLP on 1,200 digits, 4 for a CNN on 1,000
 # images.
 _ROUGH = 6
@@ -80,7 +80,7 @@ class Looks:
 
 def decades(number: int) -> list[int]:
     """Indices of a grid of precisions that are a decade apart, and the last one."""
-    found = list(range(0, number, _DECADE))
+    found = list(range(0, number, DECADE))
     return found if found[-1] == number - 1 else [*found, number - 1]
 
 

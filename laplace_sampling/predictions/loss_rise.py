@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 from jaxtyping import Float
@@ -11,11 +11,12 @@ from torch import Tensor
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.some_features import SomeFeatures, some_of
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.covariance_path import CovariancePath
-from laplace_sampling.predictions.looks import Looks, decades
-from laplace_sampling.predictions.loss_bound import LossBound
+from laplace_sampling.predictions.looks import DECADE, Looks, decades
+from laplace_sampling.predictions.loss_bound import LossBound, Used
 from laplace_sampling.predictions.selection import Selected, Selection, grid, nearest
 from laplace_sampling.solvers.root import falling_root
 
@@ -48,6 +49,8 @@ class LossRise(Selection):
     bound: LossBound
     in_order: bool = False
     num_data: int | None = None
+    # What the bound has found out about a model and its prior, which a second search of the same fit uses again.
+    _known: list[tuple[LinearModel, GaussianPrior, Used]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -70,20 +73,19 @@ class LossRise(Selection):
         some = some_of(model.features, looks.num_data, None if self.in_order else seed)
         lowest = _of_evidence(path, weight_norm, bounds)
         alphas = _down_to(lowest, grid(path, SomeFeatures(model.features, some), bounds))
-        used = self.bound.used(model, path.prior, seed, self.in_order)
-        products = float(looks.num_vjps)
-        if near is None:
+        used, products = self._used(model, path.prior, seed)
+        found = path.deviations(SomeFeatures(model.features, some), alphas, draws)
+        excess = cache(lambda index: used(found[index], some))
+        first = None if near is None else _first_nearby(excess, nearest(alphas, near), len(alphas))
+        if first is None:
             part, coarse = some[looks.part], decades(len(alphas))
             rough = path.deviations(SomeFeatures(model.features, part), alphas[coarse], draws, len(coarse))
             outside = (i for n, i in enumerate(coarse) if used(rough[n], part) > 1)
             # The first one of the whole grid that is outside lies up to a decade above.
             start = max(0, next(outside, len(alphas)) - 1)
             products += rough.products
-        else:
-            start = nearest(alphas, near)
-        found = path.deviations(SomeFeatures(model.features, some), alphas, draws)
-        excess = cache(lambda index: used(found[index], some))
-        alpha, kept = _last_within(alphas, excess, _first_outside(excess, start, len(alphas)))
+            first = _first_outside(excess, start, 0, len(alphas))
+        alpha, kept = _last_within(alphas, excess, first)
         problems = () if kept else (_problem(self.bound, alpha),)
         alpha = max(alpha, lowest)
         return Selected(
@@ -94,6 +96,14 @@ class LossRise(Selection):
             passes=(products + found.products) / (2 * model.features.num_data),
             problems=problems,
         )
+
+    def _used(self, model: LinearModel, prior: GaussianPrior, seed: int) -> tuple[Used, float]:
+        """What draws of the function use of the bound, and the VJPs that this took."""
+        for known, of_prior, used in self._known:
+            if known is model and of_prior is prior:
+                return used, 0.0
+        self._known[:] = [(model, prior, self.bound.used(model, prior, seed, self.in_order))]
+        return self._known[0][-1], float(self.bound.num_vjps(model.features))
 
 
 def _down_to(lowest: float, alphas: Float[Tensor, " A"]) -> Float[Tensor, " A"]:
@@ -126,14 +136,21 @@ def most_data(features: Features) -> int:
     return min(features.num_data, max(_LEAST, min(_MOST, num)), max(1, _NUMBERS // (_DRAWS * features.num_outputs)))
 
 
-def _first_outside(excess: Callable[[int], float], start: int, number: int) -> int:
-    """The first precision at which a bound is not kept, near another one; or the number of all."""
+def _first_outside(excess: Callable[[int], float], start: int, low: int, high: int) -> int:
+    """The first precision at which a bound is not kept, between two limits and near another one."""
     first = start
-    while first > 0 and excess(first) > 1:
+    while first > low and excess(first) > 1:
         first -= 1
-    while first < number and excess(first) <= 1:
+    while first < high and excess(first) <= 1:
         first += 1
     return first
+
+
+def _first_nearby(excess: Callable[[int], float], start: int, number: int) -> int | None:
+    """The same up to a decade away; `None` if it is further away."""
+    low, high = max(0, start - DECADE), min(number, start + DECADE + 1)
+    first = _first_outside(excess, start, low, high)
+    return None if (first == low > 0) or (first == high < number) else first
 
 
 def _last_within(alphas: Float[Tensor, " A"], excess: Callable[[int], float], first: int) -> tuple[float, bool]:

@@ -77,7 +77,8 @@ class Selection(ABC):
             bounds: within which the precision is kept.
             seed: of draws of the function.
             weight_norm: `‖w̄‖²` in the scaled coordinates of the prior.
-            near: a precision near the one that is looked for, where that is known.
+            near: a precision near the one that is looked for, where that is known: more than a decade away from it the
+                whole grid is searched.
         """
 
 

@@ -23,7 +23,7 @@ from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.some_features import SomeFeatures
 from laplace_sampling.predictions.calibration import Calibration, own_temperature, tempered
 from laplace_sampling.predictions.covariance_path import CovariancePath
-from laplace_sampling.predictions.looks import Looks, climb, decades
+from laplace_sampling.predictions.looks import DECADE, Looks, climb, decades
 from laplace_sampling.predictions.selection import Selected, Selection, grid, nearest
 
 __all__ = ["Validation", "check_finite", "held_out_looks"]
@@ -84,31 +84,34 @@ class Validation(Selection):
         self, path: CovariancePath, alphas: Tensor, draws: Draws, near: float | None
     ) -> tuple[float, Calibration, float]:
         """`α`, temperature, and what they took."""
-        tempered_of, products = _Tempered(self), 0.0
-        if near is None:
-            part, coarse = self.looks(self.features).part, decades(len(alphas))
-            rough = path.deviations(SomeFeatures(self.features, part), alphas[coarse], draws, len(coarse))
-            start, best = 0, -math.inf
-            for number, index in enumerate(coarse):
-                found = tempered_of(rough[number], part).log_likelihood
-                assert found is not None
-                if found > best:
-                    start, best = index, found
-                elif found < best - _FAR * len(part):
-                    break
-            products = rough.products
-        else:
-            start = nearest(alphas, near)
+        tempered_of, products, best = _Tempered(self), 0.0, None
         everything, deviations = torch.arange(self.features.num_data), path.deviations(self.features, alphas, draws)
         calibration = cache(lambda index: tempered_of(deviations[index], everything))
 
         def log_likelihood(index: int) -> float:
-            found = calibration(index).log_likelihood
-            assert found is not None
-            return found
+            return _found(calibration(index))
 
-        best = climb(log_likelihood, start, len(alphas))
+        if near is not None:
+            start = nearest(alphas, near)
+            found = climb(log_likelihood, start, len(alphas))
+            best = found if abs(found - start) <= DECADE else None
+        if best is None:
+            start, products = self._start(path, alphas, draws, tempered_of)
+            best = climb(log_likelihood, start, len(alphas))
         return float(alphas[best]), calibration(best), products + deviations.products
+
+    def _start(self, path: CovariancePath, alphas: Tensor, draws: Draws, tempered_of: "_Tempered") -> tuple[int, float]:
+        """Where a part of the data is likeliest, of precisions a decade apart, and what that took."""
+        part, coarse = self.looks(self.features).part, decades(len(alphas))
+        rough = path.deviations(SomeFeatures(self.features, part), alphas[coarse], draws, len(coarse))
+        start, best = 0, -math.inf
+        for number, index in enumerate(coarse):
+            found = _found(tempered_of(rough[number], part))
+            if found > best:
+                start, best = index, found
+            elif found < best - _FAR * len(part):
+                break
+        return start, rough.products
 
     def _of_regression(
         self, likelihood: Gaussian, path: CovariancePath, alphas: Tensor
@@ -150,6 +153,12 @@ class _Tempered:
         found = tempered(rule.likelihood, targets, outputs, deviations, self._own, self._last)
         self._last = found.temperature
         return found
+
+
+def _found(calibration: Calibration) -> float:
+    """The log-likelihood of a calibration that has one."""
+    assert calibration.log_likelihood is not None
+    return calibration.log_likelihood
 
 
 def check_finite(*found: Tensor) -> None:

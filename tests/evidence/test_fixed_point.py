@@ -6,7 +6,8 @@ from torch.testing import assert_close
 
 from laplace_sampling.evidence.curves import FixedPoint
 from laplace_sampling.evidence.em import fit_em
-from laplace_sampling.evidence.fixed_point import _Rounds, _Schedule, fit_path
+from laplace_sampling.evidence.fixed_point import _Rounds, fit_path
+from laplace_sampling.evidence.schedule import Schedule
 from laplace_sampling.evidence.secant import Secant
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
@@ -73,7 +74,7 @@ def test_curves_are_accurate_where_the_next_round_goes(
 ) -> None:
     rounds = object.__new__(_Rounds)
     rounds.quadratic, rounds.history, rounds.secant = quadratic, [], Secant(True)
-    rounds.schedule, rounds.secant.beyond = _Schedule([0.1, 0.01], 8, None, level), beyond
+    rounds.schedule, rounds.secant.beyond = Schedule([0.1, 0.01], 8, None, level), beyond
     rounds._fixed_point = lambda path: FixedPoint(found, 1.0, error, 1.0)
     assert rounds._sought(2.0, None).precision == pytest.approx(expected)
     rounds.history = [None]  # later rounds

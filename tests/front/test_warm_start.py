@@ -1,6 +1,7 @@
 """Fits that start from the posterior that is there: they end where cold ones do, and cost less."""
 
 import io
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ METHODS = {
     "diagonal": "diagonal",
     "ciq": "ciq",
     "dual": "dual",
+    "subset": "subset",
 }
 
 
@@ -66,6 +68,15 @@ def distance(la: LinearisedLaplace, other: LinearisedLaplace, x: Tensor) -> floa
     """How far the samples of two posteriors are apart, as functions on some inputs."""
     ours, theirs = deviations(la, x), deviations(other, x)
     return float((ours - theirs).norm() / theirs.norm())
+
+
+def labelled() -> Problem:
+    """A network that knows its training labels better than their neighbours do, so that error bars are warranted."""
+    problem = Problem("classification", 300)
+    problem.optimiser.param_groups[0]["lr"] = 0.3
+    problem.train(200)
+    problem.optimiser.param_groups[0]["lr"] = 2e-3
+    return problem
 
 
 def problem_of(method: str) -> Problem:
@@ -151,6 +162,143 @@ def test_the_mode_is_found_from_the_old_one() -> None:
     assert products(la) - before < 0.7 * products(cold)
     difference = (la.mode_ - cold.mode_).norm() / cold.mode_.norm()
     assert float(difference) < 0.1
+
+
+# Where counts of products tell: the exact method has to see all rows once, whatever it starts from.
+HALVED = [
+    ("classification", "cg", "evidence"),
+    ("classification", "diagonal", "evidence"),
+    ("classification", "kfac", "evidence"),
+    ("classification", "krylov", "evidence"),
+    ("regression", "dual", "evidence"),
+    ("regression", "kfac", "evidence"),
+    ("regression", "subset", "evidence"),
+]
+
+
+@pytest.mark.parametrize(("kind", "method", "criterion"), HALVED)
+def test_after_one_more_epoch_it_costs_at_most_half(kind: str, method: str, criterion: str) -> None:
+    problem = Problem(kind, 300)
+    options = {"criterion": criterion, "progress": False}
+    la = problem.laplace(METHODS[method]).fit_hyperparameters(problem.batches, **options)
+    first = products(la)
+    problem.optimiser.param_groups[0]["lr"] = 2e-3
+    problem.train()
+    la.fit_hyperparameters(problem.batches, warm_start=True, **options)
+    assert products(la) - first <= 0.5 * first
+    cold = problem.laplace(METHODS[method]).fit_hyperparameters(problem.batches, **options)
+    assert abs(float((la.prior_precision_ / cold.prior_precision_).log())) < 0.03
+    assert distance(la, cold, problem.x) < 0.03
+
+
+@pytest.mark.parametrize("method", ["exact", "krylov", "kfac", "subset"])
+@pytest.mark.parametrize("criterion", ["leave_one_out", "self_consistency", "validation"])
+@pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
+def test_rules_look_near_the_last_precision(method: str, criterion: str) -> None:
+    problem = labelled()
+    held_out = problem.batches[-1:] if criterion == "validation" else None
+    options = {"criterion": criterion, "progress": False}
+    la = problem.laplace(METHODS[method]).fit_hyperparameters(problem.batches, held_out, **options)
+    first = products(la)
+    problem.train()
+    la.fit_hyperparameters(problem.batches, held_out, warm_start=True, **options)
+    assert products(la) - first <= first  # the exact method makes all rows, and has them in memory
+    cold = problem.laplace(METHODS[method]).fit_hyperparameters(problem.batches, held_out, **options)
+    # Validation takes a precision of the grid, which a smaller part with another largest eigenvalue moves.
+    most = 0.2 if (method, criterion) == ("subset", "validation") else 0.03
+    assert abs(float((la.prior_precision_ / cold.prior_precision_).log())) < most
+    assert distance(la, cold, problem.x) < max(most, 0.03)
+
+
+@pytest.mark.parametrize("off", [1e-5, 1e5])
+@pytest.mark.parametrize(
+    ("method", "criterion"),
+    [
+        ("exact", "evidence"),
+        ("krylov", "evidence"),
+        ("dual", "evidence"),
+        ("subset", "leave_one_out"),
+        ("kfac", "validation"),
+        ("exact", "self_consistency"),
+        ("kfac", "leave_one_out"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
+def test_a_start_that_is_far_off_is_left(method: str, criterion: str, off: float) -> None:
+    problem = Problem("regression", 300) if method == "dual" else labelled()
+    held_out = problem.batches[-1:] if criterion == "validation" else None
+    options = {"criterion": criterion, "progress": False, "max_steps": 30}
+    la = problem.laplace(METHODS[method]).fit_hyperparameters(problem.batches, held_out, **options)
+    posterior = la._fitted.posterior
+    wrong = posterior.prior.with_precision(off * posterior.prior.precision)
+    la._fitted.posterior = replace(posterior, prior=wrong)
+    with torch.random.fork_rng():  # another network
+        torch.manual_seed(7)
+        for layer in (problem.model[0], problem.model[2]):
+            layer.reset_parameters()
+    problem.optimiser.param_groups[0]["lr"] = 0.05 if method == "dual" else 0.3
+    problem.train(200)
+    la.fit_hyperparameters(problem.batches, held_out, warm_start=True, **options)
+    cold = problem.laplace(METHODS[method]).fit_hyperparameters(problem.batches, held_out, **options)
+    assert abs(float((la.prior_precision_ / cold.prior_precision_).log())) < 0.05
+    assert distance(la, cold, problem.x) < 0.05
+
+
+def test_a_part_of_the_data_is_as_large_as_was_enough() -> None:
+    problem = labelled()
+    options = {"criterion": "leave_one_out", "progress": False, "tolerance": 0.1}
+    la = problem.laplace("subset").fit_hyperparameters(problem.batches, **options)
+    change = la._fitted.fit.solver.part.sketch.change
+    assert 0 < 1.6 * change <= 0.1  # the half is good enough as well
+    problem.train()
+    la.fit_hyperparameters(problem.batches, warm_start=True, **options)
+    cold = problem.laplace("subset").fit_hyperparameters(problem.batches, **options)
+    rows = [each._fitted.fit.solver.part.sketch.num_rows for each in (la, cold)]
+    assert rows[0] == rows[1] // 2
+    assert "judging by the fit before" in repr(la)
+    ours, theirs = (deviations(each, problem.x).square().mean(0).sqrt() for each in (la, cold))
+    assert float((ours - theirs).norm() / theirs.norm()) < 0.1
+    assert la.converged_
+    # Nothing was seen of half of this part: it is not halved again.
+    la.fit_hyperparameters(problem.batches, warm_start=True, **options)
+    assert la._fitted.fit.solver.part.sketch.num_rows == rows[0]
+
+
+@pytest.mark.parametrize("first", ["subset", "exact", "kfac"])
+@pytest.mark.parametrize("second", ["subset", "krylov", "exact"])
+def test_another_method_may_have_been_there(first: str, second: str) -> None:
+    problem = labelled()
+    options = {"criterion": "leave_one_out", "progress": False}
+    la = problem.laplace(first).fit_hyperparameters(problem.batches, **options)
+    problem.train()
+    other, cold = problem.laplace(second), problem.laplace(second).fit_hyperparameters(problem.batches, **options)
+    other._fitted = la._fitted
+    other.fit_hyperparameters(problem.batches, warm_start=True, **options)
+    assert abs(float((other.prior_precision_ / cold.prior_precision_).log())) < 0.03
+    assert distance(other, cold, problem.x) < 0.05
+
+
+def test_a_loaded_part_of_the_data_is_a_start() -> None:
+    problem = labelled()
+    options = {"criterion": "leave_one_out", "progress": False}
+    file = io.BytesIO()
+    problem.laplace("subset").fit_hyperparameters(problem.batches, **options).save(file)
+    file.seek(0)
+    la = LinearisedLaplace.load(file, problem.model)
+    problem.train()
+    la.fit_hyperparameters(problem.batches, warm_start=True, **options)
+    cold = problem.laplace("subset").fit_hyperparameters(problem.batches, **options)
+    assert abs(float((la.prior_precision_ / cold.prior_precision_).log())) < 0.03
+    assert distance(la, cold, problem.x) < 0.03
+
+
+@pytest.mark.parametrize("criterion", ["evidence", "leave_one_out"])
+def test_hyperparameters_without_an_earlier_fit_are_those_of_a_cold_one(criterion: str) -> None:
+    problem = labelled()
+    la, cold = problem.laplace("subset"), problem.laplace("subset")
+    la.fit_hyperparameters(problem.batches, criterion=criterion, warm_start=True, progress=False)
+    cold.fit_hyperparameters(problem.batches, criterion=criterion, progress=False)
+    assert torch.equal(la.samples_, cold.samples_)
 
 
 def test_without_an_earlier_fit_it_is_cold() -> None:
