@@ -103,7 +103,7 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> run.Suite:
 def work_all(suite: run.Suite, out: Path, only: str | None = None) -> int:
     left = list(run.units(suite, only, lines.read(out, run.KEY)))
     for unit in left:
-        run.work(unit, out, out.parent / "networks", None, torch.get_num_threads())
+        run.work(unit, out, out.parent / "networks", run.Folders(), torch.get_num_threads())
     return sum(len(unit.methods) for unit in left)
 
 
