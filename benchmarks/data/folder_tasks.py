@@ -28,7 +28,7 @@ OTHERS = {
     "CIFAR-10": ("Fashion-MNIST", "letters"),
 }
 # At most so many images for validation, test, corruptions, and of each set of other things.
-VALIDATION, TEST, CORRUPTED, OTHER = 2000, 2000, 500, 1000
+VALIDATION, TEST, CORRUPTED, OTHER = 2000, 2000, 500, 500
 
 
 def image_task(folder: Path, name: str, num: int | None) -> Task:
@@ -36,7 +36,7 @@ def image_task(folder: Path, name: str, num: int | None) -> Task:
 
     Validation data are the last images of the training part: a fifth of the number of training images, at most 2,000.
     Training data are so many of the others, by the seed, or all of them. Test data are the first 2,000 test images (all
-    1,000 of the part of CIFAR-10), and the first 500 of them are corrupted. Other things are 1,000 images of each of
+    1,000 of the part of CIFAR-10), and the first 500 of them are corrupted. Other things are 500 images of each of
     two or three other sets, in the size, the channels and the statistics of this one.
     """
 
