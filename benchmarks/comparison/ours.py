@@ -147,14 +147,14 @@ def hyperparameters(la: LinearisedLaplace) -> dict[str, Any]:
 
 def fitted_predictions(problem: Problem, la: LinearisedLaplace, details: dict[str, Any], scale: float = 1.0) -> Fitted:
     def predict(x: Tensor) -> Prediction:
-        return common(problem.likelihood, [la.predict(batch) for batch in x.split(BATCH)], scale)
+        return common(problem.likelihood, [la.predict(batch) for batch in x.split(BATCH)], scale, problem.links)
 
     details = dict(details)
     seconds, cpu_seconds, passes = (details.pop(name) for name in ("seconds", "cpu_seconds", "passes"))
     return Fitted(predict, passes, la.settings.num_samples, details, seconds, cpu_seconds)
 
 
-def common(likelihood: str, parts: list[Any], scale: float = 1.0) -> Prediction:
+def common(likelihood: str, parts: list[Any], scale: float = 1.0, links: bool = False) -> Prediction:
     """Joins batches of predictions in the common form; multiplies deviations from the network by `scale`."""
     outputs, deviations = torch.cat([p.outputs for p in parts]), torch.cat([scale * p.deviations for p in parts], 1)
     samples, first = outputs + deviations, parts[0]
@@ -166,11 +166,11 @@ def common(likelihood: str, parts: list[Any], scale: float = 1.0) -> Prediction:
     assert isinstance(first, ClassificationPrediction)
     p = prediction(likelihood, torch.cat([samples, outputs - deviations]))  # as the library has it
     assert isinstance(p, Classified)
-    links = () if scale != 1.0 else ("probit",) if likelihood == "binary" else ("probit", "bridge")
+    names = () if scale != 1.0 or not links else ("probit",) if likelihood == "binary" else ("probit", "bridge")
     unknown = [getattr(q, "epistemic", None) for q in parts]
     return replace(
         p,
-        links={link: torch.cat([link_log_probs(likelihood, q, link) for q in parts]) for link in links},
+        links={link: torch.cat([link_log_probs(likelihood, q, link) for q in parts]) for link in names},
         epistemic=None if scale != 1.0 or any(u is None for u in unknown) else torch.cat(unknown).flatten(),
     )
 

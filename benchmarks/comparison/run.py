@@ -22,7 +22,7 @@ from benchmarks.comparison.lines import append, read, versions
 from benchmarks.comparison.methods import METHODS, missing
 from benchmarks.comparison.metrics import ood_aurocs, score
 from benchmarks.comparison.predictions import Classified, Fitted, Regressed, targets
-from benchmarks.comparison.suites import SUITES, Case, Suite, Unit, grid
+from benchmarks.comparison.suites import HALVES, SUITES, Case, Suite, Unit, grid
 from benchmarks.comparison.training import Problem
 from benchmarks.data.folder_tasks import folder_tasks
 from benchmarks.data.tasks import TASKS, Part, Task, uci_tasks
@@ -133,6 +133,7 @@ def work(unit: Unit, out: Path, networks: Path, folders: Folders, threads: int, 
     """Runs all methods of a unit and appends the results."""
     torch.set_num_threads(threads)
     problem = problem_of(unit.case, unit.seed, networks, folders.tasks)
+    problem = replace(problem, links=suite not in HALVES)
     for name in unit.methods:
         started = time.perf_counter(), time.process_time()
         result = evaluate(problem, name)

@@ -118,6 +118,8 @@ class Problem:
         name: of the task.
         networks: a folder for trained networks.
         dropout: the rate with which the network is trained that error bars are for.
+        links: whether other links of this library are scored too. They take variances, which after an exact fit are
+            by far the most of a prediction's work.
     """
 
     task: Task
@@ -128,6 +130,7 @@ class Problem:
     name: str = ""
     networks: Path | None = None
     dropout: float = 0.0
+    links: bool = True
 
     @property
     def likelihood(self) -> str:
