@@ -167,11 +167,11 @@ def common(likelihood: str, parts: list[Any], scale: float = 1.0, links: bool = 
     p = prediction(likelihood, torch.cat([samples, outputs - deviations]))  # as the library has it
     assert isinstance(p, Classified)
     names = () if scale != 1.0 or not links else ("probit",) if likelihood == "binary" else ("probit", "bridge")
-    unknown = [getattr(q, "epistemic", None) for q in parts]
+    unknown = [q.epistemic for q in parts if scale == 1.0 and hasattr(q, "epistemic")]
     return replace(
         p,
         links={link: torch.cat([link_log_probs(likelihood, q, link) for q in parts]) for link in names},
-        epistemic=None if scale != 1.0 or any(u is None for u in unknown) else torch.cat(unknown).flatten(),
+        epistemic=torch.cat(unknown).flatten() if unknown else None,
     )
 
 
