@@ -20,12 +20,14 @@ EFFORT = {
     "ours, last layer": (0, 3, 1),
     "ours, last layer, validation": (0, 3, 1),
     "ours, KFAC": (0, 10, 25),
+    **dict.fromkeys(("laplace-torch, KFAC", "laplace-torch, diagonal"), (0, 30, 180)),
+    **dict.fromkeys(("laplace-torch, KFAC, validation", "laplace-torch, diagonal, validation"), (0, 500, 180)),
     "MC dropout": (2, 0, 30),
     "SNGP": (1, 1, 1),
     "ensemble of 5": (4, 0, 2),
     "ensemble of 5, a fifth of the steps": (1, 0, 2),
 }
-OURS, OTHERS = (0, 20, 25), (0, 2, 2)
+OURS, OTHERS = (0, 20, 25), (0, 3, 18)
 # Of a small network the overhead of a fit, and a regression by Gaussian processes; and a step of training.
 OVERHEAD, BATCH = 5.0, 100
 
