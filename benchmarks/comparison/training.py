@@ -84,6 +84,8 @@ def train(network: nn.Module, likelihood: str, data: Data, recipe: Recipe, seed:
                 optimiser.step()
                 schedule.step()
                 step += 1
+                if step == recipe.steps:  # in the middle of an epoch; after it the step size would be negative
+                    break
             network.eval()
             value = float(loss(outputs_of(network, data.validation.x), data.validation.y))
             if value < least:
