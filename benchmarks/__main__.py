@@ -7,10 +7,9 @@ same for distances to the exact posterior and for seconds and memory. `report` w
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.comparison import cost, fidelity, lines, report, run
+from benchmarks.comparison import cost, fidelity, report, run
 
 
 def parser() -> argparse.ArgumentParser:
@@ -21,7 +20,8 @@ def parser() -> argparse.ArgumentParser:
     running.add_argument("--seeds", type=int, help="fewer than the suite has")
     running.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
     running.add_argument("--uci", type=Path, metavar="DIR", help="a folder of UCI data, as for `benchmarks.gp.uci`")
-    running.add_argument("--list", action="store_true", help="print what would be run")
+    running.add_argument("--data", type=Path, metavar="DIR", help="images, uci and uci-large, for `first` and `second`")
+    running.add_argument("--list", action="store_true", help="print what would be run, and for how long")
     others = [
         commands.add_parser("fidelity", help="distances to the exact posterior"),
         commands.add_parser("cost", help="seconds and memory, beside laplace-torch"),
@@ -48,12 +48,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cost.run(options.suite, out)
     else:
         suite = run.SUITES[options.suite]
-        suite = replace(suite, seeds=options.seeds or suite.seeds)
+        suite = suite.with_seeds(options.seeds)
+        if suite.folder and options.data is None:
+            parser().error(f"--suite {options.suite} is on data from a folder: give --data DIR")
+        folders = run.Folders(options.uci, options.data)
         if options.list:
-            for unit in run.units(suite, options.only, lines.read(out, run.KEY)):
+            remaining, seconds = run.left(suite, out, options.only, folders)
+            for unit in remaining:
                 sys.stdout.writelines(f"{unit.case.name} / {method} / seed {unit.seed}\n" for method in unit.methods)
+            sys.stdout.write(f"{run.time_of(seconds / options.jobs)} with {options.jobs} jobs\n")
             return
-        run.run(suite, out, only=options.only, jobs=options.jobs, uci=options.uci)
+        run.run(options.suite, suite, out, only=options.only, jobs=options.jobs, folders=folders)
 
 
 if __name__ == "__main__":

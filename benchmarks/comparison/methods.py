@@ -4,17 +4,15 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-import torch
-
-from benchmarks.comparison import ours, peers
+from benchmarks.comparison import ours, peers, processes
 from benchmarks.comparison.laplace_torch import STRUCTURES, laplace_torch
-from benchmarks.comparison.predictions import Fitted, Prediction, Regressed
+from benchmarks.comparison.predictions import Fitted
 from benchmarks.comparison.training import Problem
 
 __all__ = ["METHODS", "Method", "missing"]
 
+NAMED = 9
 ALL = ("classification", "binary", "regression")
 
 
@@ -29,7 +27,7 @@ class Method:
         own: whether it belongs to this library.
         requires: a module that must be installed.
         tier: 0 runs on all networks, 1 on those where methods are compared, 2 where settings of this library are,
-            3 where also slow ones are.
+            3 where also slow ones are; those of `NAMED` in suites only that name them.
     """
 
     fit: Callable[[Problem], Fitted]
@@ -38,29 +36,6 @@ class Method:
     own: bool = False
     requires: str | None = None
     tier: int = 1
-
-
-def gaussian_process(problem: Problem) -> Fitted:
-    """A Gaussian process without a network: RBF kernel with a length for each input, tuned by marginal likelihood."""
-    # Both import gpytorch, which most methods do without.
-    from benchmarks.gp import processes
-    from benchmarks.gp.regression_task import Task
-
-    train = problem.data.train
-    x, y, x_test = (t.double() for t in (train.x, train.y.flatten(), problem.data.test.x))
-    task = Task(x, y, x_test, 1, problem.seed, 1e-3)
-    model = processes.Process(task)
-    noise = processes.fit_process(model, task.x_test, processes.PROCESS_STEPS).details["noise"] ** 2
-
-    def predict(x: torch.Tensor) -> Prediction:
-        with torch.no_grad(), processes.gpytorch.settings.max_cholesky_size(10**6):
-            posterior: Any = model(x.double())
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(problem.seed)
-                samples = posterior.rsample(torch.Size([64]))
-        return Regressed(posterior.mean.float(), posterior.variance.float() + noise, samples.float(), noise)
-
-    return Fitted(predict, details={"noise": noise})
 
 
 def _ours() -> dict[str, Method]:
@@ -86,6 +61,12 @@ def _ours() -> dict[str, Method]:
             )
             for prior, at in pairs
         },
+        "ours, last layer": own(ours.setting(parameters="last_layer"), tier=NAMED),
+        "ours, last layer, validation": own(ours.validated(parameters="last_layer"), sees="validation", tier=NAMED),
+        "ours, KFAC": own(ours.setting(method="kfac"), tier=NAMED),
+        "ours, evidence": own(ours.setting(criterion="evidence"), classes, tier=NAMED),
+        "ours, evidence, not scaled": own(ours.setting(scale=1.0, criterion="evidence"), classes, tier=NAMED),
+        "ours, self-consistency": own(ours.setting(criterion="self_consistency"), classes, tier=NAMED),
         "ours, affine": own(ours.setting(linear_model="affine"), classes),
         "ours, g-prior": own(ours.setting(prior="g-prior"), numbers, tier=0),
         "ours, layerwise": own(ours.setting(prior="layerwise"), numbers),
@@ -117,8 +98,12 @@ METHODS: dict[str, Method] = {
     "MC dropout": Method(peers.mc_dropout, sees="validation"),
     "SWAG": Method(peers.swag, sees="validation"),
     "mean-field VI": Method(peers.mean_field, sees="validation"),
+    "SNGP": Method(peers.sngp, likelihoods=("classification",), tier=NAMED),
     "ensemble of 5": Method(peers.deep_ensemble),
-    "GP, RBF": Method(gaussian_process, likelihoods=("regression",)),
+    "ensemble of 5, a fifth of the steps": Method(peers.short_ensemble, tier=NAMED),
+    "GP, RBF": Method(processes.gaussian_process, likelihoods=("regression",)),
+    "deep kernel": Method(processes.deep_kernel, likelihoods=("regression",), tier=NAMED),
+    "GP, inducing points": Method(processes.sparse_process, likelihoods=("regression",), tier=NAMED),
 }
 
 

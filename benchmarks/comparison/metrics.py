@@ -20,7 +20,7 @@ __all__ = [
     "joint_log_likelihood",
     "label_log_likelihoods",
     "logit_wasserstein",
-    "ood_auroc",
+    "ood_aurocs",
     "score",
     "symmetrised_kl",
 ]
@@ -48,6 +48,7 @@ def _classified(p: Classified, y: Tensor) -> dict[str, float]:
         "accuracy": 1 - float(is_error.double().mean()),
         "error_auroc": auroc(-probs.amax(-1), is_error),
     }
+    scores |= {f"error_auroc_{name}": auroc(values, is_error) for name, values in detectors(p).items()}
     return scores | {f"log_likelihood_{link}": float(q[picked, y].mean()) for link, q in p.links.items()}
 
 
@@ -82,14 +83,30 @@ def auroc(scores: Tensor, positive: Tensor) -> float:
     return float(roc_auc_score(positive.numpy(), scores.double().numpy()))
 
 
-def entropy(p: Classified) -> Tensor:
-    return torch.special.entr(p.log_probs.double().exp()).sum(-1)
+def detectors(p: Classified) -> dict[str, Tensor]:
+    """Scores `[N]` that should be high for errors and for other data.
+
+    They are the entropy of the prediction; of joint draws of the function the mutual information of label and draw, and
+    the variance of the logits, summed over them; and the method's own `epistemic`.
+    """
+    scores = {"entropy": entropy(p.log_probs)}
+    if len(p.samples) > 1:
+        each = p.samples.log_softmax(-1)
+        # the link of the method may be another one, so that the mean is that of the draws
+        scores["mutual_information"] = entropy(log_mean_exp(each)) - entropy(each).mean(0)
+        scores["variance"] = p.samples.var(0, correction=0).sum(-1)
+    return scores if p.epistemic is None else scores | {"epistemic": p.epistemic}
 
 
-def ood_auroc(inside: Classified, outside: Classified) -> float:
-    """How well the entropy of predictions separates other data from test data."""
-    scores = torch.cat([entropy(inside), entropy(outside)])
-    return auroc(scores, torch.arange(len(scores)) >= len(inside.log_probs))
+def entropy(log_probs: Tensor) -> Tensor:
+    return torch.special.entr(log_probs.double().exp()).sum(-1)
+
+
+def ood_aurocs(inside: Classified, outside: Classified) -> dict[str, float]:
+    """How well each score of `detectors` separates other data from test data."""
+    found, others = detectors(inside), detectors(outside)
+    positive = torch.arange(len(inside.log_probs) + len(outside.log_probs)) >= len(inside.log_probs)
+    return {name: auroc(torch.cat([found[name], others[name]]), positive) for name in found}
 
 
 def label_log_likelihoods(p: Prediction, y: Tensor) -> Tensor:

@@ -30,14 +30,25 @@ from laplace_sampling.posterior import Posterior
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.solvers.solver import ConvergenceWarning
 
-__all__ = ["chosen_precision", "defaults", "setting", "with_best_scale", "with_dropout", "with_validation"]
+__all__ = [
+    "chosen_precision",
+    "defaults",
+    "setting",
+    "validated",
+    "with_best_scale",
+    "with_dropout",
+    "with_validation",
+]
 
 BATCH = 200
 PRECISION_FACTORS = (1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 def setting(scale: float | str = "auto", **settings: Any) -> Callable[[Problem], Fitted]:
-    """A fit with hyperparameters from the training data alone; `noise_at` is a setting of the likelihood."""
+    """A fit with hyperparameters from the training data alone, chosen by a `criterion` if one is given.
+
+    `noise_at` is a setting of the likelihood.
+    """
 
     def method(problem: Problem) -> Fitted:
         la, details = fitted(problem, tuple(settings.items()), scale)
@@ -49,9 +60,16 @@ def setting(scale: float | str = "auto", **settings: Any) -> Callable[[Problem],
 defaults = setting()
 
 
-def with_validation(problem: Problem) -> Fitted:
+def validated(**settings: Any) -> Callable[[Problem], Fitted]:
     """A fit with the prior precision, and temperature or noise, of largest likelihood of held-out data."""
-    return fitted_predictions(problem, *_fitted(problem, (), validated=True))
+
+    def method(problem: Problem) -> Fitted:
+        return fitted_predictions(problem, *_fitted(problem, tuple(settings.items()), validated=True))
+
+    return method
+
+
+with_validation = validated()
 
 
 def with_dropout(problem: Problem) -> Fitted:
@@ -79,7 +97,7 @@ def fitted(
 ) -> tuple[LinearisedLaplace, dict[str, Any]]:
     """With what is not the default of the network anyway, so that nothing is fitted twice; a scale needs no fit."""
     default = laplace(problem).settings
-    needed = tuple((k, v) for k, v in settings if laplace(problem, **{k: v}).settings != default)
+    needed = tuple((k, v) for k, v in settings if k == "criterion" or laplace(problem, **{k: v}).settings != default)
     la, details = _fitted(problem, needed)
     if scale != "auto":
         assert la._fitted is not None
@@ -91,22 +109,27 @@ def fitted(
 def _fitted(
     problem: Problem, settings: tuple[tuple[str, Any], ...], validated: bool = False
 ) -> tuple[LinearisedLaplace, dict[str, Any]]:
-    la, data = laplace(problem, **dict(settings)), problem.data
+    given, data = dict(settings), problem.data
+    fit_settings = {"criterion": given.pop("criterion")} if "criterion" in given else {}
+    la = laplace(problem, **given)
     loader, val_loader = data.train.loader(BATCH), data.validation.loader(BATCH) if validated else None
-    return la, caught(la, lambda: la.fit_hyperparameters(loader, val_loader, progress=False))
+    return la, caught(la, lambda: la.fit_hyperparameters(loader, val_loader, progress=False, **fit_settings))
 
 
 def caught(la: LinearisedLaplace, fit: Callable[[], object]) -> dict[str, Any]:
     """Runs a fit; returns hyperparameters and warnings."""
-    started = time.perf_counter()
+    started = time.perf_counter(), time.process_time()
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always", ConvergenceWarning)
         fit()
-    seconds = time.perf_counter() - started
+    seconds, cpu_seconds = time.perf_counter() - started[0], time.process_time() - started[1]
+    diagnosis = la.diagnose()
     return hyperparameters(la) | {
         "seconds": seconds,
-        "passes": float(la.diagnose().passes),
-        "method": la.diagnose().method,
+        "cpu_seconds": cpu_seconds,
+        "passes": float(diagnosis.passes),
+        "epochs": float(diagnosis.epochs),
+        "method": diagnosis.method,
         "warnings": [str(w.message) for w in raised if issubclass(w.category, ConvergenceWarning)],
     }
 
@@ -124,14 +147,14 @@ def hyperparameters(la: LinearisedLaplace) -> dict[str, Any]:
 
 def fitted_predictions(problem: Problem, la: LinearisedLaplace, details: dict[str, Any], scale: float = 1.0) -> Fitted:
     def predict(x: Tensor) -> Prediction:
-        return common(problem.likelihood, [la.predict(batch) for batch in x.split(BATCH)], scale)
+        return common(problem.likelihood, [la.predict(batch) for batch in x.split(BATCH)], scale, problem.links)
 
     details = dict(details)
-    seconds, passes = details.pop("seconds"), details.pop("passes")
-    return Fitted(predict, passes, la.settings.num_samples, details, seconds)
+    seconds, cpu_seconds, passes = (details.pop(name) for name in ("seconds", "cpu_seconds", "passes"))
+    return Fitted(predict, passes, la.settings.num_samples, details, seconds, cpu_seconds)
 
 
-def common(likelihood: str, parts: list[Any], scale: float = 1.0) -> Prediction:
+def common(likelihood: str, parts: list[Any], scale: float = 1.0, links: bool = False) -> Prediction:
     """Joins batches of predictions in the common form; multiplies deviations from the network by `scale`."""
     outputs, deviations = torch.cat([p.outputs for p in parts]), torch.cat([scale * p.deviations for p in parts], 1)
     samples, first = outputs + deviations, parts[0]
@@ -143,8 +166,13 @@ def common(likelihood: str, parts: list[Any], scale: float = 1.0) -> Prediction:
     assert isinstance(first, ClassificationPrediction)
     p = prediction(likelihood, torch.cat([samples, outputs - deviations]))  # as the library has it
     assert isinstance(p, Classified)
-    links = () if scale != 1.0 else ("probit",) if likelihood == "binary" else ("probit", "bridge")
-    return replace(p, links={link: torch.cat([link_log_probs(likelihood, q, link) for q in parts]) for link in links})
+    names = () if scale != 1.0 or not links else ("probit",) if likelihood == "binary" else ("probit", "bridge")
+    unknown = [q.epistemic for q in parts if scale == 1.0 and hasattr(q, "epistemic")]
+    return replace(
+        p,
+        links={link: torch.cat([link_log_probs(likelihood, q, link) for q in parts]) for link in names},
+        epistemic=torch.cat(unknown).flatten() if unknown else None,
+    )
 
 
 def link_log_probs(likelihood: str, p: ClassificationPrediction, link: str) -> Tensor:

@@ -7,6 +7,7 @@ mean-field inference, and the noise of a regression.
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,22 @@ from torch.func import functional_call
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from benchmarks.comparison.metrics import best_scale, label_log_likelihoods
+from benchmarks.comparison.networks import SPECTRAL
 from benchmarks.comparison.predictions import Fitted, log_mean_exp, prediction, targets
+from benchmarks.comparison.spectral import head_of, posterior_factors
 from benchmarks.comparison.training import Problem, loss_of, outputs_of
 
-__all__ = ["best_dropout", "deep_ensemble", "mc_dropout", "mean_field", "network_alone", "swag", "temperature_scaling"]
+__all__ = [
+    "best_dropout",
+    "deep_ensemble",
+    "mc_dropout",
+    "mean_field",
+    "network_alone",
+    "short_ensemble",
+    "sngp",
+    "swag",
+    "temperature_scaling",
+]
 
 Draw = Callable[[Tensor], Tensor]  # outputs of K networks, `[K, N, ...]`
 
@@ -25,6 +38,7 @@ MEMBERS = 5
 # Few validation data without an error would take the temperature to zero.
 TEMPERATURES = 1 / 3, 20.0
 DROPOUT_RATES, DROPOUT_SAMPLES = (0.05, 0.2), 64
+SNGP_SAMPLES = 64
 SWAG_STEP_SIZES, SWAG_SAMPLES, SWAG_RANK, SWAG_STEPS, SWAG_EVERY = (0.01, 0.05), 30, 20, 600, 20
 DIVERGENCE_WEIGHTS, MEAN_FIELD_STEPS, MEAN_FIELD_SAMPLES = (1.0, 0.1), 1000, 64
 
@@ -93,6 +107,40 @@ def deep_ensemble(problem: Problem) -> Fitted:
     """Five networks from different starts, the first that of MAP (Lakshminarayanan et al. 2017)."""
     draw = members([problem.network, *(problem.trained(k) for k in range(1, MEMBERS))])
     return by_members(problem, draw, (MEMBERS - 1) * problem.epochs, MEMBERS)
+
+
+def short_ensemble(problem: Problem) -> Fitted:
+    """Five networks that are each trained for a fifth of the steps: together as long as the network of MAP."""
+    recipe = replace(problem.recipe, steps=max(1, problem.recipe.steps // MEMBERS))
+    short = replace(problem, recipe=recipe)
+    draw = members([short.trained(k) for k in range(MEMBERS)])
+    return by_members(problem, draw, MEMBERS * short.epochs, MEMBERS)
+
+
+def sngp(problem: Problem) -> Fitted:
+    """A spectral-normalised network with a Gaussian process as last layer, trained with the prior of its weights."""
+    train = problem.data.train
+    recipe = replace(problem.recipe, weight_decay=max(problem.recipe.weight_decay, 1 / len(train.y)))
+    network = replace(problem, architecture=problem.architecture + SPECTRAL, recipe=recipe).trained()
+    head = head_of(network)
+
+    def features(x: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        with head.register_forward_pre_hook(lambda _, inputs: kept.append(head.features(inputs[0]))):
+            outputs_of(network, x)
+        return torch.cat(kept)
+
+    factors = posterior_factors(features(train.x), outputs_of(network, train.x).softmax(-1))
+    generator = torch.Generator().manual_seed(problem.seed)
+    noise = torch.randn(SNGP_SAMPLES, *factors.shape[:2], generator=generator, dtype=factors.dtype)
+    # Of the precision LLᵀ, L⁻ᵀz has its inverse as covariance.
+    deviations = torch.linalg.solve_triangular(factors.mT, noise[..., None], upper=True)[..., 0]
+
+    def draw(x: Tensor) -> Tensor:
+        spread = torch.einsum("nd,kcd->knc", features(x).double(), deviations)
+        return outputs_of(network, x) + spread.float()
+
+    return by_members(problem, draw, problem.epochs + 1, 1)
 
 
 def mc_dropout(problem: Problem) -> Fitted:

@@ -18,11 +18,13 @@ class Classified:
         log_probs: `[N, C]`, of the method's own link.
         samples: joint draws of the logits, `[K, N, C]`; `K = 1` for a network without error bars.
         links: log-probabilities by other links.
+        epistemic: the method's own measure of what it does not know, `[N]`, if it has one.
     """
 
     log_probs: Tensor
     samples: Tensor
     links: dict[str, Tensor] = field(default_factory=dict)
+    epistemic: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Fitted:
         products: Jacobian products or forward passes that the prediction of one input takes.
         details: hyperparameters, and what else tells how it went.
         seconds: of fits that it shares with a method before it, which the clock did not see.
+        cpu_seconds: likewise, of the processor.
     """
 
     predict: Callable[[Tensor], Prediction]
@@ -56,6 +59,7 @@ class Fitted:
     products: float = 1.0
     details: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
 
 
 def log_mean_exp(x: Tensor) -> Tensor:

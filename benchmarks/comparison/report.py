@@ -1,143 +1,18 @@
 """Tables and figures from files of results, on one page."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.comparison import cost, fidelity, figures, run
+from benchmarks.comparison import cost, fidelity, figures, halves, run
 from benchmarks.comparison.checks import checks
 from benchmarks.comparison.lines import read
-from benchmarks.comparison.methods import METHODS
-from benchmarks.comparison.results import Results, compared, nan_mean, severe
+from benchmarks.comparison.results import Results
+from benchmarks.comparison.tables import by_case, by_method, cost_table, failures, links_table, settings_table, table
 
 __all__ = ["page", "write"]
-
-COLUMNS = {
-    "classification": (
-        ("brier", "Brier", 3), ("calibration_error", "calibration error", 3), ("accuracy", "accuracy", 3),
-        ("error_auroc", "AUROC of errors", 3), ("ood_auroc", "AUROC of other data", 3), ("joint_3", "joint, κ = 3", 2),
-        ("joint_5", "κ = 5", 2),
-    ),
-    "regression": (
-        ("rmse", "RMSE", 3), ("crps", "CRPS", 3), ("coverage", "coverage of 90 %", 3),
-        ("calibration_error", "interval error", 3), ("joint_3", "joint, κ = 3", 2), ("joint_5", "κ = 5", 2),
-    ),
-}  # fmt: skip
-MAIN = (
-    "MAP",
-    "temperature scaling",
-    "temperature by test oracle",
-    "ours",
-    "ours, not scaled",
-    "ours, g-prior, B at the mode",
-    "ours, isotropic, B at the mode",
-    "ours, g-prior",
-    "ours, validation",
-    "ours, trained with dropout, validation",
-    "ours, scale by test oracle",
-)
-
-
-def number(value: float, digits: int = 3) -> str:
-    return "" if np.isnan(value) else f"{value:.{digits}f}"
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
-
-
-def by_case(results: Results) -> str:
-    """Test log-likelihoods, one row for each case."""
-    methods = [method for method in MAIN if method in results.methods(results.cases)]
-    rows = []
-    for case in results.cases:
-        seeds = len(results.values(case, "MAP", "log_likelihood"))
-        scores = [number(results.mean(case, method)) for method in methods]
-        rows.append([case, str(seeds), number(results.temperature(case), 2), *scores])
-    return table(["task / network / training", "seeds", "best T", *methods], rows)
-
-
-def by_method(results: Results, likelihood: str) -> str:
-    """Means over the cases where methods are compared; log-likelihood as gain over MAP, mean, worst and under shift."""
-    cases = compared(results, likelihood)
-    if not cases:
-        return ""
-    columns = COLUMNS[likelihood]
-    head = ["method", "sees", "cases", "gain", "worst gain", "gain under shift", *(name for _, name, _ in columns)]
-    rows = []
-    for method in results.methods(cases):
-        gains = [results.gain(case, method, "log_likelihood") for case in cases]
-        shifted = [
-            results.gain(case, method, "log_likelihood", part)
-            for case in cases
-            for part in severe(results.shifts(case))
-        ]
-        if np.isnan(gains).all():
-            continue
-        scores = [number(nan_mean([results.mean(c, method, metric) for c in cases]), d) for metric, _, d in columns]
-        count = str(np.isfinite(gains).sum())
-        row = [number(nan_mean(gains)), number(float(np.nanmin(gains))), number(nan_mean(shifted))]
-        rows.append([method, METHODS[method].sees or "–", count, *row, *scores])
-    return table(head, rows)
-
-
-def settings_table(results: Results) -> str:
-    """Our settings: `log(NLL / NLL of MAP)`, the mean over classifications and the worst."""
-    cases = [case for case in results.cases if results.likelihood(case) == "classification"]
-    rows = []
-    for method in [name for name in results.methods(cases) if METHODS[name].own or "temperature" in name]:
-        ratios = {}
-        for case in cases:
-            mine, base = results.values(case, method, "log_likelihood"), results.values(case, "MAP", "log_likelihood")
-            seeds = mine.keys() & base.keys()
-            if seeds:
-                ratios[case] = float(np.log(np.mean([mine[s] for s in seeds]) / np.mean([base[s] for s in seeds])))
-        if not ratios:
-            continue
-        worst = max(ratios, key=ratios.__getitem__)
-        below = sum(v < 0 for v in ratios.values())
-        means = number(float(np.mean(list(ratios.values()))), 2)
-        rows.append([method, str(len(ratios)), str(below), means, number(ratios[worst], 2), worst])
-    return table(["method", "cases", "better than MAP", "mean", "worst", "where"], rows)
-
-
-def links_table(results: Results) -> str:
-    """Log-likelihood of one fit by several links, means over all classifications."""
-    cases = [case for case in results.cases if results.likelihood(case) == "classification"]
-    names = {"mc": "log_likelihood", "probit": "log_likelihood_probit", "bridge": "log_likelihood_bridge"}
-    rows = []
-    for method in ("ours", "ours, g-prior, B at the mode", "ours, isotropic, B at the mode"):
-        scored = [c for c in cases if all(not np.isnan(results.mean(c, method, metric)) for metric in names.values())]
-        if scored:
-            means = [number(nan_mean([results.mean(c, method, metric) for c in scored])) for metric in names.values()]
-            rows.append([method, str(len(scored)), *means])
-    return table(["fit", "cases", *names], rows)
-
-
-def cost_table(results: Results) -> str:
-    """Seconds, passes over the data and products a prediction; means over the cases where methods are compared."""
-    cases = compared(results, "classification")
-    rows = []
-    for method in results.methods(cases):
-        lines = [line for line in results.lines if line["method"] == method and line["case"] in cases]
-        lines = [line for line in lines if "error" not in line]
-        means = [nan_mean([float(line[key]) for line in lines]) for key in ("seconds_fit", "passes_fit")]
-        predict = nan_mean([line["seconds_predict"] for line in lines])
-        products = nan_mean([float(line["products_predict"]) for line in lines])
-        rows.append([method, number(means[0], 1), number(means[1], 0), number(predict, 2), number(products, 0)])
-    return table(["method", "fit, s", "fit, passes", "predict test set, s", "products an input"], rows)
-
-
-def failures(results: Results) -> str:
-    cases_of: dict[tuple[str, str], list[str]] = {}
-    for line in results.lines:
-        if "error" in line:
-            cases_of.setdefault((line["method"], line["error"]), []).append(line["case"])
-    rows = [[method, f"`{error}`", "; ".join(dict.fromkeys(cases))] for (method, error), cases in cases_of.items()]
-    return table(["method", "error", "where"], rows) if rows else ""
 
 
 def fidelity_table(lines: Sequence[dict[str, Any]]) -> str:
@@ -179,8 +54,10 @@ def ratios_table(lines: Sequence[dict[str, Any]], step: str) -> str:
 def page(
     results: Results, near: Sequence[dict[str, Any]], costs: Sequence[dict[str, Any]], images: Sequence[str]
 ) -> str:
-    """The page in Markdown."""
+    """The page in Markdown: the halves of real data, then the suites of data that come with libraries."""
+    everything, results = results, others_than_halves(results)
     parts: list[tuple[str, str, Callable[[], str] | str]] = [
+        *(part for suite in halves.TITLES for part in halves.sections(everything.of_suite(suite), suite)),
         ("What holds", "", lambda: table(["claim", "figure", "holds"], checks(results, near, costs))),
         (
             "Log-likelihood on test data, by case",
@@ -222,7 +99,7 @@ def page(
         "# Results",
         "",
         "`python -m benchmarks report` writes this page; [Benchmarks](benchmarks.md) says how to run it.",
-        summary(results),
+        summary(everything),
     ]
     lines += [f"\n![{Path(image).stem.replace('_', ' ')}]({image})" for image in images]
     for title, text, body in parts:
@@ -230,6 +107,10 @@ def page(
         if content:
             lines += ["", f"## {title}", "", *([text, ""] if text else []), content]
     return "\n".join(lines) + "\n"
+
+
+def others_than_halves(results: Results) -> Results:
+    return Results([line for line in results.lines if line.get("suite") not in halves.TITLES])
 
 
 def summary(results: Results) -> str:
@@ -245,13 +126,16 @@ def summary(results: Results) -> str:
 
 
 def merged(files: Sequence[Path], key: Sequence[str]) -> list[dict[str, Any]]:
-    """The last line of each key in all files."""
-    return list({tuple(line[name] for name in key): line for file in files for line in read(file, key)}.values())
+    """The last line of each suite and key in all files."""
+    found = {}
+    for line in (line for file in files for line in read(file, key)):
+        found[line.get("suite", "small"), *(line[name] for name in key)] = line
+    return list(found.values())
 
 
 def write(files: Sequence[Path], to: Path) -> None:
     """Writes the page, and its figures into `images` beside it. Later files replace results of earlier ones."""
     results = Results(merged(files, run.KEY))
     near, costs = merged(files, fidelity.KEY), merged(files, cost.KEY)
-    images = figures.draw(results, near, to.parent / "images")
+    images = figures.draw(others_than_halves(results), near, to.parent / "images")
     to.write_text(page(results, near, costs, [f"images/{image.name}" for image in images]), encoding="utf-8")

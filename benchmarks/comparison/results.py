@@ -63,6 +63,21 @@ class Results:
         line = next(line for line in self.lines if line["case"] == case and "metrics" in line)
         return [part for part in line["metrics"] if part != "test"]
 
+    def others(self, case: str) -> list[str]:
+        """Names of other data."""
+        found = [name for line in self.lines if line["case"] == case for name in line.get("ood_auroc") or {}]
+        return list(dict.fromkeys(found))
+
+    def ood_auroc(self, case: str, method: str, other: str, score: str) -> float:
+        """How well a score separates other data from test data, the mean over seeds; NaN without results."""
+        lines = self._cells.get((case, method), [])
+        found = [(line.get("ood_auroc") or {}).get(other, {}).get(score) for line in lines]
+        return nan_mean([value for value in found if value is not None])
+
+    def of_suite(self, suite: str) -> "Results":
+        """Those of one suite; lines that name none are of the small one."""
+        return Results([line for line in self.lines if line.get("suite", "small") == suite])
+
     def temperature(self, case: str) -> float:
         """The best temperature for test data, geometric mean over seeds: above one for an overconfident network."""
         lines = self._cells.get((case, "temperature by test oracle"), [])

@@ -14,14 +14,17 @@ from torch import Tensor, nn
 from benchmarks.comparison.networks import build
 from benchmarks.data.tasks import Data, Part, Task
 
-__all__ = ["Problem", "Recipe", "loss_of", "outputs_of", "train"]
+__all__ = ["Problem", "Recipe", "augmented", "loss_of", "outputs_of", "train"]
+
+SHIFT = 2
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Adam with the gradient of a weight decay `λ` of the mean loss; the step size falls to zero over the last part.
 
-    `early` takes the weights of least validation loss, else those of the end.
+    `early` takes the weights of least validation loss, else those of the end. With `augmented` images are shifted by up
+    to two pixels, and mirrored if it says so: `"shifts"`, `"shifts and flips"`.
     """
 
     weight_decay: float = 0.0
@@ -30,10 +33,19 @@ class Recipe:
     step_size: float = 3e-3
     batch_size: int = 50
     falling: float = 0.4
+    augmented: str = ""
 
     @property
     def name(self) -> str:
-        return f"{'decay' if self.weight_decay else 'no decay'}, {'early' if self.early else 'converged'}"
+        stop = "early" if self.early else "converged"
+        return ", ".join(filter(None, ["decay" if self.weight_decay else "no decay", stop, self.augmented]))
+
+    @property
+    def run(self) -> str:
+        """What makes one run of training differ from others, for names of files."""
+        step = "" if self.step_size == 3e-3 else f", {self.step_size:g}"
+        batch = "" if self.batch_size == 50 else f", batches of {self.batch_size}"
+        return ", ".join(filter(None, [f"{self.weight_decay:g}, {self.steps}{step}{batch}", self.augmented]))
 
 
 def loss_of(likelihood: str) -> Callable[[Tensor, Tensor], Tensor]:
@@ -67,15 +79,32 @@ def train(network: nn.Module, likelihood: str, data: Data, recipe: Recipe, seed:
             order = torch.randperm(len(data.train.y), generator=generator)
             for batch in order[: recipe.batch_size * max(1, len(order) // recipe.batch_size)].split(recipe.batch_size):
                 optimiser.zero_grad()
-                loss(network(data.train.x[batch]), data.train.y[batch]).backward()
+                x = augmented(data.train.x[batch], recipe.augmented, generator)
+                loss(network(x), data.train.y[batch]).backward()
                 optimiser.step()
                 schedule.step()
                 step += 1
+                if step == recipe.steps:  # in the middle of an epoch; after it the step size would be negative
+                    break
             network.eval()
             value = float(loss(outputs_of(network, data.validation.x), data.validation.y))
             if value < least:
                 least, early = value, copy.deepcopy(network.state_dict())
     return {"end": network.state_dict(), "early": early}
+
+
+def augmented(x: Tensor, how: str, generator: torch.Generator) -> Tensor:
+    """Images `[N, C, H, W]`, each shifted by up to two pixels, with copies of its border, and mirrored or not."""
+    if not how:
+        return x
+    num, side = len(x), x.shape[-1]
+    if "flips" in how:
+        mirror = torch.rand(num, generator=generator) < 0.5
+        x = torch.where(mirror[:, None, None, None], x.flip(-1), x)
+    padded = F.pad(x, [SHIFT] * 4, mode="replicate")
+    rows, columns = torch.randint(2 * SHIFT + 1, (2, num), generator=generator)[..., None] + torch.arange(side)
+    each = torch.arange(num)[:, None, None]
+    return padded[each, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +120,8 @@ class Problem:
         name: of the task.
         networks: a folder for trained networks.
         dropout: the rate with which the network is trained that error bars are for.
+        links: whether other links of this library are scored too. They take variances, which after an exact fit are
+            by far the most of a prediction's work.
     """
 
     task: Task
@@ -101,6 +132,7 @@ class Problem:
     name: str = ""
     networks: Path | None = None
     dropout: float = 0.0
+    links: bool = True
 
     @property
     def likelihood(self) -> str:
@@ -117,7 +149,7 @@ class Problem:
         shape = self.data.train.x.shape[1:]
         network = build(self.architecture, shape, self.task.outputs, dropout, seed)
         recipe = self.recipe
-        key = f"{self.name}, {self.architecture}, {recipe.weight_decay:g}, {recipe.steps}, {dropout:g}, {seed}.pt"
+        key = f"{self.name}, {self.architecture}, {recipe.run}, {dropout:g}, {seed}.pt"
         path = None if self.networks is None else self.networks / key
         if path is not None and path.exists():
             states = torch.load(path, weights_only=True)

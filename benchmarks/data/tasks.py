@@ -18,7 +18,17 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.data import glyphs, uci
 from benchmarks.data.shifts import SEVERITIES, corrupt
 
-__all__ = ["TASKS", "Data", "Part", "Task", "uci_tasks"]
+__all__ = [
+    "TASKS",
+    "Data",
+    "Part",
+    "Task",
+    "number_part",
+    "regression_data",
+    "uci_task",
+    "uci_tasks",
+    "with_corruptions",
+]
 
 SYMBOLS = "#%&@+=<>?!$§ΓΔΘΛΞΠΣΦΨΩ"
 
@@ -43,14 +53,14 @@ class Data:
         validation: seen by methods that say so, and by early stopping.
         test: data of the same distribution.
         shifts: test data of other distributions.
-        ood: inputs that belong to no class.
+        others: inputs of other things, which belong to no class.
     """
 
     train: Part
     validation: Part
     test: Part
     shifts: dict[str, Part] = field(default_factory=dict)
-    ood: Tensor | None = None
+    others: dict[str, Tensor] = field(default_factory=dict)
 
 
 def data_of(parts: Iterable[Part], **others: Any) -> Data:
@@ -78,8 +88,10 @@ def split(x: Tensor, y: Tensor, train: int, validation: int, seed: int, test: in
     return data_of(Part((x[i] - mean) / scale, y[i]) for i in parts)
 
 
-def with_corruptions(data: Data, seed: int) -> Data:
-    shifts = {f"severity {s}": Part(corrupt(data.test.x, s, seed), data.test.y) for s in SEVERITIES}
+def with_corruptions(data: Data, seed: int, num: int | None = None) -> Data:
+    """With the first so many test data in five severities."""
+    x, y = data.test.x[:num], data.test.y[:num]
+    shifts = {f"severity {s}": Part(corrupt(x, s, seed), y) for s in SEVERITIES}
     return replace(data, shifts=shifts)
 
 
@@ -98,7 +110,8 @@ def digits(train: int, noise: float) -> Callable[[int], Data]:
         data = data_of(Part(noisy(part.x), part.y) for part in (data.train, data.validation, data.test))
         letters = "".join(set(string.ascii_uppercase) - set("BDIOQSZ"))
         other = glyphs.images("".join(sorted(letters)), 200, 8, 0.0, generator)[0]
-        return replace(with_corruptions(data, seed), ood=noisy((other - other.mean()) / other.std()))
+        others = {"letters": noisy((other - other.mean()) / other.std())}
+        return replace(with_corruptions(data, seed), others=others)
 
     return load
 
@@ -113,7 +126,7 @@ def glyph_images(train: int, classes: str, noise: float = 0.1, test: int = 1000,
         data = split(x, y, train, validation, seed)
         other = glyphs.images(SYMBOLS, 500, side, noise, generator, glyphs.SYMBOL_FONTS)[0]
         scale = x[:train]
-        return replace(with_corruptions(data, seed), ood=(other - scale.mean()) / scale.std())
+        return replace(with_corruptions(data, seed), others={"symbols": (other - scale.mean()) / scale.std()})
 
     return load
 
@@ -123,7 +136,7 @@ def two_moons(seed: int) -> Data:
     x, y = datasets.make_moons(700, noise=0.25, random_state=seed)
     data = split(torch.tensor(x, dtype=torch.float32), torch.tensor(y), 100, 100, seed)
     angle = torch.linspace(0, 2 * torch.pi, 200)
-    return replace(data, ood=6 * torch.stack([angle.cos(), angle.sin()], 1))
+    return replace(data, others={"ring": 6 * torch.stack([angle.cos(), angle.sin()], 1)})
 
 
 def bundled(load: Callable, train: int, validation: int, regression: bool = False) -> Callable[[int], Data]:
@@ -140,7 +153,12 @@ def bundled(load: Callable, train: int, validation: int, regression: bool = Fals
 
 def standardised_targets(data: Data) -> Data:
     mean, scale = data.train.y.mean(), data.train.y.std()
-    return data_of(Part(p.x, (p.y - mean) / scale) for p in (data.train, data.validation, data.test))
+
+    def standard(part: Part) -> Part:
+        return Part(part.x, (part.y - mean) / scale)
+
+    shifts = {name: standard(part) for name, part in data.shifts.items()}
+    return data_of(map(standard, (data.train, data.validation, data.test)), shifts=shifts)
 
 
 def gap(seed: int) -> Data:
@@ -180,7 +198,7 @@ TASKS: dict[str, Task] = {
     "two moons": Task("classification", 2, two_moons),
     "wine": Task("classification", 3, bundled(datasets.load_wine, 80, 40)),
     "breast cancer": Task("classification", 2, bundled(datasets.load_breast_cancer, 250, 100)),
-    "digits, n=300": Task("classification", 10, digits(300, 0.0)),
+    **{f"digits, n={num}": Task("classification", 10, digits(num, 0.0)) for num in (150, 220, 300)},
     "digits, n=300, noise 1": Task("classification", 10, digits(300, 1.0)),
     "digits, n=600, noise 1": Task("classification", 10, digits(600, 1.0)),
     "digits, n=1400": Task("classification", 10, digits(1400, 0.0)),
@@ -197,22 +215,32 @@ TASKS: dict[str, Task] = {
 }
 
 
+def regression_data(split: uci.Split, seed: int, most: int | None = None, **shifts: Part) -> Data:
+    """A fifth of the training data, at most so many, is for validation; inputs and targets are standardised."""
+    order = np.random.default_rng(seed).permutation(len(split.y))
+    num = len(order) // 5
+    held_out, rest = np.split(order, [num if most is None else min(num, most)])
+    x, y = split.x[rest], split.y[rest]
+    parts = [number_part(x, y), number_part(split.x[held_out], split.y[held_out])]
+    parts.append(number_part(split.x_test, split.y_test))
+    mean, scale = parts[0].x.mean(0), parts[0].x.std(0).clamp_min(1e-6)
+
+    def standard(part: Part) -> Part:
+        return Part((part.x - mean) / scale, part.y)
+
+    shifted = {name: standard(part) for name, part in shifts.items()}
+    return standardised_targets(data_of(map(standard, parts), shifts=shifted))
+
+
+def number_part(x: np.ndarray, y: np.ndarray) -> Part:
+    return Part(torch.tensor(x, dtype=torch.float32), torch.tensor(y, dtype=torch.float32)[:, None])
+
+
+def uci_task(folder: Path) -> Task:
+    """A small UCI set; the seed is the split."""
+    return Task("regression", 1, lambda seed: regression_data(uci.load(folder, seed), seed))
+
+
 def uci_tasks(folder: Path) -> dict[str, Task]:
-    """The UCI sets in the folder; the seed is the split, and a fifth of its training data is for validation."""
-
-    def task(directory: Path) -> Task:
-        def load(seed: int) -> Data:
-            s = uci.load(directory, seed)
-            order = np.random.default_rng(seed).permutation(len(s.y))
-            held_out, rest = np.split(order, [len(order) // 5])
-
-            def part(x: np.ndarray, y: np.ndarray) -> Part:
-                return Part(torch.tensor(x, dtype=torch.float32), torch.tensor(y, dtype=torch.float32)[:, None])
-
-            parts = [part(s.x[i], s.y[i]) for i in (rest, held_out)] + [part(s.x_test, s.y_test)]
-            mean, scale = parts[0].x.mean(0), parts[0].x.std(0).clamp_min(1e-6)
-            return standardised_targets(data_of(Part((p.x - mean) / scale, p.y) for p in parts))
-
-        return Task("regression", 1, load)
-
-    return {f"uci {name}": task(folder / name) for name in uci.SETS if (folder / name / "data.txt").exists()}
+    """The small UCI sets that are in the folder."""
+    return {f"uci {name}": uci_task(folder / name) for name in uci.SETS if (folder / name / "data.txt").exists()}

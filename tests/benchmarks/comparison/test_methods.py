@@ -2,14 +2,17 @@
 
 import importlib.util
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
 
-from benchmarks.comparison import laplace_torch, ours, peers
+from benchmarks.comparison import laplace_torch, ours, peers, processes, spectral
+from benchmarks.comparison.methods import METHODS
 from benchmarks.comparison.metrics import score
+from benchmarks.comparison.networks import SPECTRAL, build
 from benchmarks.comparison.predictions import Classified, Regressed, targets
 from benchmarks.comparison.training import Problem, Recipe, outputs_of
 from benchmarks.data.tasks import TASKS, Data, Part, Task
@@ -48,6 +51,7 @@ PEERS = {
     "temperature": peers.temperature_scaling,
     "dropout": peers.mc_dropout,
     "ensemble": peers.deep_ensemble,
+    "short ensemble": peers.short_ensemble,
     "SWAG": peers.swag,
     "mean field": peers.mean_field,
 }
@@ -93,6 +97,107 @@ def test_noise_is_what_members_do_not_explain(gap: Problem) -> None:
     y = torch.zeros(2, 1)
     outputs = torch.tensor([[[1.0], [1.0]], [[3.0], [3.0]]])
     assert peers.residuals(gap, y, outputs) == 4 - 1
+
+
+def test_members_of_the_short_ensemble_together_take_one_training(moons: Problem) -> None:
+    assert peers.short_ensemble(moons).passes == pytest.approx(moons.epochs)
+
+
+def test_the_spectral_network_bounds_distances_of_hidden_units(moons: Problem) -> None:
+    network = build("MLP" + SPECTRAL, torch.Size([2]), 2).train()
+    for _ in range(30):  # the power iteration
+        network(moons.data.test.x)
+    norms = [torch.linalg.matrix_norm(m.weight, 2) for m in network if isinstance(m, nn.Linear)]
+    assert len(norms) == 2
+    assert_close(torch.stack(norms).detach(), torch.ones(2), atol=1e-3, rtol=0)
+    x, z = moons.data.test.x[:50], moons.data.test.x[50:100]
+    assert ((network[:-1](x) - network[:-1](z)).norm(dim=1) <= 1.001 * (x - z).norm(dim=1)).all()
+
+
+def test_random_features_are_those_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spectral, "FEATURES", 40_000)
+    torch.manual_seed(0)
+    head, h = spectral.RandomFeatures(6, 2), torch.randn(8, 6)
+    features = head.features(h)
+    normed = head.norm(h)
+    expected = (-torch.cdist(normed, normed).square() / (2 * spectral.LENGTH**2)).exp()
+    # the standard error of a mean of 40,000 products is below 0.5 %
+    assert_close(features @ features.T, expected, atol=0.03, rtol=0)
+
+
+def test_the_posterior_of_the_last_layer_of_sngp(moons: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "SNGP_SAMPLES", 4000)
+    x = moons.data.test.x[:20]
+    p = peers.sngp(moons).predict(x)
+    assert isinstance(p, Classified)
+    recipe = replace(RECIPE, weight_decay=1 / len(moons.data.train.y))
+    network = replace(moons, architecture="MLP" + SPECTRAL, recipe=recipe).trained()
+    head, hidden = spectral.head_of(network), network[:-1]
+    with torch.no_grad():
+        train, new = (head.features(hidden(v)).double() for v in (moons.data.train.x, x))
+        probs = network(moons.data.train.x).softmax(-1).double()
+    for k in range(2):
+        weights = probs[:, k] * (1 - probs[:, k])
+        precision = torch.eye(train.shape[1]).double() + train.T @ torch.diag(weights) @ train
+        variance = (new * torch.linalg.solve(precision, new.T).T).sum(-1)
+        # the standard error of a variance is 2.2 %
+        assert_close(p.samples[..., k].double().var(0), variance, rtol=0.12, atol=0)
+    assert score(p, targets("classification", moons.data.test.y[:20]))["accuracy"] > 0.8
+
+
+@pytest.mark.parametrize(
+    "name", ["LeNet with batch norm", "strided CNN, small", "CNN with batch norm", "ResNet", "ViT"]
+)
+def test_spectral_networks_train(name: str) -> None:
+    task = TASKS["digits, n=150"]
+    problem = Problem(task, task.load(0), name, Recipe(steps=4))
+    p = peers.sngp(problem).predict(problem.data.test.x[:5])
+    assert isinstance(p, Classified)
+    assert p.samples.shape == (peers.SNGP_SAMPLES, 5, 10)
+    assert p.log_probs.isfinite().all()
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("gpytorch"), reason="GPyTorch, of the extra `bench`, is not there")
+@pytest.mark.parametrize("name", ["deep_kernel", "sparse_process", "gaussian_process"])
+def test_gaussian_processes(name: str, gap: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.gp import sparse
+
+    monkeypatch.setattr(sparse, "INDUCING", 20)
+    monkeypatch.setattr(sparse, "STEPS", 300)
+    monkeypatch.setattr(sparse, "STEP_SIZE", 0.05)
+    before = outputs_of(gap.network, gap.data.test.x)
+    p = getattr(processes, name)(gap).predict(gap.data.test.x)
+    assert isinstance(p, Regressed)
+    assert torch.equal(outputs_of(gap.network, gap.data.test.x), before)
+    # noise of 0.15 on a function of variance near a half
+    assert float((p.mean - gap.data.test.y.flatten()).square().mean()) < 0.06
+    assert 0.1**2 < p.noise_variance < 0.3**2
+    ratio = p.samples.var(0) / (p.variance - p.noise_variance)
+    assert abs(math.log(float(ratio.mean()))) < 0.4
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ours, last layer",
+        "ours, last layer, validation",
+        "ours, KFAC",
+        "ours, evidence",
+        "ours, evidence, not scaled",
+        "ours, self-consistency",
+    ],
+)
+def test_settings_of_the_halves(name: str, moons: Problem) -> None:
+    fit = METHODS[name].fit(moons)
+    p = fit.predict(moons.data.test.x)
+    assert isinstance(p, Classified)
+    assert score(p, targets("classification", moons.data.test.y))["log_likelihood"] > -0.5
+    assert fit.details["epochs"] > 0
+    assert (fit.details["scale"] == 1.0) or name == "ours, evidence"
+    last_layer = "last layer" in name
+    assert (len(fit.details["prior_precision"]), fit.details["method"] != "") == (1, True)
+    la, _ = ours.fitted(moons, (("parameters", "last_layer"),) if last_layer else ())
+    assert la.samples_.shape[1] == (102 if last_layer else sum(v.numel() for v in moons.network.parameters()))
 
 
 def test_samples_of_swag_have_its_covariance() -> None:

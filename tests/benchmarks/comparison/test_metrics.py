@@ -43,9 +43,24 @@ def test_no_auroc_without_errors(classified: Classified) -> None:
 
 def test_other_data_are_told_by_entropy(classified: Classified) -> None:
     sure = Classified(torch.tensor([[0.999, 0.001], [0.15, 0.85]]).log(), PROBS.log()[None])
-    # of the six pairs only (0.85, 0.9) is in the wrong order
-    assert_close(metrics.ood_auroc(sure, classified), 5 / 6)
-    assert metrics.ood_auroc(classified, classified) == 0.5
+    # of the six pairs only (0.85, 0.9) is in the wrong order; a network without error bars has no other score
+    assert metrics.ood_aurocs(sure, classified) == {"entropy": pytest.approx(5 / 6)}
+    assert metrics.ood_aurocs(classified, classified)["entropy"] == 0.5
+
+
+def test_scores_of_draws() -> None:
+    # draws of the first datum agree that they do not know, those of the second are each certain of another class
+    samples = torch.tensor([[[0.0, 0.0], [30.0, 0.0]], [[0.0, 0.0], [0.0, 30.0]]])
+    p = Classified(torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log(), samples, epistemic=torch.tensor([3.0, 1.0]))
+    found = metrics.detectors(p)
+    assert_close(found["entropy"], torch.full((2,), math.log(2)).double())
+    assert_close(found["mutual_information"], torch.tensor([0.0, math.log(2)]).double(), atol=1e-6, rtol=0)
+    assert_close(found["variance"], torch.tensor([0.0, 2 * 15.0**2]))
+    assert_close(found["epistemic"], torch.tensor([3.0, 1.0]))
+    # the label of the second is 1, and both predict 0
+    scores = metrics.score(p, torch.tensor([0, 1]))
+    aurocs = [scores[f"error_auroc_{name}"] for name in ("entropy", "mutual_information", "variance", "epistemic")]
+    assert aurocs == [0.5, 1.0, 1.0, 0.0]
 
 
 def test_scores_of_numbers() -> None:

@@ -12,7 +12,9 @@ from torch.testing import assert_close
 
 from benchmarks import __main__ as command
 from benchmarks.comparison import cost, fidelity, lines, methods, run
+from benchmarks.comparison import expected as expected_module
 from benchmarks.comparison.checks import checks
+from benchmarks.comparison.expected import Expected
 from benchmarks.comparison.networks import NETWORKS, build
 from benchmarks.comparison.predictions import Fitted
 from benchmarks.comparison.results import Results
@@ -73,6 +75,22 @@ def test_early_stopping_takes_the_best_on_validation_data(tmp_path: Path) -> Non
     assert len(list(tmp_path.iterdir())) == 1  # one run gives both
 
 
+def test_training_ends_in_the_middle_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[float] = []
+    plain = torch.optim.Adam.step
+
+    def step(self: torch.optim.Adam, *arguments: object) -> object:
+        sizes.append(self.param_groups[0]["lr"])
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", step)
+    task = TASKS["two moons"]
+    # ten steps an epoch
+    assert Problem(task, task.load(0), "MLP", Recipe(steps=13, batch_size=10)).network is not None
+    assert len(sizes) == 13
+    assert min(sizes) > 0
+
+
 def test_weight_decay_makes_weights_smaller() -> None:
     task = TASKS["two moons"]
     data = task.load(0)
@@ -103,7 +121,7 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> run.Suite:
 def work_all(suite: run.Suite, out: Path, only: str | None = None) -> int:
     left = list(run.units(suite, only, lines.read(out, run.KEY)))
     for unit in left:
-        run.work(unit, out, out.parent / "networks", None, torch.get_num_threads())
+        run.work(unit, out, out.parent / "networks", run.Folders(), torch.get_num_threads())
     return sum(len(unit.methods) for unit in left)
 
 
@@ -155,7 +173,30 @@ def test_every_method_and_network_of_a_suite_is_known() -> None:
 def test_list_prints_cells(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     arguments = ["run", "--list", "--seeds", "1", "--only", "wine .* no decay, converged / MAP", "--out"]
     command.main([*arguments, str(tmp_path / "x.jsonl")])
-    assert capsys.readouterr().out == "wine / MLP / no decay, converged / MAP / seed 0\n"
+    assert capsys.readouterr().out.splitlines() == [
+        "wine / MLP / no decay, converged / MAP / seed 0",
+        "time not known before a first seed with 2 jobs",
+    ]
+
+
+def test_time_is_expected_from_a_step_of_training(tmp_path: Path) -> None:
+    case = run.Case("two moons", "MLP", Recipe(steps=1000))
+    left = [run.Unit(case, 0, ("MAP", "ours", "ensemble of 5"))]
+    expected = Expected(TASKS)
+    seconds = {method: expected.seconds(left[0], method) for method in left[0].methods}
+    # of the same steps of training, four times as many
+    overhead = expected_module.OVERHEAD
+    assert seconds["ensemble of 5"] - overhead == pytest.approx(4 * (seconds["MAP"] - overhead), rel=0.1)
+    assert run.estimate(left, [], TASKS) > 3 * overhead
+    done = [{"case": case.name, "method": "MAP", "seconds": 1e6}]
+    assert run.estimate(left, done, TASKS) > 1e6
+    assert math.isnan(run.estimate(left, done))  # without tasks nothing is measured
+
+
+def test_a_half_without_data_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["run", "--suite", "first", "--list"])
+    assert "--suite first is on data from a folder: give --data DIR" in capsys.readouterr().err
 
 
 def test_uci_tasks_are_found(tmp_path: Path) -> None:
