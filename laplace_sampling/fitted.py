@@ -156,8 +156,7 @@ class FittedModel:
     def log_marginal_likelihood(self, at: str = "mode") -> MarginalLikelihood:
         r"""`log p(y)` of the linear model at the fitted hyperparameters, a sum over the data, with its standard error.
 
-        At its mode, or with `at="network"` at the weights and outputs of the network, without a solve for a mode: only
-        the second says how good the network is. `score` compares networks.
+        With `at="network"` at the weights and outputs of the network; only that says how good it is, as `score` does.
 
         `−Σ_i ℓ(y_i, h(θ̄, x_i)) − ½ θ̄ᵀAθ̄ − ½ log|I + A⁻¹M|`: the log determinant exactly from the exact method, else by
         stochastic Lanczos quadrature. For a loss that is not quadratic it is Laplace's approximation, and with

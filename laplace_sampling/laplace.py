@@ -159,10 +159,9 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
             num_samples: samples during EM, where a method needs it; `γ` has a relative error of about `√(2/(Kγ))`.
             criterion: what chooses the hyperparameters. `"auto"` is `"validation"` with a `val_loader`: `α` and a
                 temperature, or the noise, under which its data are likeliest; `"evidence"` for a regression, several
-                precisions, and `hessian_at="mode"`, with the trained weights in the place of the mode for the factors
-                of a regression (`predictions.weights_evidence`); `"leave_one_out"` (`predictions.left_out_labels`) for
-                one label a datum, and ten or more data a class; else `"self_consistency"`
-                (`predictions.self_consistency`).
+                precisions, and `hessian_at="mode"`, that of the network itself for the factors of a regression
+                (`methods.by_network_evidence`); `"leave_one_out"` (`predictions.left_out_labels`) for one label a datum,
+                and ten or more data a class; else `"self_consistency"` (`predictions.self_consistency`).
             precision_bounds: within which `α` is kept.
             noise_bounds: within which the noise precision is kept.
             scale: factor of the posterior covariance in predictions. `"auto"`: with the evidence, for a classification,

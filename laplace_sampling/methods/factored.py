@@ -32,6 +32,7 @@ from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
 from laplace_sampling.methods.budget import Estimate
+from laplace_sampling.methods.by_network_evidence import ByNetworkEvidence, has_network_noise
 from laplace_sampling.methods.fit import LEFT_OUT_STREAM, PATH_STREAM, Fit, Task, Tuned
 from laplace_sampling.methods.method import Choice, Tuning, has_path
 from laplace_sampling.methods.network_score import path_of
@@ -43,7 +44,6 @@ from laplace_sampling.predictions.covariance_path import CovariancePath, Factore
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.selection import Selection
-from laplace_sampling.predictions.weights_evidence import WeightsEvidence, has_weights_evidence
 from laplace_sampling.solvers.checks import check_whole
 from laplace_sampling.solvers.krylov import CG, BlockKrylov
 from laplace_sampling.solvers.operator import row_products
@@ -118,7 +118,7 @@ class Factored(SolverMethod):
         # Eigenvectors of some gradients, eigenvalues of more.
         vjps = self._kronecker.num_gradients(features.num_data, C) if self.kind == "kfac" else 0
         vjps += min(C, PROBES) * features.num_data if self.kind == "diagonal" else 0
-        searches = problem.by_evidence and not self._by_weights(problem.tangent.model.likelihood, problem.criterion)
+        searches = problem.by_evidence and not self._by_network(problem.tangent.model.likelihood, problem.criterion)
         passes = MODE_PASSES * features.num_data * cost.passes if searches else 0.0
         dense = 0.0
         if self.kind == "kfac":
@@ -145,14 +145,14 @@ class Factored(SolverMethod):
     def paid_for(self, problem: Problem, choice: Choice) -> Choice:
         return choice
 
-    def _by_weights(self, likelihood: Likelihood, criterion: str) -> bool:
-        """Whether the evidence is that of the trained weights, since a search for the mode is most of its cost."""
-        return criterion == "auto" and self.kind != "last_layer" and has_weights_evidence(likelihood)
+    def _by_network(self, likelihood: Likelihood, criterion: str) -> bool:
+        """Whether the evidence is that of the network itself, since a search for the mode is most of its cost."""
+        return criterion == "auto" and self.kind != "last_layer" and has_network_noise(likelihood)
 
     def tune(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
-        by_weights = self._by_weights(task.model.likelihood, tuning.criterion)
-        if task.selection is None and by_weights and has_path(task):
-            task = replace(task, selection=WeightsEvidence(tuning.noise_bounds))
+        by_network = self._by_network(task.model.likelihood, tuning.criterion)
+        if task.selection is None and by_network and has_path(task):
+            task = replace(task, selection=ByNetworkEvidence(task, tuning.noise_bounds))
         return super().tune(task, tuning)
 
     def covariance_path(self, task: Task) -> CovariancePath:

@@ -1,4 +1,4 @@
-"""The evidence of a regression at its trained weights, against a brute-force maximum and dense algebra."""
+"""The evidence of a network chooses the precisions of factored regressions: brute force and dense algebra."""
 
 import math
 
@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from laplace_sampling import Factored, Gaussian, IsotropicPrior, LinearisedLaplace
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
-from laplace_sampling.predictions.weights_evidence import has_weights_evidence
+from laplace_sampling.methods.by_network_evidence import has_network_noise
 
 
 def problem(num: int = 40) -> tuple[nn.Module, Tensor, Tensor]:
@@ -91,8 +91,8 @@ def test_the_evidence_with_a_mode_is_still_there() -> None:
 
 
 def test_noise_at_the_mode_needs_the_mode() -> None:
-    assert not has_weights_evidence(Gaussian(noise_at="mode"))
-    assert not has_weights_evidence(Bernoulli())
+    assert not has_network_noise(Gaussian(noise_at="mode"))
+    assert not has_network_noise(Bernoulli())
     assert fitted(Gaussian(noise_at="mode")).history_[-1].mode_norm is not None
 
 
