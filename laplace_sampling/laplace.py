@@ -160,7 +160,7 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
             criterion: what chooses the hyperparameters. `"auto"` is `"validation"` with a `val_loader`: `α` and a
                 temperature, or the noise, under which its data are likeliest; `"evidence"` for a regression, several
                 precisions, and `hessian_at="mode"`, that of the network itself for the factors of a regression
-                (`methods.by_network_evidence`); `"leave_one_out"` (`predictions.left_out_labels`) for one label a datum,
+                (`methods.by_network_evidence`); `"leave_one_out"` (`predictions.left_out_labels`) for one label a datum
                 and ten or more data a class; else `"self_consistency"` (`predictions.self_consistency`).
             precision_bounds: within which `α` is kept.
             noise_bounds: within which the noise precision is kept.
