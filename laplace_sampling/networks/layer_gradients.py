@@ -84,9 +84,7 @@ class LayerRun:
         edges = [use.edge for use in uses]
         return list(torch.autograd.grad(self.f, edges, u, retain_graph=again, allow_unused=True)) if edges else []
 
-    def pairs(
-        self, layers: list[Layer], u: Float[Tensor, "n C"], *, again: bool = True
-    ) -> Iterator[Pair | None]:
+    def pairs(self, layers: list[Layer], u: Float[Tensor, "n C"], *, again: bool = True) -> Iterator[Pair | None]:
         """`g` and `a` of each layer."""
         gradients = iter(self.gradients([use for layer in layers for use in self.uses[layer.names]], u, again=again))
         return (self.pair(layer.names, layer.folds, gradients) for layer in layers)
