@@ -52,8 +52,6 @@ class Layer:
 class _Traced(Protocol):
     """A network that runs with a graph while it is watched."""
 
-    names: list[str]
-
     def traced(self, x: Any, watch: Callable[[dict[str, Tensor]], Any]) -> tuple[Tensor, Any]: ...
 
 
