@@ -14,10 +14,10 @@ from laplace_sampling.linear_model.ggn import GGN, WhiteNoise
 from laplace_sampling.linear_model.head_curvature import head_curvature, head_of, partial_traces_of_head
 from laplace_sampling.linear_model.kfac import Factors, corrected, kronecker_factors
 from laplace_sampling.linear_model.kronecker import Kronecker
-from laplace_sampling.linear_model.layer_curvature import Layer
 from laplace_sampling.linear_model.priors.g_prior import GPrior
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, Layers, Prior
 from laplace_sampling.linear_model.sampling import Sampler
+from laplace_sampling.networks.layer_gradients import Layer
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.preconditioners import Factored, Jacobi

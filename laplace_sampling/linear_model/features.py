@@ -14,6 +14,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from laplace_sampling.linear_model.dense_curvature import HeldCurvatures
+    from laplace_sampling.networks.layer_rows import Outer
 
 __all__ = ["BLOCK_BYTES", "Curvature", "DenseFeatures", "DerivedFeatures", "Features", "ScaledFeatures", "row_blocks"]
 
@@ -69,6 +70,10 @@ class Features(ABC):
     @abstractmethod
     def vjp_each(self, u: Float[Tensor, "n C"], batch: Tensor) -> Float[Tensor, "n P"]:
         """`φ_iᵀ u_i` of each datum of a batch, not summed."""
+
+    def vjp_by_layers(self, u: Float[Tensor, "n C"], batch: Tensor) -> "list[Outer] | None":
+        """The same in factors, where a network has them."""
+        return None
 
     @abstractmethod
     def rows(self, batch: Tensor) -> Float[Tensor, "n C P"]:
@@ -175,6 +180,11 @@ class ScaledFeatures(DerivedFeatures):
 
     def vjp_each(self, u: Tensor, batch: Tensor) -> Tensor:
         return self.features.vjp_each(u, batch) * self.scale
+
+    def vjp_by_layers(self, u: Tensor, batch: Tensor) -> "list[Outer] | None":
+        # Other scales are no products of a factor for each row and one for each column.
+        constant = bool((self.scale == self.scale[0]).all())
+        return self.features.vjp_by_layers(u * self.scale[0], batch) if constant else None
 
     def rows(self, batch: Tensor) -> Tensor:
         return self.features.rows(batch) * self.scale

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.datum_rows import DatumRows, datum_rows
 from laplace_sampling.linear_model.features import Features, ScaledFeatures
 from laplace_sampling.solvers.operator import Operator
 
@@ -102,12 +103,12 @@ class GGN(Operator):
         return total
 
     def random_rows(self, batch: Tensor, generator: torch.Generator) -> Tensor:
-        return self.rows_along(batch, torch.randn(len(batch), self.outputs.shape[1], generator=generator))
+        return self.rows_along(batch, torch.randn(len(batch), self.outputs.shape[1], generator=generator)).dense()
 
-    def rows_along(self, batch: Tensor, directions: Float[Tensor, "n C"]) -> Float[Tensor, "n P"]:
+    def rows_along(self, batch: Tensor, directions: Float[Tensor, "n C"]) -> DatumRows:
         """`φ_iᵀ L_i z_i` of each datum of a batch for given `z`, `L_iL_iᵀ = B_i`: one VJP of each."""
         f = self.outputs[batch]
-        return self.features.vjp_each(self.likelihood.root(f, directions.to(f), self._targets(batch)), batch)
+        return datum_rows(self.features, self.likelihood.root(f, directions.to(f), self._targets(batch)), batch)
 
     def root_rows(self) -> Iterator[Tensor]:
         num_data = max(1, _BLOCK_NUMBERS // (self.features.num_outputs * self.size))

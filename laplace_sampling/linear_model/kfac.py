@@ -12,8 +12,7 @@ where it is used elsewhere too, and where the data are not along one axis, it is
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,11 +22,11 @@ from torch import Tensor
 
 from laplace_sampling.linear_model.ggn import GGN, WhiteNoise
 from laplace_sampling.linear_model.kronecker import Kronecker, KroneckerBlock, outer_factors
-from laplace_sampling.linear_model.layer_curvature import Layer, partial_traces, squares
+from laplace_sampling.linear_model.layer_curvature import partial_traces, squares
 from laplace_sampling.linear_model.network_features import NetworkFeatures
+from laplace_sampling.networks.layer_gradients import Layer, LayerRun, layers_of
 from laplace_sampling.networks.subnetwork import Subnetwork
-from laplace_sampling.networks.undisturbed import undisturbed
-from laplace_sampling.networks.weight_uses import Fold, Pair, Use, WeightUses, folds
+from laplace_sampling.networks.weight_uses import Pair
 
 __all__ = ["Factors", "corrected", "kronecker_factors"]
 
@@ -165,15 +164,18 @@ def _sums(
     diagonal = torch.zeros(len(rest), dtype=torch.float64, device=rest.device)
     num, vjps = features.num_data if data is None else len(data), 0
     for chunk in features.chunks(data):
-        run = _Run(ggn, noise, chunk)
-        for root in run.roots:
-            for number, (layer, pair) in enumerate(zip(layers, run.pairs(layers, run.narrow(root)), strict=True)):
+        x, layout = features.inputs(chunk)
+        run = LayerRun(features.network, x, len(chunk))
+        roots = _roots(ggn, noise, chunk).to(run.f)
+        for root in roots:
+            u = features.layout.narrow(root[None], layout)[0]
+            for number, (layer, pair) in enumerate(zip(layers, run.pairs(layers, u), strict=True)):
                 if pair is not None:
                     of_layers[number] = _added(of_layers[number], functions[number](layer.shaped(pair)))
             if others is not None:
                 diagonal += others.vjp_each(root, chunk).square().sum(0)
             vjps += (1 + (others is not None)) * len(chunk)
-        features.network.products["vjp"] += len(run.roots) * len(chunk)
+        features.network.products["vjp"] += len(roots) * len(chunk)
     share = num / features.num_data
     summed = [tuple(t / share for t in sums) for sums in of_layers]
     # A pass is a JVP and a VJP of all data.
@@ -192,55 +194,6 @@ def _others(features: NetworkFeatures, rest: Tensor) -> NetworkFeatures | None:
     parts = is_rest.split(features.network.held.sizes)
     names = [name for name, part in zip(features.network.names, parts, strict=True) if bool(part.all())]
     return NetworkFeatures(features.network.with_names(names), features.data, features.layout)
-
-
-class _Run:
-    """Some data that have gone through the network.
-
-    Attributes:
-        f: outputs with a graph, `[n, C]`.
-        weights: random weights in the graph, by name.
-        roots: random outputs, `[R, n, C]`.
-        uses: the operations by the names of their weights.
-    """
-
-    def __init__(self, ggn: GGN, noise: WhiteNoise, chunk: Tensor) -> None:
-        features = ggn.features
-        assert isinstance(features, NetworkFeatures)
-        x, layout = features.inputs(chunk)
-        with undisturbed:
-            outputs, watched = features.network.traced(x, WeightUses)
-        self.f, self.weights = outputs.reshape(len(chunk), -1), watched.weights
-        self.roots = _roots(ggn, noise, chunk).to(self.f)
-        self.narrow = lambda u: features.layout.narrow(u[None], layout)[0]
-        self.uses = defaultdict[tuple[str, ...], list[Use]](list)
-        for use in watched.uses:
-            self.uses[use.names].append(use)
-
-    def gradients(self, uses: list[Use], u: Float[Tensor, "n C"]) -> list[Tensor | None]:
-        """`u` pulled back to the outputs of operations; `None` where nothing reaches."""
-        edges = [use.edge for use in uses]
-        return list(torch.autograd.grad(self.f, edges, u, retain_graph=True, allow_unused=True)) if edges else []
-
-    def pairs(self, layers: list[Layer], u: Float[Tensor, "n C"]) -> list[Pair | None]:
-        """`g` and `a` of each layer."""
-        gradients = iter(self.gradients([use for layer in layers for use in self.uses[layer.names]], u))
-        return [self.pair(layer.names, layer.folds, gradients) for layer in layers]
-
-    def pair(self, names: tuple[str, ...], of_uses: list[Fold], gradients: Iterator[Tensor | None]) -> Pair | None:
-        """`g` and `a` of a layer, with the places of all its operations one after another."""
-        pairs = []
-        for number, use in enumerate(self.uses[names]):
-            gradient = next(gradients)
-            if gradient is not None:
-                # The last fold is that of more operations, as in a loop that is longer than when the layer was found.
-                fold = of_uses[min(number, len(of_uses) - 1)]
-                pairs.append(use.pair(gradient, fold, len(self.f), self.f.dtype))
-        if not pairs:
-            return None
-        return (
-            pairs[0] if len(pairs) == 1 else (torch.cat([g for g, _ in pairs], 3), torch.cat([a for _, a in pairs], 3))
-        )
 
 
 def _roots(ggn: GGN, noise: WhiteNoise, chunk: Tensor) -> Float[Tensor, "R n C"]:
@@ -263,64 +216,12 @@ def _layers(ggn: GGN, noise: WhiteNoise) -> tuple[list[Layer], Tensor]:
     assert isinstance(features, NetworkFeatures)
     positions = torch.arange(ggn.size, device=ggn.device).split(features.network.held.sizes)
     places = dict(zip(features.network.names, positions, strict=True))
-    run = _Run(ggn, noise, next(iter(features.chunks()))[:_TRIED])
+    few = next(iter(features.chunks()))[:_TRIED]
+    num_roots = len(_roots(ggn, noise, few))
     # All outputs of a datum have no noise that a block could take for curvature.
-    all_outputs = len(run.roots) == features.num_outputs
-    most = min(_DENSE, math.inf if all_outputs else features.num_data * len(run.roots) / 2)
-    layers = [layer.as_row() if layer.index.numel() <= most else layer for layer in _found(run, places)]
+    most = min(_DENSE, math.inf if num_roots == features.num_outputs else features.num_data * num_roots / 2)
+    found = layers_of(LayerRun(features.network, features.inputs(few)[0], len(few)), places)
+    layers = [layer.as_row() if layer.index.numel() <= most else layer for layer in found]
     inside = {name for layer in layers for name in layer.names}
     rest = [place for name, place in places.items() if name not in inside]
     return layers, torch.cat(rest) if rest else positions[0][:0]
-
-
-def _found(run: _Run, places: dict[str, Tensor]) -> list[Layer]:
-    """The weights whose gradient is what their operations give, for a random combination of outputs."""
-    u = torch.randn(run.f.shape, generator=torch.Generator().manual_seed(0)).to(run.f)
-    factors = torch.linspace(1.0, 2.0, len(u)).to(u)
-    names = list(run.uses)
-    uses = [use for name in names for use in run.uses[name]]
-    plain, scaled = run.gradients(uses, u), run.gradients(uses, u * factors[:, None])
-    folds_of = dict(zip(map(id, uses), map(_fold, uses, plain, scaled, [factors] * len(uses)), strict=True))
-    of_weights = dict(zip(run.weights, _weight_gradients(run, u), strict=True))
-    found = []
-    for name in names:
-        of_uses = [fold for use in run.uses[name] if (fold := folds_of[id(use)]) is not None]
-        if len(of_uses) < len(run.uses[name]):
-            continue
-        pair = run.pair(name, of_uses, iter(run.gradients(run.uses[name], u)))
-        if pair is not None and _explained(pair, [of_weights[n] for n in name]):
-            found.append(Layer(name, of_uses, _joined([places[n] for n in name], pair)))
-    return found
-
-
-def _weight_gradients(run: _Run, u: Tensor) -> tuple[Tensor, ...]:
-    weights = list(run.weights.values())
-    return torch.autograd.grad(run.f, weights, u, retain_graph=True, allow_unused=True, materialize_grads=True)
-
-
-def _fold(use: Use, plain: Tensor | None, scaled: Tensor | None, factors: Tensor) -> Fold | None:
-    """Where the data are: a factor of each output of a datum is one of each gradient that belongs to it."""
-    if plain is None or scaled is None:
-        return None
-    for fold in folds(plain.shape, use.leading, len(factors)):
-        expected, seen = (fold(t, len(factors)).flatten(1) for t in (plain, scaled))
-        if _close(seen, expected * factors[:, None].to(expected)):
-            return fold
-    return None
-
-
-def _joined(of_names: list[Tensor], pair: Pair) -> Tensor:
-    """Weight and bias, each of any shape, as `[q, m, k]`."""
-    q, m = pair[0].shape[1:3]
-    return torch.cat([t.reshape(q, m, -1) for t in of_names], dim=-1)
-
-
-def _explained(pair: Pair, gradients: list[Tensor]) -> bool:
-    """Whether gradients of the weights are those that the operations give."""
-    return _close(torch.einsum("nqmt,nqkt->qmk", *pair), _joined(gradients, pair).to(pair[0]))
-
-
-def _close(found: Tensor, expected: Tensor) -> bool:
-    # Half of the digits: sums over many places round in another order.
-    rounding = math.sqrt(torch.finfo(found.dtype).eps)
-    return float((found - expected).norm()) <= rounding * float(expected.norm())

@@ -8,46 +8,16 @@ Its partial traces, and its diagonal in the Kronecker product of two bases, are 
 The places at which a layer uses its weights are summed within `D_i`, not taken as data of their own.
 """
 
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.networks.weight_uses import Fold, Pair
+from laplace_sampling.networks.weight_uses import Pair
 
-__all__ = ["Layer", "partial_traces", "squares"]
+__all__ = ["partial_traces", "squares"]
 
 # Numbers of the gradients `D_i` that are in memory at once.
 _NUMBERS = 2**22
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Weights that the same operations use.
-
-    Attributes:
-        names: of the weight, and of the bias if that is random.
-        folds: where the data are in each of the operations.
-        index: positions of the weights in the flat vector; a matrix `[m, k]` for each of `q` groups.
-        dense: whether the weights are one row, whose block is not factored.
-    """
-
-    names: tuple[str, ...]
-    folds: list[Fold]
-    index: Tensor
-    dense: bool = False
-
-    def as_row(self) -> "Layer":
-        """The same with one row of weights."""
-        return Layer(self.names, self.folds, self.index.reshape(1, 1, -1), dense=True)
-
-    def shaped(self, pair: Pair) -> Pair:
-        """`g` and `a` in the shape of the index."""
-        if not self.dense:
-            return pair
-        a = (pair[0] @ pair[1].mT).flatten(1)[:, None, :, None]
-        return torch.ones_like(a[:, :, :1]), a
 
 
 def partial_traces(pair: Pair) -> tuple[Float[Tensor, "q m m"], Float[Tensor, "q k k"]]:

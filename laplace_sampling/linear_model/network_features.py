@@ -9,6 +9,7 @@ from torch import Tensor
 from laplace_sampling.data.batches import Layout, num_rows, place, take
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.linear_model.features import Curvature, Features
+from laplace_sampling.networks.layer_rows import Outer, vjp_by_layers
 from laplace_sampling.networks.linearisation import Linearisation
 
 __all__ = ["NetworkFeatures", "features_at"]
@@ -70,6 +71,12 @@ class NetworkFeatures(Features):
     def vjp_each(self, u: Tensor, batch: Tensor) -> Tensor:
         x, layout = self.inputs(batch)
         return self.network.vjp_each(x, self.layout.narrow(u, layout))
+
+    def vjp_by_layers(self, u: Tensor, batch: Tensor) -> list[Outer] | None:
+        if type(self.network).vjp_each is not Linearisation.vjp_each:  # some weights of a layer, or a head
+            return None
+        x, layout = self.inputs(batch)
+        return vjp_by_layers(self.network, x, self.layout.narrow(u, layout))
 
     def rows(self, batch: Tensor) -> Tensor:
         x, layout = self.inputs(batch)

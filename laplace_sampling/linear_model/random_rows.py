@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.linear_model.datum_rows import DatumRows
 from laplace_sampling.linear_model.draws import SeededNoise
 from laplace_sampling.linear_model.ggn import GGN
 
@@ -99,18 +100,16 @@ class RandomRows:
         """All data in an order that does not depend on their sizes, `[N]`."""
         return self._numbers[0].argsort(stable=True)
 
-    def rows(self, start: int, stop: int) -> Float[Tensor, "n P"]:
+    def rows(self, start: int, stop: int) -> DatumRows:
         """The rows from number `start` on, without weights, in the dtype of the network."""
         numbers = torch.arange(start, stop)
         return self.rows_of(self.data[numbers % self.num_data], numbers // self.num_data)
 
-    def rows_of(self, data: Tensor, rounds: Tensor) -> Float[Tensor, "n P"]:
+    def rows_of(self, data: Tensor, rounds: Tensor) -> DatumRows:
         """The row of number `rounds` of each of some data."""
-        rows = torch.empty(len(data), self.ggn.size, dtype=self.ggn.dtype, device=self.ggn.device)
         together = min(_TOGETHER, self.ggn.features.batch_size)
-        for part, some, number in zip(rows.split(together), data.split(together), rounds.split(together), strict=True):
-            part.copy_(self.ggn.rows_along(some, self.directions(some, number)))
-        return rows
+        parts = zip(data.split(together), rounds.split(together), strict=True)
+        return DatumRows.cat([self.ggn.rows_along(some, self.directions(some, number)) for some, number in parts])
 
     def directions(self, data: Tensor, rounds: Tensor) -> Float[Tensor, "n C"]:
         """`z` of some data for their row of number `rounds`."""

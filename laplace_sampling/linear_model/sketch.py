@@ -29,29 +29,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.linear_model.datum_rows import inner_products
 from laplace_sampling.solvers.lapack import symmetric_eigen
 from laplace_sampling.solvers.operator import Operator, row_products
 from laplace_sampling.solvers.preconditioners import Factored
 
-__all__ = ["Sketch", "inner_products"]
+__all__ = ["Sketch"]
 
-# Columns of rows that are copied to float64 together: half and twice change memory only.
+# Columns of rows that are rotated together: half and twice change memory only.
 _COLUMNS = 2048
 # The smallest correction, a floor where there are far fewer rows than directions that the data decide; and the steps
 # that find a correction to 10⁻¹¹, at half of them to 10⁻⁶.
 _LEAST_CORRECTION, _BISECTIONS = 1e-3, 40
-
-
-def inner_products(left: Float[Tensor, "n P"], right: Float[Tensor, "m P"]) -> Float[Tensor, "n m"]:
-    """`left rightᵀ` in float64.
-
-    Where the data decide, a variance is the difference of much larger numbers: products in float32 would leave an error
-    of `10⁻⁷` of the prior's variance, in a test 1 % of a posterior's that is 10⁻⁵ of it.
-    """
-    total = torch.zeros(len(left), len(right), dtype=torch.float64, device=left.device)
-    for a, b in zip(left.split(_COLUMNS, 1), right.split(_COLUMNS, 1), strict=True):
-        total.addmm_(a.double(), b.double().T)
-    return total
 
 
 class Sketch(Factored):
@@ -122,10 +111,10 @@ class Sketch(Factored):
 
     def project(self, v: Float[Tensor, "n P"]) -> Float[Tensor, "n m"]:
         """`v GᵀV` in float64."""
-        return self._turned(torch.cat([inner_products(v, rows) for rows in self.rows], 1))
+        return self.turned(torch.cat([inner_products(v, rows) for rows in self.rows], 1))
 
-    def _turned(self, products: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:
-        """`v GᵀV` from the products of `v` with the rows."""
+    def turned(self, products: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:
+        """`v GᵀV` from the products of `v` with the rows, in float64."""
         return (products * self.weights.sqrt()) @ self._eigen[1]
 
     def _combine(self, coefficients: Float[Tensor, "K m"], dtype: torch.dtype) -> Float[Tensor, "K P"]:
@@ -155,7 +144,7 @@ class Sketch(Factored):
         # A sample is the difference of numbers as large as the prior's standard deviation, and a variance of those as
         # large as its square: float32 leaves `10⁻⁷` of the former, which is 10⁻⁴ of a posterior's that is 10⁻³ of it.
         products = torch.cat([v.to(rows) @ rows.T for rows in self.rows], 1).double()
-        inside = self._turned(products) / (-c * low * high * (low + high))
+        inside = self.turned(products) / (-c * low * high * (low + high))
         return v / low + self._combine(inside, v.dtype)
 
     def matmul(self, v: Tensor) -> Tensor:

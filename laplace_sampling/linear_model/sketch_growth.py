@@ -15,8 +15,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.linear_model.datum_rows import DatumRows
 from laplace_sampling.linear_model.random_rows import RandomRows
-from laplace_sampling.linear_model.sketch import Sketch, inner_products
+from laplace_sampling.linear_model.sketch import Sketch
 from laplace_sampling.solvers.lapack import sum_of_squares, symmetric_eigen
 
 __all__ = ["NUM_PROBES", "Growth", "grow", "rows_that_fit"]
@@ -54,7 +55,9 @@ class Growth:
     num_rows: int = 0
     made: list[Sketch] = field(default_factory=list)
     _rows: list[Tensor] = field(default_factory=list)
+    _factored: list[DatumRows] = field(default_factory=list)  # the same rows
     _products: Tensor | None = None  # of the rows with each other
+    _probed: list[Tensor] = field(default_factory=list)  # of the probes with the rows
     _sum: Tensor | None = None
 
     @property
@@ -100,7 +103,7 @@ class Growth:
         return 1 - num_rows / self.sequence.most
 
     @cached_property
-    def probes(self) -> Float[Tensor, "n P"]:
+    def probes(self) -> DatumRows:
         """Random rows of a few hundred random data, independent of those of the sequence."""
         sequence = replace(self.sequence, stream=self.sequence.stream + 1)
         data = sequence.shuffled[:NUM_PROBES]
@@ -112,20 +115,28 @@ class Growth:
             return 0.0  # the last one is `M` itself
         if len(self.made) < 2:
             return math.nan
-        norms = self.probes.double().square().sum(1)
-        half, whole = ((sketch, sketch.project(self.probes)) for sketch in self.made)
+        norms = self.probes.squares()
+        half, whole = ((sketch, self._projected(sketch)) for sketch in self.made)
         return max(_difference(*(s.variances(norms, p, shift) for s, p in (half, whole))) for shift in shifts.tolist())
+
+    def _projected(self, sketch: Sketch) -> Float[Tensor, "n m"]:
+        """The probes in the eigenvectors of a sketch."""
+        if sketch.num_rows > min(self.size, self._held):
+            return sketch.project(self.probes.dense())
+        self._probed += [self.probes.products(rows) for rows in self._factored[len(self._probed) :]]
+        return sketch.turned(torch.cat(self._probed, 1)[:, : sketch.num_rows])
 
     def _extend(self, num_rows: int) -> None:
         """More rows in memory, with their products as long as these are fewer than those of the weights."""
         new = self.sequence.rows(self.num_rows, num_rows)
         if num_rows <= self.size:
-            corner = inner_products(new, new)
+            corner = new.products(new)
             if self._products is not None:
-                side = torch.cat([inner_products(new, rows) for rows in self._rows], 1)
+                side = torch.cat([new.products(rows) for rows in self._factored], 1)
                 corner = torch.cat([torch.cat([self._products, side.T], 1), torch.cat([side, corner], 1)])
             self._products = corner
-        self._rows, self.num_rows = [*self._rows, new], num_rows
+            self._factored.append(new)
+        self._rows, self.num_rows = [*self._rows, new.dense()], num_rows
 
     def _sum_to(self, num_rows: int) -> Float[Tensor, "P P"]:
         """`Σ_j w_j g_j g_jᵀ` of so many rows."""
@@ -135,7 +146,7 @@ class Growth:
             weighted = (root[:, None].to(rows) * rows for root, rows in zip(roots, self._rows, strict=True))
             return sum_of_squares(weighted, self.size, self.sequence.ggn.device)
         starts = range(self.num_rows, num_rows, _TOGETHER)
-        new = (self.sequence.rows(start, min(start + _TOGETHER, num_rows)) for start in starts)
+        new = (self.sequence.rows(start, min(start + _TOGETHER, num_rows)).dense() for start in starts)
         total = sum_of_squares(chain(self._rows, new), self.size, self.sequence.ggn.device)
         self._rows, self._products, self.num_rows = [], None, num_rows
         self._sum = total if self._sum is None else self._sum.add_(total)

@@ -1,9 +1,14 @@
 """The features of some of the data."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from laplace_sampling.linear_model.features import Curvature, DerivedFeatures, Features
+
+if TYPE_CHECKING:
+    from laplace_sampling.networks.layer_rows import Outer
 
 __all__ = ["SomeFeatures", "some_of"]
 
@@ -32,6 +37,9 @@ class SomeFeatures(DerivedFeatures):
 
     def vjp_each(self, u: Tensor, batch: Tensor) -> Tensor:
         return self.features.vjp_each(u, self.some[batch])
+
+    def vjp_by_layers(self, u: Tensor, batch: Tensor) -> "list[Outer] | None":
+        return self.features.vjp_by_layers(u, self.some[batch])
 
     def rows(self, batch: Tensor) -> Tensor:
         return self.features.rows(self.some[batch])

@@ -5,6 +5,7 @@ take.
 """
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from jaxtyping import Float
 from torch import Tensor
@@ -12,6 +13,9 @@ from torch import Tensor
 from laplace_sampling.linear_model.features import DerivedFeatures, Features
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.solvers.checks import as_numbers
+
+if TYPE_CHECKING:
+    from laplace_sampling.networks.layer_rows import Outer
 
 __all__ = ["WeightedFeatures", "noise_weights", "weigh"]
 
@@ -37,6 +41,9 @@ class WeightedFeatures(DerivedFeatures):
 
     def vjp_each(self, u: Tensor, batch: Tensor) -> Tensor:
         return self.features.vjp_each(u * self.weights[batch], batch)
+
+    def vjp_by_layers(self, u: Tensor, batch: Tensor) -> "list[Outer] | None":
+        return self.features.vjp_by_layers(u * self.weights[batch], batch)
 
     def rows(self, batch: Tensor) -> Tensor:
         return self.features.rows(batch) * self.weights[batch][..., None]

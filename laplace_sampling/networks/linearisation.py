@@ -17,7 +17,7 @@ A product passes these policies, each in a file of its own:
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -72,7 +72,7 @@ class Linearisation:
     Attributes:
         num_parameters: `P`, the length of a flat weight vector.
         products: counts of `jvp` and `vjp`; the unit is one datum and one vector.
-        held, batching, ways, row_check, compiled: the policies; `compiled` is `None` if products are not compiled.
+        held, batching, ways, row_check, known_layers, compiled: the policies; `compiled` may be `None`.
 
     Raises:
         TypeError: if `module` is not an `nn.Module`.
@@ -98,7 +98,7 @@ class Linearisation:
         self.num_parameters, self.chunk_size = sum(self.held.sizes), self.batching.chunk_size
         self.products = {"jvp": 0, "vjp": 0}
         self.ways = JacobianProducts(module, self.batching)
-        self.row_check = RowCheck()
+        self.row_check, self.known_layers = RowCheck(), cast(list[Any] | None, None)
         self.compile, self.compiled = compile, CompiledProducts(self.held, compile) if compile else None
 
     @property

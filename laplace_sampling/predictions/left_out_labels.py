@@ -26,6 +26,7 @@ from torch import Tensor
 
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.datum_rows import DatumRows, datum_rows
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
 from laplace_sampling.linear_model.linear_model import LinearModel
@@ -123,24 +124,27 @@ def _kernel(features: Features, prior: GaussianPrior, some: Tensor, seed: int) -
     if features.num_outputs > 1:
         direction = direction - direction.mean()  # a softmax is blind to the mean
     direction, scale = (v.to(features.device, features.dtype) for v in (direction, prior.scale))
-    together, added_up = (
-        max(1, min(features.batch_size, int(BLOCK_BYTES / (4 * features.size)))),
-        _sketch(features, seed),
-    )
-    rows = [
-        added_up(features.vjp_each(direction.expand(len(batch), -1), batch) * scale) for batch in some.split(together)
-    ]
-    matrix = torch.cat(rows)
-    return (matrix @ matrix.T).double().cpu()
+    # What is formed of the rows, at most all of their numbers, is in memory for so many data.
+    together = max(1, min(features.batch_size, int(BLOCK_BYTES / (4 * features.size))))
+
+    def rows_of(batch: Tensor) -> DatumRows:
+        rows = datum_rows(features, direction.expand(len(batch), -1), batch).scaled(scale)
+        return rows.narrowed(_sketch(rows.formed.shape[1], features, seed))
+
+    rows = [rows_of(batch) for batch in some.split(together)]
+    if not all(part.like(rows[0]) for part in rows):  # some took another way: now all rows are formed
+        rows = [rows_of(batch) for batch in some.split(together)]
+    all_rows = DatumRows.cat(rows)
+    return all_rows.products(all_rows).cpu()
 
 
-def _sketch(features: Features, seed: int) -> Callable[[Float[Tensor, "n P"]], Tensor]:
+def _sketch(width: int, features: Features, seed: int) -> Callable[[Float[Tensor, "n p"]], Tensor]:
     """Adds up columns of a wide matrix, with random signs, which keeps products of its rows in the mean."""
-    if features.size <= _SKETCHED:
+    if width <= _SKETCHED:
         return lambda rows: rows
     generator = torch.Generator().manual_seed(seed)
-    to = torch.randint(_SKETCHED, (features.size,), generator=generator).to(features.device)
-    signs = 2 * torch.randint(2, (features.size,), generator=generator).to(features.device, features.dtype) - 1
+    to = torch.randint(_SKETCHED, (width,), generator=generator).to(features.device)
+    signs = 2 * torch.randint(2, (width,), generator=generator).to(features.device, features.dtype) - 1
     return lambda rows: rows.new_zeros(len(rows), _SKETCHED).index_add_(1, to, rows * signs)
 
 

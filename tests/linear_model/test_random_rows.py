@@ -28,7 +28,7 @@ def reference_ggn(case: Case) -> Tensor:
 
 
 def estimate(sequence: RandomRows, num_rows: int) -> Tensor:
-    rows = sequence.rows(0, num_rows)
+    rows = sequence.rows(0, num_rows).dense()
     return rows.T @ (sequence.weights(num_rows)[:, None] * rows)
 
 
@@ -58,13 +58,15 @@ def test_every_part_is_unbiased(num_rows: int, num_outputs: int) -> None:
 def test_a_part_is_contained_in_a_larger_one_with_the_same_draws() -> None:
     ggn = ggn_of(make_case("classification"))
     sequence = RandomRows(ggn, 1)
-    whole = sequence.rows(0, 20)
-    assert_close(torch.cat([sequence.rows(0, 3), sequence.rows(3, 9), sequence.rows(9, 20)]), whole)
-    assert_close(RandomRows(replace(ggn, features=ggn.features.in_chunks(1)), 1).rows(0, 20), whole)
+    whole = sequence.rows(0, 20).dense()
+    assert_close(
+        torch.cat([sequence.rows(0, 3).dense(), sequence.rows(3, 9).dense(), sequence.rows(9, 20).dense()]), whole
+    )
+    assert_close(RandomRows(replace(ggn, features=ggn.features.in_chunks(1)), 1).rows(0, 20).dense(), whole)
     assert sorted(sequence.data.tolist()) == list(range(8))
-    other = RandomRows(ggn, 2).rows(0, 20)
+    other = RandomRows(ggn, 2).rows(0, 20).dense()
     assert float((other - whole).norm()) > 0.1 * float(whole.norm())
-    assert float((RandomRows(ggn, 1, stream=1).rows(0, 20) - whole).norm()) > 0.1 * float(whole.norm())
+    assert float((RandomRows(ggn, 1, stream=1).rows(0, 20).dense() - whole).norm()) > 0.1 * float(whole.norm())
 
 
 def test_rows_of_a_datum_are_orthogonal_in_the_outputs() -> None:
