@@ -49,9 +49,9 @@ def setting(scale: float | str = "auto", **settings: Any) -> Callable[[Problem],
 defaults = setting()
 
 
-def with_validation(problem: Problem) -> Fitted:
+def with_validation(problem: Problem, **settings: Any) -> Fitted:
     """A fit with the prior precision, and temperature or noise, of largest likelihood of held-out data."""
-    return fitted_predictions(problem, *_fitted(problem, (), validated=True))
+    return fitted_predictions(problem, *_fitted(problem, tuple(settings.items()), validated=True))
 
 
 def with_dropout(problem: Problem) -> Fitted:
