@@ -1,4 +1,4 @@
-"""`python -m benchmarks.published --data DIR [--parts fashion,joint] [--num 10000] [--epochs 10] [--seeds 1] [--quick]`.
+"""`python -m benchmarks.published --data DIR [--parts fashion,joint] [--num 10000] [--epochs 10] [--seeds 1]`.
 
 Runs what published tables have, on the same data, and joint predictions at work, on one thread. `DIR` has the folders
 `images` and `uci-large`; without it data are made up. Records are appended to `--out` as they are found; a second run

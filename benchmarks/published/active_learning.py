@@ -65,14 +65,13 @@ def run(setup: Setup, rule: str, seed: int) -> Rows:
     labelled = start.tolist()
     network = build(NETWORK, train.x.shape[1:], 10, seed=seed)
     x, y = test.x[: setup.size(TEST, 60)], test.y[: setup.size(TEST, 60)]
-    accuracies = []
+    accuracies, size = [], setup.size(BATCH, 3)
     for round_ in range(setup.size(ROUNDS, 1) + 1):
         part = Part(train.x[labelled], train.y[labelled])
         network = trained(network, part, setup.size(STEPS if round_ else FIRST_STEPS, 5))
         accuracies.append(float((outputs_of(network, x).argmax(-1) == y).double().mean()))
         free = torch.tensor(sorted(set(range(len(train.y))) - set(labelled)))
         candidates = free[torch.randperm(len(free), generator=generator)[: setup.size(CANDIDATES, 30)]]
-        size = setup.size(BATCH, 3)
         picked = chosen(rule, network, part, train.x[candidates], size, seed + 1000 * round_)
         labelled += candidates[picked].tolist()
     steps = list(range(len(start), len(labelled), size))
@@ -92,7 +91,8 @@ def section(rows: Rows, images: Path) -> str:
         f"{CANDIDATES} candidates, for {ROUNDS} rounds; it is trained on from its last weights. Entropy is that of the "
         "network, without error bars; BALD takes the inputs of largest mutual information, one by one; BatchBALD the "
         "batch of largest joint mutual information, from the same samples. Accuracy is on 2,000 test images, "
-        f"{seeds} seeds; bands are standard errors. The published curves of BatchBALD are of another network, with dropout."
+        f"{seeds} seeds; bands are standard errors. The published curves of BatchBALD are of another network, with "
+        "dropout."
     )
 
 

@@ -1,4 +1,4 @@
-"""BatchBALD (Kirsch, van Amersfoort and Gal 2019): a batch of inputs whose labels together tell most about the function.
+"""BatchBALD (Kirsch et al. 2019): a batch of inputs whose labels together tell most about the function.
 
 The mutual information of the labels of a batch and the function is
 

@@ -1,4 +1,7 @@
-"""Marginal and joint log-likelihoods, `κ = 1 … 5`, on Fashion-MNIST and a part of CIFAR-10 (Antorán 2024, Table 6.1)."""
+"""Marginal and joint log-likelihoods, `κ = 1 … 5`, on Fashion-MNIST and a part of CIFAR-10.
+
+The columns are those of Antorán (2024), Table 6.1.
+"""
 
 from functools import partial
 from pathlib import Path

@@ -8,6 +8,7 @@ import math
 import warnings
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ NETWORKS = ("strided CNN, 3,866 weights", "strided CNN, 14,634 weights")
 NUM, EPOCHS, TEST, SEEDS = 60_000, 15, 10_000, 1
 MODE, WEIGHTS, ALONE = "evidence at the linear mode", "evidence at the trained weights", "network alone"
 PUBLISHED = {MODE: ("", "0.025 ± 0.000", ""), WEIGHTS: ("", "0.253 ± 0.001", "")}
-SETTINGS = {"hessian_at": "network", "method": "krylov", "linear_model": "homogeneous"}
+SETTINGS: dict[str, Any] = {"hessian_at": "network", "method": "krylov", "linear_model": "homogeneous"}
 
 
 def precision_of_weights(la: LinearisedLaplace, decades: float = 6.0) -> float:

@@ -32,8 +32,9 @@ KEY = ("part", "cell", "setup")
 
 INTRODUCTION = """# Published tables, and ours
 
-`python -m benchmarks.published report` writes this page from the records of `python -m benchmarks.published --data DIR`.
-Each table has published figures above ours, on the same data where it says no other; below it stands what differs.
+`python -m benchmarks.published report` writes this page from the records of
+`python -m benchmarks.published --data DIR`. Each table has published figures above ours,
+on the same data where it says no other; below it stands what differs.
 """
 
 

@@ -126,9 +126,9 @@ def section(rows: Rows, images: Path) -> str:
     return (
         f"{text}Targets have mean 0 and variance 1 on the training data. A seed is one of the ten splits (90 % for "
         "training) of the files, which are not the splits of the sources (five, and twenty, of 90 %). The network has "
-        "three hidden layers of 100 units and is stopped early by a tenth of the training data; SVGP has fewer inducing "
-        f"points and {SVGP_EPOCHS} epochs; the exact process has an RBF kernel where Antorán has Matérn-3/2. "
-        "Two inputs of bike are counts whose sum the target is a function of."
+        "three hidden layers of 100 units and is stopped early by a tenth of the training data; SVGP has fewer "
+        f"inducing points and {SVGP_EPOCHS} epochs; the exact process has an RBF kernel where Antorán has Matérn-3/2. "
+        "The target of bike is the logarithm of the sum of two of its inputs, up to constants."
     )
 
 

@@ -1,6 +1,6 @@
 """Gaussian processes of GPyTorch for the large regressions: inducing points by mini-batches (SVGP)."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class Process(gpytorch.models.ApproximateGP):
         self.covar_module = gpytorch.kernels.ScaleKernel(matern)
 
     def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
-        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+        return gpytorch.distributions.MultivariateNormal(cast(Tensor, self.mean_module(x)), self.covar_module(x))
 
 
 def svgp(problem: Problem, inducing: int, epochs: int) -> Fitted:
@@ -34,7 +34,7 @@ def svgp(problem: Problem, inducing: int, epochs: int) -> Fitted:
     generator = torch.Generator().manual_seed(problem.seed)
     model: Any = Process(x[torch.randperm(len(x), generator=generator)[:inducing]])
     likelihood: Any = gpytorch.likelihoods.GaussianLikelihood()
-    bound = gpytorch.mlls.VariationalELBO(likelihood, model, len(y))
+    bound: Any = gpytorch.mlls.VariationalELBO(likelihood, model, len(y))
     optimiser = torch.optim.Adam([*model.parameters(), *likelihood.parameters()], STEP_SIZE)
     model.train()
     for _ in range(epochs):
