@@ -30,7 +30,7 @@ PUBLISHED = {MODE: ("0.025 ± 0.000", ""), WEIGHTS: ("0.253 ± 0.001", "")}
 SETTINGS: dict[str, Any] = {"hessian_at": "network", "method": "krylov", "linear_model": "homogeneous"}
 
 
-def precision_of_weights(la: LinearisedLaplace, decades: float = 6.0) -> float:
+def precision_of_weights(la: LinearisedLaplace, decades: float = 3.0) -> float:
     """`α` with `α‖w̄‖² = γ(α)`, from the curve of a fit whose prior precision is isotropic."""
     curve = la.evidence_path(decades=decades, num=2001)
     log_alpha = curve.prior_precision.log()
