@@ -9,7 +9,7 @@ its samples.
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from benchmarks.comparison.run import Case, problem_of
 from benchmarks.comparison.training import Problem, Recipe, outputs_of
 from laplace_sampling import IsotropicPrior, LinearisedLaplace
 
-__all__ = ["KEY", "METHODS_COMPARED", "SUITES", "run"]
+__all__ = ["KEY", "METHODS_COMPARED", "SUITES", "distances", "run"]
 
 KEY = ("study", "network", "seed", "method")
 NETWORKS = ("LeNet, small", "LeNet", "LeNet, large")
@@ -104,17 +104,18 @@ METHODS_COMPARED: dict[str, Method] = {
 }
 
 
-def distances(problem: Problem) -> Iterator[dict[str, Any]]:
-    """The distances of every method, on some of the test data."""
+def distances(problem: Problem, methods: Sequence[str] = tuple(METHODS_COMPARED)) -> Iterator[dict[str, Any]]:
+    """The distances of methods, on some of the test data."""
     x = problem.data.test.x[:TEST]
     exact = LinearisedLaplace(problem.network, problem.likelihood, method="exact", num_samples=2, hessian_at=HESSIAN_AT)
-    exact.fit_hyperparameters(problem.data.train.loader(BATCH), scale=1.0, progress=False)
+    exact.fit_hyperparameters(problem.data.train.loader(BATCH), criterion="evidence", scale=1.0, progress=False)
     precision = float(exact.prior_precision_[0])
     prediction: Any = exact.predict(x)
     outputs, covariance = prediction.logits.double(), prediction.covariance()
     probs = log_probs(outputs, covariance)
     del exact, prediction
-    for name, method in METHODS_COMPARED.items():
+    for name in methods:
+        method = METHODS_COMPARED[name]
         if getattr(method, "func", None) is theirs and missing(METHODS["laplace-torch, KFAC"]) is not None:
             continue
         started = time.perf_counter()

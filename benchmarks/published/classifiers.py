@@ -1,0 +1,34 @@
+"""Scores of methods on a problem with images, for the parts that compare classifiers."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, cast
+
+from benchmarks.comparison.metrics import ood_auroc, score
+from benchmarks.comparison.predictions import Classified, Fitted
+from benchmarks.comparison.training import Problem
+
+__all__ = ["described", "scored"]
+
+
+def described(problem: Problem) -> dict[str, Any]:
+    """Sizes of a problem, for a row."""
+    return {
+        "num_data": len(problem.data.train.y),
+        "num_weights": sum(p.numel() for p in problem.network.parameters()),
+        "epochs": round(problem.epochs),
+        "seed": problem.seed,
+    }
+
+
+def scored(problem: Problem, method: str, fit: Callable[[Problem], Fitted]) -> dict[str, Any]:
+    """A row of scores on test data, and of the detection of other data by the entropy of predictions."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fitted = fit(problem)
+        inside = cast(Classified, fitted.predict(problem.data.test.x))
+        scores = score(inside, problem.data.test.y, problem.seed)
+        if problem.data.ood is not None:
+            scores["ood_auroc"] = ood_auroc(inside, cast(Classified, fitted.predict(problem.data.ood)))
+    scores["log_loss"] = -scores["log_likelihood"]
+    return {"method": method, **described(problem), **scores}
