@@ -85,10 +85,10 @@ def other_data_table(results: Results) -> str:
 
 def best(value: Callable[[str], float]) -> str:
     """The largest value of all scores, and the letter of the score."""
-    letters = dict(zip(SCORES, "EIVO", strict=True))
+    letters: dict[str, str] = dict(zip(SCORES, "EIVO", strict=True))
     found = {score: value(score) for score in SCORES}
     found = {score: v for score, v in found.items() if not np.isnan(v)}
     if not found:
         return ""
-    score = max(found, key=found.__getitem__)
+    score = max(found, key=lambda name: found[name])
     return f"{number(found[score])} {letters[score]}"

@@ -60,7 +60,8 @@ def ours(held_out: bool) -> Callable[[Problem], Interval]:
             warnings.simplefilter("ignore")
             la.fit_hyperparameters(data.train.loader(BATCH), progress=False)
         la.calibrate_conformal(data.validation.loader(BATCH) if held_out else None)
-        parts = [la.predict(x).interval(LEVEL) for x in data.test.x.split(BATCH)]
+        predictions: list[Any] = [la.predict(x) for x in data.test.x.split(BATCH)]
+        parts = [prediction.interval(LEVEL) for prediction in predictions]
         return torch.cat([low for low, _ in parts]), torch.cat([high for _, high in parts])
 
     return interval

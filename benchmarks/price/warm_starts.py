@@ -43,7 +43,7 @@ def of_images(setup: Setup, method: str) -> list[Row]:
 def rows(what: str, setup: Setup, method: str, networks: list[nn.Module], train: Part, test: Part) -> list[Row]:
     """Of networks before and after an epoch; a cold fit of the second one says what is right."""
     before, after = networks
-    settings = {"parameters": "last_layer"} if method == "last_layer" else {"method": method}
+    settings: dict[str, Any] = {"parameters": "last_layer"} if method == "last_layer" else {"method": method}
     warm, cold = (LinearisedLaplace(net, "classification", seed=setup.seed, **settings) for net in (before, after))
     first = fit(warm, train)
     before.load_state_dict(after.state_dict())

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
-from benchmarks.comparison.metrics import ood_auroc, score
+from benchmarks.comparison.metrics import ood_aurocs, score
 from benchmarks.comparison.predictions import Classified, Fitted
 from benchmarks.comparison.training import Problem
 
@@ -28,7 +28,7 @@ def scored(problem: Problem, method: str, fit: Callable[[Problem], Fitted]) -> d
         fitted = fit(problem)
         inside = cast(Classified, fitted.predict(problem.data.test.x))
         scores = score(inside, problem.data.test.y, problem.seed)
-        if problem.data.ood is not None:
-            scores["ood_auroc"] = ood_auroc(inside, cast(Classified, fitted.predict(problem.data.ood)))
+        for other in problem.data.others.values():
+            scores["ood_auroc"] = ood_aurocs(inside, cast(Classified, fitted.predict(other)))["entropy"]
     scores["log_loss"] = -scores["log_likelihood"]
     return {"method": method, **described(problem), **scores}

@@ -87,14 +87,14 @@ class Setup:
             Part(train.x[:first], train.y[:first]),
             Part(train.x[first:num], train.y[first:num]),
             Part(tests.x[:test], tests.y[:test]),
-            ood=self._others(name),
+            others=self._others(name),
         )
         task = Task("classification", 10, lambda seed: data)
         recipe = Recipe(steps=max(1, steps), batch_size=BATCH, step_size=1e-3)
         return Problem(task, data, architecture, recipe, seed, f"{name} {first} {self.name}", self.cache)
 
-    def _others(self, name: str) -> torch.Tensor | None:
+    def _others(self, name: str) -> dict[str, torch.Tensor]:
         if self.folder is None:
-            return made_up(200, 60).other
+            return {"made up": made_up(200, 60).other}
         other = "MNIST" if name != "MNIST" else "Fashion-MNIST"
-        return standardised(pixels(self.folder / "images", other, OTHER), name)
+        return {other: standardised(pixels(self.folder / "images", other, OTHER), name)}
