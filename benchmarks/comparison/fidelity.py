@@ -104,8 +104,8 @@ METHODS_COMPARED: dict[str, Method] = {
 }
 
 
-def distances(problem: Problem, methods: Sequence[str] = tuple(METHODS_COMPARED)) -> Iterator[dict[str, Any]]:
-    """The distances of methods, on some of the test data."""
+def distances(problem: Problem, methods: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+    """The distances of methods, by default of all, on some of the test data."""
     x = problem.data.test.x[:TEST]
     exact = LinearisedLaplace(problem.network, problem.likelihood, method="exact", num_samples=2, hessian_at=HESSIAN_AT)
     exact.fit_hyperparameters(problem.data.train.loader(BATCH), criterion="evidence", scale=1.0, progress=False)
@@ -114,7 +114,7 @@ def distances(problem: Problem, methods: Sequence[str] = tuple(METHODS_COMPARED)
     outputs, covariance = prediction.logits.double(), prediction.covariance()
     probs = log_probs(outputs, covariance)
     del exact, prediction
-    for name in methods:
+    for name in METHODS_COMPARED if methods is None else methods:
         method = METHODS_COMPARED[name]
         if getattr(method, "func", None) is theirs and missing(METHODS["laplace-torch, KFAC"]) is not None:
             continue

@@ -12,20 +12,25 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.comparison.networks import build
+from benchmarks.comparison.networks import NETWORKS, build
 from benchmarks.comparison.training import outputs_of
 from benchmarks.data.tasks import Part
 from benchmarks.published import __main__ as command
-from benchmarks.published import active_learning, linear_mode, optimisation, parts, regression
+from benchmarks.published import active_learning, distances, linear_mode, optimisation, parts, regression
 from benchmarks.published.batch_bald import batch_bald, joint_entropies
 from benchmarks.published.setup import Cells, Rows, Setup, Study
 from laplace_sampling import LinearisedLaplace
 
 
-@pytest.mark.parametrize("name", [*linear_mode.NETWORKS, "strided CNN, 8,386 weights"])
-def test_networks_have_the_sizes_in_their_names(name: str) -> None:
-    network = build(name, torch.Size([1, 28, 28]), 10)
-    assert f"{sum(p.numel() for p in network.parameters()):,} weights" in name
+@pytest.mark.parametrize("size", [3866, 8386])
+def test_networks_have_the_sizes_in_their_names(size: int) -> None:
+    network = build(f"strided CNN, {size:,} weights", torch.Size([1, 28, 28]), 10)
+    assert sum(p.numel() for p in network.parameters()) == size
+
+
+@pytest.mark.parametrize("name", [*linear_mode.NETWORKS, *distances.NETWORKS])
+def test_networks_are_known(name: str) -> None:
+    assert name in NETWORKS
 
 
 def probs_of(seed: int, num_functions: int, candidates: int, classes: int) -> torch.Tensor:
