@@ -253,6 +253,9 @@ def test_bad_questions() -> None:
         compare([la])
     with pytest.raises(TypeError, match="got a str"):
         compare([la, "b"])
+    for alone in (la, la.score(), None, "ab"):
+        with pytest.raises(TypeError, match=r"takes a list or a dictionary .* put two or more into a list"):
+            compare(alone)
     with pytest.raises(ValueError, match="one kind"):
         compare([la.score("loo"), la.score("evidence")])
     assert isinstance(la.score(), Score)
