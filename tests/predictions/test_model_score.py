@@ -70,5 +70,5 @@ def test_probabilities_of_evidences_are_those_of_the_models() -> None:
 def test_scores_of_other_data_are_not_compared() -> None:
     values, data = torch.tensor([1.0, 2.0, 3.0]), torch.arange(3)
     # Data with the same indices, of datasets that are not the same.
-    with pytest.raises(ValueError, match="different numbers of data.*'b': 40"):
+    with pytest.raises(ValueError, match=r"different numbers of data.*'b': 40"):
         compared({"a": loo(values, data, 30), "b": loo(values, data, 40)})
