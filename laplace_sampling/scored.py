@@ -65,8 +65,10 @@ class ScoredModel(FittedModel):
             return self._left_out_score(fit, tangent, num_data)
         alpha, evidence = best_network_evidence(fit)
         num, nothing = fit.model.features.num_data, torch.zeros(0)
-        value = (evidence.value - tangent.log_scale) / num
-        return Score(kind, value, evidence.standard_error / num, num, nothing, nothing.long(), alpha, num)
+        value, error = (evidence.value - tangent.log_scale) / num, evidence.standard_error / num
+        # Where the curvature moves, factors are of that at the mode, and the evidence takes a run at the network.
+        without = fit.approximate and not fit.task.moves
+        return Score(kind, value, error, num, nothing, nothing.long(), alpha, num, without)
 
     def _left_out_score(self, fit: Fit, tangent: TangentModel, num_data: int) -> Score:
         posterior = self._require("score").posterior

@@ -1,6 +1,7 @@
 """`Score`: how well a network predicts data that it was not trained on, and `compare`, which ranks several of them."""
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,8 @@ class Score:
         data: indices of these data in the dataset; likewise.
         prior_precision: at which it was computed.
         dataset_size: of the training data, whether or not all of them were looked at.
+        without_correlations: whether the evidence is that of a curvature without some of its correlations, which makes
+            it smaller: its determinant is larger, by Fischer's inequality.
     """
 
     kind: str
@@ -41,6 +44,7 @@ class Score:
     data: Tensor = field(repr=False)
     prior_precision: float
     dataset_size: int
+    without_correlations: bool = False
 
     def __float__(self) -> float:
         return self.value
@@ -92,8 +96,9 @@ class Comparison:
 def compare(models: Iterable[Any] | Mapping[str, Any], kind: str = "evidence") -> Comparison:
     """Ranks networks that were fitted to the same data, by their scores (`LinearisedLaplace.score`).
 
-    Networks may have any architecture and any number of weights, and posteriors any method; likelihoods have to be the
-    same, targets in the same units.
+    Networks may have any architecture and any number of weights; likelihoods have to be the same, targets in the same
+    units. Evidences by `"kfac"` and `"diagonal"`, which leave out correlations, are smaller than those of other
+    methods, the more so the larger the network: a warning tells where both are compared.
 
     Args:
         models: fitted `LinearisedLaplace`s, or their scores; or a dictionary of these, whose keys are their names.
@@ -134,6 +139,7 @@ def compare(models: Iterable[Any] | Mapping[str, Any], kind: str = "evidence") -
     kinds = {score.kind for score in scores.values()}
     if len(kinds) > 1:
         raise ValueError(f"`compare(models)` needs scores of one kind, but got {sorted(kinds)}.")
+    _warn_of_correlations(scores)
     return compared(scores)
 
 
@@ -186,6 +192,16 @@ def _check_same_size(scores: Mapping[str, Score]) -> None:
         raise ValueError(
             f"`compare(models)` ranks networks that were fitted to the same data, but these have different numbers of "
             f"data: {sizes}. Fit all of them to the same loader."
+        )
+
+
+def _warn_of_correlations(scores: Mapping[str, Score]) -> None:
+    without = [name for name, score in scores.items() if score.without_correlations]
+    if 0 < len(without) < len(scores):
+        warnings.warn(
+            f"`compare(models)`: the evidences of {without} leave out correlations, as their methods do, and are "
+            "smaller for it; those of the others do not. Fit all of them by the same `method`.",
+            stacklevel=3,
         )
 
 
