@@ -191,6 +191,9 @@ class LastLayer(Linearisation):
             if z is None:
                 reason = f"`{name}` takes inputs that are not tensors with a row for each datum"
                 continue
+            if any(t.is_floating_point() and t.dtype != self.module_dtype for t in batched(z)[0]):
+                reason = f"`{name}` takes inputs that are in another precision than its weights"
+                continue
             if not _close(self._part(name, z).jvp(z, v), expected):
                 reason = f"weights of `{self.layer}` are used outside of `{name}` as well"
                 continue
