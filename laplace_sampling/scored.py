@@ -65,8 +65,10 @@ class ScoredModel(FittedModel):
             return self._left_out_score(fit, tangent, num_data)
         alpha, evidence = best_network_evidence(fit)
         num, nothing = fit.model.features.num_data, torch.zeros(0)
-        value = (evidence.value - tangent.log_scale) / num
-        return Score(kind, value, evidence.standard_error / num, num, nothing, nothing.long(), alpha)
+        value, error = (evidence.value - tangent.log_scale) / num, evidence.standard_error / num
+        # Where the curvature moves, factors are of that at the mode, and the evidence takes a run at the network.
+        without = fit.approximate and not fit.task.moves
+        return Score(kind, value, error, num, nothing, nothing.long(), alpha, num, without)
 
     def _left_out_score(self, fit: Fit, tangent: TangentModel, num_data: int) -> Score:
         posterior = self._require("score").posterior
@@ -88,7 +90,7 @@ class ScoredModel(FittedModel):
             log_probs = log_probs + tangent.weights[some].to(log_probs).log().sum(1)
         # A datum of weight two counts as two.
         weights = model.likelihood.weights(y).to(log_probs)
-        return Score.of("loo", (log_probs * weights / weights.mean()).cpu(), some, fit.alpha)
+        return Score.of("loo", (log_probs * weights / weights.mean()).cpu(), some, fit.alpha, features.num_data)
 
     def _root(self, fit: Fit, posterior: Posterior, some: Tensor) -> tuple[Float[Tensor, "m n C"], float]:
         """`D` with the covariance `DᵀD` of the outputs of each datum, and the largest leverage that it may have."""

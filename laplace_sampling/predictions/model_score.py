@@ -1,7 +1,8 @@
 """`Score`: how well a network predicts data that it was not trained on, and `compare`, which ranks several of them."""
 
 import math
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,9 @@ class Score:
         log_probs: of `"loo"` `log p(y_i | y_{−i})`, `[num_data]`; else empty.
         data: indices of these data in the dataset; likewise.
         prior_precision: at which it was computed.
+        dataset_size: of the training data, whether or not all of them were looked at.
+        without_correlations: whether the evidence is that of a curvature without some of its correlations, which makes
+            it smaller: its determinant is larger, by Fischer's inequality.
     """
 
     kind: str
@@ -39,16 +43,20 @@ class Score:
     log_probs: Float[Tensor, " n"] = field(repr=False)
     data: Tensor = field(repr=False)
     prior_precision: float
+    dataset_size: int
+    without_correlations: bool = False
 
     def __float__(self) -> float:
         return self.value
 
     @classmethod
-    def of(cls, kind: str, log_probs: Float[Tensor, " n"], data: Tensor, prior_precision: float) -> "Score":
+    def of(
+        cls, kind: str, log_probs: Float[Tensor, " n"], data: Tensor, prior_precision: float, dataset_size: int
+    ) -> "Score":
         """The mean over some data."""
         num = len(log_probs)
         error = float(log_probs.std()) / math.sqrt(num) if num > 1 else math.inf
-        return cls(kind, float(log_probs.mean()), error, num, log_probs, data, prior_precision)
+        return cls(kind, float(log_probs.mean()), error, num, log_probs, data, prior_precision, dataset_size)
 
 
 @dataclass(frozen=True)
@@ -85,11 +93,12 @@ class Comparison:
         return "\n".join(lines)
 
 
-def compare(models: Sequence[Any] | Mapping[str, Any], kind: str = "evidence") -> Comparison:
+def compare(models: Iterable[Any] | Mapping[str, Any], kind: str = "evidence") -> Comparison:
     """Ranks networks that were fitted to the same data, by their scores (`LinearisedLaplace.score`).
 
-    Networks may have any architecture and any number of weights, and posteriors any method; likelihoods have to be the
-    same, targets in the same units.
+    Networks may have any architecture and any number of weights; likelihoods have to be the same, targets in the same
+    units. Evidences by `"kfac"` and `"diagonal"`, which leave out correlations, are smaller than those of other
+    methods, the more so the larger the network: a warning tells where both are compared.
 
     Args:
         models: fitted `LinearisedLaplace`s, or their scores; or a dictionary of these, whose keys are their names.
@@ -112,6 +121,11 @@ def compare(models: Sequence[Any] | Mapping[str, Any], kind: str = "evidence") -
         >>> compare(models).best
         'trained'
     """
+    if isinstance(models, str) or not isinstance(models, Iterable):
+        raise TypeError(
+            "`compare(models)` takes a list or a dictionary of fitted `LinearisedLaplace`s or of their scores, but got "
+            f"a {type(models).__name__}: put two or more into a list."
+        )
     named = models if isinstance(models, Mapping) else {str(i): model for i, model in enumerate(models)}
     if len(named) < 2:
         raise ValueError(f"`compare(models)` ranks two models or more, but got {len(named)}.")
@@ -125,18 +139,19 @@ def compare(models: Sequence[Any] | Mapping[str, Any], kind: str = "evidence") -
     kinds = {score.kind for score in scores.values()}
     if len(kinds) > 1:
         raise ValueError(f"`compare(models)` needs scores of one kind, but got {sorted(kinds)}.")
+    _warn_of_correlations(scores)
     return compared(scores)
 
 
 def compared(scores: Mapping[str, Score]) -> Comparison:
     """The ranking of scores of one kind, by name."""
+    _check_same_size(scores)
     by_data = all(len(score.log_probs) for score in scores.values())
     values = _paired(scores) if by_data else None
     means = torch.tensor([s.value for s in scores.values()], dtype=torch.float64) if values is None else values.mean(1)
     order = means.argsort(descending=True, stable=True)
     best = int(order[0])
     if values is None:
-        _check_same_number(scores)
         errors, probabilities = _of_evidence(scores, best)
     else:
         change = values - values[best]
@@ -158,7 +173,10 @@ def _paired(scores: Mapping[str, Score]) -> Float[Tensor, "M n"]:
         data = set(score.data.tolist())
         common = data if common is None else common & data
     if common is None or len(common) < 2:
-        raise ValueError("`compare(models)`: the scores are of different data. Give all of them the same `seed`.")
+        raise ValueError(
+            "`compare(models)`: the scores have fewer than two training data in common. Give all models the same "
+            "`seed`, and `score` a larger `num_data`."
+        )
     wanted = torch.tensor(sorted(common))
     rows = []
     for score in scores.values():
@@ -168,10 +186,23 @@ def _paired(scores: Mapping[str, Score]) -> Float[Tensor, "M n"]:
     return torch.stack(rows).double()
 
 
-def _check_same_number(scores: Mapping[str, Score]) -> None:
-    numbers = {name: score.num_data for name, score in scores.items()}
-    if len(set(numbers.values())) > 1:
-        raise ValueError(f"`compare(models)`: evidences are of different numbers of data, {numbers}.")
+def _check_same_size(scores: Mapping[str, Score]) -> None:
+    sizes = {name: score.dataset_size for name, score in scores.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            f"`compare(models)` ranks networks that were fitted to the same data, but these have different numbers of "
+            f"data: {sizes}. Fit all of them to the same loader."
+        )
+
+
+def _warn_of_correlations(scores: Mapping[str, Score]) -> None:
+    without = [name for name, score in scores.items() if score.without_correlations]
+    if 0 < len(without) < len(scores):
+        warnings.warn(
+            f"`compare(models)`: the evidences of {without} leave out correlations, as their methods do, and are "
+            "smaller for it; those of the others do not. Fit all of them by the same `method`.",
+            stacklevel=3,
+        )
 
 
 def _bootstrap(values: Float[Tensor, "M n"]) -> Float[Tensor, " M"]:

@@ -1,6 +1,7 @@
 """Scores of networks: each datum left out, and the evidence at the network."""
 
 import math
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -240,6 +241,24 @@ def test_networks_that_are_compared() -> None:
     assert unnamed.scores[0].num_data == 40
 
 
+def test_evidences_with_and_without_correlations_are_not_alike() -> None:
+    case = make_case("regression")
+    models = {method: fit_case(case, method, prior_precision=ALPHA) for method in ("exact", "kfac")}
+    evidences = {method: model.score() for method, model in models.items()}
+    # By Fischer's inequality a determinant is at most that of its blocks.
+    assert evidences["kfac"].value < evidences["exact"].value - 1e-3
+    with pytest.warns(UserWarning, match=r"\['kfac'\] leave out correlations"):
+        compare(models)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compare(models, "loo")
+        compare([evidences["kfac"], evidences["kfac"]])
+        compare([evidences["exact"], evidences["exact"]])
+    # At the mode the factors are those of another curvature, and the traces are of the network's own.
+    labels = make_case("classification")
+    assert not fit_case(labels, "kfac", hessian_at="mode").score().without_correlations
+
+
 def test_bad_questions() -> None:
     case = make_case("classification")
     la = fit_case(case, "exact")
@@ -253,6 +272,9 @@ def test_bad_questions() -> None:
         compare([la])
     with pytest.raises(TypeError, match="got a str"):
         compare([la, "b"])
+    for alone in (la, la.score(), None, "ab"):
+        with pytest.raises(TypeError, match=r"takes a list or a dictionary .* put two or more into a list"):
+            compare(alone)
     with pytest.raises(ValueError, match="one kind"):
         compare([la.score("loo"), la.score("evidence")])
     assert isinstance(la.score(), Score)
