@@ -191,10 +191,11 @@ def test_where_another_path_has_said_where_to_look_the_same_is_found_for_less(
     near = rule.select(model, path, BOUNDS, 0, 1e12, 2 * found.alpha)
     assert near.alpha == pytest.approx(found.alpha)
     assert near.passes < found.passes
-    other = held_out(model)
+    # Eight held-out data have several maxima, so that where a search begins decides; these are more.
+    model, path, other = many()
     found = other.select(model, path, BOUNDS, 0, 1.0)
     near = other.select(model, path, BOUNDS, 0, 1.0, 2 * found.alpha)
-    # Precisions that are less likely by less than the price are alike, and where a search begins decides.
+    # Precisions that are less likely by less than the price are alike.
     assert near.calibration.log_likelihood is not None
     assert found.calibration.log_likelihood is not None
     assert near.calibration.log_likelihood > found.calibration.log_likelihood - 2 * _PRICE * len(other.outputs)
