@@ -151,16 +151,14 @@ def _widest(log_likelihood: Callable[[int], float], start: int, number: int, pri
     """The index of the smallest precision, of so many from large to small, that is hardly less likely than others.
 
     From the start it goes to larger ones while these are more likely by more than a price, and then to smaller ones
-    while they are within that price of the best that was passed; by steps of one or two, as draws leave small maxima.
+    while they are within that price of the best that was passed.
     """
-    best, step = start, 1
-    while step <= 2 and best - step >= 0:
-        better = log_likelihood(best - step) > log_likelihood(best) + price
-        best, step = (best - step, 1) if better else (best, step + 1)
-    largest, step = log_likelihood(best), 1
-    while step <= 2 and best + step < number:
-        kept = log_likelihood(best + step) >= largest - price
-        best, step = (best + step, 1) if kept else (best, step + 1)
+    best = start
+    while best > 0 and log_likelihood(best - 1) > log_likelihood(best) + price:
+        best -= 1
+    largest = log_likelihood(best)
+    while best + 1 < number and log_likelihood(best + 1) >= largest - price:
+        best += 1
         largest = max(largest, log_likelihood(best))
     return best
 

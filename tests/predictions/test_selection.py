@@ -327,8 +327,8 @@ def test_error_bars_are_as_wide_as_held_out_data_allow_for_a_price() -> None:
     losses = [0.0, 0.0, 0.1, 0.2, 0.6, 2.0, 5.0]
     for start, end in ((0, 3), (2, 4), (3, 4), (5, 4), (6, 4)):
         assert _widest(lambda i: -losses[i], start, len(losses), 0.5) == end
-    # Larger precisions that are more likely by more than the price are gone to, also over a small maximum.
-    assert _widest(lambda i: -[0.0, 1.0, 0.9, 2.0][i], 3, 4, 0.5) == 0
+    # Larger precisions that are more likely by more than the price are gone to.
+    assert _widest(lambda i: -[0.0, 0.9, 1.5, 2.2][i], 3, 4, 0.5) == 0
     assert _widest(lambda i: 0.0, 0, 4, 0.5) == 3
 
 
