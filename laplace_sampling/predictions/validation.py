@@ -143,8 +143,8 @@ class Validation(Selection):
 
 def held_out_looks(num_data: int, likelihood: Likelihood) -> Looks:
     """What the rule looks at, of so many held-out data."""
-    # The likeliest of five precisions, of which two to each side are less likely.
-    return Looks(num_data, _DRAWS, rows=isinstance(likelihood, Gaussian), near=5)
+    # Up to a decade of precisions that are about as likely, and one to each side, beside those that were passed.
+    return Looks(num_data, _DRAWS, rows=isinstance(likelihood, Gaussian), near=7)
 
 
 def _widest(log_likelihood: Callable[[int], float], start: int, number: int, price: float) -> int:
