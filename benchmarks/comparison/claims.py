@@ -65,7 +65,9 @@ def untuned(results: Results) -> list[Row]:
     if not leads:
         return []
     each = {c: min(found[c] for found in leads.values() if c in found) for c in set().union(*leads.values())}
-    one = min(leads, key=lambda name: float(np.mean(list(leads[name].values()))))
+    # Settings are compared where all of them ran, since some run on small tasks only.
+    common = set.intersection(*map(set, leads.values()))
+    one = min(leads, key=lambda name: float(np.mean([v for c, v in leads[name].items() if not common or c in common])))
     rows = []
     for name, found in (
         (f"laplace-torch's setting of the best mean ({one})", leads[one]),

@@ -11,7 +11,7 @@ from benchmarks.comparison.report import table
 from benchmarks.published.setup import Rows
 from benchmarks.published.tables import mean
 
-__all__ = ["Axes", "curves", "final"]
+__all__ = ["Axes", "curves", "final", "standard_errors"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def curves(groups: Mapping[str, Rows], axes: Axes, folder: Path) -> str:
         for method in dict.fromkeys(row["method"] for row in rows):
             chosen = [row for row in rows if row["method"] == method]
             values = np.array([row["curve"] for row in chosen])
-            centre, error = values.mean(0), values.std(0) / math.sqrt(len(values))
+            centre, error = values.mean(0), standard_errors(values)
             panel.plot(chosen[0]["at"], centre, marker=".", label=method)
             panel.fill_between(chosen[0]["at"], centre - error, centre + error, alpha=0.2)
         panel.set(title=title, xlabel=axes.x, ylabel=axes.y, yscale="log" if axes.log else "linear")
@@ -45,6 +45,11 @@ def curves(groups: Mapping[str, Rows], axes: Axes, folder: Path) -> str:
     figure.savefig(folder / axes.file, dpi=110)
     plt.close(figure)
     return f"{folder.name}/{axes.file}"
+
+
+def standard_errors(values: np.ndarray) -> np.ndarray:
+    """Of the mean over the first axis; zero where there is one value, of which no spread is known."""
+    return values.std(0, ddof=1) / math.sqrt(len(values)) if len(values) > 1 else np.zeros(values.shape[1:])
 
 
 def final(rows: Rows, *names: str, digits: int = 3) -> str:

@@ -18,6 +18,7 @@ from benchmarks.data.tasks import Part
 from benchmarks.published import __main__ as command
 from benchmarks.published import active_learning, distances, linear_mode, optimisation, parts, regression
 from benchmarks.published.batch_bald import batch_bald, joint_entropies
+from benchmarks.published.curves import standard_errors
 from benchmarks.published.setup import Cells, Rows, Setup, Study
 from laplace_sampling import LinearisedLaplace
 
@@ -176,3 +177,10 @@ def test_a_part_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture)
     with pytest.raises(SystemExit):
         command.main(["--parts", "lunch", "--out", str(tmp_path / "published.jsonl")])
     assert "there are no parts ['lunch']" in capsys.readouterr().err
+
+
+def test_bands_are_the_standard_errors_of_the_tables() -> None:
+    values = np.array([[1.0, 5.0], [3.0, 9.0]])
+    # Of two values a half of their difference.
+    assert standard_errors(values).tolist() == [1.0, 2.0]
+    assert standard_errors(values[:1]).tolist() == [0.0, 0.0]

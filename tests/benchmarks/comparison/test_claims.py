@@ -81,6 +81,16 @@ def test_settings_without_validation_data(results: Results) -> None:
     assert starting(rows, "without validation data: better than its best")[0] == "0% of 2, -0.0105"
 
 
+def test_settings_are_chosen_on_the_cases_of_all() -> None:
+    cases = [f"case {i}" for i in range(3)]
+    found = [line(case, "ours", value) for case, value in zip(cases, (-0.5, -0.5, -0.5), strict=True)]
+    # the first is the better one where both ran, and where the other did not, ours is far ahead of it
+    found += [line(c, "laplace-torch, last layer", v) for c, v in zip(cases, (-0.48, -0.52, -3.0), strict=True)]
+    found += [line(c, "laplace-torch, last layer, KFAC", v) for c, v in zip(cases, (-0.5, -0.6), strict=False)]
+    rows = found_in(Results(found))
+    assert "(laplace-torch, last layer)" in next(c for c in rows if "of the best mean" in c)
+
+
 def test_validation_data(results: Results) -> None:
     rows = found_in(results)
     figure, verdict = starting(rows, "with validation data: log-likelihood not below")
