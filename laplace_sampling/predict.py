@@ -166,7 +166,10 @@ def _evaluated(network: Linearisation, x: Any, rows: int) -> tuple[Tensor, Layou
     parts = [network.evaluate_with_inputs(part) for part in ([x] if num_rows(x) <= rows else split(x, rows))]
     if len(parts) == 1:
         return parts[0]
-    return torch.cat([part[0] for part in parts]), *parts[0][1:3], concatenate([part[3] for part in parts])
+    outputs, layout = torch.cat([part[0] for part in parts]), parts[0][1]
+    if any(part[2] is not parts[0][2] for part in parts):  # what the head returns is changed in a later part
+        return outputs, layout, network, x
+    return outputs, layout, parts[0][2], concatenate([part[3] for part in parts])
 
 
 def _outputs(network: Linearisation, x: Any, rows: int) -> tuple[Tensor, Layout]:

@@ -10,7 +10,7 @@ Outputs are a tensor `[N, ...]`; a dictionary of tensors, the heads of a network
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,6 @@ class Layout:
     heads: tuple[tuple[str, tuple[int, ...]], ...]
 
     @classmethod
-    @lru_cache
     def single(cls, shape: tuple[int, ...]) -> "Layout":
         """The layout of a network that returns a tensor `[N, *shape]`."""
         return cls(((_HEAD, tuple(shape)),))

@@ -95,6 +95,7 @@ def _features(network: Linearisation, data: TrainingData) -> tuple[NetworkFeatur
     with network.keep_inputs(data) as kept:
         outputs, layout = _outputs(network, data, first)
     features = NetworkFeatures(*network.shortened(data, kept), layout)
+    features.network.known_layers = None  # the network may use its weights in another way than at an earlier fit
     check_consistency(network, _inputs(network, data, first_batch))
     return features, outputs.reshape(data.num_data, -1)
 

@@ -72,8 +72,6 @@ class HeldModule:
         self._path = names[0].split(".")
         self.sizes = [shape.numel() for shape in self.shapes.values()]
         self._all_random = len(names) == len(dict(module.named_parameters()))
-        # To look for weights of two names at each call takes as long as a small network.
-        self._tied = len(dict(module.named_parameters())) < len(dict(module.named_parameters(remove_duplicate=False)))
         self._state: ModuleState | None = None
         if autocast is not None and (autocast not in HALF or self.module_dtype != torch.float32):
             raise ValueError(
@@ -159,7 +157,8 @@ class HeldModule:
         lowered = torch.autocast(self.device.type, self.autocast, self.autocast is not None, cache_enabled=False)
         # A mode that replaces layers takes time for every call of torch, so only the network is called inside of it.
         with lowered, cpu_out_of_memory, self._composed_layers() if composed else nullcontext():
-            output = functional_call(self.module, weights, args, kwargs, tie_weights=self._tied)
+            tied = self._state is None or self._state.tied
+            output = functional_call(self.module, weights, args, kwargs, tie_weights=tied)
         output = read(output, num_rows(x))[0]
         return output if output.dtype == dtype else output.to(dtype)  # even a `to` without effect takes time
 

@@ -190,11 +190,12 @@ class LastLayer(Linearisation):
             z = calls_of_module[0].inputs
             if z is None:
                 reason = f"`{name}` takes inputs that are not tensors with a row for each datum"
-                continue
-            if not _close(self._part(name, z).jvp(z, v), expected):
+            elif any(t.is_floating_point() and t.dtype != self.module_dtype for t in batched(z)[0]):
+                reason = f"`{name}` takes inputs that are in another precision than its weights"
+            elif _close(self._part(name, z).jvp(z, v), expected):
+                return name, ""
+            else:
                 reason = f"weights of `{self.layer}` are used outside of `{name}` as well"
-                continue
-            return name, ""
         return None, reason
 
     def _find_again(self, x: Any) -> None:

@@ -122,8 +122,9 @@ def layers_of(run: LayerRun, places: dict[str, Tensor]) -> list[Layer]:
         of_uses = [fold for use in run.uses[name] if (fold := folds_of[id(use)]) is not None]
         if len(of_uses) < len(run.uses[name]):
             continue
-        pair = run.pair(name, of_uses, iter(run.gradients(run.uses[name], u)))
-        if pair is not None and _explained(pair, [of_weights[n] for n in name]):
+        gradients = run.gradients(run.uses[name], u)
+        pair = run.pair(name, of_uses, iter(gradients))
+        if pair is not None and _explained(pair, [of_weights[n] for n in name], gradients):
             found.append(Layer(name, of_uses, _joined([places[n] for n in name], pair)))
     return found
 
@@ -137,11 +138,19 @@ def _fold(use: Use, plain: Tensor | None, scaled: Tensor | None, factors: Tensor
     """Where the data are: a factor of each output of a datum is one of each gradient that belongs to it."""
     if plain is None or scaled is None:
         return None
-    for fold in folds(plain.shape, use.leading, len(factors)):
+    tried = folds(plain.shape, use.leading, len(factors))
+    if not plain.any() and not _one_place(tried, plain.shape, len(factors)):
+        return None  # all folds would do for a gradient of zero, which that of other data need not be
+    for fold in tried:
         expected, seen = (fold(t, len(factors)).flatten(1) for t in (plain, scaled))
         if _close(seen, expected * factors[:, None].to(expected)):
             return fold
     return None
+
+
+def _one_place(tried: list[Fold], shape: torch.Size, num_data: int) -> bool:
+    """Whether the data can only be along one axis, with one row each."""
+    return bool(tried) and all(fold.axis == tried[0].axis and shape[fold.axis] == num_data for fold in tried)
 
 
 def _joined(of_names: list[Tensor], pair: Pair) -> Tensor:
@@ -150,12 +159,14 @@ def _joined(of_names: list[Tensor], pair: Pair) -> Tensor:
     return torch.cat([t.reshape(q, m, -1) for t in of_names], dim=-1)
 
 
-def _explained(pair: Pair, gradients: list[Tensor]) -> bool:
-    """Whether gradients of the weights are those that the operations give."""
-    return _close(torch.einsum("nqmt,nqkt->qmk", *pair), _joined(gradients, pair).to(pair[0]))
+def _explained(pair: Pair, gradients: list[Tensor], of_uses: list[Tensor | None]) -> bool:
+    """Whether gradients of the weights are those that the operations give, by gradients in their outputs."""
+    found, expected = torch.einsum("nqmt,nqkt->qmk", *pair), _joined(gradients, pair).to(pair[0])
+    # Torch sums those of weights in the precision of the operations, which half precision and `autocast` lower.
+    return _close(found, expected, max(torch.finfo(t.dtype).eps for t in of_uses if t is not None))
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
+def _close(found: Tensor, expected: Tensor, eps: float | None = None) -> bool:
     # Half of the digits: sums over many places round in another order.
-    rounding = math.sqrt(torch.finfo(found.dtype).eps)
+    rounding = math.sqrt(eps or torch.finfo(found.dtype).eps)
     return float((found - expected).norm()) <= rounding * float(expected.norm())

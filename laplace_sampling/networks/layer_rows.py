@@ -53,6 +53,9 @@ def _of_some(network: "Linearisation", layers: list[Layer], x: Any, u: Tensor) -
     run, found = LayerRun(network, x, num_rows(x)), []
     if {layer.names: len(layer.folds) for layer in layers} != {n: len(of_n) for n, of_n in run.uses.items()}:
         return []
+    folds = [(fold, use) for of in layers for fold, use in zip(of.folds, run.uses[of.names], strict=True)]
+    if not all(fold.fits(use.shape, len(run.f)) for fold, use in folds):
+        return []  # as of a mixture of experts, which other data take
     for layer, pair in zip(layers, run.pairs(layers, u.reshape(run.f.shape).to(run.f), again=False), strict=True):
         if pair is None:
             return []

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_sampling.networks.held_module import HALF
 from laplace_sampling.networks.linearisation import Linearisation
 
 __all__ = ["LinearLayer"]
@@ -25,7 +26,10 @@ class LinearLayer(Linearisation):
     def fits(module: nn.Module, names: list[str], z: Any) -> bool:
         """Whether a module is such a layer, with these random weights, and `z` such inputs."""
         plain = type(module) is nn.Linear and not nn.utils.parametrize.is_parametrized(module)
-        return plain and names == [name for name, _ in module.named_parameters()] and _is_matrix(z)
+        if not (plain and names == [name for name, _ in module.named_parameters()] and _is_matrix(z)):
+            return False
+        # Vectors of a layer in half precision are in float32, and so is not what it multiplies.
+        return z.dtype == module.weight.dtype and z.dtype not in HALF
 
     @property
     def num_inputs(self) -> int:

@@ -22,6 +22,7 @@ class ModuleState:
 
     Attributes:
         training: the parts that are in training mode.
+        tied: whether some weight has two names.
         buffers: of all parts.
     """
 
@@ -37,12 +38,18 @@ class ModuleState:
         self._copies = [held.copy() for held in self._restored]
         self._children = [part._modules for part in self._parts]
         self._copies_of_children = [dict(of_part) for of_part in self._children]
+        # Dictionaries in another order are equal, but a `Sequential` calls its parts in theirs.
+        self._order = list(chain.from_iterable(self._children))
         # Views show what dictionaries hold later.
         self._views = [held.values() for held in tensors]
         self._tensors = list(chain.from_iterable(self._views))
         self._hooks = [d.values() for part in self._parts for d in (part._forward_pre_hooks, part._forward_hooks)]
+        self._places = [(held, key, value) for held in [*attributes, *containers] for key, value in _tensors_in(held)]
         self._plain = [value for value in own if isinstance(value, Tensor) and not value.is_inference()]
         self._versions = [tensor._version for tensor in self._plain]
+        # To look for weights of two names at each call takes as long as a small network.
+        names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        self.tied = len(list(module.parameters())) < len(names)
         self.training = [part for part in self._parts if part.training]
         self.buffers = [b for part in self._parts for b in part._buffers.values() if b is not None]
 
@@ -51,6 +58,7 @@ class ModuleState:
         return (
             self.is_restored()
             and self._children == self._copies_of_children
+            and list(chain.from_iterable(self._children)) == self._order
             and list(map(type, self._parts)) == self._types
             and [kind.forward for kind in self._types] == self._forwards
             and [tensor._version for tensor in self._plain] == self._versions
@@ -68,7 +76,11 @@ class ModuleState:
         except Exception:  # arrays have no truth value, and classes of users may raise anything
             return False
         # Tensors of one number may be equal without being the same.
-        return same and all(map(is_, chain.from_iterable(self._views), self._tensors))
+        return (
+            same
+            and all(map(is_, chain.from_iterable(self._views), self._tensors))
+            and all(held[key] is value for held, key, value in self._places)
+        )
 
     def restore(self) -> None:
         """Puts back attributes, weights, buffers, and what lists, dictionaries and sets hold."""
@@ -78,6 +90,14 @@ class ModuleState:
             elif not (isinstance(held, dict) and _same_objects(held, copied)):  # one that was filled anew is slower
                 held.clear()
                 held.update(copied)
+
+
+def _tensors_in(held: Any) -> list[tuple[Any, Tensor]]:
+    """Tensors among attributes, or in a list or a dictionary of them, with their places."""
+    if isinstance(held, set):
+        return []
+    items = held.items() if isinstance(held, dict) else enumerate(held)
+    return [(key, value) for key, value in items if isinstance(value, Tensor)]
 
 
 def _same_objects(now: dict[str, Any], before: dict[str, Any]) -> bool:

@@ -37,6 +37,10 @@ class Fold:
     axis: int
     places_first: bool
 
+    def fits(self, shape: torch.Size, num_data: int) -> bool:
+        """Whether so many data can be there in a tensor of a shape."""
+        return shape[self.axis] % num_data == 0
+
     def __call__(self, x: Tensor, num_data: int) -> Float[Tensor, "n ..."]:
         """The tensor with the data along an axis of their own, the first."""
         sizes = (-1, num_data) if self.places_first else (num_data, -1)
@@ -45,8 +49,8 @@ class Fold:
 
 def folds(shape: torch.Size, leading: int, num_data: int) -> list[Fold]:
     """All places that the data may have among the first axes of a shape."""
-    axes = [axis for axis in range(leading) if shape[axis] % num_data == 0]
-    return [Fold(axis, places_first) for axis in axes for places_first in (False, True)]
+    both = [Fold(axis, places_first) for axis in range(leading) for places_first in (False, True)]
+    return [fold for fold in both if fold.fits(shape, num_data)]
 
 
 @dataclass(frozen=True)
@@ -72,11 +76,13 @@ class Use:
     Attributes:
         names: of the weight, and of the bias if that is random.
         edge: its output in the graph.
+        shape: of the output.
         leading: how many axes of the output may hold the data.
     """
 
     names: tuple[str, ...]
     edge: GradientEdge
+    shape: torch.Size
     leading: int
     _pair: Callable[[Tensor, bool, Fold, int], Pair]
 
@@ -117,7 +123,7 @@ class WeightUses(TorchFunctionMode):
             of_bias = [self._names[id(operation.bias)]] if id(operation.bias) in self._names else []
             names = (self._names[id(operation.weight)], *of_bias)
             # An edge, not the output: the next module may change that in place, as `ReLU(inplace=True)` does.
-            self.uses.append(Use(names, get_gradient_edge(output), operation.leading, operation.pair))
+            self.uses.append(Use(names, get_gradient_edge(output), output.shape, operation.leading, operation.pair))
 
     @contextmanager
     def _linear_inside(self) -> Iterator[None]:

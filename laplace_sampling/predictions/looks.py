@@ -1,6 +1,5 @@
 """`Looks`: what a rule for the prior precision looks at, and what that costs; plan and rule share it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +9,7 @@ from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.predictions.covariance_path import by_rows, num_samples
 
-__all__ = ["DECADE", "Looks", "climb", "decades"]
+__all__ = ["DECADE", "Looks", "decades"]
 
 # Of the data one in so many is looked at first, but for these few, at one precision in so many of the grid: a decade.
 _PART, _FEW, DECADE = 3, 32, 3
@@ -82,17 +81,3 @@ def decades(number: int) -> list[int]:
     """Indices of a grid of precisions that are a decade apart, and the last one."""
     found = list(range(0, number, DECADE))
     return found if found[-1] == number - 1 else [*found, number - 1]
-
-
-def climb(value: Callable[[int], float], start: int, number: int) -> int:
-    """The index, of so many, of a maximum that is reached from a start by steps of one or two.
-
-    Draws of the function leave small maxima beside it, which steps of one would not leave.
-    """
-    best = start
-    for direction in (1, -1):
-        step = 1
-        while step <= 2 and 0 <= best + step * direction < number:
-            better = value(best + step * direction) > value(best)
-            best, step = (best + step * direction, 1) if better else (best, step + 1)
-    return best

@@ -7,6 +7,7 @@ so that the best noise precision `b` is a closed form for each `ρ` where output
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -23,7 +24,7 @@ from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.some_features import SomeFeatures
 from laplace_sampling.predictions.calibration import Calibration, own_temperature, tempered
 from laplace_sampling.predictions.covariance_path import CovariancePath
-from laplace_sampling.predictions.looks import DECADE, Looks, climb, decades
+from laplace_sampling.predictions.looks import DECADE, Looks, decades
 from laplace_sampling.predictions.selection import Selected, Selection, grid, nearest
 
 __all__ = ["Validation", "check_finite", "held_out_looks"]
@@ -32,6 +33,10 @@ __all__ = ["Validation", "check_finite", "held_out_looks"]
 _DRAWS, _STREAM = 16, 2**20 + 3
 # Nats a datum by which a part of the data is less likely than at its best where no smaller precision is tried.
 _FAR = 0.05
+# Nats a datum that error bars may cost: half of what a user would notice. On the CNN with batch norm and 58,000 images
+# of Fashion-MNIST the likeliest precision is 9e7 with a temperature of 1.17, by 0.001 nats a datum before 2,000, at
+# which the AUROC of `epistemic` against MNIST is 0.96 in place of 0.91.
+_PRICE = 0.001
 
 
 @dataclass(frozen=True)
@@ -91,24 +96,26 @@ class Validation(Selection):
         def log_likelihood(index: int) -> float:
             return _found(calibration(index))
 
+        price = _PRICE * self.features.num_data
         if near is not None:
             start = nearest(alphas, near)
-            found = climb(log_likelihood, start, len(alphas))
+            found = _widest(log_likelihood, start, len(alphas), price)
             best = found if abs(found - start) <= DECADE else None
         if best is None:
             start, products = self._start(path, alphas, draws, tempered_of)
-            best = climb(log_likelihood, start, len(alphas))
+            best = _widest(log_likelihood, start, len(alphas), price)
         return float(alphas[best]), calibration(best), products + deviations.products
 
     def _start(self, path: CovariancePath, alphas: Tensor, draws: Draws, tempered_of: "_Tempered") -> tuple[int, float]:
-        """Where a part of the data is likeliest, of precisions a decade apart, and what that took."""
+        """The widest error bars of precisions a decade apart, by a part of the data, and what that took."""
         part, coarse = self.looks(self.features).part, decades(len(alphas))
         rough = path.deviations(SomeFeatures(self.features, part), alphas[coarse], draws, len(coarse))
         start, best = 0, -math.inf
         for number, index in enumerate(coarse):
             found = _found(tempered_of(rough[number], part))
-            if found > best:
-                start, best = index, found
+            best = max(best, found)
+            if found >= best - _PRICE * len(part):
+                start = index
             elif found < best - _FAR * len(part):
                 break
         return start, rough.products
@@ -119,25 +126,41 @@ class Validation(Selection):
         """`α` and `b` at which the targets are likeliest under `N(f, (b₀V(α₀; b₀) + I)/b)`, `α = α₀ b/b₀`."""
         error = (self.targets.reshape(self.outputs.shape) - self.outputs).double()
         before, eye = float(likelihood.noise_precision), torch.eye(error.shape[1]).to(error)
-        best: tuple[float, float, float, Tensor] | None = None
+        tried: list[tuple[float, float, Tensor]] = []
         for alpha, covariance in zip(alphas.tolist(), path.covariances(self.features, alphas), strict=True):
             unit = before * covariance + eye
             squares = float((torch.linalg.solve(unit, error[..., None])[..., 0] * error).sum())
             noise = error.numel() / max(squares, 1e-300) if likelihood.learn else before
             log_probs = MultivariateNormal(torch.zeros_like(error), unit / noise).log_prob(error)
-            if best is None or float(log_probs.sum()) > best[0]:
-                best = float(log_probs.sum()), alpha * noise / before, noise, log_probs
-        assert best is not None
+            tried.append((alpha * noise / before, noise, log_probs))
+        least = max(float(log_probs.sum()) for _, _, log_probs in tried) - _PRICE * len(error)
+        alpha, noise, log_probs = [found for found in tried if float(found[2].sum()) >= least][-1]
         own = error.numel() / max(float(error.square().sum()), 1e-300) if likelihood.learn else before
         alone = Normal(0.0, own**-0.5).log_prob(error).sum(1)
-        fitted = likelihood.with_precision(torch.tensor(best[2])) if likelihood.learn else likelihood
-        return best[1], fitted, Calibration().scored("held out", best[3], alone)
+        fitted = likelihood.with_precision(torch.tensor(noise)) if likelihood.learn else likelihood
+        return alpha, fitted, Calibration().scored("held out", log_probs, alone)
 
 
 def held_out_looks(num_data: int, likelihood: Likelihood) -> Looks:
     """What the rule looks at, of so many held-out data."""
-    # The likeliest of five precisions, of which two to each side are less likely.
-    return Looks(num_data, _DRAWS, rows=isinstance(likelihood, Gaussian), near=5)
+    # Up to a decade of precisions that are about as likely, and one to each side, beside those that were passed.
+    return Looks(num_data, _DRAWS, rows=isinstance(likelihood, Gaussian), near=7)
+
+
+def _widest(log_likelihood: Callable[[int], float], start: int, number: int, price: float) -> int:
+    """The index of the smallest precision, of so many from large to small, that is hardly less likely than others.
+
+    From the start it goes to larger ones while these are more likely by more than a price, and then to smaller ones
+    while they are within that price of the best that was passed.
+    """
+    best = start
+    while best > 0 and log_likelihood(best - 1) > log_likelihood(best) + price:
+        best -= 1
+    largest = log_likelihood(best)
+    while best + 1 < number and log_likelihood(best + 1) >= largest - price:
+        best += 1
+        largest = max(largest, log_likelihood(best))
+    return best
 
 
 class _Tempered:

@@ -191,6 +191,19 @@ def test_after_one_more_epoch_it_costs_at_most_half(kind: str, method: str, crit
     assert distance(la, cold, problem.x) < 0.03
 
 
+def test_a_preconditioner_of_a_network_that_is_far_off_is_left() -> None:
+    """With it the solves would take 2.4 times the products of a cold fit."""
+    problem = Problem("regression", 300)
+    la = problem.laplace("dual").fit_hyperparameters(problem.batches, progress=False)
+    first = products(la)
+    problem.optimiser.param_groups[0]["lr"] = 0.2
+    problem.train(200)
+    la.fit_hyperparameters(problem.batches, warm_start=True, progress=False)
+    cold = problem.laplace("dual").fit_hyperparameters(problem.batches, progress=False)
+    assert products(la) - first <= 1.2 * products(cold)
+    assert distance(la, cold, problem.x) < 0.03
+
+
 @pytest.mark.parametrize("method", ["exact", "krylov", "kfac", "subset"])
 @pytest.mark.parametrize("criterion", ["leave_one_out", "self_consistency", "validation"])
 @pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")

@@ -8,10 +8,12 @@ from cases import Case
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.datum_rows import DatumRows, datum_rows
 from laplace_sampling.linear_model.features import Features, ScaledFeatures
 from laplace_sampling.linear_model.network_features import features_at
 from laplace_sampling.linear_model.some_features import SomeFeatures
+from laplace_sampling.linear_model.tangent_model_of import tangent_model_of
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.resources import Operations
 
@@ -104,11 +106,55 @@ class Twice(nn.Module):
         return self.layer(once) if bool((x[:, 0] > 0).all()) else once
 
 
-@pytest.mark.filterwarnings("ignore:Jacobians of Twice")
-@pytest.mark.parametrize("module", [Tied, Twice])
+class Experts(nn.Module):
+    """Two layers, of which each datum takes one by the sign of its first input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positive, self.negative = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        taken = x[:, 0] > 0
+        places = torch.cat([taken.nonzero(), (~taken).nonzero()])[:, 0]
+        return torch.cat([self.positive(x[taken]), self.negative(x[~taken])])[places.argsort()].tanh()
+
+
+class Gated(nn.Module):
+    """As many places as data, which go first; the gradient is zero where the first input is negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x.T[..., None]).tanh() * (x[:, 0] > 0)[:, None]).sum(0)
+
+
+@pytest.mark.filterwarnings("ignore:Jacobians of (Twice|Experts)")
+@pytest.mark.parametrize("module", [Tied, Twice, Experts, Gated])
 def test_weights_that_are_used_in_another_way(module: type[nn.Module]) -> None:
     torch.manual_seed(0)
     network, x = module().double(), torch.randn(8, 4, dtype=torch.float64)
     x[:4, 0], x[4:, 0] = x[:4, 0].abs(), -x[4:, 0].abs()
-    jacobian = torch.cat([reference.jacobian(network, part) for part in x.split(4)])
-    check(features_at(Linearisation(network), x, batch_size=4), jacobian)
+    for inputs in (x, x[[0, 1, 2, 3, 4, 5, 0, 1]], x.flip(0)):
+        jacobian = torch.cat([reference.jacobian(network, part) for part in inputs.split(4)])
+        check(features_at(Linearisation(network), inputs, batch_size=4), jacobian)
+
+
+class Extended(Tied):
+    """The user may switch the second use of the weight on."""
+
+    again = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.again else self.layer(x).tanh()
+
+
+def test_a_network_that_was_changed_since_an_earlier_fit() -> None:
+    torch.manual_seed(0)
+    module, x = Extended().double(), torch.randn(8, 4, dtype=torch.float64)
+    network, loader = Linearisation(module), [(x, torch.zeros(8, 4, dtype=torch.float64))]
+    for again in (False, True):
+        module.again = again
+        features = tangent_model_of(network, Gaussian(), loader, kind="affine").model.features
+        check(features, reference.jacobian(module, x))

@@ -1,5 +1,6 @@
 """Diagonal and Kronecker-factored curvature, against dense algebra."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -18,9 +19,11 @@ from laplace_sampling.linear_model.factored import KroneckerFit, factored_curvat
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.kronecker import Kronecker
 from laplace_sampling.linear_model.layer_curvature import partial_traces, squares
+from laplace_sampling.linear_model.network_features import features_at
 from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
 from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.methods.factored import Factored as FactoredMethod
+from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.preconditioners import Factored
 
@@ -136,6 +139,19 @@ class Odd(nn.Module):
         h = nn.functional.relu(self.plain(x), inplace=True)
         h = self.tied(h).tanh() @ self.tied.weight
         return self.norm(self.of_places(h[..., None])[..., 0]) * self.free
+
+
+@pytest.mark.parametrize("half", [{"dtype": torch.bfloat16}, {"dtype": torch.float16}, {"autocast": torch.bfloat16}])
+def test_layers_of_less_precision_have_their_factors(half: dict[str, torch.dtype]) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3)).to(half.get("dtype"))
+    x, M = torch.randn(30, 4), []
+    for model, autocast in ((module, half.get("autocast")), (copy.deepcopy(module).float(), None)):
+        features = features_at(Linearisation(model, autocast=autocast), x)
+        ggn = GGN(features, Categorical(), torch.zeros(30, 3), torch.arange(30) % 3)
+        found = factored_curvature("kfac", ggn, 0, None, ALL)
+        M.append(found.matmul(torch.eye(ggn.size)))
+    assert_close(*M, rtol=0.05, atol=0.02 * float(M[1].max()))
 
 
 @pytest.mark.usefixtures("no_dense_blocks")

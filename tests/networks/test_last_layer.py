@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from laplace_sampling import SGD, Categorical, Gaussian, LinearisedLaplace
+from laplace_sampling import predict as module_of_predict
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.networks import last_layer as module_of_last_layer
 from laplace_sampling.networks.last_layer import LastLayer
@@ -475,8 +476,11 @@ def test_a_head_whose_output_is_changed_takes_the_whole_network(change: str, par
     assert_close(la.predict(x).deviations, expected_deviations(model, x, la.samples_), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize("change", ["bound", "some data"])
-def test_outputs_that_are_changed_after_the_fit_only(change: str) -> None:
+def test_outputs_that_are_changed_after_the_fit_only(
+    change: str, in_parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, x = randomised(Changed(CHANGES[change])), inputs_of_which_some_are_changed()
     seen = x[x[:, 0] <= 1]
     la = LinearisedLaplace(model, "classification", parameters=["head.*"], num_samples=4)
@@ -486,6 +490,9 @@ def test_outputs_that_are_changed_after_the_fit_only(change: str) -> None:
     assert_close(
         la.network.jvp(seen, la.samples_), expected_deviations(model, seen, la.samples_), rtol=1e-9, atol=1e-12
     )
+    if in_parts:  # of which only the last is changed
+        monkeypatch.setattr(module_of_predict, "_DATA_OF_OUTPUTS", 1)
+        x = torch.cat([seen, x[x[:, 0] > 1]])
     pred = la.predict(x)
     assert_close(pred.deviations, expected_deviations(model, x, la.samples_), rtol=1e-9, atol=1e-12)
     rows = la.network.jacobian(x)
@@ -495,3 +502,30 @@ def test_outputs_that_are_changed_after_the_fit_only(change: str) -> None:
     hessian = torch.einsum("ncp,ncd,ndq->pq", phi, torch.diag_embed(p) - p[:, :, None] * p[:, None], phi)
     inverse = (hessian + la.prior_precision_ * torch.eye(27, dtype=torch.float64)).inverse()
     assert_close(pred.covariance(), rows @ inverse @ rows.mT, rtol=1e-7, atol=1e-10)
+
+
+class OfLessPrecision(nn.Module):
+    """A network that lowers the precision of its own operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.head(self.body(x).tanh()).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_heads_of_less_precision(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    low = OfLessPrecision() if dtype == torch.float32 else nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+    names, weights = ["head.*" if dtype == torch.float32 else "2.*"], low.to(dtype).state_dict()
+    full = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+    full.load_state_dict(dict(zip(full.state_dict(), weights.values(), strict=True)))
+    x = inputs_of_which_some_are_changed().float()
+    of_both = []
+    for model, of_head in ((low, names), (full, ["2.*"])):
+        la = LinearisedLaplace(model, "classification", parameters=of_head, method="exact", num_samples=4)
+        of_both.append(la.fit([(x, torch.arange(30) % 3)], progress=False).predict(x).covariance())
+    assert_close(*of_both, rtol=0.05, atol=0.02 * float(of_both[1].max()))
