@@ -25,7 +25,8 @@ __all__ = ["STUDY", "read"]
 
 SETS = ("bike", "keggdirected", "kin40k")
 SPLITS, STEPS, BATCH, VALIDATION = 1, 10_000, 200, 0.1
-PART, INDUCING, SVGP_EPOCHS = 2000, 512, 30
+# As many epochs as the networks have: on bike 30 of them leave a log-likelihood of 0.23, and 150 take it to 1.40.
+PART, INDUCING, SVGP_EPOCHS = 2000, 512, 150
 KEYS = ("rmse", "log_likelihood", "coverage")
 # RMSE and log-likelihood of targets of mean 0 and variance 1.
 PUBLISHED = {

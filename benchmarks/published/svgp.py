@@ -37,11 +37,13 @@ def svgp(problem: Problem, inducing: int, epochs: int) -> Fitted:
     bound: Any = gpytorch.mlls.VariationalELBO(likelihood, model, len(y))
     optimiser = torch.optim.Adam([*model.parameters(), *likelihood.parameters()], STEP_SIZE)
     model.train()
-    for _ in range(epochs):
-        for batch in torch.randperm(len(y), generator=generator).split(BATCH):
-            optimiser.zero_grad()
-            (-bound(model(x[batch]), y[batch])).backward()
-            optimiser.step()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(problem.seed)  # the variational mean starts with noise
+        for _ in range(epochs):
+            for batch in torch.randperm(len(y), generator=generator).split(BATCH):
+                optimiser.zero_grad()
+                (-bound(model(x[batch]), y[batch])).backward()
+                optimiser.step()
     model.eval()
     noise = float(likelihood.noise.detach())
 
