@@ -69,6 +69,7 @@ def test_no_mode_is_searched_for_until_it_is_asked_for() -> None:
     assert la._fitted is not None
     assert la._fitted.posterior.mode is None
     assert [step.mode_norm for step in la.history_] == [None]
+    assert la.history_[0].effective_dimension == pytest.approx(la.effective_dimension_.tolist(), rel=1e-6)
     # Gradients of the Kronecker factors, 40 data with 2 outputs, twice; a mode takes passes of all data.
     assert la.network.products["jvp"] <= 2 * len(X)
     assert la.converged_

@@ -22,10 +22,11 @@ from laplace_sampling.linear_model.priors.prior import ungrouped
 from laplace_sampling.linear_model.some_features import SomeFeatures
 from laplace_sampling.predictions.calibration import own_temperature, tempered
 from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
+from laplace_sampling.predictions.looks import decades
 from laplace_sampling.predictions.loss_rise import LossRise
 from laplace_sampling.predictions.selection import Selected, grid
 from laplace_sampling.predictions.self_consistency import SelfConsistency
-from laplace_sampling.predictions.validation import _PRICE, Validation, _widest
+from laplace_sampling.predictions.validation import _PRICE, Validation, _Tempered, _widest
 
 BOUNDS = (1e-8, 1e12)
 NOT_GAUSSIAN = ["classification", "binary", "multi_label", "poisson", "heteroscedastic", "segmentation", "from_loss"]
@@ -344,3 +345,52 @@ def test_a_temperature_does_not_take_the_place_of_error_bars() -> None:
     smaller = tempered(rule.likelihood, rule.targets, rule.outputs, deviations[index + 1], own).log_likelihood
     assert smaller is not None
     assert smaller < found.calibration.log_likelihood
+
+
+def test_a_part_of_held_out_data_says_where_error_bars_begin_to_cost() -> None:
+    _, path, rule = many()
+    # Outputs of a tenth of the size: error bars that the data do not speak against are wider than the likeliest.
+    # The likeliest precision is the largest, and the next decade costs next to nothing.
+    rule = replace(rule, outputs=0.4 * rule.outputs)
+    alphas, draws = grid(path, rule.features, BOUNDS), Draws(16, 0, 2**20 + 3)
+    index, _ = rule._start(path, alphas, draws, _Tempered(rule))
+    part, coarse = rule.looks(rule.features).part, decades(len(alphas))
+    deviations = path.deviations(SomeFeatures(rule.features, part), alphas[coarse], draws, len(coarse))
+    tempered_of = _Tempered(rule)
+    found = [tempered_of(deviations[number], part).log_likelihood or -math.inf for number in range(len(coarse))]
+    number = coarse.index(index)
+    assert found[number] >= max(found) - _PRICE * len(part)
+    assert found[number + 1] < max(found) - _PRICE * len(part)
+    assert found[number] < max(found)
+
+
+def test_error_bars_of_a_regression_are_as_wide_as_the_price_allows() -> None:
+    """Targets that the network predicts up to equal noise: wider error bars cost little by little."""
+    generator = torch.Generator().manual_seed(5)
+    J = torch.randn(400, 1, 5, generator=generator, dtype=torch.float64)
+    y = torch.randn(400, 1, generator=generator, dtype=torch.float64)
+    nothing = torch.zeros(4, 1, dtype=torch.float64)
+    model = replace(
+        make_case("regression").linear_model("affine"),
+        features=DenseFeatures(J[:4]),
+        network_outputs=nothing,
+        offset=nothing,
+        targets=y[:4],
+        likelihood=Gaussian(2.0),
+    )
+    prior = ungrouped(torch.ones(5, dtype=torch.float64), 1.0)
+    path = FactoredPath(DenseCurvature.accumulated(model.ggn(model.network_outputs)), prior)
+    rule = Validation(DenseFeatures(J[100:]), torch.zeros(300, 1, dtype=torch.float64), y[100:], model.likelihood)
+    found = rule.select(model, path, BOUNDS, 0, 1.0)
+    G, values = J[:4, 0].T @ J[:4, 0], []
+    alphas = grid(path, rule.features, BOUNDS).tolist()
+    for alpha in alphas:
+        # With unit noise, the prior precision is `α/2`; the noise that suits best is a closed form.
+        V = J[100:, 0] @ torch.linalg.inv(G + alpha / 2 * torch.eye(5, dtype=G.dtype)) @ J[100:, 0].T
+        unit = 1 + V.diagonal()
+        noise = float((y[100:, 0].square() / unit).mean())
+        values.append(float(Normal(0.0, (noise * unit).sqrt()).log_prob(y[100:, 0]).sum()))
+    allowed = [n for n, value in enumerate(values) if value >= max(values) - _PRICE * 300]
+    assert allowed[-1] > values.index(max(values))
+    noise = float(found.likelihood.noise_precisions())  # pyright: ignore[reportArgumentType]
+    assert found.alpha / noise == pytest.approx(alphas[allowed[-1]] / 2)
