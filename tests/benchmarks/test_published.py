@@ -112,7 +112,7 @@ def test_rules_that_look_at_one_input_take_the_largest_scores() -> None:
 
 
 def test_regrets_are_zero_at_the_optimum() -> None:
-    pytest.importorskip("botorch")
+    pytest.importorskip("botorch", reason="BoTorch, of the extra `botorch`, is not there")
     for target in optimisation.targets().values():
         assert float(target.optimal_value - target(target.optimizers.double()).max()) == pytest.approx(0, abs=1e-4)
 
@@ -135,7 +135,7 @@ def run(out: Path, *arguments: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("part", parts.PARTS)
 def test_a_quick_run_and_its_page(part: str, tmp_path: Path) -> None:
     if part == "optimisation":
-        pytest.importorskip("botorch")
+        pytest.importorskip("botorch", reason="BoTorch, of the extra `botorch`, is not there")
     out = tmp_path / "published.jsonl"
     records = run(out, "--parts", part)
     rows = [row for record in records for row in record["rows"]]

@@ -157,7 +157,6 @@ def test_spectral_networks_train(name: str) -> None:
     assert p.log_probs.isfinite().all()
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("gpytorch"), reason="GPyTorch, of the extra `bench`, is not there")
 @pytest.mark.parametrize("name", ["deep_kernel", "sparse_process", "gaussian_process"])
 def test_gaussian_processes(name: str, gap: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.gp import sparse
