@@ -46,12 +46,12 @@ def exact(problem: Problem, features: nn.Module | None) -> Fitted:
     return Fitted(predictions(posterior, noise, problem.seed), details={"noise": noise})
 
 
-def sparse_process(problem: Problem) -> Fitted:
-    """RBF kernel with a length for each input and inducing points, by mini-batches (Hensman et al. 2013)."""
+def sparse_process(problem: Problem, **settings: Any) -> Fitted:
+    """Inducing points by mini-batches (Hensman et al. 2013); settings are those of `fit_sparse_process`."""
     from benchmarks.gp.sparse import fit_sparse_process
 
     train = problem.data.train
-    model, noise = fit_sparse_process(train.x, train.y.flatten(), problem.seed)
+    model, noise = fit_sparse_process(train.x, train.y.flatten(), problem.seed, **settings)
     return Fitted(predictions(model, noise, problem.seed), details={"noise": noise})
 
 

@@ -67,6 +67,16 @@ def test_rows_of_some_data_and_of_scaled_features(network: tuple[nn.Module, Tens
     assert not check(ScaledFeatures(features, uneven.double()), uneven.double() * jacobian).outer
 
 
+def test_rows_times_a_scale_of_each_weight(network: tuple[nn.Module, Tensor]) -> None:
+    module, x = network
+    features, every = features_at(Linearisation(module), x), torch.arange(9)
+    rows = datum_rows(features, torch.ones(9, 3, dtype=torch.float64), every)
+    even, uneven = torch.full((features.size,), 0.3).double(), torch.linspace(0.1, 2, features.size).double()
+    assert rows.scaled(even).outer
+    assert_close(rows.scaled(even).dense(), 0.3 * rows.dense())
+    assert_close(rows.scaled(uneven).dense(), uneven * rows.dense())
+
+
 def test_a_row_takes_a_forward_and_a_backward_pass(network: tuple[nn.Module, Tensor]) -> None:
     """One VJP of each datum, and no more operations than a gradient of all data and the rows that are formed."""
     module, x = network
