@@ -33,9 +33,8 @@ __all__ = ["Validation", "check_finite", "held_out_looks"]
 _DRAWS, _STREAM = 16, 2**20 + 3
 # Nats a datum by which a part of the data is less likely than at its best where no smaller precision is tried.
 _FAR = 0.05
-# Nats a datum that error bars may cost: half of what a user would notice. On the CNN with batch norm and 58,000 images
-# of Fashion-MNIST the likeliest precision is 9e7 with a temperature of 1.17, by 0.001 nats a datum before 2,000, at
-# which the AUROC of `epistemic` against MNIST is 0.96 in place of 0.91.
+# Nats a datum that error bars may cost (`docs/decisions/choice-of-precision.md`): a third of it brings half as much for
+# telling other data, three times as much costs up to 0.006 nats of test data.
 _PRICE = 0.001
 
 

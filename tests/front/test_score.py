@@ -223,6 +223,24 @@ def test_the_score_by_evidence_is_its_maximum(name: str, method: str) -> None:
     assert score.standard_error == 0.0 or method == "krylov"
 
 
+def test_the_score_by_evidence_has_the_units_of_the_targets() -> None:
+    """`log p(y)` of ridge regression with a noise variance for each datum, at the weights of the network."""
+    network, x, y = ridge()
+    R = torch.linspace(0.2, 3.0, len(y)).double()
+    la = LinearisedLaplace(network, Gaussian(NOISE, learn=False), prior=IsotropicPrior(ALPHA), method="exact")
+    score = la.fit([(x, y)], noise_variances=R, progress=False).score()
+    w, b = network.weight.detach(), NOISE / R
+    noise = torch.distributions.Normal((x @ w.T)[:, 0], b.rsqrt()).log_prob(y[:, 0]).sum()
+    M = x.T @ (b[:, None] * x)
+
+    def log_evidence(alpha: float) -> float:
+        return float(noise - 0.5 * alpha * w.square().sum() - 0.5 * (torch.eye(3).double() + M / alpha).logdet())
+
+    best = max(torch.logspace(-3, 3, 601).tolist(), key=log_evidence)
+    assert score.prior_precision == pytest.approx(best, rel=0.02)
+    assert score.value * len(y) == pytest.approx(log_evidence(score.prior_precision), rel=1e-6)
+
+
 def test_networks_that_are_compared() -> None:
     good, x, y = ridge(60)
     bad = nn.Linear(3, 1, bias=False).double()
