@@ -20,7 +20,11 @@ ROOMS = (
     "evidence",
     "gp",
     "methods",
+    "plots",
+    "export",
     "front",
+    "training",
+    "integrations",
 )
 PACKAGE = Path(laplace_sampling.__file__).parent
 MODULES = {

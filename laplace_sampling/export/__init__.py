@@ -1,0 +1,1 @@
+"""Posteriors as modules that need neither training data nor this library's fits."""

@@ -1,0 +1,1 @@
+"""Pictures of predictions and of fits."""
