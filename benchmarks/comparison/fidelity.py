@@ -4,7 +4,8 @@ All have the isotropic prior with the precision of the exact evidence, and the c
 laplace-torch has. There are three distances, each a mean over test data: the 2-Wasserstein distance between the
 Gaussians of the logits; the symmetrised divergence between predictive probabilities of those Gaussians, by many draws;
 and the same divergence for the probabilities as each method predicts them, which for this library includes the noise of
-its samples.
+its samples. What a fit costs is counted, in operations of matrix products and convolutions by those of an epoch of
+training.
 """
 
 import time
@@ -25,7 +26,10 @@ from benchmarks.comparison.ours import BATCH
 from benchmarks.comparison.predictions import log_mean_exp
 from benchmarks.comparison.run import Case, problem_of
 from benchmarks.comparison.training import Problem, Recipe, outputs_of
-from laplace_sampling import IsotropicPrior, LinearisedLaplace
+from benchmarks.price.meter import operations_of
+from benchmarks.price.training import epoch_of
+from laplace_sampling import ConvergenceWarning, IsotropicPrior, LinearisedLaplace
+from laplace_sampling.networks.resources import Operations
 
 __all__ = ["KEY", "METHODS_COMPARED", "SUITES", "distances", "run"]
 
@@ -38,7 +42,8 @@ HESSIAN_AT = "network"
 # Covariances of the logits of test data, `[N, C, C]`, and log-probabilities as predicted, `[N, C]`, if not those of the
 # Gaussians.
 Approximation = tuple[Tensor, Tensor | None]
-Method = Callable[[Problem, Tensor, float], Approximation]
+# A fit at a prior precision, which returns what predicts.
+Method = Callable[[Problem, float], Callable[[Tensor], Approximation]]
 
 
 def log_probs(outputs: Tensor, covariance: Tensor) -> Tensor:
@@ -54,26 +59,35 @@ def log_probs(outputs: Tensor, covariance: Tensor) -> Tensor:
     return log_mean_exp(torch.stack(total))
 
 
-def alone(problem: Problem, x: Tensor, precision: float) -> Approximation:
-    outputs = outputs_of(problem.network, x)
-    return torch.zeros(*outputs.shape, outputs.shape[-1]), None
+def alone(problem: Problem, precision: float) -> Callable[[Tensor], Approximation]:
+    def predict(x: Tensor) -> Approximation:
+        outputs = outputs_of(problem.network, x)
+        return torch.zeros(*outputs.shape, outputs.shape[-1]), None
+
+    return predict
 
 
-def ours(problem: Problem, x: Tensor, precision: float, num_samples: int) -> Approximation:
+def ours(problem: Problem, precision: float, budget: float | None = None, **settings: Any) -> Callable:
     la = LinearisedLaplace(
         problem.network,
         problem.likelihood,
         prior=IsotropicPrior(precision=precision),
-        num_samples=num_samples,
         seed=problem.seed,
-        method="krylov",
         hessian_at=HESSIAN_AT,
-    ).fit(problem.data.train.loader(BATCH), progress=False)
-    prediction: Any = la.predict(x)
-    return prediction.covariance(), prediction.probs.double().log()
+        **settings,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # a budget may end a fit
+        la.fit(problem.data.train.loader(BATCH), budget=budget, progress=False)
+
+    def predict(x: Tensor) -> Approximation:
+        prediction: Any = la.predict(x)
+        return prediction.covariance(), prediction.probs.double().log()
+
+    return predict
 
 
-def theirs(problem: Problem, x: Tensor, precision: float, subset: str, structure: str) -> Approximation:
+def theirs(problem: Problem, precision: float, subset: str, structure: str) -> Callable[[Tensor], Approximation]:
     settings: dict[str, Any] = {"prior_precision": precision}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -81,8 +95,12 @@ def theirs(problem: Problem, x: Tensor, precision: float, subset: str, structure
             settings["subnetwork_indices"] = widest(problem, precision)
         la, _, batch = build(problem.network, problem.likelihood, subset, structure, **settings)
         la.fit(problem.data.train.loader(batch))
+
+    def predict(x: Tensor) -> Approximation:
         parts = [la._glm_predictive_distribution(part)[1].detach() for part in x.split(batch)]
-    return torch.cat(parts), None
+        return torch.cat(parts), None
+
+    return predict
 
 
 def widest(problem: Problem, precision: float) -> Tensor:
@@ -98,9 +116,9 @@ METHODS_COMPARED: dict[str, Method] = {
     "KFAC": partial(theirs, subset="all", structure="kron"),
     "last layer": partial(theirs, subset="last_layer", structure="full"),
     f"subnetwork of {SUBNETWORK}": partial(theirs, subset="subnetwork", structure="full"),
-    "ours, 16 samples": partial(ours, num_samples=16),
-    "ours, 64 samples": partial(ours, num_samples=64),
-    "ours, 256 samples": partial(ours, num_samples=256),
+    **{f"ours, {num} samples": partial(ours, num_samples=num, method="krylov") for num in (16, 64, 256)},
+    "ours, Kronecker factors": partial(ours, method="kfac"),
+    **{f"ours, at most {budget:g} epochs": partial(ours, budget=budget) for budget in (5.0, 10.0, 20.0, 50.0)},
 }
 
 
@@ -114,12 +132,15 @@ def distances(problem: Problem, methods: Sequence[str] | None = None) -> Iterato
     outputs, covariance = prediction.logits.double(), prediction.covariance()
     probs = log_probs(outputs, covariance)
     del exact, prediction
+    epoch = operations_of(epoch_of(problem.network, problem.data.train.loader(BATCH)))
     for name in METHODS_COMPARED if methods is None else methods:
         method = METHODS_COMPARED[name]
         if getattr(method, "func", None) is theirs and missing(METHODS["laplace-torch, KFAC"]) is not None:
             continue
         started = time.perf_counter()
-        spread, predicted = method(problem, x, precision)
+        with Operations() as counted:
+            predict = method(problem, precision)
+        spread, predicted = predict(x)
         seconds = time.perf_counter() - started
         other = log_probs(outputs, spread)
         predicted = other if predicted is None else predicted
@@ -131,6 +152,7 @@ def distances(problem: Problem, methods: Sequence[str] | None = None) -> Iterato
             "prior_precision": precision,
             "num_parameters": sum(p.numel() for p in problem.network.parameters()),
             "seconds": round(seconds, 3),
+            "epochs_of_fit": counted.count / epoch,
         }
 
 
