@@ -11,6 +11,9 @@ from pathlib import Path
 
 from benchmarks.comparison import cost, fidelity, report, run
 
+# Results that the page is written from.
+RECORDS = Path(__file__).parent / "records"
+
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
@@ -30,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--suite", choices=tuple(run.SUITES), default="small")
         command.add_argument("--out", type=Path, metavar="FILE", help="by default results/SUITE.jsonl")
     reporting = commands.add_parser("report", help="tables and figures")
-    reporting.add_argument("files", type=Path, nargs="*", default=[Path("results/small.jsonl")])
+    reporting.add_argument("files", type=Path, nargs="*", default=sorted(RECORDS.glob("*.jsonl")))
     reporting.add_argument("--page", type=Path, default=Path("docs/results.md"))
     return top
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["draw"]
 
 SHOWN = (
-    "MAP", "temperature scaling", "ours", "ours, isotropic, B at the mode", "ours, validation",
-    "laplace-torch, last layer", "laplace-torch, KFAC, validation", "MC dropout", "ensemble of 5",
+    "MAP", "temperature scaling", "ours", "ours, validation", "laplace-torch, last layer, KFAC", "MC dropout", "SNGP",
+    "ensemble of 5",
 )  # fmt: skip
 
 
@@ -31,10 +31,13 @@ def draw(results: Results, near: Sequence[dict[str, Any]], folder: Path) -> list
     drawn = []
     parts = ["test", *(f"severity {s}" for s in range(1, 6))]
     cases = [c for c in results.cases if results.shifts(c) and results.likelihood(c) == "classification"]
-    cases = [c for c in cases if not np.isnan(results.mean(c, "MC dropout", part="severity 1"))]
+    # Lines are means over the same cases.
+    run = set(results.methods(cases))
+    methods = [m for m in SHOWN if m in run]
+    cases = [c for c in cases if not any(np.isnan(results.mean(c, m, part="severity 1")) for m in methods)]
     if cases:
         figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-        for method in SHOWN:
+        for method in methods:
             ladder = [np.mean([results.mean(c, method, part=p) for c in cases]) for p in parts]
             joint = [np.mean([results.gain(c, method, f"joint_{k}") / k for c in cases]) for k in range(1, 6)]
             axes[0].plot(range(6), ladder, marker=".", label=method)

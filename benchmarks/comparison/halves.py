@@ -80,7 +80,7 @@ def other_data_table(results: Results) -> str:
         row.append(best(lambda s, m=method: nan_mean([results.mean(c, m, f"error_auroc_{s}") for c in cases])))
         rows.append(row)
     heads = [f"{inside} / {other}" for inside, other in columns]
-    return table(["method", *heads, "errors"], rows) if rows else ""
+    return table(["method", *heads, "errors"], rows)
 
 
 def best(value: Callable[[str], float]) -> str:

@@ -30,18 +30,20 @@ def read(path: Path, key: Sequence[str]) -> list[dict[str, Any]]:
 def append(path: Path, result: dict[str, Any]) -> None:
     """Writes a line in one piece, so that several processes may write to the file."""
     line = "\n" if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n") else ""
-    line += json.dumps(finite(result)) + "\n"
+    line += json.dumps(rounded(result)) + "\n"
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), "wb") as file:
         file.write(line.encode())
 
 
-def finite(value: Any) -> Any:
-    """Replaces NaN and infinity, which JSON does not have, by null."""
+def rounded(value: Any) -> Any:
+    """Keeps six digits of numbers, and replaces NaN and infinity, which JSON does not have, by null."""
     if isinstance(value, dict):
-        return {k: finite(v) for k, v in value.items()}
+        return {k: rounded(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [rounded(v) for v in value]
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def versions() -> dict[str, str]:

@@ -27,7 +27,7 @@ def fidelity_table(lines: Sequence[dict[str, Any]]) -> str:
                 cells.append(f"{np.mean(values):.2g}" if values else "")
         rows.append([method, *cells])
     heads = [f"{name}, P = {size}" for name in ("KL", "KL as predicted", "W₂") for size in sizes]
-    return table(["method", *heads], rows) if rows else ""
+    return table(["method", *heads], rows)
 
 
 def ratios_table(lines: Sequence[dict[str, Any]], step: str) -> str:
@@ -48,7 +48,7 @@ def ratios_table(lines: Sequence[dict[str, Any]], step: str) -> str:
                 row.append(line.get("error", "")[:60])
         rows.append(row)
     unit = "MiB" if step == "memory" else "s"
-    return table(["C", "P", f"ours, {unit}", *methods], rows) if rows else ""
+    return table(["C", "P", f"ours, {unit}", *methods], rows)
 
 
 def page(
@@ -137,5 +137,5 @@ def write(files: Sequence[Path], to: Path) -> None:
     """Writes the page, and its figures into `images` beside it. Later files replace results of earlier ones."""
     results = Results(merged(files, run.KEY))
     near, costs = merged(files, fidelity.KEY), merged(files, cost.KEY)
-    images = figures.draw(others_than_halves(results), near, to.parent / "images")
+    images = figures.draw(results, near, to.parent / "images")
     to.write_text(page(results, near, costs, [f"images/{image.name}" for image in images]), encoding="utf-8")

@@ -40,8 +40,9 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+    """Empty without rows."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *lines]) if lines else ""
 
 
 def by_case(results: Results, shown: Sequence[str] = MAIN) -> str:
@@ -135,4 +136,4 @@ def failures(results: Results) -> str:
         if "error" in line:
             cases_of.setdefault((line["method"], line["error"]), []).append(line["case"])
     rows = [[method, f"`{error}`", "; ".join(dict.fromkeys(cases))] for (method, error), cases in cases_of.items()]
-    return table(["method", "error", "where"], rows) if rows else ""
+    return table(["method", "error", "where"], rows)

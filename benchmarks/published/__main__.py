@@ -19,6 +19,8 @@ from benchmarks.published.parts import PARTS, page, run
 from benchmarks.published.setup import Setup
 
 OUT = Path("results/published.jsonl")
+# Those that the page is written from.
+RECORDS = Path(__file__).parents[1] / "records" / "published.jsonl"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
 
 def reporter() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m benchmarks.published report")
-    top.add_argument("files", type=Path, nargs="*", default=[OUT])
+    top.add_argument("files", type=Path, nargs="*", default=[RECORDS])
     top.add_argument("--page", type=Path, default=Path("docs/published.md"))
     return top
 
