@@ -326,6 +326,16 @@ def test_images_keep_their_shape_where_no_matrix_is_asked_for() -> None:
         assert_close(ours(x[:2], link_approx=link).sum(1), torch.ones(2, 4, 4))
 
 
+def test_a_draw_is_one_of_the_samples_or_its_mirror_image() -> None:
+    ours = Problem("regression").sampled(num_samples=2)
+    draws = torch.cat([ours.sample(1) for _ in range(40)]) - ours.mean
+    assert ours.linearised is not None
+    held = ours.linearised.samples_
+    distances = (draws[:, None] - torch.cat([held, -held])).abs().amax(-1)
+    assert_close(distances.amin(1), torch.zeros(40), rtol=0, atol=1e-12)
+    assert len(distances.argmin(1).unique()) == 4
+
+
 # Fits, files and batches ----------------------------------------------------------------------------------------------
 
 
