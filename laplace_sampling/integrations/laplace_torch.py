@@ -11,24 +11,34 @@ It is fitted, tuned and called as any other `Laplace`, and returns what these re
 """
 
 import math
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from laplace_sampling.data.batches import place
-from laplace_sampling.integrations.laplace_torch_fits import FittedLaplace
-from laplace_sampling.networks.evaluation_mode import evaluation_mode
-from laplace_sampling.networks.held_module import solver_call
-from laplace_sampling.predict import predict
-from laplace_sampling.predictions.classification_prediction import ClassificationPrediction
-from laplace_sampling.solvers.checks import check_whole
+from laplace_sampling.evidence.curves import EvidencePath
+from laplace_sampling.evidence.expansion import total_loss
+from laplace_sampling.fitted import NotFittedError
+from laplace_sampling.integrations.laplace_torch_predictions import SampledPredictions
+from laplace_sampling.laplace import LinearisedLaplace
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.ggn import GGN, WhiteNoise
+from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, Layers, Prior, ungrouped
+from laplace_sampling.methods.fit import Fit
+from laplace_sampling.methods.method import Method
+from laplace_sampling.methods.network_score import network_evidence
 
 __all__ = ["SampledLaplace", "SampledLastLayerLaplace"]
 
+# How far, in decades, a curve of the evidence is trusted that is not made of all eigenvalues; then it is made anew.
+_DECADES = 1.0
 
-class SampledLaplace(FittedLaplace):
+
+class SampledLaplace(SampledPredictions):
     """All weights, with a posterior that is sampled; arguments and results are those of laplace-torch.
 
     Covariances are those of the samples, or exact where the method is. `functional_samples` and `predictive_samples`
@@ -59,123 +69,213 @@ class SampledLaplace(FittedLaplace):
     """
 
     _key = ("all", "sampled")
+    _parameters: str | None = None
 
-    # Predictions ------------------------------------------------------------------------------------------------------
-
-    def _glm_predictive_distribution(
-        self, X: Any, joint: bool = False, diagonal_output: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        prediction = self._posterior().predict(self._inputs(X))
-        if joint:
-            return prediction.outputs.flatten(), prediction.joint_covariance()
-        if diagonal_output:
-            return prediction.outputs, prediction.variance
-        # The bridge writes to both.
-        return prediction.outputs.flatten(1).clone(), prediction.covariance().clone()
-
-    def _glm_forward_call(
+    def __init__(
         self,
-        x: Any,
-        likelihood: Any,
-        joint: bool = False,
-        link_approx: Any = "probit",
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        # These need no matrix of the outputs, of which there may be many.
-        if likelihood == "regression" and diagonal_output and not joint:
-            return self._glm_predictive_distribution(x, diagonal_output=True)
-        if likelihood == "classification" and link_approx == "mc":
-            return self.predictive_samples(x, n_samples=n_samples, diagonal_output=diagonal_output).mean(0)
-        if likelihood == "classification" and link_approx == "probit":
-            prediction = self._posterior().predict(self._inputs(x))
-            assert isinstance(prediction, ClassificationPrediction)
-            return prediction.probs_with("probit")
-        return super()._glm_forward_call(x, likelihood, joint, link_approx, n_samples, diagonal_output)
-
-    def functional_samples(
-        self,
-        x: Any,
-        pred_type: str = "glm",
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Draws of the function, `[n_samples, N, ...]`: each is one function at all inputs."""
-        if pred_type == "nn":
-            return self._of_weights(x, n_samples, generator)
-        if pred_type != "glm":
-            raise ValueError(f'`pred_type={pred_type!r}` is not known; use "glm" or "nn".')
-        if diagonal_output:
+        model: nn.Module,
+        likelihood: str,
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float = 1.0,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: None = None,
+        backend_kwargs: None = None,
+        *,
+        method: str | Method = "auto",
+        num_samples: int = 100,
+        seed: int = 0,
+        budget: float | None = 20.0,
+    ) -> None:
+        if likelihood == "reward_modeling":
+            raise NotImplementedError('`hessian_structure="sampled"` has no pairwise preferences, "reward_modeling".')
+        if enable_backprop:
             raise NotImplementedError(
-                "Samples are of the function, whose outputs are correlated: leave out `diagonal_output=True`."
+                '`hessian_structure="sampled"` gives no gradients in `x`, `enable_backprop=True`; for Bayesian '
+                "optimisation take `laplace_sampling.gp.botorch.TangentSurrogate`."
             )
-        return self._linear(self._inputs(x), self._deviations(n_samples, generator))
+        if backend is not None or backend_kwargs:
+            raise NotImplementedError(
+                '`hessian_structure="sampled"` has one curvature, the GGN, by its own products with the network: leave '
+                "out `backend` and `backend_kwargs`."
+            )
+        self._settings = {"method": method, "num_samples": num_samples, "seed": seed}
+        self._budget, self._loader = budget, None
+        self._generator = torch.Generator().manual_seed(seed)
+        self.linearised: LinearisedLaplace | None = None
+        # Files hold a plain string in place of laplace-torch's enumeration. Lengths of precisions and means are checked
+        # against the random weights, which are chosen after this.
+        super().__init__(
+            model,
+            getattr(likelihood, "value", likelihood),
+            sigma_noise,
+            temperature=temperature,
+            dict_key_x=dict_key_x,
+            dict_key_y=dict_key_y,
+        )
+        self._take_weights(self._unfitted())
+        self.prior_precision, self.prior_mean = prior_precision, prior_mean
+        self.mean: Tensor = self._prior_mean
 
-    def predictive_samples(
-        self,
-        x: Any,
-        pred_type: str = "glm",
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """As `functional_samples`, with the softmax of a classification applied."""
-        samples = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator)
-        # The axis of the classes is the first of a datum.
-        return samples.softmax(2) if self.likelihood == "classification" else samples
+    # Fits -------------------------------------------------------------------------------------------------------------
 
-    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
-        """Weights of the posterior, `[n_samples, P]`, the network's own added."""
-        return self.mean + math.sqrt(self.temperature) * self._deviations(n_samples, generator)
+    def fit(self, train_loader: DataLoader, override: bool = True, progress_bar: bool = False) -> None:
+        """The posterior at these hyperparameters; the loader is kept, to fit again when they have changed.
 
-    def _deviations(self, num: int, generator: torch.Generator | None) -> Tensor:
-        """Some of the samples `ζ`, in random order and with random signs; more are drawn where there are too few."""
-        la = self._posterior()
-        check_whole("`n_samples`", num, 1)
-        held = la.samples_ if self._samples is None else self._samples
-        if num > len(held):
-            held = self._samples = torch.cat([held, la.sample(num - len(held))])
-        generator = self._generator if generator is None else generator
-        order = torch.randperm(len(held), generator=generator, device=generator.device)[:num]
-        signs = 2 * torch.randint(2, (num, 1), generator=generator, device=generator.device) - 1
-        return held[order.to(held.device)] * signs.to(held)
+        Raises:
+            NotImplementedError: for `override=False`.
+            TypeError, ValueError: for data that do not fit the model, as `LinearisedLaplace.fit` does.
+        """
+        if not override:
+            raise NotImplementedError(
+                '`hessian_structure="sampled"` does not add data to a posterior, `fit(override=False)`: give all data.'
+            )
+        la = self._fit(train_loader, progress_bar)
+        self._loader = train_loader
+        self._take_weights(la)
+        self.mean, model, constant = la.network.weights, self._data_of("fit").model, 0.0
+        self.n_data, self.n_outputs = model.network_outputs.shape
+        if self.likelihood == "regression":
+            # Half of the squared errors: the loss at a noise of one, without the constant of its density.
+            model, constant = model.with_likelihood(Gaussian(1.0)), 0.5 * math.log(2 * math.pi)
+        loss = total_loss(model, model.network_outputs.double()) - constant * model.network_outputs.numel()
+        self.loss = torch.tensor(loss, device=self._device, dtype=self._dtype)
 
-    @solver_call
-    def _linear(self, x: Any, deviations: Tensor) -> Tensor:
-        """`f(w̄, x) + φ(x)ζ_k`."""
-        la = self._posterior()
-        la._check_network("functional_samples")
-        posterior = replace(la._require("functional_samples").posterior, samples=deviations, scales=None, exact={})
-        return predict(la.network, posterior, None, x).samples
+    def _unfitted(self) -> LinearisedLaplace:
+        """A `LinearisedLaplace` at the present hyperparameters."""
+        likelihood: Any = self.likelihood
+        precisions, sigma, temperature = self._hyperparameters()
+        if likelihood == "regression":
+            likelihood = Gaussian(sigma**-2, learn=False)
+        # The temperature `T` is a prior of precision `TA`, and a covariance that is multiplied by `T`.
+        precisions = tuple(temperature * precision for precision in precisions)
+        sizes = tuple(p.numel() for p in self.params)
+        prior = IsotropicPrior(precisions[0]) if len(precisions) == 1 else _Given(precisions=precisions, sizes=sizes)
+        return LinearisedLaplace(self.model, likelihood, prior=prior, parameters=self._parameters, **self._settings)
 
-    def _of_weights(self, X: Any, n_samples: int, generator: torch.Generator | None) -> Tensor:
-        """`f(w̄ + ζ_k, x)`; the weights of the network stay as they are."""
-        weights = self.sample(n_samples, generator)
-        network = self._posterior().network
-        held, x = network.held, place(self._inputs(X), network.device, network.dtype)
-        with torch.no_grad(), evaluation_mode(held):
-            return torch.stack([held(held.fixed() | network.unflatten(w), x) for w in weights])
+    def _fit(self, loader: Any, progress: bool) -> LinearisedLaplace:
+        la = self._unfitted()
+        la.fit(loader, budget=self._budget, scale=float(self.temperature), unpack=self._unpacked, progress=progress)
+        return self._keep(la)
 
-    def _nn_predictive_samples(
-        self, X: Any, n_samples: int = 100, generator: torch.Generator | None = None, **model_kwargs: Any
-    ) -> Tensor:
-        if model_kwargs:
-            raise NotImplementedError(f"The model gets `x` alone, but {sorted(model_kwargs)} were given as well.")
-        return self.predictive_samples(X, "nn", n_samples, generator=generator)
+    def _keep(self, la: LinearisedLaplace) -> LinearisedLaplace:
+        self.linearised, self._fitted_at = la, self._hyperparameters()
+        self._samples: Tensor | None = None
+        self._path: EvidencePath | None = None
+        return la
 
-    def _nn_predictive_classification(self, X: Any, n_samples: int = 100, **model_kwargs: Any) -> Tensor:
-        return self._nn_predictive_samples(X, n_samples, **model_kwargs).mean(0)
+    def _take_weights(self, la: LinearisedLaplace) -> None:
+        """The parameters that are random, of which a last layer is known after a run of the network."""
+        parameters = dict(la.network.module.named_parameters())
+        self.params = [parameters[name] for name in la.network.names]
+        self.n_params, self.n_layers = la.network.num_parameters, len(self.params)
 
-    def functional_variance(self, Js: Tensor) -> Tensor:
-        """Raises `NotImplementedError`."""
-        raise NotImplementedError("`functional_variance(Js)` takes Jacobians, which are not formed: call `la(x)`.")
+    def _hyperparameters(self) -> tuple[list[float], float, float]:
+        precision, sigma = torch.as_tensor(self.prior_precision), torch.as_tensor(self.sigma_noise)
+        return precision.detach().tolist(), float(sigma.detach()), float(self.temperature)
 
-    def functional_covariance(self, Js: Tensor) -> Tensor:
+    def _posterior(self) -> LinearisedLaplace:
+        """At the present hyperparameters, fitted again if they have changed."""
+        self._check_H_init()
+        assert self.linearised is not None
+        if self._hyperparameters() == self._fitted_at:
+            return self.linearised
+        if self._loader is None:
+            raise NotFittedError(
+                "`prior_precision`, `sigma_noise` or `temperature` has changed, and a loaded posterior has no data to "
+                "be fitted to again: call `fit(train_loader)`."
+            )
+        self.linearised._check_network("fit")
+        return self._fit(self._loader, False)
+
+    def _data_of(self, call: str) -> Fit:
+        self._check_H_init()
+        assert self.linearised is not None
+        return self.linearised._with_data(call)[0]
+
+    def _init_H(self) -> None:
+        self.H = None
+
+    def _check_H_init(self) -> None:
+        if self.linearised is None:
+            raise NotFittedError("This `Laplace` needs a fitted posterior: call `fit(train_loader)` first.")
+
+    def _unpacked(self, batch: Any) -> Any:
+        return (self._inputs(batch), batch[self.dict_key_y]) if isinstance(batch, Mapping) else batch
+
+    # Evidence ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def log_det_ratio(self) -> Tensor:
+        r"""`log|I + hA⁻¹M₁|`, differentiable in one prior precision or those of layers, and in the noise.
+
+        Its derivatives in the logarithms of the precisions are `−γ`, the effective dimensions, and in that of `h` their
+        sum. One prior precision takes no fit; several take one for each of their values.
+
+        Raises:
+            NotImplementedError: for a gradient in one precision for each weight.
+        """
+        self._check_H_init()
+        ratio = self.prior_precision / self._H_factor
+        single = len(ratio) == 1 and len(self._fitted_at[0]) == 1
+        if not single:
+            self._posterior()
+        fit = self._data_of("log_marginal_likelihood")
+        alpha = fit.alpha
+        if single:
+            noise = fit.model.likelihood.noise_precisions()
+            alpha = float(ratio.detach()) * (1.0 if noise is None else float(noise))
+        path = self._path_near(fit, alpha)
+        at = torch.tensor([alpha], dtype=torch.float64)
+        value = path.log_determinant(at)[0].to(ratio.detach())[0]
+        if not ratio.requires_grad:
+            return value
+        assert self.linearised is not None
+        gamma = path.effective_dimension(at)[0] if single else self.linearised.effective_dimension_
+        if len(gamma) != len(ratio):
+            raise NotImplementedError(
+                'The evidence is not differentiated in one prior precision for each weight, `prior_structure="diag"`, '
+                'which that many data do not determine: use "scalar" or "layerwise".'
+            )
+        return value - (gamma.to(ratio) * (ratio.log() - ratio.detach().log())).sum()
+
+    def _path_near(self, fit: Fit, alpha: float) -> EvidencePath:
+        if self._path is None or (not self._path.exact and abs(math.log10(alpha / self._path.at)) > _DECADES):
+            prior = fit.prior.with_precision(fit.prior.precision * alpha / fit.alpha)
+            self._path = network_evidence(replace(fit, task=replace(fit.task, prior=prior)), _DECADES).path
+        return self._path
+
+    @property
+    def log_det_posterior_precision(self) -> Tensor:
+        """`log|hM₁ + A|`."""
+        return self.log_det_ratio + self.log_det_prior_precision
+
+    @property
+    def posterior_precision(self) -> Tensor:
         """Raises `NotImplementedError`."""
         raise NotImplementedError(
-            "`functional_covariance(Js)` takes Jacobians, which are not formed: call `la(x, joint=True)`."
+            "`posterior_precision` is not there, as no matrix of the size of the weights is formed: "
+            "`square_norm(value)` multiplies by it."
         )
+
+    def square_norm(self, value: Tensor) -> Tensor:
+        """`δᵀ(hM₁ + A)δ` for `δ = value − mean`, `[P]`."""
+        self._posterior()
+        delta, fit = (value - self.mean).double(), self._data_of("square_norm")
+        product = fit.ggn.matmul(delta[None].to(fit.model.features.precision))[0].double()
+        return (delta @ product / self.temperature + delta @ (self.prior_precision_diag * delta)).to(self._dtype)
+
+    def _gridsearch(self, *args: Any, **kwargs: Any) -> Tensor:
+        modes = [(module, module.training) for module in self.model.modules()]
+        try:
+            return super()._gridsearch(*args, **kwargs)
+        finally:
+            # laplace-torch leaves the model in evaluation mode.
+            for module, training in modes:
+                module.training = training
 
     # Files ------------------------------------------------------------------------------------------------------------
 
@@ -220,3 +320,19 @@ class SampledLastLayerLaplace(SampledLaplace):
     ) -> None:
         self._parameters = "last_layer" if last_layer_name is None else f"{last_layer_name}.*"
         super().__init__(model, likelihood, *args, **settings)
+
+
+@dataclass(frozen=True)
+class _Given(Prior):
+    """One precision for each parameter tensor, or for each weight."""
+
+    precisions: tuple[float, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+    def build(self, ggn: GGN, layers: Layers, noise: WhiteNoise) -> GaussianPrior:
+        precisions = torch.tensor(self.precisions, dtype=torch.float64)
+        if len(precisions) != len(self.sizes):
+            return ungrouped(precisions.rsqrt().to(ggn.device, ggn.dtype), 1.0)
+        groups = torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes)).to(ggn.device)
+        ones = torch.ones(ggn.size, device=ggn.device, dtype=ggn.dtype)
+        return GaussianPrior(precisions, groups, ones, tuple(f"tensor {i}" for i in range(len(self.sizes))))

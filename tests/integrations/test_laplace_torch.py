@@ -478,7 +478,7 @@ def test_another_network_is_not_fitted_again_without_a_word(problem: Problem) ->
 
 
 def test_the_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("laplace_torch", "laplace_torch_fits"):
+    for module in ("laplace_torch", "laplace_torch_predictions"):
         monkeypatch.delitem(sys.modules, f"laplace_sampling.integrations.{module}")
     monkeypatch.setitem(sys.modules, "laplace.baselaplace", None)
     with pytest.raises(ImportError, match=r"pip install laplace_sampling\[laplace_torch\]"):
