@@ -281,8 +281,9 @@ class SampledLaplace(SampledPredictions):
 
     def state_dict(self) -> dict[str, Any]:
         """All that predictions need, for `torch.load(..., weights_only=True)`; `"H"` is that of `linearised`."""
-        state = self._posterior().state_dict()
-        return {**super().state_dict(), "H": state}
+        state = {**super().state_dict(), "H": self._posterior().state_dict()}
+        # A loop that maximises the evidence leaves the graph of its hyperparameters behind.
+        return {name: value.detach() if isinstance(value, Tensor) else value for name, value in state.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a posterior from `state_dict`, for the same model; it predicts, and is not tuned any more.

@@ -360,12 +360,13 @@ def test_one_prior_precision_is_tuned_without_a_fit(problem: Problem, monkeypatc
 def test_files_hold_what_predictions_need(problem: Problem, tmp_path: Path) -> None:
     for subset in SUBSETS:
         _, ours = problem.pair(subset, temperature=1.5)
-        ours.prior_precision = torch.linspace(1.0, 2.0, ours.n_layers)
+        ours.prior_precision = torch.linspace(1.0, 2.0, ours.n_layers, requires_grad=True)
         torch.save(ours.state_dict(), tmp_path / "posterior.pt")
         again = laplace.Laplace(problem.model, problem.likelihood, subset, "sampled")
         assert again.load_state_dict(torch.load(tmp_path / "posterior.pt", weights_only=True)) is None
         assert_same_predictions(ours, again, problem.x_new)
         assert_close(again.mean, ours.mean)
+        assert not again.prior_precision.requires_grad
         assert_close(again.log_likelihood, ours.log_likelihood)
         again.prior_precision = 5.0
         with pytest.raises(NotFittedError, match="has changed, and a loaded posterior has no data"):
