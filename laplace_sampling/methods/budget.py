@@ -89,6 +89,11 @@ class Budget:
         return self.operations / self.epoch
 
     @property
+    def free(self) -> bool:
+        """Whether no more was spent than is never refused."""
+        return self.operations <= _FREE
+
+    @property
     def allowed(self) -> float:
         """Operations that may be spent in all."""
         if self.epochs is None or self.cost is None:
