@@ -150,7 +150,9 @@ class PeriodicFits:
             budget = self.budget and Strict(_WARM * self._first if warm else self.budget)
             la.fit_hyperparameters(train_loader, held_out, budget=budget, warm_start=True, **self._options)
             self._laplace, self._state = la, None
-            cost = la._with_data("fit")[0].task.budget
+            fit = la._require("fit").fit
+            assert fit is not None
+            cost = fit.task.budget
             total = Budget(None, cost.cost, cost.num_data, la.network.products, others=cost.operations)
             found = self._found(la) | ({} if val_loader is None else self._predicted(la, val_loader))
         found["cost"] = total.spent
