@@ -158,7 +158,7 @@ def test_the_last_fit_predicts_at_test_time_in_inference_mode() -> None:
     laplace, seen = callback(), []
 
     class Tested(Net):
-        def test_step(self, batch: Any, _: int) -> None:
+        def test_step(self, batch: Any, number: int) -> None:
             assert torch.is_inference_mode_enabled()
             seen.append(laplace.laplace_.predict(batch[0]).probs)
 
