@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 __all__ = ["Step", "StopFit"]
 
 
-class StopFit(Exception):  # noqa: N818 it is no error
+class StopFit(Exception):
     """Raised by a `callback` of `fit_hyperparameters`, it ends the fit without an error, as `break` ends a loop.
 
     What was fitted before is kept, and `history_` has the steps that were made. Any other exception ends the fit

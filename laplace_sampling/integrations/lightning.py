@@ -28,8 +28,8 @@ _SHARDED = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
 class LaplaceCallback(Callback):
     """Fits error bars every few epochs of a training by Lightning, and logs what they say.
 
-    Fits are at the end of an epoch, after its validation, and start from the one before (`PeriodicFits`); training goes
-    on bit for bit as without them. Metrics are logged with `laplace_` before their names, and to be monitored by
+    Fits are at the end of an epoch, after its validation, and start from the one before (`PeriodicFits`); the last epoch
+    has one. Training goes on bit for bit as without them. Metrics are logged with `laplace_` before their names, and to be monitored by
     `ModelCheckpoint(save_on_train_epoch_end=True)` and `EarlyStopping(check_on_train_epoch_end=True)`. The state of the
     callback is in Lightning's checkpoints, so that a training that is resumed goes on from its last fit. Of several
     processes that hold the whole network each, the first one fits and the others wait.
@@ -94,7 +94,9 @@ class LaplaceCallback(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         epoch = trainer.current_epoch + 1
-        if trainer.is_global_zero and self.fits.due(epoch):
+        # Predictions are asked for when training has ended.
+        last = epoch == trainer.max_epochs or trainer.should_stop
+        if trainer.is_global_zero and (last or self.fits.due(epoch)):
             found = self.fits.fit(self._network(pl_module), *self._loaders(trainer), epoch=epoch)
             for name, value in found.items():
                 pl_module.log(PREFIX + name, value, on_epoch=True, batch_size=1, rank_zero_only=True)

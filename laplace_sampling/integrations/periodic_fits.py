@@ -56,8 +56,8 @@ class PeriodicFits:
             or `-> [N]` of what `LinearisedLaplace.predict` returns of a batch, averaged over the data; or a metric of
             torchmetrics, which gets `prediction.probs`, or `prediction.mean` of a regression.
         budget: training epochs, counted in operations, that the first fit may take; each later one half of what the
-            first took. A fit that would make all fits together cost more than the training so far is left out, but
-            for the first. `None`: no limit, and none is left out. Kronecker factors obey down to 250 gradients, and
+            first took. A fit after which all fits and one more at the end of training would cost more than the training
+            so far is left out, but for the first. `None`: no limit, and none is left out. Kronecker factors obey down to 250 gradients, and
             rules for `α` down to a look at 50 data: more than that where there are few data.
         options: of `LinearisedLaplace` and of `fit_hyperparameters`, with other defaults: `method="kfac"`, which costs
             little and whose numbers are of one kind from epoch to epoch; `num_samples=16`, by which standard deviations
@@ -117,10 +117,10 @@ class PeriodicFits:
         return self._laplace
 
     def due(self, epoch: int) -> bool:
-        """Whether a fit is due after so many epochs of training, counted from one."""
+        """Whether a fit is due after so many epochs of training, counted from one; there may be one more at its end."""
         costs = [record["cost"] for record in self.history_]
-        # The next one is taken to cost what the last one did.
-        paid_for = self.budget is None or sum(costs + costs[-1:]) <= epoch
+        # The next one is taken to cost what the last one did, and so is one at the end of training.
+        paid_for = self.budget is None or sum(costs + 2 * costs[-1:]) <= epoch
         return epoch % self.every_n_epochs == 0 and paid_for
 
     def fit(

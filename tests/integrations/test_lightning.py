@@ -208,6 +208,13 @@ def test_a_schedule_and_a_training_without_validation() -> None:
     assert "val_log_loss" not in laplace.fits.history_[0]
 
 
+def test_the_last_epoch_has_a_fit_whatever_it_costs() -> None:
+    laplace = callback(budget=5.0)  # which 60 data do not pay for again
+    module, _ = trained([laplace], epochs=3)
+    assert [record["epoch"] for record in laplace.fits.history_] == [1, 3]
+    laplace.laplace_.predict(torch.zeros(1, 3))
+
+
 def test_a_resumed_training_goes_on_equally(tmp_path: Path) -> None:
     first, without = callback(), []
     for number, callbacks in enumerate(([first], [])):
