@@ -28,11 +28,12 @@ _SHARDED = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
 class LaplaceCallback(Callback):
     """Fits error bars every few epochs of a training by Lightning, and logs what they say.
 
-    Fits are at the end of an epoch, after its validation, and start from the one before (`PeriodicFits`); the last epoch
-    has one. Training goes on bit for bit as without them. Metrics are logged with `laplace_` before their names, and to be monitored by
-    `ModelCheckpoint(save_on_train_epoch_end=True)` and `EarlyStopping(check_on_train_epoch_end=True)`. The state of the
-    callback is in Lightning's checkpoints, so that a training that is resumed goes on from its last fit. Of several
-    processes that hold the whole network each, the first one fits and the others wait.
+    Fits are at the end of an epoch, after its validation, and start from the one before (`PeriodicFits`); the last
+    epoch has one. Training goes on bit for bit as without them. Metrics are logged with `laplace_` before their names,
+    and may be monitored by `ModelCheckpoint(save_on_train_epoch_end=True)` and
+    `EarlyStopping(check_on_train_epoch_end=True)`. The state of the callback is in Lightning's checkpoints, so that a
+    training that is resumed goes on from its last fit. Of several processes that hold the whole network each, the first
+    one fits and the others wait.
 
     Args:
         likelihood: as of `LinearisedLaplace`.

@@ -57,8 +57,8 @@ class PeriodicFits:
             torchmetrics, which gets `prediction.probs`, or `prediction.mean` of a regression.
         budget: training epochs, counted in operations, that the first fit may take; each later one half of what the
             first took. A fit after which all fits and one more at the end of training would cost more than the training
-            so far is left out, but for the first. `None`: no limit, and none is left out. Kronecker factors obey down to 250 gradients, and
-            rules for `α` down to a look at 50 data: more than that where there are few data.
+            so far is left out, but for the first. `None`: no limit, and none is left out. Where there are few data,
+            fits cost more: Kronecker factors are of 250 gradients at least, and rules for `α` look at 50 data.
         options: of `LinearisedLaplace` and of `fit_hyperparameters`, with other defaults: `method="kfac"`, which costs
             little and whose numbers are of one kind from epoch to epoch; `num_samples=16`, by which standard deviations
             are known to 18 %; `progress=False`.

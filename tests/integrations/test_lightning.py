@@ -210,7 +210,7 @@ def test_a_schedule_and_a_training_without_validation() -> None:
 
 def test_the_last_epoch_has_a_fit_whatever_it_costs() -> None:
     laplace = callback(budget=5.0)  # which 60 data do not pay for again
-    module, _ = trained([laplace], epochs=3)
+    trained([laplace], epochs=3)
     assert [record["epoch"] for record in laplace.fits.history_] == [1, 3]
     laplace.laplace_.predict(torch.zeros(1, 3))
 
