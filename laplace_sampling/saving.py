@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from laplace_sampling.checksums import described, with_checksums
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.files import File, read, write
-from laplace_sampling.fitted import FittedModel, check_fingerprint, check_function
+from laplace_sampling.fitted import Fitted, FittedModel, check_fingerprint, check_function
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.recipes import likelihood_from_recipe, recipe_of_likelihood
@@ -82,6 +82,22 @@ class SavableModel(FittedModel):
         fit, tangent = restore_fit(settings, self.network, posterior)
         self.settings, self._unfinished = settings, ()
         self._keep(posterior, fit, tangent)
+
+    def start_from(self, state: dict[str, Tensor]) -> None:
+        """Take over a posterior of the network as it was earlier in its training, for `warm_start=True` to start from.
+
+        Nothing is predicted before the next fit, unless the network has the weights of that posterior.
+
+        Args:
+            state: from `state_dict`, whatever the weights of the network were then.
+
+        Raises:
+            ValueError: if the state is damaged or incomplete, of another likelihood or another choice of parameters.
+        """
+        posterior, self.settings = posterior_of(
+            state, described(state), self.settings, self.network, "start_from", of_this_network=False
+        )
+        self._fitted, self._unfinished = Fitted(posterior), ()
 
     def save(self, path: File, dtype: torch.dtype | None = None) -> None:
         """Write `state_dict()` to a file.
@@ -183,7 +199,12 @@ def state_of(posterior: Posterior, settings: "Settings", network: Linearisation)
 
 
 def posterior_of(
-    state: dict[str, Tensor], how: dict[str, Any], settings: "Settings", network: Linearisation, call: str
+    state: dict[str, Tensor],
+    how: dict[str, Any],
+    settings: "Settings",
+    network: Linearisation,
+    call: str,
+    of_this_network: bool = True,
 ) -> "tuple[Posterior, Settings]":
     """The posterior of a state, and the settings with the linear model that it is of.
 
@@ -193,6 +214,7 @@ def posterior_of(
         settings: of the object that takes it over.
         network: whose posterior it must be.
         call: what the user called.
+        of_this_network: whether it must be of the weights that the network has now.
 
     Raises:
         ValueError: if the state has NaN in it, is of other weights, of another function of the data, of other random
@@ -205,10 +227,11 @@ def posterior_of(
     _check_selection(how["parameters"], network.selection)
     _check_likelihood(saved["likelihood"], settings)
     _check_observed(how["observed"], settings.observation is not None)
-    check_fingerprint(network, state["fingerprint"], call)
     function = {name.removeprefix(_FUNCTION): t for name, t in state.items() if name.startswith(_FUNCTION)}
     function = FunctionFingerprint.of_tensors(function) if function else None
-    check_function(network, function, call)
+    if of_this_network:
+        check_fingerprint(network, state["fingerprint"], call)
+        check_function(network, function, call)
     likelihood, device = settings.likelihood, network.device
     if isinstance(likelihood, Gaussian):
         likelihood = likelihood.with_precision(state["noise_precision"])

@@ -11,7 +11,8 @@ from torch.testing import assert_close
 from laplace_sampling import ConvergenceWarning, LinearisedLaplace
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.methods import budget as budgets
-from laplace_sampling.methods.budget import Budget
+from laplace_sampling.methods.budget import Budget, Strict
+from laplace_sampling.methods.factored import Factored
 from laplace_sampling.networks.resources import Operations
 
 COST = Cost(jvp=2.0, vjp=3.0, gradient=4.0)
@@ -195,3 +196,20 @@ def test_print_tells_cost_and_accuracy() -> None:
     assert "error of standard deviations" in str(la.diagnose())
     assert_close(accuracy.samples, 32**-0.5)
     assert accuracy.total >= accuracy.samples
+
+
+def test_kronecker_factors_are_of_as_many_gradients_as_the_budget_pays_for() -> None:
+    model, data = image_problem()
+    whole, part, free = (
+        LinearisedLaplace(model, "classification", method="kfac").fit(data, budget=budget, progress=False)
+        for budget in (Strict(20.0), Strict(1.0), 1.0)
+    )
+    methods = [la._require("test").posterior.method for la in (whole, part, free)]
+    assert all(isinstance(method, Factored) for method in methods)
+    numbers = [getattr(method, "num_data", None) for method in methods]
+    # Without `Strict` a second or so is free.
+    assert numbers[0] == numbers[2] == 2000
+    assert numbers[1] in (250, 500, 1000)
+    assert spent(part) < spent(whole)
+    gammas = [float(la.effective_dimension_) for la in (whole, part)]
+    assert abs(gammas[1] / gammas[0] - 1) < 0.3

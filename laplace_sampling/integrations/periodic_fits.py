@@ -1,0 +1,247 @@
+"""`PeriodicFits`: error bars while a network is trained; what all callbacks of trainers share, and plain loops use.
+
+Training goes on bit for bit as without fits: data are read by index in a random state of their own
+(`data.random_state`), the network is differentiated as a function of weights that are not its own
+(`networks.held_module`), and its modes and buffers are put back (`networks.evaluation_mode`).
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace_sampling.data.batches import take
+from laplace_sampling.data.random_state import BorrowedRandomness
+from laplace_sampling.data.training_data import TrainingData
+from laplace_sampling.fitted import NotFittedError
+from laplace_sampling.laplace import LinearisedLaplace
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.methods.budget import Budget, Strict
+from laplace_sampling.methods.exact import Exact
+from laplace_sampling.methods.factored import Factored
+from laplace_sampling.settings import Settings
+from laplace_sampling.solvers.checks import check_positive, check_whole
+
+__all__ = ["BUDGET", "PREFIX", "PeriodicFits"]
+
+# Training epochs of the first fit. Half of it leaves Kronecker factors where this pays for a part of the data, and
+# twice as many are most of a training of 20 epochs.
+BUDGET = 5.0
+# What a fit that starts from another one may take of what that one took: an error bar that has not converged yet is
+# that of the last fit.
+_WARM = 0.5
+# Factors cost little, and what is logged is of one kind from epoch to epoch. Standard deviations of 16 samples are
+# known to 18 %.
+_DEFAULTS = {"method": "kfac", "num_samples": 16, "progress": False}
+# Before the names of metrics where trainers log them.
+PREFIX = "laplace_"
+
+
+class PeriodicFits:
+    r"""Fits a `LinearisedLaplace` to a network every few epochs of its training, each from the posterior of the last.
+
+    The network, its modes, buffers and gradients, the optimiser, the loaders and the random states of torch, NumPy and
+    Python are those of a training without fits, bit for bit.
+
+    The training data must not change from pass to pass: a loader with random augmentation is refused, and one with
+    `drop_last` or `shuffle` is read whole and in order. Pass a loader without augmentation for the fits.
+
+    Args:
+        likelihood: as of `LinearisedLaplace`.
+        every_n_epochs: a fit after every so many epochs; fewer, where `budget` leaves some out.
+        val_loader: data for metrics, which training does not see; `criterion="validation"` fits to them, too.
+        metrics: what is computed of predictions of `val_loader`, by name: a function `(prediction, targets) -> number`
+            or `-> [N]` of what `LinearisedLaplace.predict` returns of a batch, averaged over the data; or a metric of
+            torchmetrics, which gets `prediction.probs`, or `prediction.mean` of a regression.
+        budget: training epochs, counted in operations, that the first fit may take; each later one half of what the
+            first took. A fit after which all fits and one more at the end of training would cost more than the training
+            so far is left out, but for the first. `None`: no limit, and none is left out. Where there are few data,
+            fits cost more: Kronecker factors are of 250 gradients at least, and rules for `α` look at 50 data.
+        options: of `LinearisedLaplace` and of `fit_hyperparameters`, with other defaults: `method="kfac"`, which costs
+            little and whose numbers are of one kind from epoch to epoch; `num_samples=16`, by which standard deviations
+            are known to 18 %; `progress=False`.
+
+    Raises:
+        TypeError, ValueError: for settings that are not known.
+
+    Attributes:
+        laplace_: the last fit. It predicts until the next step of training; keep one by `laplace_.save(path)`.
+        history_: metrics of each fit, with its `epoch`.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> from laplace_sampling.integrations.periodic_fits import PeriodicFits
+        >>> x = torch.linspace(-1, 1, 40)[:, None]
+        >>> loader = DataLoader(TensorDataset(x, 2 * x), batch_size=10, shuffle=True)
+        >>> model = torch.nn.Linear(1, 1)
+        >>> fits = PeriodicFits("regression", every_n_epochs=2, budget=None)  # data so few cost little
+        >>> for epoch in range(1, 5):
+        ...     pass  # train for an epoch
+        ...     if fits.due(epoch):
+        ...         metrics = fits.fit(model, loader, epoch=epoch)
+        >>> [record["epoch"] for record in fits.history_]
+        [2, 4]
+    """
+
+    def __init__(
+        self,
+        likelihood: str | Likelihood | Mapping[str, str | Likelihood],
+        *,
+        every_n_epochs: int = 1,
+        val_loader: Iterable[Any] | None = None,
+        metrics: Mapping[str, Callable[..., Any]] | None = None,
+        budget: float | None = BUDGET,
+        **options: Any,
+    ) -> None:
+        check_whole("`every_n_epochs`", every_n_epochs, 1)
+        if budget is not None:
+            check_positive("`budget`", budget)
+        self.likelihood, self.every_n_epochs, self.budget = likelihood, every_n_epochs, budget
+        self.val_loader, self.metrics = val_loader, dict(metrics or {})
+        self._settings, self._options = _parted({**_DEFAULTS, **options})
+        Settings.of(likelihood, **self._settings)
+        if wrong := [name for name, metric in self.metrics.items() if not callable(metric)]:
+            raise TypeError(f"`metrics` must be functions `(prediction, targets) -> number`, but {wrong} are not.")
+        self.history_: list[dict[str, float]] = []
+        self._laplace: LinearisedLaplace | None = None
+        self._state: dict[str, Tensor] | None = None  # of a posterior that the next fit starts from
+        self._first = 0.0  # epochs of the first fit, without a look at held-out data
+
+    @property
+    def laplace_(self) -> LinearisedLaplace:
+        if self._laplace is None:
+            raise NotFittedError("`laplace_` is there after a fit: call `fit(model, train_loader, epoch=...)` first.")
+        return self._laplace
+
+    def due(self, epoch: int) -> bool:
+        """Whether a fit is due after so many epochs of training, counted from one; there may be one more at its end."""
+        costs = [record["cost"] for record in self.history_]
+        # The next one is taken to cost what the last one did, and so is one at the end of training.
+        paid_for = self.budget is None or sum(costs + 2 * costs[-1:]) <= epoch
+        return epoch % self.every_n_epochs == 0 and paid_for
+
+    def fit(
+        self, model: nn.Module, train_loader: Iterable[Any], val_loader: Iterable[Any] | None = None, *, epoch: int
+    ) -> dict[str, float]:
+        """A fit of the network as it is now, whether it is due or not.
+
+        Args:
+            model: the network, mostly the same at each fit.
+            train_loader: its training data, as of `fit_hyperparameters`.
+            val_loader: in place of that of the constructor.
+            epoch: epochs of training so far, counted from one.
+
+        Returns:
+            What trainers log: `prior_precision`, with a `/` and the name of the group where there are several;
+            `noise_precision` of a regression, likewise with the number of the output; `effective_dimension`;
+            `converged`, one or zero; `score`, the evidence for each datum in nats, of exact and factored posteriors;
+            of the `val_loader` `val_log_loss`, in nats for each datum, and the `metrics`; `cost`, in training epochs.
+
+        Raises:
+            TypeError, ValueError, FloatingPointError: as of `fit_hyperparameters`. The last fit is kept.
+        """
+        val_loader = self.val_loader if val_loader is None else val_loader
+        with BorrowedRandomness([train_loader, val_loader, *self.metrics.values()]).borrowed():
+            la, warm = self._at(model), self._first > 0
+            held_out = val_loader if self._options.get("criterion") == "validation" else None
+            budget = self.budget and Strict(_WARM * self._first if warm else self.budget)
+            la.fit_hyperparameters(train_loader, held_out, budget=budget, warm_start=True, **self._options)
+            self._laplace, self._state = la, None
+            fit = la._require("fit").fit
+            assert fit is not None
+            cost = fit.task.budget
+            total = Budget(None, cost.cost, cost.num_data, la.network.products, others=cost.operations)
+            found = self._found(la) | ({} if val_loader is None else self._predicted(la, val_loader))
+        found["cost"] = total.spent
+        self._first = self._first or cost.spent
+        self.history_.append({"epoch": epoch, **found})
+        return found
+
+    def _at(self, model: nn.Module) -> LinearisedLaplace:
+        """The posterior of a network that fits start from."""
+        la = self._laplace
+        if la is None or la.network.module is not model:
+            state = self._state if la is None else la.state_dict()
+            la = LinearisedLaplace(model, self.likelihood, **self._settings)
+            if state is not None:
+                la.start_from(state)
+        return la
+
+    def _found(self, la: LinearisedLaplace) -> dict[str, float]:
+        """What a fit says without other data."""
+        posterior = la._require("fit").posterior
+        prior, noise = posterior.prior, la.noise_precision_
+        found = _named("prior_precision", prior.names, prior.precision)
+        if noise is not None:
+            found |= _named("noise_precision", range(noise.numel()), noise)
+        found |= {"effective_dimension": float(la.effective_dimension_.sum()), "converged": float(la.converged_)}
+        # Other methods take as long for it as for a fit.
+        closed_form = isinstance(posterior.method, Exact | Factored)
+        return found | ({"score": float(la.score())} if closed_form else {})
+
+    def _predicted(self, la: LinearisedLaplace, val_loader: Iterable[Any]) -> dict[str, float]:
+        """The log loss and the user's metrics of held-out data."""
+        likelihood, unpack = la.settings.likelihood, self._options.get("unpack")
+        data = TrainingData(val_loader, unpack=unpack, fill=likelihood.fill)
+        metrics = {"val_log_loss": _log_loss, **self.metrics}
+        sums = dict.fromkeys(metrics, 0.0)
+        streams = {name: metric for name, metric in metrics.items() if hasattr(metric, "compute")}
+        for metric in streams.values():
+            metric.reset()
+        for batch in torch.arange(data.num_data).split(data.batch_size):
+            prediction = la.predict(data.inputs(batch))
+            targets = take(data.targets, batch)
+            for name, metric in metrics.items():
+                if name in streams:
+                    shown: Any = getattr(prediction, "probs" if hasattr(prediction, "probs") else "mean")
+                    metric.update(shown.to(metric.device), targets.to(metric.device))
+                else:
+                    values = torch.as_tensor(metric(prediction, targets), dtype=torch.float64)
+                    sums[name] += float(values.mean()) * len(batch)
+        means = {name: total / data.num_data for name, total in sums.items()}
+        return means | {name: float(metric.compute()) for name, metric in streams.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a training that goes on elsewhere needs: numbers and tensors, for `torch.load(weights_only=True)`.
+
+        The posterior is in it, with its samples, which take the memory of `num_samples` networks.
+        """
+        posterior = self._state if self._laplace is None else self._laplace.state_dict()
+        return {"history": [dict(record) for record in self.history_], "posterior": posterior, "first": self._first}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`: the next fit starts from its posterior, also of a network that was trained since."""
+        self._laplace, self._state = None, state["posterior"]
+        self.history_ = [dict(record) for record in state["history"]]
+        self._first = float(state["first"])
+
+
+def _parted(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of the constructor, and of `fit_hyperparameters`."""
+    settings, fits = (
+        set(inspect.signature(call).parameters) - {"self", "model", "likelihood", *_OWN}
+        for call in (LinearisedLaplace.__init__, LinearisedLaplace.fit_hyperparameters)
+    )
+    if unknown := sorted(set(options) - settings - fits):
+        raise TypeError(f"{unknown} are no options of `LinearisedLaplace` or `fit_hyperparameters`.")
+    return (
+        {n: v for n, v in options.items() if n in settings},
+        {n: v for n, v in options.items() if n not in settings},
+    )
+
+
+# Arguments of `fit_hyperparameters` that are no options.
+_OWN = ("loader", "val_loader", "budget", "warm_start")
+
+
+def _named(name: str, parts: Iterable[Any], values: Tensor) -> dict[str, float]:
+    """One number by its name; several with the names of their parts."""
+    numbers = values.flatten().tolist()
+    return {name if len(numbers) == 1 else f"{name}/{p}": v for p, v in zip(parts, numbers, strict=True)}
+
+
+def _log_loss(prediction: Any, targets: Any) -> Tensor:
+    return -prediction.log_prob(targets)

@@ -1,0 +1,314 @@
+"""`PeriodicFits` in plain loops: training goes on bit for bit, fits start warm, and cost at most what training does."""
+
+import copy
+import io
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.regression import MeanSquaredError
+
+from laplace_sampling import Gaussian, Krylov, LinearisedLaplace, NotFittedError, Step
+from laplace_sampling.integrations.periodic_fits import PeriodicFits
+
+
+def dataset(kind: str, num: int = 60, inputs: int = 3, outputs: int = 1, seed: int = 0) -> TensorDataset:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(num, inputs, generator=g)
+    truth = x @ torch.randn(inputs, outputs, generator=torch.Generator().manual_seed(9))
+    noise = torch.randn(num, outputs, generator=g)
+    if kind == "regression":
+        return TensorDataset(x, truth.sin() + 0.2 * noise)
+    return TensorDataset(x, (2 * truth + noise).argmax(1))
+
+
+class Training:
+    """A small training that draws from all random states."""
+
+    def __init__(
+        self, kind: str = "regression", outputs: int = 1, generator: torch.Generator | None = None, **sizes: int
+    ) -> None:
+        torch.manual_seed(0)
+        np.random.seed(0)  # noqa: NPY002 as users do
+        random.seed(0)
+        self.kind, self.data = kind, dataset(kind, outputs=outputs, **sizes)
+        width, inputs = 64 if len(self.data) > 1000 else 6, self.data.tensors[0].shape[1]
+        self.model = nn.Sequential(
+            nn.Linear(inputs, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Dropout(0.2), nn.Linear(width, outputs)
+        )
+        self.optimiser = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.loader = DataLoader(
+            self.data, batch_size=max(16, len(self.data) // 40), shuffle=True, generator=generator, drop_last=True
+        )
+        self.generator, self.losses = generator, []
+
+    def epoch(self) -> None:
+        loss_of = nn.MSELoss() if self.kind == "regression" else nn.CrossEntropyLoss()
+        for x, y in self.loader:
+            self.optimiser.zero_grad()
+            # Augmentation, in the loop: the loader itself gives the data as they are.
+            scale = 1 + 0.01 * np.random.rand() + 0.01 * random.random()  # noqa: NPY002
+            loss = loss_of(self.model(scale * x), y)
+            loss.backward()
+            self.optimiser.step()
+            self.losses.append(loss.item())
+
+    def run(self, epochs: int, fits: PeriodicFits | None = None, **loaders: Any) -> "Training":
+        for epoch in range(1, epochs + 1):
+            self.epoch()
+            if fits is not None and fits.due(epoch):
+                fits.fit(self.model, self.loader, epoch=epoch, **loaders)
+        return self
+
+    def state(self) -> list[Any]:
+        """All that fits could have changed."""
+        numpy = np.random.get_state()  # noqa: NPY002
+        tensors = [
+            *self.model.state_dict().values(),
+            *(p.grad for p in self.model.parameters()),
+            *(torch.as_tensor(v) for s in self.optimiser.state.values() for v in s.values()),
+            torch.get_rng_state(),
+            *([] if self.generator is None else [self.generator.get_state()]),
+        ]
+        modes = [module.training for module in self.model.modules()]
+        flags = [(p.requires_grad, p.grad_fn) for p in self.model.parameters()]
+        return [*(t.tolist() for t in tensors), modes, flags, self.losses, list(numpy[1]), numpy[2], random.getstate()]
+
+
+METHODS = ["kfac", "exact", "krylov"]
+
+
+@pytest.mark.parametrize("kind", ["regression", "classification"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("own_generator", [False, True])
+@pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
+@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
+def test_training_goes_on_as_without_fits(kind: str, method: str, own_generator: bool) -> None:
+    def training() -> Training:
+        generator = torch.Generator().manual_seed(3) if own_generator else None
+        return Training(kind, 1 if kind == "regression" else 3, generator)
+
+    held_out = DataLoader(dataset(kind, outputs=1 if kind == "regression" else 3, seed=1), batch_size=25, shuffle=True)
+
+    def drawing(prediction: Any, targets: Tensor) -> Tensor:
+        torch.rand(1)
+        random.random()
+        return prediction.outputs.mean()
+
+    fits = PeriodicFits(kind, val_loader=held_out, metrics={"mean": drawing}, budget=None, method=method)
+    assert training().run(3, fits).state() == training().run(3).state()
+    assert [record["epoch"] for record in fits.history_] == [1, 2, 3]
+
+
+def test_all_data_of_a_loader_that_drops_some_are_fitted_to() -> None:
+    training = Training()
+    fits = PeriodicFits("regression", budget=None)
+    training.run(1, fits)
+    assert len(training.loader) * training.loader.batch_size < 60
+    assert fits.laplace_.diagnose().num_data == 60
+
+
+def test_a_loader_with_augmentation_is_refused() -> None:
+    class Augmented(TensorDataset):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            x, y = super().__getitem__(index)
+            return x + 0.1 * torch.randn(3), y
+
+    training = Training().run(1)
+    state, fits = training.state(), PeriodicFits("regression")
+    with pytest.raises(ValueError, match="The loader gives different data at each pass"):
+        fits.fit(training.model, DataLoader(Augmented(*training.data.tensors), batch_size=16, shuffle=True), epoch=1)
+    assert training.state() == state
+    assert not fits.history_
+
+
+@pytest.mark.parametrize(("kind", "outputs"), [("regression", 1), ("classification", 10)])
+def test_all_fits_together_cost_no_more_than_the_training(kind: str, outputs: int) -> None:
+    training, fits = Training(kind, outputs, num=4000, inputs=20), PeriodicFits(kind)
+    for epoch in range(1, 21):
+        training.epoch()
+        if fits.due(epoch) or epoch == 20:
+            fits.fit(training.model, training.loader, epoch=epoch)
+        # The first one comes when it is due.
+        assert sum(record["cost"] for record in fits.history_[1:]) <= epoch
+    costs = [record["cost"] for record in fits.history_]
+    assert len(costs) > 3
+    assert sum(costs) <= 20
+    assert costs[-1] <= 0.5 * costs[0]
+
+
+@pytest.mark.parametrize(("kind", "outputs"), [("regression", 1), ("classification", 10)])
+def test_a_second_fit_costs_half_of_the_first_at_most(kind: str, outputs: int) -> None:
+    training, fits, epochs = Training(kind, outputs, num=4000, inputs=20), PeriodicFits(kind), []
+    for epoch in (5, 6):
+        training.run(5 if epoch == 5 else 1)
+        fits.fit(training.model, training.loader, epoch=epoch)
+        epochs.append(fits.laplace_.diagnose().epochs)
+    assert epochs[1] <= 0.5 * epochs[0]
+
+
+def test_a_smaller_budget_is_kept() -> None:
+    training = Training(num=4000, inputs=20).run(1)
+    costs = [
+        PeriodicFits("regression", budget=budget).fit(training.model, training.loader, epoch=1)["cost"]
+        for budget in (None, 5.0, 1.0)
+    ]
+    assert costs[0] == costs[1]
+    assert costs[2] <= 1 < costs[1] <= 5
+
+
+def test_fits_are_left_out_where_they_cost_more_than_training() -> None:
+    training = Training()
+    every, dear = PeriodicFits("regression", every_n_epochs=2, budget=None), PeriodicFits("regression")
+    training.run(4, every)
+    assert [record["epoch"] for record in every.history_] == [2, 4]
+    cost = dear.fit(training.model, training.loader, epoch=1)["cost"]
+    assert next(epoch for epoch in range(1, 100) if dear.due(epoch)) == int(np.ceil(3 * cost))
+
+
+def test_what_is_logged_is_what_the_fit_says() -> None:
+    training = Training("regression", 2).run(5)
+    options: dict[str, Any] = {"prior": "layerwise", "method": "exact", "num_samples": 32, "seed": 2, "max_steps": 50}
+    fits = PeriodicFits(Gaussian(torch.ones(2)), budget=None, **options)
+    found = fits.fit(training.model, training.loader, epoch=5)
+    steps = options.pop("max_steps")
+    la = LinearisedLaplace(training.model, Gaussian(torch.ones(2)), **options)
+    la.fit_hyperparameters(training.loader, budget=None, max_steps=steps, progress=False)
+    names = [f"prior_precision/{name}" for name in ("0", "1", "4")]
+    assert [found[name] for name in names] == pytest.approx(la.prior_precision_.tolist())
+    assert [found[f"noise_precision/{i}"] for i in range(2)] == pytest.approx(la.noise_precision_.tolist())
+    assert found["effective_dimension"] == pytest.approx(float(la.effective_dimension_.sum()))
+    assert found["score"] == pytest.approx(float(la.score()))
+    assert found["converged"] == la.converged_
+    assert fits.history_ == [{"epoch": 5, **found}]
+    assert len(fits.laplace_.samples_) == 32
+    assert "score" not in PeriodicFits("regression", method="krylov", budget=None).fit(
+        training.model, training.loader, epoch=1
+    )
+
+
+def test_metrics_are_means_over_all_held_out_data() -> None:
+    training, held_out = Training("classification", 3).run(5), dataset("classification", 50, outputs=3, seed=1)
+    metrics = {
+        "accuracy": MulticlassAccuracy(3, average="micro"),
+        "each": lambda p, y: (p.probs.argmax(1) == y).double(),
+        "batch": lambda p, y: float((p.probs.argmax(1) == y).double().mean()),
+    }
+    fits = PeriodicFits("classification", metrics=metrics, budget=None)
+    for epoch in (5, 6):  # a metric of torchmetrics starts anew
+        # Batches of 16 and one of two.
+        found = fits.fit(training.model, training.loader, DataLoader(held_out, batch_size=16), epoch=epoch)
+    x, y = held_out.tensors
+    prediction = fits.laplace_.predict(x)
+    accuracy = float((prediction.probs.argmax(1) == y).double().mean())
+    assert [found[name] for name in metrics] == pytest.approx([accuracy] * 3)
+    assert found["val_log_loss"] == pytest.approx(-float(prediction.log_prob(y).mean()), rel=1e-5)
+
+
+def test_metrics_of_a_regression_are_of_its_means() -> None:
+    training, held_out = Training().run(5), dataset("regression", 20, seed=1)
+    fits = PeriodicFits("regression", val_loader=held_out, metrics={"mse": MeanSquaredError()}, budget=None)
+    found = fits.fit(training.model, training.loader, epoch=1)
+    x, y = held_out.tensors
+    assert found["mse"] == pytest.approx(float(((fits.laplace_.predict(x).mean - y) ** 2).mean()), rel=1e-5)
+
+
+def test_held_out_data_choose_the_precision_if_they_are_to() -> None:
+    training, held_out = Training().run(5), dataset("regression", 40, seed=1)
+    fits = PeriodicFits("regression", val_loader=held_out, criterion="validation", method="exact", budget=None)
+    found = fits.fit(training.model, training.loader, epoch=1)
+    la = LinearisedLaplace(training.model, "regression", method="exact", num_samples=16)
+    la.fit_hyperparameters(training.loader, held_out, criterion="validation", progress=False)
+    assert found["prior_precision"] == pytest.approx(float(la.prior_precision_), rel=1e-6)
+
+
+def recorded(steps: list[Step]) -> dict[str, Any]:
+    return {"method": Krylov(), "criterion": "evidence", "budget": None, "callback": steps.append}
+
+
+@pytest.mark.parametrize("continued", ["same", "copy", "state"])
+def test_a_fit_starts_from_the_one_before(continued: str) -> None:
+    training, steps = Training(), []
+    fits = PeriodicFits("regression", **recorded(steps))
+    training.run(2, fits)
+    last, model = fits.history_[-1]["prior_precision"], training.model
+    training.epoch()  # to weights that are not those of the fit
+    if continued == "copy":
+        model = copy.deepcopy(model)
+    if continued == "state":
+        file = io.BytesIO()
+        torch.save(fits.state_dict(), file)
+        fits = PeriodicFits("regression", **recorded(steps))
+        fits.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+        with pytest.raises(NotFittedError, match=r"`laplace_` is there after a fit"):
+            _ = fits.laplace_
+    steps.clear()
+    fits.fit(model, training.loader, epoch=3)
+    assert steps[0].prior_precision == pytest.approx([last], rel=1e-6)
+    assert [record["epoch"] for record in fits.history_] == [1, 2, 3]
+    assert fits.laplace_.network.module is model
+
+
+def test_a_schedule_counts_on() -> None:
+    training, fits, again = Training(), PeriodicFits("regression"), PeriodicFits("regression")
+    again.load_state_dict(fits.state_dict())
+    assert again.due(1)
+    fits.fit(training.model, training.loader, epoch=1)
+    again.load_state_dict(fits.state_dict())
+    assert [again.due(epoch) for epoch in range(1, 60)] == [fits.due(epoch) for epoch in range(1, 60)]
+    assert not again.due(1)
+    costs = [f.fit(training.model, training.loader, epoch=9)["cost"] for f in (fits, again)]
+    assert costs[0] == pytest.approx(costs[1])
+
+
+def test_a_posterior_of_earlier_weights_predicts_nothing_before_a_fit() -> None:
+    training = Training().run(1)
+    fits = PeriodicFits("regression", budget=None)
+    fits.fit(training.model, training.loader, epoch=1)
+    state, x = fits.laplace_.state_dict(), training.data.tensors[0]
+    earlier, before = copy.deepcopy(training.model), fits.laplace_.predict(x).stddev
+    training.epoch()
+    la = LinearisedLaplace(training.model, "regression")
+    la.start_from(state)
+    with pytest.raises(ValueError, match="the weights or buffers of the model are not those of the fit"):
+        la.predict(x)
+    training.model.load_state_dict(earlier.state_dict())
+    assert torch.equal(la.predict(x).stddev, before)
+    with pytest.raises(ValueError, match="The state is of likelihood 'regression'"):
+        LinearisedLaplace(training.model, "poisson").start_from(state)
+
+
+def test_a_fit_that_fails_keeps_the_last_one() -> None:
+    training = Training().run(1)
+    fits = PeriodicFits("regression", budget=None)
+    fits.fit(training.model, training.loader, epoch=1)
+    x = training.data.tensors[0]
+    before = fits.laplace_.predict(x).stddev
+    with pytest.raises(ValueError, match="NaN"):
+        fits.fit(training.model, [(x * torch.nan, training.data.tensors[1])], epoch=2)
+    assert torch.equal(fits.laplace_.predict(x).stddev, before)
+    assert len(fits.history_) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: PeriodicFits("regression", every_n_epochs=0), ValueError, "`every_n_epochs`"),
+        (lambda: PeriodicFits("regression", budget=-1.0), ValueError, "`budget`"),
+        (lambda: PeriodicFits("regresion"), ValueError, "regresion"),
+        (lambda: PeriodicFits("regression", pior="isotropic"), TypeError, r"\['pior'\] are no options of"),
+        (lambda: PeriodicFits("regression", warm_start=True), TypeError, r"\['warm_start'\] are no options of"),
+        (lambda: PeriodicFits("regression", method="kfak"), ValueError, "kfak"),
+        (lambda: PeriodicFits("regression", metrics={"a": 1.0}), TypeError, r"`metrics` must be functions.*\['a'\]"),  # pyright: ignore
+        (lambda: PeriodicFits("regression").laplace_, NotFittedError, "`laplace_` is there after a fit: call"),
+    ],
+)
+def test_bad_settings(make: Callable[[], Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        make()
