@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,12 @@ class LaplaceTrainerCallback(TrainerCallback):
     Args:
         likelihood: as of `PeriodicFits`.
         every_n_epochs: as of `PeriodicFits`.
-        train_loader: data of the fits in place of `train_dataset`, as without augmentation: a loader or a list of
-            batches; or a map-style dataset, which goes through the Trainer's collator.
-        val_loader: of `PeriodicFits`, in the same forms.
+        train_dataset: for the fits in place of that of the Trainer, as one without augmentation.
+        val_dataset: held-out data for metrics, as `val_loader` of `PeriodicFits`, through the Trainer's collator.
+        train_loader: in place of `train_dataset`, a loader or a list of batches, as for another collator.
         trainer: the Trainer, for `trainer.add_callback(LaplaceTrainerCallback(..., trainer=trainer))`: what a fit finds
             goes through `trainer.log` then, and so to its reporters, such as TensorBoard.
-        options: all others of `PeriodicFits`: `metrics`, `budget`, and those of `LinearisedLaplace` and
+        options: all others of `PeriodicFits`: `val_loader`, `metrics`, `budget`, and those of `LinearisedLaplace` and
             `fit_hyperparameters`.
 
     Raises:
@@ -75,13 +75,15 @@ class LaplaceTrainerCallback(TrainerCallback):
         likelihood: Any,
         *,
         every_n_epochs: int = 1,
-        train_loader: Any = None,
-        val_loader: Any = None,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        train_loader: Iterable[Any] | None = None,
         trainer: Trainer | None = None,
         **options: Any,
     ) -> None:
         self.fits = PeriodicFits(likelihood, every_n_epochs=every_n_epochs, **options)
-        self.train_loader, self.val_loader, self.trainer = train_loader, val_loader, trainer
+        self.train_dataset, self.val_dataset, self.train_loader = train_dataset, val_dataset, train_loader
+        self.trainer = trainer
         self._shifts = "unpack" in options
         self._anew = self.fits.state_dict()
         # The step of the weights that the last fit is of.
@@ -102,12 +104,7 @@ class LaplaceTrainerCallback(TrainerCallback):
                 f"The labels of a {causal.pop()} are those of the next token. Pass `unpack=next_token` of "
                 "laplace_sampling.integrations.transformers, or an `unpack` of your own."
             )
-        if self.train_loader is None and isinstance(kwargs["train_dataloader"].dataset, IterableDataset):
-            raise ValueError(
-                "`LaplaceTrainerCallback`: `train_dataset` is an IterableDataset, which is read in its order only and "
-                "goes on from where training stopped. Pass data of the fits as `train_loader=`: a DataLoader, a "
-                "map-style dataset or a list of batches."
-            )
+        self._train_loader(kwargs["train_dataloader"])  # raises before time is spent
         saved = self._saved(args, state) if state.global_step else None
         self.fits.load_state_dict(self._anew if saved is None else read(saved))
         self._fitted_at = None
@@ -145,10 +142,9 @@ class LaplaceTrainerCallback(TrainerCallback):
         train_dataloader: DataLoader,
         **kwargs: Any,
     ) -> None:
-        # Of `train_dataset` whatever the sampler of the Trainer leaves out, or gives to other processes.
-        given, like = self.train_loader, train_dataloader
-        train = _in_order(like.dataset, like) if given is None else _loader(given, like)
-        found = self.fits.fit(model, train, _loader(self.val_loader, like), epoch=math.ceil(state.epoch))
+        like = train_dataloader
+        val = None if self.val_dataset is None else _in_order(self.val_dataset, like)
+        found = self.fits.fit(model, self._train_loader(like), val, epoch=math.ceil(state.epoch))
         self._fitted_at = step
         logs = {f"{PREFIX}{name}": value for name, value in found.items()}
         if self.trainer is None:
@@ -158,6 +154,18 @@ class LaplaceTrainerCallback(TrainerCallback):
             should_log = control.should_log
             self.trainer.log(logs)
             control.should_log = should_log
+
+    def _train_loader(self, like: DataLoader) -> Iterable[Any]:
+        if self.train_loader is not None:
+            return self.train_loader
+        dataset = like.dataset if self.train_dataset is None else self.train_dataset
+        if isinstance(dataset, IterableDataset):
+            raise ValueError(
+                "`LaplaceTrainerCallback`: the training data are an IterableDataset, which is read in its order only "
+                "and goes on from where training stopped. Pass a map-style dataset as `train_dataset=`, or a loader or "
+                "a list of batches as `train_loader=`."
+            )
+        return _in_order(dataset, like)
 
     def _saved(self, args: TrainingArguments, state: TrainerState) -> Path | None:
         """The file of the checkpoint that training goes on from, of which callbacks do not know the folder."""
@@ -179,14 +187,8 @@ class LaplaceTrainerCallback(TrainerCallback):
         return None
 
 
-def _loader(given: Any, like: DataLoader) -> Any:
-    """A loader or a list of batches as it is; a dataset in its order, through the collator of another one's loader."""
-    if not hasattr(given, "__getitem__") or isinstance(given, IterableDataset | Sequence):
-        return given
-    return _in_order(given, like)
-
-
 def _in_order(dataset: Any, like: DataLoader) -> DataLoader:
+    """All data of a dataset, through the collator of another one's loader."""
     batch_size = getattr(like.batch_sampler, "batch_size", None) or 1
     return DataLoader(dataset, batch_size=batch_size, collate_fn=like.collate_fn)
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 from trained import assert_same_bits, bits_of_training
 
 from laplace_sampling import Categorical, LinearisedLaplace
@@ -124,7 +124,7 @@ def bits(trainer: Trainer) -> list[Any]:
 
 
 def logged(trainer: Trainer) -> list[dict[str, float]]:
-    return [entry for entry in trainer.state.log_history if "laplace_score" in entry]
+    return [entry for entry in trainer.state.log_history if "laplace_effective_dimension" in entry]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_training_is_bit_equal_to_one_without_fits(tmp_path: Path, options: dict
     plain.train()
     without = bits(plain)
     trainer = make_trainer(tmp_path / "fits", **options)
-    fits = callback(trainer=trainer if with_trainer else None, val_loader=Rows(9, seed=2))
+    fits = callback(trainer=trainer if with_trainer else None, val_dataset=Rows(9, seed=2))
     trainer.add_callback(fits)
     trainer.train()
     assert_same_bits(bits(trainer), without)
@@ -190,21 +190,36 @@ def test_fits_see_all_data_once_through_the_collator_of_the_trainer(tmp_path: Pa
     assert_close(fits.laplace_.predict({"x": rows.x}).stddev, reference.predict({"x": rows.x}).stddev)
 
 
-def test_another_loader_is_fitted_in_place_of_the_training_data(tmp_path: Path) -> None:
-    """Here that of a training on a stream, which would need one."""
+def test_other_data_are_fitted_in_place_of_those_of_training(tmp_path: Path) -> None:
+    rows = Rows()
+    loader = [({"x": rows.x[:20]}, rows.labels[:20])]
+    found = []
+    for name, given in {
+        "dataset": {"train_dataset": Subset(rows, range(20))},
+        "loader": {"train_loader": loader},
+    }.items():
+        fits = callback(every_n_epochs=NUM_EPOCHS, method="exact", **given)
+        make_trainer(tmp_path / name, fits).train()
+        found.append(fits.laplace_.predict({"x": rows.x}).stddev)
+    assert_close(*found)
+    everything = callback(every_n_epochs=NUM_EPOCHS, method="exact")
+    make_trainer(tmp_path / "all", everything).train()
+    assert (everything.laplace_.predict({"x": rows.x}).stddev - found[0]).abs().max() > 0.01
 
+
+def test_a_stream_of_training_data_needs_other_data_for_the_fits(tmp_path: Path) -> None:
     class Stream(IterableDataset):
         def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
             return (Rows()[index] for index in range(NUM_DATA))
 
-    rows = Rows()
-    fits = callback(train_loader=[({"x": rows.x}, rows.labels)])
-    trainer = make_trainer(tmp_path / "given", fits, train_dataset=Stream(), max_steps=2 * STEPS)
-    trainer.train()
-    assert fits.laplace_.predict({"x": rows.x}).probs.shape == (NUM_DATA, 3)
-    trainer = make_trainer(tmp_path / "missing", callback(), train_dataset=Stream(), max_steps=2 * STEPS)
-    with pytest.raises(ValueError, match="`train_dataset` is an IterableDataset, which is read"):
+    options = {"train_dataset": Stream(), "max_steps": 2 * STEPS}
+    fits = callback(train_dataset=Rows())
+    make_trainer(tmp_path / "given", fits, **options).train()
+    assert fits.laplace_.predict({"x": Rows().x}).probs.shape == (NUM_DATA, 3)
+    trainer = make_trainer(tmp_path / "missing", callback(), **options)
+    with pytest.raises(ValueError, match="the training data are an IterableDataset, which is read in its order only"):
         trainer.train()
+    assert trainer.state.global_step == 0
 
 
 def test_entries_of_the_log_reach_reporters_through_the_trainer(tmp_path: Path) -> None:
@@ -213,7 +228,7 @@ def test_entries_of_the_log_reach_reporters_through_the_trainer(tmp_path: Path) 
     trainer = make_trainer(tmp_path, reporter)
     trainer.add_callback(callback(trainer=trainer))
     trainer.train()
-    reported = [entry for entry in reporter.logs if "laplace_score" in entry]
+    reported = [entry for entry in reporter.logs if "laplace_effective_dimension" in entry]
     assert [entry["epoch"] for entry in reported] == [2.0, 4.0]
     assert [{**entry, "step": int(entry["epoch"]) * STEPS} for entry in reported] == logged(trainer)
     assert len([entry for entry in reporter.logs if "loss" in entry]) == NUM_EPOCHS
