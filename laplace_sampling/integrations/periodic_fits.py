@@ -18,7 +18,9 @@ from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.fitted import NotFittedError
 from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.methods.budget import Budget
+from laplace_sampling.methods.budget import Budget, Strict
+from laplace_sampling.methods.exact import Exact
+from laplace_sampling.methods.factored import Factored
 from laplace_sampling.settings import Settings
 from laplace_sampling.solvers.checks import check_positive, check_whole
 
@@ -30,8 +32,9 @@ BUDGET = 5.0
 # What a fit that starts from another one may take of what that one took: an error bar that has not converged yet is
 # that of the last fit.
 _WARM = 0.5
-# Samples of predictions of held-out data: their standard deviations are known to 18 %, their mean log loss better.
-_SAMPLES = 16
+# Factors cost little, and what is logged is of one kind from epoch to epoch. Standard deviations of 16 samples are known
+# to 18 %.
+_DEFAULTS = {"method": "kfac", "num_samples": 16, "progress": False}
 # Before the names of metrics where trainers log them.
 PREFIX = "laplace_"
 
@@ -52,10 +55,13 @@ class PeriodicFits:
         metrics: what is computed of predictions of `val_loader`, by name: a function `(prediction, targets) -> number`
             or `-> [N]` of what `LinearisedLaplace.predict` returns of a batch, averaged over the data; or a metric of
             torchmetrics, which gets `prediction.probs`, or `prediction.mean` of a regression.
-        budget: training epochs, counted in operations, that the first fit may take, or a second or so where that is
-            more (`fit_hyperparameters`); each later one half of what the first took. A fit that would make all
-            fits together cost more than the training so far is left out. `None`: no limit, and none is left out.
-        options: of `LinearisedLaplace` and of `fit_hyperparameters`.
+        budget: training epochs, counted in operations, that the first fit may take; each later one half of what the
+            first took. A fit that would make all fits together cost more than the training so far is left out, but
+            for the first. `None`: no limit, and none is left out. Kronecker factors obey down to 250 gradients, and
+            rules for `α` down to a look at 50 data: more than that where there are few data.
+        options: of `LinearisedLaplace` and of `fit_hyperparameters`, with other defaults: `method="kfac"`, which costs
+            little and whose numbers are of one kind from epoch to epoch; `num_samples=16`, by which standard deviations
+            are known to 18 %; `progress=False`.
 
     Raises:
         TypeError, ValueError: for settings that are not known.
@@ -95,15 +101,14 @@ class PeriodicFits:
             check_positive("`budget`", budget)
         self.likelihood, self.every_n_epochs, self.budget = likelihood, every_n_epochs, budget
         self.val_loader, self.metrics = val_loader, dict(metrics or {})
-        self._settings, self._options = _parted(options)
+        self._settings, self._options = _parted({**_DEFAULTS, **options})
         Settings.of(likelihood, **self._settings)
         if wrong := [name for name, metric in self.metrics.items() if not callable(metric)]:
             raise TypeError(f"`metrics` must be functions `(prediction, targets) -> number`, but {wrong} are not.")
         self.history_: list[dict[str, float]] = []
         self._laplace: LinearisedLaplace | None = None
         self._state: dict[str, Tensor] | None = None  # of a posterior that the next fit starts from
-        # Epochs that fits have taken, those that the last one took, and those of the first fit by itself.
-        self._spent, self._last, self._first = 0.0, 0.0, 0.0
+        self._first = 0.0  # epochs of the first fit, without a look at held-out data
 
     @property
     def laplace_(self) -> LinearisedLaplace:
@@ -113,7 +118,9 @@ class PeriodicFits:
 
     def due(self, epoch: int) -> bool:
         """Whether a fit is due after so many epochs of training, counted from one."""
-        paid_for = self.budget is None or self._spent + self._last <= epoch
+        costs = [record["cost"] for record in self.history_]
+        # The next one is taken to cost what the last one did.
+        paid_for = self.budget is None or sum(costs + costs[-1:]) <= epoch
         return epoch % self.every_n_epochs == 0 and paid_for
 
     def fit(
@@ -130,7 +137,7 @@ class PeriodicFits:
         Returns:
             What trainers log: `prior_precision`, with a `/` and the name of the group where there are several;
             `noise_precision` of a regression, likewise with the number of the output; `effective_dimension`;
-            `score`, the evidence for each datum in nats; `converged`, one or zero; `cost`, in training epochs; and of
+            `score` of exact and factored posteriors, the evidence for each datum in nats; `converged`, one or zero; `cost`, in training epochs; and of
             the `val_loader` `val_log_loss`, in nats for each datum, and the `metrics`.
 
         Raises:
@@ -140,40 +147,38 @@ class PeriodicFits:
         with BorrowedRandomness([train_loader, val_loader, *self.metrics.values()]).borrowed():
             la, warm = self._at(model), self._first > 0
             held_out = val_loader if self._options.get("criterion") == "validation" else None
-            budget = _WARM * self._first if warm and self.budget is not None else self.budget
-            options = {"progress": False, **self._options}
-            la.fit_hyperparameters(train_loader, held_out, budget=budget, warm_start=True, **options)
+            budget = self.budget and Strict(_WARM * self._first if warm else self.budget)
+            la.fit_hyperparameters(train_loader, held_out, budget=budget, warm_start=True, **self._options)
             self._laplace, self._state = la, None
-            spent = la._with_data("fit")[0].task.budget
-            assert isinstance(spent, Budget)
-            looks = Budget(None, spent.cost, spent.num_data, la.network.products)
+            cost = la._with_data("fit")[0].task.budget
+            total = Budget(None, cost.cost, cost.num_data, la.network.products, others=cost.operations)
             found = self._found(la) | ({} if val_loader is None else self._predicted(la, val_loader))
-        found["cost"] = spent.spent + looks.spent
-        self._last = 0.0 if spent.free and looks.free else found["cost"]
-        self._spent += self._last
-        self._first = self._first or spent.spent
+        found["cost"] = total.spent
+        self._first = self._first or cost.spent
         self.history_.append({"epoch": epoch, **found})
         return found
 
     def _at(self, model: nn.Module) -> LinearisedLaplace:
         """The posterior of a network that fits start from."""
         la = self._laplace
-        if la is not None and la.network.module is model:
-            return la
-        state = self._state if la is None else la.state_dict()
-        la = LinearisedLaplace(model, self.likelihood, **self._settings)
-        if state is not None:
-            la.start_from(state)
+        if la is None or la.network.module is not model:
+            state = self._state if la is None else la.state_dict()
+            la = LinearisedLaplace(model, self.likelihood, **self._settings)
+            if state is not None:
+                la.start_from(state)
         return la
 
     def _found(self, la: LinearisedLaplace) -> dict[str, float]:
         """What a fit says without other data."""
-        prior, noise = la._require("fit").posterior.prior, la.noise_precision_
+        posterior = la._require("fit").posterior
+        prior, noise = posterior.prior, la.noise_precision_
         found = _named("prior_precision", prior.names, prior.precision)
         if noise is not None:
             found |= _named("noise_precision", range(noise.numel()), noise)
-        gamma = float(la.effective_dimension_.sum())
-        return found | {"effective_dimension": gamma, "score": float(la.score()), "converged": float(la.converged_)}
+        found |= {"effective_dimension": float(la.effective_dimension_.sum()), "converged": float(la.converged_)}
+        # Other methods take as long for it as for a fit.
+        closed_form = isinstance(posterior.method, Exact | Factored)
+        return found | ({"score": float(la.score())} if closed_form else {})
 
     def _predicted(self, la: LinearisedLaplace, val_loader: Iterable[Any]) -> dict[str, float]:
         """The log loss and the user's metrics of held-out data."""
@@ -184,13 +189,12 @@ class PeriodicFits:
         streams = {name: metric for name, metric in metrics.items() if hasattr(metric, "compute")}
         for metric in streams.values():
             metric.reset()
-        num_samples = min(_SAMPLES, la.settings.num_samples)
         for batch in torch.arange(data.num_data).split(data.batch_size):
-            prediction = la.predict(data.inputs(batch), num_samples=num_samples)
+            prediction = la.predict(data.inputs(batch))
             targets = take(data.targets, batch)
             for name, metric in metrics.items():
                 if name in streams:
-                    shown = prediction.probs if hasattr(prediction, "probs") else prediction.mean
+                    shown: Any = getattr(prediction, "probs" if hasattr(prediction, "probs") else "mean")
                     metric.update(shown.to(metric.device), targets.to(metric.device))
                 else:
                     values = torch.as_tensor(metric(prediction, targets), dtype=torch.float64)
@@ -204,14 +208,13 @@ class PeriodicFits:
         The posterior is in it, with its samples, which take the memory of `num_samples` networks.
         """
         posterior = self._state if self._laplace is None else self._laplace.state_dict()
-        spent = {"spent": self._spent, "last": self._last, "first": self._first}
-        return {"history": [dict(record) for record in self.history_], "posterior": posterior, **spent}
+        return {"history": [dict(record) for record in self.history_], "posterior": posterior, "first": self._first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`: the next fit starts from its posterior, also of a network that was trained since."""
         self._laplace, self._state = None, state["posterior"]
         self.history_ = [dict(record) for record in state["history"]]
-        self._spent, self._last, self._first = (float(state[name]) for name in ("spent", "last", "first"))
+        self._first = float(state["first"])
 
 
 def _parted(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -58,10 +58,11 @@ class KroneckerFit:
     def num_gradients(self, num_data: int, num_outputs: int) -> int:
         """How many gradients of a datum it takes."""
         some = min(num_data, self.data)
-        roots = min(num_outputs, self._num_outputs(num_data))
+        roots = min(num_outputs, self.num_outputs(num_data))
         return roots * (some + min(BASIS_DATA, some))
 
-    def _num_outputs(self, num_data: int) -> int:
+    def num_outputs(self, num_data: int) -> int:
+        """How many combinations of the outputs of a datum it takes."""
         return self.outputs or min(PROBES, math.ceil(_GRADIENTS / min(num_data, self.data)))
 
     def factors(self, ggn: GGN, seed: int) -> Factors:
@@ -75,7 +76,7 @@ class KroneckerFit:
 
     def _noise(self, ggn: GGN, seed: int, number: int) -> WhiteNoise:
         """Probes for the factors (0) and for the eigenvalues (1), which are independent."""
-        num = self._num_outputs(ggn.num_data)
+        num = self.num_outputs(ggn.num_data)
         return Draws(num, seed, _STREAM, number * num).noise(ggn.features.num_outputs)
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.solvers.solver import Afford
 
-__all__ = ["Budget", "Estimate"]
+__all__ = ["Budget", "Estimate", "Strict"]
 
 # Floating-point operations that are never refused, a second or so: an epoch of a tiny network takes microseconds. At
 # half and twice networks up to half and twice as large may do what they like.
@@ -41,6 +41,10 @@ class Estimate:
     def total(self) -> float:
         """In operations of the network."""
         return self.operations + self.dense / _DENSE
+
+
+class Strict(float):
+    """Training epochs, none of them free: of fits so frequent that a second or so of each is most of the training."""
 
 
 @dataclass(eq=False)
@@ -89,16 +93,11 @@ class Budget:
         return self.operations / self.epoch
 
     @property
-    def free(self) -> bool:
-        """Whether no more was spent than is never refused."""
-        return self.operations <= _FREE
-
-    @property
     def allowed(self) -> float:
         """Operations that may be spent in all."""
         if self.epochs is None or self.cost is None:
             return math.inf
-        return max(self.epochs * self.epoch, _FREE)
+        return max(self.epochs * self.epoch, 0.0 if isinstance(self.epochs, Strict) else _FREE)
 
     @property
     def left(self) -> float:

@@ -58,6 +58,8 @@ _KINDS = ("kfac", "diagonal", "last_layer")
 _ACCURACY, _RESIDUAL = 2e-3, 1e-6
 # Samples that are drawn together.
 _FEW = 16
+# Gradients that Kronecker factors are from at least, where the budget pays for no more: see `BASIS_DATA`.
+_FEWEST_GRADIENTS = 250
 # Passes of the mode in five steps of EM, typically: 10 each by conjugate gradients.
 MODE_PASSES = 50
 # Samples of the linear model's own posterior with which data are left out, and their tolerance. On 50 fits of small
@@ -127,11 +129,34 @@ class Factored(SolverMethod):
         operations = vjps * cost.vjp + problem.of_rule(cost) + passes
         return Estimate(operations, problem.num_samples * memory.vector, dense)
 
+    def choose(self, problem: Problem) -> Choice:
+        choice = super().choose(problem)
+        return choice if problem.cost is None else replace(choice, method=self.within(problem, problem.cost))
+
+    def within(self, problem: Problem, cost: Cost) -> "Factored":
+        """Kronecker factors of as many gradients as the budget pays for, in powers of two, and of a few at least."""
+        method, affords = self, problem.budget.affords
+        while self.kind == "kfac" and not affords(method.predicted(problem, cost).total):
+            features = problem.features
+            data = min(method.num_data, features.num_data)
+            outputs = min(features.num_outputs, method._kronecker.num_outputs(data))
+            if data * outputs < 2 * _FEWEST_GRADIENTS:
+                break
+            fewer = {"outputs": outputs // 2} if outputs > 1 else {"outputs": 1, "num_data": data // 2}
+            method = replace(method, **fewer)
+        return method
+
     def _dense_operations(
-        self, network: Linearisation, features: Features, num_samples: int, selection: Selection | None
+        self,
+        network: Linearisation,
+        features: Features,
+        num_samples: int,
+        selection: Selection | None,
+        rough: bool = True,
     ) -> float:
         """Eigenvectors of factors; gradients, samples and what a rule looks at, turned by them."""
-        num_vectors = num_samples + (0 if selection is None else selection.looks(features).vectors(features))
+        looks = 0 if selection is None else selection.looks(features).vectors(features, rough=rough)
+        num_vectors = num_samples + looks
         num_gradients = self._kronecker.num_gradients(features.num_data, features.num_outputs)
         return kronecker_operations(network, num_vectors, num_gradients)
 
@@ -140,7 +165,9 @@ class Factored(SolverMethod):
         features = task.ggn().features
         if self.kind != "kfac" or not isinstance(features, NetworkFeatures):
             return 0.0
-        return self._dense_operations(features.network, features, task.num_samples, task.selection)
+        # From an earlier posterior a rule knows where to look.
+        rough = task.start is None
+        return self._dense_operations(features.network, features, task.num_samples, task.selection, rough)
 
     def paid_for(self, problem: Problem, choice: Choice) -> Choice:
         return choice
