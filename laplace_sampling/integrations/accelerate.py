@@ -42,7 +42,7 @@ class AcceleratedFits(PeriodicFits):
         >>> from accelerate import Accelerator
         >>> from laplace_sampling.integrations.accelerate import AcceleratedFits
         >>> accelerator = Accelerator(cpu=True)
-        >>> fits = AcceleratedFits(accelerator, "regression", every_n_epochs=2)
+        >>> fits = AcceleratedFits(accelerator, "regression", every_n_epochs=2, budget=None)
         >>> x = torch.linspace(-1, 1, 40)[:, None]
         >>> loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, 2 * x), batch_size=10)
         >>> model, loader = accelerator.prepare(torch.nn.Linear(1, 1), loader)

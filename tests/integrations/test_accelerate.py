@@ -1,7 +1,9 @@
 """`AcceleratedFits` in real training loops of Accelerate."""
 
+import importlib
 import os
 import socket
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -178,6 +180,13 @@ def test_settings_are_checked_before_training() -> None:
         AcceleratedFits(accelerator, "classification", lr=0.1)
     # Else its checkpoints would ask for the state of an object that is not there.
     assert not accelerator._custom_objects
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "laplace_sampling.integrations.accelerate")
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(ImportError, match=r'pip install "laplace_sampling\[accelerate\]"'):
+        importlib.import_module("laplace_sampling.integrations.accelerate")
 
 
 def process(rank: int, port: int, folder: str) -> None:

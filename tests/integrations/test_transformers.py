@@ -1,6 +1,8 @@
 """`LaplaceTrainerCallback` in real trainings of transformers' `Trainer`, of small models with random weights."""
 
+import importlib
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -371,3 +373,10 @@ def test_settings_are_checked_before_training() -> None:
         LaplaceTrainerCallback("classification", every_n_epochs=0)
     with pytest.raises(TypeError, match="are no options of"):
         LaplaceTrainerCallback("classification", lr=0.1)
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "laplace_sampling.integrations.transformers")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r'pip install "laplace_sampling\[transformers,accelerate\]"'):
+        importlib.import_module("laplace_sampling.integrations.transformers")
