@@ -4,7 +4,7 @@ from importlib.metadata import version
 
 from laplace_sampling.evidence.curves import EvidenceCurves, MarginalLikelihood
 from laplace_sampling.evidence.plots import plot_evidence
-from laplace_sampling.evidence.step import Step
+from laplace_sampling.evidence.step import Step, StopFit
 from laplace_sampling.fitted import NotFittedError
 from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.largest_variance import largest_variance
@@ -82,6 +82,7 @@ __all__ = [
     "Score",
     "Step",
     "Stochastic",
+    "StopFit",
     "Subset",
     "compare",
     "from_loss",

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidenceCurves, EvidencePath, MarginalLikelihood
-from laplace_sampling.evidence.step import Step
+from laplace_sampling.evidence.step import Step, StopFit
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import SAMPLE_STREAM, Fit, Task
@@ -79,8 +79,7 @@ def fitting(fit: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     @wraps(fit)
     def wrapper(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         model = cast(FittedModel, args[0])
-        fitted, batching = model._fitted, model.network.batching
-        max_rows = batching.max_rows
+        fitted, batching, max_rows = model._fitted, model.network.batching, model.network.batching.max_rows
         try:
             result = fit(*args, **kwargs)
             model._unfinished = ()
@@ -89,7 +88,9 @@ def fitting(fit: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
             # A warning of the end is raised where the user made it an error; the posterior is there.
             if not isinstance(error, ConvergenceWarning | CalibrationWarning):
                 model._fitted, batching.max_rows = fitted, max_rows
-            raise
+            if not isinstance(error, StopFit):
+                raise
+        return cast(Result, model)
 
     return wrapper
 
@@ -147,9 +148,8 @@ class FittedModel:
             stream = SAMPLE_STREAM + fitted.num_draws
         sampled = fitted.fit.draw(Draws(num_samples, self.settings.seed, stream))
         if not sampled.converged:
-            warnings.warn(
-                f"{fitted.fit.unconverged(sampled)} {fitted.fit.method.advice}", ConvergenceWarning, stacklevel=3
-            )
+            problem = f"{fitted.fit.unconverged(sampled)} {fitted.fit.method.advice}"
+            warnings.warn(problem, ConvergenceWarning, stacklevel=3)
         return sampled.samples
 
     @solver_call

@@ -176,7 +176,7 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
             num_data: of an `IterableDataset`, which is read in its order; the order must repeat.
             warm_start: start from the posterior that is there, also of earlier weights, if any (`methods.start`).
             progress: show progress bars.
-            callback: called with each `Step`.
+            callback: called with each `Step`; it may raise `StopFit`, which ends the fit, and keeps what was there.
 
         Raises:
             TypeError, ValueError, FloatingPointError: for data that do not fit the model or the likelihood, or that

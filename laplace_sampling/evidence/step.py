@@ -1,8 +1,16 @@
 """The record of one step of a fit of hyperparameters."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
-__all__ = ["Step"]
+__all__ = ["Step", "StopFit"]
+
+
+class StopFit(Exception):  # noqa: N818 it is no error
+    """Raised by a `callback` of `fit_hyperparameters`, it ends the fit without an error, as `break` ends a loop.
+
+    What was fitted before is kept, and `history_` has the steps that were made. Any other exception ends the fit
+    likewise, and goes on to the caller.
+    """
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,19 @@ class Step:
     effective_dimension_se: list[float] | None = None
     mode_residual: float | None = None
     sample_residual: float | None = None
+
+    def to_dict(self) -> dict[str, float]:
+        """Numbers by name, as loggers take them: those of several groups with `/0`, `/1`, … behind the name.
+
+        Fields that are `None` are left out.
+        """
+        flat: dict[str, float] = {}
+        for name, value in asdict(self).items():
+            if isinstance(value, list) and len(value) > 1:
+                flat |= {f"{name}/{group}": number for group, number in enumerate(value)}
+            elif value is not None:
+                flat[name] = value[0] if isinstance(value, list) else value
+        return flat
 
     def shifted(self, loss: float) -> "Step":
         """The same with a constant added to the losses."""

@@ -32,8 +32,8 @@ BUDGET = 5.0
 # What a fit that starts from another one may take of what that one took: an error bar that has not converged yet is
 # that of the last fit.
 _WARM = 0.5
-# Factors cost little, and what is logged is of one kind from epoch to epoch. Standard deviations of 16 samples are known
-# to 18 %.
+# Factors cost little, and what is logged is of one kind from epoch to epoch. Standard deviations of 16 samples are
+# known to 18 %.
 _DEFAULTS = {"method": "kfac", "num_samples": 16, "progress": False}
 # Before the names of metrics where trainers log them.
 PREFIX = "laplace_"
@@ -77,7 +77,7 @@ class PeriodicFits:
         >>> x = torch.linspace(-1, 1, 40)[:, None]
         >>> loader = DataLoader(TensorDataset(x, 2 * x), batch_size=10, shuffle=True)
         >>> model = torch.nn.Linear(1, 1)
-        >>> fits = PeriodicFits("regression", every_n_epochs=2)
+        >>> fits = PeriodicFits("regression", every_n_epochs=2, budget=None)  # data so few cost little
         >>> for epoch in range(1, 5):
         ...     pass  # train for an epoch
         ...     if fits.due(epoch):
@@ -137,8 +137,8 @@ class PeriodicFits:
         Returns:
             What trainers log: `prior_precision`, with a `/` and the name of the group where there are several;
             `noise_precision` of a regression, likewise with the number of the output; `effective_dimension`;
-            `score` of exact and factored posteriors, the evidence for each datum in nats; `converged`, one or zero; `cost`, in training epochs; and of
-            the `val_loader` `val_log_loss`, in nats for each datum, and the `metrics`.
+            `converged`, one or zero; `score`, the evidence for each datum in nats, of exact and factored posteriors;
+            of the `val_loader` `val_log_loss`, in nats for each datum, and the `metrics`; `cost`, in training epochs.
 
         Raises:
             TypeError, ValueError, FloatingPointError: as of `fit_hyperparameters`. The last fit is kept.
@@ -150,7 +150,9 @@ class PeriodicFits:
             budget = self.budget and Strict(_WARM * self._first if warm else self.budget)
             la.fit_hyperparameters(train_loader, held_out, budget=budget, warm_start=True, **self._options)
             self._laplace, self._state = la, None
-            cost = la._with_data("fit")[0].task.budget
+            fit = la._require("fit").fit
+            assert fit is not None
+            cost = fit.task.budget
             total = Budget(None, cost.cost, cost.num_data, la.network.products, others=cost.operations)
             found = self._found(la) | ({} if val_loader is None else self._predicted(la, val_loader))
         found["cost"] = total.spent

@@ -1,0 +1,139 @@
+"""`LaplaceCallback`: error bars while Lightning trains a network.
+
+Needs the extra `lightning`: `pip install "laplace_sampling[lightning]"`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from laplace_sampling.integrations.periodic_fits import BUDGET, PREFIX, PeriodicFits
+from laplace_sampling.laplace import LinearisedLaplace
+from laplace_sampling.likelihoods.likelihood import Likelihood
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+except ImportError as error:
+    raise ImportError('`LaplaceCallback` needs Lightning: `pip install "laplace_sampling[lightning]"`.') from error
+
+__all__ = ["LaplaceCallback"]
+
+_SHARDED = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
+
+
+class LaplaceCallback(Callback):
+    """Fits error bars every few epochs of a training by Lightning, and logs what they say.
+
+    Fits are at the end of an epoch, after its validation, and start from the one before (`PeriodicFits`); training goes
+    on bit for bit as without them. Metrics are logged with `laplace_` before their names, and to be monitored by
+    `ModelCheckpoint(save_on_train_epoch_end=True)` and `EarlyStopping(check_on_train_epoch_end=True)`. The state of the
+    callback is in Lightning's checkpoints, so that a training that is resumed goes on from its last fit. Of several
+    processes that hold the whole network each, the first one fits and the others wait.
+
+    Args:
+        likelihood: as of `LinearisedLaplace`.
+        every_n_epochs: a fit after every so many epochs; fewer, where `budget` leaves some out.
+        train_loader: data of the fits, in place of the trainer's: without augmentation, if that has any.
+        val_loader: data of the metrics, in place of the trainer's, if it has one.
+        module: the name of the submodule that is the network, such as `"net"`; by default the `LightningModule` itself.
+        metrics: of `val_loader`, by name, as of `PeriodicFits`.
+        budget: training epochs of the first fit, as of `PeriodicFits`.
+        options: of `LinearisedLaplace` and of `fit_hyperparameters`.
+
+    Raises:
+        TypeError, ValueError: for settings that are not known; when training starts, for a network or loaders that are
+            not to be found, and for strategies that shard the network.
+
+    Attributes:
+        fits: the `PeriodicFits`.
+        laplace_: the last fit.
+    """
+
+    def __init__(
+        self,
+        likelihood: str | Likelihood | Mapping[str, str | Likelihood],
+        *,
+        every_n_epochs: int = 1,
+        train_loader: Iterable[Any] | None = None,
+        val_loader: Iterable[Any] | None = None,
+        module: str | None = None,
+        metrics: Mapping[str, Callable[..., Any]] | None = None,
+        budget: float | None = BUDGET,
+        **options: Any,
+    ) -> None:
+        self.fits = PeriodicFits(likelihood, every_n_epochs=every_n_epochs, metrics=metrics, budget=budget, **options)
+        self.train_loader, self.val_loader, self.module = train_loader, val_loader, module
+
+    @property
+    def laplace_(self) -> LinearisedLaplace:
+        return self.fits.laplace_
+
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(module=self.module, every_n_epochs=self.fits.every_n_epochs)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.fits.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.fits.load_state_dict(state_dict)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Raise before an epoch is lost."""
+        if isinstance(trainer.strategy, _SHARDED):
+            raise ValueError(
+                f"`LaplaceCallback` needs the whole network in one process, but {type(trainer.strategy).__name__} "
+                'shards it: use another strategy, such as "ddp", or fit after training.'
+            )
+        self._network(pl_module)
+        self._loaders(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        epoch = trainer.current_epoch + 1
+        if trainer.is_global_zero and self.fits.due(epoch):
+            found = self.fits.fit(self._network(pl_module), *self._loaders(trainer), epoch=epoch)
+            for name, value in found.items():
+                pl_module.log(PREFIX + name, value, on_epoch=True, batch_size=1, rank_zero_only=True)
+        trainer.strategy.barrier("LaplaceCallback")
+
+    def _network(self, pl_module: LightningModule) -> nn.Module:
+        name = type(pl_module).__name__
+        if self.module is not None:
+            try:
+                return pl_module.get_submodule(self.module)
+            except AttributeError:
+                names = [child for child, _ in pl_module.named_children()]
+                raise ValueError(f"`LaplaceCallback(module={self.module!r})`: {name} has {names}.") from None
+        if type(pl_module).forward is LightningModule.forward:
+            raise ValueError(
+                f"{name} has no `forward`: say which of its submodules is the network, as in "
+                '`LaplaceCallback(..., module="net")`.'
+            )
+        return pl_module
+
+    def _loaders(self, trainer: Trainer) -> tuple[Iterable[Any], Iterable[Any] | None]:
+        train = trainer.train_dataloader if self.train_loader is None else self.train_loader
+        val = trainer.val_dataloaders if self.val_loader is None else self.val_loader
+        return _whole("train", train), None if val is None else _whole("val", val)
+
+
+def _whole(kind: str, loader: Any) -> Iterable[Any]:
+    """The one loader that there is; of all data, where processes share them."""
+    if isinstance(loader, list | tuple) and len(loader) == 1 and isinstance(loader[0], DataLoader):
+        loader = loader[0]
+    if not isinstance(loader, Iterable) or isinstance(loader, Mapping) or _holds_loaders(loader):
+        raise ValueError(
+            f"`LaplaceCallback` takes one loader of {kind} data, but the trainer has a {type(loader).__name__}: give "
+            f"one as `{kind}_loader=`."
+        )
+    if isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
+        return DataLoader(loader.dataset, batch_size=loader.batch_size, collate_fn=loader.collate_fn)
+    return loader
+
+
+def _holds_loaders(loader: Any) -> bool:
+    return isinstance(loader, list | tuple) and any(isinstance(part, DataLoader) for part in loader)

@@ -1,0 +1,283 @@
+"""`LaplaceCallback` in real trainings by Lightning, which go on as without it."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+with warnings.catch_warnings():
+    # Lightning imports parts of torch and of the standard library that are deprecated.
+    warnings.simplefilter("ignore")
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+    from lightning.pytorch.loggers.logger import Logger
+    from lightning.pytorch.strategies import FSDPStrategy
+
+from laplace_sampling.integrations.lightning import LaplaceCallback
+
+pytestmark = [
+    # What Lightning says of small loaders, of the steps of its log, and of a folder that is there.
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
+]
+
+
+class Net(LightningModule):
+    """A classifier with dropout and batch norm, which draw and change buffers, and a metric of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.02)
+
+
+class WithoutForward(Net):
+    forward = LightningModule.forward
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, _: int) -> None: ...
+
+
+class Records(Logger):
+    """A logger in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[dict[str, float]] = []
+
+    name, version = "records", "0"
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.records.append({**metrics, "step": float(step or 0)})
+
+    def of_user(self) -> list[dict[str, float]]:
+        parts = ({n: v for n, v in record.items() if not n.startswith("laplace_")} for record in self.records)
+        return [part for part in parts if set(part) - {"epoch", "step"}]
+
+
+def data(num: int = 60, seed: int = 0) -> TensorDataset:
+    x = torch.randn(num, 3, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(x, (x[:, 0] + x[:, 1] ** 2 > 0.5).long())
+
+
+def loader(num: int = 60) -> DataLoader:
+    return DataLoader(data(num), batch_size=16, shuffle=True)
+
+
+def held_out() -> DataLoader:
+    return DataLoader(data(30, 1), batch_size=16)
+
+
+def callback(**options: Any) -> LaplaceCallback:
+    return LaplaceCallback("classification", **{"budget": None, **options})
+
+
+def trainer_of(callbacks: list[Callback], epochs: int = 3, folder: Path | None = None, **options: Any) -> Trainer:
+    if folder is not None:
+        callbacks = [*callbacks, ModelCheckpoint(folder, save_last=True, save_on_train_epoch_end=True)]
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": Records(), **options}
+    return Trainer(
+        max_epochs=epochs, accelerator="cpu", callbacks=callbacks, enable_checkpointing=folder is not None, **quiet
+    )
+
+
+def trained(callbacks: list[Callback], net: type[Net] = Net, seed: int = 0, **options: Any) -> tuple[Net, Trainer]:
+    """A training of a few epochs, always with the same randomness."""
+    torch.manual_seed(seed)
+    module = net()
+    trainer = trainer_of(callbacks, **options)
+    trainer.fit(module, loader(), held_out())
+    return module, trainer
+
+
+def assert_same(with_fits: tuple[Net, Trainer], without: tuple[Net, Trainer]) -> None:
+    """Weights, buffers, modes, gradients, the optimiser's state, what was logged, and the random state."""
+    (module, trainer), (other, of_other) = with_fits, without
+    assert {n: p.training for n, p in module.named_modules()} == {n: p.training for n, p in other.named_modules()}
+    for ours, theirs in zip(module.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+    for ours, theirs in zip(module.parameters(), other.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        assert ours.grad is None or theirs.grad is None or torch.equal(ours.grad, theirs.grad)
+        states = (t.optimizers[0].state[p] for t, p in ((trainer, ours), (of_other, theirs)))
+        for a, b in zip(*(state.values() for state in states), strict=True):
+            assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+    assert isinstance(trainer.logger, Records)
+    assert isinstance(of_other.logger, Records)
+    assert trainer.logger.of_user() == of_other.logger.of_user()
+
+
+@pytest.mark.parametrize("method", ["kfac", "exact", "krylov"])
+def test_training_goes_on_as_without_fits(method: str) -> None:
+    laplace = callback(method=method, metrics={"error": lambda p, y: (p.probs.argmax(1) != y).double()})
+    with_fits = trained([laplace])
+    state = torch.get_rng_state()
+    without = trained([])
+    assert torch.equal(state, torch.get_rng_state())
+    assert_same(with_fits, without)
+    assert [record["epoch"] for record in laplace.fits.history_] == [1, 2, 3]
+
+
+def test_what_fits_say_is_logged() -> None:
+    laplace = callback()
+    _, trainer = trained([laplace])
+    assert isinstance(trainer.logger, Records)
+    logged = [record for record in trainer.logger.records if "laplace_cost" in record]
+    assert len(logged) == len(laplace.fits.history_) == 3
+    for record, kept in zip(logged, laplace.fits.history_, strict=True):
+        for name in set(kept) - {"epoch"}:
+            assert record[f"laplace_{name}"] == pytest.approx(kept[name], rel=1e-6)
+    assert trainer.callback_metrics["laplace_val_log_loss"] == pytest.approx(kept["val_log_loss"], rel=1e-6)
+
+
+def test_the_last_fit_predicts_at_test_time_in_inference_mode() -> None:
+    laplace, seen = callback(), []
+
+    class Tested(Net):
+        def test_step(self, batch: Any, number: int) -> None:
+            assert torch.is_inference_mode_enabled()
+            seen.append(laplace.laplace_.predict(batch[0]).probs)
+
+    module, trainer = trained([laplace], Tested)
+    trainer.test(module, held_out(), verbose=False)
+    expected = laplace.laplace_.predict(held_out().dataset.tensors[0]).probs
+    assert torch.allclose(torch.cat(seen), expected)
+
+
+def test_fits_within_inference_mode() -> None:
+    """As of a callback of the user, in a validation without gradients; what it leaves is no tensor of that mode."""
+    laplace = callback()
+
+    class Inside(Callback):
+        def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            if not trainer.sanity_checking:
+                assert not torch.is_grad_enabled()
+                with torch.inference_mode():
+                    laplace.fits.fit(pl_module, loader(), held_out(), epoch=trainer.current_epoch + 1)
+
+    assert_same(trained([Inside()]), trained([]))
+    assert len(laplace.fits.history_) == 3
+    assert not laplace.laplace_.samples_.is_inference()
+
+
+@pytest.mark.parametrize("net", [Net, WithoutForward])
+def test_a_submodule_is_the_network(net: type[Net]) -> None:
+    laplace = callback(module="net")
+    module, _ = trained([laplace], net, epochs=1)
+    assert laplace.laplace_.network.module is module.net
+
+
+def test_other_loaders_take_the_place_of_the_trainers() -> None:
+    small, large = DataLoader(data(20)), DataLoader(data(40, 2), batch_size=8)
+    laplace = callback(train_loader=small, val_loader=large)
+    trained([laplace], epochs=1)
+    assert laplace.laplace_.diagnose().num_data == 20
+    log_prob = laplace.laplace_.predict(data(40, 2).tensors[0]).log_prob(data(40, 2).tensors[1])
+    assert laplace.fits.history_[0]["val_log_loss"] == pytest.approx(-float(log_prob.mean()), rel=1e-5)
+
+
+def test_a_schedule_and_a_training_without_validation() -> None:
+    laplace = callback(every_n_epochs=2)
+    torch.manual_seed(0)
+    trainer_of([laplace], epochs=4, limit_val_batches=0).fit(Net(), loader())
+    assert [record["epoch"] for record in laplace.fits.history_] == [2, 4]
+    assert "val_log_loss" not in laplace.fits.history_[0]
+
+
+def test_a_resumed_training_goes_on_equally(tmp_path: Path) -> None:
+    first, without = callback(), []
+    for number, callbacks in enumerate(([first], [])):
+        trained(callbacks, epochs=2, folder=tmp_path / str(number))
+    resumed = callback()
+    for number, callbacks in enumerate(([resumed], [])):
+        torch.manual_seed(5)
+        module, trainer = Net(), trainer_of(callbacks, epochs=4, folder=tmp_path / str(number))
+        torch.manual_seed(6)
+        trainer.fit(module, loader(), held_out(), ckpt_path=str(tmp_path / str(number) / "last.ckpt"))
+        without.append((module, trainer))
+    assert_same(*without)
+    assert [record["epoch"] for record in resumed.fits.history_] == [1, 2, 3, 4]
+    assert resumed.fits.history_[:2] == first.fits.history_
+
+
+def test_the_first_fit_of_a_resumed_training_starts_from_the_last_one(tmp_path: Path) -> None:
+    """By the precisions that an unlimited fit without steps would have: those of the checkpoint."""
+    trained([callback()], epochs=2, folder=tmp_path)
+    starts = []
+    resumed = callback(criterion="evidence", callback=lambda step: starts.append(step.prior_precision))
+    torch.manual_seed(0)
+    state = torch.load(tmp_path / "last.ckpt", weights_only=True)["callbacks"][resumed.state_key]
+    trainer_of([resumed], epochs=3, folder=tmp_path).fit(
+        Net(), loader(), held_out(), ckpt_path=str(tmp_path / "last.ckpt")
+    )
+    assert starts[0] == pytest.approx([state["history"][-1]["prior_precision"]], rel=1e-6)
+
+
+def test_metrics_of_fits_stop_a_training() -> None:
+    stop = EarlyStopping("laplace_val_log_loss", patience=1, min_delta=10.0, check_on_train_epoch_end=True)
+    laplace = callback()
+    _, trainer = trained([laplace, stop], epochs=6)
+    assert trainer.current_epoch == len(laplace.fits.history_) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "net", "message"),
+    [
+        ({}, WithoutForward, r"WithoutForward has no `forward`: say which of its submodules"),
+        ({"module": "nett"}, Net, r"`LaplaceCallback\(module='nett'\)`: Net has \['net'\]"),
+        ({"train_loader": {"a": loader()}}, Net, r"one loader of train data, but the trainer has a dict: give one as"),
+        ({"val_loader": [loader(), loader()]}, Net, r"one loader of val data, but the trainer has a list"),
+    ],
+)
+def test_what_is_missing_is_said_before_an_epoch_is_lost(options: dict, net: type[Net], message: str) -> None:
+    laplace = callback(**options)
+    with pytest.raises(ValueError, match=message):
+        trained([laplace], net)
+    assert not laplace.fits.history_
+
+
+def test_a_sharded_network_is_refused() -> None:
+    class Sharded:
+        strategy = FSDPStrategy.__new__(FSDPStrategy)
+
+    with pytest.raises(ValueError, match="needs the whole network in one process, but FSDPStrategy shards it"):
+        callback().on_train_start(Sharded(), Net())  # pyright: ignore[reportArgumentType]
+
+
+def test_a_share_of_the_data_becomes_all_of_them() -> None:
+    """As Lightning gives each of several processes a sampler of its own."""
+    share = DataLoader(data(), batch_size=16, sampler=torch.utils.data.DistributedSampler(data(), 2, 0))
+    laplace = callback(train_loader=share)
+    trained([laplace], epochs=1)
+    assert laplace.laplace_.diagnose().num_data == 60
+
+
+def test_two_callbacks_have_states_of_their_own(tmp_path: Path) -> None:
+    both = [callback(), callback(module="net", every_n_epochs=2)]
+    trained(list(both), epochs=2, folder=tmp_path)
+    states = torch.load(tmp_path / "last.ckpt", weights_only=True)["callbacks"]
+    assert [len(states[each.state_key]["history"]) for each in both] == [2, 1]
