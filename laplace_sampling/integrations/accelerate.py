@@ -1,11 +1,12 @@
 """Error bars in training loops of Hugging Face Accelerate: `pip install laplace_sampling[accelerate]`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from laplace_sampling.integrations.periodic_fits import PREFIX, PeriodicFits
+from laplace_sampling.likelihoods.likelihood import Likelihood
 
 try:
     from accelerate import Accelerator, DistributedType
@@ -32,7 +33,9 @@ class AcceleratedFits(PeriodicFits):
 
     Args:
         accelerator: of the training.
-        likelihood: as of `PeriodicFits`, and so are all others.
+        likelihood: as of `LinearisedLaplace`.
+        options: all others of `PeriodicFits`: `every_n_epochs`, `val_loader`, `metrics`, `budget`, and those of
+            `LinearisedLaplace` and `fit_hyperparameters`.
 
     Raises:
         TypeError, ValueError: as `PeriodicFits`, and for an accelerator that shares out the weights over processes.
@@ -54,7 +57,9 @@ class AcceleratedFits(PeriodicFits):
         [2, 4]
     """
 
-    def __init__(self, accelerator: Accelerator, likelihood: Any, **options: Any) -> None:
+    def __init__(
+        self, accelerator: Accelerator, likelihood: str | Likelihood | Mapping[str, str | Likelihood], **options: Any
+    ) -> None:
         check_whole_weights(accelerator.distributed_type)
         super().__init__(likelihood, **options)
         self.accelerator = accelerator

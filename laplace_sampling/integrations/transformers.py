@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from laplace_sampling.files import read, write
-from laplace_sampling.integrations.periodic_fits import PREFIX, PeriodicFits
+from laplace_sampling.integrations.periodic_fits import BUDGET, PREFIX, PeriodicFits
 from laplace_sampling.laplace import LinearisedLaplace
+from laplace_sampling.likelihoods.likelihood import Likelihood
 
 try:
     from accelerate.state import AcceleratorState
@@ -51,15 +52,17 @@ class LaplaceTrainerCallback(TrainerCallback):
     With several processes each fits the same posterior; the main one writes the file.
 
     Args:
-        likelihood: as of `PeriodicFits`.
-        every_n_epochs: as of `PeriodicFits`.
+        likelihood: as of `LinearisedLaplace`.
+        every_n_epochs: a fit after every so many epochs; fewer, where `budget` leaves some out.
         train_dataset: for the fits in place of that of the Trainer, as one without augmentation.
-        val_dataset: held-out data for metrics, as `val_loader` of `PeriodicFits`, through the Trainer's collator.
+        val_dataset: held-out data for metrics, through the Trainer's collator.
         train_loader: in place of `train_dataset`, a loader or a list of batches, as for another collator.
+        val_loader: in place of `val_dataset`, likewise.
         trainer: the Trainer, for `trainer.add_callback(LaplaceTrainerCallback(..., trainer=trainer))`: what a fit finds
             goes through `trainer.log` then, and so to its reporters, such as TensorBoard.
-        options: all others of `PeriodicFits`: `val_loader`, `metrics`, `budget`, and those of `LinearisedLaplace` and
-            `fit_hyperparameters`.
+        metrics: of held-out data, by name, as of `PeriodicFits`.
+        budget: training epochs of the first fit, as of `PeriodicFits`.
+        options: of `LinearisedLaplace` and of `fit_hyperparameters`.
 
     Raises:
         TypeError, ValueError: as `PeriodicFits`; when training begins, if weights are shared out over processes, or
@@ -72,16 +75,20 @@ class LaplaceTrainerCallback(TrainerCallback):
 
     def __init__(
         self,
-        likelihood: Any,
+        likelihood: str | Likelihood | Mapping[str, str | Likelihood],
         *,
         every_n_epochs: int = 1,
         train_dataset: Any = None,
         val_dataset: Any = None,
         train_loader: Iterable[Any] | None = None,
+        val_loader: Iterable[Any] | None = None,
         trainer: Trainer | None = None,
+        metrics: Mapping[str, Callable[..., Any]] | None = None,
+        budget: float | None = BUDGET,
         **options: Any,
     ) -> None:
-        self.fits = PeriodicFits(likelihood, every_n_epochs=every_n_epochs, **options)
+        how = {"every_n_epochs": every_n_epochs, "val_loader": val_loader, "metrics": metrics, "budget": budget}
+        self.fits = PeriodicFits(likelihood, **how, **options)
         self.train_dataset, self.val_dataset, self.train_loader = train_dataset, val_dataset, train_loader
         self.trainer = trainer
         self._shifts = "unpack" in options
@@ -115,6 +122,9 @@ class LaplaceTrainerCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        # A training that is stopped within an epoch may go on with it later; `on_train_end` fits what it leaves now.
+        if control.should_training_stop and not float(state.epoch).is_integer():
+            return
         epoch, history = math.ceil(state.epoch), self.fits.history_
         if self.fits.due(epoch) and not (history and history[-1]["epoch"] >= epoch):
             self._fit(state, control, state.global_step, **kwargs)

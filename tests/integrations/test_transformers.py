@@ -4,6 +4,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,16 +155,24 @@ def test_training_is_bit_equal_to_one_without_fits(tmp_path: Path, options: dict
     assert {"laplace_val_log_loss", "laplace_cost"} <= logged(trainer)[0].keys()
 
 
-@pytest.mark.parametrize("save_steps", [STEPS * 2, STEPS * 2 + 1, "epoch"])
+@pytest.mark.parametrize(
+    ("step", "saving", "every_n_epochs"),
+    [
+        (2 * STEPS, {"save_strategy": "steps", "save_steps": 2 * STEPS}, 2),
+        (2 * STEPS + 1, {"save_strategy": "steps", "save_steps": 2 * STEPS + 1}, 2),
+        (2 * STEPS, {}, 2),
+        (2 * STEPS + 1, {}, 1),
+    ],
+    ids=["before the fit of an epoch", "within an epoch", "after an epoch", "a stop within an epoch"],
+)
 def test_a_training_that_is_resumed_is_bit_equal_and_has_the_same_error_bars(
-    tmp_path: Path, save_steps: int | str
+    tmp_path: Path, step: int, saving: dict, every_n_epochs: int
 ) -> None:
     """Also from a checkpoint of the last step of an epoch, which is older than the fit of that epoch."""
-    saving = {} if save_steps == "epoch" else {"save_strategy": "steps", "save_steps": save_steps}
-    step = STEPS * 2 if save_steps == "epoch" else save_steps
-    resumed, found, fits = {}, {}, {"with": callback(), "whole": callback()}
+    make = partial(callback, every_n_epochs=every_n_epochs)
+    resumed, found, fits = {}, {}, {"with": make(), "whole": make()}
     for name in ("without", "with"):
-        make_trainer(tmp_path / name, StopAfter(step), *([callback()] if name == "with" else []), **saving).train()
+        make_trainer(tmp_path / name, StopAfter(step), *([make()] if name == "with" else []), **saving).train()
         resumed[name] = make_trainer(tmp_path / name, *([fits[name]] if name == "with" else []), **saving)
         resumed[name].train(resume_from_checkpoint=True)
         found[name] = bits(resumed[name])
@@ -175,7 +184,7 @@ def test_a_training_that_is_resumed_is_bit_equal_and_has_the_same_error_bars(
         bits_of_training(resumed["with"].model, resumed["with"].optimizer),
     )
     assert logged(resumed["with"]) == logged(whole)
-    assert [entry["epoch"] for entry in logged(whole)] == [2.0, 4.0]
+    assert [entry["epoch"] for entry in logged(whole)] == list(range(every_n_epochs, NUM_EPOCHS + 1, every_n_epochs))
     predictions = [fits[name].laplace_.predict({"x": Rows().x}) for name in fits]
     assert torch.equal(predictions[0].samples, predictions[1].samples)
 
