@@ -9,15 +9,15 @@ from laplace_sampling.integrations.periodic_fits import PREFIX, PeriodicFits
 from laplace_sampling.likelihoods.likelihood import Likelihood
 
 try:
-    from accelerate import Accelerator, DistributedType
+    from accelerate import Accelerator
+
+    from laplace_sampling.integrations.whole_weights import check_whole_weights
 except ImportError as error:  # pragma: no cover
     raise ImportError(
         'laplace_sampling.integrations.accelerate needs accelerate: pip install "laplace_sampling[accelerate]"'
     ) from error
 
-__all__ = ["AcceleratedFits", "check_whole_weights"]
-
-_SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+__all__ = ["AcceleratedFits"]
 
 
 class AcceleratedFits(PeriodicFits):
@@ -101,12 +101,3 @@ class AcceleratedFits(PeriodicFits):
                 f"`AcceleratedFits.fit`: the loader gives each of {num} processes its share of the data, but a "
                 "posterior is of all of them. Pass the loader as it was before `accelerator.prepare`."
             )
-
-
-def check_whole_weights(distributed_type: DistributedType) -> None:
-    """Raise if a process has a share of the weights only."""
-    if distributed_type in _SHARDED:
-        raise ValueError(
-            f"Training by {distributed_type.value} shares out the weights over processes, so that none has a network "
-            "to fit error bars to. Fit after training, with all weights loaded into a model on one device."
-        )

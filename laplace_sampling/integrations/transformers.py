@@ -21,7 +21,7 @@ try:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-    from laplace_sampling.integrations.accelerate import check_whole_weights
+    from laplace_sampling.integrations.whole_weights import check_whole_weights
 except ImportError as error:  # pragma: no cover
     raise ImportError(
         "laplace_sampling.integrations.transformers needs transformers and accelerate: "
