@@ -82,8 +82,8 @@ class PeriodicFits:
         ...     pass  # train for an epoch
         ...     if fits.due(epoch):
         ...         metrics = fits.fit(model, loader, epoch=epoch)
-        >>> [record["epoch"] for record in fits.history_]
-        [2, 4]
+        >>> len(fits.history_)
+        2
     """
 
     def __init__(

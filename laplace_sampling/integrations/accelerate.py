@@ -1,0 +1,103 @@
+"""Error bars in training loops of Hugging Face Accelerate: `pip install laplace_sampling[accelerate]`."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from laplace_sampling.integrations.periodic_fits import PREFIX, PeriodicFits
+from laplace_sampling.likelihoods.likelihood import Likelihood
+
+try:
+    from accelerate import Accelerator
+
+    from laplace_sampling.integrations.whole_weights import check_whole_weights
+except ImportError as error:  # pragma: no cover
+    raise ImportError(
+        'laplace_sampling.integrations.accelerate needs accelerate: pip install "laplace_sampling[accelerate]"'
+    ) from error
+
+__all__ = ["AcceleratedFits"]
+
+
+class AcceleratedFits(PeriodicFits):
+    r"""`PeriodicFits` in a training loop of Accelerate.
+
+    The model may be what `accelerator.prepare` returned. What a fit finds goes to the accelerator's trackers.
+    `accelerator.save_state` and `load_state` take the fits with them, so make this object before either is called, and
+    in the training that goes on as in the one that was saved.
+
+    Every process fits its own network to all data: all have the same weights, so that the posteriors are the same, and
+    none waits for another. Only buffers such as the running means of `BatchNorm` may differ between processes; those
+    that training saves are the main process's, and so is what trackers log.
+
+    Args:
+        accelerator: of the training.
+        likelihood: as of `LinearisedLaplace`.
+        options: all others of `PeriodicFits`: `every_n_epochs`, `val_loader`, `metrics`, `budget`, and those of
+            `LinearisedLaplace` and `fit_hyperparameters`.
+
+    Raises:
+        TypeError, ValueError: as `PeriodicFits`, and for an accelerator that shares out the weights over processes.
+
+    Example:
+        >>> import torch
+        >>> from accelerate import Accelerator
+        >>> from laplace_sampling.integrations.accelerate import AcceleratedFits
+        >>> accelerator = Accelerator(cpu=True)
+        >>> fits = AcceleratedFits(accelerator, "regression", every_n_epochs=2, budget=None)
+        >>> x = torch.linspace(-1, 1, 40)[:, None]
+        >>> loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, 2 * x), batch_size=10)
+        >>> model, loader = accelerator.prepare(torch.nn.Linear(1, 1), loader)
+        >>> for epoch in range(1, 5):
+        ...     pass  # train for an epoch
+        ...     if fits.due(epoch):
+        ...         metrics = fits.fit(model, loader, epoch=epoch)
+        >>> len(fits.history_)
+        2
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, likelihood: str | Likelihood | Mapping[str, str | Likelihood], **options: Any
+    ) -> None:
+        check_whole_weights(accelerator.distributed_type)
+        super().__init__(likelihood, **options)
+        self.accelerator = accelerator
+        accelerator.register_for_checkpointing(self)
+
+    def fit(
+        self,
+        model: nn.Module,
+        train_loader: Iterable[Any],
+        val_loader: Iterable[Any] | None = None,
+        *,
+        epoch: int,
+        step: int | None = None,
+    ) -> dict[str, float]:
+        """`PeriodicFits.fit`, logged as `laplace_…`.
+
+        Args:
+            model: as it is in the loop.
+            train_loader: its training data; with several processes as it was before `prepare`.
+            val_loader: in place of that of the constructor, likewise.
+            epoch: epochs of training so far, counted from one.
+            step: of the trackers, as of `accelerator.log`.
+
+        Raises:
+            TypeError, ValueError, FloatingPointError: as of `fit_hyperparameters`, and for a loader that gives a
+                process its share of the data. The last fit is kept.
+        """
+        for loader in (train_loader, self.val_loader if val_loader is None else val_loader):
+            self._check_whole_data(loader)
+        model = self.accelerator.unwrap_model(model)
+        found = super().fit(model, train_loader, val_loader, epoch=epoch)
+        self.accelerator.log({f"{PREFIX}{name}": value for name, value in found.items()}, step=step)
+        return found
+
+    def _check_whole_data(self, loader: Any) -> None:
+        num = self.accelerator.num_processes
+        if num > 1 and getattr(loader, "_is_accelerate_prepared", False):
+            raise ValueError(
+                f"`AcceleratedFits.fit`: the loader gives each of {num} processes its share of the data, but a "
+                "posterior is of all of them. Pass the loader as it was before `accelerator.prepare`."
+            )

@@ -1,0 +1,217 @@
+"""Error bars while a `Trainer` of Hugging Face trains: `pip install laplace_sampling[transformers]`."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from laplace_sampling.files import read, write
+from laplace_sampling.integrations.periodic_fits import BUDGET, PREFIX, PeriodicFits
+from laplace_sampling.laplace import LinearisedLaplace
+from laplace_sampling.likelihoods.likelihood import Likelihood
+
+try:
+    from accelerate.state import AcceleratorState
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+    from laplace_sampling.integrations.whole_weights import check_whole_weights
+except ImportError as error:  # pragma: no cover
+    raise ImportError(
+        "laplace_sampling.integrations.transformers needs transformers and accelerate: "
+        'pip install "laplace_sampling[transformers,accelerate]"'
+    ) from error
+
+__all__ = ["FILE", "LaplaceTrainerCallback", "next_token"]
+
+# In the folder of a checkpoint.
+FILE = "laplace_sampling.pt"
+_TRAINER_STATE = "trainer_state.json"
+_IGNORED = -100
+
+
+class LaplaceTrainerCallback(TrainerCallback):
+    r"""Fits error bars every few epochs of a `Trainer`, and once more at the end if its weights are others then.
+
+    Training goes on bit for bit as without: see `PeriodicFits`. What a fit finds is in `trainer.state.log_history`,
+    as `laplace_…`. Each checkpoint has the last posterior in it, in a file `laplace_sampling.pt`, which goes when the
+    checkpoint goes, and with which `trainer.train(resume_from_checkpoint=...)` continues. A checkpoint that is not in
+    `output_dir` is found if `TrainingArguments(resume_from_checkpoint=...)` names it, too. Trials of
+    `hyperparameter_search` are fitted, but have no file.
+
+    The data of the fits are those of `train_dataset`, each once and in their order, through the Trainer's collator.
+    They are mappings with `labels`, and the model returns `logits`. Labels of causal language models need
+    `unpack=next_token`.
+
+    With several processes each fits the same posterior; the main one writes the file.
+
+    Args:
+        likelihood: as of `LinearisedLaplace`.
+        every_n_epochs: a fit after every so many epochs; fewer, where `budget` leaves some out.
+        train_dataset: for the fits in place of that of the Trainer, as one without augmentation.
+        val_dataset: held-out data for metrics, through the Trainer's collator.
+        train_loader: in place of `train_dataset`, a loader or a list of batches, as for another collator.
+        val_loader: in place of `val_dataset`, likewise.
+        trainer: the Trainer, for `trainer.add_callback(LaplaceTrainerCallback(..., trainer=trainer))`: what a fit finds
+            goes through `trainer.log` then, and so to its reporters, such as TensorBoard.
+        metrics: of held-out data, by name, as of `PeriodicFits`.
+        budget: training epochs of the first fit, as of `PeriodicFits`.
+        options: of `LinearisedLaplace` and of `fit_hyperparameters`.
+
+    Raises:
+        TypeError, ValueError: as `PeriodicFits`; when training begins, if weights are shared out over processes, or
+            labels need `next_token`; at the first fit, for data that do not fit the model or the likelihood.
+
+    Attributes:
+        fits: the `PeriodicFits`.
+        laplace_: the last fit; after training that of the trained model, the best one with `load_best_model_at_end`.
+    """
+
+    def __init__(
+        self,
+        likelihood: str | Likelihood | Mapping[str, str | Likelihood],
+        *,
+        every_n_epochs: int = 1,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        train_loader: Iterable[Any] | None = None,
+        val_loader: Iterable[Any] | None = None,
+        trainer: Trainer | None = None,
+        metrics: Mapping[str, Callable[..., Any]] | None = None,
+        budget: float | None = BUDGET,
+        **options: Any,
+    ) -> None:
+        how = {"every_n_epochs": every_n_epochs, "val_loader": val_loader, "metrics": metrics, "budget": budget}
+        self.fits = PeriodicFits(likelihood, **how, **options)
+        self.train_dataset, self.val_dataset, self.train_loader = train_dataset, val_dataset, train_loader
+        self.trainer = trainer
+        self._shifts = "unpack" in options
+        self._anew = self.fits.state_dict()
+        # The step of the weights that the last fit is of.
+        self._fitted_at: int | None = None
+
+    @property
+    def laplace_(self) -> LinearisedLaplace:
+        return self.fits.laplace_
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        check_whole_weights(AcceleratorState().distributed_type)
+        parts = {type(part).__name__ for part in kwargs["model"].modules()}
+        causal = parts.intersection(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+        if causal and not self._shifts:
+            raise ValueError(
+                f"The labels of a {causal.pop()} are those of the next token. Pass `unpack=next_token` of "
+                "laplace_sampling.integrations.transformers, or an `unpack` of your own."
+            )
+        self._train_loader(kwargs["train_dataloader"])  # raises before time is spent
+        saved = self._saved(args, state) if state.global_step else None
+        self.fits.load_state_dict(self._anew if saved is None else read(saved))
+        self._fitted_at = None
+        # A checkpoint of the last step of an epoch is older than the fit of that epoch.
+        if state.global_step and float(state.epoch).is_integer():
+            self.on_epoch_end(args, state, control, **kwargs)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # A training that is stopped within an epoch may go on with it later; `on_train_end` fits what it leaves now.
+        if control.should_training_stop and not float(state.epoch).is_integer():
+            return
+        epoch, history = math.ceil(state.epoch), self.fits.history_
+        if self.fits.due(epoch) and not (history and history[-1]["epoch"] >= epoch):
+            self._fit(state, control, state.global_step, **kwargs)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        best = state.best_global_step if args.load_best_model_at_end and state.best_model_checkpoint else None
+        step = state.global_step if best is None else best
+        if self._fitted_at != step:
+            self._fit(state, control, step, **kwargs)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        folder = _checkpoint(args.output_dir, state)
+        if args.should_save and folder.is_dir() and not state.is_hyper_param_search:
+            write(self.fits.state_dict(), folder / FILE)
+
+    def _fit(
+        self,
+        state: TrainerState,
+        control: TrainerControl,
+        step: int,
+        *,
+        model: nn.Module,
+        train_dataloader: DataLoader,
+        **kwargs: Any,
+    ) -> None:
+        like = train_dataloader
+        val = None if self.val_dataset is None else _in_order(self.val_dataset, like)
+        found = self.fits.fit(model, self._train_loader(like), val, epoch=math.ceil(state.epoch))
+        self._fitted_at = step
+        logs = {f"{PREFIX}{name}": value for name, value in found.items()}
+        if self.trainer is None:
+            state.log_history.append({**logs, "epoch": state.epoch, "step": state.global_step})
+        else:
+            # Logging takes back that the loss is to be logged.
+            should_log = control.should_log
+            self.trainer.log(logs)
+            control.should_log = should_log
+
+    def _train_loader(self, like: DataLoader) -> Iterable[Any]:
+        if self.train_loader is not None:
+            return self.train_loader
+        dataset = like.dataset if self.train_dataset is None else self.train_dataset
+        if isinstance(dataset, IterableDataset):
+            raise ValueError(
+                "`LaplaceTrainerCallback`: the training data are an IterableDataset, which is read in its order only "
+                "and goes on from where training stopped. Pass a map-style dataset as `train_dataset=`, or a loader or "
+                "a list of batches as `train_loader=`."
+            )
+        return _in_order(dataset, like)
+
+    def _saved(self, args: TrainingArguments, state: TrainerState) -> Path | None:
+        """The file of the checkpoint that training goes on from, of which callbacks do not know the folder."""
+        folders = [_checkpoint(args.output_dir, state)]
+        if args.resume_from_checkpoint is not None:
+            folders.insert(0, Path(args.resume_from_checkpoint))
+        for folder in folders:
+            # Another training may have left a checkpoint of as many steps.
+            if (folder / FILE).is_file() and (folder / _TRAINER_STATE).is_file():
+                of_folder = TrainerState.load_from_json(str(folder / _TRAINER_STATE))
+                if repr(of_folder.log_history) == repr(state.log_history):
+                    return folder / FILE
+        warnings.warn(
+            f"`LaplaceTrainerCallback`: training goes on from step {state.global_step}, but there is no {FILE} of it "
+            f"in {' or '.join(map(str, folders))}, so that the next fit starts anew. If the checkpoint is elsewhere, "
+            "name its folder in `TrainingArguments(resume_from_checkpoint=...)`, too.",
+            stacklevel=2,
+        )
+        return None
+
+
+def _in_order(dataset: Any, like: DataLoader) -> DataLoader:
+    """All data of a dataset, through the collator of another one's loader."""
+    batch_size = getattr(like.batch_sampler, "batch_size", None) or 1
+    return DataLoader(dataset, batch_size=batch_size, collate_fn=like.collate_fn)
+
+
+def _checkpoint(folder: str | None, state: TrainerState) -> Path:
+    return Path(folder or "") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+
+
+def next_token(batch: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:
+    """Inputs of a causal language model, and its labels as its logits `[N, T, V]` have them: of the token that follows.
+
+    For `unpack=`, with `Categorical(class_dim=-1)`: models of transformers move their labels by one within their loss.
+    The last position, which no token follows, has none.
+    """
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return inputs, F.pad(batch["labels"][:, 1:], (0, 1), value=_IGNORED)
