@@ -3,7 +3,6 @@
 from importlib.metadata import version
 
 from laplace_sampling.evidence.curves import EvidenceCurves, MarginalLikelihood
-from laplace_sampling.evidence.plots import plot_evidence
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.fitted import NotFittedError
 from laplace_sampling.laplace import LinearisedLaplace
@@ -86,7 +85,6 @@ __all__ = [
     "compare",
     "from_loss",
     "largest_variance",
-    "plot_evidence",
 ]
 
 __version__ = version("laplace_sampling")
