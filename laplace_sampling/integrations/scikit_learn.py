@@ -61,7 +61,7 @@ class _LaplaceEstimator(BaseEstimator):
         net: Network | None = None,
         *,
         max_epochs: int = 200,
-        lr: float = 0.01,
+        lr: float = 0.001,
         batch_size: int = 128,
         prior: str | Prior = "isotropic",
         parameters: Subset = None,
@@ -176,7 +176,7 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         >>> from laplace_sampling.integrations.scikit_learn import LaplaceRegressor
         >>> X = np.linspace(-1, 1, 40)[:, None]
         >>> y = X[:, 0] + 0.1 * np.random.RandomState(0).randn(40)
-        >>> regressor = LaplaceRegressor(max_epochs=50).fit(X, y)
+        >>> regressor = LaplaceRegressor(lr=0.01).fit(X, y)
         >>> mean, std = regressor.predict([[0.0], [3.0]], return_std=True)
         >>> bool(std[1] > 2 * std[0])
         True
@@ -265,7 +265,7 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
         >>> from laplace_sampling.integrations.scikit_learn import LaplaceClassifier
         >>> X = np.random.RandomState(0).randn(60, 2)
         >>> y = np.where(X[:, 0] + 0.3 * np.random.RandomState(1).randn(60) > 0, "right", "left")
-        >>> classifier = LaplaceClassifier(max_epochs=20).fit(X, y)
+        >>> classifier = LaplaceClassifier(lr=0.01).fit(X, y)
         >>> classifier.classes_.tolist(), classifier.predict([[2.0, 0.0]]).tolist()
         (['left', 'right'], ['right'])
     """
