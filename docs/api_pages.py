@@ -1,4 +1,4 @@
-"""A hook of MkDocs: it generates the pages of the API from the package, and resolves links to its names and files.
+"""A hook of MkDocs: it generates the pages of the API and the pictures of plots, and resolves links to names and files.
 
 Pages, so that no list of modules is kept by hand:
 
@@ -12,6 +12,8 @@ Links, so that a page need not change when a name moves to another module:
 - `[text][Name]` and `[text][Name.attribute]` lead to a class or function of the package wherever it is defined.
 - A path in backticks, such as `laplace_sampling/laplace.py` or `laplace_sampling/solvers/`, leads to the page of that
   file or folder. A path that does not exist is a warning, and so an error of `mkdocs build --strict`.
+
+Pictures of `plots.md` are drawn by the examples on that page (`page_pictures.py`).
 
 This is a hook because the plugins for it, mkdocs-gen-files and mkdocs-literate-nav, now install a fork of MkDocs.
 """
@@ -27,6 +29,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
+from page_pictures import pictures_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "laplace_sampling"
@@ -35,9 +38,9 @@ INDEX = """# Public names
 Everything on this page is imported from `laplace_sampling`. The other pages of this section are the modules behind it.
 You can build on them, but they may change between minor versions.
 
-Names that need GPyTorch or BoTorch are imported from their modules: [`TangentKernel`][TangentKernel],
-[`TangentGP`][TangentGP] and [`NetworkMean`][NetworkMean] for GPyTorch, and [`TangentSurrogate`][TangentSurrogate] for
-BoTorch.
+Names that need GPyTorch, BoTorch or matplotlib are imported from their modules: [`TangentKernel`][TangentKernel],
+[`TangentGP`][TangentGP] and [`NetworkMean`][NetworkMean] for GPyTorch, [`TangentSurrogate`][TangentSurrogate] for
+BoTorch, and [plots](../plots.md) from `laplace_sampling/plots/`.
 """
 
 log = logging.getLogger("mkdocs.plugins.api_pages")
@@ -183,6 +186,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, text in pages():
         files.append(File.generated(config, path, content=text))
+    for path, picture in pictures_of(ROOT / "docs" / "plots.md").items():
+        files.append(File.generated(config, path, content=picture))
     return files
 
 

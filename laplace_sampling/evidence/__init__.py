@@ -5,7 +5,6 @@
 - `evidence_path` (`krylov_curves`), `exact_path` (`dense_curves`): the curves around a mode.
 - `EvidencePath`, `EvidenceCurves`, `MarginalLikelihood` (`curves`): evidence as a function of the prior precision.
 - `Step` (`step`): the record of a step of a fit.
-- `plot_evidence` (`plots`).
 """
 
 from laplace_sampling.evidence.curves import EvidenceCurves as EvidenceCurves
@@ -17,5 +16,4 @@ from laplace_sampling.evidence.em import fit_em as fit_em
 from laplace_sampling.evidence.fixed_point import PathResult as PathResult
 from laplace_sampling.evidence.fixed_point import fit_path as fit_path
 from laplace_sampling.evidence.krylov_curves import evidence_path as evidence_path
-from laplace_sampling.evidence.plots import plot_evidence as plot_evidence
 from laplace_sampling.evidence.step import Step as Step

@@ -130,8 +130,12 @@ class Prediction(ABC):
             )
         return self.conformal
 
-    def _prepared(self, y: Any) -> tuple[Likelihood, Tensor]:
+    def _prepared(self, y: Any, call: str) -> tuple[Likelihood, Tensor]:
         """The likelihood of flattened outputs, and targets of the right shape.
+
+        Args:
+            y: the targets.
+            call: to which they were given, for messages.
 
         Raises:
             TypeError, ValueError: for targets that are not of these predictions.
@@ -145,7 +149,7 @@ class Prediction(ABC):
             if len(targets) != num:
                 raise ValueError(f"there are {len(targets)} targets for predictions of {num} data.")
         except (TypeError, ValueError) as error:
-            raise type(error)(f"`log_prob(y)`: {error}") from None
+            raise type(error)(f"`{call}`: {error}") from None
         return likelihood, targets
 
 
@@ -166,6 +170,6 @@ class SampledPrediction(Prediction):
         return self._log_likelihoods(y).sum(-1).logsumexp(0) - math.log(2 * len(self.deviations))
 
     def _log_likelihoods(self, y: Any) -> Float[Tensor, "2K N"]:
-        likelihood, targets = self._prepared(y)
+        likelihood, targets = self._prepared(y, "log_prob(y)")
         draws = self._mirrored
         return -likelihood.loss(draws.reshape(*draws.shape[:2], -1), targets.to(self.outputs.device))

@@ -108,7 +108,7 @@ class RegressionPrediction(_Intervals):
 
     def log_prob(self, y: Tensor) -> Float[Tensor, " N"]:
         """Log density of each observation, noise included, joint over its outputs. `y` has the shape of `mean`."""
-        targets = self._prepared(y)[1].to(self.outputs)
+        targets = self._prepared(y, "log_prob(y)")[1].to(self.outputs)
         if self._flat.shape[-1] == 1:
             # Of one output the variance is all there is: no matrix to factorise, which fails where it is infinite.
             variance = self.observation_variance

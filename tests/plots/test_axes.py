@@ -1,0 +1,66 @@
+"""What all plots have in common."""
+
+import sys
+from collections.abc import Callable
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+from matplotlib.axes import Axes
+
+from laplace_sampling import Gaussian, plots
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.predictions.make_prediction import make_prediction
+
+
+def regression():
+    return make_prediction(torch.randn(6, 1), torch.randn(4, 6, 1), Gaussian())
+
+
+def classification():
+    return make_prediction(torch.randn(6, 3), torch.randn(4, 6, 3), Categorical())
+
+
+PLOTS: dict[str, Callable[..., Axes]] = {
+    "plot_error_bars": lambda ax, tuned: plots.plot_error_bars(regression(), ax=ax),
+    "plot_evidence": lambda ax, tuned: plots.plot_evidence(tuned(), ax, num=3),
+    "plot_history": lambda ax, tuned: plots.plot_history(tuned(), ax),
+    "plot_ood": lambda ax, tuned: plots.plot_ood(regression(), regression(), ax=ax),
+    "plot_reliability": lambda ax, tuned: plots.plot_reliability(
+        classification(), torch.zeros(6, dtype=torch.long), ax
+    ),
+}
+
+
+def test_these_are_all() -> None:
+    assert set(PLOTS) == {name for name in vars(plots) if name.startswith("plot_")}
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_a_plot_is_drawn_on_the_given_axes_or_on_new_ones(name: str, tuned) -> None:
+    _, (first, second) = plt.subplots(1, 2)
+    assert PLOTS[name](second, tuned) is second
+    assert second.has_data()
+    assert not first.has_data()
+    new = PLOTS[name](None, tuned)
+    assert new.figure not in (first.figure, None)
+    assert new.get_xlabel()
+    assert new.get_ylabel()
+    assert new.get_legend() is not None
+    new.figure.draw_without_rendering()
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_several_axes_are_refused(name: str, tuned) -> None:
+    axes = plt.subplots(1, 2)[1]
+    with pytest.raises(
+        TypeError, match=rf"`{name}\(ax=...\)` must be one `Axes` of matplotlib, but is of type ndarray"
+    ):
+        PLOTS[name](axes, tuned)
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_without_matplotlib_a_plot_says_what_to_install(name: str, tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match=rf'`{name}` needs matplotlib: pip install "laplace_sampling\[plots\]"'):
+        PLOTS[name](None, tuned)

@@ -1,0 +1,71 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import make_case
+from flat_settings import laplace_of
+from numpy.testing import assert_allclose
+from torch import nn
+
+from laplace_sampling import LinearisedLaplace, NotFittedError
+from laplace_sampling.plots import plot_evidence
+
+CURVES = ("log_marginal_likelihood", "effective_dimension", "mode_norm")
+
+
+def fitted(method: str, **settings) -> LinearisedLaplace:
+    case = make_case("regression_many_data")
+    return laplace_of(case.model, "regression", method=method, **settings).fit(case.batches, progress=False)
+
+
+@pytest.mark.parametrize("error", [0.0, 0.3])
+@pytest.mark.parametrize("curve", CURVES)
+def test_the_curve_is_that_of_the_evidence_path(curve: str, error: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    la = fitted("exact", prior_precision=0.7)
+    curves = la.evidence_path(2, 31)
+    errors = torch.full_like(curves.mode_norm, error)
+    curves = replace(curves, effective_dimension_se=errors, log_marginal_likelihood_se=2 * errors)
+    monkeypatch.setattr(la, "evidence_path", lambda decades, num: curves if (decades, num) == (2, 31) else None)
+    ax = plot_evidence(la, curve=curve, decades=2, num=31)
+    values = getattr(curves, curve)
+    line, mark = ax.lines
+    assert_allclose(line.get_xdata(), curves.prior_precision)
+    assert_allclose(line.get_ydata(), values)
+    assert_allclose(mark.get_xdata(), 0.7, rtol=1e-6)
+    half = {"log_marginal_likelihood": 4 * error, "effective_dimension": 2 * error, "mode_norm": 0}[curve]
+    assert len(ax.collections) == (half > 0)
+    for band in ax.collections:
+        heights = band.get_paths()[0].vertices[:, 1]
+        assert_allclose([heights.min(), heights.max()], [values.min() - half, values.max() + half])
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log" if curve == "mode_norm" else "linear")
+    assert ax.get_xlabel() == "prior precision α"
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert labels == ["± 2 standard errors"] * (half > 0) + ["fitted, α = 0.7"]
+
+
+def test_the_default_is_the_evidence() -> None:
+    la = fitted("exact", prior_precision=0.7)
+    line, _ = plot_evidence(la).lines
+    curves = la.evidence_path()
+    assert_allclose(line.get_xdata(), curves.prior_precision)
+    assert_allclose(line.get_ydata(), curves.log_marginal_likelihood)
+    middle = float(la.log_marginal_likelihood())
+    assert_allclose(line.get_ydata()[60], middle)
+
+
+def test_several_precisions_are_one_mean() -> None:
+    case = make_case("regression")
+    la = LinearisedLaplace(case.model, "regression", prior="layerwise").fit(case.batches, progress=False)
+    assert plot_evidence(la, num=5).get_xlabel() == "prior precision α, geometric mean of the groups"
+
+
+def test_what_cannot_be_drawn_is_refused() -> None:
+    known = '"log_marginal_likelihood", "effective_dimension", "mode_norm"'
+    with pytest.raises(ValueError, match=rf"`plot_evidence\(curve='loss'\)` is not known; use one of {known}\."):
+        plot_evidence(fitted("exact"), curve="loss")
+    with pytest.raises(
+        TypeError, match=r"`plot_evidence\(la\)` needs a fitted `LinearisedLaplace`, but got a Linear\."
+    ):
+        plot_evidence(nn.Linear(1, 1))
+    with pytest.raises(NotFittedError, match="needs a fitted posterior"):
+        plot_evidence(LinearisedLaplace(nn.Linear(1, 1), "regression"))

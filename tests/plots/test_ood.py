@@ -1,0 +1,88 @@
+import numpy as np
+import pytest
+import torch
+from numpy.testing import assert_allclose
+from sklearn.metrics import roc_auc_score
+
+from laplace_sampling import Gaussian, Prediction
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.plots import plot_ood
+from laplace_sampling.predictions.make_prediction import make_prediction
+
+
+def classification(num: int, size: float, positions: tuple[int, ...] = ()) -> Prediction:
+    generator = torch.Generator().manual_seed(num)
+    outputs = torch.randn(num, 3, *positions, generator=generator, dtype=torch.float64)
+    deviations = size * torch.randn(8, num, 3, *positions, generator=generator, dtype=torch.float64)
+    return make_prediction(outputs, deviations, Categorical())
+
+
+def regression(stddev: list[float]) -> Prediction:
+    deviations = torch.tensor(stddev, dtype=torch.float64)[None, :, None]
+    return make_prediction(torch.zeros(len(stddev), 1, dtype=torch.float64), deviations, Gaussian())
+
+
+@pytest.mark.parametrize("score", ["epistemic", "entropy", "mutual_information"])
+@pytest.mark.parametrize("positions", [(), (2, 2)])
+def test_the_legend_has_the_auroc_of_the_score(score: str, positions: tuple[int, ...]) -> None:
+    inside, outside = classification(40, 0.5, positions), classification(30, 1.5, positions)
+    ax = plot_ood(inside, outside, score)
+    scores = [getattr(pred, score).flatten() for pred in (inside, outside)]
+    labels = [0] * len(scores[0]) + [1] * len(scores[1])
+    auroc = roc_auc_score(labels, torch.cat(scores))
+    legend = ax.get_legend()
+    assert legend.get_title().get_text() == f"AUROC {auroc:.3f}"
+    times = 4 if positions else 1
+    assert [text.get_text() for text in legend.get_texts()] == [f"inside, {40 * times}", f"outside, {30 * times}"]
+    assert ax.get_xlabel() == "score: " + score.replace("_", " ")
+
+
+def test_ties_count_half() -> None:
+    ax = plot_ood(regression([1.0, 2.0]), regression([2.0, 3.0]))
+    # Of four pairs three are larger and one is equal.
+    assert ax.get_legend().get_title().get_text() == "AUROC 0.875"
+
+
+@pytest.mark.parametrize("log", [True, False])
+def test_both_histograms_are_shares_in_the_same_bins(log: bool) -> None:
+    low, high = [0.1, 0.1, 0.2, 0.9], [0.5, 3.0, 10.0]
+    ax = plot_ood(regression(low), regression(high), num_bins=4, log=log)
+    edges = np.geomspace(0.1, 10, 5) if log else np.linspace(0.1, 10, 5)
+    shares = ([0.75, 0.25, 0, 0], [0, 1 / 3, 1 / 3, 1 / 3]) if log else ([1, 0, 0, 0], [1 / 3, 1 / 3, 0, 1 / 3])
+    for drawn, expected in zip(ax.patches, shares, strict=True):
+        assert_allclose(drawn.get_data().edges, edges)
+        assert_allclose(drawn.get_data().values, expected)
+    assert ax.get_xscale() == ("log" if log else "linear")
+
+
+def test_scores_of_zero_are_in_the_first_bin_and_equal_scores_have_bins() -> None:
+    ax = plot_ood(regression([0.0, 1.0]), regression([10.0]), num_bins=2)
+    assert_allclose(ax.patches[0].get_data().values, [1, 0])
+    assert_allclose(ax.patches[0].get_data().edges, [1, 10**0.5, 10])
+    ax = plot_ood(regression([2.0]), regression([2.0]))
+    assert_allclose([patch.get_data().values.sum() for patch in ax.patches], 1)
+
+
+@pytest.mark.parametrize("size", [0.0, -1.0])
+def test_a_linear_axis_serves_where_no_score_is_positive(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    pred = regression([1.0, 1.0])
+    monkeypatch.setattr(type(pred), "epistemic", torch.tensor([size, size]))
+    ax = plot_ood(pred, pred)
+    assert ax.get_xscale() == "linear"
+    assert_allclose([patch.get_data().values.sum() for patch in ax.patches], 1)
+
+
+def test_what_cannot_be_drawn_is_refused() -> None:
+    pred = regression([1.0, 2.0])
+    with pytest.raises(TypeError, match=r"`plot_ood\(outside=...\)` needs a prediction, but got a Tensor\."):
+        plot_ood(pred, torch.ones(3))
+    message = r"a RegressionPrediction has no such score of each input; use \"epistemic\" or, of a classification,"
+    for score in ("surprise", "entropy", "noise_variance", "interval", 3):
+        with pytest.raises(ValueError, match=message):
+            plot_ood(pred, pred, score)
+    with pytest.raises(ValueError, match=r"`plot_ood\(score='epistemic'\)`: scores of outside contain NaN or infinity"):
+        plot_ood(pred, regression([float("nan")]))
+    with pytest.raises(ValueError, match=r"`plot_ood\(num_bins=...\)` must be a whole number of at least 1, but is 0"):
+        plot_ood(pred, pred, num_bins=0)
+    with pytest.raises(TypeError, match=r"`plot_ood\(log=...\)` must be True or False, but is 'yes'"):
+        plot_ood(pred, pred, log="yes")

@@ -1,0 +1,148 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from numpy.testing import assert_allclose
+from sklearn.calibration import calibration_curve
+from torchmetrics.functional.classification import binary_calibration_error, multiclass_calibration_error
+
+from laplace_sampling import Bernoulli, Gaussian, HeteroscedasticGaussian, Poisson, Prediction
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.plots import plot_reliability
+from laplace_sampling.predictions.conformal import SplitConformal
+from laplace_sampling.predictions.make_prediction import make_prediction
+
+
+def predicted(likelihood: Likelihood, *shape: int, **options) -> Prediction:
+    generator = torch.Generator().manual_seed(1)
+    outputs = 2 * torch.randn(*shape, generator=generator, dtype=torch.float64)
+    deviations = torch.randn(8, *shape, generator=generator, dtype=torch.float64)
+    return make_prediction(outputs, deviations, likelihood, **options)
+
+
+def labels_of(classes: int, *shape: int) -> torch.Tensor:
+    return torch.randint(classes, shape, generator=torch.Generator().manual_seed(2))
+
+
+def legend_of(ax) -> list[str]:
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+@pytest.mark.parametrize("num_bins", [5, 15])
+def test_classes_are_compared_in_bins_of_the_largest_probability(num_bins: int) -> None:
+    pred, y = predicted(Categorical(), 200, 4), labels_of(4, 200)
+    ax = plot_reliability(pred, y, num_bins=num_bins)
+    largest, chosen = pred.probs.max(1)
+    accuracy, confidence = calibration_curve(chosen == y, largest, n_bins=num_bins)
+    line, diagonal = ax.lines
+    assert_allclose(line.get_xdata(), confidence)
+    assert_allclose(line.get_ydata(), accuracy)
+    assert_allclose(diagonal.get_xydata(), [[0, 0], [1, 1]])
+    error = multiclass_calibration_error(pred.probs, y, 4, n_bins=num_bins)
+    assert legend_of(ax) == [f"predictions, ECE {float(error):.3f}", "share of labels"]
+    shares, edges = np.histogram(largest, num_bins, (0, 1))
+    assert_allclose([bar.get_height() for bar in ax.patches], shares / 200)
+    assert_allclose([bar.get_x() for bar in ax.patches], edges[:-1])
+    assert_allclose([bar.get_width() for bar in ax.patches], 1 / num_bins)
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("probability of the predicted class", "share of right labels")
+
+
+def test_the_histogram_may_be_left_out() -> None:
+    ax = plot_reliability(predicted(Categorical(), 20, 4), labels_of(4, 20), histogram=False)
+    assert not ax.patches
+    assert len(legend_of(ax)) == 1
+
+
+@pytest.mark.parametrize("shape", [(200,), (200, 1), (80, 3)])
+def test_labels_of_zero_and_one_are_compared_with_the_probability_of_one(shape: tuple[int, ...]) -> None:
+    pred, y = predicted(Bernoulli(), *shape), labels_of(2, *shape).double()
+    ax = plot_reliability(pred, y, num_bins=10)
+    share, confidence = calibration_curve(y.flatten(), pred.probs.flatten(), n_bins=10)
+    assert_allclose(ax.lines[0].get_xdata(), confidence)
+    assert_allclose(ax.lines[0].get_ydata(), share)
+    error = binary_calibration_error(pred.probs.flatten(), y.flatten().long(), n_bins=10)
+    assert legend_of(ax)[0] == f"predictions, ECE {float(error):.3f}"
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("predicted probability of label 1", "share of label 1")
+
+
+@pytest.mark.parametrize("class_dim", [1, -1])
+def test_positions_count_each_and_labels_to_ignore_not_at_all(class_dim: int) -> None:
+    pred = predicted(Categorical(class_dim=class_dim, ignore_index=7), 30, *((4, 6) if class_dim == 1 else (6, 4)))
+    y = labels_of(4, 30, 6)
+    y[:, 2] = 7
+    probs = pred.probs.movedim(class_dim, -1)[y != 7]
+    accuracy, confidence = calibration_curve(probs.argmax(-1) == y[y != 7], probs.amax(-1), n_bins=15)
+    ax = plot_reliability(pred, y)
+    assert_allclose(ax.lines[0].get_xdata(), confidence)
+    assert_allclose(ax.lines[0].get_ydata(), accuracy)
+    assert_allclose(sum(bar.get_height() for bar in ax.patches), 1)
+    with pytest.raises(ValueError, match=r"`plot_reliability\(pred, y\)`: All labels are ignore_index=7"):
+        plot_reliability(pred, torch.full_like(y, 7))
+
+
+def test_certain_predictions_are_in_the_last_bin() -> None:
+    outputs = torch.tensor([[800.0, 0.0], [0.0, 800.0]], dtype=torch.float64)
+    pred = make_prediction(outputs, torch.zeros(2, 2, 2, dtype=torch.float64), Categorical())
+    ax = plot_reliability(pred, torch.tensor([0, 0]), num_bins=3)
+    assert_allclose(ax.lines[0].get_xydata(), [[1, 0.5]])
+    assert_allclose([bar.get_height() for bar in ax.patches], [0, 0, 1])
+
+
+def coverages(mean, variance, y, num_bins: int) -> tuple[list[float], list[float]]:
+    """By the probability of a normal error that is smaller than each."""
+    inside = torch.special.erf((y - mean).abs() / (2 * variance).sqrt()).flatten()
+    levels = [number / (num_bins + 1) for number in range(1, num_bins + 1)]
+    return levels, [float((inside <= level).double().mean()) for level in levels]
+
+
+@pytest.mark.parametrize("num_bins", [4, 15])
+@pytest.mark.parametrize("likelihood", [Gaussian(4.0), HeteroscedasticGaussian()], ids=["equal", "heteroscedastic"])
+def test_intervals_of_a_regression_are_compared_with_the_targets(likelihood: Likelihood, num_bins: int) -> None:
+    pred = predicted(likelihood, 60, 2)
+    mean = pred.outputs if isinstance(likelihood, Gaussian) else pred.outputs[:, :1]
+    generator = torch.Generator().manual_seed(3)
+    y = mean + torch.randn(mean.shape, generator=generator, dtype=torch.float64)
+    variance = (pred.deviations**2).mean(0)
+    if isinstance(likelihood, Gaussian):
+        variance = variance + 0.25
+    else:
+        variance = variance[:, :1] + (pred.outputs[:, 1:] + variance[:, 1:] / 2).exp()
+    levels, shares = coverages(mean, variance, y, num_bins)
+    ax = plot_reliability(pred, y, num_bins=num_bins)
+    assert_allclose(ax.lines[0].get_xdata(), levels)
+    assert_allclose(ax.lines[0].get_ydata(), shares)
+    distance = sum(abs(share - level) for share, level in zip(shares, levels, strict=True)) / num_bins
+    assert legend_of(ax) == [f"intervals, mean distance {distance:.3f}"]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("probability of the interval", "share of targets inside")
+
+
+def test_conformal_intervals_are_those_that_are_judged() -> None:
+    # Scores of three data: below a probability of 1/2 the first, then the second, then the third and infinity.
+    scores = torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64)
+    conformal = SplitConformal(scores, torch.tensor([3]), num_samples=8)
+    pred = predicted(Gaussian(), 40, 1, conformal=conformal)
+    generator = torch.Generator().manual_seed(3)
+    y = pred.outputs + 2 * torch.randn(40, 1, generator=generator, dtype=torch.float64)
+    ratio = (y - pred.outputs).abs() / ((pred.deviations**2).mean(0) + 1).sqrt()
+    shares = [float((ratio <= math.ceil(4 * level)).double().mean()) for level in (0.2, 0.4, 0.6)] + [1.0]
+    assert_allclose(plot_reliability(pred, y, num_bins=4).lines[0].get_ydata(), shares)
+
+
+def test_what_cannot_be_drawn_is_refused() -> None:
+    pred, y = predicted(Categorical(), 5, 3), labels_of(3, 5)
+    with pytest.raises(ValueError, match=r"`plot_reliability\(pred, y\)`: there are 4 targets for predictions of 5"):
+        plot_reliability(pred, y[:4])
+    with pytest.raises(ValueError, match=r"`plot_reliability\(pred, y\)`: Regression targets must have the shape"):
+        plot_reliability(predicted(Gaussian(), 5, 1), torch.zeros(5))
+    with pytest.raises(
+        TypeError, match=r"`plot_reliability\(pred, y\)` needs .* a classification or a regression, but"
+    ):
+        plot_reliability(predicted(Poisson(), 5, 1), torch.ones(5, 1))
+    with pytest.raises(TypeError, match=r"got a dict; of a network with several heads, give `pred\[head\]`\."):
+        plot_reliability({"kind": pred}, y)
+    with pytest.raises(ValueError, match=r"`plot_reliability\(num_bins=...\)` must be a whole number of at least 1"):
+        plot_reliability(pred, y, num_bins=0)
+    with pytest.raises(TypeError, match=r"`plot_reliability\(histogram=...\)` must be True or False, but is 1"):
+        plot_reliability(pred, y, histogram=1)
