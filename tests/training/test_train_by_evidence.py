@@ -223,7 +223,7 @@ def test_noise_and_precisions_are_those_of_the_largest_evidence() -> None:
     x, y = dataset("regression").tensors
     model = network(1)
     optimiser = torch.optim.Adam(model.parameters(), 0.02)
-    result = trained(model, optimiser, likelihood="regression", loader=[(x, y)], epochs=600, every=20)
+    result = trained(model, optimiser, likelihood="regression", loader=[(x, y)], epochs=600, every=60)
     assert result.noise_precision_ == pytest.approx(25, rel=0.4)
     la = LinearisedLaplace(model, result.likelihood_, prior=result.prior_, method="kfac")
     la.fit([(x, y)], progress=False)
