@@ -174,7 +174,7 @@ def train_by_evidence(
     task = task_of(settings, network, fixed, **data)  # all that may be wrong is found before anything is trained
     decay = weight_decay_of(task.prior, task.model.likelihood, network, task.model.features.num_data)
     run = _Run(model, network, optimiser, scheduler, schedule, unpacking(unpack))
-    best, history, at = _Checkpoint(network.module), list[PrecisionUpdate](), list[int]()
+    best, history, at = _Checkpoint(model), list[PrecisionUpdate](), list[int]()
     with best.restored():
         for epoch in progress_bar("training by the evidence" if progress else None, range(1, epochs + 1)):
             run.epoch(loader, settings.likelihood, decay)
@@ -239,25 +239,25 @@ class _Run:
 class _Checkpoint:
     """The weights and buffers of the largest evidence."""
 
-    module: nn.Module
+    model: nn.Module
     value: float = -torch.inf
     epoch: int = 0
     state: dict[str, Any] | None = None
 
     def offer(self, epoch: int, value: float) -> None:
-        """Keeps what the module has now if the evidence is larger than before."""
+        """Keeps what the model has now if the evidence is larger than before."""
         if value > self.value or self.state is None:
-            self.epoch, self.value, self.state = epoch, value, copy.deepcopy(self.module.state_dict())
+            self.epoch, self.value, self.state = epoch, value, copy.deepcopy(self.model.state_dict())
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """At its end the module has the state that was kept, and its modes of before."""
-        modes = [(part, part.training) for part in self.module.modules()]
+        """At its end the model has the state that was kept, and its modes of before."""
+        modes = [(part, part.training) for part in self.model.modules()]
         try:
             yield
         finally:
             if self.state is not None:
-                self.module.load_state_dict(self.state)
+                self.model.load_state_dict(self.state)
             for part, mode in modes:
                 part.training = mode
 

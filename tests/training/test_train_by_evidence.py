@@ -330,6 +330,18 @@ def test_modes_are_put_back() -> None:
     assert [True] * 6 in seen
 
 
+def test_a_model_in_a_wrapper() -> None:
+    inside, plain_model = network(), network()
+    model = nn.DataParallel(inside).eval()
+    torch.manual_seed(5)
+    first = trained(model, sgd(model), epochs=2)
+    torch.manual_seed(5)
+    second = trained(plain_model, sgd(plain_model), epochs=2)
+    assert first.prior_precision_.tolist() == second.prior_precision_.tolist()
+    assert_same(inside, plain_model)
+    assert not model.training
+
+
 def test_an_interrupt_leaves_the_best_weights_so_far() -> None:
     model, states = network(), list[dict[str, Tensor]]()
 
