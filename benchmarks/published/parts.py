@@ -12,6 +12,7 @@ from benchmarks.published import (
     fashion,
     joint,
     linear_mode,
+    online,
     optimisation,
     regression,
 )
@@ -24,6 +25,7 @@ PARTS: dict[str, Study] = {
     "linear_mode": linear_mode.STUDY,
     "distances": distances.STUDY,
     "joint": joint.STUDY,
+    "online": online.STUDY,
     "regression": regression.STUDY,
     "active_learning": active_learning.STUDY,
     "optimisation": optimisation.STUDY,

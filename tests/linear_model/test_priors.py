@@ -40,6 +40,24 @@ def test_layerwise_has_one_precision_a_module() -> None:
     assert prior.grouped(torch.ones(2, 88)).tolist() == [[30, 6, 52]] * 2
 
 
+def test_layers_may_start_from_precisions_of_their_own() -> None:
+    case = make_case("conv_batch_norm")
+    model = case.linear_model()
+    ggn, layers = model.ggn(model.network_outputs), Linearisation(case.model).layers()
+    noise = Draws(1, seed=0).noise(model.features.num_outputs)
+    prior = LayerwisePrior(2.0, layers={"5": 7.0, "0": 3.0}).build(ggn, layers, noise)
+    assert prior.precision.tolist() == [3.0, 2.0, 7.0]
+    assert hash(LayerwisePrior(layers={"5": 7.0})) == hash(LayerwisePrior())
+    with pytest.raises(ValueError, match=r"names \['6'\], which have no random weights; .* are \['0', '1', '5'\]"):
+        LayerwisePrior(layers={"6": 7.0}).build(ggn, layers, noise)
+    with pytest.raises(
+        ValueError, match=r"`LayerwisePrior\(layers=\{'0': ...\}\)` must be positive and finite, but is -1"
+    ):
+        LayerwisePrior(layers={"0": -1.0})
+    with pytest.raises(TypeError, match=r"must be precisions by the names of layers, but is \[1.0\]"):
+        LayerwisePrior(layers=[1.0])  # type: ignore[arg-type]
+
+
 def test_exact_g_prior_is_alpha_times_the_diagonal_of_the_ggn(case: Case) -> None:
     prior, M = build(GPrior(floor=1e-12), case)
     names, groups = Linearisation(case.model).layers()
@@ -117,7 +135,15 @@ def test_precisions_that_are_none_are_refused(precision: float) -> None:
             prior(precision=precision)
 
 
-@pytest.mark.parametrize("prior", [IsotropicPrior(0.5), LayerwisePrior(2.0), GPrior(3.0, num_probes=7, floor=0.1)])
+@pytest.mark.parametrize(
+    "prior",
+    [
+        IsotropicPrior(0.5),
+        LayerwisePrior(2.0),
+        LayerwisePrior(2.0, layers={"0": 3.0}),
+        GPrior(3.0, num_probes=7, floor=0.1),
+    ],
+)
 def test_a_prior_comes_back_from_its_recipe(prior: Prior) -> None:
     recipe = json.loads(json.dumps(recipe_of_prior(prior)))
     assert prior_from_recipe(recipe) == prior

@@ -1,0 +1,426 @@
+"""Training by the evidence: its loss, its updates, the checkpoint that is kept, and what it refuses."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from laplace_sampling import Gaussian, IsotropicPrior, LayerwisePrior, LinearisedLaplace
+from laplace_sampling.training.precision_update import PrecisionUpdate, updated_precisions
+from laplace_sampling.training.train_by_evidence import TrainedByEvidence, train_by_evidence
+
+NUM, CLASSES = 48, 3
+
+
+def network(outputs: int = CLASSES, *middle: nn.Module) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(2, 6), *middle, nn.Tanh(), nn.Linear(6, outputs)).double()
+
+
+def dataset(kind: str = "classification") -> TensorDataset:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(NUM, 2, generator=generator, dtype=torch.float64)
+    if kind == "classification":
+        return TensorDataset(x, (x.sum(1) > 0).long() + (x[:, 0] > 1))
+    noise = torch.randn(NUM, 1, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.sin(2 * x[:, :1]) + 0.2 * noise)
+
+
+def shuffled(kind: str = "classification") -> DataLoader:
+    return DataLoader(dataset(kind), batch_size=10, shuffle=True)
+
+
+def sgd(model: nn.Module, **settings: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, **settings)
+
+
+def trained(model: nn.Module, optimiser: Any, **settings: Any) -> TrainedByEvidence:
+    given = {"likelihood": "classification", "loader": shuffled(), "epochs": 4, "progress": False, **settings}
+    return train_by_evidence(model, optimiser=optimiser, **given)
+
+
+def plain(
+    model: nn.Module,
+    loader: DataLoader,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    epochs: int,
+    optimiser: torch.optim.Optimizer,
+    after_batch: Callable[[], object] = lambda: None,
+    after_epoch: Callable[[float], object] = lambda _: None,
+) -> None:
+    """An ordinary training loop."""
+    for _ in range(epochs):
+        total = 0.0
+        for x, y in loader:
+            optimiser.zero_grad()
+            value = loss(model(x), y)
+            value.backward()
+            optimiser.step()
+            total += float(value.detach()) * len(x)
+            after_batch()
+        after_epoch(total / NUM)
+
+
+def assert_same(first: nn.Module, second: nn.Module) -> None:
+    for name, value in first.state_dict().items():
+        assert_close(second.state_dict()[name], value, rtol=1e-9, atol=1e-12)
+
+
+# The loss -------------------------------------------------------------------------------------------------------------
+
+
+def test_with_precisions_that_stay_it_is_training_with_weight_decay() -> None:
+    alpha, epochs = 3.0, 5
+    by_hand, model = network(CLASSES, nn.BatchNorm1d(6)), network(CLASSES, nn.BatchNorm1d(6))
+    torch.manual_seed(5)
+    plain(by_hand, shuffled(), F.cross_entropy, epochs, sgd(by_hand, momentum=0.9, weight_decay=alpha / NUM))
+    torch.manual_seed(5)
+    # Nothing that is read before training draws from the state of all randomness.
+    result = trained(
+        model, sgd(model, momentum=0.9), epochs=epochs, burn_in=epochs, prior=IsotropicPrior(alpha), every=1
+    )
+    assert result.epochs_ == [epochs]
+    assert_same(by_hand, model)
+
+
+def test_each_layer_has_its_own_decay_and_others_have_none() -> None:
+    by_hand, model = network(CLASSES, nn.LayerNorm(6).double()), network(CLASSES, nn.LayerNorm(6).double())
+    groups = [
+        {"params": by_hand[0].parameters(), "weight_decay": 4.0 / NUM},
+        {"params": by_hand[1].parameters()},
+        {"params": by_hand[3].parameters(), "weight_decay": 0.5 / NUM},
+    ]
+    torch.manual_seed(5)
+    plain(by_hand, shuffled(), F.cross_entropy, 3, torch.optim.SGD(groups, lr=0.1))
+    torch.manual_seed(5)
+    prior = LayerwisePrior(0.5, layers={"0": 4.0})
+    trained(model, sgd(model), epochs=3, burn_in=3, prior=prior, parameters="!LayerNorm.*")
+    assert_same(by_hand, model)
+
+
+def test_a_regression_has_half_the_squared_error_as_its_loss() -> None:
+    by_hand, model, b = network(1), network(1), 20.0
+    torch.manual_seed(5)
+    decay = 2.0 / (NUM * b)
+    plain(by_hand, shuffled("regression"), lambda f, y: 0.5 * F.mse_loss(f, y), 3, sgd(by_hand, weight_decay=decay))
+    torch.manual_seed(5)
+    settings = {"likelihood": Gaussian(b), "loader": shuffled("regression"), "prior": IsotropicPrior(2.0)}
+    trained(model, sgd(model), epochs=3, burn_in=3, **settings)
+    assert_same(by_hand, model)
+
+
+def test_the_decay_after_an_update_is_that_of_its_precisions() -> None:
+    by_hand, model = network(), network()
+    loader = DataLoader(dataset(), batch_size=12)
+    plain(by_hand, loader, F.cross_entropy, 2, sgd(by_hand, weight_decay=1 / NUM))
+    update = updated_precisions(by_hand, "classification", loader)
+    first, last = (alpha / NUM for alpha in update.prior_precision.tolist())
+    groups = [
+        {"params": by_hand[0].parameters(), "weight_decay": first},
+        {"params": by_hand[2].parameters(), "weight_decay": last},
+    ]
+    plain(by_hand, loader, F.cross_entropy, 3, torch.optim.SGD(groups, lr=0.1))
+    result = trained(model, sgd(model), loader=loader, epochs=5, burn_in=2, every=9)
+    assert result.epochs_ == [2, 5]
+    assert result.history_[0].prior_precision.tolist() == update.prior_precision.tolist()
+    assert result.best_epoch_ == 5
+    assert_same(by_hand, model)
+
+
+def test_an_optimiser_that_asks_for_the_loss_again() -> None:
+    model = network()
+    optimiser = torch.optim.LBFGS(model.parameters(), max_iter=60, line_search_fn="strong_wolfe")
+    loader = [dataset().tensors]
+    trained(model, optimiser, loader=loader, epochs=10, burn_in=10, prior=IsotropicPrior(1.0))
+    x, y = dataset().tensors
+    objective = F.cross_entropy(model(x), y) + 0.5 / NUM * sum(p.square().sum() for p in model.parameters())
+    gradients = torch.autograd.grad(objective, list(model.parameters()))
+    assert max(float(g.abs().max()) for g in gradients) < 1e-5
+
+
+# Schedulers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["epoch", "batch"])
+def test_a_scheduler_is_called_after_epochs_or_batches(schedule: str) -> None:
+    by_hand, model = network(), network()
+    optimisers = [sgd(by_hand), sgd(model)]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimiser, 0.9) for optimiser in optimisers]
+    steps = {f"after_{schedule}": lambda *_: schedulers[0].step()}
+    torch.manual_seed(5)
+    plain(by_hand, shuffled(), F.cross_entropy, 3, optimisers[0], **steps)
+    torch.manual_seed(5)
+    small = IsotropicPrior(1e-12)
+    trained(model, optimisers[1], epochs=3, burn_in=3, prior=small, scheduler=schedulers[1], schedule=schedule)
+    assert schedulers[1].last_epoch == (3 if schedule == "epoch" else 15)
+    assert_same(by_hand, model)
+
+
+def test_a_scheduler_that_looks_at_the_loss() -> None:
+    by_hand, model = network(), network()
+    seen: list[list[float]] = [[], []]
+    small = IsotropicPrior(1e-12)
+    torch.manual_seed(5)
+    plain(by_hand, shuffled(), F.cross_entropy, 3, sgd(by_hand), after_epoch=seen[0].append)
+    optimiser = sgd(model)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimiser)
+    step = scheduler.step
+    scheduler.step = lambda metrics: (seen[1].append(metrics), step(metrics))  # type: ignore[assignment]
+    torch.manual_seed(5)
+    trained(model, optimiser, epochs=3, burn_in=3, prior=small, scheduler=scheduler)
+    assert seen[0] == pytest.approx(seen[1], rel=1e-9)
+
+
+# Updates and the checkpoint -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "epochs"),
+    [
+        ({"epochs": 12}, [1, 6, 11, 12]),
+        ({"epochs": 7, "burn_in": 3, "every": 2}, [3, 5, 7]),
+        ({"epochs": 3, "every": 1}, [1, 2, 3]),
+        ({"epochs": 1}, [1]),
+    ],
+)
+def test_updates_come_after_the_burn_in_and_at_the_end(settings: dict[str, int], epochs: list[int]) -> None:
+    model, seen = network(), list[tuple[int, PrecisionUpdate]]()
+    result = trained(model, sgd(model), callback=lambda epoch, update: seen.append((epoch, update)), **settings)
+    assert result.epochs_ == epochs
+    assert [epoch for epoch, _ in seen] == epochs
+    assert [id(update) for _, update in seen] == [id(update) for update in result.history_]
+
+
+def test_the_model_has_the_weights_of_the_largest_evidence() -> None:
+    model, states = network(CLASSES, nn.BatchNorm1d(6)), list[dict[str, Tensor]]()
+    optimiser = sgd(model)
+
+    def callback(epoch: int, update: PrecisionUpdate) -> None:
+        states.append({name: value.clone() for name, value in model.state_dict().items()})
+        if epoch == 6:
+            optimiser.param_groups[0]["lr"] = 30.0  # from here on weights are thrown about
+
+    result = trained(model, optimiser, epochs=9, every=1, callback=callback)
+    values = [update.log_marginal_likelihood.value for update in result.history_]
+    best = values.index(max(values))
+    assert result.best_epoch_ == best + 1 < 9
+    assert all(torch.equal(value, states[best][name]) for name, value in model.state_dict().items())
+    update = result.history_[best]
+    assert result.log_marginal_likelihood_ == values[best]
+    assert result.prior_precision_ is update.prior_precision
+    assert result.effective_dimension_ is update.effective_dimension
+    assert result.noise_precision_ is None
+    assert result.prior_ is update.prior
+    assert result.likelihood_ is update.likelihood
+
+
+def test_noise_and_precisions_are_those_of_the_largest_evidence() -> None:
+    x, y = dataset("regression").tensors
+    model = network(1)
+    optimiser = torch.optim.Adam(model.parameters(), 0.02)
+    result = trained(model, optimiser, likelihood="regression", loader=[(x, y)], epochs=600, every=60)
+    assert result.noise_precision_ == pytest.approx(25, rel=0.4)
+    la = LinearisedLaplace(model, result.likelihood_, prior=result.prior_, method="kfac")
+    la.fit([(x, y)], progress=False)
+    assert la.noise_precision_ is not None
+    assert float(la.noise_precision_) == result.noise_precision_
+    # At the end of training, precisions and weights agree.
+    norms = torch.stack([sum(p.detach().square().sum() for p in model[i].parameters()) for i in (0, 2)])
+    assert_close(result.prior_precision_ * norms, la.effective_dimension_, rtol=0.05, atol=0)
+    slope = la.log_marginal_likelihood(at="network")
+    assert slope.balance == pytest.approx(1, abs=0.05)
+
+
+def test_a_part_of_the_weights_is_trained() -> None:
+    model = network()
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    before = model[0].weight.clone()
+    result = trained(model, torch.optim.SGD(model[2].parameters(), lr=0.1))
+    assert result.best_.names == ("2",)
+    assert torch.equal(model[0].weight, before)
+
+
+class Augmented(Dataset):
+    """Inputs with noise that is drawn anew."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = self.data[index]
+        return x + 0.01 * torch.randn(2, dtype=torch.float64), y
+
+
+def test_augmented_data_need_the_data_themselves_for_the_evidence() -> None:
+    model, loader = network(), DataLoader(Augmented(dataset()), batch_size=12)
+    before = model[0].weight.clone()
+    with pytest.raises(ValueError, match="The loader gives different data at each pass"):
+        trained(model, sgd(model), loader=loader)
+    assert torch.equal(model[0].weight, before)
+    result = trained(model, sgd(model), loader=loader, evidence_loader=shuffled())
+    update = updated_precisions(model, "classification", shuffled(), prior=result.history_[-2].prior)
+    assert update.prior_precision.tolist() == result.prior_precision_.tolist()
+
+
+def test_other_batches_and_settings_of_updates() -> None:
+    x, y = dataset().tensors
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Iterator[dict[str, Tensor]]:
+            return ({"a": a, "b": b} for a, b in zip(x, y, strict=True))
+
+    model = network()
+    loader = DataLoader(Stream(), batch_size=12)
+    result = trained(
+        model,
+        sgd(model),
+        loader=loader,
+        unpack=lambda batch: (batch["a"], batch["b"]),
+        num_data=NUM,
+        method="diagonal",
+        prior="isotropic",
+        seed=3,
+    )
+    update = updated_precisions(
+        model, "classification", [(x, y)], method="diagonal", prior=result.history_[-2].prior, seed=3
+    )
+    assert_close(result.prior_precision_, update.prior_precision, rtol=1e-9, atol=0)
+
+
+def test_heads_have_a_likelihood_each() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = network(CLASSES + 1)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            outputs = self.body(x)
+            return {"label": outputs[:, :CLASSES], "value": outputs[:, CLASSES:]}
+
+    (x, labels), (_, values), model = dataset().tensors, dataset("regression").tensors, Heads()
+    likelihood = {"label": "classification", "value": Gaussian(10.0, learn=False)}
+    loader = [(x, {"label": labels, "value": values})]
+    by_hand = Heads()
+    optimiser = sgd(by_hand, weight_decay=1 / NUM)
+    for _ in range(2):
+        optimiser.zero_grad()
+        f = by_hand(x)
+        (F.cross_entropy(f["label"], labels) + 5 * F.mse_loss(f["value"], values)).backward()
+        optimiser.step()
+    trained(model, sgd(model), likelihood=likelihood, loader=loader, epochs=2, burn_in=2)
+    assert_same(by_hand, model)
+
+
+def test_modes_are_put_back() -> None:
+    model = network(CLASSES, nn.BatchNorm1d(6), nn.Dropout(0.5)).eval()
+    model[2].train()
+    seen: list[list[bool]] = []
+    model.register_forward_pre_hook(lambda module, _: seen.append([part.training for part in module.modules()]))
+    trained(model, sgd(model), epochs=2)
+    assert [part.training for part in model.modules()] == [part is model[2] for part in model.modules()]
+    assert [True] * 6 in seen
+
+
+def test_a_model_in_a_wrapper() -> None:
+    inside, plain_model = network(), network()
+    model = nn.DataParallel(inside).eval()
+    torch.manual_seed(5)
+    first = trained(model, sgd(model), epochs=2)
+    torch.manual_seed(5)
+    second = trained(plain_model, sgd(plain_model), epochs=2)
+    assert first.prior_precision_.tolist() == second.prior_precision_.tolist()
+    assert_same(inside, plain_model)
+    assert not model.training
+
+
+def test_an_interrupt_leaves_the_best_weights_so_far() -> None:
+    model, states = network(), list[dict[str, Tensor]]()
+
+    def callback(epoch: int, update: PrecisionUpdate) -> None:
+        states.append({name: value.clone() for name, value in model.state_dict().items()})
+        if epoch == 3:
+            with torch.no_grad():
+                model[0].weight.fill_(7.0)
+            raise KeyboardInterrupt
+
+    model.eval()
+    with pytest.raises(KeyboardInterrupt):
+        trained(model, sgd(model), epochs=5, every=1, callback=callback)
+    assert any(all(torch.equal(v, state[k]) for k, v in model.state_dict().items()) for state in states)
+    assert not model.training
+
+
+def test_weights_that_become_nan_are_an_error() -> None:
+    model = network()
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        trained(model, torch.optim.SGD(model.parameters(), lr=1e300), epochs=4, every=1)
+
+
+def test_a_bar_is_shown_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    from laplace_sampling.training import train_by_evidence as module
+
+    shown: list[str | None] = []
+    monkeypatch.setattr(module, "progress_bar", lambda description, items: (shown.append(description), items)[1])
+    for progress in (True, False):
+        model = network()
+        trained(model, sgd(model), epochs=1, progress=progress)
+    assert shown == ["training by the evidence", None]
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        (
+            {"epochs": 0},
+            ValueError,
+            r"`train_by_evidence\(epochs=...\)` must be a whole number of at least 1, but is 0",
+        ),
+        ({"burn_in": 0}, ValueError, r"`train_by_evidence\(burn_in=...\)` must be a whole number of at least 1"),
+        (
+            {"every": 2.5},
+            ValueError,
+            r"`train_by_evidence\(every=...\)` must be a whole number of at least 1, but is 2.5",
+        ),
+        ({"burn_in": 9}, ValueError, r"`train_by_evidence\(burn_in=9\)` is more than `epochs=4`.*lower it"),
+        ({"schedule": "step"}, ValueError, r"`schedule='step'` is not known; use one of \['epoch', 'batch'\]"),
+        ({"scheduler": 3}, TypeError, r"`scheduler` must be one of `torch.optim.lr_scheduler`, but is 3"),
+        ({"progress": 1}, TypeError, r"`progress` must be True or False, but is 1"),
+        ({"callback": 3}, TypeError, r"`callback` must be a function of an epoch and a `PrecisionUpdate`, but is 3"),
+        ({"optimiser": "adam"}, TypeError, r"`optimiser` must be one of `torch.optim`, but is 'adam'"),
+        ({"method": "exact"}, ValueError, r"takes curvature in closed form"),
+        ({"loader": iter([])}, TypeError, r"one-shot iterator"),
+        ({"loader": []}, ValueError, r"The loader is empty"),
+        ({"likelihood": "regression"}, TypeError, r"Regression targets must be floating point"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+    model = network()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(error, match=message):
+        trained(model, **{"optimiser": sgd(model), **settings})
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_weight_decay_of_the_optimiser_would_count_twice() -> None:
+    model = network()
+    with pytest.raises(ValueError, match=r"The optimiser has weight_decay=0.01 \(AdamW has one by default\), .*0`; "):
+        trained(model, torch.optim.AdamW(model.parameters()))
+    trained(model, torch.optim.AdamW(model.parameters(), weight_decay=0.0), epochs=1)
+
+
+def test_an_optimiser_of_another_model() -> None:
+    model = network()
+    with pytest.raises(ValueError, match=r"does not have 4 of the parameters that get a prior, \['0.weight', '0.bias'"):
+        trained(model, sgd(network()))
