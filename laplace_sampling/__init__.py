@@ -3,9 +3,7 @@
 from importlib.metadata import version
 
 from laplace_sampling.evidence.curves import EvidenceCurves, MarginalLikelihood
-from laplace_sampling.evidence.plots import plot_evidence
 from laplace_sampling.evidence.step import Step, StopFit
-from laplace_sampling.evidence.step import Step
 from laplace_sampling.fitted import NotFittedError
 from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.largest_variance import largest_variance

@@ -32,8 +32,6 @@ MODULES = {
 }
 # The front is the eighth level, and its class the end of a chain of ten; training and integrations stand on it.
 LONGEST_CHAIN, DEEPEST = 12, 9
-# The front is the eighth level; training and integrations stand on it.
-LONGEST_CHAIN, DEEPEST = 10, 9
 
 
 def room(module: str) -> str:
