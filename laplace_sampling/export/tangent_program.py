@@ -1,0 +1,115 @@
+"""The network and `K` Jacobian-vector products of it as one program of plain operations, whatever the size of a batch.
+
+`torch.export` takes the network apart; its operations are called one by one with tangents (`forward_rules`), and the
+result is exported again: `(w̄, ζ, x) ↦ f(w̄, x), φ(x) ζ_k`.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils._pytree import tree_flatten, tree_map
+
+from laplace_sampling.data.batches import arguments, batched, num_rows, read
+from laplace_sampling.export.dual import Dual
+from laplace_sampling.export.forward_rules import pushed
+from laplace_sampling.networks.derivative_rules import forward_mode_kernels
+
+__all__ = ["tangent_program"]
+
+Tensors = dict[str, Tensor]
+
+
+class _Network(nn.Module):
+    """A network whose outputs are one tensor, `[N, ...]`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Any) -> Tensor:
+        args, kwargs = arguments(x)
+        return read(self.module(*args, **kwargs), num_rows(x))[0]
+
+
+class _Pushed(nn.Module):
+    """The program of a network, with tangents of some of its weights."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        super().__init__()
+        self.interpreter, self.inputs = _Interpreter(program.graph_module), program.graph_signature.input_specs
+        self.constants = program.constants
+
+    def forward(self, state: Tensors, samples: Tensors, x: Any) -> tuple[Tensor, Tensor]:
+        rows, values = iter(tree_flatten(x)[0]), []
+        for spec in self.inputs:
+            if spec.kind == InputKind.USER_INPUT:
+                values.append(next(rows))
+                continue
+            name = str(spec.target).removeprefix("module.")
+            value = state[name] if name in state else self.constants[str(spec.target)]
+            values.append(Dual(value, samples[name]) if name in samples else value)
+        (outputs,) = self.interpreter.run(*values)
+        if not isinstance(outputs, Dual):
+            raise NotImplementedError("the outputs do not depend on the random weights")
+        return outputs.value, outputs.tangents
+
+
+class _Interpreter(fx.Interpreter):
+    def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return pushed(target, args, kwargs)
+
+
+def tangent_program(module: nn.Module, state: Tensors, samples: dict[str, Float[Tensor, "K ..."]], x: Any) -> nn.Module:
+    """The program `(state, samples, x) ↦ (f, φ ζ)` of a network, whose outputs keep their shape.
+
+    Args:
+        module: the network, in evaluation mode.
+        state: its parameters and buffers by name.
+        samples: of the random weights by name.
+        x: example inputs.
+
+    Raises:
+        ValueError: where torch does not export the network for batches of any size, or one of its operations has no
+            rule.
+    """
+    x = _two_rows(x)
+    try:
+        with _quietly(), torch.no_grad(), forward_mode_kernels(layers=False):
+            sizes = _sizes(x)
+            network = torch.export.export(_Network(module), (x,), dynamic_shapes=(sizes,), strict=False)
+            pushing = _Pushed(network.run_decompositions())
+            fixed = tuple(tree_map(lambda _: None, tensors) for tensors in (state, samples))
+            program = torch.export.export(pushing, (state, samples, x), dynamic_shapes=(*fixed, sizes), strict=False)
+        return program.module()
+    except Exception as error:  # torch has many classes of errors for what it does not export
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(
+            f"`to_module`: {type(module).__name__} cannot be exported with error bars of its random weights: {reason}. "
+            'A posterior of a linear last layer (`parameters="last_layer"`) takes any network.'
+        ) from error
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """What torch warns of while it exports is of itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _two_rows(x: Any) -> Any:
+    """At least two rows: a batch of one is exported for one."""
+    tensors, rebuild = batched(x)
+    return rebuild([torch.cat([t, t])[: max(2, len(t))] for t in tensors])
+
+
+def _sizes(x: Any) -> Any:
+    """Which axes may have any length: the first of each tensor."""
+    return tree_map(lambda leaf: {0: Dim.DYNAMIC} if isinstance(leaf, Tensor) and leaf.dim() else None, x)
