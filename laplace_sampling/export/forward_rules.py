@@ -61,7 +61,7 @@ def _expand(func: Callable, x: Dual, shape: Sequence[int], **kwargs: Any) -> Dua
 
 
 def _permute(func: Callable, x: Dual, axes: Sequence[int]) -> Dual:
-    return Dual(x.value.permute(axes), x.tangents.permute(0, *(axis % len(axes) + 1 for axis in axes)))
+    return Dual(x.value.permute(*axes), x.tangents.permute(0, *(axis % len(axes) + 1 for axis in axes)))
 
 
 def _unsqueeze(func: Callable, x: Dual, axis: int) -> Dual:

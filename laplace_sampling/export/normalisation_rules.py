@@ -13,7 +13,7 @@ from laplace_sampling.export.dual import Dual, aligned, broadcast, parts_of, tot
 __all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm"]
 
 
-def _normalised(x: Any, axes: Sequence[int], eps: float) -> tuple[Tensor, Tensor | None]:
+def _normalised(x: Any, axes: list[int], eps: float) -> tuple[Tensor, Tensor | None]:
     """`(x − mean)/√(var + eps)` over some axes, counted from the end, and its tangents."""
     x, x_dot = parts_of(x)
     centred = x - x.mean(axes, keepdim=True)

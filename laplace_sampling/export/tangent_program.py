@@ -21,7 +21,7 @@ from laplace_sampling.export.dual import Dual
 from laplace_sampling.export.forward_rules import pushed
 from laplace_sampling.networks.derivative_rules import forward_mode_kernels
 
-__all__ = ["tangent_program"]
+__all__ = ["quietly", "tangent_program", "two_rows"]
 
 Tensors = dict[str, Tensor]
 
@@ -41,10 +41,11 @@ class _Network(nn.Module):
 class _Pushed(nn.Module):
     """The program of a network, with tangents of some of its weights."""
 
-    def __init__(self, program: ExportedProgram) -> None:
+    def __init__(self, program: ExportedProgram, aliases: dict[str, str]) -> None:
         super().__init__()
         self.interpreter, self.inputs = _Interpreter(program.graph_module), program.graph_signature.input_specs
-        self.constants = program.constants
+        self.constants: dict[str, Any] = dict(program.constants)
+        self.aliases = aliases
 
     def forward(self, state: Tensors, samples: Tensors, x: Any) -> tuple[Tensor, Tensor]:
         rows, values = iter(tree_flatten(x)[0]), []
@@ -52,7 +53,7 @@ class _Pushed(nn.Module):
             if spec.kind == InputKind.USER_INPUT:
                 values.append(next(rows))
                 continue
-            name = str(spec.target).removeprefix("module.")
+            name = self.aliases.get(str(spec.target), "")
             value = state[name] if name in state else self.constants[str(spec.target)]
             values.append(Dual(value, samples[name]) if name in samples else value)
         (outputs,) = self.interpreter.run(*values)
@@ -79,12 +80,12 @@ def tangent_program(module: nn.Module, state: Tensors, samples: dict[str, Float[
         ValueError: where torch does not export the network for batches of any size, or one of its operations has no
             rule.
     """
-    x = _two_rows(x)
+    x = two_rows(x)
     try:
-        with _quietly(), torch.no_grad(), forward_mode_kernels(layers=False):
+        with quietly(), torch.no_grad(), forward_mode_kernels(layers=False):
             sizes = _sizes(x)
             network = torch.export.export(_Network(module), (x,), dynamic_shapes=(sizes,), strict=False)
-            pushing = _Pushed(network.run_decompositions())
+            pushing = _Pushed(network.run_decompositions(), _aliases(module))
             fixed = tuple(tree_map(lambda _: None, tensors) for tensors in (state, samples))
             program = torch.export.export(pushing, (state, samples, x), dynamic_shapes=(*fixed, sizes), strict=False)
         return program.module()
@@ -97,14 +98,14 @@ def tangent_program(module: nn.Module, state: Tensors, samples: dict[str, Float[
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """What torch warns of while it exports is of itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-def _two_rows(x: Any) -> Any:
+def two_rows(x: Any) -> Any:
     """At least two rows: a batch of one is exported for one."""
     tensors, rebuild = batched(x)
     return rebuild([torch.cat([t, t])[: max(2, len(t))] for t in tensors])
@@ -113,3 +114,10 @@ def _two_rows(x: Any) -> Any:
 def _sizes(x: Any) -> Any:
     """Which axes may have any length: the first of each tensor."""
     return tree_map(lambda leaf: {0: Dim.DYNAMIC} if isinstance(leaf, Tensor) and leaf.dim() else None, x)
+
+
+def _aliases(module: nn.Module) -> dict[str, str]:
+    """The first name of each parameter and buffer, by all of its names in a `_Network`; tied ones have several."""
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    first = {id(tensor): name for name, tensor in reversed(tensors)}
+    return {f"module.{name}": first[id(tensor)] for name, tensor in tensors}
