@@ -22,7 +22,8 @@ class HeadProgram(nn.Module):
     """Outputs and deviations of a network whose outputs are those of a linear layer; and their variances.
 
     Attributes:
-        body: the network with the identity in place of the layer: any module that returns the inputs of it.
+        body: the network with the identity in place of the layer: any module that returns its inputs will do.
+        layer: the layer.
     """
 
     matrix: Tensor
@@ -44,10 +45,8 @@ class HeadProgram(nn.Module):
             self.body.set_submodule(name, nn.Identity())
         else:
             self.body = nn.Identity()
-        vectors = torch.cat([layer.weights[None], samples])
-        self.num_outputs = layer.index.shape[0]
-        extended = vectors[:, layer.index].flatten(0, 1)
-        # Rows are those of the layer, and then those of each sample.
+        self.layer, self.num_outputs = copied(layer.module), layer.index.shape[0]
+        extended = samples[:, layer.index].flatten(0, 1)
         self.register_buffer("matrix", extended[:, : layer.num_inputs].contiguous())
         self.register_buffer("bias", extended[:, -1].contiguous() if layer.has_bias else None)
         for part, tensor in zip(("root", "mixing"), root or (None, None), strict=True):
@@ -62,7 +61,7 @@ class HeadProgram(nn.Module):
             # Of an input with a one for the bias, without forming it.
             scaled = z @ self.root[: z.shape[1]] + (0 if self.bias is None else self.root[-1])
             variance = scaled.square() @ self.mixing
-        return rows[:, 0], rows[:, 1:].transpose(0, 1), variance
+        return self.layer(z), rows.transpose(0, 1), variance
 
 
 def head_root(

@@ -11,7 +11,8 @@ from torch.export import Dim
 
 from laplace_sampling.data.batches import Layout
 from laplace_sampling.export.head_program import HeadProgram, copied, head_root
-from laplace_sampling.export.tangent_program import quietly, tangent_program, two_rows
+from laplace_sampling.export.program import Program, quietly, two_rows
+from laplace_sampling.export.tangent_program import tangent_program
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.multi_task import MultiTask
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
@@ -48,7 +49,7 @@ class PosteriorModule(nn.Module):
         # As a program of plain operations the formulas are for all compilers, which do not know the classes of Python.
         sizes = ({0: Dim.DYNAMIC}, {1: Dim.DYNAMIC}, {0: Dim.DYNAMIC} if self.exact else None)
         with quietly():
-            self.formulas = torch.export.export(formulas, parts, dynamic_shapes=sizes, strict=False).module()
+            self.formulas = Program(torch.export.export(formulas, parts, dynamic_shapes=sizes, strict=False))
 
     def forward(self, x: Any) -> dict[str, Tensor]:
         return self.formulas(*self.program(x))

@@ -4,24 +4,22 @@
 result is exported again: `(w̄, ζ, x) ↦ f(w̄, x), φ(x) ζ_k`.
 """
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, fx, nn
-from torch.export import Dim, ExportedProgram
+from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_flatten, tree_map
 
-from laplace_sampling.data.batches import arguments, batched, num_rows, read
+from laplace_sampling.data.batches import arguments, num_rows, read
 from laplace_sampling.export.dual import Dual
 from laplace_sampling.export.forward_rules import pushed
+from laplace_sampling.export.program import Program, batch_sizes, quietly, two_rows
 from laplace_sampling.networks.derivative_rules import forward_mode_kernels
 
-__all__ = ["quietly", "tangent_program", "two_rows"]
+__all__ = ["tangent_program"]
 
 Tensors = dict[str, Tensor]
 
@@ -83,37 +81,18 @@ def tangent_program(module: nn.Module, state: Tensors, samples: dict[str, Float[
     x = two_rows(x)
     try:
         with quietly(), torch.no_grad(), forward_mode_kernels(layers=False):
-            sizes = _sizes(x)
+            sizes = batch_sizes(x)
             network = torch.export.export(_Network(module), (x,), dynamic_shapes=(sizes,), strict=False)
             pushing = _Pushed(network.run_decompositions(), _aliases(module))
             fixed = tuple(tree_map(lambda _: None, tensors) for tensors in (state, samples))
             program = torch.export.export(pushing, (state, samples, x), dynamic_shapes=(*fixed, sizes), strict=False)
-        return program.module()
+        return Program(program)
     except Exception as error:  # torch has many classes of errors for what it does not export
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ValueError(
             f"`to_module`: {type(module).__name__} cannot be exported with error bars of its random weights: {reason}. "
             'A posterior of a linear last layer (`parameters="last_layer"`) takes any network.'
         ) from error
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """What torch warns of while it exports is of itself."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def two_rows(x: Any) -> Any:
-    """At least two rows: a batch of one is exported for one."""
-    tensors, rebuild = batched(x)
-    return rebuild([torch.cat([t, t])[: max(2, len(t))] for t in tensors])
-
-
-def _sizes(x: Any) -> Any:
-    """Which axes may have any length: the first of each tensor."""
-    return tree_map(lambda leaf: {0: Dim.DYNAMIC} if isinstance(leaf, Tensor) and leaf.dim() else None, x)
 
 
 def _aliases(module: nn.Module) -> dict[str, str]:
