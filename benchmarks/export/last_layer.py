@@ -76,4 +76,4 @@ def main(repetitions: int = 3000, folder: Path | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*map(int, sys.argv[1:2]))  # pyright: ignore

@@ -34,7 +34,8 @@ def pushed(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if (rule := _RULES.get(func)) is not None:
         return rule(func, *args, **kwargs)
     plain = func(*tree_map(value_of, tuple(args)), **tree_map(value_of, kwargs))
-    if func in _CONSTANT or (isinstance(plain, Tensor) and not plain.is_floating_point()):
+    whole = isinstance(plain, Tensor) and not plain.is_floating_point() and not plain.is_complex()
+    if func in _CONSTANT or whole:
         return plain
     raise NotImplementedError(f"`{func}` has no rule for forward derivatives")
 
@@ -58,6 +59,10 @@ def _view(func: Callable, x: Dual, shape: Sequence[int]) -> Dual:
 
 def _expand(func: Callable, x: Dual, shape: Sequence[int], **kwargs: Any) -> Dual:
     return Dual(x.value.expand(shape), aligned(x.tangents, len(shape)).expand(len(x.tangents), *shape))
+
+
+def _repeat(func: Callable, x: Dual, times: Sequence[int]) -> Dual:
+    return Dual(x.value.repeat(times), aligned(x.tangents, len(times)).repeat(1, *times))
 
 
 def _permute(func: Callable, x: Dual, axes: Sequence[int]) -> Dual:
@@ -237,6 +242,16 @@ def _softmax(func: Callable, x: Dual, axis: int, *args: Any) -> Dual:
     return Dual(value, x.tangents - (value.exp() * x.tangents).sum(axis + 1, keepdim=True))
 
 
+def _variance(
+    func: Callable, x: Dual, axes: Sequence[int] | None = None, *, correction: float = 1, keepdim: bool = False
+) -> Dual:
+    axes = [axis % x.value.dim() for axis in (axes or range(x.value.dim()))]
+    centred = x.value - x.value.mean(axes, keepdim=True)
+    num = math.prod(x.value.shape[axis] for axis in axes) - correction
+    slope = 2 * (centred * x.tangents).sum([axis + 1 for axis in axes], keepdim=keepdim) / num
+    return Dual(centred.square().sum(axes, keepdim=keepdim) / num, slope)
+
+
 def _largest(func: Callable, x: Dual, axis: Any, keepdim: bool = False) -> Any:
     axes = [axis] if isinstance(axis, int) else axis
     if len(axes) != 1:
@@ -260,7 +275,7 @@ def _max_pool(func: Callable, x: Dual, *args: Any) -> tuple[Dual, Tensor]:
 
 _SLOPES: dict[Any, Callable[..., Tensor]] = {
     aten.relu.default: lambda x, y: x > 0,
-    aten.leaky_relu.default: lambda x, y, slope=0.01: torch.where(x > 0, 1.0, slope),
+    aten.leaky_relu.default: lambda x, y, slope=0.01: torch.where(x > 0, torch.ones_like(x), slope),
     aten.elu.default: _elu_slope,
     aten.gelu.default: _gelu_slope,
     aten.hardtanh.default: lambda x, y, low=-1.0, high=1.0: (x > low) & (x < high),
@@ -287,6 +302,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.clone.default, aten.alias.default, aten._to_copy.default), _copy),
     **dict.fromkeys((aten.view.default, aten.reshape.default, aten._unsafe_view.default), _view),
     aten.expand.default: _expand,
+    aten.repeat.default: _repeat,
     aten.permute.default: _permute,
     aten.unsqueeze.default: _unsqueeze,
     **dict.fromkeys((aten.slice.Tensor, aten.select.int, aten.squeeze.dim, aten.squeeze.dims), _of_axes),
@@ -308,6 +324,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.maximum.default, aten.minimum.default), _extreme),
     aten.convolution.default: _convolution,
     **dict.fromkeys((aten._softmax.default, aten._log_softmax.default), _softmax),
+    aten.var.correction: _variance,
     **dict.fromkeys((aten.amax.default, aten.max.dim), _largest),
     aten.max_pool2d_with_indices.default: _max_pool,
     aten.native_layer_norm.default: layer_norm,

@@ -25,6 +25,7 @@ class Program(nn.Module):
 
     def __init__(self, exported: ExportedProgram) -> None:
         super().__init__()
+        assert exported.call_spec.out_spec is not None
         self.graph, self.out_spec = exported.graph_module, exported.call_spec.out_spec
         self.constants: list[str | None] = []
         for number, spec in enumerate(exported.graph_signature.input_specs):
