@@ -26,6 +26,9 @@ from laplace_sampling.solvers.preconditioners import Factored
 
 __all__ = ["PosteriorModule"]
 
+# Axes of outputs `[N, C]`.
+_MATRIX = 2
+
 
 class PosteriorModule(nn.Module):
     """A network with error bars: `module(x)` is a dictionary of what `predict(x)` gives, by name.
@@ -90,7 +93,8 @@ class PosteriorModule(nn.Module):
                 "that returns one of them."
             )
         head = network.head if isinstance(network, LastLayer) else None
-        if isinstance(network, LastLayer) and isinstance(head, LinearLayer):
+        # Outputs of another shape are those of the layer, but changed by the network after it.
+        if isinstance(head, LinearLayer) and network.evaluate(x)[0].dim() == _MATRIX:
             root = None if curvature is None or prior is None else head_root(head, curvature, prior)
             name = next(name for name, part in network.module.named_modules() if part is head.module)
             program = HeadProgram(network.module, name, head, samples, root)

@@ -46,16 +46,12 @@ def run_onnx(path: Path, names: tuple[str, ...], x: Tensor) -> dict[str, Tensor]
 @pytest.mark.parametrize(
     ("name", "likelihood", "settings"),
     [
-        ("mlp", "classification", {}),
-        ("mlp", "regression", {}),
         ("mlp", "binary", {}),
         ("cnn", "classification", {}),
         ("lenet", "regression", {}),
         ("vit", "classification", {}),
-        ("mlp", "classification", LAST),
-        ("lenet", "regression", LAST),
-        ("cnn", "binary", LAST),
-        ("vit", "classification", LAST),
+        ("lenet", "classification", LAST),
+        ("mlp", "regression", LAST),
     ],
 )
 def test_exported_and_as_onnx_it_predicts(name: str, likelihood: str, settings: dict, tmp_path: Path) -> None:
