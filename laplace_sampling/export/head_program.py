@@ -50,7 +50,7 @@ class HeadProgram(nn.Module):
         self.register_buffer("matrix", extended[:, : layer.num_inputs].contiguous())
         self.register_buffer("bias", extended[:, -1].contiguous() if layer.has_bias else None)
         for part, tensor in zip(("root", "mixing"), root or (None, None), strict=True):
-            self.register_buffer(part, None if tensor is None else tensor.to(samples.dtype))
+            self.register_buffer(part, None if tensor is None else tensor.to(samples.dtype).contiguous())
 
     def forward(self, x: Any) -> tuple[Tensor, Float[Tensor, "K N C"], Float[Tensor, "N C"] | None]:
         args, kwargs = arguments(x)

@@ -147,7 +147,7 @@ class _Buffers(nn.Module):
         super().__init__()
         self.names = list(tensors)
         for number, tensor in enumerate(tensors.values()):
-            self.register_buffer(f"tensor_{number}", tensor.detach().clone())
+            self.register_buffer(f"tensor_{number}", tensor.detach().clone(memory_format=torch.contiguous_format))
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: getattr(self, f"tensor_{number}") for number, name in enumerate(self.names)}
