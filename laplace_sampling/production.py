@@ -179,9 +179,11 @@ def _joined(name: str, parts: list[Tensor]) -> Tensor:
 @torch.no_grad()
 def _check_program(module: PosteriorModule, x: Any, plain: Prediction) -> None:
     """Raise if a module computes anything else than `predict` does without scale and temperature."""
-    names = ["outputs", "deviations", *(["variance"] if module.exact else [])]
-    found = dict(zip(names, module.program(x), strict=False))
-    if wrong := [name for name in names if _differ(found[name], getattr(plain, name))]:
+    expected = {"outputs": plain.outputs, "deviations": plain.deviations}
+    if module.exact and plain.function is not None:
+        expected["variance"] = plain.function.variance().to(plain.outputs)
+    parts = zip(expected.items(), module.program(x), strict=False)
+    if wrong := [name for (name, value), found in parts if _differ(found, value)]:
         raise ValueError(
             f"`to_module`: the module computes other {' and '.join(wrong)} than `predict`, as torch does not see all "
             "that the network does. Write it without numbers that leave torch, as by `float(...)`, or export a "

@@ -23,7 +23,7 @@ class TinyViT(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         patches = self.patches(x).flatten(2).transpose(1, 2)
-        tokens = torch.cat([self.token.expand(len(x), -1, -1), patches], 1) + self.positions
+        tokens = torch.cat([self.token.expand(x.shape[0], -1, -1), patches], 1) + self.positions
         return self.head(self.block(tokens)[:, 0])
 
 

@@ -91,6 +91,7 @@ def tangent_program(module: nn.Module, state: Tensors, samples: dict[str, Float[
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ValueError(
             f"`to_module`: {type(module).__name__} cannot be exported with error bars of its random weights: {reason}. "
+            "A batch of any size asks for `x.shape[0]` in place of `len(x)` in the network. "
             'A posterior of a linear last layer (`parameters="last_layer"`) takes any network.'
         ) from error
 
