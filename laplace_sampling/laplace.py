@@ -26,6 +26,7 @@ from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.prediction import Prediction
 from laplace_sampling.predictions.regression_prediction import RegressionPrediction
 from laplace_sampling.preparation import prepare
+from laplace_sampling.production import ProductionModel
 from laplace_sampling.saving import SavableModel
 from laplace_sampling.scored import ScoredModel
 from laplace_sampling.settings import Settings
@@ -36,7 +37,7 @@ __all__ = ["LinearisedLaplace", "NotFittedError"]
 _TOLERANCE = 0.015
 
 
-class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel):
+class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel, ProductionModel):
     r"""Linearised Laplace approximation of a trained network, by posterior samples of its tangent model.
 
     The network `f(w̄, x)` is replaced, for uncertainty only, by the Bayesian linear model `h(θ, x)` with features

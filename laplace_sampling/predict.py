@@ -59,7 +59,7 @@ def checked_inputs(x: Any) -> Any:
     return x
 
 
-def samples_for(num_samples: int | None, accuracy: float | None, available: int) -> int | None:
+def samples_for(num_samples: int | None, accuracy: float | None, available: int, call: str = "predict") -> int | None:
     """How many samples a prediction takes, `None` for all of them: `1/2a²` for standard deviations accurate to `a`.
 
     Variances of `K` samples are `χ²_K/K`, so that standard deviations have a relative standard error of `1/√(2K)`.
@@ -74,10 +74,10 @@ def samples_for(num_samples: int | None, accuracy: float | None, available: int)
             raise ValueError("`predict(num_samples=..., accuracy=...)`: give one of them, as each sets the other.")
         given, num_samples = f"accuracy={accuracy}", math.ceil(1 / (2 * accuracy**2) - 1e-9)
     elif num_samples is not None:
-        check_whole("`predict(num_samples=...)`", num_samples, 1)
+        check_whole(f"`{call}(num_samples=...)`", num_samples, 1)
     if num_samples is not None and num_samples > available:
         raise ValueError(
-            f"`predict({given})`: there are {available} samples, by which standard deviations are accurate to "
+            f"`{call}({given})`: there are {available} samples, by which standard deviations are accurate to "
             f"{(2 * available) ** -0.5:.2g}; construct `LinearisedLaplace(..., num_samples={num_samples})` and fit for "
             "more."
         )

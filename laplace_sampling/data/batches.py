@@ -204,12 +204,13 @@ def num_rows(x: Any) -> int:
     tensors, _ = batched(x)
     if not tensors:
         raise TypeError(f"A batch of inputs needs at least one tensor [N, ...], but is a {type(x).__name__} without.")
-    if any(len(tensor) != len(tensors[0]) for tensor in tensors):
+    # Not `len`, which makes a number of a length that is a symbol where torch traces it.
+    if any(tensor.shape[0] != tensors[0].shape[0] for tensor in tensors):
         raise ValueError(
             f"The tensors of a batch of inputs have shapes {[list(tensor.shape) for tensor in tensors]}; the first "
             "axis must be the data in all of them. What does not belong to a datum goes into the module."
         )
-    return len(tensors[0])
+    return tensors[0].shape[0]
 
 
 def _each(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -293,7 +294,7 @@ def _has_heads(output: Any, num: int) -> bool:
     # Output objects of libraries are dictionaries as well, with hidden states beside the logits: a plain one only.
     if type(output) is not dict:
         return False
-    have_rows = [isinstance(v, Tensor) and v.dim() > 0 and len(v) == num for v in output.values()]
+    have_rows = [isinstance(v, Tensor) and v.dim() > 0 and v.shape[0] == num for v in output.values()]
     return len(have_rows) > 1 and all(have_rows)
 
 

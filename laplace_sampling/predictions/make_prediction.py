@@ -1,6 +1,8 @@
 """The prediction of a likelihood, by one table of kinds."""
 
 import itertools
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from jaxtyping import Float
@@ -21,7 +23,7 @@ from laplace_sampling.predictions.multi_task_prediction import MultiTaskPredicti
 from laplace_sampling.predictions.prediction import Prediction, SampledPrediction
 from laplace_sampling.predictions.regression_prediction import HeteroscedasticPrediction, RegressionPrediction
 
-__all__ = ["KINDS", "make_prediction"]
+__all__ = ["KINDS", "check_quantities", "kind_of", "make_prediction"]
 
 # The prediction of each likelihood. Any other likelihood, as a user's own, has a `SampledPrediction`, which needs its
 # loss only: a new likelihood need not be added here.
@@ -33,6 +35,39 @@ KINDS: dict[type[Likelihood], type[Prediction]] = {
     HeteroscedasticGaussian: HeteroscedasticPrediction,
     MultiTask: MultiTaskPrediction,
 }
+
+
+# What predictions are asked for where names are not given, if they have it.
+_USUAL = ("probs", "mean", "stddev", "epistemic")
+
+
+def kind_of(likelihood: Likelihood) -> type[Prediction]:
+    """The class of the predictions of a likelihood."""
+    return next((KINDS[family] for family in type(likelihood).__mro__ if family in KINDS), SampledPrediction)
+
+
+def check_quantities(call: str, names: Sequence[str] | None, likelihood: Likelihood) -> list[str]:
+    """Names of tensors that predictions of a likelihood have as attributes; by default the usual ones.
+
+    Raises:
+        ValueError: for names of anything else, and for none.
+    """
+    kind = kind_of(likelihood)
+    computed = [n for n in dir(kind) if isinstance(getattr(kind, n), property | cached_property) and n[0] != "_"]
+    # The noise of a regression is the same for all data.
+    known = sorted(
+        {"outputs", "deviations", *computed} - ({"noise_variance"} if kind is RegressionPrediction else set())
+    )
+    if names is None:
+        return [name for name in _USUAL if name in known]
+    names = [names] if isinstance(names, str) else list(names)
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise ValueError(
+            f"`{call}(outputs={names})`: predictions of likelihood {likelihood.name!r} have the tensors {known}"
+            + (f", and not {unknown}." if unknown else "; name one of them or more.")
+        )
+    return names
 
 
 def make_prediction(
@@ -54,7 +89,7 @@ def make_prediction(
         conformal: scores of data.
         noise: `noise_scale` and `has_noise` of a `RegressionPrediction`.
     """
-    kind = next((KINDS[family] for family in type(likelihood).__mro__ if family in KINDS), SampledPrediction)
+    kind = kind_of(likelihood)
     options: dict[str, Any] = {}
     if kind is RegressionPrediction:
         options = noise

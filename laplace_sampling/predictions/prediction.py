@@ -70,7 +70,8 @@ class Prediction(ABC):
     @property
     def _total_stddev(self) -> Float[Tensor, " N"]:
         """The root of the sum of the variances of all outputs of a datum."""
-        return self.variance.reshape(len(self.outputs), -1).sum(1).sqrt()
+        # The first length of a shape stays a symbol where torch traces it; `len` makes it a number.
+        return self.variance.reshape(self.outputs.shape[0], -1).sum(1).sqrt()
 
     @property
     def _flat(self) -> Float[Tensor, "K N C"]:

@@ -1,0 +1,95 @@
+"""A last layer with error bars: the rest of the network runs once, and one product of matrices gives all samples."""
+
+import copy
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from laplace_sampling.data.batches import arguments, num_rows, read
+from laplace_sampling.linear_model.dense_curvature import DenseCurvature
+from laplace_sampling.linear_model.head_covariances import has_head_covariances
+from laplace_sampling.linear_model.kronecker import Kronecker, outer_factors
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.networks.linear_layer import LinearLayer
+from laplace_sampling.solvers.preconditioners import Factored
+
+__all__ = ["HeadProgram", "copied", "head_root"]
+
+
+class HeadProgram(nn.Module):
+    """Outputs and deviations of a network whose outputs are those of a linear layer; and their variances.
+
+    Attributes:
+        body: the network with the identity in place of the layer: any module that returns its inputs will do.
+        layer: the layer.
+    """
+
+    matrix: Tensor
+    bias: Tensor | None
+    root: Tensor | None
+    mixing: Tensor | None
+
+    def __init__(
+        self,
+        network: nn.Module,
+        name: str,
+        layer: LinearLayer,
+        samples: Float[Tensor, "K P"],
+        root: tuple[Float[Tensor, "D m"], Float[Tensor, "m C"]] | None,
+    ) -> None:
+        super().__init__()
+        self.body = copied(network)
+        if name:
+            self.body.set_submodule(name, nn.Identity())
+        else:
+            self.body = nn.Identity()
+        self.layer, self.num_outputs = copied(layer.module), layer.index.shape[0]
+        extended = samples[:, layer.index].flatten(0, 1)
+        self.register_buffer("matrix", extended[:, : layer.num_inputs].contiguous())
+        self.register_buffer("bias", extended[:, -1].contiguous() if layer.has_bias else None)
+        for part, tensor in zip(("root", "mixing"), root or (None, None), strict=True):
+            self.register_buffer(part, None if tensor is None else tensor.to(samples.dtype).contiguous())
+
+    def forward(self, x: Any) -> tuple[Tensor, Float[Tensor, "K N C"], Float[Tensor, "N C"] | None]:
+        args, kwargs = arguments(x)
+        z = read(self.body(*args, **kwargs), num_rows(x))[0]
+        rows = nn.functional.linear(z, self.matrix, self.bias).unflatten(1, (-1, self.num_outputs))
+        variance = None
+        if self.root is not None and self.mixing is not None:
+            # Of an input with a one for the bias, without forming it.
+            scaled = z @ self.root[: z.shape[1]] + (0 if self.bias is None else self.root[-1])
+            variance = scaled.square() @ self.mixing
+        return self.layer(z), rows.transpose(0, 1), variance
+
+
+def head_root(
+    layer: LinearLayer, curvature: Factored, prior: GaussianPrior
+) -> tuple[Float[Tensor, "D m"], Float[Tensor, "m C"]] | None:
+    """`R` and `W` of the variances `Σ_m (hᵀR)²_m W_mc` of the outputs for inputs `h`, in float64; `None` for others.
+
+    As `linear_model.head_covariances`: of a Kronecker product `R = s ∘ V` and `W` holds `Σ_n U²_cn/(Λ_nm + α)`; of a
+    matrix, `R` holds a root of the covariance of the weights of each output.
+    """
+    if len(prior.precision) != 1 or not has_head_covariances(curvature):
+        return None
+    scales, shift = prior.scale[layer.index].double(), prior.precision.to(prior.scale.device, torch.float64)
+    if isinstance(curvature, Kronecker):
+        block = curvature.blocks[0]
+        (of_outputs,), (of_inputs,) = outer_factors(scales[None])
+        U = of_outputs[:, None] * block.U_G[0]
+        return of_inputs[:, None] * block.U_A[0], (1 / (block.eigenvalues[0] + shift)).T @ U.square().T
+    assert isinstance(curvature, DenseCurvature)
+    rows = curvature.vectors[layer.index] * scales[..., None]
+    values, vectors = torch.linalg.eigh(rows / (curvature.spectrum + shift) @ rows.mT)
+    roots = vectors * values.clamp_min(0).sqrt()[:, None]
+    return roots.movedim(0, 1).flatten(1), torch.eye(len(roots)).to(roots).repeat_interleave(roots.shape[1], 0)
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """A copy in evaluation mode, without gradients."""
+    # Weights that hooks compute, as of pruning, may have a graph, which torch does not copy.
+    computed = [t for part in module.modules() for t in vars(part).values() if isinstance(t, Tensor) and not t.is_leaf]
+    module = copy.deepcopy(module, {id(t): t.detach().clone() for t in computed})
+    return module.eval().requires_grad_(False)

@@ -1,0 +1,168 @@
+"""`PosteriorModule`: predictions with error bars as a module that holds all they need."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.export import Dim
+
+from laplace_sampling.data.batches import Layout
+from laplace_sampling.export.head_program import HeadProgram, copied, head_root
+from laplace_sampling.export.program import Program, quietly, two_rows
+from laplace_sampling.export.tangent_program import tangent_program
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.likelihoods.multi_task import MultiTask
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.networks.last_layer import LastLayer
+from laplace_sampling.networks.linear_layer import LinearLayer
+from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.predictions.calibration import Calibration
+from laplace_sampling.predictions.function_covariance import FunctionCovariance
+from laplace_sampling.predictions.make_prediction import make_prediction
+from laplace_sampling.solvers.preconditioners import Factored
+
+__all__ = ["PosteriorModule"]
+
+# Axes of outputs `[N, C]`.
+_MATRIX = 2
+
+
+class PosteriorModule(nn.Module):
+    """A network with error bars: `module(x)` is a dictionary of what `predict(x)` gives, by name.
+
+    Weights and samples are buffers of the module, and scale, temperature and noise are inside: it holds neither
+    training data nor the fit. It takes a batch of any size, `[N, ...]`, on the device and in the dtype of the network.
+    A call changes nothing in it, so that threads may call it at the same time. `LinearisedLaplace.to_module` makes it.
+
+    Attributes:
+        program: `x ↦ f(w̄, x)`, `φ(x) ζ_k` and, where they are known without samples, variances.
+        outputs: names of what it returns, in order.
+        exact: whether there are such variances.
+    """
+
+    def __init__(self, program: nn.Module, formulas: "_Formulas", x: Any) -> None:
+        super().__init__()
+        self.program, self.outputs = program, formulas.names
+        with torch.no_grad():
+            parts = program(two_rows(x))
+        self.exact = parts[2] is not None
+        # As a program of plain operations the formulas are for all compilers, which do not know the classes of Python.
+        sizes = ({0: Dim.DYNAMIC}, {1: Dim.DYNAMIC}, {0: Dim.DYNAMIC} if self.exact else None)
+        with quietly():
+            self.formulas = Program(torch.export.export(formulas, parts, dynamic_shapes=sizes, strict=False))
+
+    def forward(self, x: Any) -> dict[str, Tensor]:
+        return self.formulas(*self.program(x))
+
+    @classmethod
+    def of(
+        cls,
+        network: Linearisation,
+        samples: Float[Tensor, "K P"],
+        outputs: Sequence[str],
+        likelihood: Likelihood,
+        calibration: Calibration,
+        x: Any,
+        *,
+        curvature: Factored | None = None,
+        prior: GaussianPrior | None = None,
+        has_noise: bool = True,
+    ) -> "PosteriorModule":
+        """The module of a posterior.
+
+        Args:
+            network: the linearised network.
+            samples: of its random weights.
+            outputs: names of what the module returns.
+            likelihood: of the targets.
+            calibration: of the predictions.
+            x: example inputs, of a network that is traced.
+            curvature: of a factored posterior.
+            prior: of such a one.
+            has_noise: whether targets are noisy outputs, and not measurements of them.
+
+        Raises:
+            ValueError: for a network of several heads, and for one that cannot be traced.
+        """
+        if isinstance(likelihood, MultiTask):
+            raise ValueError(
+                "`to_module` is for networks with one output tensor, but this one has several heads: export a module "
+                "that returns one of them."
+            )
+        head = network.head if isinstance(network, LastLayer) else None
+        # Outputs of another shape are those of the layer, but changed by the network after it.
+        if isinstance(head, LinearLayer) and network.evaluate(x)[0].dim() == _MATRIX:
+            root = None if curvature is None or prior is None else head_root(head, curvature, prior)
+            name = next(name for name, part in network.module.named_modules() if part is head.module)
+            program = HeadProgram(network.module, name, head, samples, root)
+        else:
+            program = _Traced(network, samples, x)
+        return cls(program, _Formulas(outputs, likelihood, calibration, has_noise), x)
+
+
+class _Formulas(nn.Module):
+    """What is asked of predictions, from outputs and deviations."""
+
+    def __init__(self, names: Sequence[str], likelihood: Likelihood, calibration: Calibration, has_noise: bool) -> None:
+        super().__init__()
+        self.names, self.has_noise, self.likelihood = tuple(names), has_noise, calibration.likelihood(likelihood)
+        self.scale, self.temperature = calibration.scale / calibration.temperature**2, calibration.temperature
+
+    def forward(self, outputs: Tensor, deviations: Tensor, variance: Tensor | None) -> dict[str, Tensor]:
+        # Most posteriors have neither, and each operation takes time that a small network notices.
+        if self.temperature != 1:
+            outputs = outputs / self.temperature
+        if self.scale != 1:
+            deviations = math.sqrt(self.scale) * deviations
+            variance = None if variance is None else self.scale * variance
+        likelihood = self.likelihood.bind(Layout.single(outputs.shape[1:]))
+        function = None if variance is None else _Variances(variance)
+        prediction = make_prediction(outputs, deviations, likelihood, function=function, has_noise=self.has_noise)
+        return {name: getattr(prediction, name) for name in self.names}
+
+
+class _Traced(nn.Module):
+    """Outputs and deviations by the program of a network, which takes its weights and the samples as inputs."""
+
+    def __init__(self, network: Linearisation, samples: Float[Tensor, "K P"], x: Any) -> None:
+        super().__init__()
+        module = copied(network.module)
+        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        by_name = {name: t.to(state[name].dtype) for name, t in network.unflatten(samples).items()}
+        self.state, self.samples, self.dtype = _Buffers(state), _Buffers(by_name), network.dtype
+        self.program = tangent_program(module, self.state.tensors(), self.samples.tensors(), x)
+
+    def forward(self, x: Any) -> tuple[Tensor, Tensor, None]:
+        outputs, deviations = self.program(self.state.tensors(), self.samples.tensors(), x)
+        return outputs.to(self.dtype), deviations.to(self.dtype), None
+
+
+class _Buffers(nn.Module):
+    """Tensors by names that may have dots in them."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.names = list(tensors)
+        for number, tensor in enumerate(tensors.values()):
+            self.register_buffer(f"tensor_{number}", tensor.detach().clone(memory_format=torch.contiguous_format))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: getattr(self, f"tensor_{number}") for number, name in enumerate(self.names)}
+
+
+class _Variances(FunctionCovariance):
+    """Variances that were computed."""
+
+    def __init__(self, variances: Tensor) -> None:
+        self.variances = variances
+
+    def variance(self) -> Tensor:
+        return self.variances
+
+    def blocks(self) -> Tensor:
+        raise NotImplementedError
+
+    joint = blocks

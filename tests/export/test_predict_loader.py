@@ -1,0 +1,101 @@
+"""Predictions of a loader are those of its batches, one after the other."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from exported import fitted
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_sampling import Categorical, LinearisedLaplace, NotFittedError
+
+NAMES = ("probs", "stddev", "samples", "mutual_information")
+
+
+def test_batches_of_all_forms() -> None:
+    la, x = fitted("mlp")
+    pred, y = la.predict(x), torch.arange(8)
+    data = TensorDataset(x, y)
+    loaders = {
+        "pairs": DataLoader(data, batch_size=3),
+        "alone": x.split(3),
+        "tuples of one": DataLoader(TensorDataset(x), batch_size=5),
+        "arrays": [x[:4].numpy(), x[4:].numpy()],
+        "labels": [({"input": x, "labels": y})],
+        "dataset": data,
+        "generator": (part for part in x.split(2)),
+    }
+    for loader in loaders.values():
+        found = la.predict_loader(loader, NAMES, progress=False)
+        assert tuple(found) == NAMES
+        for name, value in found.items():
+            assert value.device.type == "cpu"
+            assert_close(value, getattr(pred, name))
+    unpacked = la.predict_loader([{"features": x}], "probs", progress=False, unpack=lambda b: (b["features"], None))
+    assert_close(unpacked["probs"], pred.probs)
+
+
+def test_a_posterior_with_exact_covariances_and_the_usual_names() -> None:
+    la, x = fitted("mlp", "regression", method="exact")
+    found, pred = la.predict_loader(x.split(3), progress=False), la.predict(x)
+    assert tuple(found) == ("mean", "stddev", "epistemic")
+    assert_close(found["stddev"], pred.stddev)
+
+
+def test_one_batch_is_in_memory_at_a_time() -> None:
+    la, x = fitted("mlp")
+    read: list[int] = []
+    rows: list[int] = []
+    la.network.module.register_forward_pre_hook(lambda module, args: rows.append(len(read)))
+    la.predict(x)  # the hook is a change, after which the network is run on data of the fit
+    rows.clear()
+
+    def batches() -> Iterator[Tensor]:
+        for n, part in enumerate(x.split(2)):
+            read.append(n)
+            yield part
+
+    la.predict_loader(batches(), progress=False)
+    assert set(rows) == {1, 2, 3, 4}  # the network runs before the next batch is read
+
+
+def test_a_bar_is_shown_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    import laplace_sampling.production as production
+
+    shown: list[str | None] = []
+    original = production.progress_bar
+    monkeypatch.setattr(production, "progress_bar", lambda d, *a, **k: (shown.append(d), original(None, *a, **k))[1])
+    la, x = fitted("mlp")
+    la.predict_loader([x])
+    la.predict_loader([x], progress=False)
+    assert shown == ["Predictions", None]
+
+
+def test_errors() -> None:
+    with pytest.raises(NotFittedError, match="`predict_loader` needs a fitted posterior"):
+        LinearisedLaplace(torch.nn.Linear(2, 2), "classification").predict_loader([torch.zeros(1, 2)])
+    la, x = fitted("mlp")
+
+    def raises(error: type[Exception], message: str, *args, **kwargs) -> None:
+        with pytest.raises(error, match=message):
+            la.predict_loader(*args, progress=False, **kwargs)
+
+    raises(ValueError, r"`predict_loader\(outputs=\['nothing'\]\)`: .* and not \['nothing'\]", [x], "nothing")
+    raises(TypeError, r"takes an iterable of batches, but got a Tensor: pass `\[x\]`", x)
+    raises(TypeError, r"must be pairs \(x, y\), or inputs x alone, but one is a tuple of 3", [(x, x, x)])
+    raises(ValueError, "got a loader without a batch", [])
+    raises(ValueError, "x contains NaN", [x, x * torch.nan])
+    la, x = fitted("mlp", "regression")
+    raises(ValueError, "'noise_variance'", [x], "noise_variance")  # one for all data
+
+
+def test_outputs_of_several_shapes_are_refused() -> None:
+    model, x = torch.nn.Conv1d(1, 2, 3), torch.randn(6, 1, 5)
+    la = LinearisedLaplace(model, Categorical(), method="krylov", num_samples=3)
+    la.fit([(x, torch.randint(2, (6, 3)))], tolerance=0.1, progress=False)
+    with pytest.raises(
+        ValueError, match=r"needs outputs of one shape, but those of a datum are of \[\(2, 3\), \(2, 4\)\]"
+    ):
+        la.predict_loader([x, torch.randn(6, 1, 6)], "probs", progress=False)
