@@ -87,7 +87,6 @@ __all__ = [
     "compare",
     "from_loss",
     "largest_variance",
-    "plot_evidence",
     "save_onnx",
 ]
 
