@@ -38,9 +38,10 @@ INDEX = """# Public names
 Everything on this page is imported from `laplace_sampling`. The other pages of this section are the modules behind it.
 You can build on them, but they may change between minor versions.
 
-Names that need GPyTorch, BoTorch or matplotlib are imported from their modules: [`TangentKernel`][TangentKernel],
+Names that need other libraries are imported from their modules: [`TangentKernel`][TangentKernel],
 [`TangentGP`][TangentGP] and [`NetworkMean`][NetworkMean] for GPyTorch, [`TangentSurrogate`][TangentSurrogate] for
-BoTorch, and [plots](../plots.md) from `laplace_sampling/plots/`.
+BoTorch, [plots](../plots.md) from `laplace_sampling/plots/`, and callbacks and estimators for other libraries from
+`laplace_sampling/integrations/`.
 """
 
 log = logging.getLogger("mkdocs.plugins.api_pages")
