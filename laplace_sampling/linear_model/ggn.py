@@ -13,6 +13,7 @@ from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.datum_rows import DatumRows, datum_rows
 from laplace_sampling.linear_model.features import Features, ScaledFeatures
 from laplace_sampling.solvers.operator import Operator
+from laplace_sampling.solvers.recorded import recorded
 
 if TYPE_CHECKING:
     from laplace_sampling.linear_model.dense_curvature import DenseCurvature
@@ -66,6 +67,13 @@ class GGN(Operator):
         return self.features
 
     def matmul(self, v: Tensor, batch: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        return self._pass(v) if batch is None else self._product(v, batch, weights)
+
+    @recorded
+    def _pass(self, v: Tensor) -> Tensor:
+        return self._product(v)
+
+    def _product(self, v: Tensor, batch: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         total = torch.zeros_like(v)
         start = 0  # weights are in the order of the batch
         for chunk in self.features.chunks(batch):
@@ -91,6 +99,7 @@ class GGN(Operator):
             traces.append(roots.square().sum(-1).mean(0))
         return torch.cat(traces).double().cpu()
 
+    @recorded
     def root_matmul(self, noise: WhiteNoise, batch: Tensor | None = None) -> Float[Tensor, "K P"]:
         """`Σᵢ φᵢᵀ Lᵢ z_i` for white `z`, a draw of `N(0, M)`, by one VJP for each datum and sample."""
         total = None
@@ -127,13 +136,16 @@ class GGN(Operator):
     def diagonal(self) -> Float[Tensor, " P"]:
         """`diag(M)`, exactly, by `C` VJPs for each datum."""
         held = self.dense()
-        if held is not None:
-            return held.matrix.diagonal().clone()
+        return self._diagonal() if held is None else held.matrix.diagonal().clone()
+
+    @recorded
+    def _diagonal(self) -> Float[Tensor, " P"]:
         total = torch.zeros(self.size, device=self.device, dtype=self.dtype)
         for rows in self.root_rows():
             total += (rows**2).sum(0)
         return total
 
+    @recorded
     def trace(self) -> float:
         """`Tr M`, exactly, by `C` VJPs for each datum."""
         return sum(float(rows.double().square().sum()) for rows in self.root_rows())
