@@ -39,7 +39,9 @@ from laplace_sampling.solvers.recorded import recording
 if TYPE_CHECKING:
     from laplace_sampling.settings import Settings
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "FilePath"]
+
+FilePath = str | os.PathLike[str]
 
 # Characters of a value that an error shows; what stands before a digest.
 _SHOWN, _DIGEST = 60, "sha256 "
@@ -59,7 +61,7 @@ class Checkpoint:
         TypeError, OSError: if there can be no file of this path.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None, call: str, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, path: FilePath | None, call: str, arguments: Mapping[str, Any]) -> None:
         self._call, self._arguments, self._stack = call, arguments, ExitStack()
         self._path: Path | None = None
         self._journal: Journal | None = None
@@ -144,7 +146,8 @@ class Checkpoint:
             "the data of `val_loader`": None if held_out is None else _digest_of(held_out.data),
             "the posterior that it starts from": None if earlier is None else _digest_of_posterior(earlier),
         }
-        found |= {f"`{name}`": value for name, value in self._arguments.items()}
+        # Functions have no value that another process could compare.
+        found |= {f"`{name}`": value for name, value in self._arguments.items() if not callable(value)}
         return {name: _comparable(value) for name, value in found.items()}
 
     def _check(self, there: dict[str, Any], here: dict[str, Any]) -> None:

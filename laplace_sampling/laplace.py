@@ -1,6 +1,5 @@
 """`LinearisedLaplace`: error bars for a trained network."""
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from laplace_sampling.calibrated import CalibratedModel, calibrated
-from laplace_sampling.checkpoint import Checkpoint
+from laplace_sampling.checkpoint import Checkpoint, FilePath
 from laplace_sampling.criterion import with_selection
 from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.evidence.step import Step
@@ -142,7 +141,7 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         warm_start: bool = False,
         progress: bool = True,
         callback: Callable[[Step], object] | None = None,
-        checkpoint: str | os.PathLike[str] | None = None,
+        checkpoint: FilePath | None = None,
     ) -> "LinearisedLaplace":
         r"""Tune the prior precision, and the noise precision of a regression; draw the posterior.
 
@@ -197,9 +196,8 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
             check_scale(self.settings.likelihood)
         # All data are read before anything is fitted.
         data = {"noise_variances": noise_variances, "weights": weights, "unpack": unpack, "num_data": num_data}
-        tuned_with = {"max_steps": max_steps, "num_samples": num_samples, "criterion": criterion}
-        tuned_with |= {"precision_bounds": precision_bounds, "noise_bounds": noise_bounds, "scale": scale}
-        asked = {**data, **tuned_with, "budget": budget, "tolerance": tolerance, "warm_start": warm_start}
+        asked = {**data, **vars(tuning), "criterion": criterion, "scale": scale}
+        asked |= {"budget": budget, "warm_start": warm_start}
         with Checkpoint(checkpoint, "fit_hyperparameters", asked) as kept:
             problem = prepare(self.settings, self.network, loader, progress, budget, **data)
             likelihood = self.settings.likelihood
@@ -207,9 +205,8 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
             problem = kept.begin(self.settings, self.network, problem, held_out, self._earlier(warm_start))
             problem = with_selection(criterion, self.settings, problem, held_out)
             task = self._prepared(problem, warm_start)
-            task, tuned = task.method.tune(
-                task, replace(tuning.shifted(problem.tangent.log_scale), criterion=criterion)
-            )
+            tuning = replace(tuning.shifted(problem.tangent.log_scale), criterion=criterion)
+            task, tuned = task.method.tune(task, tuning)
             fit = task.method.fit(task, tuned, tolerance)
             calibration, problems = calibration_of(fit, problem.tangent, held_out is not None, calibration)
             posterior = Posterior.of(fit, problem.tangent, self.network, calibration, noise_variances is not None)
@@ -233,7 +230,7 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         num_data: int | None = None,
         warm_start: bool = False,
         progress: bool = True,
-        checkpoint: str | os.PathLike[str] | None = None,
+        checkpoint: FilePath | None = None,
     ) -> "LinearisedLaplace":
         """The posterior at the precisions of the prior and of the noise that the constructor was given.
 
