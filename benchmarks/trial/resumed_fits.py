@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.trial.report import Report
-from laplace_sampling import SGD, LinearisedLaplace, Stochastic
+from laplace_sampling import SGD, SVRG, LinearisedLaplace, Stochastic
 
 __all__ = ["METHODS", "run"]
 
-# What is fitted: the likelihood, and a method or `parameters="last_layer"`.
+# What is fitted: by which method, and the likelihood.
 METHODS = {
     "auto": "classification",
     "exact": "classification",
@@ -95,10 +95,10 @@ class _Fitted:
         self._fit(None)
 
     def _fit(self, checkpoint: Path | None) -> None:
-        solver = SGD(epochs=2, min_steps=20, mode_epochs=4)
-        method = {"sgd": Stochastic(solver=solver), "last_layer": "auto"}.get(self.name, self.name)
+        few = {"stochastic": SVRG(max_rank=16), "sgd": SGD(epochs=2, min_steps=20, mode_epochs=4)}
+        method = Stochastic(solver=few[self.name]) if self.name in few else self.name
         parameters = "last_layer" if self.name == "last_layer" else None
-        la = LinearisedLaplace(self.model, self.likelihood, method=method, parameters=parameters, num_samples=8)
+        la = LinearisedLaplace(self.model, self.likelihood, method=method, parameters=parameters, num_samples=4)
         la.fit_hyperparameters(self.batches, progress=False, checkpoint=checkpoint)
         steps = [[step.passes, *step.new_prior_precision, *step.effective_dimension] for step in la.history_]
         found = [la.samples_, la.mode_, la.prior_precision_, la.effective_dimension_, torch.tensor(steps)]
