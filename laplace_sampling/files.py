@@ -3,6 +3,7 @@
 import os
 import secrets
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, cast
@@ -10,7 +11,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-__all__ = ["File", "read", "write"]
+__all__ = ["File", "check_target", "explained", "read", "replace_file", "target_of", "write"]
 
 # A path, or an open file in binary mode.
 File = str | os.PathLike[str] | IO[bytes]
@@ -30,13 +31,26 @@ def write(state: dict[str, Tensor], file: File) -> None:
     if hasattr(file, "write"):
         _save(state, cast(IO[bytes], file))
         return
-    target = Path(os.path.realpath(os.fsdecode(cast(str, file))))
+    replace_file(target_of(cast(str, file)), lambda opened: _save(state, opened), "save")
+
+
+def target_of(path: str | os.PathLike[str]) -> Path:
+    """The file that a path, or a symbolic link there, stands for."""
+    return Path(os.path.realpath(os.fsdecode(path)))
+
+
+def replace_file(target: Path, write: Callable[[IO[bytes]], object], call: str) -> None:
+    """Put what `write` writes in the place of a file, all of it or nothing; `call` is what the user called.
+
+    Raises:
+        OSError: if that is not possible; the old file is still there, and the temporary one is not.
+    """
     temporary = target.with_name(f".{target.name[:_NAMED]}.{secrets.token_hex(4)}.tmp")
     try:
         _check_target(target)
         try:
             with open(temporary, "xb") as opened:
-                _save(state, opened)
+                write(opened)
                 opened.flush()
                 os.fsync(opened.fileno())
             if target.exists():
@@ -47,7 +61,7 @@ def write(state: dict[str, Tensor], file: File) -> None:
             raise
     except OSError as error:
         before = " The file that was there before is unchanged." if target.is_file() else ""
-        raise _explained(error, f"`save`: {target} cannot be written: {error.strerror}.{before}") from error
+        raise explained(error, f"`{call}`: {target} cannot be written: {error.strerror}.{before}") from error
     with suppress(OSError):  # not every system lets one flush a folder
         _flush_folder(target.parent)
 
@@ -66,7 +80,15 @@ def read(file: File) -> Any:
         with open(path, "rb") as opened:
             return _load(opened, f"{path}, of {os.fstat(opened.fileno()).st_size} bytes,")
     except OSError as error:
-        raise _explained(error, f"`load`: {path} cannot be read: {error.strerror}.") from error
+        raise explained(error, f"`load`: {path} cannot be read: {error.strerror}.") from error
+
+
+def check_target(target: Path, call: str) -> None:
+    """Raise an `OSError` if nothing may be put in the place of a file; `call` is what the user called."""
+    try:
+        _check_target(target)
+    except OSError as error:
+        raise explained(error, f"`{call}`: {target} cannot be written: {error.strerror}.") from error
 
 
 def _check_target(target: Path) -> None:
@@ -115,7 +137,7 @@ def _load(file: IO[bytes], name: str) -> Any:
         ) from error
 
 
-def _explained(error: OSError, sentence: str) -> OSError:
+def explained(error: OSError, sentence: str) -> OSError:
     """An error of the same kind with a sentence."""
     explained = type(error)(sentence)
     explained.errno = error.errno

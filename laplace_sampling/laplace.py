@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from laplace_sampling.calibrated import CalibratedModel, calibrated
+from laplace_sampling.checkpoint import Checkpoint, FilePath
 from laplace_sampling.criterion import with_selection
 from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.evidence.step import Step
@@ -141,6 +142,7 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         warm_start: bool = False,
         progress: bool = True,
         callback: Callable[[Step], object] | None = None,
+        checkpoint: FilePath | None = None,
     ) -> "LinearisedLaplace":
         r"""Tune the prior precision, and the noise precision of a regression; draw the posterior.
 
@@ -177,11 +179,17 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
             num_data: of an `IterableDataset`, which is read in its order; the order must repeat.
             warm_start: start from the posterior that is there, also of earlier weights, if any (`methods.start`).
             progress: show progress bars.
-            callback: called with each `Step`; it may raise `StopFit`, which ends the fit, and keeps what was there.
+            callback: called with each `Step`; in a fit that goes on, also with those that were there. It may raise
+                `StopFit`, which ends the fit, and keeps what was there.
+            checkpoint: a file that keeps what the fit has computed, so that the same call, with the same model and
+                data, goes on after its process was killed, to the same numbers (`docs/training_scripts.md`). It is
+                deleted when the fit is there.
 
         Raises:
             TypeError, ValueError, FloatingPointError: for data that do not fit the model or the likelihood, or that
-                cannot be read twice, and for a fit that ends with NaN or infinity. What was fitted before is kept.
+                cannot be read twice, for a `checkpoint` of another fit, and for a fit that ends with NaN or infinity.
+                What was fitted before is kept.
+            OSError: if the file of `checkpoint` cannot be read or written.
         """
         tuning = self._recorded(Tuning(max_steps, tolerance, num_samples, precision_bounds, noise_bounds, callback))
         calibration = None if isinstance(scale, str) and scale == "auto" else Calibration.of_scale(scale)
@@ -190,17 +198,23 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
             check_scale(self.settings.likelihood)
         # All data are read before anything is fitted.
         data = {"noise_variances": noise_variances, "weights": weights, "unpack": unpack, "num_data": num_data}
-        problem = prepare(self.settings, self.network, loader, progress, budget, **data)
-        likelihood = self.settings.likelihood
-        held_out = None if val_loader is None else HeldOut.read(val_loader, self.network, likelihood, unpack)
-        problem = with_selection(criterion, self.settings, problem, held_out)
-        task = self._prepared(problem, warm_start)
-        task, tuned = task.method.tune(task, replace(tuning.shifted(problem.tangent.log_scale), criterion=criterion))
-        fit = task.method.fit(task, tuned, tolerance)
-        calibration, problems = calibration_of(fit, problem.tangent, held_out is not None, calibration)
-        posterior = Posterior.of(fit, problem.tangent, self.network, calibration, noise_variances is not None)
-        if held_out is not None and tuned.calibration is None:
-            posterior = calibrated(held_out, self.network, posterior, fit)
+        asked = {**data, **vars(tuning), "criterion": criterion, "scale": scale}
+        asked |= {"budget": budget, "warm_start": warm_start}
+        with Checkpoint(checkpoint, "fit_hyperparameters", asked) as kept:
+            problem = prepare(self.settings, self.network, loader, progress, budget, **data)
+            likelihood = self.settings.likelihood
+            held_out = None if val_loader is None else HeldOut.read(val_loader, self.network, likelihood, unpack)
+            problem = kept.begin(self.settings, self.network, problem, held_out, self._earlier(warm_start))
+            problem = with_selection(criterion, self.settings, problem, held_out)
+            task = self._prepared(problem, warm_start)
+            tuning = replace(tuning.shifted(problem.tangent.log_scale), criterion=criterion)
+            task, tuned = task.method.tune(task, tuning)
+            fit = task.method.fit(task, tuned, tolerance)
+            calibration, problems = calibration_of(fit, problem.tangent, held_out is not None, calibration)
+            posterior = Posterior.of(fit, problem.tangent, self.network, calibration, noise_variances is not None)
+            if held_out is not None and tuned.calibration is None:
+                posterior = calibrated(held_out, self.network, posterior, fit)
+            kept.done(fit)
         return self._store(posterior, fit, problem.tangent, problems)
 
     @fitting
@@ -218,6 +232,7 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         num_data: int | None = None,
         warm_start: bool = False,
         progress: bool = True,
+        checkpoint: FilePath | None = None,
     ) -> "LinearisedLaplace":
         """The posterior at the precisions of the prior and of the noise that the constructor was given.
 
@@ -226,11 +241,19 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         check_positive("`fit(tolerance=...)`", tolerance)
         data = {"noise_variances": noise_variances, "weights": weights, "unpack": unpack, "num_data": num_data}
         calibration = Calibration.of_scale(scale)
-        problem = prepare(self.settings, self.network, loader, progress, budget, **data)
-        task = self._prepared(problem, warm_start)
-        fit = task.method.fit(task, Tuned(), tolerance)
-        posterior = Posterior.of(fit, problem.tangent, self.network, calibration, noise_variances is not None)
+        asked = {**data, "budget": budget, "tolerance": tolerance, "scale": scale, "warm_start": warm_start}
+        with Checkpoint(checkpoint, "fit", asked) as kept:
+            problem = prepare(self.settings, self.network, loader, progress, budget, **data)
+            problem = kept.begin(self.settings, self.network, problem, earlier=self._earlier(warm_start))
+            task = self._prepared(problem, warm_start)
+            fit = task.method.fit(task, Tuned(), tolerance)
+            posterior = Posterior.of(fit, problem.tangent, self.network, calibration, noise_variances is not None)
+            kept.done(fit)
         return self._store(posterior, fit, problem.tangent)
+
+    def _earlier(self, warm_start: bool) -> Posterior | None:
+        """The posterior that a warm fit starts from."""
+        return self._fitted.posterior if warm_start and self._fitted is not None else None
 
     @solver_call
     def predict(

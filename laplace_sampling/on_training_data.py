@@ -23,6 +23,7 @@ from laplace_sampling.predictions.calibration import (
 )
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
 from laplace_sampling.predictions.left_out import SCALES, left_out_classification, left_out_regression
+from laplace_sampling.solvers.recorded import recorded
 
 __all__ = ["OnTrainingData", "calibration_of", "deviations_of", "enough", "some_of"]
 
@@ -145,6 +146,7 @@ class OnTrainingData:
         ]
 
 
+@recorded
 def deviations_of(features: Features, samples: Tensor, some: Tensor) -> Float[Tensor, "K n C"]:
     """`φ(x_i) ζ_k` of some data."""
     samples = samples.to(features.dtype)

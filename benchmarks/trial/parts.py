@@ -18,6 +18,7 @@ COUNTS = {
     "bad_inputs": 300,
     "damaged_files": 100,
     "kills": 100,
+    "resumed_fits": 100,
     "threads": 200,
     "interrupts": 500,
     "foreign_suites": 600,

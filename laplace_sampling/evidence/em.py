@@ -26,6 +26,7 @@ from laplace_sampling.linear_model.mode_objective import linear_model_mode
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import sample_posterior
 from laplace_sampling.solvers.progress import progress_bar
+from laplace_sampling.solvers.recorded import recorded
 from laplace_sampling.solvers.solver import Afford, Minimum, Solution, Solver, unlimited
 
 __all__ = ["EMResult", "effective_dimension", "fit_em", "noise_update"]
@@ -87,6 +88,7 @@ def noise_update(
     return free.cpu() / (errors**2).sum(0).cpu()
 
 
+@recorded
 def _dimension_by_output(
     model: LinearModel, ggn: GGN, samples: Float[Tensor, "K P"], mode_outputs: Float[Tensor, "N C"]
 ) -> Float[Tensor, " C"]:

@@ -16,6 +16,7 @@ from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
 from laplace_sampling.solvers.line_search import halve_until_accepted
 from laplace_sampling.solvers.quadrature import Quadrature
+from laplace_sampling.solvers.recorded import recorded
 from laplace_sampling.solvers.solver import whitening
 
 __all__ = ["Expansion", "Point", "expand", "total_loss"]
@@ -116,6 +117,7 @@ def expand(model: LinearModel, prior: GaussianPrior, point: Point, hessian_at: s
     return Expansion(at_mode, operator, point.theta / white, _gradient(whitened, point), white, path)
 
 
+@recorded
 def _gradient(model: LinearModel, point: Point) -> Float[Tensor, "1 P"]:
     """The gradient of the loss in the coordinates of a model's features."""
     total = torch.zeros_like(point.theta)

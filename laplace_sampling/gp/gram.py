@@ -14,6 +14,7 @@ from torch import Tensor
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features, row_blocks
 from laplace_sampling.linear_model.held_rows import HeldRows
 from laplace_sampling.networks.resources import Operations
+from laplace_sampling.solvers.recorded import recorded
 
 __all__ = [
     "MAX_MEMORY",
@@ -36,6 +37,7 @@ _GRAMS = 4
 MAX_MEMORY = 8 * 2**30
 
 
+@recorded
 def gram(
     features: Features,
     variance: Float[Tensor, " P"],
@@ -166,6 +168,7 @@ def _row_products(
         yield slice(start, start + len(others)), rows @ (others * root).T
 
 
+@recorded
 def transposed(features: Features, u: Float[Tensor, "K N C"]) -> Float[Tensor, "K P"]:
     """`Φᵀu`, in float64."""
     total = torch.zeros(len(u), features.size, dtype=torch.float64, device=features.device)

@@ -10,6 +10,7 @@ from laplace_sampling.gp.gram_posterior import GramPosterior
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.predictions.covariance_path import CovariancePath
+from laplace_sampling.solvers.recorded import recorded
 
 __all__ = ["GramPath"]
 
@@ -39,6 +40,7 @@ class GramPath(CovariancePath):
         """`b`, which the eigenvalues of the Gram matrix do not contain; one where they do."""
         return self.posterior.precisions[1]
 
+    @recorded
     def covariances(self, features: Features, alphas: Float[Tensor, " A"]) -> Float[Tensor, "A N C C"]:
         prediction = self.posterior.predict(features.in_float64())
         return torch.stack([prediction.covariance(alpha, self._noise) for alpha in alphas.tolist()])

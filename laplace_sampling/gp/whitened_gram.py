@@ -14,6 +14,7 @@ from torch import Tensor
 
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.networks.undisturbed import LOCK
+from laplace_sampling.solvers.recorded import recorded
 
 __all__ = ["DualSolve", "LowRank", "WhitenedGram", "backward", "forward", "randomised_svd", "solve_shifted"]
 
@@ -50,10 +51,17 @@ class WhitenedGram:
         self.rows += columns.shape[1]
         # Few enough at a time for their stacks in weight space, which are larger by P/(N·C).
         parts = columns.mT.split(max(1, int(_STACK_BYTES / (8 * self.ggn.size))))
-        products = [forward(self.ggn, self.variance * backward(self.ggn, part)) for part in parts]
+        products = [_product(self.ggn, self.variance, part) for part in parts]
         return torch.cat(products).mT.contiguous()
 
 
+@recorded
+def _product(ggn: GGN, variance: Float[Tensor, " P"], u: Float[Tensor, "K NC"]) -> Float[Tensor, "K NC"]:
+    """`S u`."""
+    return forward(ggn, variance * backward(ggn, u))
+
+
+@recorded
 def backward(ggn: GGN, u: Float[Tensor, "K NC"]) -> Float[Tensor, "K P"]:
     """`ΦᵀL u`, in float64."""
     rows = ggn.likelihood.root(ggn.outputs, u.reshape(-1, *ggn.outputs.shape), ggn.targets)
@@ -63,6 +71,7 @@ def backward(ggn: GGN, u: Float[Tensor, "K NC"]) -> Float[Tensor, "K P"]:
     return total
 
 
+@recorded
 def forward(ggn: GGN, v: Float[Tensor, "K P"]) -> Float[Tensor, "K NC"]:
     """`LᵀΦ v`, in float64."""
     outputs = ggn.features.outputs(v.to(ggn.dtype)).double()

@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.solvers.recorded import recorded
+
 if TYPE_CHECKING:
     from laplace_sampling.linear_model.features import Features
     from laplace_sampling.networks.layer_rows import Outer
@@ -99,6 +101,7 @@ class DatumRows:
             total = total + g.double().square().sum(1) * a.double().square().sum(1)
         return total
 
+    @recorded
     def products(self, other: "DatumRows") -> Float[Tensor, "n m"]:
         """The products of all rows with all rows of another one of the same network, in float64."""
         if not self.like(other):

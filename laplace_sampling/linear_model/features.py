@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.solvers.recorded import recorded
+
 if TYPE_CHECKING:
     from laplace_sampling.linear_model.dense_curvature import HeldCurvatures
     from laplace_sampling.networks.layer_rows import Outer
@@ -101,6 +103,7 @@ class Features(ABC):
         """The same features computed in float64 where that is possible, else these."""
         return self
 
+    @recorded
     def outputs(self, v: Float[Tensor, "K P"]) -> Float[Tensor, "K N C"]:
         """`φ_i v_k` for all data."""
         return torch.cat([self.jvp(v, batch) for batch in self.chunks()], dim=1)

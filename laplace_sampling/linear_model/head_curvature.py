@@ -29,6 +29,7 @@ from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.linear_model.some_features import SomeFeatures
 from laplace_sampling.networks.linear_layer import LinearLayer
 from laplace_sampling.solvers.preconditioners import Factored
+from laplace_sampling.solvers.recorded import recorded
 
 __all__ = [
     "head_block",
@@ -102,6 +103,7 @@ def head_kronecker(ggn: GGN, scale: Float[Tensor, " P"] | None = None) -> Kronec
     return Kronecker([KroneckerBlock(index, U_G[None], U_A[None], eigenvalues[None])], nothing, nothing.double(), 0.0)
 
 
+@recorded
 def partial_traces_of_head(
     ggn: GGN, of_outputs: Float[Tensor, " C"] | float = 1.0, of_inputs: Float[Tensor, " D"] | float = 1.0
 ) -> tuple[Float[Tensor, "C C"], Float[Tensor, "D D"]]:
@@ -117,6 +119,7 @@ def partial_traces_of_head(
     return scales[:, None] * G * scales, A
 
 
+@recorded
 def _corrected(ggn: GGN, of_outputs: Float[Tensor, "C C"], of_inputs: Float[Tensor, "D D"]) -> Float[Tensor, "C D"]:
     """`Λ` for two bases in their columns."""
     total = torch.zeros(len(of_outputs), len(of_inputs), dtype=torch.float64, device=ggn.device)
@@ -146,6 +149,7 @@ def head_inputs(features: Features, batch: Tensor) -> tuple[LinearLayer, Float[T
     return None
 
 
+@recorded
 def head_matrix(ggn: GGN) -> Float[Tensor, "P P"] | None:
     """`M` in float64, in one pass over the inputs of a linear layer; `None` if the features are of something else.
 

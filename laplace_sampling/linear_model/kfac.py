@@ -27,6 +27,8 @@ from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.networks.layer_gradients import Layer, LayerRun, layers_of
 from laplace_sampling.networks.subnetwork import Subnetwork
 from laplace_sampling.networks.weight_uses import Pair
+from laplace_sampling.solvers.lapack import eigenvectors
+from laplace_sampling.solvers.recorded import recorded
 
 __all__ = ["Factors", "corrected", "kronecker_factors"]
 
@@ -121,7 +123,7 @@ class _Basis:
         if layer.index.shape[1] == 1:
             return cls(layer, scales, None)
         scaled = [s[..., None] * trace * s[:, None] for s, trace in zip(scales, traces, strict=True)]
-        return cls(layer, scales, (torch.linalg.eigh(scaled[0])[1], torch.linalg.eigh(scaled[1])[1]))
+        return cls(layer, scales, (eigenvectors(scaled[0]), eigenvectors(scaled[1])))
 
     @property
     def sums(self) -> Callable[[Pair], tuple[Tensor, ...]]:
@@ -148,6 +150,7 @@ def _only_squares(pair: Pair, left: Tensor, right: Tensor) -> tuple[Tensor, ...]
 # Sums over data -------------------------------------------------------------------------------------------------------
 
 
+@recorded
 def _sums(
     ggn: GGN,
     noise: WhiteNoise,

@@ -10,6 +10,7 @@ from laplace_sampling.linear_model.features import ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.solvers.recorded import recorded
 from laplace_sampling.solvers.solver import Minimum, Objective, Solver
 
 __all__ = ["Mode", "ModeObjective", "linear_model_mode"]
@@ -41,6 +42,7 @@ class ModeObjective(Objective):
     def _outputs(self, theta: Tensor, batch: Tensor) -> Tensor:
         return self.model.offset[batch] + self.model.features.jvp(theta, batch)
 
+    @recorded
     def value(self, theta: Tensor) -> float:
         fit = sum(
             float(self.model.likelihood.loss(self._outputs(theta, batch), self.model.targets[batch]).double().sum())
@@ -49,6 +51,13 @@ class ModeObjective(Objective):
         return fit + 0.5 * float((self.precision * theta.double() ** 2).sum())
 
     def gradient(self, theta: Tensor, batch: Tensor | None) -> Tensor:
+        return self._full_gradient(theta) if batch is None else self._gradient(theta, batch)
+
+    @recorded
+    def _full_gradient(self, theta: Tensor) -> Tensor:
+        return self._gradient(theta, None)
+
+    def _gradient(self, theta: Tensor, batch: Tensor | None) -> Tensor:
         total = torch.zeros_like(theta)
         for chunk in self.model.features.chunks(batch):
             slope = self.model.likelihood.gradient(self._outputs(theta, chunk), self.model.targets[chunk])

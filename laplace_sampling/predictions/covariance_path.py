@@ -13,6 +13,7 @@ from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.solvers.preconditioners import Factored
+from laplace_sampling.solvers.recorded import recorded
 
 __all__ = ["CovariancePath", "Deviations", "FactoredPath", "by_rows", "num_samples"]
 
@@ -138,6 +139,7 @@ class FactoredPath(CovariancePath):
     def work(self) -> Factored | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.curvature if self.for_fit else None
 
+    @recorded
     def covariances(self, features: Features, alphas: Tensor) -> Tensor:
         most = max(1, int(self.block_bytes / (16 * features.num_outputs * features.size)))
         parts = []

@@ -34,6 +34,7 @@ from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.some_features import some_of
 from laplace_sampling.predictions.calibration import labelled, labels_of
 from laplace_sampling.predictions.loss_bound import LossBound, Used, cost_of_error_bars
+from laplace_sampling.solvers.recorded import recorded
 
 __all__ = ["LeftOutLabels", "has_left_out_labels"]
 
@@ -79,6 +80,7 @@ class LeftOutLabels(LossBound):
         some = some[labels_of(model.likelihood).given(model.likelihood.unweighted_targets(model.targets[some]))[:, 0]]
         return partial(_used, model, self.an_error * self._errors(model, prior, some, seed))
 
+    @recorded
     def _errors(self, model: LinearModel, prior: GaussianPrior, some: Tensor, seed: int) -> float:
         """The part of left-out data that is predicted wrongly, but for the network's own errors and standard errors."""
         labels = _labels(model.likelihood, model.targets[some])

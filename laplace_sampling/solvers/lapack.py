@@ -14,7 +14,9 @@ from scipy.linalg.blas import dsyrk  # pyright: ignore[reportAttributeAccessIssu
 from scipy.linalg.lapack import dpotrf, dpotri, dpotrs  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
-__all__ = ["accurate_factor", "check_finite", "inverse_", "solve_", "sum_of_squares", "symmetric_eigen"]
+from laplace_sampling.solvers.recorded import recorded
+
+__all__ = ["accurate_factor", "check_finite", "eigenvectors", "inverse_", "solve_", "sum_of_squares", "symmetric_eigen"]
 
 # The condition of `H` up to which a Cholesky factor of it has six digits left: a definition.
 _MOST_CONDITION = 1e10
@@ -28,6 +30,7 @@ def check_finite(K: Float[Tensor, "n n"]) -> None:
         )
 
 
+@recorded
 def symmetric_eigen(K: Float[Tensor, "n n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, "n n"]]:
     """Eigenvalues, rising and not negative, and eigenvectors of a positive semi-definite matrix, which is overwritten.
 
@@ -60,6 +63,7 @@ def inverse_(G: Float[Tensor, "n n"]) -> Tensor:
     return logdet
 
 
+@recorded
 def sum_of_squares(blocks: Iterable[Float[Tensor, "m P"]], size: int, device: torch.device) -> Float[Tensor, "P P"]:
     """`Σ RᵀR` over blocks of rows `R` of any precision, each product and the sum in float64.
 
@@ -88,6 +92,13 @@ def _mirror_(G: Float[Tensor, "n n"]) -> None:
         G[last:, first:last] = G[first:last, last:].T
 
 
+@recorded
+def eigenvectors(matrices: Float[Tensor, "*q n n"]) -> Float[Tensor, "*q n n"]:
+    """Eigenvectors of small symmetric matrices, by torch's own routine."""
+    return torch.linalg.eigh(matrices)[1]
+
+
+@recorded
 def solve_(G: Float[Tensor, "n n"], right: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
     """`G⁻¹ right` of a positive definite matrix, which is overwritten."""
     if G.device.type != "cpu":

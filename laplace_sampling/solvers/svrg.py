@@ -17,6 +17,7 @@ from laplace_sampling.solvers.checks import check_positive, check_whole
 from laplace_sampling.solvers.operator import Congruent, Operator, largest_eigenvalue, tiny
 from laplace_sampling.solvers.preconditioners import Nystrom, Preconditioner
 from laplace_sampling.solvers.progress import progress_bar
+from laplace_sampling.solvers.recorded import recorded
 from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.solver import (
     IterativeSolver,
@@ -163,6 +164,7 @@ class SVRG(IterativeSolver):
         )
 
 
+@recorded
 def _stage(
     gradient: Callable[[Tensor, Batch], Tensor],
     precondition: Callable[[Tensor], Tensor],

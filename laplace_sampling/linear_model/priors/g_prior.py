@@ -9,6 +9,7 @@ from torch import Tensor
 from laplace_sampling.linear_model.ggn import GGN, WhiteNoise
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, Layers, Prior, ungrouped
 from laplace_sampling.solvers.checks import check_positive, check_whole
+from laplace_sampling.solvers.recorded import recorded
 
 __all__ = ["GPrior"]
 
@@ -70,6 +71,7 @@ class GPrior(Prior):
         return ungrouped(scale, self.precision, int(is_low.sum()))
 
 
+@recorded
 def _stochastic_diagonal(ggn: GGN, noise: WhiteNoise, rows: int = 8) -> Float[Tensor, " P"]:
     """`(1/k) Σ_j (ΦᵀB^{1/2}z_j)²`, with few probes in memory at a time."""
     total = torch.zeros(ggn.size, device=ggn.device, dtype=ggn.dtype)

@@ -1,0 +1,510 @@
+"""Fits that are killed go on from their file to the same numbers, bit for bit."""
+
+import errno
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import laplace_sampling.checkpoint as checkpoints
+from laplace_sampling import (
+    SGD,
+    SVRG,
+    CalibrationWarning,
+    ConvergenceWarning,
+    Gaussian,
+    LinearisedLaplace,
+    Stochastic,
+    from_loss,
+    preparation,
+)
+from laplace_sampling.journal import Journal
+from laplace_sampling.linear_model import sampling
+from laplace_sampling.methods.solver_method import SolverMethod
+
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore::{kind.__module__}.{kind.__name__}")
+    for kind in (ConvergenceWarning, CalibrationWarning)
+]
+
+SGD_ = Stochastic(solver=SGD(epochs=2, min_steps=20, mode_epochs=4))
+# What is fitted by which method, and other arguments of the constructor.
+FITS: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "auto": ("classification", "auto", {}),
+    "exact": ("classification", "exact", {}),
+    "exact, regression": ("regression", "exact", {}),
+    "krylov": ("classification", "krylov", {}),
+    "krylov, g-prior": ("regression", "krylov", {"prior": "g-prior"}),
+    "krylov, layer-wise": ("regression", "krylov", {"prior": "layerwise"}),
+    "krylov at the mode": ("classification", "krylov", {"hessian_at": "mode"}),
+    "stochastic": ("classification", Stochastic(solver=SVRG(max_rank=16)), {}),
+    "sgd": ("regression", SGD_, {}),
+    "kfac": ("classification", "kfac", {}),
+    "diagonal": ("classification", "diagonal", {}),
+    "subset": ("classification", "subset", {}),
+    "dual": ("regression", "dual", {}),
+    "ciq": ("regression", "ciq", {}),
+    "last_layer": ("classification", "last_layer", {"parameters": "last_layer"}),
+}
+
+
+class Killed(BaseException):
+    """In the place of SIGKILL, which `benchmarks/trial/resumed_fits.py` sends."""
+
+
+def data(num: int = 60, likelihood: str = "classification") -> list[tuple[Tensor, Tensor]]:
+    x = torch.randn(num, 3, generator=torch.Generator().manual_seed(0))
+    y = torch.sin(x[:, :1]) if likelihood == "regression" else (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
+    return list(zip(x.split(25), y.split(25), strict=True))
+
+
+def network(outputs: int = 3, activation: type[nn.Module] = nn.Tanh) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 8), activation(), nn.Linear(8, outputs))
+
+
+def laplace(likelihood: Any = "classification", method: Any = "krylov", **settings: Any) -> LinearisedLaplace:
+    model = settings.pop("model", None) or network(1 if likelihood == "regression" else 3)
+    return LinearisedLaplace(model, likelihood, method=method, **{"num_samples": 4, **settings})
+
+
+def fitted(name: str, path: Path | None = None, **arguments: Any) -> LinearisedLaplace:
+    likelihood, method, settings = FITS[name]
+    la = laplace(likelihood, method, **settings)
+    arguments = {"max_steps": 3, "num_samples": 4, **arguments}
+    return la.fit_hyperparameters(data(likelihood=likelihood), progress=False, checkpoint=path, **arguments)
+
+
+def numbers(la: LinearisedLaplace) -> list[Tensor]:
+    steps = [[s.passes, *s.new_prior_precision, *s.effective_dimension] for s in la.history_]
+    found = [la.samples_, la.mode_, la.prior_precision_, la.effective_dimension_, torch.tensor(steps)]
+    return [*found, torch.tensor([la.scale_, la.temperature_, la.diagnose().epochs], dtype=torch.float64)]
+
+
+def assert_same(la: LinearisedLaplace, other: LinearisedLaplace) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(numbers(la), numbers(other), strict=True))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "fit.checkpoint"
+
+
+@pytest.fixture
+def kills(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Says after how many new entries the process ends; `.entries` are those that were written since."""
+    append = Journal._append
+
+    class Kills:
+        def __call__(self, after: int) -> None:
+            self.entries, self.after = 0, after
+
+    state = Kills()
+    state(10**9)
+
+    def counted(self: Journal, entry: list[Any]) -> None:
+        append(self, entry)
+        state.entries += 1
+        if state.entries == state.after:
+            raise Killed
+
+    monkeypatch.setattr(Journal, "_append", counted)
+    return state
+
+
+def killed(name: str, path: Path, kills: Any, after: int, **arguments: Any) -> None:
+    kills(after)
+    with pytest.raises(Killed):
+        fitted(name, path, **arguments)
+    kills(10**9)
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_a_fit_goes_on_to_the_same_numbers(name: str, path: Path, kills: Any) -> None:
+    expected = fitted(name)
+    assert_same(fitted(name, path), expected)
+    assert not path.exists()
+    total = kills.entries
+    for after in {2, total // 2, total - 1}:
+        killed(name, path, kills, after)
+        size = path.stat().st_size
+        assert_same(fitted(name, path), expected)
+        # What was in the file is not computed again, and all of the rest is.
+        assert kills.entries == total - after
+        assert not path.exists()
+        assert size > 0
+
+
+def test_a_fit_is_killed_again_and_again(path: Path, kills: Any) -> None:
+    fitted("krylov", path)
+    total, rounds = kills.entries, 0
+    while True:
+        try:
+            kills(3)
+            la = fitted("krylov", path)
+            break
+        except Killed:
+            rounds += 1
+    assert rounds == total // 3
+    assert_same(la, fitted("krylov"))
+
+
+def test_products_that_are_there_are_not_made_again(path: Path, kills: Any) -> None:
+    fitted("krylov", path)
+    killed("krylov", path, kills, kills.entries)
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        from laplace_sampling.networks.linearisation import Linearisation
+
+        ggn = Linearisation.ggn
+        patch.setattr(Linearisation, "ggn", lambda self, x, v, B: made.append(len(v)) or ggn(self, x, v, B))
+        fitted("krylov", path)
+    assert not made
+
+
+def test_products_of_many_data_are_kept_in_parts(path: Path, kills: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = fitted("krylov", path)
+    whole = kills.entries
+    monkeypatch.setattr("laplace_sampling.linear_model.ggn._PART", 30)
+    kills(10**9)
+    assert_same(fitted("krylov", path), expected)
+    assert kills.entries > whole
+    killed("krylov", path, kills, kills.entries - 1)
+    assert_same(fitted("krylov", path), expected)
+
+
+def test_fit_at_given_precisions(path: Path, kills: Any) -> None:
+    expected = laplace().fit(data(), progress=False)
+    kills(3)
+    with pytest.raises(Killed):
+        laplace().fit(data(), progress=False, checkpoint=str(path))
+    kills(10**9)
+    la = laplace().fit(data(), progress=False, checkpoint=str(path))
+    assert torch.equal(la.samples_, expected.samples_)
+    assert not path.exists()
+
+
+def test_validation_data_and_warm_starts(path: Path, kills: Any) -> None:
+    held_out = data(70)[-1:]
+    expected = fitted("krylov", val_loader=held_out)
+    expected.fit_hyperparameters(data(), progress=False, warm_start=True, criterion="evidence", max_steps=3)
+    la = fitted("krylov", val_loader=held_out)
+    again = {"warm_start": True, "criterion": "evidence", "max_steps": 3, "checkpoint": path, "progress": False}
+    kills(4)
+    with pytest.raises(Killed):
+        la.fit_hyperparameters(data(), **again)
+    kills(10**9)
+    assert_same(la.fit_hyperparameters(data(), **again), expected)
+    killed("krylov", path, kills, 4, val_loader=held_out)
+    with pytest.raises(ValueError, match="the data of `val_loader`"):
+        fitted("krylov", path, val_loader=data(80)[-1:])
+
+
+def test_a_fit_that_goes_on_has_the_memory_that_it_began_with(
+    path: Path, kills: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation, "free_memory", lambda device: 1e9)
+    expected = fitted("krylov")
+    killed("krylov", path, kills, 3)
+    monkeypatch.setattr(preparation, "free_memory", lambda device: 2 * 4.0 * 59 * 40)
+    other = fitted("krylov")
+    assert not torch.equal(other.samples_, expected.samples_)
+    assert_same(fitted("krylov", path), expected)
+
+
+def test_callbacks_get_the_steps_that_were_there(path: Path, kills: Any) -> None:
+    name, evidence = "krylov at the mode", {"criterion": "evidence"}
+    kills(10**9)
+    expected = [step.step for step in fitted(name, path, **evidence).history_]
+    killed(name, path, kills, kills.entries - 1, **evidence)
+    seen = []
+    fitted(name, path, callback=lambda step: seen.append(step.step), **evidence)
+    assert seen == expected
+    assert len(seen) > 1
+
+
+# What is not the same ------------------------------------------------------------------------------------------------
+
+
+OTHERWISE = {
+    "the weights or buffers of the model": {"model": network().requires_grad_(True)},
+    "`prior`": {"prior": "g-prior"},
+    "`method`": {"method": "subset"},
+    "`likelihood`": {"likelihood": "binary"},
+    "`parameters`": {"parameters": "2*"},
+    r"`num_samples` of the constructor \(it was 4, and is 5\)": {"num_samples": 5},
+    r"`seed` \(it was 0, and is 1\)": {"seed": 1},
+    r'`linear_model` \(it was "homogeneous", and is "affine"\)': {"linear_model": "affine"},
+    r'`hessian_at` \(it was "network", and is "mode"\)': {"hessian_at": "mode"},
+    "the training data, their order or their batches": {"data": data(61)},
+    "the dtype of the weights": {"dtype": torch.float64},
+    r"`budget` \(it was 20.0, and is 10.0\)": {"arguments": {"budget": 10.0}},
+    r"`tolerance` \(it was 0.015, and is 0.1\)": {"arguments": {"tolerance": 0.1}},
+    r"`max_steps` \(it was 10, and is 3\)": {"arguments": {"max_steps": 3}},
+    r"`num_samples` \(it was 16, and is 3\)": {"arguments": {"num_samples": 3}},
+    r'`criterion` \(it was "auto", and is "self_consistency"\)': {"arguments": {"criterion": "self_consistency"}},
+    "`precision_bounds`": {"arguments": {"precision_bounds": (1e-3, 1e3)}},
+    "`noise_bounds`": {"arguments": {"noise_bounds": (1e-3, 1e3)}},
+    r'`scale` \(it was "auto", and is 1.0\)': {"arguments": {"scale": 1.0}},
+    "`weights`": {"arguments": {"weights": torch.full((60,), 2.0)}},
+    r"`warm_start` \(it was false, and is true\)": {"arguments": {"warm_start": True}},
+}
+
+
+@pytest.mark.parametrize("what", OTHERWISE)
+def test_a_file_of_another_fit_is_refused(what: str, path: Path, kills: Any) -> None:
+    kills(4)
+    with pytest.raises(Killed):
+        laplace().fit_hyperparameters(data(), progress=False, checkpoint=path)
+    kills(10**9)
+    size, other = path.stat().st_size, dict(OTHERWISE[what])
+    loader, arguments = other.pop("data", data()), other.pop("arguments", {})
+    if "model" in other:
+        with torch.no_grad():
+            other["model"][0].bias[0] += 1e-6
+    if "likelihood" in other:
+        loader = [(x, nn.functional.one_hot(y, 3).float()) for x, y in loader]
+    if dtype := other.pop("dtype", None):
+        other["model"] = network().to(dtype)
+    with pytest.raises(ValueError, match=f"`fit_hyperparameters\\(checkpoint=...\\)`.*begun otherwise: .*{what}"):
+        laplace(**other).fit_hyperparameters(loader, progress=False, checkpoint=path, **arguments)
+    # It is as it was, and still of use.
+    assert path.stat().st_size == size
+    assert laplace().fit_hyperparameters(data(), progress=False, checkpoint=path).samples_.shape == (4, 59)
+
+
+def test_other_calls_versions_and_noise_are_refused(path: Path, kills: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = data(likelihood="regression")
+    kills(3)
+    with pytest.raises(Killed):
+        laplace("regression").fit(loader, progress=False, checkpoint=path)
+    kills(10**9)
+    with pytest.raises(ValueError, match=r'the call \(it was "fit", and is "fit_hyperparameters"\)'):
+        laplace("regression").fit_hyperparameters(loader, progress=False, checkpoint=path)
+    with pytest.raises(ValueError, match="`noise_variances`"):
+        laplace("regression").fit(loader, progress=False, checkpoint=path, noise_variances=torch.ones(60))
+    with pytest.raises(ValueError, match="`likelihood`"):
+        laplace(Gaussian(7.0), model=network(1)).fit(loader, progress=False, checkpoint=path)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "version", lambda name: "0.0")
+        with pytest.raises(ValueError, match=r"the version of laplace_sampling \(it was .*, and is \"0.0\"\)"):
+            laplace("regression").fit(loader, progress=False, checkpoint=path)
+    monkeypatch.setattr(torch, "__version__", "1.0")
+    with pytest.raises(ValueError, match="the version of torch"):
+        laplace("regression").fit(loader, progress=False, checkpoint=path)
+
+
+def test_a_model_that_computes_something_else_is_refused(path: Path, kills: Any) -> None:
+    kills(4)
+    with pytest.raises(Killed):
+        laplace().fit(data(), progress=False, checkpoint=path)
+    kills(10**9)
+    match = "is of a model with these weights that computes something else: .*Take the code of the model"
+    with pytest.raises(ValueError, match=match):
+        laplace(model=network(activation=nn.Sigmoid)).fit(data(), progress=False, checkpoint=path)
+
+
+def test_another_loss_of_the_user_is_refused(path: Path, kills: Any) -> None:
+    def loss_of(factor: float) -> Any:
+        return from_loss(lambda f, y: factor * nn.functional.cross_entropy(f, y))
+
+    kills(4)
+    with pytest.raises(Killed):
+        laplace(loss_of(1.0)).fit(data(), progress=False, checkpoint=path)
+    kills(10**9)
+    with pytest.raises(ValueError, match=r"the loss of the data was .*, and is "):
+        laplace(loss_of(2.0)).fit(data(), progress=False, checkpoint=path)
+
+
+def test_another_earlier_posterior_is_refused(path: Path, kills: Any) -> None:
+    la = laplace().fit(data(), progress=False)
+    kills(4)
+    with pytest.raises(Killed):
+        la.fit(data(), progress=False, checkpoint=path, warm_start=True)
+    kills(10**9)
+    with pytest.raises(ValueError, match="the posterior that it starts from"):
+        laplace(seed=0).fit(data(61), progress=False).fit(data(), progress=False, checkpoint=path, warm_start=True)
+
+
+# Files that are damaged, and that cannot be written ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", [0.2, 0.5, 0.9, 0.999])
+def test_a_file_that_is_cut_off_is_used_as_far_as_it_goes(part: float, path: Path, kills: Any) -> None:
+    fitted("krylov", path)
+    killed("krylov", path, kills, kills.entries)
+    whole = path.read_bytes()
+    head = int.from_bytes(whole[:8], "little") + 8 + 32
+    path.write_bytes(whole[: max(head, int(part * len(whole)))])
+    assert_same(fitted("krylov", path), fitted("krylov"))
+    assert kills.entries > 0
+
+
+@pytest.mark.parametrize("part", [0.3, 0.6, 0.95])
+def test_a_damaged_result_is_computed_again(part: float, path: Path, kills: Any) -> None:
+    fitted("krylov", path)
+    killed("krylov", path, kills, kills.entries)
+    whole = bytearray(path.read_bytes())
+    whole[int(part * len(whole))] ^= 8
+    path.write_bytes(whole)
+    assert_same(fitted("krylov", path), fitted("krylov"))
+    assert kills.entries > 0
+
+
+@pytest.mark.parametrize("content", [b"", b"something else" * 20, None, torch.zeros(3)])
+def test_a_damaged_beginning_and_other_files_are_refused(content: Any, path: Path, kills: Any) -> None:
+    if content is None:
+        killed("krylov", path, kills, 3)
+        damaged = bytearray(path.read_bytes())
+        damaged[100] ^= 8
+        content = bytes(damaged)
+    if isinstance(content, Tensor):
+        torch.save(content, path)
+        content = path.read_bytes()
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"`checkpoint=`: .* is damaged, or no file of a fit. Give another path"):
+        fitted("krylov", path)
+    assert path.read_bytes() == content
+
+
+def test_another_format_is_refused(path: Path, kills: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("laplace_sampling.journal._FORMAT", 7)
+    killed("krylov", path, kills, 3)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="has format 7, but this version has 1"):
+        fitted("krylov", path)
+
+
+def test_paths_at_which_no_file_can_be(tmp_path: Path) -> None:
+    with pytest.raises(
+        TypeError, match=r"`fit_hyperparameters\(checkpoint=...\)` must be the path of a file, but is 3"
+    ):
+        fitted("krylov", 3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(IsADirectoryError, match=r"`checkpoint=`: .* cannot be written: it is a folder"):
+        fitted("krylov", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"`checkpoint=`: .* there is no folder"):
+        fitted("krylov", tmp_path / "none" / "file")
+
+
+def test_a_disk_that_is_full(path: Path, kills: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        """A file that takes so many writes, and half of the next one."""
+
+        def __init__(self, file: Any, writes: int) -> None:
+            self.file, self.writes = file, writes
+
+        def write(self, numbers: Any) -> int:
+            self.writes -= 1
+            if self.writes < 0:
+                self.file.write(bytes(numbers)[: len(numbers) // 2])
+                self.file.flush()
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return self.file.write(numbers)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+    make = Journal.__init__
+
+    def init(self: Journal, *arguments: Any) -> None:
+        make(self, *arguments)
+        self._file = Full(self._file, 30)  # pyright: ignore[reportAttributeAccessIssue]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "__init__", init)
+        with pytest.raises(OSError, match=r"`checkpoint=`: .* cannot be written: No space left on device. What"):
+            fitted("krylov", path)
+    before = kills.entries
+    assert_same(fitted("krylov", path), fitted("krylov"))
+    assert kills.entries > before
+    assert before > 2
+
+
+# What is kept, and what it costs -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_the_file_stays_after_an_error(error: type[BaseException], path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sampling, "sample_posterior", fails)
+        with pytest.raises(error):
+            fitted("krylov", path)
+    assert path.exists()
+    assert_same(fitted("krylov", path), fitted("krylov"))
+    assert not path.exists()
+
+
+def test_the_file_stays_if_only_some_samples_were_drawn(
+    path: Path, kills: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SolverMethod, "rows", lambda self, memory, num_samples, held=0: 2)
+    expected, draw, calls = fitted("stochastic"), sampling.sample_posterior, []
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return draw(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sampling, "sample_posterior", interrupted)
+        assert len(fitted("stochastic", path).samples_) == 2
+    assert path.exists()
+    assert_same(fitted("stochastic", path), expected)
+    assert not path.exists()
+
+
+def test_the_file_is_gone_where_a_warning_is_an_error(path: Path) -> None:
+    la = laplace("regression", prior="layerwise")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConvergenceWarning)
+        with pytest.raises(ConvergenceWarning, match="stopped after 1 steps"):
+            la.fit_hyperparameters(data(likelihood="regression"), progress=False, max_steps=1, checkpoint=path)
+    assert not path.exists()
+    assert len(la.samples_) == 4
+
+
+def test_without_a_file_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise AssertionError
+
+    for name in ("Journal", "_digest_of", "digest", "_comparable"):
+        monkeypatch.setattr(checkpoints, name, fails)
+    assert len(fitted("krylov").samples_) == 4
+
+
+# Of the fit, and its file: on these networks nearly all numbers are vectors of weights.
+@pytest.mark.parametrize(("method", "most"), [("krylov", 12), ("kfac", 3), ("subset", 3), ("exact", 3), ("dual", 6)])
+def test_what_is_written_is_a_small_multiple_of_the_posterior(
+    method: str, most: float, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    likelihood = "regression" if method == "dual" else "classification"
+    model = nn.Sequential(nn.Linear(3, 800), nn.Tanh(), nn.Linear(800, 1 if method == "dual" else 3))
+    la, written = LinearisedLaplace(model, likelihood, method=method, num_samples=32), []
+    delete = Journal.delete
+    monkeypatch.setattr(Journal, "delete", lambda self: written.append(self.written) or delete(self))
+    la.fit_hyperparameters(data(likelihood=likelihood), progress=False, checkpoint=path)
+    la.save(tmp_path / "posterior")
+    assert written[0] < most * (tmp_path / "posterior").stat().st_size
+
+
+def test_writing_is_once_for_each_result(path: Path, kills: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed("krylov", path, kills, 5)
+    size = path.stat().st_size
+    written = []
+    delete = Journal.delete
+    sizes: list[int] = []
+    monkeypatch.setattr(
+        Journal,
+        "delete",
+        lambda self: (written.append(self.written), sizes.append(path.stat().st_size), delete(self)),
+    )
+    fitted("krylov", path)
+    assert written == [sizes[0] - size]

@@ -1,0 +1,123 @@
+"""A journal gives back what was computed, and the recorder of a fit sees its own functions only."""
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from laplace_sampling import Gaussian
+from laplace_sampling.data.digest import digest
+from laplace_sampling.journal import Journal
+from laplace_sampling.solvers.recorded import recorded, recording
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal"
+
+
+RESULTS = [
+    torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),
+    torch.arange(12.0).reshape(3, 4).T,
+    torch.arange(24.0).reshape(2, 3, 4).permute(1, 2, 0),
+    torch.zeros(0, 3),
+    torch.tensor(2.5, dtype=torch.float64),
+    torch.tensor([True, False]),
+    torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    torch.ones(1).expand(5),
+    (torch.ones(2), [None, 3, 0.1, float("inf"), True, "text"], (torch.arange(3),)),
+    [],
+    None,
+]
+
+
+@pytest.mark.parametrize("value", RESULTS)
+def test_results_come_back_as_they_were(value: Any, path: Path) -> None:
+    counts = {"jvp": 1, "vjp": 2}
+
+    def compute() -> Any:
+        counts["jvp"] += 5
+        return value
+
+    with Journal(path, {"a": 1}, counts) as journal:
+        assert journal.result("f", (1, None), compute) is value
+    with Journal(path, {"a": 2}, again := {"jvp": 0, "vjp": 0}) as journal:
+        assert journal.head == {"a": 1}
+        found = journal.result("f", (1, None), lambda: pytest.fail("it is there"))
+        assert again == {"jvp": 5, "vjp": 0}
+    assert digest(_tensors(found)) == digest(_tensors(value))
+    # The order of axes in memory, of what is more than one number: products are rounded by it.
+    assert [_order(t) for _, t in _tensors(found)] == [_order(t) for _, t in _tensors(value)]
+    assert _shape(found) == _shape(value)
+
+
+def _tensors(value: Any) -> list[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        return [("", value)]
+    return [pair for part in value for pair in _tensors(part)] if isinstance(value, tuple | list) else []
+
+
+def _order(tensor: Tensor) -> list[int]:
+    return sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis))
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)(map(_shape, value))
+    return "tensor" if isinstance(value, Tensor) else value
+
+
+def test_calls_are_told_apart_by_their_arguments(path: Path) -> None:
+    with Journal(path, {}, {}) as journal:
+        for value in (1.0, 2.0, 2.0):
+            journal.result("f", (torch.tensor(value), Gaussian(value)), lambda value=value: value)
+        journal.result("g", (torch.tensor(1.0), Gaussian(1.0)), lambda: 3.0)
+    with Journal(path, {}, {}) as journal:
+        calls = [("g", 1.0), ("f", 2.0), ("f", 2.0), ("f", 3.0), ("f", 1.0), ("f", 1.0)]
+        arguments = [(name, (torch.tensor(value), Gaussian(value))) for name, value in calls]
+        assert [journal.result(*call, lambda: -1.0) for call in arguments] == [3.0, 2.0, 2.0, -1.0, 1.0, -1.0]
+
+
+def test_only_the_outermost_function_of_the_same_thread_is_recorded() -> None:
+    names: list[str] = []
+
+    class Recorder:
+        def result(self, name: str, arguments: Any, compute: Callable[[], Any]) -> Any:
+            names.append(name.rpartition(".")[2])
+            return compute()
+
+    @recorded
+    def inner(x: int) -> int:
+        return x
+
+    @recorded
+    def outer(x: int) -> int:
+        return inner(x) + inner(x=x)
+
+    assert outer(1) == 2
+    with recording(Recorder()):
+        thread = threading.Thread(target=outer, args=(1,))
+        thread.start()
+        thread.join()
+        assert names == []
+        assert inner(x=2) + outer(1) == 4
+    assert outer(1) == 2
+    assert names == ["inner", "outer"]
+
+
+def test_what_is_flushed_to_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", flushed.append)
+    monkeypatch.setattr("laplace_sampling.journal._FLUSHED", -1.0)
+    with Journal(path, {}, {}) as journal:
+        before = len(flushed)
+        journal.result("f", (), lambda: 1)
+        assert len(flushed) == before + 1
+        monkeypatch.setattr("laplace_sampling.journal._FLUSHED", 1e9)
+        journal.result("f", (), lambda: 1)
+        assert len(flushed) == before + 1
