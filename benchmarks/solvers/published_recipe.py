@@ -4,15 +4,17 @@ Antorán et al. (2023), and thesis §4.2: mini-batch descent with a constant ste
 `χ = 100/steps`, on `L(ζ) = ½ ‖E − Φζ‖²_B + ½ ‖ζ − θ⁰‖²_A`, of which a mini-batch sees its part of `E` only.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
+import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.solvers.sgd import SGD
+from laplace_sampling.solvers.sgd import PROBES, SGD, Gradient, first_iterate
 from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution, Solver
 
 
@@ -31,17 +33,26 @@ class AveragingSGD(SGD):
         plain = SGD(**{f.name: getattr(self, f.name) for f in fields(SGD)})
         return plain._descend(*arguments, **settings)
 
-    def _iterates(
-        self, gradient: Callable, x: Tensor, scale: Tensor, batches: Iterator[Tensor], step_sizes: Iterable[float]
-    ) -> Iterator[Tensor | None]:
-        sizes = list(step_sizes)
-        average, share = x, min(1.0, 100 / len(sizes))
-        for iterate in super()._iterates(gradient, x, scale, batches, sizes):
-            if iterate is None:
-                yield None
-                return
-            average = share * iterate + (1 - share) * average
-            yield average
+    def _run(
+        self,
+        gradient: Gradient,
+        start: Tensor,
+        batches: Iterator[Tensor],
+        step_sizes: Sequence[float],
+        affordable: Callable[[], bool],
+        bar: tqdm,
+    ) -> tuple[Tensor | None, int]:
+        x, scale = first_iterate(gradient, start, batches)
+        velocity, num_gradients = torch.zeros_like(x), 2 * PROBES
+        average, share = x, min(1.0, 100 / len(step_sizes))
+        for step in step_sizes:
+            x, velocity, made = self._part(gradient, x, velocity, scale, [next(batches)], [step], affordable)
+            num_gradients += made
+            bar.update(made)
+            if x is None or not made:
+                return None if x is None else average, num_gradients
+            average = share * x + (1 - share) * average
+        return average, num_gradients
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def test_averaging_ends_nearer_than_the_last_of_constant_steps(problem) -> None:
     exact = sample_posterior(ggn, prior, draws, Dense()).value
 
     class LastIterate(AveragingSGD):
-        _iterates = SGD._iterates
+        _run = SGD._run
 
     averaged, last = (sample_posterior(ggn, prior, draws, s).value for s in (solver, LastIterate(**vars(solver))))
     assert float((averaged - exact).norm()) < 0.5 * float((last - exact).norm())
