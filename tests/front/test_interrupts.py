@@ -64,6 +64,8 @@ def state_of_torch() -> tuple[Any, ...]:
 
 
 @pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
+# An interrupt while a generator is closed is told and lost: Python has nowhere to raise it.
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <generator:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     ("name", "method"), [("regression", "krylov"), ("classification_many_data", "exact"), ("classification", "kfac")]
 )
