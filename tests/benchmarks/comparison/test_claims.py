@@ -128,6 +128,12 @@ def test_no_results_no_claims() -> None:
     assert halves.sections(Results([]), "second") == []
 
 
+def test_the_page_of_results_is_that_of_the_records(tmp_path: Path) -> None:
+    command.main(["report", "--page", str(tmp_path / "results.md")])
+    written = Path(command.__file__).parents[1] / "docs" / "results.md"
+    assert (tmp_path / "results.md").read_text() == written.read_text()
+
+
 def test_the_page_has_the_halves_on_top(results: Results, tmp_path: Path) -> None:
     out, small = tmp_path / "second.jsonl", tmp_path / "small.jsonl"
     for each in results.lines:
@@ -139,6 +145,6 @@ def test_the_page_has_the_halves_on_top(results: Results, tmp_path: Path) -> Non
     assert 0 < text.index("## Second half: what holds") < text.index("## Log-likelihood on test data, by case")
     assert f"| {FASHION} | 1 |  | -0.500 | -0.480 |" in text
     assert f"| {FASHION} | 1 |  | -9.000 |" in text
-    assert "| ours | 0.970 V | 0.890 V |" in text
+    assert "| ours | 2 | 0.970 V | 0.890 V |" in text
     assert "First half" not in text
     assert math.isnan(results.ood_auroc(OTHER, "ours", "letters", "variance"))
