@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import time
-from collections import defaultdict, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -68,6 +68,7 @@ class Journal:
         except BaseException:
             self._file.close()
             raise
+        self._calls: Counter[str] = Counter()
         self._flushed = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -83,9 +84,11 @@ class Journal:
     def result(self, name: str, arguments: Sequence[Any], compute: Callable[[], Result]) -> Result:
         """As of a `Recorder`: the next result of such a call that was in the file, or what is computed now."""
         key = _key(name, arguments)
-        known = self._known.get(key)
-        if known:
-            found = self._read(known.popleft())
+        self._calls[key] += 1
+        # Which of the same calls it is belongs to the key: a damaged entry must not move the others.
+        key = f"{key} {self._calls[key]}"
+        if key in self._known:
+            found = self._read(self._known[key])
             if found is not None:
                 text, tensors = found
                 for product, number in text["products"].items():
@@ -129,16 +132,16 @@ class Journal:
             )
         return found[0]["head"]
 
-    def _read_texts(self) -> dict[str, deque[int]]:
-        """Where the entries of each key are; what follows the last whole one is cut off."""
-        known: dict[str, deque[int]] = defaultdict(deque)
+    def _read_texts(self) -> dict[str, int]:
+        """Where the last entry of each key is; what follows the last whole one is cut off."""
+        known: dict[str, int] = {}
         size, position = self._file.seek(0, os.SEEK_END), 0
         while (text := self._read_text(position)) is not None:
             end = self._file.tell() + text["bytes"] + _CHECKSUM
             if end > size:
                 break
             if "key" in text:
-                known[text["key"]].append(position)
+                known[text["key"]] = position
             position = end
         self._file.truncate(position)
         return known

@@ -121,3 +121,14 @@ def test_what_is_flushed_to_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr("laplace_sampling.journal._FLUSHED", 1e9)
         journal.result("f", (), lambda: 1)
         assert len(flushed) == before + 1
+
+
+def test_a_damaged_entry_does_not_move_the_same_calls_after_it(path: Path) -> None:
+    with Journal(path, {}, {}) as journal:
+        assert [journal.result("f", (), lambda n=n: n) for n in (111, 222)] == [111, 222]
+    path.write_bytes(path.read_bytes().replace(b"111", b"112"))
+    for _ in range(2):
+        with Journal(path, {}, {}) as journal:
+            assert [journal.result("f", (), lambda n=n: n) for n in (111, 222)] == [111, 222]
+    with Journal(path, {}, {}) as journal:
+        assert [journal.result("f", (), lambda n=n: n) for n in (111, 222, 333)] == [111, 222, 333]
