@@ -96,7 +96,7 @@ class LaplaceCallback(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         epoch = trainer.current_epoch + 1
         # Predictions are asked for when training has ended.
-        last = epoch == trainer.max_epochs or trainer.should_stop
+        last = epoch == trainer.max_epochs or trainer.should_stop or 0 < trainer.max_steps <= trainer.global_step
         if trainer.is_global_zero and (last or self.fits.due(epoch)):
             found = self.fits.fit(self._network(pl_module), *self._loaders(trainer), epoch=epoch)
             for name, value in found.items():

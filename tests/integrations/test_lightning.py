@@ -215,6 +215,13 @@ def test_the_last_epoch_has_a_fit_whatever_it_costs() -> None:
     laplace.laplace_.predict(torch.zeros(1, 3))
 
 
+def test_a_training_of_so_many_steps_has_a_fit_at_its_end() -> None:
+    fits = callback(every_n_epochs=2)
+    _, trainer = trained([fits], max_steps=1)
+    assert [record["epoch"] for record in fits.fits.history_] == [1]
+    assert trainer.global_step == 1
+
+
 def test_a_resumed_training_goes_on_equally(tmp_path: Path) -> None:
     first, without = callback(), []
     for number, callbacks in enumerate(([first], [])):
