@@ -28,6 +28,7 @@ from laplace_sampling.predictions.calibration import Calibration, CalibrationWar
 from laplace_sampling.predictions.diagnosis import Diagnosis
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
 from laplace_sampling.solvers.checks import check_positive, check_whole
+from laplace_sampling.solvers.recorded import unrecorded
 from laplace_sampling.solvers.solver import ConvergenceWarning
 from laplace_sampling.warm_start import warmed
 
@@ -107,12 +108,11 @@ class FittedModel:
     def _recorded(self, tuning: Tuning) -> Tuning:
         """The same with a callback that keeps the steps of a run."""
         self._unfinished = steps = []
-        callback = tuning.callback
 
         def record(step: Step) -> None:
             steps.append(step)
-            if callback is not None:
-                callback(step)
+            if tuning.callback is not None:
+                unrecorded(tuning.callback, step)
 
         return replace(tuning, callback=record)
 

@@ -26,7 +26,7 @@ __all__ = ["Journal"]
 
 Result = TypeVar("Result")
 
-_FORMAT = 1
+_FORMAT = 2
 _LENGTH, _CHECKSUM = 8, 32
 # More than any text has: a length that is no length is not read.
 _LONGEST = 2**26
@@ -245,9 +245,9 @@ def _parts(value: Any) -> Iterator[bytes]:
     if isinstance(value, Tensor):
         yield digest([("", value)])
     elif value is None or isinstance(value, bool | int | float | str):
-        yield repr(value).encode()
+        yield repr(value).encode() + b";"
     elif isinstance(value, tuple | list):
-        yield str(len(value)).encode()
+        yield f"{len(value)}:".encode()
         for part in value:
             yield from _parts(part)
     else:

@@ -205,6 +205,7 @@ def _tell_of_noise(module: PosteriorModule, x: Any, expected: Prediction) -> Non
 
 def _differ(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors differ by more than rounding."""
-    return a.shape != b.shape or float((a - b).norm()) > torch.finfo(b.dtype).eps ** _ROUNDING_EXPONENT * float(
+    # Also if there is NaN.
+    return a.shape != b.shape or not float((a - b).norm()) <= torch.finfo(b.dtype).eps ** _ROUNDING_EXPONENT * float(
         b.norm()
     )

@@ -91,7 +91,8 @@ class AcceleratedFits(PeriodicFits):
             self._check_whole_data(loader)
         model = self.accelerator.unwrap_model(model)
         found = super().fit(model, train_loader, val_loader, epoch=epoch)
-        self.accelerator.log({f"{PREFIX}{name}": value for name, value in found.items()}, step=step)
+        if found:
+            self.accelerator.log({f"{PREFIX}{name}": value for name, value in found.items()}, step=step)
         return found
 
     def _check_whole_data(self, loader: Any) -> None:

@@ -139,6 +139,7 @@ class PeriodicFits:
             `noise_precision` of a regression, likewise with the number of the output; `effective_dimension`;
             `converged`, one or zero; `score`, the evidence for each datum in nats, of exact and factored posteriors;
             of the `val_loader` `val_log_loss`, in nats for each datum, and the `metrics`; `cost`, in training epochs.
+            Nothing of a fit that a callback has stopped with `StopFit`: the last one is kept.
 
         Raises:
             TypeError, ValueError, FloatingPointError: as of `fit_hyperparameters`. The last fit is kept.
@@ -149,6 +150,8 @@ class PeriodicFits:
             held_out = val_loader if self._options.get("criterion") == "validation" else None
             budget = self.budget and Strict(_WARM * self._first if warm else self.budget)
             la.fit_hyperparameters(train_loader, held_out, budget=budget, warm_start=True, **self._options)
+            if la._unfinished:  # by `StopFit`
+                return {}
             self._laplace, self._state = la, None
             fit = la._require("fit").fit
             assert fit is not None
@@ -234,7 +237,7 @@ def _parted(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 # Arguments of `fit_hyperparameters` that are no options.
-_OWN = ("loader", "val_loader", "budget", "warm_start")
+_OWN = ("loader", "val_loader", "budget", "warm_start", "checkpoint")
 
 
 def _named(name: str, parts: Iterable[Any], values: Tensor) -> dict[str, float]:

@@ -155,6 +155,8 @@ class LaplaceTrainerCallback(TrainerCallback):
         like = train_dataloader
         val = None if self.val_dataset is None else _in_order(self.val_dataset, like)
         found = self.fits.fit(model, self._train_loader(like), val, epoch=math.ceil(state.epoch))
+        if not found:
+            return
         self._fitted_at = step
         logs = {f"{PREFIX}{name}": value for name, value in found.items()}
         if self.trainer is None:

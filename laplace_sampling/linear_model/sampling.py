@@ -23,6 +23,7 @@ from laplace_sampling.linear_model.features import ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.solvers.operator import row_products
+from laplace_sampling.solvers.recorded import stop_recording
 from laplace_sampling.solvers.solver import Quadratic, Solution, Solver
 
 __all__ = ["PosteriorSamples", "Sampler", "draw", "sample_posterior"]
@@ -144,6 +145,7 @@ def draw(
             there = sum(len(part.samples) for part in parts)
             if not keep or samples is None or there < 2:
                 raise
+            stop_recording()
             return replace(_joined(samples[:there].clone(), parts), converged=False, interrupted=True)
     assert samples is not None
     return _joined(samples, parts)

@@ -8,10 +8,10 @@ decomposition: much work, few numbers. It is a function of its arguments, and ch
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-__all__ = ["Recorder", "recorded", "recording"]
+__all__ = ["Recorder", "recorded", "recording", "stop_recording", "unrecorded"]
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -45,6 +45,20 @@ def recording(recorder: Recorder) -> Iterator[None]:
         _RECORDER.reset(token)
 
 
+def stop_recording() -> None:
+    """Until the end of `recording`: for what goes on otherwise than a call without an interrupt would."""
+    _RECORDER.set(None)
+
+
+def unrecorded(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    """A call of what is no part of a fit, such as a function of the user."""
+    token = _RECORDER.set(None)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _RECORDER.reset(token)
+
+
 def recorded(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """A function whose results are kept inside of `recording`; those that it calls itself are a part of it."""
     name = f"{function.__module__}.{function.__qualname__}"
@@ -54,10 +68,7 @@ def recorded(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
         recorder = _RECORDER.get()
         if recorder is None:
             return function(*args, **kwargs)
-        token = _RECORDER.set(None)
-        try:
-            return recorder.result(name, (*args, *kwargs.values()), lambda: function(*args, **kwargs))
-        finally:
-            _RECORDER.reset(token)
+        result = partial(function, *args, **kwargs)
+        return unrecorded(recorder.result, name, (*args, *kwargs.values()), result)
 
     return wrapper

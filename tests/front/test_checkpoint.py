@@ -375,7 +375,7 @@ def test_another_format_is_refused(path: Path, kills: Any, monkeypatch: pytest.M
     monkeypatch.setattr("laplace_sampling.journal._FORMAT", 7)
     killed("krylov", path, kills, 3)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="has format 7, but this version has 1"):
+    with pytest.raises(ValueError, match="has format 7, but this version has 2"):
         fitted("krylov", path)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from laplace_sampling import Gaussian
 from laplace_sampling.data.digest import digest
 from laplace_sampling.journal import Journal
-from laplace_sampling.solvers.recorded import recorded, recording
+from laplace_sampling.solvers.recorded import recorded, recording, stop_recording, unrecorded
 
 
 @pytest.fixture
@@ -81,6 +81,24 @@ def test_calls_are_told_apart_by_their_arguments(path: Path) -> None:
         calls = [("g", 1.0), ("f", 2.0), ("f", 2.0), ("f", 3.0), ("f", 1.0), ("f", 1.0)]
         arguments = [(name, (torch.tensor(value), Gaussian(value))) for name, value in calls]
         assert [journal.result(*call, lambda: -1.0) for call in arguments] == [3.0, 2.0, 2.0, -1.0, 1.0, -1.0]
+
+
+def test_arguments_are_not_joined(path: Path) -> None:
+    with Journal(path, {}, {}) as journal:
+        assert journal.result("f", (1, 23), lambda: 1.0) == 1.0
+        assert journal.result("f", (12, 3), lambda: 2.0) == 2.0
+
+
+def test_what_is_no_part_of_a_fit_is_not_recorded(path: Path) -> None:
+    square, made = recorded(lambda value: made.append(value) or value**2), []
+    with Journal(path, {}, {}) as journal, recording(journal):
+        assert unrecorded(square, 3.0) == 9.0
+        assert square(2.0) == 4.0
+        stop_recording()
+        assert square(5.0) == 25.0
+    with Journal(path, {}, {}) as journal, recording(journal):
+        assert [square(value) for value in (2.0, 3.0, 5.0)] == [4.0, 9.0, 25.0]
+    assert made == [3.0, 2.0, 5.0, 3.0, 5.0]
 
 
 def test_only_the_outermost_function_of_the_same_thread_is_recorded() -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.regression import MeanSquaredError
 
-from laplace_sampling import Gaussian, Krylov, LinearisedLaplace, NotFittedError, Step
+from laplace_sampling import Gaussian, Krylov, LinearisedLaplace, NotFittedError, Step, StopFit
 from laplace_sampling.integrations.periodic_fits import PeriodicFits
 
 
@@ -296,6 +296,25 @@ def test_a_fit_that_fails_keeps_the_last_one() -> None:
     assert len(fits.history_) == 1
 
 
+def test_a_fit_that_is_stopped_keeps_the_last_one() -> None:
+    def stop(step: Step) -> None:
+        if stopping:
+            raise StopFit
+
+    training, stopping = Training().run(1), True
+    fits = PeriodicFits("regression", budget=None, callback=stop)
+    assert fits.fit(training.model, training.loader, epoch=1) == {}
+    with pytest.raises(NotFittedError):
+        fits.laplace_  # noqa: B018
+    stopping = False
+    fits.fit(training.model, training.loader, epoch=2)
+    stopping, alpha = True, fits.laplace_.prior_precision_
+    training.run(1)
+    assert fits.fit(training.model, training.loader, epoch=3) == {}
+    assert torch.equal(fits.laplace_.prior_precision_, alpha)
+    assert [record["epoch"] for record in fits.history_] == [2]
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
@@ -304,6 +323,7 @@ def test_a_fit_that_fails_keeps_the_last_one() -> None:
         (lambda: PeriodicFits("regresion"), ValueError, "regresion"),
         (lambda: PeriodicFits("regression", pior="isotropic"), TypeError, r"\['pior'\] are no options of"),
         (lambda: PeriodicFits("regression", warm_start=True), TypeError, r"\['warm_start'\] are no options of"),
+        (lambda: PeriodicFits("regression", checkpoint="fit"), TypeError, r"\['checkpoint'\] are no options of"),
         (lambda: PeriodicFits("regression", method="kfak"), ValueError, "kfak"),
         (lambda: PeriodicFits("regression", metrics={"a": 1.0}), TypeError, r"`metrics` must be functions.*\['a'\]"),  # pyright: ignore
         (lambda: PeriodicFits("regression").laplace_, NotFittedError, "`laplace_` is there after a fit: call"),
