@@ -147,7 +147,7 @@ def section(rows: Rows, images: Path) -> str:
         "datum, seconds those of a processor for the whole training. What differs: the source trains on all 60,000 "
         "images, networks whose widths the slides do not give (here an MLP of two hidden layers of 100 units, and two "
         "convolutions of 8 and 16 channels with two linear layers); without the evidence "
-        "there is no weight decay here. All three trainings have the same network, order of images and step sizes "
+        "there is no weight decay here. All trainings have the same network, order of images and step sizes "
         f"(Adam, {STEP_SIZE:g} falling to zero). laplace-torch updates after every epoch, with a precision for each "
         "tensor, and ours after every fifth, with one for each layer: the defaults of both."
     )
