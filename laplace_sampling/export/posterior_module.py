@@ -163,6 +163,6 @@ class _Variances(FunctionCovariance):
         return self.variances
 
     def blocks(self) -> Tensor:
-        raise NotImplementedError
+        raise NotImplementedError("An exported posterior has variances of its outputs, and no covariances.")
 
     joint = blocks
