@@ -151,6 +151,12 @@ def test_a_quick_run_and_its_page(part: str, tmp_path: Path) -> None:
         assert (tmp_path / image).stat().st_size > 0
 
 
+def test_the_page_is_that_of_the_records(tmp_path: Path) -> None:
+    command.main(["report", "--page", str(tmp_path / "published.md")])
+    written = Path(command.__file__).parents[2] / "docs" / "published.md"
+    assert (tmp_path / "published.md").read_text() == written.read_text()
+
+
 def test_a_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
