@@ -75,7 +75,7 @@ def laplace_torch(structure: str, tuning: str) -> Callable[[Problem], Fitted]:
                 parts = [la(part) for part in x.split(batch)]
             if problem.likelihood == "regression":
                 mean, variance = (torch.cat([part[i].detach().flatten() for part in parts]) for i in (0, 1))
-                return Regressed(mean, variance + noise, samples.flatten(1), noise)
+                return Regressed(mean, variance + noise, samples.flatten(1), noise, gaussian=True)
             probs = torch.cat([part.detach() for part in parts]).double().clamp_min(1e-30)
             mixture = cast(Classified, prediction("classification", samples))
             return Classified(probs.log(), samples, {"mc": mixture.log_probs})

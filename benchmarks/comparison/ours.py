@@ -162,7 +162,7 @@ def common(likelihood: str, parts: list[Any], scale: float = 1.0, links: bool = 
         mean = torch.cat([p.mean for p in parts]).flatten()
         variance = torch.cat([p.variance for p in parts]).flatten() * scale**2
         noise = float(first.noise_variance)
-        return Regressed(mean, variance + noise, samples.flatten(1), noise)
+        return Regressed(mean, variance + noise, samples.flatten(1), noise, gaussian=True)
     assert isinstance(first, ClassificationPrediction)
     p = prediction(likelihood, torch.cat([samples, outputs - deviations]))  # as the library has it
     assert isinstance(p, Classified)

@@ -29,12 +29,16 @@ class Classified:
 
 @dataclass(frozen=True)
 class Regressed:
-    """Predictions of scalars: a Gaussian for each, with noise, and joint draws of the function, `[K, N]`, without."""
+    """Predictions of scalars: a Gaussian for each, with noise, and joint draws of the function, `[K, N]`, without.
+
+    `gaussian` says whether the function is a Gaussian process, of which these are some draws, or one of the draws.
+    """
 
     mean: Tensor
     variance: Tensor
     samples: Tensor
     noise_variance: float
+    gaussian: bool = False
 
 
 Prediction = Classified | Regressed

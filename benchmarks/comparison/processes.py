@@ -67,6 +67,6 @@ def predictions(posterior: Callable[[Tensor], Any], noise: float, seed: int) -> 
                 p = posterior(part)
                 found.append((p.mean.float(), p.variance.float(), p.rsample(torch.Size([SAMPLES])).float()))
         mean, variance, samples = (torch.cat(parts, -1) for parts in zip(*found, strict=True))
-        return Regressed(mean, variance + noise, samples, noise)
+        return Regressed(mean, variance + noise, samples, noise, gaussian=True)
 
     return predict

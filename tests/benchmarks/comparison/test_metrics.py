@@ -118,6 +118,19 @@ def test_the_joint_log_likelihood_of_numbers_has_the_noise() -> None:
     assert_close(metrics.label_log_likelihoods(p, torch.tensor([1.0, 1.0])), normal.log_prob(torch.tensor(1.0)))
 
 
+def test_the_joint_log_likelihood_of_a_gaussian_function_is_the_limit_of_its_mixtures() -> None:
+    generator = torch.Generator().manual_seed(0)
+    root = torch.tensor([[1.0, 0.0], [0.8, 0.6]], dtype=torch.float64)
+    mean, y = torch.tensor([0.5, -0.5], dtype=torch.float64), torch.tensor([1.0, 0.5], dtype=torch.float64)
+    samples = mean + torch.randn(100_000, 2, generator=generator, dtype=torch.float64) @ root.T
+    p = Regressed(mean, torch.full((2,), 3.0, dtype=torch.float64), samples, 2.0, gaussian=True)
+    mixture = metrics.joint_log_likelihood(metrics.label_log_likelihoods(p, y), 2, shuffles=3)
+    exact = metrics.gaussian_joint_log_likelihood(p, y, 2, shuffles=3)
+    assert_close(exact, mixture, atol=0.01, rtol=0)
+    normal = torch.distributions.Normal(mean, math.sqrt(3.0))
+    assert_close(metrics.gaussian_joint_log_likelihood(p, y, 1), float(normal.log_prob(y).mean()))
+
+
 def test_wasserstein_of_commuting_covariances() -> None:
     a, b = torch.diag(torch.tensor([4.0, 9.0])), torch.diag(torch.tensor([1.0, 16.0]))
     distance = metrics.logit_wasserstein(a[None], b[None])
