@@ -24,7 +24,6 @@ from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.evidence.expansion import total_loss
 from laplace_sampling.files import check_target, target_of
 from laplace_sampling.held_out import HeldOut
-from laplace_sampling.journal import Journal
 from laplace_sampling.likelihoods.recipes import recipe_of_likelihood
 from laplace_sampling.linear_model.priors.as_prior import recipe_of_prior
 from laplace_sampling.linear_model.tangent_model import TangentModel
@@ -34,6 +33,7 @@ from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.networks.function_fingerprint import FunctionFingerprint
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.posterior import Posterior
+from laplace_sampling.shared_journal import SharedJournal
 from laplace_sampling.solvers.recorded import recording
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Checkpoint:
     def __init__(self, path: FilePath | None, call: str, arguments: Mapping[str, Any]) -> None:
         self._call, self._arguments, self._stack = call, arguments, ExitStack()
         self._path: Path | None = None
-        self._journal: Journal | None = None
+        self._journal: SharedJournal | None = None
         if path is not None:
             if not isinstance(path, str | os.PathLike):
                 raise TypeError(f"`{call}(checkpoint=...)` must be the path of a file, but is {path!r:.80}.")
@@ -102,7 +102,8 @@ class Checkpoint:
         if self._path is None:
             return problem
         fit = self._described(settings, network, problem, held_out, earlier)
-        journal = self._stack.enter_context(Journal(self._path, fit, network.products))
+        shared = SharedJournal(self._path, fit, network.products, settings.processes)
+        journal = self._stack.enter_context(shared)
         self._check(journal.head, fit)
         self._check_function(journal, network, problem.tangent)
         # How much memory is free differs from process to process, and what is solved for together depends on it.
@@ -159,7 +160,7 @@ class Checkpoint:
                 "as it was begun, or give another path, or delete the file to begin anew."
             )
 
-    def _check_function(self, journal: Journal, network: Linearisation, tangent: TangentModel) -> None:
+    def _check_function(self, journal: SharedJournal, network: Linearisation, tangent: TangentModel) -> None:
         """Raise if the same weights compute something else, or have another loss, which may be a user's own."""
         now = FunctionFingerprint.of(network, tangent.data)
         loss = total_loss(tangent.model, tangent.model.network_outputs)
@@ -211,9 +212,17 @@ def _both(there: Any, here: Any) -> str:
 
 def _digest_of(data: TrainingData) -> str:
     """SHA-256 of inputs and targets, batch by batch: sums over data are rounded by batches."""
+    batches = torch.arange(data.num_data).split(data.batch_size)
     sha = hashlib.sha256()
-    for batch in torch.arange(data.num_data).split(data.batch_size):
-        sha.update(digest(("", tensor) for tensor in batched(data.inputs(batch))[0]))
+    # Each process reads the batches that begin in its part.
+    for digests in data.processes.gathered(
+        lambda: [
+            digest(("", tensor) for tensor in batched(data.inputs(batch))[0])
+            for batch in batches
+            if int(batch[0]) in data.part
+        ]
+    ):
+        sha.update(b"".join(digests))
     sha.update(digest(("", tensor) for tensor in batched(data.targets)[0]))
     return _DIGEST + sha.hexdigest()
 

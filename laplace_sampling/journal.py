@@ -22,9 +22,12 @@ from torch import Tensor
 from laplace_sampling.data.digest import digest
 from laplace_sampling.files import explained, replace_file
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "Known", "rebuilt"]
 
 Result = TypeVar("Result")
+
+# The text of an entry, and its tensors.
+Known = tuple[dict[str, Any], list[Tensor]]
 
 _FORMAT = 2
 _LENGTH, _CHECKSUM = 8, 32
@@ -83,24 +86,32 @@ class Journal:
 
     def result(self, name: str, arguments: Sequence[Any], compute: Callable[[], Result]) -> Result:
         """As of a `Recorder`: the next result of such a call that was in the file, or what is computed now."""
+        key = self.key(name, arguments)
+        found = self.known(key)
+        if found is not None:
+            return rebuilt(found, self.products)
+        before = dict(self.products)
+        value = compute()
+        self.keep(key, value, before)
+        return value
+
+    def key(self, name: str, arguments: Sequence[Any]) -> str:
+        """The key of the next such call."""
         key = _key(name, arguments)
         self._calls[key] += 1
         # Which of the same calls it is belongs to the key: a damaged entry must not move the others.
-        key = f"{key} {self._calls[key]}"
-        if key in self._known:
-            found = self._read(self._known[key])
-            if found is not None:
-                text, tensors = found
-                for product, number in text["products"].items():
-                    self.products[product] += number
-                return _rebuilt(text["result"], tensors)
-        before = dict(self.products)
-        value = compute()
+        return f"{key} {self._calls[key]}"
+
+    def known(self, key: str) -> Known | None:
+        """What is in the file of a call."""
+        return self._read(self._known[key]) if key in self._known else None
+
+    def keep(self, key: str, value: Any, before: Mapping[str, int]) -> None:
+        """Writes the result of a call, before which the counts were these."""
         spent = {product: number - before.get(product, 0) for product, number in self.products.items()}
         tensors: list[Tensor] = []
         text = {"key": key, "products": spent, "result": _taken_apart(value, tensors)}
         self._append(_entry(text, tensors))
-        return value
 
     def _append(self, entry: list[Any]) -> None:
         end = self._file.seek(0, os.SEEK_END)
@@ -156,7 +167,7 @@ class Journal:
             return None
         return text if isinstance(text, dict) and isinstance(text.get("bytes"), int) else None
 
-    def _read(self, position: int) -> tuple[dict[str, Any], list[Tensor]] | None:
+    def _read(self, position: int) -> Known | None:
         """An entry, `None` if it is not as it was written."""
         text = self._read_text(position)
         if text is None:
@@ -220,6 +231,14 @@ def _taken_apart(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, tuple | list):
         return {type(value).__name__: [_taken_apart(part, tensors) for part in value]}
     return value
+
+
+def rebuilt(known: Known, products: dict[str, int]) -> Any:
+    """The result of a call, whose products are counted."""
+    text, tensors = known
+    for product, number in text["products"].items():
+        products[product] += number
+    return _rebuilt(text["result"], tensors)
 
 
 def _rebuilt(how: Any, tensors: Sequence[Tensor]) -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -32,6 +32,10 @@ from laplace_sampling.saving import SavableModel
 from laplace_sampling.scored import ScoredModel
 from laplace_sampling.settings import Settings
 from laplace_sampling.solvers.checks import check_positive
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["LinearisedLaplace", "NotFittedError"]
 
@@ -65,6 +69,10 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         linear_model: `"affine"`, `h = f + φ(θ − w̄)`; `"homogeneous"`, `h = φθ`; `"auto"`, affine for a Gaussian
             likelihood and homogeneous for the others.
         hessian_at: where `B` is evaluated: `"network"`, at `f(w̄, x)`, which `"auto"` is; `"mode"`, at `h(θ̄, x)`.
+        process_group: processes of `torch.distributed` that share out the data of fits (`docs/distributed.md`). Each
+            makes the same calls, with a loader of the whole dataset; only `predict` may be called by one alone.
+        mesh: likewise a `DeviceMesh`, with the axes `"data"`, `"samples"`, or both; along the second one each group of
+            processes draws its own samples.
 
     Raises:
         ValueError: for settings that are not known or do not go together.
@@ -107,6 +115,8 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         seed: int = 0,
         linear_model: str = "auto",
         hessian_at: str = "auto",
+        process_group: "ProcessGroup | None" = None,
+        mesh: "DeviceMesh | None" = None,
     ) -> None:
         self.settings = Settings.of(
             likelihood,
@@ -117,6 +127,8 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
             seed=seed,
             linear_model=linear_model,
             hessian_at=hessian_at,
+            process_group=process_group,
+            mesh=mesh,
         )
         self.network = self.settings.linearise(model)
 

@@ -91,6 +91,7 @@ def tangent_of(
         loader,
         kind=settings.linear_model,
         observation=getattr(likelihood, "observe", None),
+        processes=settings.processes,
         **data,
     )
 
@@ -99,7 +100,8 @@ def problem_of(settings: "Settings", network: Linearisation, tangent: TangentMod
     """What is asked of the posterior of a tangent model."""
     vector = network.num_parameters * torch.empty((), dtype=network.dtype).element_size()
 
-    default = 0.5 * free_memory(network.device)  # asked once: it changes from moment to moment
+    # Asked once: it changes from moment to moment.
+    default = 0.5 * settings.processes.least(free_memory(network.device))
 
     def memory_of(max_memory: float | None) -> Memory:
         return Memory(default if max_memory is None else max_memory, max_memory is not None, vector)
@@ -121,7 +123,7 @@ def _within_memory(settings: "Settings", network: Linearisation, tangent: Tangen
     """The same, with as many data in the network at once as activations have memory for, if the loader has more."""
     features, max_memory = tangent.model.features, settings.method.max_memory
     network.batching.max_rows = None
-    bytes_ = max_memory if max_memory is not None else 0.5 * free_memory(network.device)
+    bytes_ = max_memory if max_memory is not None else 0.5 * settings.processes.least(free_memory(network.device))
     counts = dict(network.products)
     bytes_, vectors = max(bytes_, _LEAST_ACTIVATIONS), min(settings.num_samples, network.chunk_size)
     rows, forward = features.batch_size, (0.0, 0.0)

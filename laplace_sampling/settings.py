@@ -1,10 +1,11 @@
 """`Settings`: what a `LinearisedLaplace` is constructed with; written once, for the constructor, `repr` and files."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from laplace_sampling.data.processes import ALONE, Processes
 from laplace_sampling.likelihoods.as_likelihood import as_likelihood
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.as_prior import as_prior
@@ -33,6 +34,7 @@ class Settings:
     seed: int
     linear_model: str
     hessian_at: str
+    processes: Processes = field(default=ALONE, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -46,6 +48,8 @@ class Settings:
         seed: int = 0,
         linear_model: str = "auto",
         hessian_at: str = "auto",
+        process_group: Any = None,
+        mesh: Any = None,
     ) -> "Settings":
         """The settings of arguments, some of which are strings.
 
@@ -66,11 +70,17 @@ class Settings:
             seed=seed,
             linear_model=default if linear_model == "auto" else linear_model,
             hessian_at="network" if hessian_at == "auto" else hessian_at,
+            processes=Processes.of(process_group, mesh),
         )
 
     def __post_init__(self) -> None:
         check_whole("`num_samples`", self.num_samples, 2)
         check_whole("`seed`", self.seed, 0)
+        if self.num_samples < self.processes.num_samplers:
+            raise ValueError(
+                f"`num_samples={self.num_samples}` is fewer than the {self.processes.num_samplers} groups of processes "
+                'that draw them: ask for more, or make the axis "samples" of `mesh` shorter.'
+            )
         self.method.check_likelihood(self.likelihood)
 
     @property

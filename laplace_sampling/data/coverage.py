@@ -7,7 +7,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-__all__ = ["check_coverage"]
+from laplace_sampling.data.processes import Processes
+
+__all__ = ["check_coverage", "drawn_by_all"]
 
 
 def check_coverage(loader: DataLoader, drawn: list[Any]) -> None:
@@ -16,18 +18,8 @@ def check_coverage(loader: DataLoader, drawn: list[Any]) -> None:
     Args:
         loader: a loader of a map-style dataset.
         drawn: the indices that its sampler gives.
-
-    Raises:
-        ValueError: for the share of one process in distributed training: its posterior is not that of all data.
     """
-    total = len(loader.dataset) if isinstance(loader.dataset, Sized) else None
-    for sampler in _samplers(loader):
-        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-            raise ValueError(
-                f"The loader has a DistributedSampler, which gives this process {len(drawn)} of {total} data; the "
-                "posterior is of all of them. Pass a loader without it, such as `DataLoader(dataset, batch_size=...)`, "
-                "on one process."
-            )
+    total = _total(loader)
     if total is None or not all(isinstance(index, Hashable) for index in drawn):
         return
     num = len(set(drawn))
@@ -39,6 +31,39 @@ def check_coverage(loader: DataLoader, drawn: list[Any]) -> None:
             "`torch.utils.data.Subset(dataset, indices)` for some without this warning.",
             stacklevel=2,
         )
+
+
+def drawn_by_all(loader: DataLoader, drawn: list[Any], processes: Processes) -> list[Any]:
+    """The indices that the samplers of all processes give together, without those that a sampler gives to fill up.
+
+    Args:
+        loader: as of `check_coverage`.
+        drawn: the indices that its sampler gives in this process.
+        processes: those that share a fit.
+
+    Raises:
+        ValueError: for the share of one process in distributed training, if it shares no fit: its posterior is not that
+            of all data.
+    """
+    is_part = any(isinstance(one, DistributedSampler) and one.num_replicas > 1 for one in _samplers(loader))
+    if not processes.are_several:
+        if is_part:
+            raise ValueError(
+                f"The loader has a DistributedSampler, which gives this process {len(drawn)} of {_total(loader)} data; "
+                "the posterior is of all of them. Give `LinearisedLaplace` the `process_group=` that shares out the "
+                "data, or pass a loader without it, such as `DataLoader(dataset, batch_size=...)`."
+            )
+        return drawn
+    of_all = processes.gathered_from_all(lambda: drawn if is_part else (len(drawn), hash(tuple(sorted(drawn)))))
+    if not is_part and all(other == of_all[0] for other in of_all):
+        return drawn
+    if not is_part:
+        of_all = processes.gathered_from_all(lambda: drawn)
+    return sorted({index for indices in of_all for index in indices})
+
+
+def _total(loader: DataLoader) -> int | None:
+    return len(loader.dataset) if isinstance(loader.dataset, Sized) else None
 
 
 def _samplers(loader: DataLoader) -> Iterator[Any]:

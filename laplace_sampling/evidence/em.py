@@ -93,10 +93,11 @@ def _dimension_by_output(
     model: LinearModel, ggn: GGN, samples: Float[Tensor, "K P"], mode_outputs: Float[Tensor, "N C"]
 ) -> Float[Tensor, " C"]:
     used = torch.zeros_like(mode_outputs[0], dtype=torch.float64)
-    for batch in ggn.features.chunks():
-        changes = ggn.features.jvp(samples, batch)
-        roots = model.likelihood.root_transpose(mode_outputs[batch], changes, model.targets[batch])
-        used += (roots.double() ** 2).mean(0).sum(0)
+    with ggn.features.summing(used):
+        for batch in ggn.features.own_chunks():
+            changes = ggn.features.jvp(samples, batch)
+            roots = model.likelihood.root_transpose(mode_outputs[batch], changes, model.targets[batch])
+            used += (roots.double() ** 2).mean(0).sum(0)
     return used
 
 

@@ -121,9 +121,10 @@ def expand(model: LinearModel, prior: GaussianPrior, point: Point, hessian_at: s
 def _gradient(model: LinearModel, point: Point) -> Float[Tensor, "1 P"]:
     """The gradient of the loss in the coordinates of a model's features."""
     total = torch.zeros_like(point.theta)
-    for chunk in model.features.chunks():
-        slope = model.likelihood.gradient(point.outputs[chunk][None], model.targets[chunk])
-        total += model.features.vjp(slope.to(total), chunk)
+    with model.features.summing(total):
+        for chunk in model.features.own_chunks():
+            slope = model.likelihood.gradient(point.outputs[chunk][None], model.targets[chunk])
+            total += model.features.vjp(slope.to(total), chunk)
     return total
 
 

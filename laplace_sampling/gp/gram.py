@@ -172,8 +172,9 @@ def _row_products(
 def transposed(features: Features, u: Float[Tensor, "K N C"]) -> Float[Tensor, "K P"]:
     """`Φᵀu`, in float64."""
     total = torch.zeros(len(u), features.size, dtype=torch.float64, device=features.device)
-    for batch in features.chunks():
-        total += features.vjp(u[:, batch].to(features.dtype), batch)
+    with features.summing(total):
+        for batch in features.own_chunks():
+            total += features.vjp(u[:, batch].to(features.dtype), batch)
     return total
 
 

@@ -66,8 +66,9 @@ def backward(ggn: GGN, u: Float[Tensor, "K NC"]) -> Float[Tensor, "K P"]:
     """`ΦᵀL u`, in float64."""
     rows = ggn.likelihood.root(ggn.outputs, u.reshape(-1, *ggn.outputs.shape), ggn.targets)
     total = torch.zeros(len(u), ggn.size, dtype=torch.float64, device=ggn.device)
-    for batch in ggn.features.chunks():
-        total += ggn.features.vjp(rows[:, batch].to(ggn.dtype), batch)
+    with ggn.features.summing(total):
+        for batch in ggn.features.own_chunks():
+            total += ggn.features.vjp(rows[:, batch].to(ggn.dtype), batch)
     return total
 
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.solvers.lapack import accurate_factor, sum_of_squares, symmetric_eigen
+from laplace_sampling.solvers.lapack import accurate_factor, symmetric_eigen
 from laplace_sampling.solvers.preconditioners import Factored
 
 if TYPE_CHECKING:
@@ -65,15 +65,13 @@ class DenseCurvature(Factored):
 
     @classmethod
     def accumulated(cls, ggn: "GGN") -> "DenseCurvature":
-        """`M` of a linear model in one pass: rows in the dtype of the network, their products and sums in float64.
-
-        A datum takes `C` VJPs, and `C·P²` operations for the products of its rows.
+        """`M` of a linear model, by `GGN.accumulated`.
 
         Raises:
             FloatingPointError: if it contains NaN or infinity.
         """
         # A pass is a JVP and a VJP of all data.
-        return cls.of(sum_of_squares(ggn.root_rows(), ggn.size, ggn.device), ggn.features.num_outputs / 2)
+        return cls.of(ggn.accumulated(), ggn.features.num_outputs / 2)
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> "DenseCurvature":

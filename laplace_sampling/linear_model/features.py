@@ -5,13 +5,15 @@ A mini-batch is a tensor of data indices; `None` means all data. Sums are over t
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.data.processes import ALONE, Processes
 from laplace_sampling.solvers.recorded import recorded
 
 if TYPE_CHECKING:
@@ -86,6 +88,54 @@ class Features(ABC):
         indices = torch.arange(self.num_data) if batch is None else batch
         yield from indices.split(self.batch_size)
 
+    @property
+    def processes(self) -> Processes:
+        """Those that share out the data."""
+        return ALONE
+
+    @property
+    def counts(self) -> MutableMapping[str, int]:
+        """The counts of products, if there are any."""
+        return {}
+
+    def own(self, batch: Tensor) -> Tensor | slice:
+        """Where in a batch the data of this process are."""
+        return slice(None)
+
+    def own_chunks(self, batch: Tensor | None = None) -> Iterator[Tensor]:
+        """`chunks` of those data of a batch that are the part of this process, inside of `summing`."""
+        indices = torch.arange(self.num_data) if batch is None else batch
+        own = indices[self.own(indices)]
+        yield from self.chunks(own) if len(own) else ()
+
+    @contextmanager
+    def summing(self, *totals: Tensor) -> Iterator[None]:
+        """Sums over the data of a batch, which begin with zero: inside over `own_chunks`, afterwards over all.
+
+        This is all that methods and solvers need to know of several processes.
+        """
+        with self.processes.counting(self.counts):
+            yield
+        self.processes.sum(*totals)
+
+    def by_datum(
+        self, function: Callable[[Tensor], Tensor], shape: tuple[int, ...], dim: int, dtype: torch.dtype
+    ) -> Tensor:
+        """A function of batches on all data, in chunks, each on the process whose part it is.
+
+        Args:
+            function: from indices to one row for each, along an axis.
+            shape: of the result.
+            dim: the axis of the data.
+            dtype: of the result.
+        """
+        # Filled, for what is joined is there twice.
+        result = torch.zeros(shape, dtype=dtype, device=self.device)
+        with self.summing(result):
+            for chunk in self.own_chunks():
+                result.narrow(dim, int(chunk[0]), len(chunk)).copy_(function(chunk))
+        return result
+
     def in_chunks(self, batch_size: int) -> "Features":
         """The same features, with at most `batch_size` data at a time."""
         # A shallow copy: features of different batch size share data and matrices.
@@ -106,7 +156,8 @@ class Features(ABC):
     @recorded
     def outputs(self, v: Float[Tensor, "K P"]) -> Float[Tensor, "K N C"]:
         """`φ_i v_k` for all data."""
-        return torch.cat([self.jvp(v, batch) for batch in self.chunks()], dim=1)
+        shape = (len(v), self.num_data, self.num_outputs)
+        return self.by_datum(lambda batch: self.jvp(v, batch), shape, 1, self.dtype)
 
 
 class DerivedFeatures(Features):
@@ -121,6 +172,17 @@ class DerivedFeatures(Features):
     @property
     def dtype(self) -> torch.dtype:
         return self.features.dtype
+
+    @property
+    def processes(self) -> Processes:
+        return self.features.processes
+
+    @property
+    def counts(self) -> MutableMapping[str, int]:
+        return self.features.counts
+
+    def own(self, batch: Tensor) -> Tensor | slice:
+        return self.features.own(batch)
 
     def in_float64(self) -> Features:
         other = copy.copy(self)
@@ -138,7 +200,8 @@ class DenseFeatures(Features):
 
     @classmethod
     def of(cls, features: Features, dtype: torch.dtype = torch.float64) -> "DenseFeatures":
-        return cls(torch.cat([features.rows(batch).to(dtype) for batch in features.chunks()]))
+        shape = (features.num_data, features.num_outputs, features.size)
+        return cls(features.by_datum(lambda batch: features.rows(batch).to(dtype), shape, 0, dtype))
 
     @property
     def device(self) -> torch.device:

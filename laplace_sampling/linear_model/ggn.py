@@ -1,8 +1,9 @@
 """The generalised Gauss-Newton matrix `M = Σᵢ φᵢᵀ Bᵢ φᵢ` of a linear model, by its products."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.datum_rows import DatumRows, datum_rows
 from laplace_sampling.linear_model.features import Features, ScaledFeatures
+from laplace_sampling.solvers.lapack import sum_of_squares
 from laplace_sampling.solvers.operator import Operator
 from laplace_sampling.solvers.recorded import recorded
 
@@ -73,8 +75,9 @@ class GGN(Operator):
         total = torch.zeros_like(v)
         if batch is not None:
             return self._add_product(total, v, batch, weights)
-        # The same chunks one after the other, so that the sum is the same, whatever the parts are.
-        num_parts = min(_PARTS, -(-self.num_data // _PART))
+        # The same chunks one after the other, so that the sum is the same, whatever the parts are. Parts of one process
+        # are no parts of another, whose share of the data may be another one when a fit goes on.
+        num_parts = 1 if self.features.processes.data is not None else min(_PARTS, -(-self.num_data // _PART))
         num_chunks = -(-self.num_data // (num_parts * self.features.batch_size))
         for part in torch.arange(self.num_data).split(num_chunks * self.features.batch_size):
             total = self._with_product(total, v, part)
@@ -86,11 +89,14 @@ class GGN(Operator):
         return self._add_product(total, v, batch)
 
     def _add_product(self, total: Tensor, v: Tensor, batch: Tensor, weights: Tensor | None = None) -> Tensor:
+        own = None if weights is None else weights[self.features.own(batch)]
         start = 0  # weights are in the order of the batch
-        for chunk in self.features.chunks(batch):
-            scale = None if weights is None else weights[start : start + len(chunk)]
-            total += self.features.ggn(v, chunk, lambda u, chunk=chunk, scale=scale: self._curvature(u, chunk, scale))
-            start += len(chunk)
+        with self.features.summing(total):
+            for chunk in self.features.own_chunks(batch):
+                scale = None if own is None else own[start : start + len(chunk)]
+                curvature = partial(self._curvature, batch=chunk, weights=scale)
+                total += self.features.ggn(v, chunk, curvature)
+                start += len(chunk)
         return total
 
     def _curvature(self, u: Tensor, batch: Tensor, weights: Tensor | None) -> Tensor:
@@ -113,13 +119,12 @@ class GGN(Operator):
     @recorded
     def root_matmul(self, noise: WhiteNoise, batch: Tensor | None = None) -> Float[Tensor, "K P"]:
         """`Σᵢ φᵢᵀ Lᵢ z_i` for white `z`, a draw of `N(0, M)`, by one VJP for each datum and sample."""
-        total = None
-        for chunk in self.features.chunks(batch):
-            white = noise(chunk).to(self.device, self.dtype)
-            cotangent = self.likelihood.root(self.outputs[chunk], white, self._targets(chunk))
-            part = self.features.vjp(cotangent, chunk)
-            total = part if total is None else total + part
-        assert total is not None
+        total = torch.zeros(noise.num_samples, self.size, device=self.device, dtype=self.dtype)
+        with self.features.summing(total):
+            for chunk in self.features.own_chunks(batch):
+                white = noise(chunk).to(self.device, self.dtype)
+                cotangent = self.likelihood.root(self.outputs[chunk], white, self._targets(chunk))
+                total += self.features.vjp(cotangent, chunk)
         return total
 
     def random_rows(self, batch: Tensor, generator: torch.Generator) -> Tensor:
@@ -131,8 +136,11 @@ class GGN(Operator):
         return datum_rows(self.features, self.likelihood.root(f, directions.to(f), self._targets(batch)), batch)
 
     def root_rows(self) -> Iterator[Tensor]:
+        return self._root_rows(self.features.chunks())
+
+    def _root_rows(self, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
         num_data = max(1, _BLOCK_NUMBERS // (self.features.num_outputs * self.size))
-        for chunk in (part for batch in self.features.chunks() for part in batch.split(num_data)):
+        for chunk in (part for batch in chunks for part in batch.split(num_data)):
             f, y = self.outputs[chunk], self._targets(chunk)
             # The root acts on the outputs: as the last axis they lie together in memory, which is faster.
             rows = self.features.rows(chunk).permute(2, 0, 1)
@@ -152,11 +160,26 @@ class GGN(Operator):
     @recorded
     def _diagonal(self) -> Float[Tensor, " P"]:
         total = torch.zeros(self.size, device=self.device, dtype=self.dtype)
-        for rows in self.root_rows():
-            total += (rows**2).sum(0)
+        with self.features.summing(total):
+            for rows in self._root_rows(self.features.own_chunks()):
+                total += (rows**2).sum(0)
         return total
 
     @recorded
     def trace(self) -> float:
         """`Tr M`, exactly, by `C` VJPs for each datum."""
-        return sum(float(rows.double().square().sum()) for rows in self.root_rows())
+        total = torch.zeros((), device=self.device, dtype=torch.float64)
+        with self.features.summing(total):
+            for rows in self._root_rows(self.features.own_chunks()):
+                total += rows.double().square().sum()
+        return float(total)
+
+    def accumulated(self) -> Float[Tensor, "P P"]:
+        """`M` in float64 in one pass over its rows, which are in the dtype of the network.
+
+        A datum takes `C` VJPs, and `C·P²` operations for the products of its rows.
+        """
+        with self.features.processes.counting(self.features.counts):
+            total = sum_of_squares(self._root_rows(self.features.own_chunks()), self.size, self.device)
+        self.features.processes.sum(total)
+        return total

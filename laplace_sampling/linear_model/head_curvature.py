@@ -111,10 +111,11 @@ def partial_traces_of_head(
     layer = head_of(ggn.features)
     assert layer is not None
     G, A = (torch.zeros(n, n, dtype=torch.float64, device=ggn.device) for n in layer.index.shape)
-    for h, B in inputs_and_blocks(ggn):
-        scaled, traces = h * of_inputs, (B.diagonal(dim1=1, dim2=2) * of_outputs**2).sum(1)
-        G += torch.einsum("n,nce->ce", scaled.square().sum(1), B)
-        A += (scaled.T * traces) @ scaled
+    with ggn.features.summing(G, A):
+        for h, B in inputs_and_blocks(ggn):
+            scaled, traces = h * of_inputs, (B.diagonal(dim1=1, dim2=2) * of_outputs**2).sum(1)
+            G += torch.einsum("n,nce->ce", scaled.square().sum(1), B)
+            A += (scaled.T * traces) @ scaled
     scales = of_outputs * torch.ones(len(G)).to(G)
     return scales[:, None] * G * scales, A
 
@@ -123,8 +124,9 @@ def partial_traces_of_head(
 def _corrected(ggn: GGN, of_outputs: Float[Tensor, "C C"], of_inputs: Float[Tensor, "D D"]) -> Float[Tensor, "C D"]:
     """`Λ` for two bases in their columns."""
     total = torch.zeros(len(of_outputs), len(of_inputs), dtype=torch.float64, device=ggn.device)
-    for h, product in inputs_and_blocks(ggn, of_outputs):
-        total += (product * of_outputs).sum(1).T @ (h @ of_inputs).square()
+    with ggn.features.summing(total):
+        for h, product in inputs_and_blocks(ggn, of_outputs):
+            total += (product * of_outputs).sum(1).T @ (h @ of_inputs).square()
     return total
 
 
@@ -163,18 +165,19 @@ def head_matrix(ggn: GGN) -> Float[Tensor, "P P"] | None:
         return None
     num_outputs, num_inputs = layer.index.shape
     total = torch.zeros(num_outputs, num_inputs, num_outputs, num_inputs, dtype=torch.float64, device=ggn.device)
-    for h, B in inputs_and_blocks(ggn):
-        for c in range(num_outputs):
-            # With all later outputs together it is one product of matrices.
-            weighted = (B[:, c, c:, None] * h[:, None]).flatten(1)
-            total[c, :, c:] += (h.T @ weighted).unflatten(1, (num_outputs - c, num_inputs))
+    with ggn.features.summing(total):
+        for h, B in inputs_and_blocks(ggn):
+            for c in range(num_outputs):
+                # With all later outputs together it is one product of matrices.
+                weighted = (B[:, c, c:, None] * h[:, None]).flatten(1)
+                total[c, :, c:] += (h.T @ weighted).unflatten(1, (num_outputs - c, num_inputs))
     return _in_flat_order(_mirrored(total), layer.index)
 
 
 def inputs_and_blocks(
     ggn: GGN, vectors: Float[Tensor, "C C"] | None = None
 ) -> Iterator[tuple[Float[Tensor, "n D"], Float[Tensor, "n C C"]]]:
-    """`h_i` and `B_i` of parts of the data, or `B_i` times the columns of a matrix, in float64.
+    """`h_i` and `B_i` of parts of the data, or `B_i` times the columns of a matrix, in float64; inside of `summing`.
 
     The features must be those of a linear layer.
     """
@@ -182,7 +185,7 @@ def inputs_and_blocks(
     assert isinstance(features, NetworkFeatures)
     assert layer is not None
     most = max(1, _NUMBERS // features.num_outputs**2)
-    for chunk in (part for batch in features.chunks() for part in batch.split(most)):
+    for chunk in (part for batch in features.own_chunks() for part in batch.split(most)):
         f = ggn.outputs[chunk].double()
         rows = torch.eye(f.shape[1], dtype=f.dtype, device=f.device) if vectors is None else vectors.T
         columns = ggn.likelihood.curvature(f, rows[:, None].expand(-1, *f.shape), ggn._targets(chunk))

@@ -55,13 +55,12 @@ class HeldRows(Features):
     def matrix(self) -> Float[Tensor, "NC P"]:
         """The rows."""
         if self._matrix is None:
-            if self.num_data <= self.batch_size:
+            if self.num_data <= self.batch_size and not self.features.processes.share_data:
                 # A model in half precision may give rows in it.
                 rows = self.features.rows(torch.arange(self.num_data)).to(self.precision)
             else:
-                rows = torch.empty(self.num_data, self.num_outputs, self.size, dtype=self.precision, device=self.device)
-                for batch in self.features.chunks():
-                    rows[batch[0] : batch[-1] + 1] = self.features.rows(batch)
+                shape = (self.num_data, self.num_outputs, self.size)
+                rows = self.features.by_datum(self.features.rows, shape, 0, self.precision)
             self._matrix = rows.flatten(0, 1)
         return self._matrix
 

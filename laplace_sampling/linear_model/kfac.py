@@ -163,30 +163,35 @@ def _sums(
     features = ggn.features
     assert isinstance(features, NetworkFeatures)
     others = _others(features, rest)
-    of_layers: list[tuple[Tensor, ...]] = [()] * len(layers)
+    of_layers = [_zeros(layer, function) for layer, function in zip(layers, functions, strict=True)]
     diagonal = torch.zeros(len(rest), dtype=torch.float64, device=rest.device)
-    num, vjps = features.num_data if data is None else len(data), 0
-    for chunk in features.chunks(data):
-        x, layout = features.inputs(chunk)
-        run = LayerRun(features.network, x, len(chunk))
-        roots = _roots(ggn, noise, chunk).to(run.f)
-        for root in roots:
-            u = features.layout.narrow(root[None], layout)[0]
-            for number, (layer, pair) in enumerate(zip(layers, run.pairs(layers, u), strict=True)):
-                if pair is not None:
-                    of_layers[number] = _added(of_layers[number], functions[number](layer.shaped(pair)))
-            if others is not None:
-                diagonal += others.vjp_each(root, chunk).square().sum(0)
-            vjps += (1 + (others is not None)) * len(chunk)
-        features.network.products["vjp"] += len(roots) * len(chunk)
-    share = num / features.num_data
+    vjps = torch.zeros((), dtype=torch.float64, device=rest.device)
+    with features.summing(*(total for totals in of_layers for total in totals), diagonal, vjps):
+        for chunk in features.own_chunks(data):
+            x, layout = features.inputs(chunk)
+            run = LayerRun(features.network, x, len(chunk))
+            roots = _roots(ggn, noise, chunk).to(run.f)
+            for root in roots:
+                u = features.layout.narrow(root[None], layout)[0]
+                for number, (layer, pair) in enumerate(zip(layers, run.pairs(layers, u), strict=True)):
+                    if pair is not None:
+                        more = functions[number](layer.shaped(pair))
+                        torch._foreach_add_(of_layers[number], more)
+                if others is not None:
+                    diagonal += others.vjp_each(root, chunk).square().sum(0)
+                vjps += (1 + (others is not None)) * len(chunk)
+            features.network.products["vjp"] += len(roots) * len(chunk)
+    share = (features.num_data if data is None else len(data)) / features.num_data
     summed = [tuple(t / share for t in sums) for sums in of_layers]
     # A pass is a JVP and a VJP of all data.
-    return summed, rest, diagonal / share, vjps / (2 * features.num_data)
+    return summed, rest, diagonal / share, float(vjps) / (2 * features.num_data)
 
 
-def _added(sums: tuple[Tensor, ...], more: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(a + b for a, b in zip(sums, more, strict=True)) if sums else more
+def _zeros(layer: Layer, function: Callable[[Pair], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Sums of no data."""
+    q, m, k = layer.index.shape
+    shapes = [(q, m, m), (q, k, k)] if function is partial_traces else [(q, m, k)]
+    return tuple(torch.zeros(shape, dtype=torch.float64, device=layer.index.device) for shape in shapes)
 
 
 def _others(features: NetworkFeatures, rest: Tensor) -> NetworkFeatures | None:

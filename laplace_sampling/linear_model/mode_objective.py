@@ -44,11 +44,11 @@ class ModeObjective(Objective):
 
     @recorded
     def value(self, theta: Tensor) -> float:
-        fit = sum(
-            float(self.model.likelihood.loss(self._outputs(theta, batch), self.model.targets[batch]).double().sum())
-            for batch in self.model.features.chunks()
-        )
-        return fit + 0.5 * float((self.precision * theta.double() ** 2).sum())
+        fit = torch.zeros((), dtype=torch.float64, device=theta.device)
+        with self.model.features.summing(fit):
+            for batch in self.model.features.own_chunks():
+                fit += self.model.likelihood.loss(self._outputs(theta, batch), self.model.targets[batch]).double().sum()
+        return float(fit) + 0.5 * float((self.precision * theta.double() ** 2).sum())
 
     def gradient(self, theta: Tensor, batch: Tensor | None) -> Tensor:
         return self._full_gradient(theta) if batch is None else self._gradient(theta, batch)
@@ -59,9 +59,10 @@ class ModeObjective(Objective):
 
     def _gradient(self, theta: Tensor, batch: Tensor | None) -> Tensor:
         total = torch.zeros_like(theta)
-        for chunk in self.model.features.chunks(batch):
-            slope = self.model.likelihood.gradient(self._outputs(theta, chunk), self.model.targets[chunk])
-            total += self.model.features.vjp(slope, chunk)
+        with self.model.features.summing(total):
+            for chunk in self.model.features.own_chunks(batch):
+                slope = self.model.likelihood.gradient(self._outputs(theta, chunk), self.model.targets[chunk])
+                total += self.model.features.vjp(slope, chunk)
         # The loss of a mini-batch stands for that of all data, so that its gradient is unbiased.
         weight = 1.0 if batch is None else self.num_data / len(batch)
         return weight * total + self.precision * theta

@@ -1,12 +1,14 @@
 """The features `Φ` of a network, by forward- and reverse-mode products."""
 
 import copy
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from laplace_sampling.data.batches import Layout, num_rows, place, take
+from laplace_sampling.data.processes import Processes
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.linear_model.features import Curvature, Features
 from laplace_sampling.networks.layer_rows import Outer, vjp_by_layers
@@ -36,6 +38,20 @@ class NetworkFeatures(Features):
     @property
     def dtype(self) -> torch.dtype:
         return self.network.dtype
+
+    @property
+    def processes(self) -> Processes:
+        return self.data.processes
+
+    @property
+    def counts(self) -> MutableMapping[str, int]:
+        return self.network.products
+
+    def own(self, batch: Tensor) -> Tensor | slice:
+        if not self.processes.share_data:
+            return slice(None)
+        part = self.data.part
+        return (batch >= part.start) & (batch < part.stop)
 
     def in_float64(self) -> Features:
         if self.dtype == torch.float64:

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.data.processes import Processes
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
@@ -58,6 +59,46 @@ def sample_posterior(
         init: warm start `δ = ζ − θ⁰`, in scaled coordinates; zero by default, which is the prior sample.
         description: label of a progress bar; none by default.
     """
+    processes = ggn.features.processes
+    if 1 < processes.num_samplers <= draws.num_samples:
+        with processes.counting_samples(ggn.features.counts):
+            own = processes.samples_of(draws.num_samples)
+            part = replace(draws, num_samples=len(own), first=draws.first + own.start)
+            start = None if init is None else init[own.start : own.stop]
+            solution = _sampled(ggn, prior, part, solver, start, description)
+        return _of_all(solution, draws.num_samples, processes)
+    return _sampled(ggn, prior, draws, solver, init, description)
+
+
+def _of_all(solution: Solution, num: int, processes: Processes) -> Solution:
+    """The solutions of all groups of processes, each of which has some of the samples."""
+
+    def joined(rows: Tensor) -> Tensor:
+        return processes.samples_of_all(rows, num)
+
+    passes, converged = zip(*processes.gathered_samples(lambda: (solution.passes, solution.converged)), strict=True)
+    return replace(
+        solution,
+        value=joined(solution.value),
+        delta=joined(solution.delta),
+        residual=joined(solution.residual),
+        error=joined(solution.error),
+        leverage=solution.leverage if solution.exact else joined(solution.leverage),
+        traces=None if solution.traces is None else joined(solution.traces),
+        passes=sum(passes),
+        converged=all(converged),
+    )
+
+
+def _sampled(
+    ggn: GGN,
+    prior: GaussianPrior,
+    draws: Draws,
+    solver: Solver,
+    init: Float[Tensor, "K P"] | None,
+    description: str | None,
+) -> Solution:
+    """`sample_posterior` by this process, and those that share out the data with it."""
     if isinstance(solver, Sampler):  # closed forms, and solvers in observation space
         return solver.sample(ggn, prior, draws, init)
     scaled = replace(ggn, features=ScaledFeatures(ggn.features, prior.scale))
@@ -122,7 +163,7 @@ def draw(
         prior: `A`.
         draws: frozen noise.
         solver: for `sample_posterior`.
-        rows: number of samples in memory together. A sample depends on it only by rounding and within the tolerance of
+        rows: number of samples that a process solves for together. A sample depends on it only by rounding and within the tolerance of
             the solver.
         dtype: dtype of the samples.
         init: gives the warm start `δ` of some of the draws, as of `sample_posterior`.
@@ -131,7 +172,7 @@ def draw(
     """
     samples: Tensor | None = None
     parts: list[PosteriorSamples] = []
-    for group in draws.groups(rows):
+    for group in draws.groups(rows * ggn.features.processes.num_samplers):
         try:
             start = None if init is None else init(group)
             solution = sample_posterior(ggn, prior, group, solver, init=start, description=description)

@@ -26,6 +26,9 @@ class SomeFeatures(DerivedFeatures):
         self.num_data, self.num_outputs = len(some), features.num_outputs
         self.size, self.batch_size = features.size, features.batch_size
 
+    def own(self, batch: Tensor) -> Tensor | slice:
+        return self.features.own(self.some[batch])
+
     def jvp(self, v: Tensor, batch: Tensor) -> Tensor:
         return self.features.jvp(v, self.some[batch])
 

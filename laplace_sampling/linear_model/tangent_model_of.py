@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.data.batches import Layout, batched, place
+from laplace_sampling.data.processes import ALONE, Processes
 from laplace_sampling.data.training_data import TrainingData, Unpack
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.measurement import Observation
@@ -37,6 +38,7 @@ def tangent_model_of(
     weights: Tensor | Sequence[float] | None = None,
     unpack: Unpack | None = None,
     num_data: int | None = None,
+    processes: Processes = ALONE,
 ) -> TangentModel:
     r"""The tangent model on training data.
 
@@ -50,11 +52,12 @@ def tangent_model_of(
         weights: weight of each datum in the sum of losses; for a Gaussian likelihood `1/R`.
         unpack: `batch -> (inputs, targets)`.
         num_data: number of data of a stream.
+        processes: those that share out the data.
 
     Raises:
         TypeError, ValueError: for data that do not fit the model or the likelihood, or that cannot be read twice.
     """
-    data = TrainingData(loader, unpack=unpack, num_data=num_data, fill=likelihood.fill)
+    data = TrainingData(loader, unpack=unpack, num_data=num_data, fill=likelihood.fill, processes=processes)
     if noise_variances is not None and not likelihood.quadratic:
         raise ValueError(
             f"`noise_variances` are of a regression, but the likelihood is {likelihood.name!r}, which has no noise "
@@ -88,12 +91,12 @@ def tangent_model_of(
 
 def _features(network: Linearisation, data: TrainingData) -> tuple[NetworkFeatures, Float[Tensor, "N C"]]:
     """The features, and the outputs of the network, after checks of both."""
-    # The first batch runs twice: outputs that differ show a random forward, such as dropout that stays on.
     first_batch = torch.arange(min(data.batch_size, data.num_data))
-    first = network(_inputs(network, data, first_batch))
     # With random weights in the last layer only, its inputs are kept: products then skip the rest of the network.
+    batches = [batch for batch in torch.arange(data.part.start, data.part.stop).split(data.batch_size) if len(batch)]
+    first = network(_inputs(network, data, batches[0])) if batches else None
     with network.keep_inputs(data) as kept:
-        outputs, layout = _outputs(network, data, first)
+        outputs, layout = _outputs(network, data, batches, first)
     features = NetworkFeatures(*network.shortened(data, kept), layout)
     features.network.known_layers = None  # the network may use its weights in another way than at an earlier fit
     check_consistency(network, _inputs(network, data, first_batch))
@@ -150,22 +153,37 @@ def _inputs(network: Linearisation, data: TrainingData, batch: Tensor) -> Any:
     return place(data.inputs(batch), network.device, network.dtype)
 
 
-def _outputs(network: Linearisation, data: TrainingData, first: Tensor) -> tuple[Float[Tensor, "N *C"], Layout]:
-    """The outputs on all data, and their layout, the largest of all batches; `first` is the first batch once more."""
-    outputs: list[Tensor] = []
-    layouts: list[Layout] = []
-    for number, batch in enumerate(torch.arange(data.num_data).split(data.batch_size)):
-        output, layout = network.evaluate(_inputs(network, data, batch))
-        outputs.append(output.reshape(len(batch), -1))
-        layouts.append(layout)
-        if not bool(output.isfinite().all()):
-            raise ValueError(f"The model gives NaN or infinity on batch {number} (counted from 0) of the data.")
-        if number == 0 and not torch.equal(first, output):
-            raise ValueError(
-                "The model gives different outputs for the same input in evaluation mode. Remove what is random "
-                "in its forward (for example `F.dropout(..., training=True)`)."
-            )
-    layout = reduce(Layout.union, layouts)
+def _outputs(
+    network: Linearisation, data: TrainingData, batches: list[Tensor], first: Tensor | None
+) -> tuple[Float[Tensor, "N *C"], Layout]:
+    """The outputs on all data, and their layout, the largest of all batches.
+
+    Args:
+        network: linearised network.
+        data: training data.
+        batches: of this process.
+        first: outputs of the first of them: another run shows a random forward, such as dropout that stays on.
+    """
+    outputs, found = [], []
+
+    def layout_of_part() -> Layout | None:
+        for number, batch in enumerate(batches):
+            output, layout = network.evaluate(_inputs(network, data, batch))
+            outputs.append(output.reshape(len(batch), -1))
+            found.append(layout)
+            if not bool(output.isfinite().all()):
+                number = int(batch[0]) // data.batch_size
+                raise ValueError(f"The model gives NaN or infinity on batch {number} (counted from 0) of the data.")
+            if number == 0 and first is not None and not torch.equal(first, output):
+                raise ValueError(
+                    "The model gives different outputs for the same input in evaluation mode. Remove what is random "
+                    "in its forward (for example `F.dropout(..., training=True)`)."
+                )
+        return reduce(Layout.union, found) if found else None
+
+    layouts = data.processes.gathered(layout_of_part)
+    layout = reduce(Layout.union, [one for one in layouts if one is not None])
     # Batches with less padding have fewer outputs: all get those of the largest.
-    widened = [narrow.widen(output, layout) for narrow, output in zip(layouts, outputs, strict=True)]
-    return torch.cat(widened).reshape(data.num_data, *layout.shape), layout
+    widened = [narrow.widen(output, layout) for narrow, output in zip(found, outputs, strict=True)]
+    joined = data.joined(torch.cat(widened) if widened else None, network.device)
+    return joined.reshape(data.num_data, *layout.shape), layout

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from laplace_sampling.data.batches import num_bytes, num_rows, place
 from laplace_sampling.data.encoding import decode_inputs, encode_inputs
-from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.networks.held_module import solving
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.module_state import COMMON_ATTRIBUTES
+
+if TYPE_CHECKING:
+    from laplace_sampling.data.training_data import TrainingData
 
 __all__ = ["FunctionFingerprint", "structure_of"]
 
@@ -50,7 +52,7 @@ class FunctionFingerprint:
     product: Float[Tensor, "n c"]
 
     @classmethod
-    def of(cls, network: Linearisation, data: TrainingData) -> "FunctionFingerprint | None":
+    def of(cls, network: Linearisation, data: "TrainingData") -> "FunctionFingerprint | None":
         """At some of the training data.
 
         `None` where a file cannot hold them, or where the network does not compute the same or what is finite twice.
@@ -88,7 +90,7 @@ class FunctionFingerprint:
         return cls(decode_inputs(tensors), tensors["outputs"], tensors["product"])
 
 
-def _some_inputs(data: TrainingData, most: int) -> Any:
+def _some_inputs(data: "TrainingData", most: int) -> Any:
     """Few data, from the first to the last; the first ones of data that are read in order."""
     first = data.inputs(torch.arange(1))
     num = max(1, min(_NUM_DATA, most, data.num_data, _MOST_BYTES // max(1, num_bytes(first))))

@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from jaxtyping import Float
@@ -26,7 +26,6 @@ from laplace_sampling.data.batches import (
     place,
     take,
 )
-from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.networks.batching import DEFAULT_CHUNK
 from laplace_sampling.networks.linear_layer import LinearLayer
 from laplace_sampling.networks.linearisation import Linearisation
@@ -34,6 +33,9 @@ from laplace_sampling.networks.module_calls import ModuleCall, inputs_of_call, r
 from laplace_sampling.networks.resources import free_memory
 from laplace_sampling.networks.undisturbed import LOCK, undisturbed
 from laplace_sampling.networks.unwrapping import unwrapped
+
+if TYPE_CHECKING:
+    from laplace_sampling.data.training_data import TrainingData
 
 __all__ = ["LastLayer", "linear_layer_of"]
 
@@ -106,10 +108,10 @@ class LastLayer(Linearisation):
                     self._choose(self.module, [name], self.chunk_size, self.autocast)
                     self._taken_over = True
 
-    def find(self, x: Any, num_data: int) -> None:
+    def find(self, x: Any, num_data: int, free: float) -> None:
         """Finds the layer by a run on a few inputs, once.
 
-        A notice says if its inputs cannot be kept for so many data.
+        A notice says if its inputs cannot be kept for so many data in so much free memory.
 
         Raises:
             ValueError: if no module has weights, or if there are several heads.
@@ -140,7 +142,7 @@ class LastLayer(Linearisation):
         z = None
         if name is not None:
             z = next(call.inputs for call in calls if call.name == name)
-            needed, allowed = num_data / num_rows(z) * num_bytes(z), _SHARE * free_memory(self.device)
+            needed, allowed = num_data / num_rows(z) * num_bytes(z), _SHARE * free
             if needed > allowed:
                 name, reason = None, f"they would take {needed:.2g} bytes, of {allowed:.2g} that they may take"
         if name is None:
@@ -233,28 +235,30 @@ class LastLayer(Linearisation):
         )
 
     @contextmanager
-    def keep_inputs(self, data: TrainingData) -> Iterator[list[Any]]:
+    def keep_inputs(self, data: "TrainingData") -> Iterator[list[Any]]:
         """Finds the layer, and keeps the inputs of the head in calls inside, for `shortened`."""
         few = data.inputs(torch.arange(min(_DATA_OF_THE_RUN, data.num_data)))
-        self.find(place(few, self.device, self.dtype), data.num_data)
+        free = math.inf if self.found else data.processes.least(free_memory(self.device))
+        self.find(place(few, self.device, self.dtype), data.num_data, free)
         if self.head is None:
             yield []
             return
         with self._recording() as kept:
             yield kept
 
-    def shortened(self, data: TrainingData, kept: Sequence[Any]) -> tuple[Linearisation, TrainingData]:
+    def shortened(self, data: "TrainingData", kept: Sequence[Any]) -> "tuple[Linearisation, TrainingData]":
         """The head and its inputs, one for each batch; the whole network if none were kept or their forms differ."""
-        if not kept or self.head is None:
+        if self.head is None:
             return self, data
-        if any(z is None for z in kept):
+        # Processes that share out the data must agree.
+        forms = [form for of_part in data.processes.gathered(lambda: _forms(kept)) for form in of_part]
+        if None in forms:
             self._drop_head(self._output_is_changed)
-            return self, data
-        forms = [([t.shape[1:] for t in batched(z)[0]], constants(z)) for z in kept]
-        if any(form != forms[0] for form in forms):
+        elif any(form != forms[0] for form in forms):
             self._drop_head("batches have inputs of it that differ in more than their rows")
-            return self, data
-        return self.head, TrainingData.unlabelled(concatenate(kept), data.batch_size)
+        else:
+            return self.head, data.shortened(data.joined(concatenate(kept) if kept else None, self.device))
+        return self, data
 
     @contextmanager
     def _recording(self) -> Iterator[list[Any]]:
@@ -358,6 +362,11 @@ class LastLayer(Linearisation):
             double.head = type(self.head)(module, self.head.names, chunk_size=self.chunk_size)
             double.head.products = self.products
         return double
+
+
+def _forms(kept: Sequence[Any]) -> list[Any]:
+    """Of the inputs of each batch, what must be the same; `None` of none."""
+    return [None if z is None else ([t.shape[1:] for t in batched(z)[0]], constants(z)) for z in kept]
 
 
 def _own_weights(module: nn.Module, name: str) -> list[nn.Parameter]:

@@ -1,3 +1,4 @@
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -334,7 +335,7 @@ def test_products_of_the_whole_network_are_those_of_the_head() -> None:
     v = torch.randn(3, 18, generator=generator, dtype=torch.float64)
     u = torch.randn(3, 6, 3, generator=generator, dtype=torch.float64)
     assert network.layer == "body.body.0"  # as yet, the one registered last
-    network.find(x, 6)
+    network.find(x, 6, math.inf)
     assert network.layer == "head"
     head = network.head
     for network.head in (head, None):
