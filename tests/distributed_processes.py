@@ -18,7 +18,7 @@ __all__ = ["run_on_ranks"]
 
 # One process imports torch, and all others are forked from it: they start in milliseconds, without threads of a test.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor"])
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "laplace_sampling"])
 
 
 def run_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0) -> list[Any]:

@@ -8,8 +8,9 @@ every process alike. So nothing else has to know that there are several.
 
 import pickle
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -29,8 +30,8 @@ _DATA, _SAMPLES = "data", "samples"
 # Seconds after which a process that waits for others looks whether one of them has failed, and between looks at
 # whether they have come.
 _LOOK, _NAP = 1.0, 5e-5
-# Where the cause of a failure is written for the others.
-_KEY = "laplace_sampling/failure"
+# How many fits the processes of each group have begun together: words of an earlier one must not end a later one.
+_CALLS: Counter[str] = Counter()
 
 
 class ProcessError(RuntimeError):
@@ -296,14 +297,28 @@ class Processes:
     @contextmanager
     def telling(self) -> Iterator[None]:
         """An error inside is told to the other processes, which end with its words where they wait for this one."""
+        _CALLS.update(group.group_name for group in self._groups)
         try:
             yield
         except ProcessError:
             raise
         except BaseException as error:
-            if self.are_several:
-                _publish(_words(error))
+            for key in self._keys():
+                _publish(key, _words(error))
             raise
+
+    @property
+    def _groups(self) -> "list[ProcessGroup]":
+        return [group for group in (self.data, self.samples) if group is not None]
+
+    def _keys(self) -> list[str]:
+        """Under which names failures of this call are told, one for each group."""
+        names = [group.group_name for group in self._groups]
+        return [f"laplace_sampling/failure/{name}/{_CALLS[name]}" for name in names]
+
+    def _told(self) -> str | None:
+        """What another process has told of its failure."""
+        return next((cause for key in self._keys() if (cause := _published(key)) is not None), None)
 
     def _wait(self, work: Any) -> None:
         """Until a sum is there, or until another process is known to have failed."""
@@ -313,18 +328,14 @@ class Processes:
                 time.sleep(_NAP)
                 if time.monotonic() - looked > _LOOK:
                     looked = time.monotonic()
-                    if (cause := _published()) is not None:
-                        raise ProcessError(f"Another process of the fit has failed: {cause}")
+                    if (cause := self._told()) is not None:
+                        raise ProcessError(f"Another process that shares the fit has failed: {cause}")
             work.wait()
+        except ProcessError:
+            raise
         except RuntimeError as error:
-            if isinstance(error, ProcessError):
-                raise
-            cause = _published()
-            raise ProcessError(
-                f"Another process of the fit has failed: {cause}"
-                if cause is not None
-                else f"Another process of the fit has ended, or cannot be reached: {error}"
-            ) from error
+            cause = self._told() or f"it has ended, or cannot be reached: {error}"
+            raise ProcessError(f"Another process that shares the fit has failed: {cause}") from error
 
 
 ALONE = Processes()
@@ -354,25 +365,21 @@ def _unpickled(numbers: Tensor) -> Any:
     return pickle.loads(numbers.cpu().numpy().tobytes())
 
 
+def _publish(key: str, cause: str) -> None:
+    import torch.distributed as dist
+
+    with suppress(Exception):  # the process that holds the store may have ended first
+        _store().set(key, f"process {dist.get_rank()}: {cause}")
+
+
+def _published(key: str) -> str | None:
+    with suppress(Exception):
+        store = _store()
+        return store.get(key).decode() if store.check([key]) else None
+    return None
+
+
 def _store() -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
-
-
-def _publish(cause: str) -> None:
-    import torch.distributed as dist
-
-    try:
-        _store().set(_KEY, f"process {dist.get_rank()}: {cause}")
-    except Exception:  # the process that holds the store has ended first
-        return
-
-
-def _published() -> str | None:
-    """What a process has told of its failure."""
-    try:
-        store = _store()
-        return store.get(_KEY).decode() if store.check([_KEY]) else None
-    except Exception:
-        return None

@@ -57,9 +57,7 @@ class Source(ABC):
 class RandomAccess(Source):
     """The data of a `DataLoader` in a fixed order, with its own sampler, collation and batch size."""
 
-    def __init__(
-        self, loader: DataLoader, batch_sampler: Iterable[Any], unpack: Unpack, processes: Processes
-    ) -> None:
+    def __init__(self, loader: DataLoader, batch_sampler: Iterable[Any], unpack: Unpack, processes: Processes) -> None:
         self.dataset, self.collate, self.unpack = loader.dataset, loader.collate_fn, unpack
         if type(batch_sampler) is BatchSampler:
             # The sampler, not the batches: `drop_last` would leave out different data at each pass.

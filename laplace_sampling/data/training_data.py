@@ -243,5 +243,3 @@ def _joined(targets: list[Any], fill: int | None) -> Any:
 def _check_finite(x: Any, what: str, number: int) -> None:
     if (flaw := flaw_of(x)) is not None:
         raise ValueError(f"Batch {number} (counted from 0) has {flaw} in its {what}; clean the data first.")
-
-

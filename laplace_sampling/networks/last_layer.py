@@ -30,6 +30,7 @@ from laplace_sampling.networks.batching import DEFAULT_CHUNK
 from laplace_sampling.networks.linear_layer import LinearLayer
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.module_calls import ModuleCall, inputs_of_call, returns
+from laplace_sampling.networks.own_weights import around, has_matrix, names_of, own_weights
 from laplace_sampling.networks.resources import free_memory
 from laplace_sampling.networks.undisturbed import LOCK, undisturbed
 from laplace_sampling.networks.unwrapping import unwrapped
@@ -37,7 +38,7 @@ from laplace_sampling.networks.unwrapping import unwrapped
 if TYPE_CHECKING:
     from laplace_sampling.data.training_data import TrainingData
 
-__all__ = ["LastLayer", "linear_layer_of"]
+__all__ = ["LastLayer"]
 
 # Data that the network is run on to find the layer: networks with batch normalisation may not run on a single one.
 _DATA_OF_THE_RUN = 2
@@ -85,7 +86,7 @@ class LastLayer(Linearisation):
 
     def _choose(self, module: nn.Module, names: list[str], chunk_size: int, autocast: torch.dtype | None) -> None:
         """Takes the last of some modules that has weights of its own."""
-        weights = {name: _own_weights(module, name) for name in names}
+        weights = {name: own_weights(module, name) for name in names}
         layers = [name for name in names if weights[name]]
         if not layers:
             raise ValueError(
@@ -93,9 +94,9 @@ class LastLayer(Linearisation):
                 "called. Name weights with `parameters=[...]`."
             )
         # A normalisation or a scale at the end has weights, too, but is not what users mean by the last layer.
-        with_matrix = [name for name in layers if _has_matrix(module, name)]
+        with_matrix = [name for name in layers if has_matrix(module, name)]
         self.layer = (with_matrix or layers)[-1]
-        super().__init__(module, _names_of(module, weights[self.layer]), chunk_size=chunk_size, autocast=autocast)
+        super().__init__(module, names_of(module, weights[self.layer]), chunk_size=chunk_size, autocast=autocast)
 
     def take_over(self, names: Any) -> None:
         """Takes the layer that a saved posterior is of, if it is one; the first prediction finds its inputs."""
@@ -103,8 +104,8 @@ class LastLayer(Linearisation):
             return
         with LOCK:
             for name in [name for name, _ in self.module.named_modules()]:
-                weights = _own_weights(self.module, name)
-                if weights and _names_of(self.module, weights) == names:
+                weights = own_weights(self.module, name)
+                if weights and names_of(self.module, weights) == names:
                     self._choose(self.module, [name], self.chunk_size, self.autocast)
                     self._taken_over = True
 
@@ -155,8 +156,8 @@ class LastLayer(Linearisation):
         """Takes the layer by the calls of a run of the network."""
         with LOCK:
             self._choose(self.module, [call.name for call in calls], self.chunk_size, self.autocast)
-            ends = [call.name for call in calls if _has_matrix(self.module, call.name) and returns(call, outputs)]
-            if inner := [name for name in ends if name != self.layer and self.layer in ("", *_around(name))]:
+            ends = [call.name for call in calls if has_matrix(self.module, call.name) and returns(call, outputs)]
+            if inner := [name for name in ends if name != self.layer and self.layer in ("", *around(name))]:
                 self._choose(self.module, inner[-1:], self.chunk_size, self.autocast)
 
     def _recorded_calls(self, x: Any) -> tuple[list[ModuleCall], Tensor, Layout]:
@@ -185,7 +186,7 @@ class LastLayer(Linearisation):
         v = torch.randn(1, self.num_parameters, generator=torch.Generator().manual_seed(0)).to(outputs)
         expected = super().jvp(x, v)
         # From the layer outwards: the innermost module that will do has the smallest forward pass.
-        for name in reversed(_around(self.layer)):
+        for name in reversed(around(self.layer)):
             calls_of_module = [call for call in calls if call.name == name]
             if len(calls_of_module) != 1 or not returns(calls_of_module[0], outputs):
                 continue
@@ -212,7 +213,7 @@ class LastLayer(Linearisation):
         """A part of the module with the random weights in it, and inputs `z`."""
         with LOCK:
             part, parameters = self.module.get_submodule(name), dict(self.module.named_parameters())
-            names = _names_of(part, [parameters[name] for name in self.names])
+            names = names_of(part, [parameters[name] for name in self.names])
             kind = LinearLayer if LinearLayer.fits(part, names, z) else Linearisation
             return kind(part, names, chunk_size=self.chunk_size, autocast=self.autocast)
 
@@ -367,41 +368,6 @@ class LastLayer(Linearisation):
 def _forms(kept: Sequence[Any]) -> list[Any]:
     """Of the inputs of each batch, what must be the same; `None` of none."""
     return [None if z is None else ([t.shape[1:] for t in batched(z)[0]], constants(z)) for z in kept]
-
-
-def _own_weights(module: nn.Module, name: str) -> list[nn.Parameter]:
-    """The floating-point weights of a part of a module itself, also those that it computes its weights from."""
-    if "parametrizations" in name.split("."):
-        return []
-    part = module.get_submodule(name)
-    weights = list(part.parameters(recurse=False))
-    if nn.utils.parametrize.is_parametrized(part):
-        weights += list(part.get_submodule("parametrizations").parameters())
-    return [p for p in weights if p.is_floating_point()]
-
-
-def linear_layer_of(module: nn.Module, names: list[str]) -> str | None:
-    """The name of the linear layer inside a module of which weights are all, if they are those of one."""
-    layer = names[0].rpartition(".")[0]
-    part = module.get_submodule(layer)
-    if not layer or type(part) is not nn.Linear or _names_of(module, _own_weights(module, layer)) != names:
-        return None
-    return layer
-
-
-def _has_matrix(module: nn.Module, name: str) -> bool:
-    return any(weight.dim() > 1 for weight in _own_weights(module, name))
-
-
-def _around(name: str) -> list[str]:
-    """The names of the modules around a part, from outside, and its own."""
-    parts = name.split(".")
-    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
-
-
-def _names_of(module: nn.Module, weights: Sequence[nn.Parameter]) -> list[str]:
-    chosen = {id(p) for p in weights}
-    return [name for name, p in module.named_parameters() if id(p) in chosen]
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

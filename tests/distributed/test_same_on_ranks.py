@@ -1,0 +1,110 @@
+"""One rank, two and four give the same hyperparameters, samples, evidence and predictions, by every method."""
+
+import itertools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_processes import run_on_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from laplace_sampling import Krylov, LinearisedLaplace, Stochastic
+
+# Of 37 data four ranks have 9, 9, 9 and 10.
+N, D = 37, 3
+BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def network(dtype: torch.dtype, num_outputs: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(D, 5), nn.Tanh(), nn.Linear(5, num_outputs)).to(dtype)
+
+
+def dataset(dtype: torch.dtype, likelihood: str, num: int = N) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(num, D, generator=generator, dtype=torch.float64)
+    signal = (x @ torch.randn(D, 3, generator=generator, dtype=torch.float64)).sin()
+    if likelihood == "classification":
+        return TensorDataset(x.to(dtype), (signal + 0.5 * torch.randn(num, 3, generator=generator)).argmax(1))
+    return TensorDataset(x.to(dtype), (signal[:, :1] + 0.1 * torch.randn(num, 1, generator=generator)).to(dtype))
+
+
+def fitted(
+    likelihood: str, dtype: torch.dtype, options: dict[str, Any], fit: dict[str, Any], **where: Any
+) -> LinearisedLaplace:
+    model = network(dtype, 3 if likelihood == "classification" else 1)
+    la = LinearisedLaplace(model, likelihood, num_samples=8, **options, **where)
+    data = dataset(dtype, likelihood)
+    return la.fit_hyperparameters(DataLoader(data, batch_size=10), progress=False, **fit)
+
+
+def numbers(la: LinearisedLaplace, dtype: torch.dtype) -> dict[str, Tensor]:
+    pred = la.predict(torch.linspace(-2, 2, 4 * D, dtype=dtype).reshape(4, D))
+    evidence = la.log_marginal_likelihood()
+    return {
+        "prior precision": la.prior_precision_,
+        "noise": torch.zeros(1) if la.noise_precision_ is None else la.noise_precision_,
+        "scale": torch.tensor(la.scale_),
+        "effective dimension": la.effective_dimension_,
+        "samples": la.samples_,
+        "evidence": torch.tensor(float(evidence), dtype=torch.float64),
+        "stddev": pred.stddev if hasattr(pred, "stddev") else pred.probs,
+        "mode": la.mode_,
+    }
+
+
+METHODS = {
+    "exact": {"method": "exact"},
+    "krylov": {"method": Krylov()},
+    "stochastic": {"method": Stochastic()},
+    "kfac": {"method": "kfac"},
+    "diagonal": {"method": "diagonal"},
+    "last layer": {"parameters": "last_layer"},
+    "auto": {},
+}
+CASES = list(itertools.product(METHODS, ("regression", "classification"), BOUNDS))
+# Processes on the axes of the data and of the samples.
+SHAPES = [(2, 1), (4, 1), (1, 2), (2, 2)]
+
+
+def of_case(method: str, likelihood: str, dtype: torch.dtype, **where: Any) -> dict[str, Tensor]:
+    return numbers(fitted(likelihood, dtype, METHODS[method], {"budget": None, "max_steps": 2}, **where), dtype)
+
+
+def on_rank(shape: tuple[int, int]) -> list[dict[str, Tensor]]:
+    warnings.simplefilter("ignore")
+    torch.manual_seed(dist.get_rank())  # nothing depends on global generators
+    where: dict[str, Any] = {"process_group": dist.group.WORLD}
+    if shape[1] > 1:
+        where = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=("data", "samples"))}
+    return [of_case(*case, **where) for case in CASES]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[dict[str, Tensor]]:
+    warnings.simplefilter("ignore")
+    return [of_case(*case) for case in CASES]
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=str)
+def together(request: pytest.FixtureRequest) -> list[list[dict[str, Tensor]]]:
+    """What each rank has, case by case: all in one start of the processes, which takes longer than the fits."""
+    shape = request.param
+    return list(zip(*run_on_ranks(on_rank, shape[0] * shape[1], shape, timeout=300.0), strict=True))
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: ", ".join(map(str, CASES[n])))
+def test_as_many_ranks_as_you_like(number: int, alone: list, together: list) -> None:
+    method, _, dtype = CASES[number]
+    for of_rank in together[number]:
+        for name, value in alone[number].items():
+            bound = BOUNDS[dtype]
+            if name == "mode" and dtype == torch.float32:
+                bound = 1e-4  # the gradient vanishes there only up to rounding
+            atol = bound * float(value.abs().max())
+            assert_close(of_rank[name], value, rtol=bound, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
