@@ -159,7 +159,7 @@ def _read_by_all(
 
 
 def _read(source: Source, inputs: list[Any], cache_bytes: float) -> tuple[list[Any], Shapes, list[Any] | None]:
-    """Checks all batches: their targets, the shapes of a datum, and what has no rows; inputs that are kept are added."""
+    """Checks all batches: their targets, the shapes of a datum, and what has no rows; adds inputs that are kept."""
     targets, shapes, read_bytes, fixed = [], set(), 0, None
     for number, (x, y) in source.own():
         _check_finite(x, "inputs", number)

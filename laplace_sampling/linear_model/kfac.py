@@ -175,8 +175,8 @@ def _sums(
                 u = features.layout.narrow(root[None], layout)[0]
                 for number, (layer, pair) in enumerate(zip(layers, run.pairs(layers, u), strict=True)):
                     if pair is not None:
-                        more = functions[number](layer.shaped(pair))
-                        torch._foreach_add_(of_layers[number], more)
+                        for total, more in zip(of_layers[number], functions[number](layer.shaped(pair)), strict=True):
+                            total += more
                 if others is not None:
                     diagonal += others.vjp_each(root, chunk).square().sum(0)
                 vjps += (1 + (others is not None)) * len(chunk)

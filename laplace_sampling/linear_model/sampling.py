@@ -163,8 +163,8 @@ def draw(
         prior: `A`.
         draws: frozen noise.
         solver: for `sample_posterior`.
-        rows: number of samples that a process solves for together. A sample depends on it only by rounding and within the tolerance of
-            the solver.
+        rows: number of samples that a process solves for together. A sample depends on it only by rounding and within
+            the tolerance of the solver.
         dtype: dtype of the samples.
         init: gives the warm start `δ` of some of the draws, as of `sample_posterior`.
         description: label of progress bars; none by default.

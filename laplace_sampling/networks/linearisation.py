@@ -17,7 +17,7 @@ A product passes these policies, each in a file of its own:
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -41,9 +41,6 @@ from laplace_sampling.networks.jacobian_products import (
 from laplace_sampling.networks.selection import Selection, select
 from laplace_sampling.networks.undisturbed import LOCK
 from laplace_sampling.networks.unwrapping import unwrapped
-
-if TYPE_CHECKING:
-    from laplace_sampling.data.training_data import TrainingData
 
 __all__ = ["Linearisation"]
 
@@ -176,11 +173,11 @@ class Linearisation:
         return other
 
     @contextmanager
-    def keep_inputs(self, data: "TrainingData") -> Iterator[list[Any]]:
+    def keep_inputs(self, data: Any) -> Iterator[list[Any]]:
         """The inputs that `shortened` takes, of calls inside; none but of a last layer."""
         yield []
 
-    def shortened(self, data: "TrainingData", kept: Sequence[Any]) -> "tuple[Linearisation, TrainingData]":
+    def shortened(self, data: Any, kept: Sequence[Any]) -> "tuple[Linearisation, Any]":
         """The part of the network that has random weights and its inputs, if these were kept."""
         return self, data
 

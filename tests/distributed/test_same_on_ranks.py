@@ -11,7 +11,7 @@ from distributed_processes import run_on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_sampling import Krylov, LinearisedLaplace, Stochastic
 
@@ -100,7 +100,7 @@ def together(request: pytest.FixtureRequest) -> list[list[dict[str, Tensor]]]:
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: ", ".join(map(str, CASES[n])))
 def test_as_many_ranks_as_you_like(number: int, alone: list, together: list) -> None:
-    method, _, dtype = CASES[number]
+    dtype = CASES[number][2]
     for of_rank in together[number]:
         for name, value in alone[number].items():
             bound = BOUNDS[dtype]
