@@ -25,6 +25,7 @@ __all__ = ["ALONE", "ProcessError", "Processes"]
 
 Result = TypeVar("Result")
 
+_NOT_INSIDE = "This process is not in the group of `process_group=` or `mesh=`: only those that are share a fit."
 # Names of the two axes of a mesh.
 _DATA, _SAMPLES = "data", "samples"
 # Seconds after which a process that waits for others looks whether one of them has failed, and between looks at
@@ -75,6 +76,8 @@ class Processes:
             )
         if process_group is not None and mesh is not None:
             raise ValueError("`process_group=` and `mesh=` say the same in two ways: give one of them.")
+        if process_group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(_NOT_INSIDE)
         if mesh is None:
             if not isinstance(process_group, dist.ProcessGroup):
                 raise TypeError(
@@ -91,6 +94,8 @@ class Processes:
                 f'make it by `init_device_mesh(device, (2, 4), mesh_dim_names=("{_DATA}", "{_SAMPLES}"))`, or take a '
                 'part of yours, as `mesh["data"]`.'
             )
+        if mesh.get_coordinate() is None:
+            raise ValueError(_NOT_INSIDE)
         groups = {name: mesh.get_group(number) for number, name in enumerate(names)}
         return cls._checked(groups.get(_DATA), groups.get(_SAMPLES))
 
@@ -100,7 +105,7 @@ class Processes:
 
         for group in (data, samples):
             if group is not None and dist.get_rank(group) < 0:
-                raise ValueError("This process is not in the group of `process_group=` or `mesh=`.")
+                raise ValueError(_NOT_INSIDE)
         return cls(data, samples)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

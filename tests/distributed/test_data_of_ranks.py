@@ -1,0 +1,203 @@
+"""What each process reads, and what it does with loaders that differ from process to process."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_processes import run_on_ranks
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+
+from laplace_sampling import LinearisedLaplace
+from laplace_sampling.data.processes import ALONE, Processes
+from laplace_sampling.data.training_data import TrainingData
+
+
+def together() -> Processes:
+    return Processes.of(dist.group.WORLD)
+
+
+def numbered(num: int) -> TensorDataset:
+    return TensorDataset(torch.arange(num * 2, dtype=torch.float64).reshape(num, 2), torch.arange(num) % 3)
+
+
+class Read(Dataset):
+    """Remembers what is read of it."""
+
+    def __init__(self, num: int) -> None:
+        self.num, self.read = num, []
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.read.append(index)
+        return torch.full((2,), float(index)), index % 3
+
+
+def _reads(num: int) -> tuple[list[int], Tensor, int]:
+    dataset = Read(num)
+    data = TrainingData(DataLoader(dataset, batch_size=4), processes=together())
+    first = list(dataset.read)
+    assert torch.equal(data.inputs(torch.arange(num)), torch.arange(num)[:, None].expand(-1, 2).float())
+    return first, data.targets, data.batch_size
+
+
+def test_each_process_reads_its_part_once_and_all_have_the_targets() -> None:
+    found = run_on_ranks(_reads, 3, 20)
+    # The first batch is read twice by all, to see that it repeats.
+    parts = [read[8:] for read, _, _ in found]
+    assert parts == [list(range(6)), list(range(6, 13)), list(range(13, 20))]
+    assert all(torch.equal(targets, torch.arange(20) % 3) for _, targets, _ in found)
+    assert {size for _, _, size in found} == {4}
+
+
+def _inputs_of(num: int, sampler: bool, batch: int) -> tuple[Tensor, Tensor, int]:
+    dataset = numbered(num)
+    own = DistributedSampler(dataset, shuffle=True, seed=3) if sampler else None
+    torch.manual_seed(dist.get_rank())
+    data = TrainingData(DataLoader(dataset, batch, sampler=own, shuffle=not sampler), processes=together())
+    return data.inputs(torch.arange(data.num_data)), data.targets, data.num_data
+
+
+@pytest.mark.parametrize("sampler", [True, False])
+@pytest.mark.parametrize("num", [11, 2])
+def test_a_distributed_sampler_gives_all_data_once(num: int, sampler: bool) -> None:
+    x, y = numbered(num).tensors
+    for inputs, targets, number in run_on_ranks(_inputs_of, 3, num, sampler, 4):
+        assert number == num  # what the sampler gives twice is there once
+        assert torch.equal(inputs, x)
+        assert torch.equal(targets, y)
+
+
+def _others_on_each() -> str:
+    dataset = numbered(10 + dist.get_rank())
+    own = TensorDataset(dataset.tensors[0] + dist.get_rank(), dataset.tensors[1])
+    with pytest.raises(ValueError) as caught:
+        TrainingData(DataLoader(own, 4), processes=together())
+    return str(caught.value)
+
+
+def test_other_data_on_each_process_are_refused() -> None:
+    assert all("The processes have different data" in text for text in run_on_ranks(_others_on_each, 2))
+
+
+def _spoilt(at: int) -> str:
+    x, y = numbered(10).tensors
+    x = x.clone()
+    x[at] = torch.nan
+    with pytest.raises(Exception, match=".") as caught:
+        TrainingData(DataLoader(TensorDataset(x, y), 4), processes=together())
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_bad_data_in_the_part_of_one_are_told_to_all() -> None:
+    others, own = run_on_ranks(_spoilt, 2, 7)
+    assert own.startswith("ValueError: Batch 1 (counted from 0) has NaN or infinity in its inputs")
+    assert others.startswith("ProcessError: Process 1 of 2 that share a fit has failed: ValueError: Batch 1")
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        x, y = numbered(23).tensors
+        yield from zip(x, y, strict=True)
+
+
+def _of_stream(loader_only: bool) -> Tensor:
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    where = {} if loader_only else {"process_group": dist.group.WORLD}
+    la = LinearisedLaplace(model, "classification", method="kfac", num_samples=4, **where)
+    return la.fit(DataLoader(Stream(), 5), num_data=23, progress=False).samples_
+
+
+def test_streams_are_shared_out() -> None:
+    alone = _of_stream(True)
+    for samples in run_on_ranks(_of_stream, 2, False):
+        assert_close(samples, alone, rtol=1e-10, atol=1e-12)
+
+
+class Ragged(Dataset):
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.ones(1 + index, dtype=torch.float64) * index, index % 2
+
+
+def _padded(items: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    return nn.utils.rnn.pad_sequence([x for x, _ in items], True), torch.tensor([y for _, y in items])
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(1, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.sum(1, keepdim=True))
+
+
+def _of_ragged(share: bool) -> Tensor:
+    warnings.simplefilter("ignore")
+    where = {"process_group": dist.group.WORLD} if share else {}
+    la = LinearisedLaplace(Pooled(), "classification", method="exact", num_samples=4, **where)
+    return la.fit(DataLoader(Ragged(), 2, collate_fn=_padded), progress=False).samples_
+
+
+def test_padded_data_are_shared_out() -> None:
+    alone = _of_ragged(False)
+    for samples in run_on_ranks(_of_ragged, 3, True):
+        assert_close(samples, alone, rtol=1e-10, atol=1e-12)
+
+
+def test_a_share_of_the_data_is_refused_without_its_group() -> None:
+    dataset = numbered(10)
+    loader = DataLoader(dataset, 4, sampler=DistributedSampler(dataset, num_replicas=2, rank=0))
+    with pytest.raises(ValueError, match=r"gives this process 5 of 10 data(?s:.*)`process_group=` that shares out"):
+        TrainingData(loader, processes=ALONE)
+
+
+def _no_group(**arguments: Any) -> None:
+    LinearisedLaplace(nn.Linear(1, 1), "regression", **arguments)
+
+
+def test_a_group_needs_processes() -> None:
+    with pytest.raises(ValueError, match="need the processes of `torch.distributed`"):
+        _no_group(process_group="all")
+
+
+def _wrong_groups() -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("rows",))
+    alone = dist.new_group([0])
+    cases: list[dict[str, Any]] = [
+        {"process_group": "all"},
+        {"mesh": "all"},
+        {"mesh": mesh},
+        {"mesh": mesh, "process_group": dist.group.WORLD},
+        *([{"process_group": alone}] if dist.get_rank() == 1 else []),
+        {"mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("samples",)), "num_samples": 1},
+    ]
+    found = []
+    for case in cases:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            _no_group(**case)
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_is_no_group_is_refused() -> None:
+    _, found = run_on_ranks(_wrong_groups, 2)
+    assert "`process_group` must be a group of `torch.distributed`" in found[0]
+    assert "`mesh` must be a DeviceMesh" in found[1]
+    assert "The axes of `mesh` must be named 'data', 'samples' or both" in found[2]
+    assert "say the same in two ways" in found[3]
+    assert "This process is not in the group" in found[4]
