@@ -1,0 +1,93 @@
+"""Processes of a process group, for tests: each runs a function, and the test sees what it returns or raises."""
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["run_on_ranks"]
+
+# One process imports torch, and all others are forked from it: they start in milliseconds, without threads of a test.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor"])
+
+
+def run_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """What `function(*args)` returns on each rank of a gloo process group, one thread each.
+
+    Args:
+        function: of the top level of a module, so that it can be pickled. Its rank is `torch.distributed.get_rank()`.
+        num_ranks: the number of processes.
+        args: of the function, which can be pickled.
+        timeout: seconds, after which all processes end.
+
+    Raises:
+        RuntimeError: if a rank raises, ends or takes longer, with its traceback; the others end with it.
+    """
+    call = pickle.dumps((function, args))
+    with tempfile.TemporaryDirectory() as directory:
+        store = os.path.join(directory, "store")
+        receivers: list[Connection] = []
+        processes = []
+        try:
+            for rank in range(num_ranks):
+                receiver, sender = _CONTEXT.Pipe(duplex=False)
+                process = _CONTEXT.Process(target=_run, args=(call, rank, num_ranks, store, timeout, sender))
+                process.start()
+                sender.close()
+                receivers.append(receiver)
+                processes.append(process)
+            return _results(receivers, time.monotonic() + timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _results(receivers: list[Connection], end: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(receivers):
+        missing = [receiver for rank, receiver in enumerate(receivers) if rank not in results]
+        ready = wait(missing, max(0.0, end - time.monotonic()))
+        if not ready:
+            ranks = [rank for rank in range(len(receivers)) if rank not in results]
+            raise RuntimeError(f"Ranks {ranks} take too long.")
+        for receiver in ready:
+            rank = receivers.index(receiver)  # pyright: ignore[reportArgumentType]
+            try:
+                error, results[rank] = pickle.loads(receivers[rank].recv_bytes())
+            except EOFError:
+                raise RuntimeError(f"Rank {rank} has ended without a result.") from None
+            if error is not None:
+                raise RuntimeError(f"Rank {rank} of {len(receivers)} raises:\n{error}")
+    return [results[rank] for rank in range(len(receivers))]
+
+
+def _run(call: bytes, rank: int, num_ranks: int, store: str, timeout: float, sender: Connection) -> None:
+    torch.set_num_threads(1)
+    try:
+        limit = timedelta(seconds=timeout)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks, timeout=limit
+        )
+        function, args = pickle.loads(call)
+        outcome = None, function(*args)
+    except BaseException:
+        outcome = traceback.format_exc(), None
+    # Not by `send`, which would send tensors as memory that ends with this process.
+    sender.send_bytes(pickle.dumps(outcome))
+    sender.close()
+    if outcome[0] is not None:
+        # A rank that ends breaks the connections of the others, whose errors would hide its own: the test ends all.
+        time.sleep(timeout)
+    dist.barrier()
+    dist.destroy_process_group()
