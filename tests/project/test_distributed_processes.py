@@ -41,7 +41,7 @@ def test_a_rank_that_fails_ends_all() -> None:
 
 
 def test_a_rank_that_is_killed_ends_all() -> None:
-    with pytest.raises(RuntimeError, match="Rank 1 has ended without a result|Rank 0 of 2 raises"):
+    with pytest.raises(RuntimeError, match=r"Rank 1 has ended without a result|Rank 0 of 2 raises"):
         run_on_ranks(_second_is_killed, 2)
 
 
