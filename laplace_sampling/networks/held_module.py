@@ -70,7 +70,7 @@ class HeldModule:
         composed_layers: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
         self.module, self.names, self.autocast, self._composed_layers = module, names, autocast, composed_layers
-        self.shards = Shards.of(module)
+        self.shards = Shards.of(module, names)
         self.shapes = {name: parameter.shape for name, parameter in self._random().items()}
         self._path = names[0].split(".")
         self.sizes = [shape.numel() for shape in self.shapes.values()]

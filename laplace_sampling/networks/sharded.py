@@ -38,13 +38,13 @@ def is_dtensor(tensor: Any) -> bool:
     return package is not None and isinstance(tensor, package.DTensor)
 
 
-def whole(tensor: Any) -> Tensor:
+def whole(tensor: Any, requires_grad: bool = False) -> Tensor:
     """All of a tensor as a plain one without a graph, gathered from all processes if it is shared out."""
     if not is_dtensor(tensor):
         return tensor.detach()
     # It is a constant, and no operation of the network: neither transforms nor modes see how it is gathered.
     with torch.no_grad(), no_transforms(), torch._C.DisableTorchFunction(), _disable_current_modes():
-        return tensor.full_tensor().contiguous()
+        return tensor.full_tensor().contiguous().requires_grad_(requires_grad)
 
 
 def local(tensor: Any) -> Tensor:
@@ -119,10 +119,14 @@ class Shards:
 
     Blocks are the parts to which `fully_shard` was applied, and the module itself: each gathers those of its parameters
     that are not of a block inside.
+
+    Args:
+        module: of which.
+        random: the names of the weights that are random.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, random: Iterable[str]) -> None:
+        self.module, self.names = module, frozenset(random)
         self._gathered = dict[nn.Module, list[tuple[dict[str, Any], str, Any, int]]]()
         # Storages of tensors that are gathered now, with the DTensors that they are of.
         self._origins = dict[int, Tensor]()
@@ -130,9 +134,9 @@ class Shards:
         self._depth = 0
 
     @classmethod
-    def of(cls, module: nn.Module) -> Self | None:
+    def of(cls, module: nn.Module, random: Iterable[str]) -> Self | None:
         """`None` for a module without such parameters."""
-        return cls(module) if any(hasattr(part, _MANAGED) for part in module.modules()) else None
+        return cls(module, random) if any(hasattr(part, _MANAGED) for part in module.modules()) else None
 
     def random(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
         """The random weights, whole; gathered once for each product."""
@@ -148,8 +152,9 @@ class Shards:
         """Blocks inside gather their parameters while they run."""
         with ExitStack() as stack:
             stack.enter_context(_without_hooks(self.module))
+            random = {id(p) for name, p in self.module.named_parameters() if name in self.names}
             for block, parts in _blocks(self.module).items():
-                gather, drop = partial(self._gather, parts), self._drop
+                gather, drop = partial(self._gather, parts, random), self._drop
                 stack.callback(block.register_forward_pre_hook(gather, prepend=True).remove)
                 stack.callback(block.register_forward_hook(drop).remove)
             self._depth += 1
@@ -162,14 +167,15 @@ class Shards:
                 if not self._depth:
                     self._random = None
 
-    def _gather(self, parts: list[nn.Module], block: nn.Module, inputs: Any) -> None:
+    def _gather(self, parts: list[nn.Module], random: set[int], block: nn.Module, inputs: Any) -> None:
         """Before the forward of a block."""
         tensors, places = dict[int, Tensor](), self._gathered.setdefault(block, [])
         for own in (part._parameters for part in parts):
             for name, parameter in own.items():
                 if is_dtensor(parameter):
                     if id(parameter) not in tensors:
-                        tensors[id(parameter)] = whole(parameter)
+                        # Checkpoints run a part of the network again, where random weights must have a graph.
+                        tensors[id(parameter)] = whole(parameter, id(parameter) in random)
                     tensor = tensors[id(parameter)]
                     places.append((own, name, parameter, tensor.untyped_storage().data_ptr()))
                     self._origins[places[-1][-1]] = cast(Tensor, parameter)
@@ -189,9 +195,10 @@ class Shards:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> Any:
-        if tensor.requires_grad or tensor.layout != torch.strided or not tensor.numel():
-            return tensor
-        origin = self._origins.get(tensor.untyped_storage().data_ptr())
+        # Not the tensor itself: as an output of the operation that saves it, it holds that operation for ever.
+        tensor = tensor.detach()
+        dense = tensor.layout == torch.strided and tensor.numel()
+        origin = self._origins.get(tensor.untyped_storage().data_ptr()) if dense else None
         if origin is None or origin.dtype != tensor.dtype:
             return tensor
         return _View(origin, tensor.size(), tensor.stride(), tensor.storage_offset())
@@ -218,10 +225,10 @@ class Shards:
             part.__class__ = kind
         return copied
 
-    def bytes(self, random: Iterable[str]) -> GatheredBytes:
-        """What a process holds of the module in products of some random weights."""
-        parameters, random = dict(self.module.named_parameters()), set(random)
-        frozen = {id(p): _size(p) for name, p in parameters.items() if name not in random and is_dtensor(p)}
+    def bytes(self) -> GatheredBytes:
+        """What a process holds of the module in products of its random weights."""
+        parameters = dict(self.module.named_parameters())
+        frozen = {id(p): _size(p) for name, p in parameters.items() if name not in self.names and is_dtensor(p)}
         blocks = _blocks(self.module)
 
         def most(block: nn.Module) -> int:
@@ -231,7 +238,7 @@ class Shards:
 
         return GatheredBytes(
             local=sum(_size(local(p)) for p in parameters.values()),
-            random=sum(_size(p) for name, p in parameters.items() if name in random),
+            random=sum(_size(p) for name, p in parameters.items() if name in self.names),
             block=most(self.module),
             frozen=sum(frozen.values()),
         )
