@@ -73,6 +73,11 @@ def _cost(network: Linearisation, tangent: TangentModel) -> Cost:
     features, counts = NetworkFeatures(whole, tangent.data, tangent.layout), dict(network.products)
 
     def gradient(batch: Tensor) -> None:
+        if network.held.shards is not None and whole.names != network.names:
+            # All weights would be whole at once: a backward pass counts as two forward ones.
+            for _ in range(3):
+                features.network(features.inputs(batch)[0])
+            return
         features.vjp(torch.ones(1, len(batch), features.num_outputs, dtype=network.dtype, device=network.device), batch)
 
     everything = type(network) is Linearisation and network.num_parameters == whole.num_parameters

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as no_transforms
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["GatheredBytes", "Shards", "agreed", "check_shards", "is_dtensor", "local", "mesh_of", "whole"]
+__all__ = ["GatheredBytes", "Shards", "agreed", "check_methods", "check_shards", "is_dtensor", "local", "mesh_of", "whole"]
 
 _MANAGED = "_is_fsdp_managed_module"  # an attribute of each part whose own parameters `fully_shard` shares out
 
@@ -92,6 +92,20 @@ def check_shards(tensor: Any, part: nn.Module, subject: str) -> None:
             f"{subject} is on {tensor.device}, but its mesh is of {tensor.device_mesh.device_type}: use `fully_shard` "
             "without `CPUOffloadPolicy`."
         )
+
+
+def check_methods(part: nn.Module, subject: str) -> None:
+    """Raises for a method that gathers weights as FSDP does.
+
+    Raises:
+        TypeError: for one of `register_fsdp_forward_method`.
+    """
+    for name, value in vars(part).items():
+        if "_fully_shard" in getattr(getattr(value, "__code__", None), "co_filename", ""):
+            raise TypeError(
+                f"`{name}` of {subject} is of `register_fsdp_forward_method`, which gathers weights in a way that torch "
+                "does not differentiate: call it through a `forward`, and remove it by `del`."
+            )
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
@@ -177,7 +191,7 @@ class Shards:
                         # Checkpoints run a part of the network again, where random weights must have a graph.
                         tensors[id(parameter)] = whole(parameter, id(parameter) in random)
                     tensor = tensors[id(parameter)]
-                    places.append((own, name, parameter, tensor.untyped_storage().data_ptr()))
+                    places.append((own, name, parameter, tensor.untyped_storage()._cdata))
                     self._origins[places[-1][-1]] = cast(Tensor, parameter)
                     own[name] = cast(nn.Parameter, tensor)
 
@@ -198,7 +212,7 @@ class Shards:
         # Not the tensor itself: as an output of the operation that saves it, it holds that operation for ever.
         tensor = tensor.detach()
         dense = tensor.layout == torch.strided and tensor.numel()
-        origin = self._origins.get(tensor.untyped_storage().data_ptr()) if dense else None
+        origin = self._origins.get(tensor.untyped_storage()._cdata) if dense else None
         if origin is None or origin.dtype != tensor.dtype:
             return tensor
         return _View(origin, tensor.size(), tensor.stride(), tensor.storage_offset())

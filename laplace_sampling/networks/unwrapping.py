@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from laplace_sampling.networks.sharded import check_shards, is_dtensor
+from laplace_sampling.networks.sharded import check_methods, check_shards, is_dtensor
 
 __all__ = ["unwrapped"]
 
@@ -36,6 +36,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def _check_parts(module: nn.Module) -> None:
     for name, part in module.named_modules():
         _check_part(part, f"`{name}` of the model is" if name else "The model is")
+        check_methods(part, f"`{name}` of the model" if name else "the model")
         for kind, tensor in [*part._parameters.items(), *part._buffers.items()]:
             if tensor is not None:
                 _check_tensor(tensor, kind, part, name)
