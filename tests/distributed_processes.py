@@ -18,10 +18,15 @@ __all__ = ["run_on_ranks"]
 
 # One process imports torch and the library, and all others are forked from it: they start in milliseconds, without
 # threads of a test. `fully_shard` imports the compiler.
-_PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo", "laplace_sampling", "pytest"]
+_PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch._dynamo",
+    "laplace_sampling",
+    "pytest",
+]
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(_PRELOADED)
-
 
 
 def run_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0) -> list[Any]:

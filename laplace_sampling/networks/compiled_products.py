@@ -64,7 +64,9 @@ class CompiledProducts:
         from torch._dynamo import list_backends
 
         if held.shards is not None:
-            raise ValueError("`compile` is not for models that `fully_shard` has shared out over processes: leave it out.")
+            raise ValueError(
+                "`compile` is not for models that `fully_shard` has shared out over processes: leave it out."
+            )
         precisions = {p.dtype for p in held.module.parameters()} | {held.dtype}
         if held.autocast is not None or len(precisions) > 1:
             raise ValueError(

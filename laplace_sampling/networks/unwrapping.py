@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from laplace_sampling.networks.sharded import check_methods, check_shards, is_dtensor
+from laplace_sampling.networks.dtensors import check_methods, check_shards, is_dtensor
 
 __all__ = ["unwrapped"]
 
