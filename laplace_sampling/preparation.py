@@ -18,6 +18,7 @@ from laplace_sampling.methods.budget import Budget
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.networks.resources import free_memory
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.solvers.checks import check_flag, check_positive
 
@@ -103,7 +104,7 @@ def problem_of(settings: "Settings", network: Linearisation, tangent: TangentMod
     """What is asked of the posterior of a tangent model."""
     vector = network.num_parameters * torch.empty((), dtype=network.dtype).element_size()
 
-    default = 0.5 * network.held.free_memory()  # asked once: it changes from moment to moment
+    default = 0.5 * network.held.least(free_memory(network.device))  # asked once: it changes from moment to moment
 
     def memory_of(max_memory: float | None) -> Memory:
         return Memory(default if max_memory is None else max_memory, max_memory is not None, vector)
@@ -125,7 +126,7 @@ def _within_memory(settings: "Settings", network: Linearisation, tangent: Tangen
     """The same, with as many data in the network at once as activations have memory for, if the loader has more."""
     features, max_memory = tangent.model.features, settings.method.max_memory
     network.batching.max_rows = None
-    bytes_ = max_memory if max_memory is not None else 0.5 * network.held.free_memory()
+    bytes_ = max_memory if max_memory is not None else 0.5 * network.held.least(free_memory(network.device))
     counts = dict(network.products)
     bytes_, vectors = max(bytes_, _LEAST_ACTIVATIONS), min(settings.num_samples, network.chunk_size)
     rows, forward = features.batch_size, (0.0, 0.0)

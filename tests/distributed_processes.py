@@ -84,9 +84,7 @@ def _run(call: bytes, rank: int, num_ranks: int, store: str, timeout: float, sen
     torch.set_num_threads(1)
     try:
         limit = timedelta(seconds=timeout)
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks, timeout=limit
-        )
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=limit)
         function, args = pickle.loads(call)
         outcome = None, function(*args)
     except BaseException:

@@ -21,7 +21,6 @@ from laplace_sampling.data.digest import digest
 from laplace_sampling.networks.allocator import cpu_out_of_memory
 from laplace_sampling.networks.dtensors import agreed, is_dtensor, mesh_of, whole
 from laplace_sampling.networks.module_state import ModuleState
-from laplace_sampling.networks.resources import free_memory
 from laplace_sampling.networks.sharded import Shards
 from laplace_sampling.networks.undisturbed import (
     LOCK,
@@ -264,10 +263,9 @@ class HeldModule:
                 torch.cat(flat, 1, out=part)
             start += num
 
-    def free_memory(self) -> float:
-        """Bytes that are free on the device; of processes that share out the weights, in the one with the fewest."""
-        free = free_memory(self.device)
-        return free if self.shards is None else agreed(int(free), mesh_of(self.module.parameters()))
+    def least(self, value: float) -> float:
+        """The smallest value that a process has, of those that share out the weights; they take the same decisions."""
+        return value if self.shards is None else agreed(int(value), mesh_of(self.module.parameters()))
 
     def layers(self) -> tuple[list[str], Tensor]:
         """The names of the modules that own the weights, and for each weight the index of its module, `[P]`."""

@@ -31,6 +31,7 @@ from laplace_sampling.networks.batching import DEFAULT_CHUNK
 from laplace_sampling.networks.linear_layer import LinearLayer
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.module_calls import ModuleCall, inputs_of_call, returns
+from laplace_sampling.networks.resources import free_memory
 from laplace_sampling.networks.undisturbed import LOCK, undisturbed
 from laplace_sampling.networks.unwrapping import unwrapped
 
@@ -139,7 +140,7 @@ class LastLayer(Linearisation):
         z = None
         if name is not None:
             z = next(call.inputs for call in calls if call.name == name)
-            needed, allowed = num_data / num_rows(z) * num_bytes(z), _SHARE * self.held.free_memory()
+            needed, allowed = num_data / num_rows(z) * num_bytes(z), _SHARE * self.held.least(free_memory(self.device))
             if needed > allowed:
                 name, reason = None, f"they would take {needed:.2g} bytes, of {allowed:.2g} that they may take"
         if name is None:

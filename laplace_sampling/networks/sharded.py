@@ -12,7 +12,6 @@ All processes run the same code, so that they gather together.
 
 import copy
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -181,7 +180,7 @@ class _View:
     origin: Tensor
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: Any
 
 
 def _unpack(packed: Any) -> Tensor:
@@ -218,7 +217,7 @@ def _blocks(module: nn.Module) -> dict[nn.Module, list[nn.Module]]:
 @contextmanager
 def _without_hooks(module: nn.Module) -> Iterator[None]:
     """The module without the hooks of FSDP, which are put back in their order."""
-    taken: list[tuple[OrderedDict[int, Callable], OrderedDict[int, Callable]]] = []
+    taken: list[tuple[dict[int, Callable], dict[int, Callable]]] = []
     try:
         for part in module.modules():
             for hooks in (part._forward_pre_hooks, part._forward_hooks):
