@@ -2,8 +2,10 @@
 
 import copy
 import io
+import runpy
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from distributed_processes import run_on_ranks
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
@@ -360,3 +363,22 @@ def _refuses() -> None:
 
 def test_what_is_refused() -> None:
     run_on_ranks(_refuses, 2)
+
+
+# The example ----------------------------------------------------------------------------------------------------------
+
+
+def _runs_the_example() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is hardly trained
+        found = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "sharded.py"))
+    weights = get_model_state_dict(found["model"], options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 0:
+        plain = found["Classifier"]()
+        plain.load_state_dict(weights)
+        prediction: Any = LinearisedLaplace.load(found["path"], plain).predict(found["ids_new"])
+        torch.testing.assert_close(prediction.probs, found["pred"].probs)
+
+
+def test_the_example_runs_and_its_file_loads_with_the_plain_model() -> None:
+    run_on_ranks(_runs_the_example, 2)
