@@ -55,6 +55,8 @@ def prepare(
     check_flag("`progress`", progress)
     if budget is not None:
         check_positive("`budget`", budget)
+    if network.held.shards is not None:
+        network.fingerprint()  # raises if buffers differ: processes with other numbers would wait for each other
     tangent = tangent_of(settings, network, settings.likelihood, loader, **data)
     tangent = _within_memory(settings, network, tangent)
     problem = problem_of(settings, network, tangent, progress)
