@@ -55,6 +55,8 @@ def prepare(
     check_flag("`progress`", progress)
     if budget is not None:
         check_positive("`budget`", budget)
+    if network.held.shards is not None:
+        network.fingerprint()  # raises if buffers differ: processes with other numbers would wait for each other
     tangent = tangent_of(settings, network, settings.likelihood, loader, **data)
     tangent = _within_memory(settings, network, tangent)
     problem = problem_of(settings, network, tangent, progress)
@@ -73,6 +75,11 @@ def _cost(network: Linearisation, tangent: TangentModel) -> Cost:
     features, counts = NetworkFeatures(whole, tangent.data, tangent.layout), dict(network.products)
 
     def gradient(batch: Tensor) -> None:
+        if network.held.shards is not None and whole.names != network.names:
+            # All weights would be whole at once: a backward pass counts as two forward ones.
+            for _ in range(3):
+                features.network(features.inputs(batch)[0])
+            return
         features.vjp(torch.ones(1, len(batch), features.num_outputs, dtype=network.dtype, device=network.device), batch)
 
     everything = type(network) is Linearisation and network.num_parameters == whole.num_parameters
@@ -101,7 +108,7 @@ def problem_of(settings: "Settings", network: Linearisation, tangent: TangentMod
     vector = network.num_parameters * torch.empty((), dtype=network.dtype).element_size()
 
     # Asked once: it changes from moment to moment.
-    default = 0.5 * settings.processes.least(free_memory(network.device))
+    default = 0.5 * network.held.least(settings.processes.least(free_memory(network.device)))
 
     def memory_of(max_memory: float | None) -> Memory:
         return Memory(default if max_memory is None else max_memory, max_memory is not None, vector)
@@ -123,7 +130,11 @@ def _within_memory(settings: "Settings", network: Linearisation, tangent: Tangen
     """The same, with as many data in the network at once as activations have memory for, if the loader has more."""
     features, max_memory = tangent.model.features, settings.method.max_memory
     network.batching.max_rows = None
-    bytes_ = max_memory if max_memory is not None else 0.5 * settings.processes.least(free_memory(network.device))
+    bytes_ = (
+        max_memory
+        if max_memory is not None
+        else 0.5 * network.held.least(settings.processes.least(free_memory(network.device)))
+    )
     counts = dict(network.products)
     bytes_, vectors = max(bytes_, _LEAST_ACTIVATIONS), min(settings.num_samples, network.chunk_size)
     rows, forward = features.batch_size, (0.0, 0.0)

@@ -16,9 +16,17 @@ import torch.distributed as dist
 
 __all__ = ["run_on_ranks"]
 
-# One process imports torch, and all others are forked from it: they start in milliseconds, without threads of a test.
+# One process imports torch and the library, and all others are forked from it: they start in milliseconds, without
+# threads of a test. `fully_shard` imports the compiler.
+_PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch._dynamo",
+    "laplace_sampling",
+    "pytest",
+]
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "laplace_sampling"])
+_CONTEXT.set_forkserver_preload(_PRELOADED)
 
 
 def run_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0) -> list[Any]:
@@ -76,9 +84,7 @@ def _run(call: bytes, rank: int, num_ranks: int, store: str, timeout: float, sen
     torch.set_num_threads(1)
     try:
         limit = timedelta(seconds=timeout)
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks, timeout=limit
-        )
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=limit)
         function, args = pickle.loads(call)
         outcome = None, function(*args)
     except BaseException:

@@ -56,13 +56,17 @@ class CompiledProducts:
         programs: how many there are.
 
     Raises:
-        ValueError: for a backend that torch does not have, or a network in several precisions.
+        ValueError: for a backend that torch does not have, or a network that is sharded or in several precisions.
     """
 
     def __init__(self, held: HeldModule, backend: bool | str) -> None:
         # `torch._dynamo` takes a second to import, and few networks are compiled.
         from torch._dynamo import list_backends
 
+        if held.shards is not None:
+            raise ValueError(
+                "`compile` is not for models that `fully_shard` has shared out over processes: leave it out."
+            )
         precisions = {p.dtype for p in held.module.parameters()} | {held.dtype}
         if held.autocast is not None or len(precisions) > 1:
             raise ValueError(

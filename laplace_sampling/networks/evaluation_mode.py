@@ -32,7 +32,7 @@ def evaluation_mode(held: HeldModule) -> Iterator[None]:
             # The attribute is set, since modules that override `train` would not be restored by `eval()` and `train()`.
             for part in state.training:
                 part.training = False
-            with _eager():
+            with _eager(), nullcontext() if held.shards is None else held.shards.opened():
                 yield
         finally:
             for part in state.training:

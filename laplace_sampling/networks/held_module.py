@@ -19,7 +19,9 @@ from torch.func import functional_call
 from laplace_sampling.data.batches import Layout, arguments, batched, num_rows, read
 from laplace_sampling.data.digest import digest
 from laplace_sampling.networks.allocator import cpu_out_of_memory
+from laplace_sampling.networks.dtensors import agreed, is_dtensor, mesh_of, whole
 from laplace_sampling.networks.module_state import ModuleState
+from laplace_sampling.networks.sharded import Shards
 from laplace_sampling.networks.undisturbed import (
     LOCK,
     handle_signals,
@@ -55,6 +57,7 @@ class HeldModule:
 
     Attributes:
         shapes: of the random weights, by name.
+        shards: of a module that `fully_shard` has shared out over processes, else `None`.
 
     Raises:
         ValueError: for an `autocast` that is not narrower than the weights.
@@ -68,7 +71,8 @@ class HeldModule:
         composed_layers: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
         self.module, self.names, self.autocast, self._composed_layers = module, names, autocast, composed_layers
-        self.shapes = {name: parameter.shape for name, parameter in self.random().items()}
+        self.shards = Shards.of(module, names)
+        self.shapes = {name: parameter.shape for name, parameter in self._random().items()}
         self._path = names[0].split(".")
         self.sizes = [shape.numel() for shape in self.shapes.values()]
         self._all_random = len(names) == len(dict(module.named_parameters()))
@@ -90,12 +94,16 @@ class HeldModule:
         return self._state
 
     def random(self) -> Weights:
-        """The random weights of the module, without a graph."""
+        """The random weights of the module, without a graph; whole, also if they are shared out over processes."""
+        weights = self._random()
+        return {n: w.detach() for n, w in weights.items()} if self.shards is None else self.shards.random(weights)
+
+    def _random(self) -> Weights:
         with LOCK:
             parameters = dict(self.module.named_parameters())
         if missing := [name for name in self.names if name not in parameters]:
             raise self._lost(missing)
-        return {name: parameters[name].detach() for name in self.names}
+        return {name: parameters[name] for name in self.names}
 
     def _lost(self, names: list[str]) -> ValueError:
         return ValueError(
@@ -108,11 +116,15 @@ class HeldModule:
         return {name: w.requires_grad_() for name, w in self.random().items()}
 
     def fixed(self) -> Weights:
-        """The weights that are not random, so that no gradient reaches those of the module."""
+        """The weights that are not random, so that no gradient reaches those of the module.
+
+        Without those that are shared out over processes, which the network gathers as constants while it runs.
+        """
         if self._all_random:
             return {}
         with LOCK:
-            return {name: p.detach() for name, p in self.module.named_parameters() if name not in self.shapes}
+            parameters = self.module.named_parameters()
+            return {name: p.detach() for name, p in parameters if name not in self.shapes and not is_dtensor(p)}
 
     def _some_weight(self) -> Tensor:
         """One of the random weights; a walk through the module would take as long as a small layer."""
@@ -156,7 +168,8 @@ class HeldModule:
         dtype = self.dtype
         lowered = torch.autocast(self.device.type, self.autocast, self.autocast is not None, cache_enabled=False)
         # A mode that replaces layers takes time for every call of torch, so only the network is called inside of it.
-        with lowered, cpu_out_of_memory, self._composed_layers() if composed else nullcontext():
+        graph = nullcontext() if self.shards is None else self.shards.graph()
+        with lowered, cpu_out_of_memory, graph, self._composed_layers() if composed else nullcontext():
             tied = self._state is None or self._state.tied
             output = functional_call(self.module, weights, args, kwargs, tie_weights=tied)
         output = read(output, num_rows(x))[0]
@@ -250,6 +263,10 @@ class HeldModule:
                 torch.cat(flat, 1, out=part)
             start += num
 
+    def least(self, value: float) -> float:
+        """The smallest value that a process has, of those that share out the weights; they take the same decisions."""
+        return value if self.shards is None else agreed(int(value), mesh_of(self.module.parameters()))
+
     def layers(self) -> tuple[list[str], Tensor]:
         """The names of the modules that own the weights, and for each weight the index of its module, `[P]`."""
         owners = [name.rpartition(".")[0] or "(root)" for name in self.names]
@@ -260,14 +277,25 @@ class HeldModule:
     def in_float64(self) -> "HeldModule":
         """A copy of the module in float64, without `autocast`."""
         with LOCK:
-            module = copy.deepcopy(self.module).double()
+            module = copy.deepcopy(self.module).double() if self.shards is None else self.shards.in_float64()
         return HeldModule(module, self.names, composed_layers=self._composed_layers)
 
     def fingerprint(self) -> Tensor:
-        """SHA-256 of all weights and buffers, `[32]` bytes: tells whether a network is the one that was fitted."""
+        """SHA-256 of all weights and buffers, `[32]` bytes: tells whether a network is the one that was fitted.
+
+        Raises:
+            ValueError: if processes that share out the weights have other buffers.
+        """
         with LOCK:
             tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
-            return torch.frombuffer(bytearray(digest(tensors)), dtype=torch.uint8)
+            found = digest((name, whole(tensor)) for name, tensor in tensors)
+        number, mesh = int.from_bytes(found[:4]), mesh_of(tensor for _, tensor in tensors)
+        if not agreed(agreed(number, mesh) == number, mesh):
+            raise ValueError(
+                f"The processes that share out {type(self.module).__name__} have other buffers, such as statistics of "
+                "batch normalisation: send those of one process to all, by `torch.distributed.broadcast`."
+            )
+        return torch.frombuffer(bytearray(found), dtype=torch.uint8)
 
 
 def _is_of_torch(error: Exception) -> bool:

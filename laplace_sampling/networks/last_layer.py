@@ -143,7 +143,7 @@ class LastLayer(Linearisation):
         z = None
         if name is not None:
             z = next(call.inputs for call in calls if call.name == name)
-            needed, allowed = num_data / num_rows(z) * num_bytes(z), _SHARE * free
+            needed, allowed = num_data / num_rows(z) * num_bytes(z), _SHARE * self.held.least(free)
             if needed > allowed:
                 name, reason = None, f"they would take {needed:.2g} bytes, of {allowed:.2g} that they may take"
         if name is None:

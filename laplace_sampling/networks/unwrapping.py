@@ -1,10 +1,10 @@
 """The module that is linearised: the one inside its wrappers, made of parts that can be differentiated."""
 
-import sys
-
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+
+from laplace_sampling.networks.dtensors import check_methods, check_shards, is_dtensor
 
 __all__ = ["unwrapped"]
 
@@ -36,6 +36,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def _check_parts(module: nn.Module) -> None:
     for name, part in module.named_modules():
         _check_part(part, f"`{name}` of the model is" if name else "The model is")
+        check_methods(part, f"`{name}` of the model" if name else "the model")
         for kind, tensor in [*part._parameters.items(), *part._buffers.items()]:
             if tensor is not None:
                 _check_tensor(tensor, kind, part, name)
@@ -46,6 +47,11 @@ def _check_part(part: nn.Module, subject: str) -> None:
         raise TypeError(
             f"{subject} a {type(part).__name__} of torch.jit, which has no Jacobian products. Put the module that was "
             "scripted or traced in its place."
+        )
+    if type(part).__name__ == "FullyShardedDataParallel":
+        raise TypeError(
+            f"{subject} a FullyShardedDataParallel, whose flattened parameters have no Jacobian products: apply "
+            "`torch.distributed.fsdp.fully_shard` to the model instead, or pass the model with the full weights."
         )
     if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
         raise ValueError(
@@ -64,21 +70,10 @@ def _check_tensor(tensor: torch.Tensor, kind: str, part: nn.Module, name: str) -
             f"`{kind}` of {name or 'the model'} is on the device 'meta', which holds no numbers: load its "
             "weights first."
         )
-    if _is_sharded(tensor):
-        raise TypeError(
-            f"`{kind}` of {name or 'the model'} is a DTensor, shared out over the processes of a mesh as by "
-            "`fully_shard`, which has no Jacobian products. Load the full weights, as of "
-            "`torch.distributed.checkpoint.state_dict.get_model_state_dict(model, options=StateDictOptions("
-            "full_state_dict=True))`, into a model on one device, and pass that."
-        )
+    if is_dtensor(tensor):
+        check_shards(tensor, part, f"`{kind}` of {name or 'the model'}")
     if tensor.is_inference():
         raise ValueError(
             f"`{kind}` of {name or 'the model'} was made in `torch.inference_mode()`, so that torch does not "
             "differentiate it: make or load the model outside of it, or pass `copy.deepcopy(model)`."
         )
-
-
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    # Who has a DTensor has imported its module; importing it here would cost all others time.
-    package = sys.modules.get("torch.distributed.tensor")
-    return package is not None and isinstance(tensor, package.DTensor)

@@ -22,6 +22,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from laplace_sampling.networks.dtensors import agreed, local, mesh_of
+
 __all__ = ["WeightsSeal"]
 
 # Numbers in one sum. With twice as many a change has to be 1.4 times as large to be seen; half as many make sums
@@ -43,7 +45,8 @@ class WeightsSeal:
 
     def __init__(self, module: nn.Module) -> None:
         self._tensors = list(_tensors_of(module))
-        self._held = [tensor.detach() for _, _, tensor in self._tensors]
+        self._mesh = mesh_of(tensor for _, _, tensor in self._tensors)
+        self._held = [local(tensor).detach() for _, _, tensor in self._tensors]
         self._dtypes = [tensor.dtype for tensor in self._held]
         # Tensors of inference mode count no versions.
         self._counted = [tensor for _, _, tensor in self._tensors if not tensor.is_inference()]
@@ -71,9 +74,12 @@ class WeightsSeal:
             module: of which.
             same_objects: whether it is known to hold the same tensors as when this was last true.
         """
-        if not (same_objects or _are_same(list(_tensors_of(module)), self._tensors)):
-            return False
-        tensors = [tensor for _, _, tensor in self._tensors]
+        same = same_objects or _are_same(list(_tensors_of(module)), self._tensors)
+        # Processes that share out the weights hash them together.
+        return bool(agreed(same and self._all_hold(), self._mesh))
+
+    def _all_hold(self) -> bool:
+        tensors = [tensor if self._mesh is None else local(tensor) for _, _, tensor in self._tensors]
         # `is_set_to` compares storage, offset, sizes and strides.
         return (
             all(map(Tensor.is_set_to, tensors, self._held))

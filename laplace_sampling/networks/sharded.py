@@ -1,0 +1,237 @@
+"""Models whose parameters `fully_shard` (FSDP2) has shared out over processes, in Jacobian products.
+
+Each process holds a part of each parameter, a DTensor, and hooks of FSDP gather those of a block before its forward.
+torch differentiates neither: DTensors have no forward derivatives, and the hooks write over the weights that
+`functional_call` puts into a module. So the hooks are taken off while a network runs here, and those of this file take
+their places: plain tensors are gathered before the forward of a block and dropped after it. What a graph would hold of
+them for the backward pass is gathered again there. Transforms of `torch.func` in reverse mode do not allow this
+(`saved_tensors_hooks`): their graphs hold all frozen weights until the product is done.
+
+All processes run the same code, so that they gather together.
+"""
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from laplace_sampling.networks.dtensors import MANAGED, is_dtensor, local, whole
+
+__all__ = ["GatheredBytes", "Shards"]
+
+
+@dataclass(frozen=True)
+class GatheredBytes:
+    """What a process holds of a sharded model in Jacobian products, in bytes.
+
+    Attributes:
+        local: its own part of all parameters.
+        random: the random weights, whole, while a product runs.
+        block: the most frozen weights that are whole at a time, of a block and the blocks around it.
+        frozen: all frozen weights, which are whole together in products of each datum by itself.
+    """
+
+    local: int
+    random: int
+    block: int
+    frozen: int
+
+
+class Shards:
+    """The parameters of a module that `fully_shard` has shared out.
+
+    Blocks are the parts to which `fully_shard` was applied, and the module itself: each gathers those of its parameters
+    that are not of a block inside.
+
+    Args:
+        module: of which.
+        random: the names of the weights that are random.
+    """
+
+    def __init__(self, module: nn.Module, random: Iterable[str]) -> None:
+        self.module, self.names = module, frozenset(random)
+        self._gathered = dict[nn.Module, list[tuple[dict[str, Any], str, Any, int]]]()
+        # Storages of tensors that are gathered now, with the DTensors that they are of.
+        self._origins = dict[int, Tensor]()
+        self._random: dict[str, Tensor] | None = None
+        self._depth = 0
+
+    @classmethod
+    def of(cls, module: nn.Module, random: Iterable[str]) -> Self | None:
+        """`None` for a module without such parameters."""
+        return cls(module, random) if any(hasattr(part, MANAGED) for part in module.modules()) else None
+
+    def random(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The random weights, whole; gathered once for each product."""
+        if self._random is None or list(self._random) != list(parameters):
+            gathered = {name: whole(parameter) for name, parameter in parameters.items()}
+            if not self._depth:
+                return gathered
+            self._random = gathered
+        return {name: weight.detach() for name, weight in self._random.items()}
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Blocks inside gather their parameters while they run."""
+        with ExitStack() as stack:
+            stack.enter_context(_without_hooks(self.module))
+            random = {id(p) for name, p in self.module.named_parameters() if name in self.names}
+            for block, parts in _blocks(self.module).items():
+                gather, drop = partial(self._gather, parts, random), self._drop
+                stack.callback(block.register_forward_pre_hook(gather, prepend=True).remove)
+                stack.callback(block.register_forward_hook(drop).remove)
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+                for block in list(self._gathered):  # after an error in the network
+                    self._drop(block)
+                if not self._depth:
+                    self._random = None
+
+    def _gather(self, parts: list[nn.Module], random: set[int], block: nn.Module, inputs: Any) -> None:
+        """Before the forward of a block."""
+        tensors, places = dict[int, Tensor](), self._gathered.setdefault(block, [])
+        for own in (part._parameters for part in parts):
+            for name, parameter in own.items():
+                if is_dtensor(parameter):
+                    if id(parameter) not in tensors:
+                        # Checkpoints run a part of the network again, where random weights must have a graph.
+                        tensors[id(parameter)] = whole(parameter, id(parameter) in random)
+                    tensor = tensors[id(parameter)]
+                    places.append((own, name, parameter, tensor.untyped_storage()._cdata))
+                    self._origins[places[-1][-1]] = cast(Tensor, parameter)
+                    own[name] = cast(nn.Parameter, tensor)
+
+    def _drop(self, block: nn.Module, inputs: Any = None, output: Any = None) -> None:
+        """After the forward of a block."""
+        for own, name, parameter, storage in self._gathered.pop(block, []):
+            # From here on other tensors may get this memory.
+            self._origins.pop(storage, None)
+            own[name] = parameter
+
+    def graph(self) -> AbstractContextManager[Any]:
+        """Graphs that are made inside gather frozen weights again when they need them, if torch allows that."""
+        if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            return nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        # Not the tensor itself: as an output of the operation that saves it, it holds that operation for ever.
+        tensor = tensor.detach()
+        dense = tensor.layout == torch.strided and tensor.numel()
+        origin = self._origins.get(tensor.untyped_storage()._cdata) if dense else None
+        if origin is None or origin.dtype != tensor.dtype:
+            return tensor
+        return _View(origin, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def in_float64(self) -> nn.Module:
+        """A copy of the module in float64, whose parameters are shared out in the same way."""
+        parts = list(self.module.modules())
+        kinds, memo = [type(part) for part in parts], dict[int, Any]()
+        for part in parts:
+            shards = [p for p in part._parameters.values() if is_dtensor(p)]
+            memo |= {id(p): nn.Parameter(p.detach().double(), p.requires_grad) for p in shards}  # pyright: ignore
+            # What FSDP knows of a module is of streams and process groups.
+            memo |= {id(value): {} for name, value in vars(part).items() if name.startswith("__composable_api")}
+        with _without_hooks(self.module):
+            try:
+                # FSDP forbids copies of its classes, each of which is followed by `FSDPModule` and the user's.
+                for part in filter(_is_fsdp, parts):
+                    part.__class__ = type(part).__mro__[2]
+                copied = copy.deepcopy(self.module, memo).double()
+            finally:
+                for part, kind in zip(parts, kinds, strict=True):
+                    part.__class__ = kind
+        for part, kind in zip(copied.modules(), kinds, strict=True):
+            part.__class__ = kind
+        return copied
+
+    def bytes(self) -> GatheredBytes:
+        """What a process holds of the module in products of its random weights."""
+        parameters = dict(self.module.named_parameters())
+        frozen = {id(p): _size(p) for name, p in parameters.items() if name not in self.names and is_dtensor(p)}
+        blocks = _blocks(self.module)
+
+        def most(block: nn.Module) -> int:
+            own = {id(p): frozen.get(id(p), 0) for part in blocks[block] for p in part.parameters(recurse=False)}
+            inside = [part for part in block.modules() if part in blocks and part is not block]
+            return sum(own.values()) + max(map(most, inside), default=0)
+
+        return GatheredBytes(
+            local=sum(_size(local(p)) for p in parameters.values()),
+            random=sum(_size(p) for name, p in parameters.items() if name in self.names),
+            block=most(self.module),
+            frozen=sum(frozen.values()),
+        )
+
+
+@dataclass(frozen=True)
+class _View:
+    """A view of a gathered tensor that a graph needs."""
+
+    origin: Tensor
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+
+
+def _unpack(packed: Any) -> Tensor:
+    if not isinstance(packed, _View):
+        return packed
+    return whole(packed.origin).as_strided(packed.size, packed.stride, packed.offset)
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _is_fsdp(part: nn.Module) -> bool:
+    package = sys.modules.get("torch.distributed.fsdp")
+    return package is not None and isinstance(part, package.FSDPModule)
+
+
+def _blocks(module: nn.Module) -> dict[nn.Module, list[nn.Module]]:
+    """The blocks, from outside, and the parts of each that are in no block inside; the block itself is the first."""
+    blocks, seen = dict[nn.Module, list[nn.Module]](), set[nn.Module]()
+
+    def visit(part: nn.Module, block: nn.Module) -> None:
+        if part not in seen:
+            seen.add(part)
+            block = part if _is_fsdp(part) else block
+            blocks.setdefault(block, []).append(part)
+            for child in part.children():
+                visit(child, block)
+
+    visit(module, module)
+    return blocks
+
+
+@contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """The module without the hooks of FSDP, which are put back in their order."""
+    taken: list[tuple[dict[int, Callable], dict[int, Callable]]] = []
+    try:
+        for part in module.modules():
+            for hooks in (part._forward_pre_hooks, part._forward_hooks):
+                of_fsdp = [key for key, hook in hooks.items() if _is_of_fsdp(hook)]
+                if of_fsdp:
+                    taken.append((hooks, hooks.copy()))
+                for key in of_fsdp:
+                    del hooks[key]
+        yield
+    finally:
+        for hooks, before in taken:
+            hooks.clear()
+            hooks.update(before)
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp")
