@@ -156,6 +156,22 @@ class Processes:
         """Which of so many data are those of this process: neighbours, as many as others have, up to one."""
         return _part(num, *self._place(_DATA))
 
+    def in_step(self, own: Tensor, num: int, most: int) -> list[Tensor]:
+        """The part of this process of so many data in pieces of at most so many, as many pieces as others have.
+
+        Raises:
+            ValueError: for fewer data than pieces.
+        """
+        num_processes = self._place(_DATA)[1]
+        pieces = -(-num // (num_processes * most))
+        if num // num_processes < pieces:
+            raise ValueError(
+                f"A model of `fully_shard` runs in all of the {num_processes} processes at once, each with data of its "
+                f"own, but {num} data in batches of {most} are too few for that. Leave out `process_group=`, or give "
+                "larger batches."
+            )
+        return list(own.tensor_split(pieces))
+
     def samples_of(self, num: int) -> range:
         """Which of so many samples this process draws."""
         return _part(num, *self._place(_SAMPLES))

@@ -94,6 +94,11 @@ class Features(ABC):
         return ALONE
 
     @property
+    def in_step(self) -> bool:
+        """Whether each product takes all processes."""
+        return False
+
+    @property
     def counts(self) -> MutableMapping[str, int]:
         """The counts of products, if there are any."""
         return {}
@@ -106,7 +111,10 @@ class Features(ABC):
         """`chunks` of those data of a batch that are the part of this process, inside of `summing`."""
         indices = torch.arange(self.num_data) if batch is None else batch
         own = indices[self.own(indices)]
-        yield from self.chunks(own) if len(own) else ()
+        if self.in_step:
+            yield from self.processes.in_step(own, len(indices), self.batch_size)
+        else:
+            yield from self.chunks(own) if len(own) else ()
 
     @contextmanager
     def summing(self, *totals: Tensor) -> Iterator[None]:
@@ -176,6 +184,10 @@ class DerivedFeatures(Features):
     @property
     def processes(self) -> Processes:
         return self.features.processes
+
+    @property
+    def in_step(self) -> bool:
+        return self.features.in_step
 
     @property
     def counts(self) -> MutableMapping[str, int]:

@@ -44,12 +44,19 @@ class NetworkFeatures(Features):
         return self.data.processes
 
     @property
+    def in_step(self) -> bool:
+        return self.processes.share_data and self.network.held.shards is not None
+
+    @property
     def counts(self) -> MutableMapping[str, int]:
         return self.network.products
 
     def own(self, batch: Tensor) -> Tensor | slice:
         if not self.processes.share_data:
             return slice(None)
+        if self.in_step:
+            part = self.processes.part(len(batch))
+            return slice(part.start, part.stop)
         part = self.data.part
         return (batch >= part.start) & (batch < part.stop)
 

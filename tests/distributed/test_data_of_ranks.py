@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from laplace_sampling import LinearisedLaplace
-from laplace_sampling.data.processes import ALONE, Processes
+from laplace_sampling.data.processes import ALONE, ProcessError, Processes
 from laplace_sampling.data.training_data import TrainingData
 
 
@@ -77,7 +77,7 @@ def test_a_distributed_sampler_gives_all_data_once(num: int, sampler: bool) -> N
 def _others_on_each() -> str:
     dataset = numbered(10 + dist.get_rank())
     own = TensorDataset(dataset.tensors[0] + dist.get_rank(), dataset.tensors[1])
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="different data") as caught:
         TrainingData(DataLoader(own, 4), processes=together())
     return str(caught.value)
 
@@ -90,7 +90,7 @@ def _spoilt(at: int) -> str:
     x, y = numbered(10).tensors
     x = x.clone()
     x[at] = torch.nan
-    with pytest.raises(Exception, match=".") as caught:
+    with pytest.raises((ValueError, ProcessError), match="NaN or infinity") as caught:
         TrainingData(DataLoader(TensorDataset(x, y), 4), processes=together())
     return f"{type(caught.value).__name__}: {caught.value}"
 
@@ -169,7 +169,7 @@ def _no_group(**arguments: Any) -> None:
 
 
 def test_a_group_needs_processes() -> None:
-    with pytest.raises(ValueError, match="need the processes of `torch.distributed`"):
+    with pytest.raises(ValueError, match=r"need the processes of `torch\.distributed`"):
         _no_group(process_group="all")
 
 
