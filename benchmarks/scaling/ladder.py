@@ -73,7 +73,9 @@ def cost_of(work: Work) -> Cost:
     return Cost(jvp_operations(work, 1, 1), vjp, vjp)
 
 
-def ladder(work: Work, memory: float, *, num_samples: int = 64, budget: float = 20.0) -> Ladder:
+def ladder(
+    work: Work, memory: float, *, num_samples: int = 64, budget: float = 20.0, cost: Cost | None = None
+) -> Ladder:
     """The ladder with a budget of training epochs.
 
     Args:
@@ -81,8 +83,10 @@ def ladder(work: Work, memory: float, *, num_samples: int = 64, budget: float = 
         memory: bytes that solvers may take, half of what is free by default.
         num_samples: `K`.
         budget: in training epochs.
+        cost: of a datum, by default by the formulas of the model.
     """
-    settings, features, cost = Settings.of("classification", num_samples=num_samples), _Sizes(work), cost_of(work)
+    settings, features = Settings.of("classification", num_samples=num_samples), _Sizes(work)
+    cost = cost_of(work) if cost is None else cost
     allowance = Budget(budget, cost, work.num_data, {"jvp": 0, "vjp": 0})
     # All data go through the network once before, as in `preparation.prepare`.
     allowance.add(work.num_data * cost.gradient / 3)

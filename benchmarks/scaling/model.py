@@ -142,8 +142,9 @@ def ggn_operations(work: Work, num_data: float, vectors: int) -> float:
 
 
 def operations(work: Work, kind: str, num_data: float, vectors: int) -> float:
-    """Of a product: a `"jvp"`, a `"vjp"`, or both in one, `"ggn"`."""
-    return {"jvp": jvp_operations, "vjp": vjp_operations, "ggn": ggn_operations}[kind](work, num_data, vectors)
+    """Of a product: a `"jvp"`, a `"vjp"`, both in one, `"ggn"`, or `"rows"`, a VJP of each datum."""
+    count = {"jvp": jvp_operations, "vjp": vjp_operations, "rows": vjp_operations, "ggn": ggn_operations}[kind]
+    return count(work, num_data, vectors)
 
 
 def product_seconds(
@@ -158,7 +159,7 @@ def product_seconds(
     """One product of some vectors with all data, or with a mini-batch of them.
 
     Arithmetic, or the Python beside it if that takes longer; memory traffic of the vectors; and the sum over the ranks
-    of a group, which JVPs do not need.
+    of a group, which JVPs and rows do not need.
 
     Args:
         work: the network and its data.
@@ -167,7 +168,7 @@ def product_seconds(
         mesh: how ranks share the work. Ranks of a group are neighbours.
         num_data: of a mini-batch; by default all.
         dtype: `"bf16"` or `"fp32"`, inside of products.
-        kind: `"ggn"`, `"jvp"` or `"vjp"`.
+        kind: as of `operations`.
     """
     own_data = math.ceil((work.num_data if num_data is None else num_data) / mesh.data)
     own_vectors = math.ceil(vectors / mesh.samples)
@@ -176,7 +177,7 @@ def product_seconds(
     arithmetic = operations(work, kind, own_data, own_vectors) / work.speed(hardware, dtype)
     python = (2 if kind == "ggn" else 1) * batches * math.ceil(own_vectors / work.together) * work.overhead.value
     touched = batches * _TOUCHED * vector_bytes / hardware.memory_bandwidth.value
-    summed = 0.0 if kind == "jvp" else all_reduce_seconds(vector_bytes, mesh.data, hardware)
+    summed = 0.0 if kind in ("jvp", "rows") else all_reduce_seconds(vector_bytes, mesh.data, hardware)
     return max(arithmetic, python) + touched + summed
 
 

@@ -4,11 +4,22 @@ Each fit is a list of stages, and each stage some products; counts are those of 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.scaling.hardware import TPU_V3_FLOPS, Figure, Hardware
 from benchmarks.scaling.ladder import Ladder
-from benchmarks.scaling.model import Mesh, Work, gather_seconds, gathered_bytes, operations, product_seconds, sent_bytes
+from benchmarks.scaling.model import (
+    Mesh,
+    Work,
+    gather_seconds,
+    gathered_bytes,
+    meshes,
+    operations,
+    product_seconds,
+    sent_bytes,
+    vectors_that_fit,
+)
 from laplace_sampling.methods.krylov import Krylov
 from laplace_sampling.methods.stochastic import Stochastic
 from laplace_sampling.solvers.sgd import SGD
@@ -24,6 +35,7 @@ __all__ = [
     "TEST_SEQUENCES",
     "Stage",
     "default_fit",
+    "fastest_mesh",
     "implied_utilisation",
     "krylov_fit",
     "lora_weights",
@@ -97,8 +109,8 @@ LANGUAGE_MODEL = Work(
     bf16=Figure(
         0.4321,
         "of the peak",
-        "[llm-foundry](https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md): training of "
-        "1.3 billion weights with sequences of 512 tokens on eight H100",
+        "[llm-foundry](https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md): "
+        "training of 1.3 billion weights with sequences of 512 tokens on eight H100",
     ),
     fp32=_FP32,
     overhead=_OVERHEAD,
@@ -111,7 +123,8 @@ class Stage:
 
     Attributes:
         name: what they are for.
-        kind: `"ggn"`, `"jvp"` or `"vjp"`; `"forward"` without vectors; `"dense"` of matrices; `"gather"` of samples.
+        kind: `"ggn"`, `"jvp"`, `"vjp"` or `"rows"`; `"forward"`, without vectors; `"dense"`, of matrices; `"gather"`,
+            of samples.
         num_data: of one product.
         vectors: likewise.
         times: how many products.
@@ -133,7 +146,7 @@ class Stage:
     @property
     def vjps(self) -> float:
         """Likewise."""
-        return self.times * self.num_data * self.vectors if self.kind in ("ggn", "vjp") else 0.0
+        return self.times * self.num_data * self.vectors if self.kind in ("ggn", "vjp", "rows") else 0.0
 
     def operations(self, work: Work) -> float:
         if self.kind == "forward":
@@ -167,6 +180,25 @@ class Stage:
         return self.times * sent_bytes(4.0 * own * work.weights, mesh.data)
 
 
+def fastest_mesh(
+    work: Work, fit: Sequence[Stage], hardware: Hardware, ranks: int, stacks: int, vectors: int = SAMPLES
+) -> Mesh | None:
+    """The mesh on which a whole fit takes least time; one that holds all vectors if there is any, `None` if none fits.
+
+    Args:
+        work: the network and its data.
+        fit: its stages.
+        hardware: what it runs on.
+        ranks: how many.
+        stacks: vectors of weights that the solver holds for each sample.
+        vectors: that are solved for.
+    """
+    held = {mesh: vectors_that_fit(work, hardware, vectors, mesh, stacks) for mesh in meshes(ranks)}
+    fitting = [mesh for mesh, number in held.items() if number == math.ceil(vectors / mesh.samples)]
+    fitting = fitting or [mesh for mesh, number in held.items() if number]
+    return min(fitting, key=lambda mesh: sum(stage.seconds(work, hardware, mesh) for stage in fit), default=None)
+
+
 def rows_in_memory(work: Work, memory: float, num_samples: int = SAMPLES) -> int:
     """Rows of a part of the data that memory holds beside the samples, with their Gram matrix and what it takes.
 
@@ -182,7 +214,7 @@ def default_fit(work: Work, found: Ladder, rows: int, num_test: int) -> list[Sta
     dense = 2.0 * work.weights * rows * (rows + 2 * SAMPLES) + 10.3 * rows**3  # `Subset.predicted`
     return [
         Stage("outputs of all data", "forward", work.num_data),
-        Stage("rows of a part of the data", "vjp", rows, 1),
+        Stage("rows of a part of the data", "rows", rows, 1),
         Stage("their Gram matrix, and samples", "dense", dense=dense),
         Stage("rule for the prior precision", "jvp", round(found.rule_jvps / samples), samples),
         Stage("predictions", "jvp", num_test, SAMPLES),
