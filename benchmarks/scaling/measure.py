@@ -59,7 +59,7 @@ def timings(cases: Sequence[Case], sizes: Sequence[int], seconds: float, quick: 
         cases: networks.
         sizes: numbers of the vectors that are summed over ranks.
         seconds: that all repetitions together may take, if three of each need no more.
-        quick: whether networks are narrow, and everything runs twice.
+        quick: whether networks are narrow, and everything runs once after a first time.
     """
     found = []
     # The sums over ranks take seconds; the networks share the rest.

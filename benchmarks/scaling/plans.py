@@ -214,7 +214,7 @@ def default_fit(work: Work, found: Ladder, rows: int, num_test: int) -> list[Sta
     dense = 2.0 * work.weights * rows * (rows + 2 * SAMPLES) + 10.3 * rows**3  # `Subset.predicted`
     return [
         Stage("outputs of all data", "forward", work.num_data),
-        Stage("rows of a part of the data", "rows", rows, 1),
+        Stage(f"{rows} rows of a part of the data", "rows", rows, 1),
         Stage("their Gram matrix, and samples", "dense", dense=dense),
         Stage("rule for the prior precision", "jvp", round(found.rule_jvps / samples), samples),
         Stage("predictions", "jvp", num_test, SAMPLES),

@@ -232,7 +232,9 @@ def memories(work: Work, stacks: int, choices: Sequence[Mesh]) -> str:
         own, held = math.ceil(SAMPLES / mesh.samples), vectors_that_fit(work, H100, SAMPLES, mesh, stacks)
         together.append("does not fit" if held == 0 else f"{held} of {own}")
     rows.append(["samples solved for together in 80 GB", *together])
-    return table(["GB on a rank", *(f"{mesh.ranks} GPUs: {_mesh(mesh)}" for mesh in choices)], rows)
+    return table(
+        ["GB on a rank", *(f"{mesh.ranks} GPU{'s' if mesh.ranks > 1 else ''}: {_mesh(mesh)}" for mesh in choices)], rows
+    )
 
 
 def published_table(records: Records) -> str:

@@ -1,4 +1,5 @@
 import dataclasses
+from itertools import pairwise
 
 import pytest
 import torch
@@ -108,7 +109,7 @@ def test_efficiency_falls_with_ranks(size: int | None) -> None:
     for kind in (lambda ranks: Mesh(ranks, 1), lambda ranks: Mesh(1, ranks)):
         found = [efficiency(WORK, H100, 64, kind(ranks), size) for ranks in (1, 2, 4, 8, 16, 32, 64)]
         assert found[0] == pytest.approx(1)
-        assert all(after <= before + 1e-12 for before, after in zip(found, found[1:], strict=False))
+        assert all(after <= before + 1e-12 for before, after in pairwise(found))
         assert 0 < found[-1] < 1
 
 
