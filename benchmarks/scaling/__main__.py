@@ -1,4 +1,4 @@
-"""`python -m benchmarks.scaling [--out FILE] [--minutes 9] [--quick]`.
+"""`python -m benchmarks.scaling [--out FILE] [--minutes 8] [--quick]`.
 
 Times GGN products of two networks on one and on two processes of one thread each, sums of vectors over both processes,
 and how much they slow each other down. It wants a machine of two cores that does nothing else. Records are appended to

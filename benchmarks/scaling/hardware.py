@@ -49,7 +49,10 @@ class Hardware:
         return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Figure)}
 
 
-_NCCL = "[NCCL's own model](https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc), protocol Simple"
+_NCCL = (
+    "[NCCL's own model](https://github.com/NVIDIA/nccl/blob/01afd20a77b5804e0ecf1042509dd9d20ebf9e93/src/graph/"
+    "tuning.cc) in an older version, protocol Simple"
+)
 # Of NCCL's ring in its protocol for large vectors.
 _BASE = Figure(8.4e-6, "s", f"{_NCCL}, base latency of a ring")
 _LINK = Figure(3.4e-6, "s", f"{_NCCL}, a step over NVLink")
