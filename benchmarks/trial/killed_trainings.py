@@ -1,7 +1,8 @@
 """Training scripts with error bars that are killed at random moments and started again, until one ends.
 
-Each goes on from the last checkpoint of its trainer, and ends with the weights, the optimiser and the fits of a training
-that nobody disturbed, bit for bit. A third of the kills come within a fit, a third while a checkpoint is written.
+Each goes on from the last checkpoint of its trainer, and ends with the weights, the optimiser and the fits of a
+training that nobody disturbed, bit for bit. A third of the kills are aimed at a fit, a third at a checkpoint that is
+being written.
 """
 
 import logging
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_flatten
 
 from benchmarks.trial.report import Report
 from benchmarks.trial.training_scripts import SCRIPTS
+from laplace_sampling.integrations.transformers import FILE
 
 __all__ = ["run"]
 
@@ -171,7 +173,14 @@ def run(count: int, seed: int) -> Report:
 def _defect(training: _Training) -> str:
     """What is wrong after a training, if anything."""
     found = training.numbers()
-    return ", ".join(f"other {name}" for name in training.expected if not _same(found[name], training.expected[name]))
+    wrong = [f"other {name}" for name in training.expected if not _same(found[name], training.expected[name])]
+    # `laplace_sampling.pt` of the Trainer, and whole checkpoints of Lightning.
+    for file in (*training.folder.rglob(FILE), *training.folder.glob("*.ckpt")):
+        try:
+            torch.load(file, weights_only=True)
+        except Exception as error:
+            wrong.append(f"{file.name} cannot be read: {type(error).__name__}")
+    return ", ".join(wrong)
 
 
 def _same(found: Any, expected: Any) -> bool:

@@ -32,8 +32,8 @@ class LaplaceCallback(Callback):
     epoch has one. Training goes on bit for bit as without them. Metrics are logged with `laplace_` before their names,
     and may be monitored by `ModelCheckpoint(save_on_train_epoch_end=True)` and
     `EarlyStopping(check_on_train_epoch_end=True)`. The state of the callback is in Lightning's checkpoints, so that a
-    training that is resumed goes on from its last fit; another training begins anew. Of several processes that hold the whole network each, the first
-    one fits and the others wait.
+    training that is resumed goes on from its last fit; any other training begins anew. Of several processes that hold
+    the whole network each, the first one fits and the others wait.
 
     Args:
         likelihood: as of `LinearisedLaplace`.

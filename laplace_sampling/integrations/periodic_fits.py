@@ -114,8 +114,8 @@ class PeriodicFits:
     def laplace_(self) -> LinearisedLaplace:
         if self._laplace is None:
             raise NotFittedError(
-                "`laplace_` is there after a fit: call `fit(model, train_loader, epoch=...)` first, or `restore(model)` "
-                "if a training that has ended was loaded."
+                "`laplace_` is there after a fit: call `fit(model, train_loader, epoch=...)` first, or, if a training "
+                "that has ended was loaded, `restore(model)`."
             )
         return self._laplace
 

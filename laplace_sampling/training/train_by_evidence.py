@@ -128,7 +128,8 @@ def train_by_evidence(
 
     Args:
         model: the network, which is trained in place. Normalisations work with the statistics of batches in training,
-            and with running ones in updates; weights of theirs have a precision like those of any other layer.
+            and with running ones in updates; weights of theirs have a precision like those of any other layer. Parts
+            that are in evaluation mode stay so; a model that is so as a whole is put into training mode.
         likelihood: as of `LinearisedLaplace`; the noise precision of a `Gaussian` is where it starts.
         loader: batches of training data, as of `fit_hyperparameters`.
         optimiser: of the parameters of the model, without a weight decay of its own.
@@ -173,7 +174,8 @@ def train_by_evidence(
     data: dict[str, Any] = {"unpack": unpack, "num_data": num_data}
     task = task_of(settings, network, fixed, **data)  # all that may be wrong is found before anything is trained
     decay = weight_decay_of(task.prior, task.model.likelihood, network, task.model.features.num_data)
-    run = _Run(model, network, optimiser, scheduler, schedule, unpacking(unpack))
+    fixed_parts = [part for part in model.modules() if model.training and not part.training]
+    run = _Run(model, network, optimiser, scheduler, schedule, unpacking(unpack), fixed_parts)
     best, history, at = _Checkpoint(model), list[PrecisionUpdate](), list[int]()
     with best.restored():
         for epoch in progress_bar("training by the evidence" if progress else None, range(1, epochs + 1)):
@@ -192,7 +194,7 @@ def train_by_evidence(
 
 @dataclass(eq=False)
 class _Run:
-    """Epochs of training."""
+    """Epochs of training; `fixed` parts are in evaluation mode."""
 
     model: nn.Module
     network: Linearisation
@@ -200,10 +202,13 @@ class _Run:
     scheduler: LRScheduler | None
     schedule: str
     unpack: Unpack
+    fixed: list[nn.Module]
 
     def epoch(self, loader: Iterable[Any], likelihood: Likelihood, decay: dict[str, float]) -> None:
         """One pass over the loader."""
         self.model.train()
+        for part in self.fixed:
+            part.training = False
         total, num = 0.0, 0
         for batch in loader:
             x, y = self.unpack(batch)

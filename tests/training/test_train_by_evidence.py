@@ -320,6 +320,23 @@ def test_heads_have_a_likelihood_each() -> None:
     assert_same(by_hand, model)
 
 
+def test_parts_that_the_user_has_in_evaluation_mode_stay_so() -> None:
+    """As running statistics of a network that is trained on; dropout inside of such a part draws nothing."""
+    model = network(CLASSES, nn.BatchNorm1d(6).double(), nn.Sequential(nn.Dropout(0.5)), nn.BatchNorm1d(6).double())
+    model[1].eval()
+    model[2].eval()
+    modes, fixed = {n: part.training for n, part in model.named_modules()}, model[1].running_mean.clone()
+    seen = []
+    model.register_forward_pre_hook(
+        lambda *_: seen.append({n: part.training for n, part in model.named_modules()}) if model.training else None
+    )
+    trained(model, sgd(model), epochs=2)
+    assert torch.equal(model[1].running_mean, fixed)
+    assert model[3].running_mean.abs().max() > 0
+    assert all(each == modes for each in seen)
+    assert {n: part.training for n, part in model.named_modules()} == modes
+
+
 def test_modes_are_put_back() -> None:
     model = network(CLASSES, nn.BatchNorm1d(6), nn.Dropout(0.5)).eval()
     model[2].train()
