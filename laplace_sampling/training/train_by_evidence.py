@@ -97,7 +97,7 @@ def train_by_evidence(
     optimiser: Optimizer,
     *,
     epochs: int,
-    burn_in: int = 1,
+    burn_in: int | None = None,
     every: int = 5,
     prior: str | Prior = "layerwise",
     parameters: Subset = None,
@@ -134,7 +134,8 @@ def train_by_evidence(
         loader: batches of training data, as of `fit_hyperparameters`.
         optimiser: of the parameters of the model, without a weight decay of its own.
         epochs: of training.
-        burn_in: epochs before the first update, until which the precisions are those of `prior` and `likelihood`.
+        burn_in: epochs before the first update, until which the precisions are those of `prior` and `likelihood`; by
+            default as many as `every`, as weights that have not grown yet ask for too much decay.
         every: epochs between updates; the last epoch ends with one in any case.
         prior: `"layerwise"`, `"isotropic"`, or one of these with the precisions to start from.
         parameters: which weights have the prior, and so weight decay: names, globs (`"!*Norm*.*"`) or a predicate; all
@@ -167,6 +168,7 @@ def train_by_evidence(
         0.1
     """
     _check_training(epochs, burn_in, every, schedule, scheduler, progress, callback)
+    burn_in = min(every, epochs) if burn_in is None else burn_in
     settings = settings_of(likelihood, prior, parameters, method, seed)
     network = linearised(settings, model)
     _check_optimiser(optimiser, network)
@@ -271,8 +273,9 @@ def _check_training(
     epochs: Any, burn_in: Any, every: Any, schedule: Any, scheduler: Any, progress: Any, callback: Any
 ) -> None:
     for name, value in (("epochs", epochs), ("burn_in", burn_in), ("every", every)):
-        check_whole(f"`train_by_evidence({name}=...)`", value, 1)
-    if burn_in > epochs:
+        if value is not None or name != "burn_in":
+            check_whole(f"`train_by_evidence({name}=...)`", value, 1)
+    if burn_in is not None and burn_in > epochs:
         raise ValueError(
             f"`train_by_evidence(burn_in={burn_in})` is more than `epochs={epochs}`, so that nothing would be trained "
             "with precisions of the evidence: lower it."
