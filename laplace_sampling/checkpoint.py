@@ -8,21 +8,22 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from laplace_sampling.data.batches import batched
 from laplace_sampling.data.digest import digest
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.evidence.expansion import total_loss
-from laplace_sampling.files import check_target, target_of
+from laplace_sampling.files import check_target, explained, target_of
 from laplace_sampling.held_out import HeldOut
 from laplace_sampling.likelihoods.recipes import recipe_of_likelihood
 from laplace_sampling.linear_model.priors.as_prior import recipe_of_prior
@@ -33,7 +34,7 @@ from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.networks.function_fingerprint import FunctionFingerprint
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.posterior import Posterior
-from laplace_sampling.shared_journal import SharedJournal
+from laplace_sampling.shared_journal import SharedJournal, file_of
 from laplace_sampling.solvers.recorded import recording
 
 if TYPE_CHECKING:
@@ -96,14 +97,17 @@ class Checkpoint:
             earlier: the posterior that a warm fit starts from.
 
         Raises:
+            BlockingIOError: if another fit, of whatever process, has the file.
             OSError: if the file cannot be opened or written.
             ValueError: if it is damaged, or of another fit.
         """
         if self._path is None:
             return problem
         fit = self._described(settings, network, problem, held_out, earlier)
-        shared = SharedJournal(self._path, fit, network.products, settings.processes)
-        journal = self._stack.enter_context(shared)
+        processes = settings.processes
+        path = file_of(self._path, processes)
+        processes.of_first(lambda: self._stack.enter_context(self._locked(path)))
+        journal = self._stack.enter_context(SharedJournal(path, fit, network.products, processes))
         self._check(journal.head, fit)
         self._check_function(journal, network, problem.tangent)
         # How much memory is free differs from process to process, and what is solved for together depends on it.
@@ -118,6 +122,26 @@ class Checkpoint:
         interrupted = fit.sampled is not None and fit.sampled.interrupted
         if self._journal is not None and not interrupted:
             self._journal.delete()
+
+    @contextmanager
+    def _locked(self, path: Path) -> Iterator[None]:
+        """No other fit has the file; the system frees it when a process dies."""
+        lock = FileLock(f"{path}.lock", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise BlockingIOError(
+                f"`{self._call}(checkpoint=...)`: {path} is in use by another fit, of this process or another "
+                "one. Wait until that ends, or give another path."
+            ) from None
+        except OSError as error:
+            raise explained(error, f"`checkpoint=`: {lock.lock_file} cannot be written: {error.strerror}.") from error
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # Windows has a file until it is closed
+                os.unlink(lock.lock_file)
+            lock.release()
 
     def _described(
         self,

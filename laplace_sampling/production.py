@@ -118,7 +118,8 @@ class ProductionModel(FittedModel):
 
         Args:
             loader: of batches `(x, y)` or `x`; a `DataLoader`, a dataset, or any iterable. Targets are not looked at.
-                A mapping is `x` without its `labels`.
+                A mapping is `x` without its `labels`. A pair is always `(x, y)`: of a network that takes two tensors,
+                batches without targets are `((a, b),)`.
             outputs: names of attributes of predictions, as for `to_module`.
             progress: show a progress bar.
             unpack: for other batches, `batch -> (inputs, targets)`, as for `fit`; targets may be `None`.

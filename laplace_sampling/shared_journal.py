@@ -7,15 +7,13 @@ from typing import Any, Self, TypeVar
 from laplace_sampling.data.processes import Processes
 from laplace_sampling.journal import Journal, Known, rebuilt
 
-__all__ = ["SharedJournal"]
+__all__ = ["SharedJournal", "file_of"]
 
 Result = TypeVar("Result")
 
 
 class SharedJournal:
     """A `Journal` whose results all processes get, so that a fit goes on with more or fewer of them.
-
-    Each group that draws its own samples has a file of its own.
 
     Args:
         path: of the file.
@@ -28,8 +26,6 @@ class SharedJournal:
 
     def __init__(self, path: Path, head: dict[str, Any], products: dict[str, int], processes: Processes) -> None:
         self.products, self.processes, self.journal = products, processes, None
-        group = processes.sampler
-        path = path.with_name(f"{path.name}.samples{group}") if group else path
         self.head = processes.of_first(lambda: self._opened(path, head))
 
     def _opened(self, path: Path, head: dict[str, Any]) -> dict[str, Any]:
@@ -69,3 +65,9 @@ class SharedJournal:
         if journal is not None:
             journal.keep(key[0], value, before)
         return value
+
+
+def file_of(path: Path, processes: Processes) -> Path:
+    """The file of this process: each group that draws its own samples has one."""
+    group = processes.sampler
+    return path.with_name(f"{path.name}.samples{group}") if group else path

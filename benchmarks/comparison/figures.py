@@ -36,15 +36,15 @@ def draw(results: Results, near: Sequence[dict[str, Any]], folder: Path) -> list
     methods = [m for m in SHOWN if m in run]
     cases = [c for c in cases if not any(np.isnan(results.mean(c, m, part="severity 1")) for m in methods)]
     if cases:
-        figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+        figure, axes = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
         for method in methods:
             ladder = [np.mean([results.mean(c, method, part=p) for c in cases]) for p in parts]
             joint = [np.mean([results.gain(c, method, f"joint_{k}") / k for c in cases]) for k in range(1, 6)]
             axes[0].plot(range(6), ladder, marker=".", label=method)
             axes[1].plot(range(1, 6), joint, marker=".", label=method)
         axes[0].set(xlabel="severity of corruption", ylabel="log-likelihood")
-        axes[1].set(xlabel="κ", ylabel="joint log-likelihood over that of MAP, / κ")
-        axes[1].legend(fontsize="small")
+        axes[1].set(xlabel="κ", ylabel="joint log-likelihood over that of MAP, / κ", xticks=range(1, 6))
+        figure.legend(*axes[1].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
         figure.savefig(folder / "results_shift.png", dpi=120)
         plt.close(figure)
         drawn.append(folder / "results_shift.png")

@@ -1,8 +1,10 @@
-"""`python -m benchmarks.published --data DIR [--parts fashion,joint] [--num 10000] [--epochs 10] [--seeds 1]`.
+"""`python -m benchmarks.published --data DIR [--parts fashion,joint] [--num 10000] [--epochs 10] [--seeds 1]
+[--only REGEX]`.
 
 Runs what published tables have, on the same data, and joint predictions at work, on one thread. `DIR` has the folders
 `images` and `uci-large`; without it data are made up. Records are appended to `--out` as they are found; a second run
-continues there, and starts from the networks in `--cache`.
+continues there, and starts from the networks in `--cache`. `--only` is searched for in the names of cells, which are
+those of the records.
 
 `python -m benchmarks.published report [FILE ...] [--page docs/published.md]` writes the page from the records only.
 """
@@ -27,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
     top.add_argument("--data", type=Path, metavar="DIR", help="a folder with `images` and `uci-large`")
     top.add_argument("--parts", default=",".join(PARTS), help="names of parts, with commas between them")
+    top.add_argument("--only", metavar="REGEX", default="", help="searched for in the names of cells")
     top.add_argument("--num", type=int, help="training images, where a part has another number")
     top.add_argument("--epochs", type=int, help="of training on images, where a part has another number")
     top.add_argument("--seeds", type=int, help="where a part has another number")
@@ -56,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     setup = Setup(options.data, options.cache, options.quick, options.num, options.epochs, options.seeds)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    for record in run(setup, parts, options.out):
+    for record in run(setup, parts, options.out, options.only):
         for row in record["rows"]:
             ends = {"end": row["curve"][-1]} if "curve" in row else {}
             figures = [f"{k} {v:.4g}" for k, v in (row | ends).items() if isinstance(v, float)]

@@ -22,13 +22,15 @@ def described(problem: Problem) -> dict[str, Any]:
 
 
 def scored(problem: Problem, method: str, fit: Callable[[Problem], Fitted]) -> dict[str, Any]:
-    """A row of scores on test data, and of the detection of other data by the entropy of predictions."""
+    """A row of scores on test data, and of the detection of other data by the entropy of predictions and by others."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fitted = fit(problem)
         inside = cast(Classified, fitted.predict(problem.data.test.x))
         scores = score(inside, problem.data.test.y, problem.seed)
         for other in problem.data.others.values():
-            scores["ood_auroc"] = ood_aurocs(inside, cast(Classified, fitted.predict(other)))["entropy"]
+            areas = ood_aurocs(inside, cast(Classified, fitted.predict(other)))
+            scores["ood_auroc"] = areas.pop("entropy")
+            scores |= {f"ood_auroc_{score}": area for score, area in areas.items()}
     scores["log_loss"] = -scores["log_likelihood"]
     return {"method": method, **described(problem), **scores}

@@ -41,7 +41,8 @@ def curves(groups: Mapping[str, Rows], axes: Axes, folder: Path) -> str:
             panel.plot(chosen[0]["at"], centre, marker=".", label=method)
             panel.fill_between(chosen[0]["at"], centre - error, centre + error, alpha=0.2)
         panel.set(title=title, xlabel=axes.x, ylabel=axes.y, yscale="log" if axes.log else "linear")
-    panels[0, -1].legend(fontsize="small")
+        panel.xaxis.get_major_locator().set_params(integer=True)
+    figure.legend(*panels[0, -1].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     figure.savefig(folder / axes.file, dpi=110)
     plt.close(figure)
     return f"{folder.name}/{axes.file}"

@@ -1,5 +1,6 @@
 """The parts by name, a run of them that continues an earlier one, and the page of their records."""
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -40,12 +41,12 @@ on the same data where it says no other; below it stands what differs.
 """
 
 
-def run(setup: Setup, parts: Sequence[str], out: Path) -> Iterator[dict[str, Any]]:
-    """Appends a record for each cell that the file does not have, and yields it."""
+def run(setup: Setup, parts: Sequence[str], out: Path, only: str = "") -> Iterator[dict[str, Any]]:
+    """Appends a record for each cell that the file does not have, and yields it; `only` is searched for in its name."""
     done = {(r["part"], r["cell"]) for r in read(out, KEY) if r["setup"] == setup.name}
     for part in parts:
         for cell, rows in PARTS[part].cells(setup).items():
-            if (part, cell) in done:
+            if (part, cell) in done or not re.search(only, cell):
                 continue
             started, processor = time.perf_counter(), time.process_time()
             record = {"part": part, "cell": cell, "setup": setup.name, "rows": list(rows())}

@@ -91,7 +91,7 @@ class Setup:
         )
         task = Task("classification", 10, lambda seed: data)
         recipe = Recipe(steps=max(1, steps), batch_size=BATCH, step_size=1e-3)
-        return Problem(task, data, architecture, recipe, seed, f"{name} {first} {self.name}", self.cache)
+        return Problem(task, data, architecture, recipe, seed, f"{name} {first} {self.name}", self.cache, links=False)
 
     def _others(self, name: str) -> dict[str, torch.Tensor]:
         if self.folder is None:

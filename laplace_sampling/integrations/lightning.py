@@ -32,8 +32,8 @@ class LaplaceCallback(Callback):
     epoch has one. Training goes on bit for bit as without them. Metrics are logged with `laplace_` before their names,
     and may be monitored by `ModelCheckpoint(save_on_train_epoch_end=True)` and
     `EarlyStopping(check_on_train_epoch_end=True)`. The state of the callback is in Lightning's checkpoints, so that a
-    training that is resumed goes on from its last fit. Of several processes that hold the whole network each, the first
-    one fits and the others wait.
+    training that is resumed goes on from its last fit; any other training begins anew. Of several processes that hold
+    the whole network each, the first one fits and the others wait.
 
     Args:
         likelihood: as of `LinearisedLaplace`.
@@ -68,6 +68,7 @@ class LaplaceCallback(Callback):
     ) -> None:
         self.fits = PeriodicFits(likelihood, every_n_epochs=every_n_epochs, metrics=metrics, budget=budget, **options)
         self.train_loader, self.val_loader, self.module = train_loader, val_loader, module
+        self._anew = self.fits.state_dict()
 
     @property
     def laplace_(self) -> LinearisedLaplace:
@@ -82,6 +83,18 @@ class LaplaceCallback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.fits.load_state_dict(state_dict)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # Before the state of a checkpoint is loaded; a Trainer that trains on has made steps.
+        if stage == "fit" and not trainer.global_step:
+            self.fits.load_state_dict(self._anew)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The posterior of a checkpoint after which nothing is left to train, or that is tested."""
+        if trainer.is_global_zero and self.fits.history_:
+            self.fits.restore(self._network(pl_module))
+
+    on_test_start = on_predict_start = on_fit_end
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raise before an epoch is lost."""

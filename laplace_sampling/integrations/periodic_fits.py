@@ -113,7 +113,10 @@ class PeriodicFits:
     @property
     def laplace_(self) -> LinearisedLaplace:
         if self._laplace is None:
-            raise NotFittedError("`laplace_` is there after a fit: call `fit(model, train_loader, epoch=...)` first.")
+            raise NotFittedError(
+                "`laplace_` is there after a fit: call `fit(model, train_loader, epoch=...)` first, or, if a training "
+                "that has ended was loaded, `restore(model)`."
+            )
         return self._laplace
 
     def due(self, epoch: int) -> bool:
@@ -143,6 +146,7 @@ class PeriodicFits:
 
         Raises:
             TypeError, ValueError, FloatingPointError: as of `fit_hyperparameters`. The last fit is kept.
+            Exception: of one of the `metrics`. The fit is kept, and is in `history_` without metrics.
         """
         val_loader = self.val_loader if val_loader is None else val_loader
         with BorrowedRandomness([train_loader, val_loader, *self.metrics.values()]).borrowed():
@@ -157,10 +161,13 @@ class PeriodicFits:
             assert fit is not None
             cost = fit.task.budget
             total = Budget(None, cost.cost, cost.num_data, la.network.products, others=cost.operations)
-            found = self._found(la) | ({} if val_loader is None else self._predicted(la, val_loader))
-        found["cost"] = total.spent
-        self._first = self._first or cost.spent
-        self.history_.append({"epoch": epoch, **found})
+            found = self._found(la)
+            try:
+                found |= {} if val_loader is None else self._predicted(la, val_loader)
+            finally:  # also of a fit whose metrics raise an error: the next ones are due by what all have cost
+                found["cost"] = total.spent
+                self._first = self._first or cost.spent
+                self.history_.append({"epoch": epoch, **found})
         return found
 
     def _at(self, model: nn.Module) -> LinearisedLaplace:
@@ -220,6 +227,26 @@ class PeriodicFits:
         self._laplace, self._state = None, state["posterior"]
         self.history_ = [dict(record) for record in state["history"]]
         self._first = float(state["first"])
+
+    def restore(self, model: nn.Module) -> bool:
+        """Make the posterior of `load_state_dict` predict again, where nothing is left to train.
+
+        Args:
+            model: the network of the checkpoint.
+
+        Returns:
+            Whether `laplace_` is that posterior now; not, where the network has other weights than at its fit.
+        """
+        if self._state is None:
+            return False
+        la = LinearisedLaplace(model, self.likelihood, **self._settings)
+        with BorrowedRandomness([]).borrowed():
+            try:
+                la.load_state_dict(self._state)
+            except ValueError:  # of other weights, or of another function of the data
+                return False
+        self._laplace, self._state = la, None
+        return True
 
 
 def _parted(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Error bars while a `Trainer` of Hugging Face trains: `pip install laplace_sampling[transformers]`."""
 
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -95,6 +96,7 @@ class LaplaceTrainerCallback(TrainerCallback):
         self._anew = self.fits.state_dict()
         # The step of the weights that the last fit is of.
         self._fitted_at: int | None = None
+        self._beside: Path | None = None
 
     @property
     def laplace_(self) -> LinearisedLaplace:
@@ -128,19 +130,34 @@ class LaplaceTrainerCallback(TrainerCallback):
         epoch, history = math.ceil(state.epoch), self.fits.history_
         if self.fits.due(epoch) and not (history and history[-1]["epoch"] >= epoch):
             self._fit(state, control, state.global_step, **kwargs)
+        self.on_step_end(args, state, control, **kwargs)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # Beside the checkpoint, before the Trainer writes it: a process may be killed between the two.
+        if control.should_save and args.should_save and not state.is_hyper_param_search:
+            self._beside = _beside(_checkpoint(args.output_dir, state))
+            self._beside.parent.mkdir(parents=True, exist_ok=True)
+            write(self.fits.state_dict(), self._beside)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         best = state.best_global_step if args.load_best_model_at_end and state.best_model_checkpoint else None
         step = state.global_step if best is None else best
-        if self._fitted_at != step:
+        # A training that goes on after its last step has the fit of its end.
+        if self._fitted_at != step and not self.fits.restore(kwargs["model"]):
             self._fit(state, control, step, **kwargs)
+        if args.should_save:
+            for left in Path(args.output_dir or "").glob(f"{Path(FILE).stem}-*.pt"):  # by a process that was killed
+                left.unlink(missing_ok=True)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         folder = _checkpoint(args.output_dir, state)
         if args.should_save and folder.is_dir() and not state.is_hyper_param_search:
-            write(self.fits.state_dict(), folder / FILE)
+            if self._beside == _beside(folder):
+                os.replace(self._beside, folder / FILE)
+            else:  # of the best model, as an evaluation has found
+                write(self.fits.state_dict(), folder / FILE)
 
     def _fit(
         self,
@@ -186,10 +203,11 @@ class LaplaceTrainerCallback(TrainerCallback):
             folders.insert(0, Path(args.resume_from_checkpoint))
         for folder in folders:
             # Another training may have left a checkpoint of as many steps.
-            if (folder / FILE).is_file() and (folder / _TRAINER_STATE).is_file():
+            found = [file for file in (folder / FILE, _beside(folder)) if file.is_file()]
+            if found and (folder / _TRAINER_STATE).is_file():
                 of_folder = TrainerState.load_from_json(str(folder / _TRAINER_STATE))
                 if repr(of_folder.log_history) == repr(state.log_history):
-                    return folder / FILE
+                    return found[0]
         warnings.warn(
             f"`LaplaceTrainerCallback`: training goes on from step {state.global_step}, but there is no {FILE} of it "
             f"in {' or '.join(map(str, folders))}, so that the next fit starts anew. If the checkpoint is elsewhere, "
@@ -207,6 +225,11 @@ def _in_order(dataset: Any, like: DataLoader) -> DataLoader:
 
 def _checkpoint(folder: str | None, state: TrainerState) -> Path:
     return Path(folder or "") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+
+
+def _beside(checkpoint: Path) -> Path:
+    """The file of a checkpoint until that is whole."""
+    return checkpoint.with_name(f"{checkpoint.name.replace(PREFIX_CHECKPOINT_DIR, Path(FILE).stem)}.pt")
 
 
 def next_token(batch: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:

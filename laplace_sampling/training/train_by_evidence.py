@@ -97,7 +97,7 @@ def train_by_evidence(
     optimiser: Optimizer,
     *,
     epochs: int,
-    burn_in: int = 1,
+    burn_in: int | None = None,
     every: int = 5,
     prior: str | Prior = "layerwise",
     parameters: Subset = None,
@@ -128,12 +128,14 @@ def train_by_evidence(
 
     Args:
         model: the network, which is trained in place. Normalisations work with the statistics of batches in training,
-            and with running ones in updates; weights of theirs have a precision like those of any other layer.
+            and with running ones in updates; weights of theirs have a precision like those of any other layer. Parts
+            that are in evaluation mode stay so; a model that is so as a whole is put into training mode.
         likelihood: as of `LinearisedLaplace`; the noise precision of a `Gaussian` is where it starts.
         loader: batches of training data, as of `fit_hyperparameters`.
         optimiser: of the parameters of the model, without a weight decay of its own.
         epochs: of training.
-        burn_in: epochs before the first update, until which the precisions are those of `prior` and `likelihood`.
+        burn_in: epochs before the first update, until which the precisions are those of `prior` and `likelihood`; by
+            default as many as `every`, as weights that have not grown yet ask for too much decay.
         every: epochs between updates; the last epoch ends with one in any case.
         prior: `"layerwise"`, `"isotropic"`, or one of these with the precisions to start from.
         parameters: which weights have the prior, and so weight decay: names, globs (`"!*Norm*.*"`) or a predicate; all
@@ -166,6 +168,7 @@ def train_by_evidence(
         0.1
     """
     _check_training(epochs, burn_in, every, schedule, scheduler, progress, callback)
+    burn_in = min(every, epochs) if burn_in is None else burn_in
     settings = settings_of(likelihood, prior, parameters, method, seed)
     network = linearised(settings, model)
     _check_optimiser(optimiser, network)
@@ -173,7 +176,8 @@ def train_by_evidence(
     data: dict[str, Any] = {"unpack": unpack, "num_data": num_data}
     task = task_of(settings, network, fixed, **data)  # all that may be wrong is found before anything is trained
     decay = weight_decay_of(task.prior, task.model.likelihood, network, task.model.features.num_data)
-    run = _Run(model, network, optimiser, scheduler, schedule, unpacking(unpack))
+    fixed_parts = [part for part in model.modules() if model.training and not part.training]
+    run = _Run(model, network, optimiser, scheduler, schedule, unpacking(unpack), fixed_parts)
     best, history, at = _Checkpoint(model), list[PrecisionUpdate](), list[int]()
     with best.restored():
         for epoch in progress_bar("training by the evidence" if progress else None, range(1, epochs + 1)):
@@ -192,7 +196,7 @@ def train_by_evidence(
 
 @dataclass(eq=False)
 class _Run:
-    """Epochs of training."""
+    """Epochs of training; `fixed` parts are in evaluation mode."""
 
     model: nn.Module
     network: Linearisation
@@ -200,10 +204,13 @@ class _Run:
     scheduler: LRScheduler | None
     schedule: str
     unpack: Unpack
+    fixed: list[nn.Module]
 
     def epoch(self, loader: Iterable[Any], likelihood: Likelihood, decay: dict[str, float]) -> None:
         """One pass over the loader."""
         self.model.train()
+        for part in self.fixed:
+            part.training = False
         total, num = 0.0, 0
         for batch in loader:
             x, y = self.unpack(batch)
@@ -266,8 +273,9 @@ def _check_training(
     epochs: Any, burn_in: Any, every: Any, schedule: Any, scheduler: Any, progress: Any, callback: Any
 ) -> None:
     for name, value in (("epochs", epochs), ("burn_in", burn_in), ("every", every)):
-        check_whole(f"`train_by_evidence({name}=...)`", value, 1)
-    if burn_in > epochs:
+        if value is not None or name != "burn_in":
+            check_whole(f"`train_by_evidence({name}=...)`", value, 1)
+    if burn_in is not None and burn_in > epochs:
         raise ValueError(
             f"`train_by_evidence(burn_in={burn_in})` is more than `epochs={epochs}`, so that nothing would be trained "
             "with precisions of the evidence: lower it."

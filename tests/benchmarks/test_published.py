@@ -101,6 +101,18 @@ def test_the_precision_at_the_trained_weights() -> None:
     assert alpha * norm == pytest.approx(float((values / (values + alpha)).sum()), rel=1e-3)
 
 
+def test_the_nearest_within_a_number_of_epochs() -> None:
+    keys = ("method", "epochs_of_fit", *distances.DISTANCES)
+    rows = [
+        dict(zip(keys, values, strict=True)) | {"num_weights": 9}
+        for values in [("cheap", 1.0, 0.4, 0.4, 0.4), ("dear", 20.0, 0.1, 0.5, 0.1), ("dear", 12.0, 0.3, 0.7, 0.1)]
+    ]
+    lines = distances.nearest(rows)
+    assert [line[1] for line in lines] == ["5", "10", "20", "50"]
+    assert lines[1][2:] == ["cheap: 0.4000", "cheap: 0.4000", "cheap: 0.400"]  # the other takes 16 epochs on average
+    assert lines[2][2:] == ["dear: 0.2000", "cheap: 0.4000", "dear: 0.100"]
+
+
 def test_rules_that_look_at_one_input_take_the_largest_scores() -> None:
     network = build(active_learning.NETWORK, torch.Size([1, 28, 28]), 10)
     x = torch.randn(12, 1, 28, 28, generator=torch.Generator().manual_seed(0))
@@ -173,6 +185,7 @@ def test_a_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(parts.PARTS, "fashion", Study("", cells, lambda rows, images: ""))
     with pytest.raises(KeyboardInterrupt):
         run(out, "--parts", "fashion")
+    assert [r["cell"] for r in run(out, "--parts", "fashion", "--only", "^first")] == ["first"]
     assert [r["cell"] for r in run(out, "--parts", "fashion")] == ["first", "second"]
     assert len(run(out, "--parts", "fashion")) == 2
     assert len(calls) == 2

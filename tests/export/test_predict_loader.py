@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from exported import fitted
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -42,6 +42,27 @@ def test_a_posterior_with_exact_covariances_and_the_usual_names() -> None:
     found, pred = la.predict_loader(x.split(3), progress=False), la.predict(x)
     assert tuple(found) == ("mean", "stddev", "epistemic")
     assert_close(found["stddev"], pred.stddev)
+
+
+class Two(nn.Module):
+    """A network of two inputs, one of which may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, a: Tensor, b: Tensor | None = None) -> Tensor:
+        return self.layer(a if b is None else a + b)
+
+
+def test_a_pair_is_inputs_and_targets_also_of_a_network_of_two_inputs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(6, 3, generator=generator), torch.randn(6, 3, generator=generator)
+    la = LinearisedLaplace(Two(), "regression").fit([((a, b), a[:, :2])], progress=False)
+    both, first = la.predict((a, b)).mean, la.predict(a).mean
+    assert_close(la.predict_loader([((a, b),)], "mean", progress=False)["mean"], both)
+    assert_close(la.predict_loader([((a, b), a)], "mean", progress=False)["mean"], both)
+    assert_close(la.predict_loader([(a, b)], "mean", progress=False)["mean"], first)
 
 
 def test_one_batch_is_in_memory_at_a_time() -> None:

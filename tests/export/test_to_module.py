@@ -3,6 +3,7 @@
 import copy
 import io
 import re
+import subprocess
 from pathlib import Path
 
 import onnxruntime
@@ -290,3 +291,29 @@ def test_a_small_vision_transformer_of_its_own_eval_mode() -> None:
     assert isinstance(model, TinyViT)
     assert all(part.training for part in model.modules())
     assert all(p.requires_grad for p in model.parameters())
+
+
+def works_compiler(folder: Path) -> bool:
+    """Whether a C++ program can be compiled for AOTInductor, which links the libraries of torch and OpenMP."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    source = folder / "probe.cpp"
+    source.write_text("#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n")
+    try:
+        call = [get_cpp_compiler(), "-std=c++17", "-fopenmp", str(source), "-o", str(folder / "probe")]
+        return subprocess.run(call, capture_output=True, check=False).returncode == 0
+    except Exception:  # torch has an error of its own where there is no compiler
+        return False
+
+
+def test_compiled_ahead_of_time_it_predicts(tmp_path: Path) -> None:
+    if not works_compiler(tmp_path):
+        pytest.skip("there is no C++ compiler that works")
+    la, x = fitted("mlp", **LAST)  # one, as the compiler takes seconds
+    module = la.to_module(outputs=("probs", "stddev"))
+    package = torch._inductor.aoti_compile_and_package(
+        torch.export.export(module, (x,), dynamic_shapes=BATCH), package_path=str(tmp_path / "error_bars.pt2")
+    )
+    compiled = torch._inductor.aoti_load_package(package)
+    for rows in (len(x), 1):
+        assert_predicts(compiled(x[:rows]), la, x[:rows])

@@ -1,6 +1,8 @@
 """Fits that are killed go on from their file to the same numbers, bit for bit."""
 
 import errno
+import multiprocessing
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -508,3 +510,30 @@ def test_writing_is_once_for_each_result(path: Path, kills: Any, monkeypatch: py
     )
     fitted("krylov", path)
     assert written == [sizes[0] - size]
+
+
+def _holds(path: Path, ready: Any) -> None:
+    """Of another process: a fit that waits in its first step."""
+
+    def wait(step: Any) -> None:
+        ready.set()
+        time.sleep(600)
+
+    fitted("krylov", path, callback=wait)
+
+
+def test_two_processes_are_not_in_one_file_at_the_same_time(path: Path) -> None:
+    """A process that is killed leaves it free, and what it has found."""
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    other = context.Process(target=_holds, args=(path, ready), daemon=True)
+    other.start()
+    assert ready.wait(120)
+    with pytest.raises(BlockingIOError, match=r"`fit_hyperparameters\(checkpoint=...\)`: .* is in use by another fit"):
+        fitted("krylov", path)
+    assert path.exists()
+    other.kill()
+    other.join()
+    la = fitted("krylov", path)
+    assert_same(la, fitted("krylov"))
+    assert list(path.parent.iterdir()) == []

@@ -295,3 +295,39 @@ def test_two_callbacks_have_states_of_their_own(tmp_path: Path) -> None:
     trained(list(both), epochs=2, folder=tmp_path)
     states = torch.load(tmp_path / "last.ckpt", weights_only=True)["callbacks"]
     assert [len(states[each.state_key]["history"]) for each in both] == [2, 1]
+
+
+def test_a_second_training_begins_anew() -> None:
+    """Also its schedule: what the fits of the first one have cost leaves out none of the second."""
+    laplace = callback(budget=5.0)  # which 60 data do not pay for again
+    trained([laplace])
+    first = laplace.fits.history_
+    trained([laplace])
+    assert laplace.fits.history_ == first
+    assert [record["epoch"] for record in first] == [1, 3]
+
+
+def test_a_trainer_that_trains_on_keeps_its_fits() -> None:
+    laplace = callback()
+    module, trainer = trained([laplace], epochs=2)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, loader(), held_out())
+    assert [record["epoch"] for record in laplace.fits.history_] == [1, 2, 3]
+
+
+def test_the_posterior_of_a_checkpoint_predicts_without_another_fit(tmp_path: Path) -> None:
+    """Where nothing is left to train, and where the model of the checkpoint is tested."""
+    first, again, tested, seen = callback(), callback(), callback(), []
+    trained([first], epochs=2, folder=tmp_path)
+    last = str(tmp_path / "last.ckpt")
+    trainer_of([again], epochs=2, folder=tmp_path).fit(Net(), loader(), held_out(), ckpt_path=last)
+    assert again.fits.history_ == first.fits.history_
+
+    class Tested(Net):
+        def test_step(self, batch: Any, number: int) -> None:
+            seen.append(tested.laplace_.predict(batch[0]).probs)
+
+    trainer_of([tested], folder=tmp_path).test(Tested(), held_out(), ckpt_path=last, verbose=False)
+    expected = first.laplace_.predict(held_out().dataset.tensors[0]).probs
+    assert torch.equal(again.laplace_.predict(held_out().dataset.tensors[0]).probs, expected)
+    assert torch.allclose(torch.cat(seen), expected)

@@ -332,3 +332,37 @@ def test_a_fit_that_is_stopped_keeps_the_last_one() -> None:
 def test_bad_settings(make: Callable[[], Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         make()
+
+
+def test_a_fit_whose_metrics_raise_an_error_has_cost_what_it_did() -> None:
+    def fails(prediction: Any, targets: Tensor) -> float:
+        raise ZeroDivisionError
+
+    training = Training()
+    whole, failed = (PeriodicFits("regression", metrics=metrics) for metrics in (None, {"wrong": fails}))
+    whole.fit(training.model, training.loader, training.loader, epoch=1)
+    with pytest.raises(ZeroDivisionError):
+        failed.fit(training.model, training.loader, training.loader, epoch=1)
+    assert failed.laplace_.predict(training.data.tensors[0]).mean.shape == (60, 1)
+    (record,) = failed.history_
+    assert "val_log_loss" not in record
+    assert 0 < record["cost"] <= whole.history_[0]["cost"]
+    assert failed.state_dict()["first"] == whole.state_dict()["first"] > 0
+    assert not failed.due(2)
+
+
+def test_a_posterior_is_restored_for_the_weights_of_its_fit_only() -> None:
+    training = Training()
+    fits, loaded = PeriodicFits("regression", budget=None), PeriodicFits("regression", budget=None)
+    assert not fits.restore(training.model)
+    fits.fit(training.model, training.loader, epoch=1)
+    loaded.load_state_dict(fits.state_dict())
+    other = copy.deepcopy(training.model)
+    with torch.no_grad():
+        other[0].bias += 0.1
+    assert not loaded.restore(other)
+    with pytest.raises(NotFittedError, match=r"`restore\(model\)`"):
+        _ = loaded.laplace_
+    assert loaded.restore(training.model)
+    x = training.data.tensors[0]
+    assert torch.equal(loaded.laplace_.predict(x).samples, fits.laplace_.predict(x).samples)

@@ -189,6 +189,41 @@ def test_a_training_that_is_resumed_is_bit_equal_and_has_the_same_error_bars(
     assert torch.equal(predictions[0].samples, predictions[1].samples)
 
 
+@pytest.mark.parametrize("save_strategy", ["epoch", "steps"])
+def test_a_process_that_ends_before_the_file_is_in_its_checkpoint_loses_no_fit(
+    tmp_path: Path, save_strategy: str
+) -> None:
+    """The Trainer has written its state, with which training goes on."""
+
+    class Killed(BaseException):
+        pass
+
+    class KilledIn(LaplaceTrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3 * STEPS:
+                raise Killed
+            super().on_save(args, state, control, **kwargs)
+
+    saving = {"save_strategy": save_strategy, "save_steps": STEPS}
+    killed = KilledIn("classification", num_samples=4, budget=None)
+    with pytest.raises(Killed):
+        make_trainer(tmp_path / "killed", killed, **saving).train()
+    resumed, whole = (callback(every_n_epochs=1) for _ in range(2))
+    make_trainer(tmp_path / "killed", resumed, **saving).train(resume_from_checkpoint=True)
+    make_trainer(tmp_path / "whole", whole, **saving).train()
+    assert resumed.fits.history_ == whole.fits.history_
+    assert not list((tmp_path / "killed").glob("*.pt"))
+
+
+def test_a_training_that_goes_on_after_its_last_step_has_the_fit_of_its_end(tmp_path: Path) -> None:
+    whole, resumed = callback(), callback()
+    make_trainer(tmp_path, whole).train()
+    make_trainer(tmp_path, resumed).train(resume_from_checkpoint=True)
+    assert resumed.fits.history_ == whole.fits.history_
+    predictions = [fits.laplace_.predict({"x": Rows().x}).samples for fits in (whole, resumed)]
+    assert torch.equal(*predictions)
+
+
 def test_fits_see_all_data_once_through_the_collator_of_the_trainer(tmp_path: Path) -> None:
     """`drop_last` and columns that the model does not take change nothing."""
     fits = callback(every_n_epochs=NUM_EPOCHS, method="exact")
