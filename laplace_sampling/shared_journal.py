@@ -15,7 +15,8 @@ Result = TypeVar("Result")
 class SharedJournal:
     """A `Journal` whose results all processes get, so that a fit goes on with more or fewer of them.
 
-    Each group that draws its own samples has a file of its own.
+    Each group that draws its own samples has a file of its own, which tells nothing of the samples of others: with
+    several groups a fit goes on with the same ones (`checkpoint.Checkpoint`).
 
     Args:
         path: of the file.
@@ -44,7 +45,8 @@ class SharedJournal:
             self.journal.__exit__()
 
     def delete(self) -> None:
-        """Removes the file."""
+        """Removes the file, when all processes have come here."""
+        self.processes.least(0.0)
         if self.journal is not None:
             self.journal.delete()
 

@@ -139,6 +139,11 @@ class Processes:
         return self.share_data or self.num_samplers > 1
 
     @property
+    def shape_of_mesh(self) -> tuple[int, int] | None:
+        """How many processes each axis has; `None` where no samples are shared out."""
+        return None if self.num_samplers == 1 else (self._place(_DATA)[1], self._place(_SAMPLES)[1])
+
+    @property
     def is_first(self) -> bool:
         """Whether this is the process that writes what all of them have."""
         return self._place(_DATA)[0] == 0 and self._place(_SAMPLES)[0] == 0

@@ -160,7 +160,7 @@ def test_a_kill_of_one_process_ends_the_others(rank: int) -> None:
             assert kind == "ProcessError"
             assert "has failed: it has ended, or cannot be reached" in message
             assert message.endswith("Start all processes again; a fit with `checkpoint=` goes on.")
-    
+
 
 def _slow() -> Any:
     def sleep(step: Any) -> None:
