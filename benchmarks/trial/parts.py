@@ -19,6 +19,7 @@ COUNTS = {
     "damaged_files": 100,
     "kills": 100,
     "resumed_fits": 100,
+    "killed_ranks": 20,
     "threads": 200,
     "interrupts": 500,
     "foreign_suites": 600,
