@@ -110,8 +110,12 @@ class Checkpoint:
         journal = self._stack.enter_context(SharedJournal(path, fit, network.products, processes))
         self._check(journal.head, fit)
         self._check_function(journal, network, problem.tangent)
+
         # How much memory is free differs from process to process, and what is solved for together depends on it.
-        memory = journal.result("memory", (), lambda: _memory_of(problem, network))
+        def memory_of_this() -> tuple[float, int, int | None]:
+            return journal.result("memory", (), lambda: _memory_of(problem, network))
+
+        memory = settings.processes.gathered_samples(memory_of_this)[0]
         problem = _with_memory(problem, network, *memory)
         self._journal = journal
         self._stack.enter_context(recording(journal))
@@ -165,6 +169,7 @@ class Checkpoint:
             "`parameters`": network.selection,
             "`num_samples` of the constructor": settings.num_samples,
             "`seed`": settings.seed,
+            "`mesh`, which has an axis of samples": settings.processes.shape_of_mesh,
             "`linear_model`": settings.linear_model,
             "`hessian_at`": settings.hessian_at,
             "the training data, their order or their batches": _digest_of(problem.tangent.data),

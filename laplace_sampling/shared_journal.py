@@ -15,6 +15,9 @@ Result = TypeVar("Result")
 class SharedJournal:
     """A `Journal` whose results all processes get, so that a fit goes on with more or fewer of them.
 
+    Each group that draws its own samples has a file of its own, which tells nothing of the samples of others: with
+    several groups a fit goes on with the same ones (`checkpoint.Checkpoint`).
+
     Args:
         path: of the file.
         head: as of a `Journal`, and likewise `products`.
@@ -40,7 +43,8 @@ class SharedJournal:
             self.journal.__exit__()
 
     def delete(self) -> None:
-        """Removes the file."""
+        """Removes the file, when all processes have come here."""
+        self.processes.least(0.0)
         if self.journal is not None:
             self.journal.delete()
 

@@ -20,6 +20,7 @@ COUNTS = {
     "kills": 100,
     "resumed_fits": 100,
     "killed_trainings": 30,
+    "killed_ranks": 20,
     "threads": 200,
     "interrupts": 500,
     "foreign_suites": 600,

@@ -7,15 +7,15 @@ every process alike. So nothing else has to know that there are several.
 """
 
 import pickle
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import Tensor
+
+from laplace_sampling.data.fit_group import FitGroup, ProcessError, words
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -28,15 +28,6 @@ Result = TypeVar("Result")
 _NOT_INSIDE = "This process is not in the group of `process_group=` or `mesh=`: only those that are share a fit."
 # Names of the two axes of a mesh.
 _DATA, _SAMPLES = "data", "samples"
-# Seconds after which a process that waits for others looks whether one of them has failed, and between looks at
-# whether they have come.
-_LOOK, _NAP = 1.0, 5e-5
-# How many fits the processes of each group have begun together: words of an earlier one must not end a later one.
-_CALLS: Counter[str] = Counter()
-
-
-class ProcessError(RuntimeError):
-    """Another process of a fit has failed, or has ended."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +139,11 @@ class Processes:
         return self.share_data or self.num_samplers > 1
 
     @property
+    def shape_of_mesh(self) -> tuple[int, int] | None:
+        """How many processes each axis has; `None` where no samples are shared out."""
+        return None if self.num_samplers == 1 else (self._place(_DATA)[1], self._place(_SAMPLES)[1])
+
+    @property
     def is_first(self) -> bool:
         """Whether this is the process that writes what all of them have."""
         return self._place(_DATA)[0] == 0 and self._place(_SAMPLES)[0] == 0
@@ -212,12 +208,13 @@ class Processes:
             for name, number in zip(before, self._reduced(made, "SUM", group).tolist(), strict=True):
                 counts[name] = before[name] + number
 
-    def _reduced(self, tensor: Tensor, operation: str, group: "ProcessGroup | None") -> Tensor:
+    def _reduced(self, tensor: Tensor, operation: str, group: Any) -> Tensor:
         import torch.distributed as dist
 
         device = tensor.device if tensor.device.type != "cpu" else _device_of(group)
         there = tensor.to(device).contiguous()
-        self._wait(dist.all_reduce(there, getattr(dist.ReduceOp, operation), group=group, async_op=True))
+        shared = FitGroup.of(group)
+        shared.wait(dist.all_reduce(there, getattr(dist.ReduceOp, operation), group=shared.own, async_op=True))
         if there is tensor:
             return tensor
         return tensor.copy_(there)
@@ -247,12 +244,12 @@ class Processes:
         if self._place(_DATA)[0] > 0:
             result, cause = self._sent(None, self.data)
             if cause is not None:
-                raise ProcessError(f"Process 0 of those that share a fit has failed: {cause}")
+                raise ProcessError(cause, "Process 0 of those that share a fit")
             return result
         try:
             result = compute()
         except Exception as error:
-            self._sent((None, _words(error)), self.data)
+            self._sent((None, words(error)), self.data)
             raise
         self._sent((result, None), self.data)
         return result
@@ -263,26 +260,26 @@ class Processes:
             mine = compute()
         except Exception as caught:
             error = caught
-        parts = self._exchanged((mine, None if error is None else _words(error)), group)
+        parts = self._exchanged((mine, None if error is None else words(error)), group)
         if error is not None:
             raise error
         for number, (_, cause) in enumerate(parts):
             if cause is not None:
-                raise ProcessError(f"Process {number} of {len(parts)} that share a fit has failed: {cause}")
+                raise ProcessError(cause, f"Process {number} of {len(parts)} that share a fit")
         return [result for result, _ in parts]
 
     def _exchanged(self, mine: Any, group: Any) -> list[Any]:
         """What each process gives, by pickle. Torch's own function waits without a look at failures."""
         import torch.distributed as dist
 
-        sent = _pickled(mine).to(_device_of(group))
+        shared, sent = FitGroup.of(group), _pickled(mine).to(_device_of(group))
         sizes = [torch.zeros(1, dtype=torch.int64, device=sent.device) for _ in range(dist.get_world_size(group))]
         size = torch.tensor([len(sent)], device=sent.device)
-        self._wait(dist.all_gather(sizes, size, group=group, async_op=True))
+        shared.wait(dist.all_gather(sizes, size, group=shared.own, async_op=True))
         longest = max(int(size) for size in sizes)
         padded = torch.nn.functional.pad(sent, (0, longest - len(sent)))
         there = [torch.empty_like(padded) for _ in sizes]
-        self._wait(dist.all_gather(there, padded, group=group, async_op=True))
+        shared.wait(dist.all_gather(there, padded, group=shared.own, async_op=True))
         return [_unpickled(one[: int(size)]) for one, size in zip(there, sizes, strict=True)]
 
     def _sent(self, value: Any, group: Any) -> Any:
@@ -290,12 +287,12 @@ class Processes:
         import torch.distributed as dist
 
         first = dist.get_global_rank(group, 0)
-        sent = _pickled(value).to(_device_of(group))
+        shared, sent = FitGroup.of(group), _pickled(value).to(_device_of(group))
         size = torch.tensor([len(sent)], device=sent.device)
-        self._wait(dist.broadcast(size, first, group=group, async_op=True))
+        shared.wait(dist.broadcast(size, first, group=shared.own, async_op=True))
         if dist.get_rank(group) > 0:
             sent = torch.empty(int(size), dtype=torch.uint8, device=sent.device)
-        self._wait(dist.broadcast(sent, first, group=group, async_op=True))
+        shared.wait(dist.broadcast(sent, first, group=shared.own, async_op=True))
         return value if dist.get_rank(group) == 0 else _unpickled(sent)
 
     def rows_of_all(self, rows: Tensor, num: int) -> Tensor:
@@ -317,53 +314,23 @@ class Processes:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """An error inside is told to the other processes, which end with its words where they wait for this one."""
-        _CALLS.update(group.group_name for group in self._groups)
+        """An error inside is told to the other processes, which end with its words where they wait for this one.
+
+        All of them have come to the end when one of them leaves it.
+        """
+        shared = [FitGroup.of(group) for group in (self.data, self.samples) if group is not None]
+        for group in shared:
+            group.begin()
         try:
             yield
-        except ProcessError:
-            raise
+            self.least(0.0)
         except BaseException as error:
-            for key in self._keys():
-                _publish(key, _words(error))
+            for group in shared:
+                group.fail(error)
             raise
-
-    @property
-    def _groups(self) -> "list[ProcessGroup]":
-        return [group for group in (self.data, self.samples) if group is not None]
-
-    def _keys(self) -> list[str]:
-        """Under which names failures of this call are told, one for each group."""
-        names = [group.group_name for group in self._groups]
-        return [f"laplace_sampling/failure/{name}/{_CALLS[name]}" for name in names]
-
-    def _told(self) -> str | None:
-        """What another process has told of its failure."""
-        return next((cause for key in self._keys() if (cause := _published(key)) is not None), None)
-
-    def _wait(self, work: Any) -> None:
-        """Until a sum is there, or until another process is known to have failed."""
-        looked = time.monotonic()
-        try:
-            while not work.is_completed():
-                time.sleep(_NAP)
-                if time.monotonic() - looked > _LOOK:
-                    looked = time.monotonic()
-                    if (cause := self._told()) is not None:
-                        raise ProcessError(f"Another process that shares the fit has failed: {cause}")
-            work.wait()
-        except ProcessError:
-            raise
-        except RuntimeError as error:
-            cause = self._told() or f"it has ended, or cannot be reached: {error}"
-            raise ProcessError(f"Another process that shares the fit has failed: {cause}") from error
 
 
 ALONE = Processes()
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _part(num: int, place: int, num_processes: int) -> range:
@@ -384,23 +351,3 @@ def _pickled(value: Any) -> Tensor:
 
 def _unpickled(numbers: Tensor) -> Any:
     return pickle.loads(numbers.cpu().numpy().tobytes())
-
-
-def _publish(key: str, cause: str) -> None:
-    import torch.distributed as dist
-
-    with suppress(Exception):  # the process that holds the store may have ended first
-        _store().set(key, f"process {dist.get_rank()}: {cause}")
-
-
-def _published(key: str) -> str | None:
-    with suppress(Exception):
-        store = _store()
-        return store.get(key).decode() if store.check([key]) else None
-    return None
-
-
-def _store() -> Any:
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._get_default_store()

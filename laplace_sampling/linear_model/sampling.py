@@ -184,7 +184,8 @@ def draw(
             del solution  # its vectors are freed before the next group needs their memory
         except KeyboardInterrupt:
             there = sum(len(part.samples) for part in parts)
-            if not keep or samples is None or there < 2:
+            # Each of several processes would be interrupted after another sample.
+            if not keep or samples is None or there < 2 or ggn.features.processes.are_several:
                 raise
             stop_recording()
             return replace(_joined(samples[:there].clone(), parts), converged=False, interrupted=True)

@@ -1,0 +1,185 @@
+"""Processes of a fit that fail, end, are slow or have no data, and fits that go on after them."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_processes import run_on_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from laplace_sampling import LinearisedLaplace, StopFit, from_loss
+
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore::laplace_sampling.{kind}")
+    for kind in ("ConvergenceWarning", "CalibrationWarning")
+]
+
+N = 23
+# A test fails long before processes that nobody ends would.
+TIMEOUT = 40.0
+
+
+def tensors(num: int = N) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(num, 2, generator=generator, dtype=torch.float64)
+    return x, x[:, :1].sin() + 0.1 * torch.randn(num, 1, generator=generator, dtype=torch.float64)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def laplace(likelihood: Any = "regression", **where: Any) -> LinearisedLaplace:
+    return LinearisedLaplace(network(), likelihood, method="krylov", num_samples=4, **where)
+
+
+def together() -> dict[str, Any]:
+    return {"process_group": dist.group.WORLD}
+
+
+def fit(la: LinearisedLaplace, data: Dataset | None = None, **arguments: Any) -> LinearisedLaplace:
+    data = TensorDataset(*tensors()) if data is None else data
+    arguments = {"budget": None, "max_steps": 2, "num_samples": 4, "tolerance": 1e-8, "progress": False, **arguments}
+    return la.fit_hyperparameters(DataLoader(data, batch_size=5), **arguments)
+
+
+def caught(call: Callable[[], Any]) -> tuple[str, str]:
+    """The error of a call."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+class Unreadable(TensorDataset):
+    """Has a last datum that cannot be read."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        if index == N - 1:
+            raise OSError("no such image")
+        return super().__getitem__(index)
+
+
+def _bad_datum() -> list[tuple[str, str]]:
+    x, y = tensors()
+    x[-1] = torch.nan
+    la = laplace(**together())
+    return [caught(lambda: fit(la, Unreadable(*tensors()))), caught(lambda: fit(la, TensorDataset(x, y)))]
+
+
+def test_a_datum_that_one_process_cannot_read_ends_all() -> None:
+    first, second, third = run_on_ranks(_bad_datum, 3, timeout=TIMEOUT)
+    assert third[0] == ("OSError", "no such image")
+    for other in (first[0], second[0]):
+        assert other[0] == "ProcessError"
+        assert "OSError: no such image" in other[1]
+    assert third[1][0] == "ValueError"
+    for other in (first[1], second[1]):
+        assert other[0] in ("ProcessError", "ValueError")
+        assert third[1][1] in other[1]
+
+
+class Failing:
+    """A loss of a user that fails on one process after some calls."""
+
+    def __init__(self, rank: int, after: int) -> None:
+        self.rank, self.left = rank, after
+
+    def __call__(self, f: Tensor, y: Tensor) -> Tensor:
+        self.left -= 1
+        if dist.is_initialized() and dist.get_rank() == self.rank and self.left < 0:
+            raise ZeroDivisionError("the loss of a user")
+        return 0.5 * (f - y).square().sum()
+
+
+def _failing_loss(shape: tuple[int, ...]) -> Any:
+    where = together()
+    if len(shape) == 2:
+        where = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=("data", "samples"))}
+    loss = Failing(1, 12)
+    la = laplace(from_loss(loss), **where)
+    found = caught(lambda: fit(la))
+    loss.left = 10**9
+    # The others have left sums, which another fit must not take for its own; nor must a collective of the user.
+    here = torch.full((5,), float(dist.get_rank()))
+    dist.all_reduce(here)
+    return found, here, fit(la).samples_
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=str)
+def test_an_error_in_a_loss_ends_all_and_the_next_fit_is_right(shape: tuple[int, ...]) -> None:
+    results = run_on_ranks(_failing_loss, int(torch.tensor(shape).prod()), shape, timeout=TIMEOUT)
+    alone = fit(laplace(from_loss(Failing(-1, 0)))).samples_
+    for rank, ((kind, message), here, samples) in enumerate(results):
+        assert kind == ("ZeroDivisionError" if rank == 1 else "ProcessError"), message
+        assert "the loss of a user" in message
+        assert message.count("has failed") <= 1
+        assert_close(here, torch.full((5,), sum(range(len(results))) * 1.0))
+        assert_close(samples, alone, rtol=1e-6, atol=1e-8)
+
+
+def _stopped() -> Any:
+    def stop(step: Any) -> None:
+        raise StopFit
+
+    la = fit(laplace(**together()))
+    before = la.samples_
+    fit(la, callback=stop)  # all processes alike
+    return torch.equal(la.samples_, before), caught(lambda: fit(la))
+
+
+def test_a_fit_that_all_stop_is_no_failure() -> None:
+    assert [(same, kind) for same, (kind, _) in run_on_ranks(_stopped, 2, timeout=TIMEOUT)] == [(True, "")] * 2
+
+
+def _killed(rank: int) -> Any:
+    def kill(step: Any) -> None:
+        if dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    la = laplace(**together())
+    return caught(lambda: fit(la, callback=kill)), caught(lambda: fit(la))
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_kill_of_one_process_ends_the_others(rank: int) -> None:
+    results = run_on_ranks(_killed, 3, rank, timeout=TIMEOUT, may_end=True)
+    assert results.pop(rank) is None
+    for of_fit, of_next in results:
+        for kind, message in (of_fit, of_next):
+            assert kind == "ProcessError"
+            assert "has failed: it has ended, or cannot be reached" in message
+            assert message.endswith("Start all processes again; a fit with `checkpoint=` goes on.")
+
+
+def _slow() -> Any:
+    def sleep(step: Any) -> None:
+        if dist.get_rank() == 1 and step.step == 1:
+            time.sleep(3.0)  # longer than a process waits until it looks for failures, twice
+
+    return caught(lambda: fit(laplace(**together()), callback=sleep))
+
+
+def test_a_slow_process_is_waited_for() -> None:
+    assert run_on_ranks(_slow, 2, timeout=TIMEOUT) == [("", "")] * 2
+
+
+def _few(num: int) -> Tensor:
+    return fit(laplace(**together()), TensorDataset(*tensors(num))).samples_
+
+
+@pytest.mark.parametrize("num", [3, 6])
+def test_processes_without_data_and_with_unequal_parts(num: int) -> None:
+    alone = fit(laplace(), TensorDataset(*tensors(num))).samples_
+    for samples in run_on_ranks(_few, 4, num, timeout=TIMEOUT):
+        assert_close(samples, alone, rtol=1e-8, atol=1e-10)
