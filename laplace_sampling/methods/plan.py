@@ -77,7 +77,7 @@ class Plan:
                 "",
                 f"Of the weights this process holds {_size(of.local)}. While a product runs, it gathers all random "
                 f"ones, {_size(of.random)}, and of the frozen ones a block at a time, {_size(of.block)}; for rows of "
-                f"the Jacobian, of each datum by itself, all {_size(of.frozen)}.",
+                f"the Jacobian, of each datum by itself, all {_size(of.frozen)} if memory holds them.",
             ]
         return "\n".join([head, "", *(line.rstrip() for line in lines)])
 

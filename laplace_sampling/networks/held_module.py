@@ -19,9 +19,8 @@ from torch.func import functional_call
 from laplace_sampling.data.batches import Layout, arguments, batched, num_rows, read
 from laplace_sampling.data.digest import digest
 from laplace_sampling.networks.allocator import cpu_out_of_memory
-from laplace_sampling.networks.dtensors import agreed, is_dtensor, mesh_of, whole
 from laplace_sampling.networks.module_state import ModuleState
-from laplace_sampling.networks.sharded import Shards
+from laplace_sampling.networks.sharded import Shards, agreed, is_dtensor, mesh_of, whole
 from laplace_sampling.networks.undisturbed import (
     LOCK,
     handle_signals,

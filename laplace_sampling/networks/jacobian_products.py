@@ -22,6 +22,7 @@ from torch.func import jacrev, jvp, vjp, vmap
 from laplace_sampling.data.batches import batched, num_rows, take
 from laplace_sampling.networks.derivative_rules import ComposedLayers
 from laplace_sampling.networks.held_module import HeldModule, Weights
+from laplace_sampling.networks.resources import free_memory
 from laplace_sampling.networks.stacked_tangents import StackedTangents
 from laplace_sampling.networks.undisturbed import LOCK, handle_signals
 
@@ -32,6 +33,8 @@ __all__ = ["JacobianProducts", "jacobian_rows", "vjp_with_graph", "vjps_of_each_
 
 Function = Callable[[Weights], Tensor]
 
+# The share of free memory that frozen weights may take which processes share out. It is not tuned.
+_SHARE = 0.5
 # Exceptions of operations that lack a derivative or a rule for batches.
 _LACKING = (RuntimeError, NotImplementedError, KeyError)
 
@@ -289,8 +292,17 @@ class JacobianProducts:
 # Rows of the Jacobian: derivatives of each datum by itself, for all data together under `vmap` ------------------------
 
 
+def _take_memory(held: HeldModule, ways: JacobianProducts) -> None:
+    """Data go one by one where memory does not hold frozen weights whole, as transforms of `torch.func` need them."""
+    if held.shards is not None and ways.data_together:
+        frozen = held.shards.bytes().frozen
+        if frozen > held.least(_SHARE * free_memory(held.device)):
+            ways.take_data_alone(f"memory does not hold all of its {frozen:.2g} bytes of frozen weights")
+
+
 def vjps_of_each_datum(held: HeldModule, ways: JacobianProducts, x: Any, u: Float[Tensor, "N C"]) -> Tensor:
     """`φ(x_n)ᵀ u_n`, `[N, P]`."""
+    _take_memory(held, ways)
     weights, fixed, num = held.random(), held.fixed(), num_rows(x)
     tensors, rebuild = batched(x)
 
@@ -311,6 +323,7 @@ def vjps_of_each_datum(held: HeldModule, ways: JacobianProducts, x: Any, u: Floa
 
 def jacobian_rows(held: HeldModule, ways: JacobianProducts, x: Any, *, graph: bool) -> Float[Tensor, "N C P"]:
     """`φ(x_n)` of each datum."""
+    _take_memory(held, ways)
     weights, fixed = held.random(), held.fixed()
     tensors, rebuild = batched(x)
 

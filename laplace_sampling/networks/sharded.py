@@ -20,10 +20,56 @@ from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as no_transforms
+from torch.utils._python_dispatch import _disable_current_modes
 
-from laplace_sampling.networks.dtensors import MANAGED, is_dtensor, local, whole
+__all__ = ["MANAGED", "GatheredBytes", "Shards", "agreed", "is_dtensor", "local", "mesh_of", "whole"]
 
-__all__ = ["GatheredBytes", "Shards"]
+MANAGED = "_is_fsdp_managed_module"  # an attribute of each part whose own parameters `fully_shard` shares out
+
+
+# Single tensors -------------------------------------------------------------------------------------------------------
+
+
+def is_dtensor(tensor: Any) -> bool:
+    # Who has a DTensor has imported its module; importing it here would cost all others time.
+    package = sys.modules.get("torch.distributed.tensor")
+    return package is not None and isinstance(tensor, package.DTensor)
+
+
+def whole(tensor: Any, requires_grad: bool = False) -> Tensor:
+    """All of a tensor as a plain one without a graph, gathered from all processes if it is shared out."""
+    if not is_dtensor(tensor):
+        return tensor.detach()
+    # It is a constant, and no operation of the network: neither transforms nor modes see how it is gathered.
+    with torch.no_grad(), no_transforms(), torch._C.DisableTorchFunction(), _disable_current_modes():
+        return tensor.full_tensor().contiguous().requires_grad_(requires_grad)
+
+
+def local(tensor: Any) -> Tensor:
+    """What this process holds of a tensor."""
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def mesh_of(tensors: Iterable[Any]) -> Any:
+    """Of the processes that share out the first DTensor among some tensors; `None` if there is none."""
+    return next((tensor.device_mesh for tensor in tensors if is_dtensor(tensor)), None)
+
+
+def agreed(value: int, mesh: Any) -> int:
+    """The smallest value that a process of a mesh has; the own one if there is no mesh."""
+    if mesh is None:
+        return value
+    smallest = torch.tensor(value, device=mesh.device_type)
+    for axis in range(mesh.ndim):
+        torch.distributed.all_reduce(smallest, torch.distributed.ReduceOp.MIN, group=mesh.get_group(axis))
+    return int(smallest)
+
+
+# Models ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
 """The module that is linearised: the one inside its wrappers, made of parts that can be differentiated."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from laplace_sampling.networks.dtensors import check_methods, check_shards, is_dtensor
+from laplace_sampling.networks.sharded import MANAGED, is_dtensor
 
 __all__ = ["unwrapped"]
 
@@ -13,7 +15,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
     """The module inside `torch.compile`, `DataParallel` and `DistributedDataParallel`, which share its weights.
 
     Raises:
-        TypeError: if it is no module, or a scripted one, whose operations cannot be differentiated forwards.
+        TypeError: if it is no module, or a scripted one, whose operations cannot be differentiated forwards; if its
+            weights are shared out over processes in another way than by `fully_shard`.
         ValueError: if a part of it has weights that cannot be differentiated, or that change when it is called.
     """
     while True:
@@ -36,7 +39,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def _check_parts(module: nn.Module) -> None:
     for name, part in module.named_modules():
         _check_part(part, f"`{name}` of the model is" if name else "The model is")
-        check_methods(part, f"`{name}` of the model" if name else "the model")
+        _check_methods(part, f"`{name}` of the model" if name else "the model")
         for kind, tensor in [*part._parameters.items(), *part._buffers.items()]:
             if tensor is not None:
                 _check_tensor(tensor, kind, part, name)
@@ -71,9 +74,38 @@ def _check_tensor(tensor: torch.Tensor, kind: str, part: nn.Module, name: str) -
             "weights first."
         )
     if is_dtensor(tensor):
-        check_shards(tensor, part, f"`{kind}` of {name or 'the model'}")
+        _check_shards(tensor, part, f"`{kind}` of {name or 'the model'}")
     if tensor.is_inference():
         raise ValueError(
             f"`{kind}` of {name or 'the model'} was made in `torch.inference_mode()`, so that torch does not "
             "differentiate it: make or load the model outside of it, or pass `copy.deepcopy(model)`."
         )
+
+
+def _check_shards(tensor: Any, part: nn.Module, subject: str) -> None:
+    """Raises for a parameter that is shared out in another way than by `fully_shard` alone."""
+    *replicated, last = tensor.placements
+    by_fsdp = getattr(part, MANAGED, False) and not getattr(part, "_distribute_module_applied", False)
+    if not (by_fsdp and last.is_shard() and all(placement.is_replicate() for placement in replicated)):
+        raise TypeError(
+            f"{subject} is a DTensor with placements {list(tensor.placements)}, shared out over the processes of a "
+            "mesh in another way than by `fully_shard` alone, as by `parallelize_module`, and has no Jacobian "
+            "products: load the full weights, as of `torch.distributed.checkpoint.state_dict.get_model_state_dict("
+            "model, options=StateDictOptions(full_state_dict=True))`, into a model that is not parallelised, to which "
+            "you may apply `fully_shard`, and pass that."
+        )
+    if tensor.device.type != tensor.device_mesh.device_type:
+        raise ValueError(
+            f"{subject} is on {tensor.device}, but its mesh is of {tensor.device_mesh.device_type}: use `fully_shard` "
+            "without `CPUOffloadPolicy`."
+        )
+
+
+def _check_methods(part: nn.Module, subject: str) -> None:
+    """Raises for a method that gathers weights as FSDP does."""
+    for name, value in vars(part).items():
+        if "_fully_shard" in getattr(getattr(value, "__code__", None), "co_filename", ""):
+            raise TypeError(
+                f"`{name}` of {subject} is of `register_fsdp_forward_method`, which gathers weights in a way that "
+                "torch does not differentiate: call it through a `forward`, and remove it by `del`."
+            )

@@ -22,7 +22,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from laplace_sampling.networks.dtensors import agreed, local, mesh_of
+from laplace_sampling.networks.sharded import agreed, local, mesh_of
 
 __all__ = ["WeightsSeal"]
 
