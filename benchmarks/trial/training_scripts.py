@@ -183,6 +183,7 @@ def by_transformers(folder: Path, stage: Stage, **saving: Any) -> Ended:
     trainer = Saving(_Classifier(), arguments, train_dataset=_Rows(), callbacks=[laplace])
     trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=_last_whole(folder))
+    assert trainer.model is not None
     return ended(trainer.model, trainer.optimizer, laplace.fits)
 
 
