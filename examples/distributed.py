@@ -1,10 +1,12 @@
 """Error bars of a network that several processes train and fit together, which survives kills.
 
-    torchrun --nproc-per-node 2 --max-restarts 3 examples/distributed.py --folder run [--data DIR]
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/distributed.py --folder run [--data DIR]
 
 Trains a small network by `DistributedDataParallel`, fits its posterior by all processes, each of which takes its share
 of the data, and predicts. The images are Fashion-MNIST, from `DIR/images/fashion-mnist.npz`, or synthetic ones. When a
-process is killed, `torchrun` starts all of them again, and the fit goes on from its file in `--folder`.
+process is killed, `torchrun` starts all of them again, and the fit goes on from its file in `--folder`. The variable
+keeps `torchrun` from giving them a store with addresses of the killed ones.
 """
 
 import argparse
