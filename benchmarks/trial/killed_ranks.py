@@ -161,7 +161,7 @@ def run(count: int, seed: int) -> Report:
         names = list(METHODS)[: max(1, count // 2)]
         while report.trials < count:
             name, ranks = names[report.trials % len(names)], _GO_ON[report.trials % len(_GO_ON)]
-            fitted = fits.get(name) or fits.setdefault(name, _Fitted(name, 400 * min(10, count), Path(folder)))
+            fitted = fits.get(name) or fits.setdefault(name, _Fitted(name, 200 * min(10, count), Path(folder)))
             killed = fitted.killed(moments)
             if killed is None:
                 report.counts["fits that were faster than the kill"] += 1
@@ -169,6 +169,7 @@ def run(count: int, seed: int) -> Report:
             victim, seconds, said = killed
             report.trials += 1
             report.counts[f"{name}: kills of process {victim}"] += 1
+            report.counts["fits whose other process says why"] += _CAUSE in said
             where = f"seed {seed}, trial {report.trials}: {name}, process {victim} killed"
             if _CAUSE not in said:
                 report.defects.append(f"{where}: the other says after {seconds:.1f} s: {said}")

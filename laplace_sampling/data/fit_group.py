@@ -5,14 +5,17 @@ for, of whatever fit or training. So fits have a group of their own, and a new o
 """
 
 import time
+import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["FitGroup", "ProcessError", "words"]
+__all__ = ["FitGroup", "ProcessError", "device_of", "words"]
 
 # By the names of the groups of the user.
 _ALL: "dict[str, FitGroup]" = {}
@@ -45,9 +48,9 @@ class FitGroup:
     """
 
     given: "ProcessGroup"
-    # How many fits its processes have begun together: words of an earlier one must not end a later one.
-    _calls: int = 0
     _own: "ProcessGroup | None" = None
+    # Under which name failures are told. A random one, for a store may keep what other processes wrote into it.
+    _key: str = ""
     _ended: str | None = None
 
     @classmethod
@@ -55,7 +58,7 @@ class FitGroup:
         """That of a group, always the same."""
         found = _ALL.get(given.group_name)
         if found is None or found.given is not given:  # the default group was destroyed and made again
-            found = _ALL[given.group_name] = cls(given, 0 if found is None else found._calls)
+            found = _ALL[given.group_name] = cls(given)
         return found
 
     @property
@@ -67,7 +70,9 @@ class FitGroup:
             ranks, backend = dist.get_process_group_ranks(self.given), dist.get_backend_config(self.given)
             own = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
             assert isinstance(own, dist.ProcessGroup)
-            self._own = own
+            name = torch.tensor(list(uuid.uuid4().bytes), dtype=torch.uint8, device=device_of(own))
+            dist.broadcast(name, ranks[0], group=own)
+            self._own, self._key = own, f"laplace_sampling/failure/{bytes(name.tolist()).hex()}"
         return self._own
 
     def begin(self) -> None:
@@ -78,7 +83,7 @@ class FitGroup:
         """
         if self._ended is not None:
             raise ProcessError(self._ended)
-        self._calls += 1
+        _ = self.own  # from here on failures can be told
 
     def fail(self, error: BaseException) -> None:
         """Tells the others of an error of this process, or of another that told it, and leaves what they have begun."""
@@ -95,10 +100,6 @@ class FitGroup:
         with suppress(Exception):
             return _store().get(self._key).decode() if _store().check([self._key]) else None
         return None
-
-    @property
-    def _key(self) -> str:
-        return f"laplace_sampling/failure/{self.given.group_name}/{self._calls}"
 
     def wait(self, work: Any) -> None:
         """Until a sum is there, or until another process is known to have failed."""
@@ -121,6 +122,14 @@ class FitGroup:
 def words(error: BaseException) -> str:
     """An error in one line."""
     return f"{type(error).__name__}: {error}"
+
+
+def device_of(group: Any) -> torch.device:
+    """Where a group takes tensors: NCCL on a GPU only, Gloo on the CPU."""
+    import torch.distributed as dist
+
+    is_nccl = "nccl" in dist.get_backend_config(group) and "gloo" not in dist.get_backend_config(group)
+    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
 
 def _rank() -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from laplace_sampling.data.fit_group import FitGroup, ProcessError, words
+from laplace_sampling.data.fit_group import FitGroup, ProcessError, device_of, words
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -211,7 +211,7 @@ class Processes:
     def _reduced(self, tensor: Tensor, operation: str, group: Any) -> Tensor:
         import torch.distributed as dist
 
-        device = tensor.device if tensor.device.type != "cpu" else _device_of(group)
+        device = tensor.device if tensor.device.type != "cpu" else device_of(group)
         there = tensor.to(device).contiguous()
         shared = FitGroup.of(group)
         shared.wait(dist.all_reduce(there, getattr(dist.ReduceOp, operation), group=shared.own, async_op=True))
@@ -272,7 +272,7 @@ class Processes:
         """What each process gives, by pickle. Torch's own function waits without a look at failures."""
         import torch.distributed as dist
 
-        shared, sent = FitGroup.of(group), _pickled(mine).to(_device_of(group))
+        shared, sent = FitGroup.of(group), _pickled(mine).to(device_of(group))
         sizes = [torch.zeros(1, dtype=torch.int64, device=sent.device) for _ in range(dist.get_world_size(group))]
         size = torch.tensor([len(sent)], device=sent.device)
         shared.wait(dist.all_gather(sizes, size, group=shared.own, async_op=True))
@@ -287,7 +287,7 @@ class Processes:
         import torch.distributed as dist
 
         first = dist.get_global_rank(group, 0)
-        shared, sent = FitGroup.of(group), _pickled(value).to(_device_of(group))
+        shared, sent = FitGroup.of(group), _pickled(value).to(device_of(group))
         size = torch.tensor([len(sent)], device=sent.device)
         shared.wait(dist.broadcast(size, first, group=shared.own, async_op=True))
         if dist.get_rank(group) > 0:
@@ -335,14 +335,6 @@ ALONE = Processes()
 
 def _part(num: int, place: int, num_processes: int) -> range:
     return range(num * place // num_processes, num * (place + 1) // num_processes)
-
-
-def _device_of(group: Any) -> torch.device:
-    """Where a group takes tensors: NCCL on a GPU only, Gloo on the CPU."""
-    import torch.distributed as dist
-
-    is_nccl = "nccl" in dist.get_backend_config(group) and "gloo" not in dist.get_backend_config(group)
-    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
 
 def _pickled(value: Any) -> Tensor:
