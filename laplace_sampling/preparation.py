@@ -55,8 +55,7 @@ def prepare(
     check_flag("`progress`", progress)
     if budget is not None:
         check_positive("`budget`", budget)
-    if network.held.shards is not None:
-        network.fingerprint()  # raises if buffers differ: processes with other numbers would wait for each other
+    _check_alike(settings, network)
     tangent = tangent_of(settings, network, settings.likelihood, loader, **data)
     tangent = _within_memory(settings, network, tangent)
     problem = problem_of(settings, network, tangent, progress)
@@ -65,6 +64,29 @@ def prepare(
     # All data have been through the network once, which is about a third of a gradient.
     allowance.add(num_data * cost.gradient / 3)
     return replace(problem, cost=cost, budget=allowance)
+
+
+def _check_alike(settings: "Settings", network: Linearisation) -> None:
+    """Raises if processes would come to other numbers, and so wait for each other."""
+    if network.held.shards is not None:
+        network.fingerprint()  # raises if buffers differ
+    if not settings.processes.are_several:
+        return
+    here = {
+        "the weights or buffers of the model": network.fingerprint().tolist(),
+        "`seed`": settings.seed,
+        "`num_samples`": settings.num_samples,
+        "`method`": settings.method.name,
+        "the version of torch": torch.__version__,
+        "the number of threads": torch.get_num_threads(),
+    }
+    everywhere = settings.processes.gathered_from_all(lambda: here)
+    if other := [name for name, value in here.items() if any(there[name] != value for there in everywhere)]:
+        raise ValueError(
+            f"The processes that share a fit differ in {', '.join(other)}. Give each the same: weights and buffers by "
+            "`torch.distributed.broadcast` (`DistributedDataParallel` sends the buffers of the first process only "
+            "before a forward pass of training), threads by `OMP_NUM_THREADS` or `torch.set_num_threads`."
+        )
 
 
 def _cost(network: Linearisation, tangent: TangentModel) -> Cost:

@@ -202,8 +202,9 @@ ELEMENTARY_LAYERS: dict[Callable, Callable] = {
     **dict.fromkeys((torch.prelu, Tensor.prelu, torch.ops.aten.prelu.default), _prelu),
     F.instance_norm: instance_norm,
     **dict.fromkeys((torch.instance_norm, torch.ops.aten.instance_norm.default), _torch_instance_norm),
-    torch._grouped_mm: _grouped_mm,  # pyright: ignore
 }
+if hasattr(torch, "_grouped_mm"):  # not in torch 2.6
+    ELEMENTARY_LAYERS[torch._grouped_mm] = _grouped_mm  # pyright: ignore
 
 
 class BatchNormCall(NamedTuple):

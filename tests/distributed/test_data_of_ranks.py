@@ -101,6 +101,21 @@ def test_bad_data_in_the_part_of_one_are_told_to_all() -> None:
     assert others.startswith("ProcessError: Process 1 of 2 that share a fit has failed: ValueError: Batch 1")
 
 
+def _unlike() -> str:
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    torch.set_num_threads(1 + rank)
+    la = LinearisedLaplace(nn.Linear(2, 3).double(), "classification", seed=rank, process_group=dist.group.WORLD)
+    with pytest.raises(ValueError, match="differ in") as caught:
+        la.fit(DataLoader(numbered(10), 4), progress=False)
+    return str(caught.value)
+
+
+def test_processes_that_are_not_alike_are_refused() -> None:
+    for text in run_on_ranks(_unlike, 2):
+        assert "differ in the weights or buffers of the model, `seed`, the number of threads." in text
+
+
 class Stream(IterableDataset):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         x, y = numbered(23).tensors
