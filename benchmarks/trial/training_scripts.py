@@ -92,7 +92,7 @@ class _Order(Sampler):
 class _Seeds(Callback):
     """Dropout for each step: Lightning does not call `on_train_epoch_start` in a training that goes on."""
 
-    def on_train_batch_start(self, trainer: LightningTrainer, *args: Any) -> None:
+    def on_train_batch_start(self, trainer: LightningTrainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         torch.manual_seed(trainer.global_step)
 
 
@@ -183,6 +183,7 @@ def by_transformers(folder: Path, stage: Stage, **saving: Any) -> Ended:
     trainer = Saving(_Classifier(), arguments, train_dataset=_Rows(), callbacks=[laplace])
     trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=_last_whole(folder))
+    assert trainer.model is not None
     return ended(trainer.model, trainer.optimizer, laplace.fits)
 
 

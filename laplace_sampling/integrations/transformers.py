@@ -154,8 +154,9 @@ class LaplaceTrainerCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         folder = _checkpoint(args.output_dir, state)
         if args.should_save and folder.is_dir() and not state.is_hyper_param_search:
-            if self._beside == _beside(folder):
-                os.replace(self._beside, folder / FILE)
+            beside = _beside(folder)
+            if self._beside == beside:
+                os.replace(beside, folder / FILE)
             else:  # of the best model, as an evaluation has found
                 write(self.fits.state_dict(), folder / FILE)
 
