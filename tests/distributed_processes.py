@@ -89,6 +89,10 @@ def _results(receivers: list[Connection], end: float, may_end: bool) -> list[Any
 
 def _run(call: bytes, rank: int, num_ranks: int, store: str, timeout: float, sender: Connection) -> None:
     torch.set_num_threads(1)
+    # Trainers look here for what `torchrun` has started.
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks), "GROUP_RANK": "0"}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(num_ranks), "TORCHELASTIC_RUN_ID": "test"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     try:
         limit = timedelta(seconds=timeout)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=limit)

@@ -1,15 +1,20 @@
 """Error bars in training loops of Hugging Face Accelerate: `pip install laplace_sampling[accelerate]`."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
-from laplace_sampling.integrations.periodic_fits import PREFIX, PeriodicFits
+from laplace_sampling.integrations.periodic_fits import AUTO, PREFIX, PeriodicFits
 from laplace_sampling.likelihoods.likelihood import Likelihood
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 try:
     from accelerate import Accelerator
+    from accelerate.data_loader import BatchSamplerShard
 
     from laplace_sampling.integrations.whole_weights import check_whole_weights
 except ImportError as error:  # pragma: no cover
@@ -27,13 +32,16 @@ class AcceleratedFits(PeriodicFits):
     `accelerator.save_state` and `load_state` take the fits with them, so make this object before either is called, and
     in the training that goes on as in the one that was saved.
 
-    Every process fits its own network to all data: all have the same weights, so that the posteriors are the same, and
-    none waits for another. Only buffers such as the running means of `BatchNorm` may differ between processes; those
-    that training saves are the main process's, and so is what trackers log.
+    Several processes fit together, and all of them call `fit`: they share out the data, all of them have the result,
+    and the main one logs it. Another number of processes may go on from the state that is saved. Only buffers such as
+    the running means of `BatchNorm` may differ between processes; fits are of those of the main process, which training
+    saves.
 
     Args:
         accelerator: of the training.
         likelihood: as of `LinearisedLaplace`.
+        process_group: those that share out the data of the fits, as of `PeriodicFits`; by default all processes of the
+            training. With `None` each fits to all data by itself.
         options: all others of `PeriodicFits`: `every_n_epochs`, `val_loader`, `metrics`, `budget`, and those of
             `LinearisedLaplace` and `fit_hyperparameters`.
 
@@ -58,10 +66,15 @@ class AcceleratedFits(PeriodicFits):
     """
 
     def __init__(
-        self, accelerator: Accelerator, likelihood: str | Likelihood | Mapping[str, str | Likelihood], **options: Any
+        self,
+        accelerator: Accelerator,
+        likelihood: str | Likelihood | Mapping[str, str | Likelihood],
+        *,
+        process_group: "ProcessGroup | str | None" = AUTO,
+        **options: Any,
     ) -> None:
-        check_whole_weights(accelerator.distributed_type)
-        super().__init__(likelihood, **options)
+        check_whole_weights(accelerator.state)
+        super().__init__(likelihood, process_group=process_group, **options)
         self.accelerator = accelerator
         accelerator.register_for_checkpointing(self)
 
@@ -78,27 +91,35 @@ class AcceleratedFits(PeriodicFits):
 
         Args:
             model: as it is in the loop.
-            train_loader: its training data; with several processes as it was before `prepare`.
+            train_loader: its training data, as they are in the loop or as they were before `prepare`; of an
+                `IterableDataset` with several processes as they were before.
             val_loader: in place of that of the constructor, likewise.
             epoch: epochs of training so far, counted from one.
             step: of the trackers, as of `accelerator.log`.
 
         Raises:
             TypeError, ValueError, FloatingPointError: as of `fit_hyperparameters`, and for a loader that gives a
-                process its share of the data. The last fit is kept.
+                process its share of a stream. The last fit is kept.
         """
-        for loader in (train_loader, self.val_loader if val_loader is None else val_loader):
-            self._check_whole_data(loader)
+        train_loader = self._whole(train_loader)
+        val_loader = self._whole(self.val_loader if val_loader is None else val_loader)
         model = self.accelerator.unwrap_model(model)
         found = super().fit(model, train_loader, val_loader, epoch=epoch)
         if found:
             self.accelerator.log({f"{PREFIX}{name}": value for name, value in found.items()}, step=step)
         return found
 
-    def _check_whole_data(self, loader: Any) -> None:
+    def _whole(self, loader: Any) -> Any:
+        """The loader of all data that `prepare` has shared out over processes."""
         num = self.accelerator.num_processes
-        if num > 1 and getattr(loader, "_is_accelerate_prepared", False):
+        if num == 1 or not getattr(loader, "_is_accelerate_prepared", False):
+            return loader
+        if isinstance(loader.dataset, IterableDataset):
             raise ValueError(
-                f"`AcceleratedFits.fit`: the loader gives each of {num} processes its share of the data, but a "
-                "posterior is of all of them. Pass the loader as it was before `accelerator.prepare`."
+                f"`AcceleratedFits.fit`: the loader gives each of {num} processes its share of a stream, but a "
+                "posterior is of all of it. Pass the loader as it was before `accelerator.prepare`."
             )
+        shard = loader.batch_sampler
+        if not isinstance(shard, BatchSamplerShard):
+            return loader
+        return DataLoader(loader.dataset, batch_sampler=shard.batch_sampler, collate_fn=loader.collate_fn)

@@ -4,25 +4,30 @@ Needs the extra `lightning`: `pip install "laplace_sampling[lightning]"`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from laplace_sampling.integrations.periodic_fits import BUDGET, PREFIX, PeriodicFits
+from laplace_sampling.integrations.periodic_fits import AUTO, BUDGET, PREFIX, PeriodicFits
 from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.likelihoods.likelihood import Likelihood
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 try:
+    from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+    from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 except ImportError as error:
     raise ImportError('`LaplaceCallback` needs Lightning: `pip install "laplace_sampling[lightning]"`.') from error
 
 __all__ = ["LaplaceCallback"]
 
-_SHARDED = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
+# Networks of `ModelParallelStrategy` are sharded by `fully_shard`.
+_SHARDED = (DeepSpeedStrategy, FSDPStrategy)
 
 
 class LaplaceCallback(Callback):
@@ -32,8 +37,8 @@ class LaplaceCallback(Callback):
     epoch has one. Training goes on bit for bit as without them. Metrics are logged with `laplace_` before their names,
     and may be monitored by `ModelCheckpoint(save_on_train_epoch_end=True)` and
     `EarlyStopping(check_on_train_epoch_end=True)`. The state of the callback is in Lightning's checkpoints, so that a
-    training that is resumed goes on from its last fit; any other training begins anew. Of several processes that hold
-    the whole network each, the first one fits and the others wait.
+    training that is resumed goes on from its last fit, also with another number of processes; any other training begins
+    anew. Several processes fit together: they share out the data, all of them have the result, and the first one logs it.
 
     Args:
         likelihood: as of `LinearisedLaplace`.
@@ -43,6 +48,8 @@ class LaplaceCallback(Callback):
         module: the name of the submodule that is the network, such as `"net"`; by default the `LightningModule` itself.
         metrics: of `val_loader`, by name, as of `PeriodicFits`.
         budget: training epochs of the first fit, as of `PeriodicFits`.
+        process_group: those that share out the data of the fits, as of `PeriodicFits`; by default all processes of the
+            trainer. With `None` each fits to all data by itself.
         options: of `LinearisedLaplace` and of `fit_hyperparameters`.
 
     Raises:
@@ -64,9 +71,11 @@ class LaplaceCallback(Callback):
         module: str | None = None,
         metrics: Mapping[str, Callable[..., Any]] | None = None,
         budget: float | None = BUDGET,
+        process_group: "ProcessGroup | str | None" = AUTO,
         **options: Any,
     ) -> None:
-        self.fits = PeriodicFits(likelihood, every_n_epochs=every_n_epochs, metrics=metrics, budget=budget, **options)
+        how = {"metrics": metrics, "budget": budget, "process_group": process_group}
+        self.fits = PeriodicFits(likelihood, every_n_epochs=every_n_epochs, **how, **options)
         self.train_loader, self.val_loader, self.module = train_loader, val_loader, module
         self._anew = self.fits.state_dict()
 
@@ -101,7 +110,7 @@ class LaplaceCallback(Callback):
         if isinstance(trainer.strategy, _SHARDED):
             raise ValueError(
                 f"`LaplaceCallback` needs the whole network in one process, but {type(trainer.strategy).__name__} "
-                'shards it: use another strategy, such as "ddp", or fit after training.'
+                'shards it: use another strategy, such as "ddp" or `ModelParallelStrategy`, or fit after training.'
             )
         self._network(pl_module)
         self._loaders(trainer)
@@ -110,11 +119,13 @@ class LaplaceCallback(Callback):
         epoch = trainer.current_epoch + 1
         # Predictions are asked for when training has ended.
         last = epoch == trainer.max_epochs or trainer.should_stop or 0 < trainer.max_steps <= trainer.global_step
-        if trainer.is_global_zero and (last or self.fits.due(epoch)):
+        if last or self.fits.due(epoch):
             found = self.fits.fit(self._network(pl_module), *self._loaders(trainer), epoch=epoch)
             for name, value in found.items():
-                pl_module.log(PREFIX + name, value, on_epoch=True, batch_size=1, rank_zero_only=True)
-        trainer.strategy.barrier("LaplaceCallback")
+                # All processes have the same number, which callbacks on each of them may monitor, so that nothing is
+                # reduced; that it is "synchronised" tells Lightning not to warn that it might differ.
+                how = {"on_epoch": True, "batch_size": 1, "sync_dist": True, "rank_zero_only": True}
+                pl_module.log(PREFIX + name, value, **how)
 
     def _network(self, pl_module: LightningModule) -> nn.Module:
         name = type(pl_module).__name__
@@ -146,8 +157,11 @@ def _whole(kind: str, loader: Any) -> Iterable[Any]:
             f"`LaplaceCallback` takes one loader of {kind} data, but the trainer has a {type(loader).__name__}: give "
             f"one as `{kind}_loader=`."
         )
-    if isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
-        return DataLoader(loader.dataset, batch_size=loader.batch_size, collate_fn=loader.collate_fn)
+    if isinstance(loader, DataLoader) and isinstance(sampler := loader.sampler, DistributedSampler):
+        # The wrapper is of the user's own sampler.
+        users = sampler.dataset._sampler if isinstance(sampler, DistributedSamplerWrapper) else None
+        how = {"batch_size": loader.batch_size, "collate_fn": loader.collate_fn, "sampler": users}
+        return DataLoader(loader.dataset, **how)
     return loader
 
 

@@ -6,13 +6,16 @@ Training goes on bit for bit as without fits: data are read by index in a random
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from laplace_sampling.data.batches import take
+from laplace_sampling.data.processes import Processes
 from laplace_sampling.data.random_state import BorrowedRandomness
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.fitted import NotFittedError
@@ -24,7 +27,13 @@ from laplace_sampling.methods.factored import Factored
 from laplace_sampling.settings import Settings
 from laplace_sampling.solvers.checks import check_positive, check_whole
 
-__all__ = ["BUDGET", "PREFIX", "PeriodicFits"]
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["AUTO", "BUDGET", "PREFIX", "PeriodicFits"]
+
+# Stands for the processes of the training, which callbacks do not know before it begins.
+AUTO = "auto"
 
 # Training epochs of the first fit. Half of it leaves Kronecker factors where this pays for a part of the data, and
 # twice as many are most of a training of 20 epochs.
@@ -59,6 +68,10 @@ class PeriodicFits:
             first took. A fit after which all fits and one more at the end of training would cost more than the training
             so far is left out, but for the first. `None`: no limit, and none is left out. Where there are few data,
             fits cost more: Kronecker factors are of 250 gradients at least, and rules for `α` look at 50 data.
+        process_group: the processes of `torch.distributed` that share out the data of the fits and of the metrics: all
+            of them make the same calls (`docs/distributed.md`). Their buffers may differ, as the running means of
+            `BatchNorm` do: fits are of those of the first process, and each process has its own ones back afterwards.
+            `"auto"`: all processes, if there are several and no `mesh=` says which.
         options: of `LinearisedLaplace` and of `fit_hyperparameters`, with other defaults: `method="kfac"`, which costs
             little and whose numbers are of one kind from epoch to epoch; `num_samples=16`, by which standard deviations
             are known to 18 %; `progress=False`.
@@ -94,6 +107,7 @@ class PeriodicFits:
         val_loader: Iterable[Any] | None = None,
         metrics: Mapping[str, Callable[..., Any]] | None = None,
         budget: float | None = BUDGET,
+        process_group: "ProcessGroup | str | None" = None,
         **options: Any,
     ) -> None:
         check_whole("`every_n_epochs`", every_n_epochs, 1)
@@ -102,7 +116,8 @@ class PeriodicFits:
         self.likelihood, self.every_n_epochs, self.budget = likelihood, every_n_epochs, budget
         self.val_loader, self.metrics = val_loader, dict(metrics or {})
         self._settings, self._options = _parted({**_DEFAULTS, **options})
-        Settings.of(likelihood, **self._settings)
+        self.process_group = process_group
+        Settings.of(likelihood, **self._settings, process_group=None if process_group == AUTO else process_group)
         if wrong := [name for name, metric in self.metrics.items() if not callable(metric)]:
             raise TypeError(f"`metrics` must be functions `(prediction, targets) -> number`, but {wrong} are not.")
         self.history_: list[dict[str, float]] = []
@@ -151,23 +166,27 @@ class PeriodicFits:
         val_loader = self.val_loader if val_loader is None else val_loader
         with BorrowedRandomness([train_loader, val_loader, *self.metrics.values()]).borrowed():
             la, warm = self._at(model), self._first > 0
+            processes = la.settings.processes
             held_out = val_loader if self._options.get("criterion") == "validation" else None
             budget = self.budget and Strict(_WARM * self._first if warm else self.budget)
-            la.fit_hyperparameters(train_loader, held_out, budget=budget, warm_start=True, **self._options)
-            if la._unfinished:  # by `StopFit`
-                return {}
-            self._laplace, self._state = la, None
-            fit = la._require("fit").fit
-            assert fit is not None
-            cost = fit.task.budget
-            total = Budget(None, cost.cost, cost.num_data, la.network.products, others=cost.operations)
-            found = self._found(la)
-            try:
-                found |= {} if val_loader is None else self._predicted(la, val_loader)
-            finally:  # also of a fit whose metrics raise an error: the next ones are due by what all have cost
-                found["cost"] = total.spent
-                self._first = self._first or cost.spent
-                self.history_.append({"epoch": epoch, **found})
+            with _buffers_of_first(la.network.module, processes):
+                la.fit_hyperparameters(train_loader, held_out, budget=budget, warm_start=True, **self._options)
+                if la._unfinished:  # by `StopFit`
+                    return {}
+                self._laplace, self._state = la, None
+                fit = la._require("fit").fit
+                assert fit is not None
+                cost = fit.task.budget
+                total = Budget(None, cost.cost, cost.num_data, la.network.products, others=cost.operations)
+                found = self._found(la)
+                try:
+                    if val_loader is not None:
+                        with processes.telling(), processes.counting(la.network.products):
+                            found |= self._predicted(la, val_loader)
+                finally:  # also of a fit whose metrics raise an error: the next ones are due by what all have cost
+                    found["cost"] = total.spent
+                    self._first = self._first or cost.spent
+                    self.history_.append({"epoch": epoch, **found})
         return found
 
     def _at(self, model: nn.Module) -> LinearisedLaplace:
@@ -175,10 +194,16 @@ class PeriodicFits:
         la = self._laplace
         if la is None or la.network.module is not model:
             state = self._state if la is None else la.state_dict()
-            la = LinearisedLaplace(model, self.likelihood, **self._settings)
+            la = LinearisedLaplace(model, self.likelihood, **self._settings, process_group=self._group())
             if state is not None:
                 la.start_from(state)
         return la
+
+    def _group(self) -> Any:
+        if self.process_group != AUTO:
+            return self.process_group
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        return dist.group.WORLD if several and self._settings.get("mesh") is None else None
 
     def _found(self, la: LinearisedLaplace) -> dict[str, float]:
         """What a fit says without other data."""
@@ -194,14 +219,17 @@ class PeriodicFits:
 
     def _predicted(self, la: LinearisedLaplace, val_loader: Iterable[Any]) -> dict[str, float]:
         """The log loss and the user's metrics of held-out data."""
-        likelihood, unpack = la.settings.likelihood, self._options.get("unpack")
-        data = TrainingData(val_loader, unpack=unpack, fill=likelihood.fill)
+        likelihood, processes = la.settings.likelihood, la.settings.processes
+        data = TrainingData(val_loader, unpack=self._options.get("unpack"), fill=likelihood.fill, processes=processes)
         metrics = {"val_log_loss": _log_loss, **self.metrics}
         sums = dict.fromkeys(metrics, 0.0)
         streams = {name: metric for name, metric in metrics.items() if hasattr(metric, "compute")}
         for metric in streams.values():
             metric.reset()
-        for batch in torch.arange(data.num_data).split(data.batch_size):
+        # Those that share out the weights predict together, of the same data.
+        apart = la.network.held.shards is None
+        part = data.part if apart else range(data.num_data)
+        for batch in torch.arange(part.start, part.stop).split(data.batch_size):
             prediction = la.predict(data.inputs(batch))
             targets = take(data.targets, batch)
             for name, metric in metrics.items():
@@ -211,7 +239,11 @@ class PeriodicFits:
                 else:
                     values = torch.as_tensor(metric(prediction, targets), dtype=torch.float64)
                     sums[name] += float(values.mean()) * len(batch)
-        means = {name: total / data.num_data for name, total in sums.items()}
+        totals = torch.tensor(list(sums.values()), dtype=torch.float64)
+        if apart:
+            processes.sum(totals)
+        means = dict(zip(sums, (totals / data.num_data).tolist(), strict=True))
+        # Metrics of torchmetrics put together what each process has seen.
         return means | {name: float(metric.compute()) for name, metric in streams.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -239,7 +271,7 @@ class PeriodicFits:
         """
         if self._state is None:
             return False
-        la = LinearisedLaplace(model, self.likelihood, **self._settings)
+        la = LinearisedLaplace(model, self.likelihood, **self._settings, process_group=self._group())
         with BorrowedRandomness([]).borrowed():
             try:
                 la.load_state_dict(self._state)
@@ -261,6 +293,30 @@ def _parted(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         {n: v for n, v in options.items() if n in settings},
         {n: v for n, v in options.items() if n not in settings},
     )
+
+
+@contextmanager
+def _buffers_of_first(module: nn.Module, processes: Processes) -> Iterator[None]:
+    """Inside, the buffers of all processes are those of the first, which trainers save."""
+    own = [buffer.detach().clone() for buffer in module.buffers()] if processes.are_several else []
+    if not own:
+        yield
+        return
+    in_memory = [buffer.cpu() for buffer in own]
+    first = processes.gathered_samples(lambda: processes.of_first(lambda: in_memory))[0]
+    try:
+        _fill_buffers(module, first)
+        yield
+    finally:
+        _fill_buffers(module, own)
+
+
+@torch.no_grad()
+def _fill_buffers(module: nn.Module, values: list[Tensor]) -> None:
+    for buffer, value in zip(module.buffers(), values, strict=True):
+        # One that stays as it is keeps its version, by which changes are noticed.
+        if not torch.equal(buffer, value.to(buffer.device)):
+            buffer.copy_(value)
 
 
 # Arguments of `fit_hyperparameters` that are no options.

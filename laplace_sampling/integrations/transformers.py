@@ -5,16 +5,19 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from laplace_sampling.files import read, write
-from laplace_sampling.integrations.periodic_fits import BUDGET, PREFIX, PeriodicFits
+from laplace_sampling.integrations.periodic_fits import AUTO, BUDGET, PREFIX, PeriodicFits
 from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.likelihoods.likelihood import Likelihood
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 try:
     from accelerate.state import AcceleratorState
@@ -50,7 +53,8 @@ class LaplaceTrainerCallback(TrainerCallback):
     They are mappings with `labels`, and the model returns `logits`. Labels of causal language models need
     `unpack=next_token`.
 
-    With several processes each fits the same posterior; the main one writes the file.
+    Several processes fit together: they share out the data, all of them have the result, and the main one writes the
+    file, from which another number of processes may go on.
 
     Args:
         likelihood: as of `LinearisedLaplace`.
@@ -63,6 +67,8 @@ class LaplaceTrainerCallback(TrainerCallback):
             goes through `trainer.log` then, and so to its reporters, such as TensorBoard.
         metrics: of held-out data, by name, as of `PeriodicFits`.
         budget: training epochs of the first fit, as of `PeriodicFits`.
+        process_group: those that share out the data of the fits, as of `PeriodicFits`; by default all processes of the
+            training. With `None` each fits to all data by itself.
         options: of `LinearisedLaplace` and of `fit_hyperparameters`.
 
     Raises:
@@ -86,10 +92,11 @@ class LaplaceTrainerCallback(TrainerCallback):
         trainer: Trainer | None = None,
         metrics: Mapping[str, Callable[..., Any]] | None = None,
         budget: float | None = BUDGET,
+        process_group: "ProcessGroup | str | None" = AUTO,
         **options: Any,
     ) -> None:
         how = {"every_n_epochs": every_n_epochs, "val_loader": val_loader, "metrics": metrics, "budget": budget}
-        self.fits = PeriodicFits(likelihood, **how, **options)
+        self.fits = PeriodicFits(likelihood, **how, process_group=process_group, **options)
         self.train_dataset, self.val_dataset, self.train_loader = train_dataset, val_dataset, train_loader
         self.trainer = trainer
         self._shifts = "unpack" in options
@@ -105,7 +112,7 @@ class LaplaceTrainerCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        check_whole_weights(AcceleratorState().distributed_type)
+        check_whole_weights(AcceleratorState())
         parts = {type(part).__name__ for part in kwargs["model"].modules()}
         causal = parts.intersection(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
         if causal and not self._shifts:
@@ -134,10 +141,12 @@ class LaplaceTrainerCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # Beside the checkpoint, before the Trainer writes it: a process may be killed between the two.
-        if control.should_save and args.should_save and not state.is_hyper_param_search:
-            self._beside = _beside(_checkpoint(args.output_dir, state))
-            self._beside.parent.mkdir(parents=True, exist_ok=True)
-            write(self.fits.state_dict(), self._beside)
+        if control.should_save and not state.is_hyper_param_search:
+            posterior = self.fits.state_dict()  # on all processes, which gather weights that they share out
+            if args.should_save:
+                self._beside = _beside(_checkpoint(args.output_dir, state))
+                self._beside.parent.mkdir(parents=True, exist_ok=True)
+                write(posterior, self._beside)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -153,12 +162,13 @@ class LaplaceTrainerCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         folder = _checkpoint(args.output_dir, state)
+        posterior = self.fits.state_dict()  # likewise
         if args.should_save and folder.is_dir() and not state.is_hyper_param_search:
             beside = _beside(folder)
             if self._beside == beside:
                 os.replace(beside, folder / FILE)
             else:  # of the best model, as an evaluation has found
-                write(self.fits.state_dict(), folder / FILE)
+                write(posterior, folder / FILE)
 
     def _fit(
         self,

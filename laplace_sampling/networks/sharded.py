@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as no_transforms
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["MANAGED", "GatheredBytes", "Shards", "agreed", "is_dtensor", "local", "mesh_of", "whole"]
+__all__ = ["MANAGED", "GatheredBytes", "Shards", "agreed", "is_dtensor", "local", "mesh_of", "reshard", "whole"]
 
 MANAGED = "_is_fsdp_managed_module"  # an attribute of each part whose own parameters `fully_shard` shares out
 
@@ -57,6 +57,13 @@ def local(tensor: Any) -> Tensor:
 def mesh_of(tensors: Iterable[Any]) -> Any:
     """Of the processes that share out the first DTensor among some tensors; `None` if there is none."""
     return next((tensor.device_mesh for tensor in tensors if is_dtensor(tensor)), None)
+
+
+def reshard(module: nn.Module) -> None:
+    """Drops the weights that a forward pass without a backward one has left whole, as FSDP does before a next step."""
+    for part in module.modules():
+        if _is_fsdp(part):
+            cast(Any, part).reshard()
 
 
 def agreed(value: int, mesh: Any) -> int:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from laplace_sampling.networks.sharded import MANAGED, is_dtensor
+from laplace_sampling.networks.sharded import MANAGED, is_dtensor, reshard
 
 __all__ = ["unwrapped"]
 
@@ -32,6 +32,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
         elif "_orig_mod" in module._modules:
             module = module._modules["_orig_mod"]  # pyright: ignore
         else:
+            reshard(module)
             _check_parts(module)
             return module
 

@@ -1,19 +1,20 @@
 """`AcceleratedFits` in real training loops of Accelerate."""
 
 import importlib
-import os
-import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from distributed_processes import run_on_ranks
 from torch import nn
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from trained import assert_same_bits, bits_of_training
 
 from laplace_sampling import LinearisedLaplace
@@ -63,7 +64,13 @@ class Training:
     """A loop as in Accelerate's examples: shuffled data, dropout, a normalisation, a schedule."""
 
     def __init__(
-        self, *, fits: dict | None = None, tracker: Tracker | None = None, prepared: bool = True, **how: Any
+        self,
+        *,
+        fits: dict | None = None,
+        tracker: Tracker | None = None,
+        prepared: bool = True,
+        batch_norm: bool = True,
+        **how: Any,
     ) -> None:
         torch.manual_seed(1)
         loading = DataLoaderConfiguration(use_seedable_sampler=how.pop("use_seedable_sampler", False))
@@ -71,7 +78,7 @@ class Training:
             cpu=True, dataloader_config=loading, log_with=tracker, step_scheduler_with_optimizer=False, **how
         )
         self.accelerator.init_trackers("test")
-        norm = nn.BatchNorm1d(4) if self.accelerator.num_processes == 1 else nn.LayerNorm(4)
+        norm = nn.BatchNorm1d(4) if batch_norm and self.accelerator.num_processes == 1 else nn.LayerNorm(4)
         model = nn.Sequential(nn.Linear(2, 4), norm, nn.Tanh(), nn.Dropout(0.2), nn.Linear(4, 3))
         optimiser = torch.optim.Adam(model.parameters(), lr=0.05)
         loader = DataLoader(TensorDataset(*data()), BATCH_SIZE, shuffle=True)
@@ -169,7 +176,7 @@ def test_fits_are_of_the_model_inside_its_wrappers_and_of_all_data() -> None:
 
 def test_weights_that_are_shared_out_are_refused() -> None:
     for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        accelerator = SimpleNamespace(distributed_type=accelerate.DistributedType(kind))
+        accelerator = SimpleNamespace(state=SimpleNamespace(distributed_type=accelerate.DistributedType(kind)))
         with pytest.raises(ValueError, match=f"Training by {kind} shares out the weights over processes, so that"):
             AcceleratedFits(accelerator, "classification")
 
@@ -189,29 +196,45 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         importlib.import_module("laplace_sampling.integrations.accelerate")
 
 
-def process(rank: int, port: int, folder: str) -> None:
-    """A training by two processes, without fits and with."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    without = Training(prepared=False).run(last=2).bits()
+def on_rank(folder: str) -> dict[str, Any]:
+    """Trainings by two processes, without fits and with, of data as `prepare` returns them."""
+    rank = dist.get_rank()
+    without = Training().run(last=2).bits()
     tracker = Tracker()
-    training = Training(prepared=False, fits={}, tracker=tracker).run(last=2)
+    training = Training(fits={"method": "exact"}, tracker=tracker).run(last=2)
     assert_same_bits(training.bits(), without)
     assert training.accelerator.num_processes == 2
+    assert len(training.loader) == 2  # of four batches
     assert len(tracker.logs) == (rank == 0)
-    with pytest.raises(ValueError, match="the loader gives each of 2 processes its share of the data"):
-        training.fits.fit(training.model, training.loader, epoch=3)
-    torch.save((training.fits.history_, training.fits.laplace_.predict(data()[0]).samples), f"{folder}/{rank}.pt")
-    training.accelerator.end_training()
+    training.accelerator.save_state(folder)
+    found = {"history": training.fits.history_, "samples": training.fits.laplace_.samples_}
+    whole = AcceleratedFits(training.accelerator, "classification", method="exact", num_samples=4, budget=None)
+    found["whole"] = whole.fit(training.model, DataLoader(TensorDataset(*data()), BATCH_SIZE), epoch=2)
+    stream = training.accelerator.prepare(DataLoader(Stream()))
+    with pytest.raises(ValueError, match="the loader gives each of 2 processes its share of a stream"):
+        training.fits.fit(training.model, stream, epoch=3)
+    apart = AcceleratedFits(
+        training.accelerator, "classification", method="exact", num_samples=4, budget=None, process_group=None
+    )
+    if rank == 0:  # no other process takes part
+        found["alone"] = apart.fit(training.model, training.loader, epoch=2)
+        found["predicted"] = training.fits.laplace_.predict(data()[0]).probs
+    return found
 
 
-def test_two_processes_fit_the_same_posterior(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(process, (port, str(tmp_path)), nprocs=2)
-    (history, samples), (history_too, samples_too) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    assert history == history_too
-    assert len(history) == 1
-    assert torch.equal(samples, samples_too)
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return zip(*data(), strict=True)
+
+
+def test_two_processes_fit_together_and_one_goes_on(tmp_path: Path) -> None:
+    first, second = run_on_ranks(on_rank, 2, str(tmp_path), timeout=120.0)
+    assert first["history"] == second["history"]
+    assert torch.equal(first["samples"], second["samples"])
+    assert first["whole"] == {name: value for name, value in first["history"][0].items() if name != "epoch"}
+    assert first["alone"] == pytest.approx(first["whole"], rel=1e-4)
+    resumed = Training(fits={"method": "exact"}, batch_norm=False)
+    resumed.accelerator.load_state(str(tmp_path))
+    resumed.run(first=3)
+    assert resumed.fits.history_[0] == first["history"][0]
+    assert [record["epoch"] for record in resumed.fits.history_] == [2, 4]

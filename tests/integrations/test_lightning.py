@@ -6,18 +6,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from distributed_processes import run_on_ranks
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler, TensorDataset
 
 with warnings.catch_warnings():
     # Lightning imports parts of torch and of the standard library that are deprecated.
     warnings.simplefilter("ignore")
+    from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
     from lightning.pytorch.loggers.logger import Logger
-    from lightning.pytorch.strategies import FSDPStrategy
+    from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+    from lightning.pytorch.utilities import rank_zero_only
 
 from laplace_sampling.integrations.lightning import LaplaceCallback
+from laplace_sampling.integrations.periodic_fits import PeriodicFits
 
 pytestmark = [
     # What Lightning says of small loaders, of the steps of its log, and of a folder that is there.
@@ -71,6 +78,7 @@ class Records(Logger):
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 
+    @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         self.records.append({**metrics, "step": float(step or 0)})
 
@@ -105,12 +113,14 @@ def trainer_of(callbacks: list[Callback], epochs: int = 3, folder: Path | None =
     )
 
 
-def trained(callbacks: list[Callback], net: type[Net] = Net, seed: int = 0, **options: Any) -> tuple[Net, Trainer]:
+def trained(
+    callbacks: list[Callback], net: type[Net] = Net, seed: int = 0, data: DataLoader | None = None, **options: Any
+) -> tuple[Net, Trainer]:
     """A training of a few epochs, always with the same randomness."""
     torch.manual_seed(seed)
     module = net()
     trainer = trainer_of(callbacks, **options)
-    trainer.fit(module, loader(), held_out())
+    trainer.fit(module, data or loader(), held_out())
     return module, trainer
 
 
@@ -282,14 +292,6 @@ def test_a_sharded_network_is_refused() -> None:
         callback().on_train_start(Sharded(), Net())  # pyright: ignore[reportArgumentType]
 
 
-def test_a_share_of_the_data_becomes_all_of_them() -> None:
-    """As Lightning gives each of several processes a sampler of its own."""
-    share = DataLoader(data(), batch_size=16, sampler=torch.utils.data.DistributedSampler(data(), 2, 0))
-    laplace = callback(train_loader=share)
-    trained([laplace], epochs=1)
-    assert laplace.laplace_.diagnose().num_data == 60
-
-
 def test_two_callbacks_have_states_of_their_own(tmp_path: Path) -> None:
     both = [callback(), callback(module="net", every_n_epochs=2)]
     trained(list(both), epochs=2, folder=tmp_path)
@@ -331,3 +333,94 @@ def test_the_posterior_of_a_checkpoint_predicts_without_another_fit(tmp_path: Pa
     expected = first.laplace_.predict(held_out().dataset.tensors[0]).probs
     assert torch.equal(again.laplace_.predict(held_out().dataset.tensors[0]).probs, expected)
     assert torch.allclose(torch.cat(seen), expected)
+
+
+def on_rank(folder: str) -> dict[str, Any]:
+    """Trainings by DDP, without fits and with. Of 61 data Lightning's DistributedSampler gives each process 31."""
+    warnings.simplefilter("ignore")
+    rank, num = dist.get_rank(), dist.get_world_size()
+    # Each process has dropout of its own.
+    options: dict[str, Any] = {"strategy": "ddp", "devices": num, "seed": rank, "epochs": 2}
+    without = trained([], data=loader(61), **options)
+    state = torch.get_rng_state()
+    error = {"error": lambda p, y: (p.probs.argmax(1) != y).double()}
+    laplace, every = callback(method="exact", every_n_epochs=2, metrics=error), callback()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with_fits = trained([laplace, every], data=loader(61), folder=Path(folder), **options)
+    assert not [warning for warning in said if "laplace" in str(warning.message)]
+    assert torch.equal(state, torch.get_rng_state())
+    assert_same(with_fits, without)
+    module, trainer = with_fits
+    assert isinstance(trainer.train_dataloader.sampler, DistributedSampler)
+    found = {"history": laplace.fits.history_, "every": every.fits.history_}
+    found["samples"] = laplace.laplace_.samples_
+    found["monitored"] = trainer.callback_metrics["laplace_error"].item()
+    assert isinstance(trainer.logger, Records)
+    found["logged"] = [record["laplace_error"] for record in trainer.logger.records if "laplace_error" in record]
+    if rank == 0:  # by itself: no other process takes part
+        alone = PeriodicFits("classification", method="exact", metrics=error, budget=None)
+        found["alone"] = alone.fit(module, DataLoader(data(61), batch_size=16), held_out(), epoch=2)
+        found["predicted"] = laplace.laplace_.predict(data().tensors[0]).probs
+    found["shards"] = trained_in_shards()
+    return found
+
+
+class InShards(Net):
+    def configure_model(self) -> None:
+        if not isinstance(self.net, FSDPModule):
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])  # pyright: ignore[reportOptionalSubscript]
+
+
+def trained_in_shards() -> list[dict[str, float]]:
+    """Trainings by FSDP2, which does not take the storages of inference mode."""
+    weights, laplace = [], callback(module="net")
+    for callbacks in ([], [laplace]):
+        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        options: dict[str, Any] = {"strategy": strategy, "devices": 2, "inference_mode": False}
+        module, _ = trained(list(callbacks), net=InShards, data=loader(61), epochs=2, **options)
+        tensors = module.state_dict().values()
+        weights.append([*(t.to_local() if isinstance(t, DTensor) else t for t in tensors), torch.get_rng_state()])
+        assert any(isinstance(tensor, DTensor) for tensor in tensors)
+    assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
+    return laplace.fits.history_
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+    folder = tmp_path_factory.mktemp("ddp")
+    return run_on_ranks(on_rank, 2, str(folder), timeout=120.0), folder
+
+
+def test_processes_of_ddp_fit_together_and_train_as_without(two_processes: tuple) -> None:
+    (first, second), _ = two_processes
+    assert first["history"] == second["history"]
+    assert first["shards"] == second["shards"]
+    assert len(first["shards"]) == 2
+    assert first["every"] == second["every"]
+    assert torch.equal(first["samples"], second["samples"])
+    assert first["monitored"] == second["monitored"] == pytest.approx(first["history"][0]["error"])
+    assert len(first["every"]) == 2
+    assert (len(first["logged"]), len(second["logged"])) == (1, 0)
+    assert {name: first["history"][0][name] for name in first["alone"]} == pytest.approx(first["alone"], rel=1e-4)
+
+
+def test_a_posterior_of_two_processes_goes_on_in_one(two_processes: tuple) -> None:
+    (first, _), folder = two_processes
+    resumed = callback(method="exact", every_n_epochs=2, metrics={"error": lambda p, y: (p.probs.argmax(1) != y) * 1.0})
+    torch.manual_seed(0)
+    trainer = trainer_of([resumed, callback()], epochs=4, folder=folder)
+    trainer.fit(Net(), loader(61), held_out(), ckpt_path=str(folder / "last.ckpt"))
+    assert resumed.fits.history_[0] == first["history"][0]
+    assert [record["epoch"] for record in resumed.fits.history_] == [2, 4]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_sampler_of_the_user_that_lightning_wraps_keeps_its_data(own: bool) -> None:
+    wrapped: Any = SubsetRandomSampler(range(20, 60)) if own else data()
+    share = (DistributedSamplerWrapper if own else DistributedSampler)(wrapped, num_replicas=2, rank=1)
+    few = callback(train_loader=DataLoader(data(), batch_size=16, sampler=share))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The sampler of the loader gives 40 of the 60 data")
+        trained([few], epochs=1)
+    assert few.laplace_.diagnose().num_data == (40 if own else 60)

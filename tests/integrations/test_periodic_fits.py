@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from distributed_processes import run_on_ranks
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.regression import MeanSquaredError
 
@@ -366,3 +369,80 @@ def test_a_posterior_is_restored_for_the_weights_of_its_fit_only() -> None:
     assert loaded.restore(training.model)
     x = training.data.tensors[0]
     assert torch.equal(loaded.laplace_.predict(x).samples, fits.laplace_.predict(x).samples)
+
+
+def on_rank() -> dict[str, Any]:
+    """Fits of networks whose running means differ, by loaders that give each process its share."""
+    training = Training("classification", 3, num=61).run(1)
+    rank, norm = dist.get_rank(), training.model[1]
+    with torch.no_grad():
+        norm.running_mean += rank
+    held_out = dataset("classification", 51, outputs=3, seed=1)
+    loaders = [DataLoader(data, 16, sampler=DistributedSampler(data)) for data in (training.data, held_out)]
+    metrics = {
+        "accuracy": MulticlassAccuracy(3, average="micro"),
+        "each": lambda p, y: (p.probs.argmax(1) == y).double(),
+    }
+    fits = PeriodicFits("classification", metrics=metrics, budget=None, method="exact", process_group=dist.group.WORLD)
+    before = training.state()
+    found = fits.fit(training.model, *loaders, epoch=1)
+    assert training.state() == before
+    result = {"found": found, "scale": fits.laplace_.scale_, "metrics": [found[name] for name in metrics]}
+    if rank == 0:  # no other process takes part
+        metrics.pop("accuracy")  # torchmetrics waits for all processes
+        alone = PeriodicFits("classification", metrics=metrics, budget=None, method="exact")
+        result["alone"] = alone.fit(training.model, training.data, held_out, epoch=1)
+        fits.laplace_.predict(held_out.tensors[0])
+    else:
+        with pytest.raises(ValueError, match="the weights or buffers of the model are not those of the fit"):
+            fits.laplace_.predict(held_out.tensors[0])
+    return result
+
+
+def test_processes_fit_the_network_of_the_first_together() -> None:
+    first, second = run_on_ranks(on_rank, 2)
+    assert first["found"] == second["found"]
+    assert first["scale"] == second["scale"]
+    assert first["metrics"][0] == pytest.approx(first["metrics"][1])
+    assert {name: first["found"][name] for name in first["alone"]} == pytest.approx(first["alone"], rel=1e-4)
+
+
+def trained_in_shards(shard: bool) -> dict[str, Any]:
+    """A training by `fully_shard`, or of the plain network, with fits and without."""
+    data, held_out = (dataset("classification", num, outputs=3, seed=num) for num in (61, 51))
+    weights, found = [], {}
+    for with_fits in (False, True):
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3))
+        model.register_buffer("rank", torch.tensor(dist.get_rank() if shard else 0))
+        model = fully_shard(model) if shard else model
+        optimiser = torch.optim.Adam(model.parameters(), lr=0.05)
+        metrics = {"error": lambda p, y: (p.probs.argmax(1) != y).double()}
+        fits = PeriodicFits("classification", metrics=metrics, budget=None, process_group="auto")
+        for epoch in (1, 2):
+            nn.functional.cross_entropy(model(data.tensors[0]), data.tensors[1]).backward()
+            optimiser.step()
+            with torch.no_grad():  # a validation, which leaves the weights whole
+                model(held_out.tensors[0])
+            if with_fits:
+                found = fits.fit(model, DataLoader(data, 16), DataLoader(held_out, 16), epoch=epoch)
+        assert not shard or model.get_buffer("rank") == dist.get_rank()
+        model.get_buffer("rank").zero_()  # as at the fits
+        with torch.no_grad():
+            outputs = model(held_out.tensors[0])
+        if with_fits:
+            assert torch.equal(fits.laplace_.predict(held_out.tensors[0]).outputs, outputs)
+        nn.functional.cross_entropy(model(data.tensors[0]), data.tensors[1]).backward()
+        weights.append([p.full_tensor() if shard else p for p in model.parameters()])
+        weights[-1].append(torch.get_rng_state())
+    assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
+    return found
+
+
+def test_processes_that_share_out_the_weights_fit_together() -> None:
+    alone = trained_in_shards(False)
+    first, second = run_on_ranks(trained_in_shards, 2, True)
+    assert first == second
+    assert {name: first[name] for name in alone if name != "cost"} == pytest.approx(
+        {name: value for name, value in alone.items() if name != "cost"}, rel=1e-4
+    )

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from distributed_processes import run_on_ranks
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import IterableDataset, Subset
@@ -25,6 +27,7 @@ accelerate = pytest.importorskip("accelerate", reason=REASON)
 
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
+from laplace_sampling.integrations.periodic_fits import PeriodicFits  # noqa: E402
 from laplace_sampling.integrations.transformers import FILE, LaplaceTrainerCallback, next_token  # noqa: E402
 
 NUM_DATA, BATCH_SIZE, NUM_EPOCHS = 26, 8, 4
@@ -410,6 +413,47 @@ def test_weights_that_are_shared_out_are_refused(tmp_path: Path, monkeypatch: py
     )
     with pytest.raises(ValueError, match="Training by FSDP shares out the weights over processes"):
         trainer.train()
+
+
+def on_rank(folder: str) -> dict[str, Any]:
+    """Trainings under `torchrun`, without fits and with."""
+    transformers.utils.logging.disable_progress_bar()
+    options: dict[str, Any] = {"num_train_epochs": 2}
+    plain = make_trainer(Path(folder) / "plain", **options)
+    plain.train()
+    without = bits(plain)
+    reporter, fits = Reporter(), callback(method="exact", val_dataset=Rows(9, seed=2))
+    trainer = make_trainer(Path(folder) / "fits", reporter, fits, **options)
+    fits.trainer = trainer
+    trainer.train()
+    assert_same_bits(bits(trainer), without)
+    assert trainer.args.world_size == 2
+    assert trainer.state.global_step == STEPS  # of two epochs
+    assert isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel)
+    found = {"history": fits.fits.history_, "samples": fits.laplace_.samples_}
+    found["logged"] = [entry for entry in reporter.logs if "laplace_cost" in entry]
+    if dist.get_rank() == 0:  # no other process takes part
+        rows, held_out = Rows(), Rows(9, seed=2)
+        alone = PeriodicFits("classification", num_samples=4, method="exact", budget=None)
+        batches = ([({"x": data.x}, data.labels)] for data in (rows, held_out))
+        found["alone"] = alone.fit(trainer.model, *batches, epoch=2)
+        found["predicted"] = fits.laplace_.predict({"x": rows.x}).probs
+    return found
+
+
+def test_two_processes_fit_together_and_one_goes_on(tmp_path: Path) -> None:
+    first, second = run_on_ranks(on_rank, 2, str(tmp_path), timeout=120.0)
+    assert first["history"] == second["history"]
+    assert torch.equal(first["samples"], second["samples"])
+    for name in set(first["alone"]) - {"cost"}:  # batches are of other sizes
+        assert first["history"][0][name] == pytest.approx(first["alone"][name], rel=1e-4)
+    # Reporters of the library report on the main process only.
+    assert len(first["logged"]) == len(second["logged"]) == 1
+    fits = callback(method="exact", val_dataset=Rows(9, seed=2))
+    trainer = make_trainer(tmp_path / "fits", fits)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "fits" / f"checkpoint-{STEPS}"))
+    assert [record["epoch"] for record in fits.fits.history_] == [2, 4]
+    assert fits.fits.history_[0] == first["history"][0]
 
 
 def test_settings_are_checked_before_training() -> None:
