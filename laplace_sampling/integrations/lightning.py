@@ -37,8 +37,8 @@ class LaplaceCallback(Callback):
     epoch has one. Training goes on bit for bit as without them. Metrics are logged with `laplace_` before their names,
     and may be monitored by `ModelCheckpoint(save_on_train_epoch_end=True)` and
     `EarlyStopping(check_on_train_epoch_end=True)`. The state of the callback is in Lightning's checkpoints, so that a
-    training that is resumed goes on from its last fit, also with another number of processes; any other training begins
-    anew. Several processes fit together: they share out the data, all of them have the result, and the first one logs it.
+    training that is resumed goes on from its last fit, also with other numbers of processes; any other training begins
+    anew. Several processes fit together: they share out the data, all have the result, and the first one logs it.
 
     Args:
         likelihood: as of `LinearisedLaplace`.
@@ -100,7 +100,7 @@ class LaplaceCallback(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The posterior of a checkpoint after which nothing is left to train, or that is tested."""
-        if trainer.is_global_zero and self.fits.history_:
+        if self.fits.history_:
             self.fits.restore(self._network(pl_module))
 
     on_test_start = on_predict_start = on_fit_end

@@ -303,7 +303,8 @@ def _buffers_of_first(module: nn.Module, processes: Processes) -> Iterator[None]
         yield
         return
     in_memory = [buffer.cpu() for buffer in own]
-    first = processes.gathered_samples(lambda: processes.of_first(lambda: in_memory))[0]
+    with processes.telling():
+        first = processes.gathered_samples(lambda: processes.of_first(lambda: in_memory))[0]
     try:
         _fill_buffers(module, first)
         yield
