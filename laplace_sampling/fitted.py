@@ -21,7 +21,6 @@ from laplace_sampling.methods.problem import Problem
 from laplace_sampling.networks.function_fingerprint import FunctionFingerprint, structure_of
 from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.networks.sharded import reshard
 from laplace_sampling.networks.undisturbed import LOCK
 from laplace_sampling.networks.weights_seal import WeightsSeal
 from laplace_sampling.posterior import Posterior
@@ -82,8 +81,6 @@ def fitting(fit: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     def wrapper(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         model = cast(FittedModel, args[0])
         fitted, batching, max_rows = model._fitted, model.network.batching, model.network.batching.max_rows
-        if model.network.held.shards is not None:
-            reshard(model.network.module)
         try:
             result = model.settings.processes.telling()(fit)(*args, **kwargs)
             model._unfinished = ()
@@ -348,8 +345,6 @@ class FittedModel:
                 "with the model where it is now; or fit again."
             )
         module = self.network.module
-        if self.network.held.shards is not None:
-            reshard(module)
         with LOCK:
             state = self.network.held.state()
             seen = state, state.hooks()

@@ -20,7 +20,7 @@ from laplace_sampling.data.batches import Layout, arguments, batched, num_rows, 
 from laplace_sampling.data.digest import digest
 from laplace_sampling.networks.allocator import cpu_out_of_memory
 from laplace_sampling.networks.module_state import ModuleState
-from laplace_sampling.networks.sharded import Shards, agreed, is_dtensor, mesh_of, whole
+from laplace_sampling.networks.sharded import Shards, agreed, is_dtensor, mesh_of, reshard, whole
 from laplace_sampling.networks.undisturbed import (
     LOCK,
     handle_signals,
@@ -88,6 +88,8 @@ class HeldModule:
 
     def state(self) -> ModuleState:
         """What the module holds now: the same object as before if nothing has changed."""
+        if self.shards is not None:
+            reshard(self.module)
         if self._state is None or not self._state.holds():
             self._state = ModuleState(self.module)
         return self._state
@@ -286,6 +288,7 @@ class HeldModule:
             ValueError: if processes that share out the weights have other buffers.
         """
         with LOCK:
+            self.state()
             tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
             found = digest((name, whole(tensor)) for name, tensor in tensors)
         number, mesh = int.from_bytes(found[:4]), mesh_of(tensor for _, tensor in tensors)
