@@ -159,7 +159,7 @@ def _whole(kind: str, loader: Any) -> Iterable[Any]:
         )
     if isinstance(loader, DataLoader) and isinstance(sampler := loader.sampler, DistributedSampler):
         # The wrapper is of the user's own sampler.
-        users = sampler.dataset._sampler if isinstance(sampler, DistributedSamplerWrapper) else None
+        users = getattr(sampler.dataset, "_sampler", None) if isinstance(sampler, DistributedSamplerWrapper) else None
         how = {"batch_size": loader.batch_size, "collate_fn": loader.collate_fn, "sampler": users}
         return DataLoader(loader.dataset, **how)
     return loader
