@@ -62,7 +62,9 @@ def mesh_of(tensors: Iterable[Any]) -> Any:
 def reshard(module: nn.Module) -> None:
     """Drops the weights that a forward pass without a backward one has left whole, as FSDP does before a next step."""
     for part in module.modules():
-        if _is_fsdp(part):
+        # Copies in float64 are without what FSDP knows of a module.
+        known = any(value for name, value in vars(part).items() if name.startswith("__composable_api_state"))
+        if known and _is_fsdp(part):
             cast(Any, part).reshard()
 
 
