@@ -106,7 +106,7 @@ class CalibratedModel(FittedModel):
         self._check_network("calibrate")
         check_calibration("calibrate(val_loader)", self.settings.observation, posterior.unequal_noise)
         check_scale(self.settings.likelihood)
-        held_out = HeldOut.read(val_loader, self.network, self.settings.likelihood, unpack, num_data)
+        held_out = HeldOut.read(val_loader, self.network, self.settings, unpack, num_data)
         self._fitted = replace(fitted, posterior=calibrated(held_out, self.network, posterior, fitted.fit))
         warn_of([], self._fitted.posterior.calibration.problems, stacklevel=4)
         return self
@@ -149,7 +149,7 @@ class CalibratedModel(FittedModel):
         if val_loader is None:
             conformal = self._full_conformal(call)
         else:
-            held_out = HeldOut.read(val_loader, self.network, self.settings.likelihood, unpack, num_data)
+            held_out = HeldOut.read(val_loader, self.network, self.settings, unpack, num_data)
             conformal = split_conformal(held_out, self.network, posterior, fitted.fit)
         self._fitted = replace(fitted, posterior=replace(posterior, conformal=conformal))
         return self

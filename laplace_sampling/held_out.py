@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predictions.calibration import labelled
 from laplace_sampling.predictions.prediction import Prediction
 from laplace_sampling.predictions.regression_prediction import RegressionPrediction
+
+if TYPE_CHECKING:
+    from laplace_sampling.settings import Settings
 
 __all__ = ["HeldOut", "check_calibration", "check_scale"]
 
@@ -41,16 +44,17 @@ class HeldOut:
         cls,
         loader: Iterable[Any],
         network: Linearisation,
-        likelihood: Likelihood,
+        settings: "Settings",
         unpack: Unpack | None,
         num_data: int | None = None,
     ) -> "HeldOut":
-        """The data of a loader.
+        """The data of a loader: all of them in each of the processes that share a fit, whose samplers may give parts.
 
         Raises:
             TypeError, ValueError: as for training data.
         """
-        data = TrainingData(loader, unpack=unpack, num_data=num_data, fill=likelihood.fill)
+        likelihood, drawn_by = settings.likelihood, settings.processes
+        data = TrainingData(loader, unpack=unpack, num_data=num_data, fill=likelihood.fill, drawn_by=drawn_by)
         some = torch.arange(data.num_data).split(data.batch_size) if data.ragged else [torch.arange(1)]
         inputs = (place(data.inputs(batch), network.device, network.dtype) for batch in some)
         layout = reduce(Layout.union, (network.evaluate(x)[1] for x in inputs))

@@ -214,8 +214,7 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         asked |= {"budget": budget, "warm_start": warm_start}
         with Checkpoint(checkpoint, "fit_hyperparameters", asked) as kept:
             problem = prepare(self.settings, self.network, loader, progress, budget, **data)
-            likelihood = self.settings.likelihood
-            held_out = None if val_loader is None else HeldOut.read(val_loader, self.network, likelihood, unpack)
+            held_out = None if val_loader is None else HeldOut.read(val_loader, self.network, self.settings, unpack)
             problem = kept.begin(self.settings, self.network, problem, held_out, self._earlier(warm_start))
             problem = with_selection(criterion, self.settings, problem, held_out)
             task = self._prepared(problem, warm_start)

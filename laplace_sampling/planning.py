@@ -53,7 +53,7 @@ class PlannedModel(FittedModel):
             problem = prepare(settings, self.network, loader, budget=budget, **data)
             held_out = None
             if val_loader is not None:
-                held_out = HeldOut.read(val_loader, self.network, settings.likelihood, data.get("unpack"))
+                held_out = HeldOut.read(val_loader, self.network, settings, data.get("unpack"))
             plan = _plan_of(with_selection(criterion, settings, problem, held_out), settings.method)
             shards = self.network.held.shards
             return plan if shards is None else replace(plan, gathered=shards.bytes())

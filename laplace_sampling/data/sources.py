@@ -57,7 +57,14 @@ class Source(ABC):
 class RandomAccess(Source):
     """The data of a `DataLoader` in a fixed order, with its own sampler, collation and batch size."""
 
-    def __init__(self, loader: DataLoader, batch_sampler: Iterable[Any], unpack: Unpack, processes: Processes) -> None:
+    def __init__(
+        self,
+        loader: DataLoader,
+        batch_sampler: Iterable[Any],
+        unpack: Unpack,
+        processes: Processes,
+        drawn_by: Processes,
+    ) -> None:
         self.dataset, self.collate, self.unpack = loader.dataset, loader.collate_fn, unpack
         if type(batch_sampler) is BatchSampler:
             # The sampler, not the batches: `drop_last` would leave out different data at each pass.
@@ -66,7 +73,7 @@ class RandomAccess(Source):
             batches = [list(batch) for batch in batch_sampler]
             drawn = [index for batch in batches for index in batch]
             self.batch_size = max(map(len, batches), default=1)
-        drawn = drawn_by_all(loader, drawn, processes)
+        drawn = drawn_by_all(loader, drawn, drawn_by)
         check_coverage(loader, drawn)
         self.part, self.shared = processes.part(len(drawn)), processes.share_data
         # Sorted, so that a shuffled loader gives the same order, hence the same samples, every time.
@@ -174,7 +181,9 @@ class Stream(Source):
         return take(self.held, slice(start - self.first, stop - self.first))
 
 
-def source_of(loader: Iterable[Any], num_data: int | None, unpack: Unpack, processes: Processes) -> Source:
+def source_of(
+    loader: Iterable[Any], num_data: int | None, unpack: Unpack, processes: Processes, drawn_by: Processes
+) -> Source:
     """Where the data of a loader come from; arguments as of `TrainingData`."""
     # Before anything is read from it: reading would use up the data of the caller.
     if isinstance(loader, Iterator):
@@ -199,7 +208,7 @@ def source_of(loader: Iterable[Any], num_data: int | None, unpack: Unpack, proce
         raise ValueError(f"`num_data` is for an IterableDataset; the data of a {type(loader).__name__} are counted.")
     # Without a sampler of batches a loader's dataset gives whole batches, which have an order only.
     if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
-        return RandomAccess(loader, loader.batch_sampler, unpack, processes)
+        return RandomAccess(loader, loader.batch_sampler, unpack, processes, drawn_by)
     if isinstance(loader, DataLoader):
         check_coverage(loader, drawn_by_all(loader, list(loader.sampler), ALONE))
         loader = _with_own_workers(loader)

@@ -45,6 +45,7 @@ class TrainingData:
         cache_bytes: inputs larger than this are read from the dataset at each pass instead of being kept.
         processes: those that share out the data: each reads its part of a dataset, or the whole of a stream, and all
             have all targets.
+        drawn_by: those whose samplers together give the data, by default the same.
 
     Attributes:
         num_data: `N`, counted, not taken from `len(dataset)`.
@@ -70,10 +71,11 @@ class TrainingData:
         fill: int | None = None,
         cache_bytes: float = DEFAULT_CACHE_BYTES,
         processes: Processes = ALONE,
+        drawn_by: Processes | None = None,
     ) -> None:
         self.processes, randomness = processes, BorrowedRandomness(loader)
         with randomness.borrowed():
-            source = source_of(loader, num_data, unpacking(unpack), processes)
+            source = source_of(loader, num_data, unpacking(unpack), processes, drawn_by or processes)
             check_repeatable(source, processes)
             inputs: list[Any] = []
             targets, shapes = _read_by_all(source, inputs, cache_bytes, processes)

@@ -116,6 +116,22 @@ def test_processes_that_are_not_alike_are_refused() -> None:
         assert "differ in the weights or buffers of the model, `seed`, the number of threads." in text
 
 
+def _held_out(num: int) -> tuple[int, float]:
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    dataset = TensorDataset(torch.randn(num, 2).double(), torch.arange(num) % 3)
+    la = LinearisedLaplace(nn.Linear(2, 3).double(), "classification", num_samples=4, process_group=dist.group.WORLD)
+    loader = DataLoader(dataset, 4, sampler=DistributedSampler(dataset))
+    la.fit_hyperparameters(loader, loader, progress=False)
+    return la._fitted.tangent.data.num_data, float(la.prior_precision_)  # pyright: ignore
+
+
+def test_held_out_data_may_have_a_distributed_sampler() -> None:
+    (first, alpha), (second, other) = run_on_ranks(_held_out, 2, 13)
+    assert (first, alpha) == (second, other)
+    assert first == 13
+
+
 class Stream(IterableDataset):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         x, y = numbered(23).tensors
