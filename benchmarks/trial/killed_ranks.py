@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.trial.report import Report
 from laplace_sampling import SVRG, LinearisedLaplace, Stochastic
-from laplace_sampling.data.fit_group import ProcessError
+from laplace_sampling.data.processes import ProcessError
 from laplace_sampling.journal import Journal
 
 __all__ = ["METHODS", "run"]
