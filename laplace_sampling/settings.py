@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from laplace_sampling.data.processes import ALONE, Processes
+from laplace_sampling.data.processes_of import processes_of
 from laplace_sampling.likelihoods.as_likelihood import as_likelihood
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.as_prior import as_prior
@@ -70,7 +71,7 @@ class Settings:
             seed=seed,
             linear_model=default if linear_model == "auto" else linear_model,
             hessian_at="network" if hessian_at == "auto" else hessian_at,
-            processes=Processes.of(process_group, mesh),
+            processes=processes_of(process_group, mesh),
         )
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.trial.report import Report
 from laplace_sampling import SVRG, LinearisedLaplace, Stochastic
-from laplace_sampling.data.fit_group import ProcessError
+from laplace_sampling.data.processes import ProcessError
 from laplace_sampling.journal import Journal
 
 __all__ = ["METHODS", "run"]
@@ -55,8 +55,9 @@ class _Fitted:
                 optimiser.zero_grad()
                 nn.functional.cross_entropy(self.model(x), y).backward()
                 optimiser.step()
+        children = self.begun()
         started = time.perf_counter()
-        self.expected, _ = self.ended(self.start(_RANKS))
+        self.expected, _ = self.ended(children)
         self.seconds = time.perf_counter() - started
 
     def start(self, ranks: int) -> dict[int, int]:
@@ -65,6 +66,13 @@ class _Fitted:
         for file in self.folder.glob("rank*"):
             file.unlink()
         return {rank: self._forked(rank, ranks) for rank in range(ranks)}
+
+    def begun(self) -> dict[int, int]:
+        """Processes that fit, and have met for the first time."""
+        children, latest = self.start(_RANKS), time.perf_counter() + _STUCK
+        while not self.checkpoint.exists() and time.perf_counter() < latest:
+            time.sleep(_POLLED)
+        return children
 
     def _forked(self, rank: int, ranks: int) -> int:
         child = os.fork()
@@ -97,7 +105,7 @@ class _Fitted:
         method, group = METHODS[self.name], dist.group.WORLD
         la = LinearisedLaplace(self.model, "classification", method=method, num_samples=32, process_group=group)
         la.fit_hyperparameters(self.loader, progress=False, checkpoint=self.checkpoint)
-        numbers = [la.samples_, la.mode_, la.prior_precision_, la.effective_dimension_, torch.tensor([la.scale_])]
+        numbers = [la.samples_, la.prior_precision_, la.effective_dimension_, torch.tensor([la.scale_])]
         dist.barrier()
         return numbers, len(found)
 
@@ -135,10 +143,7 @@ class _Fitted:
     def killed(self, moments: random.Random) -> tuple[int, float, str] | None:
         """The killed process, the seconds until the others ended and what they say; `None` if the fit was faster."""
         victim, wait = moments.randrange(_RANKS), moments.uniform(0, 0.95) * self.seconds
-        children = self.start(_RANKS)
-        latest = time.perf_counter() + _STUCK
-        while not self.checkpoint.exists() and time.perf_counter() < latest:
-            time.sleep(_POLLED)  # before, the processes meet for the first time
+        children = self.begun()
         time.sleep(wait)
         if os.waitpid(children[victim], os.WNOHANG) != (0, 0):
             children.pop(victim)

@@ -1,9 +1,12 @@
 """`FitGroup`: a process group of fits alone beside that of the user, whose processes tell each other of failures.
 
+All that processes send to each other is sent here; what they share out is in `Processes`.
+
 A process that fails leaves the sums that the others have begun, and such a sum would meet the next one that it asks
 for, of whatever fit or training. So fits have a group of their own, and a new one after a failure.
 """
 
+import pickle
 import time
 import uuid
 from contextlib import suppress
@@ -11,11 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+
+from laplace_sampling.data.processes import ENDED, ProcessError, words
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["FitGroup", "ProcessError", "device_of", "words"]
+__all__ = ["FitGroup"]
 
 # By the names of the groups of the user.
 _ALL: "dict[str, FitGroup]" = {}
@@ -23,20 +29,6 @@ _ALL: "dict[str, FitGroup]" = {}
 # Seconds after which a process that waits for others looks whether one of them has failed, and between looks at
 # whether they have come.
 _LOOK, _NAP = 1.0, 5e-5
-_ENDED = "it has ended, or cannot be reached"
-
-
-class ProcessError(RuntimeError):
-    """Another process of a fit has failed, or has ended.
-
-    Attributes:
-        cause: the words of its error.
-    """
-
-    def __init__(self, cause: str, who: str = "Another process that shares the fit") -> None:
-        advice = ". Start all processes again; a fit with `checkpoint=` goes on." if _ENDED in cause else ""
-        super().__init__(f"{who} has failed: {cause}{advice}")
-        self.cause = cause
 
 
 @dataclass(eq=False)
@@ -70,10 +62,57 @@ class FitGroup:
             ranks, backend = dist.get_process_group_ranks(self.given), dist.get_backend_config(self.given)
             own = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
             assert isinstance(own, dist.ProcessGroup)
-            name = torch.tensor(list(uuid.uuid4().bytes), dtype=torch.uint8, device=device_of(own))
+            name = torch.tensor(list(uuid.uuid4().bytes), dtype=torch.uint8, device=_device_of(own))
             dist.broadcast(name, ranks[0], group=own)
             self._own, self._key = own, f"laplace_sampling/failure/{bytes(name.tolist()).hex()}"
         return self._own
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The number of this process, and how many there are."""
+        import torch.distributed as dist
+
+        return dist.get_rank(self.given), dist.get_world_size(self.given)
+
+    # What is sent -----------------------------------------------------------------------------------------------------
+
+    def reduced(self, tensor: Tensor, operation: str) -> Tensor:
+        """The sum of a tensor over the processes, or as another operation says, in its place."""
+        import torch.distributed as dist
+
+        device = tensor.device if tensor.device.type != "cpu" else _device_of(self.given)
+        there = tensor.to(device).contiguous()
+        self.wait(dist.all_reduce(there, getattr(dist.ReduceOp, operation), group=self.own, async_op=True))
+        return tensor if there is tensor else tensor.copy_(there)
+
+    def exchanged(self, mine: Any) -> list[Any]:
+        """What each process gives, by pickle. Torch's own function waits without a look at failures."""
+        import torch.distributed as dist
+
+        sent = _pickled(mine).to(_device_of(self.given))
+        sizes = [torch.zeros(1, dtype=torch.int64, device=sent.device) for _ in range(self.place[1])]
+        size = torch.tensor([len(sent)], device=sent.device)
+        self.wait(dist.all_gather(sizes, size, group=self.own, async_op=True))
+        longest = max(int(size) for size in sizes)
+        padded = torch.nn.functional.pad(sent, (0, longest - len(sent)))
+        there = [torch.empty_like(padded) for _ in sizes]
+        self.wait(dist.all_gather(there, padded, group=self.own, async_op=True))
+        return [_unpickled(one[: int(size)]) for one, size in zip(there, sizes, strict=True)]
+
+    def sent(self, value: Any) -> Any:
+        """What the first process gives, likewise."""
+        import torch.distributed as dist
+
+        first, is_first = dist.get_global_rank(self.given, 0), self.place[0] == 0
+        sent = _pickled(value).to(_device_of(self.given))
+        size = torch.tensor([len(sent)], device=sent.device)
+        self.wait(dist.broadcast(size, first, group=self.own, async_op=True))
+        if not is_first:
+            sent = torch.empty(int(size), dtype=torch.uint8, device=sent.device)
+        self.wait(dist.broadcast(sent, first, group=self.own, async_op=True))
+        return value if is_first else _unpickled(sent)
+
+    # Failures ---------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """All processes begin a fit.
@@ -89,7 +128,7 @@ class FitGroup:
         """Tells the others of an error of this process, or of another that told it, and leaves what they have begun."""
         self._own = None
         cause = error.cause if isinstance(error, ProcessError) else f"process {_rank()}: {words(error)}"
-        if _ENDED in cause:
+        if ENDED in cause:
             self._ended = cause
         with suppress(Exception):  # the process that holds the store may have ended first
             if self.told() is None:
@@ -116,15 +155,10 @@ class FitGroup:
         except ProcessError:
             raise
         except RuntimeError as error:
-            raise ProcessError(self.told() or f"{_ENDED}: {error}") from error
+            raise ProcessError(self.told() or f"{ENDED}: {error}") from error
 
 
-def words(error: BaseException) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {error}"
-
-
-def device_of(group: Any) -> torch.device:
+def _device_of(group: Any) -> torch.device:
     """Where a group takes tensors: NCCL on a GPU only, Gloo on the CPU."""
     import torch.distributed as dist
 
@@ -142,3 +176,11 @@ def _store() -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
+
+
+def _pickled(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _unpickled(numbers: Tensor) -> Any:
+    return pickle.loads(numbers.cpu().numpy().tobytes())

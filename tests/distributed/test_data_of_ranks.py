@@ -14,11 +14,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from laplace_sampling import LinearisedLaplace
 from laplace_sampling.data.processes import ALONE, ProcessError, Processes
+from laplace_sampling.data.processes_of import processes_of
 from laplace_sampling.data.training_data import TrainingData
 
 
 def together() -> Processes:
-    return Processes.of(dist.group.WORLD)
+    return processes_of(dist.group.WORLD)
 
 
 def numbered(num: int) -> TensorDataset:

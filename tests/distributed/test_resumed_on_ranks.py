@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace_sampling import SVRG, LinearisedLaplace, Stochastic
 from laplace_sampling.checkpoint import Checkpoint
 from laplace_sampling.data import fit_group
+from laplace_sampling.data.processes import ProcessError
 from laplace_sampling.journal import Journal
 
 METHODS = {
@@ -101,7 +102,7 @@ def _interrupted(folder: Path) -> tuple[dict[str, Numbers], dict[str, int]]:
         entries[name] = total[0]
     for name, part in FITS:
         counted.begin(kept(name, part, entries))
-        with suppress(Killed, fit_group.ProcessError):
+        with suppress(Killed, ProcessError):
             fitted(name, folder / name, **where)
             raise AssertionError(f"{name} was not killed")
     return whole, entries
@@ -166,7 +167,7 @@ def _ended_last(path: Path) -> Any:
         done(self, fit)
 
     fit_group._LOOK, Checkpoint.done = 0.05, fails  # pyright: ignore[reportAttributeAccessIssue]
-    with suppress(Killed, fit_group.ProcessError):
+    with suppress(Killed, ProcessError):
         fitted("kfac", path, **where)
     Checkpoint.done = done
     dist.barrier()
@@ -174,7 +175,7 @@ def _ended_last(path: Path) -> Any:
     try:
         fitted("kfac", path, **_where((2, 1)))
         message = ""
-    except (ValueError, fit_group.ProcessError) as error:
+    except (ValueError, ProcessError) as error:
         message = str(error)
     counted.begin()
     return there, message, expected, fitted("kfac", path, **where), written, counted.found, list(path.parent.iterdir())

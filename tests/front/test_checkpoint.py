@@ -477,7 +477,7 @@ def test_without_a_file_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
     def fails(*_: Any, **__: Any) -> None:
         raise AssertionError
 
-    for name in ("Journal", "_digest_of", "digest", "_comparable"):
+    for name in ("SharedJournal", "_digest_of", "digest", "_comparable"):
         monkeypatch.setattr(checkpoints, name, fails)
     assert len(fitted("krylov").samples_) == 4
 
