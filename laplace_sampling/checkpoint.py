@@ -21,6 +21,7 @@ from torch import Tensor
 
 from laplace_sampling.data.batches import batched
 from laplace_sampling.data.digest import digest
+from laplace_sampling.data.processes import Processes
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.evidence.expansion import total_loss
 from laplace_sampling.files import check_target, explained, target_of
@@ -44,6 +45,7 @@ __all__ = ["Checkpoint", "FilePath"]
 
 FilePath = str | os.PathLike[str]
 
+_DATA = "the training data, their order or their batches"
 # Characters of a value that an error shows; what stands before a digest.
 _SHOWN, _DIGEST = 60, "sha256 "
 # A relative difference of the loss of the network that is not one of rounding.
@@ -101,10 +103,14 @@ class Checkpoint:
             OSError: if the file cannot be opened or written.
             ValueError: if it is damaged, or of another fit.
         """
+        processes = settings.processes
+        if self._path is None and not processes.are_several:
+            return problem
+        fit = self._described(settings, network, held_out, earlier)
+        self._check_alike(fit, processes)
         if self._path is None:
             return problem
-        fit = self._described(settings, network, problem, held_out, earlier)
-        processes = settings.processes
+        fit[_DATA] = _comparable(_digest_of(problem.tangent.data))
         path = file_of(self._path, processes)
         processes.of_first(lambda: self._stack.enter_context(self._locked(path)))
         journal = self._stack.enter_context(SharedJournal(path, fit, network.products, processes))
@@ -151,11 +157,10 @@ class Checkpoint:
         self,
         settings: "Settings",
         network: Linearisation,
-        problem: Problem,
         held_out: HeldOut | None,
         earlier: Posterior | None,
     ) -> dict[str, Any]:
-        """All that the results depend on, by the words of an error."""
+        """All that the results depend on but for the training data, by the words of an error."""
         found = {
             "the call": self._call,
             "the version of laplace_sampling": version("laplace_sampling"),
@@ -172,13 +177,22 @@ class Checkpoint:
             "`mesh`, which has an axis of samples": settings.processes.shape_of_mesh,
             "`linear_model`": settings.linear_model,
             "`hessian_at`": settings.hessian_at,
-            "the training data, their order or their batches": _digest_of(problem.tangent.data),
             "the data of `val_loader`": None if held_out is None else _digest_of(held_out.data),
             "the posterior that it starts from": None if earlier is None else _digest_of_posterior(earlier),
         }
         # Functions have no value that another process could compare.
         found |= {f"`{name}`": value for name, value in self._arguments.items() if not callable(value)}
         return {name: _comparable(value) for name, value in found.items()}
+
+    def _check_alike(self, here: dict[str, Any], processes: Processes) -> None:
+        """Raise if another process makes another call: both would wait for each other."""
+        everywhere = processes.gathered_from_all(lambda: here)
+        other = [name for name, value in here.items() if any(there.get(name) != value for there in everywhere)]
+        if other:
+            raise ValueError(
+                f"`{self._call}`: the processes that share the fit differ in {', '.join(other)}. Make the same call in "
+                "each of them, with the same arguments."
+            )
 
     def _check(self, there: dict[str, Any], here: dict[str, Any]) -> None:
         other = [name for name in {**there, **here} if there.get(name) != here.get(name)]

@@ -1,10 +1,9 @@
 """`Fitted`: what a fit leaves behind, and `FittedModel`: what one may ask of it, beside predictions."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from jaxtyping import Float
@@ -35,10 +34,7 @@ from laplace_sampling.warm_start import warmed
 if TYPE_CHECKING:
     from laplace_sampling.settings import Settings
 
-__all__ = ["Fitted", "FittedModel", "NotFittedError", "fitting", "warn_of"]
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+__all__ = ["Fitted", "FittedModel", "NotFittedError", "warn_of"]
 
 _MOST_DECADES = 12
 
@@ -74,28 +70,6 @@ class Fitted:
         return {**self.__dict__, "structure": None, "seen": None, "seal": None}
 
 
-def fitting(fit: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """A fit. After one that failed or was interrupted everything is as before, but for the steps that it finished."""
-
-    @wraps(fit)
-    def wrapper(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        model = cast(FittedModel, args[0])
-        fitted, batching, max_rows = model._fitted, model.network.batching, model.network.batching.max_rows
-        try:
-            result = model.settings.processes.telling()(fit)(*args, **kwargs)
-            model._unfinished = ()
-            return result
-        except BaseException as error:
-            # A warning of the end is raised where the user made it an error; the posterior is there.
-            if not isinstance(error, ConvergenceWarning | CalibrationWarning):
-                model._fitted, batching.max_rows = fitted, max_rows
-            if not isinstance(error, StopFit):
-                raise
-        return cast(Result, model)
-
-    return wrapper
-
-
 class FittedModel:
     """Fitted attributes and questions about the fit; `LinearisedLaplace` adds fits, predictions and files."""
 
@@ -109,10 +83,19 @@ class FittedModel:
         """The same with a callback that keeps the steps of a run."""
         self._unfinished = steps = []
 
+        def stopped(step: Step) -> StopFit | None:
+            try:
+                if tuning.callback is not None:
+                    unrecorded(tuning.callback, step)
+            except StopFit as stop:
+                return stop
+
         def record(step: Step) -> None:
             steps.append(step)
-            if tuning.callback is not None:
-                unrecorded(tuning.callback, step)
+            # Of several processes one may look at the steps, and all of them stop.
+            stops = self.settings.processes.gathered_from_all(lambda: stopped(step))
+            if stop := next(filter(None, stops), None):
+                raise stop
 
         return replace(tuning, callback=record)
 
@@ -146,7 +129,8 @@ class FittedModel:
         with LOCK:
             fitted.num_draws += 1
             stream = SAMPLE_STREAM + fitted.num_draws
-        sampled = fitted.fit.draw(Draws(num_samples, self.settings.seed, stream))
+        with self.settings.processes.telling():
+            sampled = fitted.fit.draw(Draws(num_samples, self.settings.seed, stream))
         if not sampled.converged:
             problem = f"{fitted.fit.unconverged(sampled)} {fitted.fit.method.advice}"
             warnings.warn(problem, ConvergenceWarning, stacklevel=3)
@@ -167,7 +151,8 @@ class FittedModel:
             raise ValueError(f'`log_marginal_likelihood(at={at!r})` is not known; use "mode" or "network".')
         if at == "network":
             fit, tangent = self._with_data("log_marginal_likelihood")
-            return network_evidence(fit).at(fit.alpha).shifted(tangent.log_scale)
+            with self.settings.processes.telling():
+                return network_evidence(fit).at(fit.alpha).shifted(tangent.log_scale)
         path, alpha, shift = self._evidence("log_marginal_likelihood")
         return MarginalLikelihood.of(path, alpha).shifted(shift)
 
@@ -190,7 +175,8 @@ class FittedModel:
 
     def _evidence(self, call: str, decades: float | None = None) -> tuple[EvidencePath, float, float]:
         fit, tangent = self._with_data(call)
-        path, problems = fit.evidence(decades)
+        with self.settings.processes.telling():
+            path, problems = fit.evidence(decades)
         if problems:
             warnings.warn(f"`{call}` is inaccurate: {'; '.join(problems)}.", ConvergenceWarning, stacklevel=4)
         return path, fit.alpha, tangent.log_scale
@@ -207,7 +193,8 @@ class FittedModel:
             ValueError: if the fit is not by the exact method.
         """
         fit, tangent = self._with_data("leave_one_out")
-        prediction = fit.leave_one_out()
+        with self.settings.processes.telling():
+            prediction = fit.leave_one_out()
         return prediction if tangent.weights is None else prediction.scaled(1 / tangent.weights)
 
     @solver_call
@@ -219,9 +206,10 @@ class FittedModel:
         fit = self._require("diagnose").fit
         if fit is None or fit.sampled is None:
             raise NotFittedError("`diagnose` needs the fit itself, which a loaded posterior does not have: call `fit`.")
-        if not len(fit.sampled.energies):
-            fit = fit.with_samples()
-        return fit.diagnosis(self.network.weights, self.settings.linear_model)
+        with self.settings.processes.telling():
+            if not len(fit.sampled.energies):
+                fit = fit.with_samples()
+            return fit.diagnosis(self.network.weights, self.settings.linear_model)
 
     @property
     def prior_precision_(self) -> Float[Tensor, " G"]:
@@ -283,7 +271,8 @@ class FittedModel:
         fitted = self._require("mode_")
         if fitted.posterior.mode is None:
             fit, _ = self._with_data("mode_")
-            fitted.posterior = replace(fitted.posterior, mode=fit.mode.weights.to(self.network.dtype))
+            with self.settings.processes.telling():
+                fitted.posterior = replace(fitted.posterior, mode=fit.mode.weights.to(self.network.dtype))
         assert fitted.posterior.mode is not None
         return fitted.posterior.mode
 

@@ -11,7 +11,8 @@ from laplace_sampling.checkpoint import Checkpoint, FilePath
 from laplace_sampling.criterion import with_selection
 from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.evidence.step import Step
-from laplace_sampling.fitted import NotFittedError, fitting
+from laplace_sampling.fitted import NotFittedError
+from laplace_sampling.fitting import fitting
 from laplace_sampling.held_out import HeldOut, check_calibration, check_scale
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.prior import Prior
@@ -70,7 +71,7 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
             likelihood and homogeneous for the others.
         hessian_at: where `B` is evaluated: `"network"`, at `f(w̄, x)`, which `"auto"` is; `"mode"`, at `h(θ̄, x)`.
         process_group: processes of `torch.distributed` that share out the data of fits (`docs/distributed.md`). Each
-            makes the same calls, with a loader of the whole dataset; only `predict` may be called by one alone.
+            makes the same calls, with a loader of all data; `predict` and `save` may be called by one alone.
         mesh: likewise a `DeviceMesh`, with the axes `"data"`, `"samples"`, or both; along the second one each group of
             processes draws its own samples.
 

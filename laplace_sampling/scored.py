@@ -61,9 +61,10 @@ class ScoredModel(FittedModel):
             raise ValueError(f'`score(kind={kind!r})` is not known; use "evidence" or "loo".')
         check_whole("`score(num_data=...)`", num_data, 1)
         fit, tangent = self._with_data("score")
-        if kind == "loo":
-            return self._left_out_score(fit, tangent, num_data)
-        alpha, evidence = best_network_evidence(fit)
+        with self.settings.processes.telling():
+            if kind == "loo":
+                return self._left_out_score(fit, tangent, num_data)
+            alpha, evidence = best_network_evidence(fit)
         num, nothing = fit.model.features.num_data, torch.zeros(0)
         value, error = (evidence.value - tangent.log_scale) / num, evidence.standard_error / num
         # Where the curvature moves, factors are of that at the mode, and the evidence takes a run at the network.

@@ -1,5 +1,6 @@
 """Which of the data of a dataset a loader gives."""
 
+import hashlib
 import warnings
 from collections.abc import Hashable, Iterator, Sized
 from typing import Any
@@ -54,12 +55,17 @@ def drawn_by_all(loader: DataLoader, drawn: list[Any], processes: Processes) -> 
                 "data, or pass a loader without it, such as `DataLoader(dataset, batch_size=...)`."
             )
         return drawn
-    of_all = processes.gathered_from_all(lambda: drawn if is_part else (len(drawn), hash(tuple(sorted(drawn)))))
-    if not is_part and all(other == of_all[0] for other in of_all):
+    order = sorted(drawn, key=None if _are_numbers(drawn) else repr)
+    found = processes.gathered_from_all(lambda: (is_part, hashlib.sha256(repr(order).encode()).digest()))
+    if not any(part for part, _ in found) and all(other == found[0] for other in found):
         return drawn
-    if not is_part:
-        of_all = processes.gathered_from_all(lambda: drawn)
-    return sorted({index for indices in of_all for index in indices})
+    of_all = processes.gathered_from_all(lambda: order)
+    united = list(dict.fromkeys(index for indices in of_all for index in indices))
+    return sorted(united) if _are_numbers(united) else united
+
+
+def _are_numbers(indices: list[Any]) -> bool:
+    return all(isinstance(index, int) for index in indices)
 
 
 def _total(loader: DataLoader) -> int | None:

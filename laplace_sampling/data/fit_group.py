@@ -11,6 +11,7 @@ import time
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,7 +61,8 @@ class FitGroup:
 
         if self._own is None:
             ranks, backend = dist.get_process_group_ranks(self.given), dist.get_backend_config(self.given)
-            own = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+            timeout = _timeout_of(self.given)
+            own = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
             assert isinstance(own, dist.ProcessGroup)
             name = torch.tensor(list(uuid.uuid4().bytes), dtype=torch.uint8, device=_device_of(own))
             dist.broadcast(name, ranks[0], group=own)
@@ -184,3 +186,10 @@ def _pickled(value: Any) -> Tensor:
 
 def _unpickled(numbers: Tensor) -> Any:
     return pickle.loads(numbers.cpu().numpy().tobytes())
+
+
+def _timeout_of(group: Any) -> timedelta | None:
+    """How long a process of a group waits for others; `None` for that of the backend."""
+    with suppress(Exception):  # torch has no public name for it
+        return group._get_backend(_device_of(group)).options._timeout
+    return None

@@ -94,11 +94,6 @@ class Processes:
         """How many processes each axis has; `None` where no samples are shared out."""
         return None if self.num_samplers == 1 else (self._place(DATA)[1], self._place(SAMPLES)[1])
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the process that writes what all of them have."""
-        return self._place(DATA)[0] == 0 and self._place(SAMPLES)[0] == 0
-
     def part(self, num: int) -> range:
         """Which of so many data are those of this process: neighbours, as many as others have, up to one."""
         return _part(num, *self._place(DATA))

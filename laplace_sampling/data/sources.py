@@ -6,6 +6,7 @@ reads its part of a dataset; a stream, which has an order only, is read by all o
 
 import copy
 import itertools
+import operator
 import warnings
 import zlib
 from abc import ABC, abstractmethod
@@ -73,7 +74,7 @@ class RandomAccess(Source):
             batches = [list(batch) for batch in batch_sampler]
             drawn = [index for batch in batches for index in batch]
             self.batch_size = max(map(len, batches), default=1)
-        drawn = drawn_by_all(loader, drawn, drawn_by)
+        drawn = drawn_by_all(loader, [_plain(index) for index in drawn], drawn_by)
         check_coverage(loader, drawn)
         self.part, self.shared = processes.part(len(drawn)), processes.share_data
         # Sorted, so that a shuffled loader gives the same order, hence the same samples, every time.
@@ -179,6 +180,13 @@ class Stream(Source):
             else:
                 self.held = concatenate([self.held, x])
         return take(self.held, slice(start - self.first, stop - self.first))
+
+
+def _plain(index: Any) -> Any:
+    """A number as Python has it: those of torch and numpy are told apart where they are equal."""
+    with suppress(TypeError):  # of what is no whole number
+        return operator.index(index)
+    return index
 
 
 def source_of(

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import torch.distributed as dist
 from distributed_processes import run_on_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, TensorDataset
 
-from laplace_sampling import LinearisedLaplace
+from laplace_sampling import LinearisedLaplace, StopFit
+from laplace_sampling.data.fit_group import FitGroup
 from laplace_sampling.data.processes import ALONE, ProcessError, Processes
 from laplace_sampling.data.processes_of import processes_of
 from laplace_sampling.data.training_data import TrainingData
@@ -233,3 +235,119 @@ def test_what_is_no_group_is_refused() -> None:
     assert "The axes of `mesh` must be named 'data', 'samples' or both" in found[2]
     assert "say the same in two ways" in found[3]
     assert "This process is not in the group" in found[4]
+
+
+class _Indices(Sampler):
+    """All data, in an order of this process, with indices of another type."""
+
+    def __init__(self, num: int, kind: str) -> None:
+        self.num, self.kind = num, kind
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(self.num)
+        yield from order.numpy() if self.kind == "numpy" else order
+
+    def __len__(self) -> int:
+        return self.num
+
+
+def _by_indices(kind: str) -> tuple[int, Tensor]:
+    torch.manual_seed(dist.get_rank())
+    dataset = numbered(10)
+    data = TrainingData(DataLoader(dataset, 4, sampler=_Indices(10, kind)), processes=together())
+    return data.num_data, data.inputs(torch.arange(data.num_data))
+
+
+@pytest.mark.parametrize("kind", ["tensors", "numpy"])
+def test_indices_may_be_numbers_of_torch_or_numpy(kind: str) -> None:
+    for num, inputs in run_on_ranks(_by_indices, 2, kind):
+        assert num == 10
+        assert torch.equal(inputs, numbered(10).tensors[0])
+
+
+def _one_stops() -> tuple[int, bool]:
+    torch.manual_seed(0)
+    la = LinearisedLaplace(nn.Linear(2, 1).double(), "regression", method="krylov", process_group=dist.group.WORLD)
+    x, _ = numbered(12).tensors
+    data = TensorDataset(x, x.sum(1, keepdim=True).sin())
+
+    def stop(step: Any) -> None:
+        raise StopFit
+
+    la.fit_hyperparameters(DataLoader(data, 4), progress=False, callback=stop if dist.get_rank() else None)
+    return len(la.history_), la._fitted is None
+
+
+def test_all_stop_where_one_does() -> None:
+    assert run_on_ranks(_one_stops, 2) == [(1, True), (1, True)]
+
+
+def _other_calls() -> list[str]:
+    warnings.simplefilter("ignore")
+    rank, found = dist.get_rank(), []
+    dataset = numbered(12)
+    loader = DataLoader(dataset, 4)
+    others: list[dict[str, Any]] = [
+        {"max_steps": 3 + rank},
+        {"val_loader": DataLoader(TensorDataset(dataset.tensors[0] + rank, dataset.tensors[1]), 4)},
+        {"weights": torch.ones(12) + rank},
+    ]
+    torch.manual_seed(0)
+    la = LinearisedLaplace(nn.Linear(2, 3).double(), "classification", process_group=dist.group.WORLD)
+    for other in others:
+        with pytest.raises(ValueError, match="differ in") as caught:
+            la.fit_hyperparameters(loader, progress=False, **other)
+        found.append(str(caught.value))
+    prior = LinearisedLaplace(
+        nn.Linear(2, 3).double(),
+        "classification",
+        prior=["isotropic", "layerwise"][rank],
+        process_group=dist.group.WORLD,
+    )
+    prior.network.module.load_state_dict(la.network.module.state_dict())
+    with pytest.raises(ValueError, match="differ in `prior`"):
+        prior.fit(loader, progress=False)
+    return found
+
+
+def test_other_arguments_in_each_process_are_refused() -> None:
+    for steps, held_out, weights in run_on_ranks(_other_calls, 2):
+        assert "`fit_hyperparameters`: the processes that share the fit differ in `max_steps`." in steps
+        assert "differ in the data of `val_loader`." in held_out
+        assert "differ in `weights`." in weights
+
+
+def _timeouts() -> tuple[float, float]:
+    group = dist.new_group(timeout=timedelta(seconds=7))
+    own = FitGroup.of(group).own  # pyright: ignore[reportArgumentType]
+    return tuple(one._get_backend(torch.device("cpu")).options._timeout.total_seconds() for one in (group, own))  # pyright: ignore
+
+
+def test_fits_have_the_timeout_of_the_group() -> None:
+    assert run_on_ranks(_timeouts, 2) == [(7.0, 7.0), (7.0, 7.0)]
+
+
+def _call_of_another(call: str) -> str:
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    dataset = numbered(12)
+    la = LinearisedLaplace(
+        nn.Linear(2, 3).double(), "classification", method="krylov", num_samples=4, process_group=dist.group.WORLD
+    )
+    la.fit(DataLoader(dataset, 4), progress=False)
+    if dist.get_rank() == 1:
+        # An error of this process within the call.
+        Fit = type(la._fitted.fit)  # pyright: ignore
+        Fit.draw = Fit.find_mode = _fails
+    with pytest.raises((ProcessError, OSError), match="no such image") as caught:
+        la.mode_ if call == "mode_" else la.sample(3)  # noqa: B018
+    return type(caught.value).__name__
+
+
+def _fails(*_: Any) -> None:
+    raise OSError("no such image")
+
+
+@pytest.mark.parametrize("call", ["sample", "mode_"])
+def test_errors_after_a_fit_are_told(call: str) -> None:
+    assert run_on_ranks(_call_of_another, 2, call) == ["ProcessError", "OSError"]
