@@ -1,7 +1,7 @@
 """`Processes`: those that share a fit, each of which sums over its own part of the data or draws its own samples.
 
 All of them run the same code on the same numbers, and meet where something is summed over data
-(`linear_model.features.Features.sum_over`) or computed for each datum (`by_datum`): there each takes its part, and
+(`linear_model.features.Features.summing`) or computed for each datum (`by_datum`): there each takes its part, and
 `data.fit_group` joins the results. What follows, solvers and stopping decisions among it, is computed from these on
 every process alike. So nothing else has to know that there are several.
 """

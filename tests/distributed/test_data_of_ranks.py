@@ -340,7 +340,7 @@ def _call_of_another(call: str) -> str:
         Fit = type(la._fitted.fit)  # pyright: ignore
         Fit.draw = Fit.find_mode = _fails
     with pytest.raises((ProcessError, OSError), match="no such image") as caught:
-        la.mode_ if call == "mode_" else la.sample(3)  # noqa: B018
+        la.mode_ if call == "mode_" else la.sample(3)
     return type(caught.value).__name__
 
 
