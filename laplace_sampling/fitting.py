@@ -25,7 +25,8 @@ def fitting(fit: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         model = cast("FittedModel", args[0])
         fitted, batching, max_rows = model._fitted, model.network.batching, model.network.batching.max_rows
         try:
-            result = model.settings.processes.telling()(fit)(*args, **kwargs)
+            with model.settings.processes.telling():
+                result = fit(*args, **kwargs)
             model._unfinished = ()
             return result
         except BaseException as error:
