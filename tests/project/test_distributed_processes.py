@@ -1,4 +1,6 @@
 import os
+import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,3 +50,22 @@ def test_a_rank_that_is_killed_ends_all() -> None:
 def test_a_rank_that_waits_for_ever_ends_all() -> None:
     with pytest.raises(RuntimeError, match=r"Ranks \[1\] take too long"):
         run_on_ranks(_second_is_slow, 2, timeout=3.0)
+
+
+def _crashes(folder: str, times: int) -> int:
+    if dist.get_rank() == 0:
+        number = len(os.listdir(folder))
+        if number < times:
+            (Path(folder) / str(number)).touch()
+            os.kill(os.getpid(), signal.SIGSEGV)
+    dist.barrier()
+    return dist.get_rank()
+
+
+def test_ranks_that_crash_are_started_once_more(tmp_path: Path) -> None:
+    assert run_on_ranks(_crashes, 2, str(tmp_path), 1) == [0, 1]
+
+
+def test_ranks_that_crash_again_are_told(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"Ranks \[0\] have crashed"):
+        run_on_ranks(_crashes, 2, str(tmp_path), 2)
