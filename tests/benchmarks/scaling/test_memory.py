@@ -1,0 +1,24 @@
+import json
+from pathlib import Path
+
+from benchmarks.scaling import memory
+
+
+def test_records_have_each_process(tmp_path: Path) -> None:
+    out = tmp_path / "records.jsonl"
+    memory.main(["--gigabytes", "0.02", "--kept", "0.01", "--ranks", "1,2", "--out", str(out)])
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(record["inputs"], record["ranks"]) for record in records] == [("kept", 1), ("kept", 2), ("streamed", 2)]
+    for record in records:
+        assert len(record["processes"]) == record["ranks"]
+        assert all(0 < one["before"] <= one["peak"] for one in record["processes"])
+
+
+def test_images_differ_and_are_not_stored(tmp_path: Path) -> None:
+    memory.VirtualImages.write(tmp_path / "numbers")
+    images = memory.VirtualImages(tmp_path / "numbers", 100_000)
+    first, again, other = images[0][0], images[0][0], images[64][0]
+    assert len(images) == 100_000
+    assert first.equal(again)
+    assert not first.equal(other)
+    assert (other - first).std() < 1e-6  # the same numbers of the file, moved
