@@ -27,6 +27,8 @@ class Program(nn.Module):
         super().__init__()
         assert exported.call_spec.out_spec is not None
         self.graph, self.out_spec = exported.graph_module, exported.call_spec.out_spec
+        # Torch 2.14.1 reads no module from a file whose tracer, that of `torch.export`, takes an argument.
+        self.graph._tracer_cls = torch.fx.Tracer
         self.constants: list[str | None] = []
         for number, spec in enumerate(exported.graph_signature.input_specs):
             constant = spec.kind != InputKind.USER_INPUT
