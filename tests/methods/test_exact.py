@@ -245,7 +245,9 @@ def test_covariances_asked_for_after_the_network_changed() -> None:
 def test_a_gram_matrix_that_is_too_large_says_what_to_use() -> None:
     model = nn.Linear(200, 100)
     data = [(torch.zeros(100, 200), torch.zeros(100, 100))] * 2
-    message = r'would need about 12.\d GiB for 200 data, 100 outputs and 20100 weights, more than the \d\.\d GiB .*"dual"'
+    message = (
+        r'would need about 12.\d GiB for 200 data, 100 outputs and 20100 weights, more than the \d\.\d GiB .*"dual"'
+    )
     with pytest.raises(ValueError, match=message):
         LinearisedLaplace(model, "regression", method="exact", prior="isotropic").fit(data, progress=False)
     case = trained()
