@@ -186,9 +186,7 @@ class Checkpoint:
 
     def _check_alike(self, here: dict[str, Any], processes: Processes) -> None:
         """Raise if another process makes another call: both would wait for each other."""
-        everywhere = processes.gathered_from_all(lambda: here)
-        other = [name for name, value in here.items() if any(there.get(name) != value for there in everywhere)]
-        if other:
+        if other := processes.differing(here):
             raise ValueError(
                 f"`{self._call}`: the processes that share the fit differ in {', '.join(other)}. Make the same call in "
                 "each of them, with the same arguments."

@@ -80,8 +80,7 @@ def _check_alike(settings: "Settings", network: Linearisation) -> None:
         "the version of torch": torch.__version__,
         "the number of threads": torch.get_num_threads(),
     }
-    everywhere = settings.processes.gathered_from_all(lambda: here)
-    if other := [name for name, value in here.items() if any(there[name] != value for there in everywhere)]:
+    if other := settings.processes.differing(here):
         raise ValueError(
             f"The processes that share a fit differ in {', '.join(other)}. Give each the same: weights and buffers by "
             "`torch.distributed.broadcast` (`DistributedDataParallel` sends the buffers of the first process only "
@@ -129,8 +128,7 @@ def problem_of(settings: "Settings", network: Linearisation, tangent: TangentMod
     """What is asked of the posterior of a tangent model."""
     vector = network.num_parameters * torch.empty((), dtype=network.dtype).element_size()
 
-    # Asked once: it changes from moment to moment.
-    default = 0.5 * network.held.least(settings.processes.least(free_memory(network.device)))
+    default = _half_of_free(settings, network)  # asked once: it changes from moment to moment
 
     def memory_of(max_memory: float | None) -> Memory:
         return Memory(default if max_memory is None else max_memory, max_memory is not None, vector)
@@ -148,15 +146,16 @@ def problem_of(settings: "Settings", network: Linearisation, tangent: TangentMod
     )
 
 
+def _half_of_free(settings: "Settings", network: Linearisation) -> float:
+    """Half of the free memory, in bytes, of the process that has least: all take the same decisions."""
+    return 0.5 * network.held.least(settings.processes.least(free_memory(network.device)))
+
+
 def _within_memory(settings: "Settings", network: Linearisation, tangent: TangentModel) -> TangentModel:
     """The same, with as many data in the network at once as activations have memory for, if the loader has more."""
     features, max_memory = tangent.model.features, settings.method.max_memory
     network.batching.max_rows = None
-    bytes_ = (
-        max_memory
-        if max_memory is not None
-        else 0.5 * network.held.least(settings.processes.least(free_memory(network.device)))
-    )
+    bytes_ = max_memory if max_memory is not None else _half_of_free(settings, network)
     counts = dict(network.products)
     bytes_, vectors = max(bytes_, _LEAST_ACTIVATIONS), min(settings.num_samples, network.chunk_size)
     rows, forward = features.batch_size, (0.0, 0.0)

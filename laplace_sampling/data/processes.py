@@ -6,7 +6,7 @@ All of them run the same code on the same numbers, and meet where something is s
 every process alike. So nothing else has to know that there are several.
 """
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -171,6 +171,11 @@ class Processes:
     def gathered_from_all(self, compute: Callable[[], Result]) -> list[Result]:
         """Likewise on each process of both axes."""
         return [result for part in self.gathered_samples(lambda: self.gathered(compute)) for result in part]
+
+    def differing(self, here: Mapping[str, Any]) -> list[str]:
+        """The names whose values are not the same in all processes."""
+        everywhere = self.gathered_from_all(lambda: here)
+        return [name for name, value in here.items() if any(there.get(name) != value for there in everywhere)]
 
     def of_first(self, compute: Callable[[], Result]) -> Result:
         """What a function gives on the first process of the data axis; errors as of `gathered`."""

@@ -92,13 +92,13 @@ def tangent_model_of(
 def _features(network: Linearisation, data: TrainingData) -> tuple[NetworkFeatures, Float[Tensor, "N C"]]:
     """The features, and the outputs of the network, after checks of both."""
     first_batch = torch.arange(min(data.batch_size, data.num_data))
-    # With random weights in the last layer only, its inputs are kept: products then skip the rest of the network.
     own = torch.arange(data.part.start, data.part.stop)
     if data.processes.share_data and network.held.shards is not None:
         batches = data.processes.in_step(own, data.num_data, data.batch_size)
     else:
         batches = list(own.split(data.batch_size)) if len(own) else []
     first = network(_inputs(network, data, batches[0])) if batches else None
+    # With random weights in the last layer only, its inputs are kept: products then skip the rest of the network.
     with network.keep_inputs(data) as kept:
         outputs, layout = _outputs(network, data, batches, first)
     features = NetworkFeatures(*network.shortened(data, kept), layout)
