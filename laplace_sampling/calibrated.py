@@ -167,7 +167,7 @@ class CalibratedModel(FittedModel):
                 f"`{call}()` without `val_loader` needs training data that count alike, but the fit was given "
                 "`weights`: pass data that the network was not trained on."
             )
-        samples, outputs = posterior.full_samples, fit.model.network_outputs
+        samples, outputs = posterior.samples, fit.model.network_outputs
         some = some_of(tangent, len(samples) * outputs.shape[1])
         deviations = posterior.calibration.scale**0.5 * deviations_of(fit.model.features, samples, some)
         residuals = fit.model.targets[some].reshape(-1, outputs.shape[1]).to(outputs) - outputs[some]

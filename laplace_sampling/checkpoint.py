@@ -269,5 +269,9 @@ def _digest_of(data: TrainingData) -> str:
 
 
 def _digest_of_posterior(posterior: Posterior) -> str:
-    tensors = [("samples", posterior.samples), ("prior", posterior.prior.precision), ("scale", posterior.prior.scale)]
+    tensors = [
+        ("samples", posterior.samples.rows),
+        ("prior", posterior.prior.precision),
+        ("scale", posterior.prior.scale),
+    ]
     return _DIGEST + digest(tensors).hex()

@@ -134,7 +134,7 @@ class FittedModel:
         if not sampled.converged:
             problem = f"{fitted.fit.unconverged(sampled)} {fitted.fit.method.advice}"
             warnings.warn(problem, ConvergenceWarning, stacklevel=3)
-        return sampled.samples
+        return sampled.samples.full()
 
     @solver_call
     def log_marginal_likelihood(self, at: str = "mode") -> MarginalLikelihood:
@@ -246,7 +246,7 @@ class FittedModel:
 
     @property
     def samples_(self) -> Float[Tensor, "K P"]:
-        return self._drawn("samples_").posterior.full_samples
+        return self._drawn("samples_").posterior.samples.full()
 
     def _drawn(self, call: str) -> Fitted:
         """What was fitted, with samples that are drawn now if the fit did not need them."""

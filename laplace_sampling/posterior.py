@@ -1,6 +1,5 @@
 """`Posterior`: all that predictions need of a fit."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from laplace_sampling.data.encoding import encode_inputs
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.weighted import Weighted
+from laplace_sampling.linear_model.held_samples import HeldSamples
 from laplace_sampling.linear_model.kronecker import CURVATURE, restored_curvature
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.tangent_model import TangentModel
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Posterior"]
 
-# Samples in half precision are converted in blocks of so many bytes: half repeats the pass of a last layer more often,
-# twice holds more. At the least as many as go through a network together.
-_CONVERTED_BYTES, _FEWEST = 2**26, 16
-
 
 @dataclass(frozen=True)
 class Posterior:
@@ -40,8 +36,7 @@ class Posterior:
     Attributes:
         prior: `A`.
         likelihood: with the fitted noise precision.
-        samples: `ζ`, zero-mean; those in half precision are divided by `scales`. Before they are drawn, where the fit
-            needs none, they are `[0, P]`.
+        samples: `ζ`, zero-mean; none before they are drawn, where the fit needs none.
         mode: `θ̄`, if it was needed.
         effective_dimension: `γ` of each group; `effective_dimension_se` its standard error.
         history: a record of each step of the fit.
@@ -54,13 +49,12 @@ class Posterior:
         exact: of an exact posterior, what its covariances take: in observation space the decomposition and the training
             data, in weight space a factor of `H`; of a factored one, its curvature.
         calibration: factors of what is predicted.
-        scales: of samples in half precision, the largest number of each.
         conformal: scores of data, for intervals and sets.
     """
 
     prior: GaussianPrior
     likelihood: Likelihood
-    samples: Float[Tensor, "K P"]
+    samples: HeldSamples
     mode: Float[Tensor, " P"] | None
     effective_dimension: Float[Tensor, " G"]
     effective_dimension_se: Float[Tensor, " G"]
@@ -73,7 +67,6 @@ class Posterior:
     unequal_noise: bool = False
     exact: dict[str, Tensor] = field(default_factory=dict)
     calibration: Calibration = field(default_factory=Calibration)
-    scales: Float[Tensor, " K"] | None = None
     conformal: Conformal | None = None
 
     def drawn(self, fit: Fit) -> "Posterior":
@@ -81,30 +74,9 @@ class Posterior:
         assert fit.sampled is not None
         return replace(self, samples=fit.sampled.samples)
 
-    @property
-    def block(self) -> int:
-        """Samples that are converted at once; all of those that need not be."""
-        size = max(_FEWEST, _CONVERTED_BYTES // (4 * max(1, self.samples.shape[1])))
-        return max(1, len(self.samples)) if self.scales is None else size
-
-    def blocks(self, num: int | None = None) -> Iterator[Float[Tensor, "k P"]]:
-        """The first samples in the precision of the network, `block` of them at once."""
-        samples = self.samples[:num].split(self.block)
-        if self.scales is None:
-            return iter(samples)
-        scales = self.scales[:num, None].split(self.block)
-        return (scale * part.to(scale.dtype) for part, scale in zip(samples, scales, strict=True))
-
-    @property
-    def full_samples(self) -> Float[Tensor, "K P"]:
-        """All samples in the precision of the network."""
-        return self.samples if self.scales is None else torch.cat(list(self.blocks()))
-
     def in_half(self, dtype: torch.dtype) -> "Posterior":
         """The same with samples in half precision, divided by the largest number of each."""
-        samples = self.full_samples
-        scales = samples.abs().amax(1).clamp_min(torch.finfo(samples.dtype).tiny)
-        return replace(self, samples=(samples / scales[:, None]).to(dtype), scales=scales)
+        return replace(self, samples=self.samples.in_half(dtype))
 
     @classmethod
     def of(

@@ -184,14 +184,16 @@ def _deviations(
     network: Linearisation, posterior: Posterior, x: Any, num_samples: int | None, outputs: Float[Tensor, "N *C"]
 ) -> Float[Tensor, "K N C"]:
     """`φ(x) ζ_k`, of some samples and some data at once, written to where they stay."""
-    num = len(posterior.samples[:num_samples])
-    if num <= posterior.block and len(outputs) <= posterior.rows:
-        return network.jvp(x, next(posterior.blocks(num)))
-    deviations = outputs.new_empty(num, len(outputs), outputs[0].numel())
-    for samples, rows in zip(posterior.blocks(num), deviations.split(posterior.block), strict=True):
-        for part, columns in zip(_pieces(x, posterior.rows), rows.split(posterior.rows, 1), strict=True):
-            columns.copy_(network.jvp(part, samples))
-    return deviations
+    held = posterior.samples
+    num = len(held) if num_samples is None else num_samples
+    if num <= held.block and len(outputs) <= posterior.rows and not held.are_shared:
+        return network.jvp(x, next(held.blocks(num))[1])
+    deviations = outputs.new_zeros(num, len(outputs), outputs[0].numel())
+    for numbers, samples in held.blocks(num):
+        columns = deviations[numbers].split(posterior.rows, 1)
+        for part, into in zip(_pieces(x, posterior.rows), columns, strict=True):
+            into.copy_(network.jvp(part, samples))
+    return held.joined(deviations)
 
 
 def _pieces(x: Any, rows: int) -> list[Any]:

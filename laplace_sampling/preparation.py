@@ -131,7 +131,7 @@ def problem_of(settings: "Settings", network: Linearisation, tangent: TangentMod
     default = _half_of_free(settings, network)  # asked once: it changes from moment to moment
 
     def memory_of(max_memory: float | None) -> Memory:
-        return Memory(default if max_memory is None else max_memory, max_memory is not None, vector)
+        return Memory(default if max_memory is None else max_memory, max_memory is not None, vector, settings.holding)
 
     return Problem(
         tangent=tangent,
@@ -143,6 +143,7 @@ def problem_of(settings: "Settings", network: Linearisation, tangent: TangentMod
         dtype=network.dtype,
         progress=progress,
         memory_of=memory_of,
+        holding=settings.holding,
     )
 
 

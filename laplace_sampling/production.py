@@ -78,7 +78,7 @@ class ProductionModel(FittedModel):
         plain = predict(self.network, uncalibrated, fitted.fit, x, num_samples=num_samples)
         module = PosteriorModule.of(
             self.network,
-            torch.cat(list(posterior.blocks(num_samples))),
+            posterior.samples.first(len(posterior.samples) if num_samples is None else num_samples),
             names,
             posterior.likelihood,
             posterior.calibration,

@@ -16,6 +16,7 @@ from laplace_sampling.fitted import Fitted, FittedModel, check_fingerprint, chec
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.recipes import likelihood_from_recipe, recipe_of_likelihood
+from laplace_sampling.linear_model.held_samples import HeldSamples
 from laplace_sampling.linear_model.priors.as_prior import prior_from_recipe, recipe_of_prior
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, Prior
 from laplace_sampling.methods import method_from_recipe, recipe_of_method
@@ -173,10 +174,11 @@ def state_of(posterior: Posterior, settings: "Settings", network: Linearisation)
             "hessian_at": settings.hessian_at,
         },
     }
+    samples, scales = posterior.samples.of_all()
     state = {
         "fingerprint": posterior.fingerprint,
         # Under another name, so that a version without scales does not take them for samples.
-        "samples" if posterior.scales is None else _SCALED: posterior.samples,
+        "samples" if scales is None else _SCALED: samples,
         "prior_precision": posterior.prior.precision,
         "prior_groups": posterior.prior.groups,
         "prior_scale": posterior.prior.scale,
@@ -185,8 +187,8 @@ def state_of(posterior: Posterior, settings: "Settings", network: Linearisation)
     }
     if posterior.mode is not None:
         state["mode"] = posterior.mode
-    if posterior.scales is not None:
-        state["sample_scales"] = posterior.scales
+    if scales is not None:
+        state["sample_scales"] = scales
     noise = posterior.likelihood.noise_precisions()
     if noise is not None:
         state["noise_precision"] = noise
@@ -244,8 +246,9 @@ def posterior_of(
             num_floored=how["num_floored"],
         ),
         likelihood=likelihood,
-        samples=state["samples" if "samples" in state else _SCALED].to(device),
-        scales=state["sample_scales"].to(device) if "sample_scales" in state else None,
+        samples=HeldSamples.of(
+            state["samples" if "samples" in state else _SCALED], settings.holding, device, state.get("sample_scales")
+        ),
         mode=state["mode"].to(device) if "mode" in state else None,
         effective_dimension=state["effective_dimension"].to(device),
         effective_dimension_se=state["effective_dimension_se"].to(device),

@@ -101,5 +101,5 @@ class ScoredModel(FittedModel):
             values, vectors = torch.linalg.eigh(function.blocks().double())
             root = values.clamp_min(0).sqrt()[:, :, None] * vectors.mT
             return root.permute(1, 0, 2), MOST_LEVERAGE if fit.approximate else _MOST_EXACT
-        samples = self._drawn("score").posterior.full_samples
+        samples = self._drawn("score").posterior.samples
         return deviations_of(fit.model.features, samples, some) / math.sqrt(len(samples)), MOST_LEVERAGE

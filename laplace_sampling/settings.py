@@ -9,13 +9,14 @@ from laplace_sampling.data.processes import ALONE, Processes
 from laplace_sampling.data.processes_of import processes_of
 from laplace_sampling.likelihoods.as_likelihood import as_likelihood
 from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.held_samples import Holding
 from laplace_sampling.linear_model.priors.as_prior import as_prior
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.methods import as_method
 from laplace_sampling.methods.method import Method
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.random_weights import Subset, linearise
-from laplace_sampling.solvers.checks import check_whole
+from laplace_sampling.solvers.checks import check_flag, check_whole
 
 __all__ = ["Settings"]
 
@@ -36,6 +37,7 @@ class Settings:
     linear_model: str
     hessian_at: str
     processes: Processes = field(default=ALONE, compare=False, repr=False)
+    holding: Holding = field(default_factory=Holding, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -51,6 +53,8 @@ class Settings:
         hessian_at: str = "auto",
         process_group: Any = None,
         mesh: Any = None,
+        share_samples: bool = False,
+        offload_samples: bool = False,
     ) -> "Settings":
         """The settings of arguments, some of which are strings.
 
@@ -59,7 +63,15 @@ class Settings:
         """
         _check_choice("linear_model", linear_model, _LINEAR_MODELS)
         _check_choice("hessian_at", hessian_at, _HESSIANS)
-        likelihood = as_likelihood(likelihood)
+        likelihood, processes = as_likelihood(likelihood), processes_of(process_group, mesh)
+        check_flag("`share_samples`", share_samples)
+        check_flag("`offload_samples`", offload_samples)
+        if share_samples and processes.num_samplers == 1:
+            raise ValueError(
+                "`share_samples=True` leaves samples in the processes that draw them: give a `mesh` whose axis "
+                '"samples" has two or more, as by `init_device_mesh(device, (2, 4), mesh_dim_names=("data", '
+                '"samples"))`.'
+            )
         # The affine model was better on small regressions, the homogeneous one on small classifications.
         default = "affine" if likelihood.quadratic else "homogeneous"
         return cls(
@@ -71,7 +83,8 @@ class Settings:
             seed=seed,
             linear_model=default if linear_model == "auto" else linear_model,
             hessian_at="network" if hessian_at == "auto" else hessian_at,
-            processes=processes_of(process_group, mesh),
+            processes=processes,
+            holding=Holding(offload_samples, processes if share_samples else ALONE),
         )
 
     def __post_init__(self) -> None:

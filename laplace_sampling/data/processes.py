@@ -115,8 +115,16 @@ class Processes:
         return list(own.tensor_split(pieces))
 
     def samples_of(self, num: int) -> range:
-        """Which of so many samples this process draws."""
-        return _part(num, *self._place(SAMPLES))
+        """Which of so many samples this process draws: neighbours; all of them if there are fewer than groups."""
+        return _part(num, *self._place(SAMPLES)) if self.shares_samples(num) else range(num)
+
+    def shares_samples(self, num: int) -> bool:
+        """Whether others draw some of so many samples."""
+        return 1 < self.num_samplers <= num
+
+    def most_groups(self, num: int, most: int) -> int:
+        """In how many groups of at most so many samples the process that has most of so many draws them."""
+        return -(-(-(-num // self.num_samplers) if self.shares_samples(num) else num) // most)
 
     # Sums over data ---------------------------------------------------------------------------------------------------
 
@@ -140,9 +148,9 @@ class Processes:
             yield
 
     @contextmanager
-    def counting_samples(self, counts: MutableMapping[str, int]) -> Iterator[None]:
-        """Likewise of the samples."""
-        with self._counting(counts, self.samples if self.num_samplers > 1 else None):
+    def counting_samples(self, counts: MutableMapping[str, int], num: int) -> Iterator[None]:
+        """Likewise by what all do for so many samples."""
+        with self._counting(counts, self.samples if self.shares_samples(num) else None):
             yield
 
     @contextmanager
@@ -213,8 +221,13 @@ class Processes:
         return self._filled(rows, num, self.part(num), self.data) if self.share_data else rows
 
     def samples_of_all(self, rows: Tensor, num: int) -> Tensor:
-        """The rows of all samples, from those of `samples_of` them."""
-        return rows if self.num_samplers == 1 else self._filled(rows, num, self.samples_of(num), self.samples)
+        """The rows of all samples, so many, from those of `samples_of` them."""
+        return self._filled(rows, num, self.samples_of(num), self.samples) if self.shares_samples(num) else rows
+
+    def sum_of_samples(self, total: Tensor) -> None:
+        """In place of what each process has of a sum over samples the sum itself."""
+        if self.samples is not None and self.num_samplers > 1:
+            self.samples.reduced(total, "SUM")
 
     def _filled(self, rows: Tensor, num: int, part: range, group: Any) -> Tensor:
         # Sums of rows and zeros: bits stay, also those of truth values.

@@ -38,25 +38,31 @@ _FARTHEST = 1e3
 
 @dataclass(frozen=True)
 class EMResult:
-    """What `fit_em` ends with; `mode`, `[P]`, and `samples`, `[K, P]`, are those of the last step, unscaled."""
+    """What `fit_em` ends with; `mode`, `[P]`, is that of the last step, unscaled."""
 
     prior: GaussianPrior
     likelihood: Likelihood
     mode: Float[Tensor, " P"]
     mode_outputs: Float[Tensor, "N C"]
-    samples: Float[Tensor, "K P"]
     effective_dimension: Float[Tensor, " G"]
     effective_dimension_se: Float[Tensor, " G"]
     converged: bool
     history: list[Step] = field(default_factory=list)
 
 
-def effective_dimension(solution: Solution, prior: GaussianPrior) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"]]:
+def effective_dimension(
+    solution: Solution, prior: GaussianPrior, of_all: Callable[[Tensor], Tensor] = lambda rows: rows
+) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"]]:
     r"""`γ_g = Tr_g(H⁻¹M)` and its standard error, in prediction space: `(1/K) Σ_k ζ_kᵀ(Mζ_k)`, split by group.
 
     Summed over groups it is `(1/K) Σ_k Σ_i ‖φ_iζ_k‖²_B` (thesis eq. 6.9): unbiased, never negative, of variance
     `2 Tr((H⁻¹M)²)/K`. A solver may give estimates of less variance for the sum (`Solution.traces`); one that knows the
     diagonal of `H⁻¹M` gives it exactly, with standard error 0.
+
+    Args:
+        solution: some of the samples, or all.
+        prior: `A`.
+        of_all: the rows of all samples from those of the solution.
     """
     # Not by the weights, `P − (1/K) Σ_k ζ_kᵀAζ_k` (thesis eq. 6.10): that costs nothing, but its variance is about
     # `2(P − 2γ)/K`, which is larger by the ratio of the weights to the effective dimension.
@@ -64,16 +70,23 @@ def effective_dimension(solution: Solution, prior: GaussianPrior) -> tuple[Float
     rows = prior.grouped(solution.leverage) if traces is None or len(prior.names) > 1 else traces[:, None]
     if solution.exact:
         return rows[0], torch.zeros_like(rows[0])
+    rows = of_all(rows)
     error = rows.std(0) / math.sqrt(len(rows)) if len(rows) > 1 else torch.full_like(rows[0], math.nan)
     return rows.mean(0), error
 
 
 def noise_update(
-    model: LinearModel, ggn: GGN, samples: Float[Tensor, "K P"], gamma: Tensor, mode_outputs: Float[Tensor, "N C"]
+    model: LinearModel,
+    ggn: GGN,
+    samples: Float[Tensor, "K P"],
+    gamma: Tensor,
+    mode_outputs: Float[Tensor, "N C"],
+    of_all: Callable[[Tensor], Tensor] = lambda rows: rows,
 ) -> Tensor:
     r"""MacKay's update of the noise precision, `b ← (N·C − γ)/Σ‖y − h(θ̄)‖²`; one an output if `b` is a vector.
 
-    Per output `c`, `γ_c = (1/K) Σ_k Σ_i b_c (φ_ic ζ_k)²`, which takes a pass of JVPs.
+    Per output `c`, `γ_c = (1/K) Σ_k Σ_i b_c (φ_ic ζ_k)²`, which takes a pass of JVPs; `of_all` as in
+    `effective_dimension`.
     """
     likelihood = model.likelihood
     assert isinstance(likelihood, Gaussian)
@@ -83,21 +96,22 @@ def noise_update(
     if torch.as_tensor(likelihood.noise_precision).dim() == 0:
         free = (errors.numel() - gamma.sum()).clamp_min(0.01 * errors.numel())
         return free.cpu() / (errors**2).sum().cpu()
-    used = _dimension_by_output(model, ggn, samples, mode_outputs)
+    used = of_all(_dimensions_by_output(model, ggn, samples, mode_outputs)).mean(0)
     free = len(errors) - used.clamp_max(0.99 * len(errors))
     return free.cpu() / (errors**2).sum(0).cpu()
 
 
 @recorded
-def _dimension_by_output(
+def _dimensions_by_output(
     model: LinearModel, ggn: GGN, samples: Float[Tensor, "K P"], mode_outputs: Float[Tensor, "N C"]
-) -> Float[Tensor, " C"]:
-    used = torch.zeros_like(mode_outputs[0], dtype=torch.float64)
+) -> Float[Tensor, "K C"]:
+    """`Σ_i b_c (φ_ic ζ_k)²` of each sample."""
+    used = mode_outputs.new_zeros(len(samples), mode_outputs.shape[1], dtype=torch.float64)
     with ggn.features.summing(used):
         for batch in ggn.features.own_chunks():
             changes = ggn.features.jvp(samples, batch)
             roots = model.likelihood.root_transpose(mode_outputs[batch], changes, model.targets[batch])
-            used += (roots.double() ** 2).mean(0).sum(0)
+            used += (roots.double() ** 2).sum(1)
     return used
 
 
@@ -105,7 +119,8 @@ def _dimension_by_output(
 class _Expectation:
     """Mode and samples at the hyperparameters of a step, and the moments that the update takes of them.
 
-    `samples` are unscaled, `gamma` and `mode_norm` one a group.
+    `samples` are unscaled, those of this process; `gamma` and `mode_norm` are one a group, `residual`, the largest of a
+    sample, and `passes`, of samples and mode, those of all processes.
     """
 
     minimum: Minimum
@@ -116,6 +131,8 @@ class _Expectation:
     gamma: Tensor
     gamma_se: Tensor
     mode_norm: Tensor
+    residual: float
+    passes: float
 
 
 @dataclass
@@ -171,16 +188,27 @@ class _Iteration:
         self.mode = minimum.value
         mode_outputs = model.outputs(self.mode * prior.scale)[0]
         ggn = model.ggn(mode_outputs if self.hessian_at == "mode" else model.network_outputs)
-        solution = sample_posterior(
-            ggn, prior, self.draws, self.solver, init=self.delta, description=self._label("samples")
-        )
-        gamma, gamma_se = (t.cpu() for t in effective_dimension(solution, prior))
+        processes, num = ggn.features.processes, self.draws.num_samples
+        own = self.draws.part(processes.samples_of(num))
+        with processes.counting_samples(ggn.features.counts, num):
+            solution = sample_posterior(
+                ggn, prior, own, self.solver, init=self.delta, description=self._label("samples")
+            )
+        gamma, gamma_se = (t.cpu() for t in effective_dimension(solution, prior, self._of_all))
         if not solution.exact:
             sizes = torch.bincount(prior.groups, minlength=len(prior.names)).cpu()
             gamma = _possible(gamma, gamma_se, sizes, 0.99 * mode_outputs.numel())
         mode_norm = prior.grouped(self.mode[0].double() ** 2).cpu()
         samples = solution.value * prior.scale
-        return _Expectation(minimum, mode_outputs, ggn, solution, samples, gamma, gamma_se, mode_norm)
+        residual, passes = float(self._of_all(solution.residual).max()), solution.passes
+        if processes.shares_samples(num):
+            passes = sum(processes.gathered_samples(lambda: solution.passes))
+        moments = gamma, gamma_se, mode_norm, residual, minimum.passes + passes
+        return _Expectation(minimum, mode_outputs, ggn, solution, samples, *moments)
+
+    def _of_all(self, rows: Tensor) -> Tensor:
+        """The rows of all samples, from those of this process."""
+        return self.model.features.processes.samples_of_all(rows, self.draws.num_samples)
 
     def _label(self, what: str) -> str | None:
         return f"step {len(self.history) + 1}: {what}" if self.progress else None
@@ -197,7 +225,7 @@ class _Iteration:
         likelihood, e = self.model.likelihood, expectation
         if not (isinstance(likelihood, Gaussian) and likelihood.learn):
             return likelihood
-        updated = noise_update(self.model, e.ggn, e.samples, e.gamma, e.mode_outputs)
+        updated = noise_update(self.model, e.ggn, e.samples, e.gamma, e.mode_outputs, self._of_all)
         return likelihood.with_precision(updated.clamp(*self.noise_bounds))
 
     def _record(self, expectation: _Expectation, updated: GaussianPrior, started: float) -> None:
@@ -213,8 +241,8 @@ class _Iteration:
             loss=total_loss(model, expectation.mode_outputs),
             network_loss=total_loss(model, model.network_outputs),
             mode_residual=expectation.minimum.residual,
-            sample_residual=float(solution.residual.max()),
-            passes=expectation.minimum.passes + solution.passes,
+            sample_residual=expectation.residual,
+            passes=expectation.passes,
             seconds=time.perf_counter() - started,
         )
         if not all(math.isfinite(v) for v in (step.loss, *step.effective_dimension, *(step.mode_norm or ()))):
@@ -286,7 +314,6 @@ def _result(iteration: _Iteration, expectation: _Expectation, scale: Float[Tenso
         likelihood=iteration.model.likelihood,
         mode=(expectation.minimum.value * scale)[0],
         mode_outputs=expectation.mode_outputs,
-        samples=expectation.samples,
         effective_dimension=expectation.gamma,
         effective_dimension_se=expectation.gamma_se,
         converged=iteration.converged,

@@ -22,12 +22,15 @@ from laplace_sampling.data.processes import Processes
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.held_samples import HeldSamples, Holding
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.solvers.operator import row_products
 from laplace_sampling.solvers.recorded import stop_recording
 from laplace_sampling.solvers.solver import Quadratic, Solution, Solver
 
 __all__ = ["PosteriorSamples", "Sampler", "draw", "sample_posterior"]
+
+_ON_DEVICE = Holding()
 
 
 class Sampler(Solver):
@@ -59,46 +62,6 @@ def sample_posterior(
         init: warm start `δ = ζ − θ⁰`, in scaled coordinates; zero by default, which is the prior sample.
         description: label of a progress bar; none by default.
     """
-    processes = ggn.features.processes
-    if 1 < processes.num_samplers <= draws.num_samples:
-        with processes.counting_samples(ggn.features.counts):
-            own = processes.samples_of(draws.num_samples)
-            part = replace(draws, num_samples=len(own), first=draws.first + own.start)
-            start = None if init is None else init[own.start : own.stop]
-            solution = _sampled(ggn, prior, part, solver, start, description)
-        return _of_all(solution, draws.num_samples, processes)
-    return _sampled(ggn, prior, draws, solver, init, description)
-
-
-def _of_all(solution: Solution, num: int, processes: Processes) -> Solution:
-    """The solutions of all groups of processes, each of which has some of the samples."""
-
-    def joined(rows: Tensor) -> Tensor:
-        return processes.samples_of_all(rows, num)
-
-    passes, converged = zip(*processes.gathered_samples(lambda: (solution.passes, solution.converged)), strict=True)
-    return replace(
-        solution,
-        value=joined(solution.value),
-        delta=joined(solution.delta),
-        residual=joined(solution.residual),
-        error=joined(solution.error),
-        leverage=solution.leverage if solution.exact else joined(solution.leverage),
-        traces=None if solution.traces is None else joined(solution.traces),
-        passes=sum(passes),
-        converged=all(converged),
-    )
-
-
-def _sampled(
-    ggn: GGN,
-    prior: GaussianPrior,
-    draws: Draws,
-    solver: Solver,
-    init: Float[Tensor, "K P"] | None,
-    description: str | None,
-) -> Solution:
-    """`sample_posterior` by this process, and those that share out the data with it."""
     if isinstance(solver, Sampler):  # closed forms, and solvers in observation space
         return solver.sample(ggn, prior, draws, init)
     scaled = replace(ggn, features=ScaledFeatures(ggn.features, prior.scale))
@@ -115,7 +78,7 @@ class PosteriorSamples:
     """Posterior samples, unscaled, and numbers by which to judge them.
 
     Attributes:
-        samples: `ζ`.
+        samples: `ζ`, of which each process may have some; all else is of all samples.
         leverage: `ζ ⊙ Mζ` summed over groups, one row for each sample; if `exact`, one row, the diagonal of `H⁻¹M`
             summed over groups.
         data_energies: `ζᵀMζ`.
@@ -124,7 +87,7 @@ class PosteriorSamples:
         interrupted: whether Ctrl-C came before all of them were drawn.
     """
 
-    samples: Float[Tensor, "K P"]
+    samples: HeldSamples
     leverage: Float[Tensor, "L G"]
     data_energies: Float[Tensor, " K"]
     energies: Float[Tensor, " K"]
@@ -152,11 +115,14 @@ def draw(
     *,
     rows: int,
     dtype: torch.dtype,
+    holding: Holding = _ON_DEVICE,
     init: Callable[[Draws], Float[Tensor, "K P"] | None] | None = None,
     description: str | None = None,
     keep: bool = False,
 ) -> PosteriorSamples:
     """Zero-mean posterior samples `ζ ~ N(0, H⁻¹)`, in groups of as many as memory holds.
+
+    Of several processes that share out samples each draws its own.
 
     Args:
         ggn: `M`, unscaled.
@@ -166,54 +132,83 @@ def draw(
         rows: number of samples that a process solves for together. A sample depends on it only by rounding and within
             the tolerance of the solver.
         dtype: dtype of the samples.
+        holding: where they are kept.
         init: gives the warm start `δ` of some of the draws, as of `sample_posterior`.
         description: label of progress bars; none by default.
         keep: whether Ctrl-C ends it with the groups that are there, if these are two samples at least.
     """
+    processes = ggn.features.processes
+    own = draws.part(processes.samples_of(draws.num_samples))
+    groups = own.groups(rows)
     samples: Tensor | None = None
-    parts: list[PosteriorSamples] = []
-    for group in draws.groups(rows * ggn.features.processes.num_samplers):
+    parts: list[_Part] = []
+    for number in range(processes.most_groups(draws.num_samples, rows)):
         try:
-            start = None if init is None else init(group)
-            solution = sample_posterior(ggn, prior, group, solver, init=start, description=description)
-            if samples is None:  # after the first solve, so that they do not add to its peak of memory
-                samples = torch.empty(draws.num_samples, ggn.size, dtype=dtype, device=ggn.device)
-            in_group = samples[group.first - draws.first :][: group.num_samples]
-            in_group.copy_((solution.value * prior.scale).to(dtype))
-            parts.append(_judged(solution, in_group, ggn, prior))
-            del solution  # its vectors are freed before the next group needs their memory
+            # Of all processes, so that each knows what the next group may still cost.
+            with processes.counting_samples(ggn.features.counts, draws.num_samples):
+                if number >= len(groups):
+                    continue
+                group = groups[number]
+                start = None if init is None else init(group)
+                solution = sample_posterior(ggn, prior, group, solver, init=start, description=description)
+                if samples is None:  # after the first solve, so that they do not add to its peak of memory
+                    samples = holding.empty(own.num_samples, ggn.size, dtype, ggn.device)
+                samples[group.first - own.first :][: group.num_samples].copy_((solution.value * prior.scale).to(dtype))
+                parts.append(_judged(solution, ggn, prior))
+                del solution  # its vectors are freed before the next group needs their memory
         except KeyboardInterrupt:
-            there = sum(len(part.samples) for part in parts)
+            there = sum(len(part.energies) for part in parts)
             # Each of several processes would be interrupted after another sample.
-            if not keep or samples is None or there < 2 or ggn.features.processes.are_several:
+            if not keep or samples is None or there < 2 or processes.are_several:
                 raise
             stop_recording()
-            return replace(_joined(samples[:there].clone(), parts), converged=False, interrupted=True)
+            held = HeldSamples(samples[:there].clone(), there, ggn.device, holding)
+            return replace(_joined(held, parts, processes), converged=False, interrupted=True)
     assert samples is not None
-    return _joined(samples, parts)
+    if not holding.processes.shares_samples(draws.num_samples):
+        samples = processes.samples_of_all(samples, draws.num_samples)
+    return _joined(HeldSamples(samples, draws.num_samples, ggn.device, holding), parts, processes)
 
 
-def _joined(samples: Tensor, parts: list[PosteriorSamples]) -> PosteriorSamples:
-    """The samples of all groups, and what is known of each."""
+@dataclass(frozen=True)
+class _Part:
+    """What is known of the samples of one group, as in `PosteriorSamples`."""
 
-    def concatenated(name: str) -> Tensor:
-        return torch.cat([getattr(part, name) for part in parts])
+    leverage: Float[Tensor, "L G"]
+    data_energies: Float[Tensor, " K"]
+    energies: Float[Tensor, " K"]
+    residual: Float[Tensor, " K"]
+    error: Float[Tensor, " K"]
+    passes: float
+    converged: bool
+    exact: bool
 
+
+def _joined(samples: HeldSamples, parts: list[_Part], processes: Processes) -> PosteriorSamples:
+    """The samples, and what is known of each, from the groups of all processes."""
+    num = len(samples)
+
+    def of_all(name: str) -> Tensor:
+        return processes.samples_of_all(torch.cat([getattr(part, name) for part in parts]), num)
+
+    ended = [(sum(part.passes for part in parts), all(part.converged for part in parts))]
+    if processes.shares_samples(num):
+        ended = processes.gathered_samples(lambda: ended[0])
     return PosteriorSamples(
         samples,
-        parts[0].leverage if parts[0].exact else concatenated("leverage"),
-        concatenated("data_energies"),
-        concatenated("energies"),
-        concatenated("residual"),
-        concatenated("error"),
-        sum(part.passes for part in parts),
-        all(part.converged for part in parts),
+        parts[0].leverage if parts[0].exact else of_all("leverage"),
+        of_all("data_energies"),
+        of_all("energies"),
+        of_all("residual"),
+        of_all("error"),
+        sum(passes for passes, _ in ended),
+        all(converged for _, converged in ended),
         parts[0].exact,
     )
 
 
-def _judged(solution: Solution, samples: Tensor, ggn: GGN, prior: GaussianPrior) -> PosteriorSamples:
-    """The samples of one group, and what is known of them."""
+def _judged(solution: Solution, ggn: GGN, prior: GaussianPrior) -> _Part:
+    """What is known of the samples of one group."""
     zeta = solution.value
     if solution.exact:
         # The leverage of an exact solution is a diagonal, not that of its samples: their energies take a product.
@@ -226,8 +221,7 @@ def _judged(solution: Solution, samples: Tensor, ggn: GGN, prior: GaussianPrior)
     # Row by row: in float64 all samples together would take twice the memory of the solution.
     prior_energies = torch.stack([(spread * row.double() ** 2).sum() for row in zeta])
     leverage = torch.cat([prior.grouped(row[None]) for row in solution.leverage])
-    return PosteriorSamples(
-        samples,
+    return _Part(
         leverage,
         data_energies,
         data_energies + prior_energies,

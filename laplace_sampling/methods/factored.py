@@ -26,6 +26,7 @@ from laplace_sampling.linear_model.factored import (
     prior_of_factored,
 )
 from laplace_sampling.linear_model.features import Features
+from laplace_sampling.linear_model.held_samples import HeldSamples
 from laplace_sampling.linear_model.kronecker import CURVATURE, Inverse
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.network_features import NetworkFeatures
@@ -246,18 +247,21 @@ class FactoredFit(SolverFit):
 
     def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
         spread, samples, energies, of_prior = self.prior.spread(), [], [], []
-        for group in draws.groups(_FEW):
+        holding, num = self.task.holding, draws.num_samples
+        for group in draws.part(holding.processes.samples_of(num)).groups(_FEW):
             white = group.prior(self.ggn.size).to(self.ggn.device, self.ggn.dtype)
             value = self.curvature.solve_root(white, spread)
             energies.append(row_products(value, self.curvature.matmul(value)))
             of_prior.append((spread * value.double() ** 2).sum(1))
-            samples.append((value * self.prior.scale).to(self.task.dtype))
-        data_energies = torch.cat(energies)
+            samples.append(holding.kept(value * self.prior.scale, self.task.dtype))
+        data_energies, prior_energies = (
+            holding.processes.samples_of_all(torch.cat(rows), num) for rows in (energies, of_prior)
+        )
         return PosteriorSamples(
-            torch.cat(samples),
+            HeldSamples(torch.cat(samples), num, self.ggn.device, holding),
             self._leverages()[None],
             data_energies,
-            data_energies + torch.cat(of_prior),
+            data_energies + prior_energies,
             torch.zeros_like(data_energies),
             torch.zeros_like(data_energies),
             self.curvature.passes,
@@ -287,7 +291,7 @@ class FactoredFit(SolverFit):
     def approximate(self) -> bool:
         return True
 
-    def samples_of_linear_model(self) -> Float[Tensor, "L P"]:
+    def samples_of_linear_model(self) -> HeldSamples:
         # `M̂ + A` does not hold what a datum adds to `M + A`: with its inverse the leverage of a datum exceeds one.
         memory = self.task.memory
         return draw(

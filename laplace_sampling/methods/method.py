@@ -221,17 +221,19 @@ class Method(ABC):
 
     def needs(self, problem: Problem) -> float:
         """Vectors of `P` numbers without which there is no fit: the samples, and the solve of a single one."""
-        return problem.num_samples + self.stacks
+        return problem.holding.num_on_device(problem.num_samples) + self.stacks
 
     def check(self, problem: Problem) -> None:
         """Raise a `ValueError` if the method cannot fit the problem."""
         memory, needed = problem.memory_of(self.max_memory), self.needs(problem)
+        kept = problem.holding.num_on_device(problem.num_samples)
         if memory.vectors < needed:
             raise ValueError(
                 f"{'max_memory' if memory.given else 'Half of the free memory'} of {memory.bytes:.3g} bytes holds "
-                f"{memory.vectors:.0f} vectors of {problem.features.size} weights, but {problem.num_samples} samples "
+                f"{memory.vectors:.0f} vectors of {problem.features.size} weights, but {kept} samples "
                 f'and the solve of a single one by method="{self.name}" take {needed:.0f}, or '
-                f"{needed * memory.vector:.3g} bytes. Give more memory, or lower `num_samples`."
+                f"{needed * memory.vector:.3g} bytes. Give more memory, lower `num_samples`, or keep the samples in "
+                "host memory by `offload_samples=True`."
             )
 
     def prepare(self, problem: Problem) -> Task:
@@ -268,6 +270,7 @@ class Method(ABC):
             shortfall=choice.shortfall,
             precise=problem.tangent.in_float64,
             selection=problem.selection,
+            holding=problem.holding,
         )
 
     def remark(self, problem: Problem, memory: Memory) -> str:

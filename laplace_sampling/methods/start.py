@@ -18,6 +18,7 @@ from torch import Tensor
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.held_samples import HeldSamples
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
 
 __all__ = ["Start"]
@@ -38,7 +39,7 @@ class Start:
 
     prior: GaussianPrior
     likelihood: Likelihood
-    samples: Float[Tensor, "K P"] | None
+    samples: HeldSamples | None
     draws: Draws
     mode: Float[Tensor, " P"] | None = None
     solver: Any = field(default=None, repr=False)
@@ -79,10 +80,10 @@ class Start:
         last = draws.first + draws.num_samples
         if self.samples is None or replace(draws, num_samples=1, first=0) != replace(self.draws, num_samples=1):
             return None
-        if last > len(self.samples):
+        samples = self.samples.part(range(draws.first, last))
+        if samples is None:
             return None
-        old = self.prior.to(prior.scale.device, prior.scale.dtype)
-        samples = self.samples[draws.first : last].to(prior.scale)
+        old, samples = self.prior.to(prior.scale.device, prior.scale.dtype), samples.to(prior.scale)
         # In units of the prior's standard deviation, in which `θ⁰` is white noise.
         white = samples * (old.spread().sqrt() / old.scale)
         return (white - draws.prior(samples.shape[1]).to(white)) / prior.spread().sqrt()
