@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 
 from laplace_sampling.data.training_data import Unpack
-from laplace_sampling.fitted import FittedModel, warn_of
+from laplace_sampling.fitted import FittedModel, together, warn_of
 from laplace_sampling.held_out import HeldOut, check_calibration, check_scale
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.methods.fit import Fit
@@ -82,6 +82,7 @@ class CalibratedModel(FittedModel):
     """A fitted model whose predictions held-out data correct."""
 
     @solver_call
+    @together
     def calibrate(
         self, val_loader: Iterable[Any], *, unpack: Unpack | None = None, num_data: int | None = None
     ) -> Self:
@@ -108,10 +109,11 @@ class CalibratedModel(FittedModel):
         check_scale(self.settings.likelihood)
         held_out = HeldOut.read(val_loader, self.network, self.settings, unpack, num_data)
         self._fitted = replace(fitted, posterior=calibrated(held_out, self.network, posterior, fitted.fit))
-        warn_of([], self._fitted.posterior.calibration.problems, stacklevel=4)
+        warn_of([], self._fitted.posterior.calibration.problems, stacklevel=5)
         return self
 
     @solver_call
+    @together
     def calibrate_conformal(
         self,
         val_loader: Iterable[Any] | None = None,

@@ -269,9 +269,6 @@ def _digest_of(data: TrainingData) -> str:
 
 
 def _digest_of_posterior(posterior: Posterior) -> str:
-    tensors = [
-        ("samples", posterior.samples.rows),
-        ("prior", posterior.prior.precision),
-        ("scale", posterior.prior.scale),
-    ]
-    return _DIGEST + digest(tensors).hex()
+    samples, prior = posterior.samples, posterior.prior
+    parts = samples.holding.processes.gathered_samples(lambda: digest([("samples", samples.rows)]))
+    return _DIGEST + b"".join([*parts, digest([("prior", prior.precision), ("scale", prior.scale)])]).hex()

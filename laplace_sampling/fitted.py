@@ -1,9 +1,10 @@
 """`Fitted`: what a fit leaves behind, and `FittedModel`: what one may ask of it, beside predictions."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -34,7 +35,10 @@ from laplace_sampling.warm_start import warmed
 if TYPE_CHECKING:
     from laplace_sampling.settings import Settings
 
-__all__ = ["Fitted", "FittedModel", "NotFittedError", "warn_of"]
+__all__ = ["Fitted", "FittedModel", "NotFittedError", "together", "warn_of"]
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 _MOST_DECADES = 12
 
@@ -68,6 +72,17 @@ class Fitted:
     def __getstate__(self) -> dict[str, Any]:
         """Without what is of objects of this process."""
         return {**self.__dict__, "structure": None, "seen": None, "seal": None}
+
+
+def together(method: Callable[Concatenate[Any, Arguments], Result]) -> Callable[Concatenate[Any, Arguments], Result]:
+    """A method for which all processes come together, if each has samples of its own; none waits for one that fails."""
+
+    @wraps(method)
+    def wrapper(self: Any, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with self.settings.holding.processes.telling():
+            return method(self, *args, **kwargs)
+
+    return wrapper
 
 
 class FittedModel:
@@ -246,6 +261,10 @@ class FittedModel:
 
     @property
     def samples_(self) -> Float[Tensor, "K P"]:
+        return self._samples()
+
+    @together
+    def _samples(self) -> Float[Tensor, "K P"]:
         return self._drawn("samples_").posterior.samples.full()
 
     def _drawn(self, call: str) -> Fitted:

@@ -11,7 +11,7 @@ from laplace_sampling.checkpoint import Checkpoint, FilePath
 from laplace_sampling.criterion import with_selection
 from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.evidence.step import Step
-from laplace_sampling.fitted import NotFittedError
+from laplace_sampling.fitted import NotFittedError, together
 from laplace_sampling.fitting import fitting
 from laplace_sampling.held_out import HeldOut, check_calibration, check_scale
 from laplace_sampling.likelihoods.likelihood import Likelihood
@@ -277,6 +277,7 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         return self._fitted.posterior if warm_start and self._fitted is not None else None
 
     @solver_call
+    @together
     def predict(
         self,
         x: Any,

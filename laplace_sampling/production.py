@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from laplace_sampling.data.batches import as_tensors, place
 from laplace_sampling.data.unpacking import Unpack
 from laplace_sampling.export.posterior_module import PosteriorModule
-from laplace_sampling.fitted import FittedModel
+from laplace_sampling.fitted import FittedModel, together
 from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.predict import checked_inputs, predict, samples_for
 from laplace_sampling.predictions.calibration import Calibration
@@ -33,6 +33,7 @@ class ProductionModel(FittedModel):
     """A fitted model that predicts outside of the session of its fit."""
 
     @solver_call
+    @together
     def to_module(
         self,
         num_samples: int | None = None,
@@ -103,6 +104,7 @@ class ProductionModel(FittedModel):
         return place(x, self.network.device, self.network.dtype)
 
     @solver_call
+    @together
     def predict_loader(
         self,
         loader: Iterable[Any],
@@ -200,7 +202,7 @@ def _tell_of_noise(module: PosteriorModule, x: Any, expected: Prediction) -> Non
         warnings.warn(
             f"`to_module`: {', '.join(noisy)} of the module are those of {num} samples, by which standard deviations "
             f"are accurate to {(2 * num) ** -0.5:.2g}; `predict` knows the covariances of this posterior without.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -3,20 +3,23 @@
 A state is a dictionary of tensors, for `torch.load(..., weights_only=True)`.
 """
 
+import os
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from laplace_sampling.checksums import described, with_checksums
+from laplace_sampling.data.processes import ALONE
 from laplace_sampling.evidence.step import Step
-from laplace_sampling.files import File, read, write
-from laplace_sampling.fitted import Fitted, FittedModel, check_fingerprint, check_function
+from laplace_sampling.files import File, read, target_of, write
+from laplace_sampling.fitted import Fitted, FittedModel, check_fingerprint, check_function, together
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.recipes import likelihood_from_recipe, recipe_of_likelihood
-from laplace_sampling.linear_model.held_samples import HeldSamples
+from laplace_sampling.linear_model.held_samples import HeldSamples, Holding
 from laplace_sampling.linear_model.priors.as_prior import prior_from_recipe, recipe_of_prior
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, Prior
 from laplace_sampling.methods import method_from_recipe, recipe_of_method
@@ -29,8 +32,13 @@ from laplace_sampling.posterior import Posterior
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.conformal import conformal_of
 from laplace_sampling.preparation import restore_fit
+from laplace_sampling.settings import holding_of
+from laplace_sampling.shared_files import entries, is_sample, read_folder, write_folder
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
     from laplace_sampling.settings import Settings
 
 __all__ = ["SavableModel"]
@@ -45,6 +53,7 @@ _NUM_NAMED = 3
 class SavableModel(FittedModel):
     """A fitted model that can be written to a file, and read."""
 
+    @together
     def state_dict(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """All that predictions need, as tensors only: loads with `torch.load(..., weights_only=True)`.
 
@@ -58,7 +67,7 @@ class SavableModel(FittedModel):
         """
         return self._state(dtype, "state_dict")
 
-    def _state(self, dtype: torch.dtype | None, call: str) -> dict[str, Tensor]:
+    def _state(self, dtype: torch.dtype | None, call: str, in_parts: bool = False) -> dict[str, Tensor]:
         posterior = self._drawn(call).posterior
         if dtype is not None:
             if dtype not in HALF:
@@ -67,7 +76,7 @@ class SavableModel(FittedModel):
                     "`dtype`."
                 )
             posterior = posterior.in_half(dtype)
-        return state_of(posterior, self.settings, self.network)
+        return state_of(posterior, self.settings, self.network, in_parts)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take over a posterior from `state_dict`.
@@ -78,8 +87,10 @@ class SavableModel(FittedModel):
         """
         self._take_over(state, described(state), "load_state_dict")
 
-    def _take_over(self, state: dict[str, Tensor], how: dict[str, Any], call: str) -> None:
-        posterior, settings = posterior_of(state, how, self.settings, self.network, call)
+    def _take_over(
+        self, state: dict[str, Tensor], how: dict[str, Any], call: str, held: HeldSamples | None = None
+    ) -> None:
+        posterior, settings = posterior_of(state, how, self.settings, self.network, call, held=held)
         fit, tangent = restore_fit(settings, self.network, posterior)
         self.settings, self._unfinished = settings, ()
         self._keep(posterior, fit, tangent)
@@ -100,15 +111,18 @@ class SavableModel(FittedModel):
         )
         self._fitted, self._unfinished = Fitted(posterior), ()
 
+    @together
     def save(self, path: File, dtype: torch.dtype | None = None) -> None:
         """Write `state_dict()` to a file.
+
+        With `share_samples=True`, all processes write a folder of `torch.distributed.checkpoint`, each its own samples.
 
         It is written to a temporary file in the same folder, flushed to the disk, and put in the place of an older
         file: whatever happens meanwhile, that one or the new one is there, and whole. A process that is killed may
         leave the temporary file behind, which begins with a dot and ends in `.tmp`.
 
         Args:
-            path: of the file; or an open file in binary mode, which is written to as it is.
+            path: of the file or folder; or an open file in binary mode, which is written to as it is.
             dtype: of the samples, as for `state_dict`.
 
         Raises:
@@ -116,7 +130,13 @@ class SavableModel(FittedModel):
             ValueError: as `state_dict`.
             OSError: if the file cannot be written; an older one is unchanged.
         """
-        write(self._state(dtype, "save"), path)
+        if not self.settings.holding.processes.are_several:
+            write(self._state(dtype, "save"), path)
+            return
+        if hasattr(path, "write"):
+            raise TypeError("`save`: samples that are shared out are written to a folder: give its path.")
+        state = self._state(dtype, "save", in_parts=True)
+        write_folder(state, target_of(cast(str, path)), self.settings.holding.processes)
 
     @classmethod
     def load(
@@ -126,32 +146,62 @@ class SavableModel(FittedModel):
         likelihood: str | Likelihood | None = None,
         prior: str | Prior | None = None,
         method: str | Method | None = None,
+        *,
+        process_group: "ProcessGroup | None" = None,
+        mesh: "DeviceMesh | None" = None,
+        share_samples: bool = False,
+        offload_samples: bool = False,
     ) -> Self:
         """Read what `save` wrote, for the same trained network; settings are those of the saved object.
 
         Args:
-            path: of the file, or an open file in binary mode.
+            path: of the file or folder, or an open file in binary mode.
             model: the network, with the weights that it had at the fit.
             likelihood: needed only if the file does not hold it: if it was not one of the library's own, or one of
                 measurements, `Gaussian(observe=T)`.
             prior: likewise.
             method: likewise.
+            process_group: as of the constructor, whatever the number of processes was that saved it.
+            mesh: likewise.
+            share_samples: likewise.
+            offload_samples: likewise.
 
         Raises:
             OSError: if the file cannot be opened.
             ValueError: if it is damaged, of something else or of another version; if `model` has other weights than at
                 the fit, or computes another function of the data; if something has to be given.
         """
+        where = {"process_group": process_group, "mesh": mesh}
+        where |= {"share_samples": share_samples, "offload_samples": offload_samples}
+        given = {"likelihood": likelihood, "prior": prior, "method": method}
+        if not hasattr(path, "read") and os.path.isdir(cast(str, path)):
+            return cls._of_folder(target_of(cast(str, path)), model, given, where)
         state = read(path)
         how = described(state)
         # The constructor is that of `LinearisedLaplace`.
-        la = cls(model, **arguments_of(how, likelihood=likelihood, prior=prior, method=method))  # pyright: ignore[reportCallIssue]
+        la = cls(model, **arguments_of(how, **given), **where)  # pyright: ignore[reportCallIssue]
         la._take_over(state, how, "load")
         return la
 
+    @classmethod
+    def _of_folder(cls, folder: Path, model: nn.Module, given: dict[str, Any], where: dict[str, Any]) -> Self:
+        """Read what several processes wrote."""
+        holding = holding_of(**where)
+        state, rows, num = read_folder(folder, holding.processes.samples_of)
+        how = described(state, lambda name: not is_sample(name) or name in state)
+        la = cls(model, **arguments_of(how, **given), **where)  # pyright: ignore[reportCallIssue]
+        held = HeldSamples.of_part(rows, num, holding, la.network.device, state.get("sample_scales"))
+        la._take_over(state, how, "load", held)
+        return la
 
-def state_of(posterior: Posterior, settings: "Settings", network: Linearisation) -> dict[str, Tensor]:
-    """The state of a posterior: its tensors, as JSON how it was made, and checksums of both."""
+
+def state_of(
+    posterior: Posterior, settings: "Settings", network: Linearisation, in_parts: bool = False
+) -> dict[str, Tensor]:
+    """The state of a posterior: its tensors, as JSON how it was made, and checksums of both.
+
+    With `in_parts` only the samples of this process are in it, one by one.
+    """
     how = {
         "groups": posterior.prior.names,
         "num_floored": posterior.prior.num_floored,
@@ -174,11 +224,8 @@ def state_of(posterior: Posterior, settings: "Settings", network: Linearisation)
             "hessian_at": settings.hessian_at,
         },
     }
-    samples, scales = posterior.samples.of_all()
     state = {
         "fingerprint": posterior.fingerprint,
-        # Under another name, so that a version without scales does not take them for samples.
-        "samples" if scales is None else _SCALED: samples,
         "prior_precision": posterior.prior.precision,
         "prior_groups": posterior.prior.groups,
         "prior_scale": posterior.prior.scale,
@@ -187,7 +234,13 @@ def state_of(posterior: Posterior, settings: "Settings", network: Linearisation)
     }
     if posterior.mode is not None:
         state["mode"] = posterior.mode
-    if scales is not None:
+    held = posterior.samples
+    if in_parts:
+        state |= entries(held)
+    else:
+        # Under another name, so that a version without scales does not take them for samples.
+        state["samples" if held.scales is None else _SCALED] = held.rows_of_all()
+    if (scales := held.scales_of_all()) is not None:
         state["sample_scales"] = scales
     noise = posterior.likelihood.noise_precisions()
     if noise is not None:
@@ -197,7 +250,7 @@ def state_of(posterior: Posterior, settings: "Settings", network: Linearisation)
         state |= {f"{_CONFORMAL}{name}": tensor for name, tensor in posterior.conformal.tensors().items()}
     if posterior.function is not None:
         state |= {f"{_FUNCTION}{name}": tensor for name, tensor in posterior.function.tensors().items()}
-    return with_checksums(state, how)
+    return with_checksums(state, how, held.holding.processes if in_parts else ALONE)
 
 
 def posterior_of(
@@ -207,6 +260,7 @@ def posterior_of(
     network: Linearisation,
     call: str,
     of_this_network: bool = True,
+    held: HeldSamples | None = None,
 ) -> "tuple[Posterior, Settings]":
     """The posterior of a state, and the settings with the linear model that it is of.
 
@@ -217,6 +271,7 @@ def posterior_of(
         network: whose posterior it must be.
         call: what the user called.
         of_this_network: whether it must be of the weights that the network has now.
+        held: its samples, where they are not in the state.
 
     Raises:
         ValueError: if the state has NaN in it, is of other weights, of another function of the data, of other random
@@ -246,9 +301,7 @@ def posterior_of(
             num_floored=how["num_floored"],
         ),
         likelihood=likelihood,
-        samples=HeldSamples.of(
-            state["samples" if "samples" in state else _SCALED], settings.holding, device, state.get("sample_scales")
-        ),
+        samples=_held(state, settings.holding, device) if held is None else held,
         mode=state["mode"].to(device) if "mode" in state else None,
         effective_dimension=state["effective_dimension"].to(device),
         effective_dimension_se=state["effective_dimension_se"].to(device),
@@ -264,6 +317,12 @@ def posterior_of(
         conformal=conformal_of({n.removeprefix(_CONFORMAL): t for n, t in state.items() if n.startswith(_CONFORMAL)}),
     )
     return posterior, replace(settings, linear_model=saved["linear_model"], hessian_at=saved["hessian_at"])
+
+
+def _held(state: dict[str, Tensor], holding: Holding, device: torch.device) -> HeldSamples:
+    """The samples of a state, of which this process may keep some."""
+    scales = state.get("sample_scales")
+    return HeldSamples.of(state["samples" if scales is None else _SCALED], holding, device, scales)
 
 
 def arguments_of(how: dict[str, Any], **given: Any) -> dict[str, Any]:

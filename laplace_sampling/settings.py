@@ -18,7 +18,7 @@ from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.random_weights import Subset, linearise
 from laplace_sampling.solvers.checks import check_flag, check_whole
 
-__all__ = ["Settings"]
+__all__ = ["Settings", "holding_of"]
 
 _LINEAR_MODELS = ("auto", "affine", "homogeneous")
 _HESSIANS = ("auto", "network", "mode")
@@ -63,15 +63,7 @@ class Settings:
         """
         _check_choice("linear_model", linear_model, _LINEAR_MODELS)
         _check_choice("hessian_at", hessian_at, _HESSIANS)
-        likelihood, processes = as_likelihood(likelihood), processes_of(process_group, mesh)
-        check_flag("`share_samples`", share_samples)
-        check_flag("`offload_samples`", offload_samples)
-        if share_samples and processes.num_samplers == 1:
-            raise ValueError(
-                "`share_samples=True` leaves samples in the processes that draw them: give a `mesh` whose axis "
-                '"samples" has two or more, as by `init_device_mesh(device, (2, 4), mesh_dim_names=("data", '
-                '"samples"))`.'
-            )
+        likelihood = as_likelihood(likelihood)
         # The affine model was better on small regressions, the homogeneous one on small classifications.
         default = "affine" if likelihood.quadratic else "homogeneous"
         return cls(
@@ -83,8 +75,8 @@ class Settings:
             seed=seed,
             linear_model=default if linear_model == "auto" else linear_model,
             hessian_at="network" if hessian_at == "auto" else hessian_at,
-            processes=processes,
-            holding=Holding(offload_samples, processes if share_samples else ALONE),
+            processes=processes_of(process_group, mesh),
+            holding=holding_of(process_group, mesh, share_samples, offload_samples),
         )
 
     def __post_init__(self) -> None:
@@ -105,6 +97,23 @@ class Settings:
     def linearise(self, model: nn.Module) -> Linearisation:
         """The network with these random weights."""
         return linearise(model, self.parameters, autocast=self.method.autocast, compile=self.method.compile)
+
+
+def holding_of(process_group: Any, mesh: Any, share_samples: bool, offload_samples: bool) -> Holding:
+    """Where samples are kept.
+
+    Raises:
+        TypeError, ValueError: as of `processes_of`; if samples are to be shared by processes that do not draw them.
+    """
+    check_flag("`share_samples`", share_samples)
+    check_flag("`offload_samples`", offload_samples)
+    processes = processes_of(process_group, mesh)
+    if share_samples and processes.num_samplers == 1:
+        raise ValueError(
+            "`share_samples=True` leaves samples in the processes that draw them: give a `mesh` whose axis "
+            '"samples" has two or more, as by `init_device_mesh(device, (2, 4), mesh_dim_names=("data", "samples"))`.'
+        )
+    return Holding(offload_samples, processes if share_samples else ALONE)
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

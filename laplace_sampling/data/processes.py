@@ -9,7 +9,7 @@ every process alike. So nothing else has to know that there are several.
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -83,6 +83,11 @@ class Processes:
     def sampler(self) -> int:
         """The number of the group that this process draws samples in."""
         return self._place(SAMPLES)[0]
+
+    @property
+    def is_first_of_data(self) -> bool:
+        """Whether this is the first of those that share out the data, which have the same samples."""
+        return self._place(DATA)[0] == 0
 
     @property
     def are_several(self) -> bool:
@@ -201,6 +206,11 @@ class Processes:
             raise
         self.data.sent((result, None))
         return result
+
+    def of_very_first(self, compute: Callable[[], Result]) -> Result:
+        """What a function gives on the first process of both axes; errors as of `gathered`."""
+        is_first = self._place(DATA)[0] == self._place(SAMPLES)[0] == 0
+        return cast(Result, self.gathered_from_all(lambda: compute() if is_first else None)[0])
 
     def _gathered(self, compute: Callable[[], Result], group: Any) -> list[Result]:
         error, mine = None, None

@@ -72,6 +72,20 @@ class HeldSamples:
         return cls(rows, len(rows), rows.device)
 
     @classmethod
+    def of_part(
+        cls,
+        rows: Float[Tensor, "k P"],
+        num: int,
+        holding: Holding,
+        device: torch.device,
+        scales: Float[Tensor, " K"] | None = None,
+    ) -> "HeldSamples":
+        """So many samples, of which these are those that this process keeps; `scales` are of all."""
+        own = holding.processes.samples_of(num)
+        kept = rows if holding.offloaded else rows.to(device)
+        return cls(kept, num, device, holding, None if scales is None else scales[own.start : own.stop].to(device))
+
+    @classmethod
     def of(
         cls,
         rows: Float[Tensor, "K P"],
@@ -83,8 +97,7 @@ class HeldSamples:
         own = holding.processes.samples_of(len(rows))
         # Copies, so that the memory of all rows may be freed.
         kept = holding.empty(len(own), rows.shape[1], rows.dtype, device).copy_(rows[own.start : own.stop])
-        scales = None if scales is None else scales[own.start : own.stop].to(device)
-        return cls(kept, len(rows), device, holding, scales)
+        return cls.of_part(kept, len(rows), holding, device, scales)
 
     def __len__(self) -> int:
         return self.num
@@ -171,13 +184,15 @@ class HeldSamples:
             rows.append((samples / scales[-1][:, None]).to(dtype).to(self.rows.device))
         return replace(self, rows=torch.cat(rows), scales=torch.cat(scales))
 
-    def of_all(self) -> "tuple[Float[Tensor, 'K P'], Float[Tensor, ' K'] | None]":
-        """The samples of all processes as they are kept, with their scales."""
-        processes = self.holding.processes
-        rows = processes.samples_of_all(self.rows, self.num)
-        return rows, None if self.scales is None else processes.samples_of_all(self.scales, self.num)
+    def rows_of_all(self) -> Float[Tensor, "K P"]:
+        """The samples of all processes as they are kept."""
+        return self.holding.processes.samples_of_all(self.rows, self.num)
+
+    def scales_of_all(self) -> Float[Tensor, " K"] | None:
+        """The scales of all processes, of samples in half precision."""
+        return None if self.scales is None else self.holding.processes.samples_of_all(self.scales, self.num)
 
     def full(self) -> Float[Tensor, "K P"]:
         """All samples in the precision of the network, in the memory where they are kept."""
-        rows, scales = self.of_all()
+        rows, scales = self.rows_of_all(), self.scales_of_all()
         return rows if scales is None else scales[:, None].to(rows.device) * rows.to(scales.dtype)

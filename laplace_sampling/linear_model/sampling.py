@@ -137,7 +137,8 @@ def draw(
         description: label of progress bars; none by default.
         keep: whether Ctrl-C ends it with the groups that are there, if these are two samples at least.
     """
-    processes = ggn.features.processes
+    # Dense algebra, which each process does alone, draws no more samples than others do.
+    processes = holding.processes if holding.processes.are_several else ggn.features.processes
     own = draws.part(processes.samples_of(draws.num_samples))
     groups = own.groups(rows)
     samples: Tensor | None = None

@@ -35,7 +35,7 @@ def test_predictions_of_half_samples(dtype: torch.dtype, name: str, parameters: 
     file.seek(0)
     loaded = LinearisedLaplace.load(file, la.network.module)
     stored = loaded._fitted.posterior.samples  # pyright: ignore
-    assert stored.dtype == dtype
+    assert stored.rows.dtype == dtype
     assert loaded.samples_.dtype == la.samples_.dtype
     scale = la.samples_.abs().amax(1, keepdim=True)
     # Numbers are rounded relative to themselves; those of float16 below 2⁻¹⁴ of the largest relative to that.
@@ -59,7 +59,7 @@ def test_half_samples_are_saved_again_as_they_are(tmp_path: Path) -> None:
     half.save(tmp_path / "again.pt")
     again = LinearisedLaplace.load(tmp_path / "again.pt", la.network.module)
     assert torch.equal(again.predict(x).deviations, half.predict(x).deviations)
-    assert again._fitted.posterior.samples.dtype == torch.float16  # pyright: ignore
+    assert again._fitted.posterior.samples.rows.dtype == torch.float16  # pyright: ignore
     assert "samples" not in again.state_dict()
     assert torch.equal(half.predict(x).outputs, la.predict(x).outputs)
 

@@ -1,0 +1,117 @@
+"""Posteriors whose samples are in several processes, in folders of `torch.distributed.checkpoint`.
+
+Each sample is an entry of its own, which the process that has it writes. So another number of processes reads those
+that are its own, or one process all of them.
+"""
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_sampling.data.processes import Processes
+from laplace_sampling.files import explained
+from laplace_sampling.linear_model.held_samples import HeldSamples
+
+__all__ = ["entries", "is_sample", "read_folder", "write_folder"]
+
+_SAMPLE = "sample."
+
+
+def entries(samples: HeldSamples) -> dict[str, Tensor]:
+    """The samples of this process, by the names of their entries."""
+    return {f"{_SAMPLE}{number:06d}": row for number, row in zip(samples.own, samples.rows, strict=True)}
+
+
+def is_sample(name: str) -> bool:
+    """Whether an entry is one sample."""
+    return name.startswith(_SAMPLE)
+
+
+def write_folder(state: dict[str, Tensor], folder: Path, processes: Processes) -> None:
+    """Write what each process has to a folder, all of it or nothing; all processes do this together.
+
+    It takes the place of an older folder, which stays until the new one is whole.
+
+    Raises:
+        OSError: if that is not possible.
+    """
+    from torch.distributed.checkpoint import filesystem, state_dict_saver
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    temporary = Path(processes.of_very_first(lambda: str(_temporary(folder))))
+    if processes.is_first_of_data:
+        assert processes.samples is not None
+        writer = filesystem.FileSystemWriter(temporary)
+        # What all processes have is written by one of them: times of steps differ.
+        own = {name: tensor for name, tensor in state.items() if processes.sampler == 0 or is_sample(name)}
+        try:
+            state_dict_saver.save(own, storage_writer=writer, process_group=processes.samples.own)
+        except CheckpointException as error:  # which is no Exception
+            causes = "; ".join(str(cause) for cause, _ in error.failures.values())
+            raise OSError(f"`save`: {folder} cannot be written: {causes}.") from error
+    processes.of_very_first(lambda: _replaced(folder, temporary))
+
+
+def _temporary(folder: Path) -> Path:
+    """A name for a new folder beside one."""
+    if folder.exists() and not (folder / ".metadata").is_file():
+        raise FileExistsError(
+            f"`save`: {folder} is no folder of an earlier `save`. Samples that are shared out are written to a folder: "
+            "give the name of a new one."
+        )
+    if not folder.parent.is_dir():
+        raise FileNotFoundError(f"`save`: there is no folder {folder.parent}; make it first.")
+    return folder.with_name(f".{folder.name[:40]}.{os.urandom(4).hex()}.tmp")
+
+
+def _replaced(folder: Path, new: Path) -> None:
+    """Put a folder in the place of another."""
+    try:
+        old = new.with_suffix(".old")
+        if folder.exists():
+            os.replace(folder, old)
+        os.replace(new, folder)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise explained(error, f"`save`: {folder} cannot be written: {error.strerror}. It is in {new}.") from error
+
+
+def read_folder(folder: Path, own: Callable[[int], range]) -> tuple[dict[str, Tensor], Tensor, int]:
+    """What `write_folder` wrote: all but the samples, samples of this process, and how many there are in all.
+
+    Each process reads for itself.
+
+    Args:
+        folder: of `write_folder`.
+        own: which of so many samples are those of this process.
+
+    Raises:
+        OSError, ValueError: if the folder cannot be read, is damaged, or of something else.
+    """
+    from torch.distributed.checkpoint import filesystem, state_dict_loader
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    reader = filesystem.FileSystemReader(folder)
+    try:
+        kept: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
+        names = sorted(filter(is_sample, kept))
+        numbers, shape = own(len(names)), kept[names[0]]
+        rows = torch.empty(len(numbers), *shape.size, dtype=shape.properties.dtype)
+        state = {n: torch.empty(t.size, dtype=t.properties.dtype) for n, t in kept.items() if not is_sample(n)}
+        state |= dict(zip(names[numbers.start : numbers.stop], rows, strict=True))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is")  # a notice that one process reads
+            # Each process by itself: one of several may load alone.
+            state_dict_loader.load(state, storage_reader=reader, no_dist=True)
+    except (Exception, CheckpointException) as error:  # a damaged folder may look like anything
+        raise ValueError(
+            f"`load`: the folder {folder} is damaged, or not one of `save`. Take another copy of it, or fit and save "
+            "again."
+        ) from error
+    return state, rows, len(names)

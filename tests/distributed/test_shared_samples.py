@@ -1,0 +1,238 @@
+"""Samples that stay in the processes that draw them: fits, predictions and files are as with all of them in each."""
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_processes import run_on_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing import assert_close
+
+from laplace_sampling import SVRG, Krylov, LinearisedLaplace, Stochastic
+from laplace_sampling.data.processes import ProcessError
+
+# Of ten samples three groups have three, three and four.
+K, N, D, C = 10, 37, 3, 2
+SHAPES = [(1, 2), (1, 3), (2, 2)]
+NAMES = ("data", "samples")
+METHODS: dict[str, dict[str, Any]] = {
+    "exact": {"method": "exact"},
+    "krylov": {"method": Krylov()},
+    "krylov by layers": {"method": Krylov(), "prior": "layerwise"},
+    "stochastic": {"method": Stochastic(solver=SVRG(max_snapshots=4, max_restarts=0))},
+    "kfac": {"method": "kfac"},
+    "last layer": {"parameters": "last_layer"},
+}
+CASES = [(method, likelihood) for method in METHODS for likelihood in ("regression", "classification")]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(D, 5), nn.Tanh(), nn.Linear(5, C)).double()
+
+
+def data(likelihood: str) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(N, D, generator=generator, dtype=torch.float64)
+    y = (x @ torch.randn(D, C, generator=generator, dtype=torch.float64)).sin()
+    y = y + 0.2 * torch.randn(N, C, generator=generator, dtype=torch.float64)
+    y = y.argmax(1) if likelihood == "classification" else y
+    return list(zip(x.split(8), y.split(8), strict=True))
+
+
+X = torch.linspace(-2, 2, 4 * D, dtype=torch.float64).reshape(4, D)
+
+
+def fitted(method: str, likelihood: str, **where: Any) -> LinearisedLaplace:
+    la = LinearisedLaplace(model(), likelihood, num_samples=K, **METHODS[method], **where)
+    # Samples that are solved for together help each other, and end together: without them a sample is another one
+    # within a tolerance.
+    tolerance = 1e-11 if "krylov" in method or method == "stochastic" else 0.1
+    return la.fit_hyperparameters(
+        data(likelihood), progress=False, budget=None, max_steps=2, tolerance=tolerance, criterion="evidence"
+    )
+
+
+def numbers(la: LinearisedLaplace, likelihood: str) -> dict[str, Any]:
+    pred, few = la.predict(X), la.predict(X, num_samples=4)
+    found = {
+        "prior precision": la.prior_precision_,
+        "effective dimension": la.effective_dimension_,
+        "scale": torch.tensor(la.scale_),
+        "samples": la.samples_,
+        "deviations": pred.deviations,
+        "deviations of few samples": few.deviations,
+        "new samples": la.sample(5),
+        "energies": torch.tensor(la.diagnose().effective_dimension_se),
+        "state": la.state_dict()["samples"],
+        "in half": la.state_dict(dtype=torch.float16)["sample_scales"],
+    }
+    found["score"] = torch.tensor(float(la.score(kind="loo").value))
+    la.calibrate(data(likelihood))
+    found["calibrated"] = torch.tensor(la.scale_)
+    la.calibrate_conformal(data(likelihood))
+    conformal = la.predict(X)
+    found["conformal"] = (
+        conformal.prediction_set(0.9).double() if likelihood == "classification" else conformal.interval(0.9)[1]
+    )
+    return found
+
+
+def mesh_of(shape: tuple[int, int]) -> dict[str, Any]:
+    return {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=NAMES), "share_samples": True}
+
+
+def on_rank(shape: tuple[int, int]) -> list[dict[str, Any]]:
+    warnings.simplefilter("ignore")
+    found = []
+    for method, likelihood in CASES:
+        la = fitted(method, likelihood, **mesh_of(shape))
+        found.append(numbers(la, likelihood))
+        held = la._fitted.posterior.samples  # pyright: ignore
+        found[-1]["rows here"] = len(held.rows)
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[dict[str, Any]]:
+    warnings.simplefilter("ignore")
+    return [numbers(fitted(*case), case[1]) for case in CASES]
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=str)
+def shared(request: pytest.FixtureRequest) -> tuple[tuple[int, int], list[list[dict[str, Any]]]]:
+    shape = request.param
+    return shape, list(zip(*run_on_ranks(on_rank, shape[0] * shape[1], shape, timeout=300.0), strict=True))
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: ", ".join(CASES[n]))
+def test_all_numbers_are_those_of_one_process(number: int, alone: list, shared: tuple) -> None:
+    shape, cases = shared
+    for rank, of_rank in enumerate(cases[number]):
+        for name, value in alone[number].items():
+            atol = 1e-9 * float(value.double().abs().max())
+            assert_close(of_rank[name], value, rtol=1e-9, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+        group, groups = rank % shape[1], shape[1]
+        assert of_rank["rows here"] == K * (group + 1) // groups - K * group // groups
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+def _written(folder: str) -> Tensor:
+    warnings.simplefilter("ignore")
+    la = fitted("krylov", "regression", **mesh_of((2, 2)))
+    la.save(Path(folder) / "shared")
+    la.save(Path(folder) / "shared")  # in the place of the first
+    la.save(Path(folder) / "half", dtype=torch.float16)
+    return la.predict(X).deviations
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
+    folder = tmp_path_factory.mktemp("files")
+    return folder, run_on_ranks(_written, 4, str(folder))[3]
+
+
+def test_a_folder_is_read_by_one_process(written: tuple[Path, Tensor]) -> None:
+    folder, expected = written
+    assert sorted(path.name for path in folder.iterdir()) == ["half", "shared"]
+    la = LinearisedLaplace.load(folder / "shared", model())
+    assert_close(la.predict(X).deviations, expected, rtol=1e-12, atol=1e-14)
+    half = LinearisedLaplace.load(folder / "half", model(), offload_samples=True)
+    assert half.predict(X).deviations.dtype == torch.float64
+    assert_close(half.predict(X).deviations, expected, rtol=1e-2, atol=2e-2 * float(expected.abs().max()))
+
+
+def _read(folder: str) -> tuple[int, Tensor, Tensor]:
+    la = LinearisedLaplace.load(Path(folder) / "shared", model(), **mesh_of((1, 3)))
+    whole = LinearisedLaplace.load(Path(folder) / "shared", model(), process_group=dist.group.WORLD)
+    rows = len(la._fitted.posterior.samples.rows)  # pyright: ignore
+    return rows, la.predict(X).deviations, whole.predict(X).deviations
+
+
+def test_a_folder_is_read_by_another_number_of_processes(written: tuple[Path, Tensor]) -> None:
+    folder, expected = written
+    for rank, (rows, shared, whole) in enumerate(run_on_ranks(_read, 3, str(folder))):
+        assert rows == [3, 3, 4][rank]
+        assert_close(shared, expected, rtol=1e-12, atol=1e-14)
+        assert_close(whole, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_a_damaged_folder_is_told(written: tuple[Path, Tensor], tmp_path: Path) -> None:
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    with pytest.raises(ValueError, match=r"`load`: the folder .*damaged is damaged, or not one of `save`"):
+        LinearisedLaplace.load(folder, model())
+    for path in (written[0] / "shared").iterdir():
+        data = bytearray(path.read_bytes())
+        if path.suffix == ".distcp":
+            data[len(data) // 2] ^= 255
+        (folder / path.name).write_bytes(data)
+    with pytest.raises(ValueError, match="damaged"):
+        LinearisedLaplace.load(folder, model())
+
+
+def _state_and_warm_start() -> list[Tensor]:
+    warnings.simplefilter("ignore")
+    la = fitted("krylov", "regression", **mesh_of((1, 2)))
+    other = LinearisedLaplace(model(), "regression", num_samples=K, method="krylov", **mesh_of((1, 2)))
+    other.load_state_dict(la.state_dict())
+    again = copy.copy(la).fit(data("regression"), warm_start=True, progress=False, tolerance=1e-11)
+    return [la.samples_, other.samples_, again.samples_]
+
+
+def test_states_and_warm_starts() -> None:
+    for samples, loaded, again in run_on_ranks(_state_and_warm_start, 2):
+        assert torch.equal(loaded, samples)
+        assert_close(again, samples, rtol=1e-8, atol=1e-9)
+
+
+# Messages -------------------------------------------------------------------------------------------------------------
+
+
+def _failing(folder: str) -> list[str]:
+    warnings.simplefilter("ignore")
+    la = fitted("kfac", "regression", **mesh_of((1, 2)))
+    said = []
+    for call in (
+        lambda: la.save(Path(folder) / "taken"),
+        lambda: la.save(Path(folder) / "missing" / "folder"),
+        lambda: la.predict(X if dist.get_rank() == 0 else X * float("nan")),
+    ):
+        try:
+            call()
+        except (OSError, ValueError, ProcessError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    # The next call is as before.
+    assert la.predict(X).deviations.isfinite().all()
+    return said
+
+
+def test_an_error_in_one_process_is_told_to_all(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("something else")
+    first, second = run_on_ranks(_failing, 2, str(tmp_path))
+    for said in (first, second):
+        assert "taken is no folder of an earlier `save`" in said[0]
+        assert "there is no folder" in said[1]
+        assert "x contains NaN" in said[2]
+    assert (tmp_path / "taken").read_text() == "something else"
+
+
+def _without_axis() -> str:
+    with pytest.raises(ValueError, match='give a `mesh` whose axis "samples" has two or more') as error:
+        LinearisedLaplace(model(), "regression", process_group=dist.group.WORLD, share_samples=True)
+    return str(error.value)
+
+
+def test_samples_are_shared_along_an_axis_of_a_mesh() -> None:
+    run_on_ranks(_without_axis, 2)
+    with pytest.raises(ValueError, match="`share_samples=True` leaves samples in the processes that draw them"):
+        LinearisedLaplace(model(), "regression", share_samples=True)
+    with pytest.raises(TypeError, match="`offload_samples`"):
+        LinearisedLaplace(model(), "regression", offload_samples="yes")  # pyright: ignore
