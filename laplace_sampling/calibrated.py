@@ -8,7 +8,8 @@ from typing import Any, Self
 import torch
 
 from laplace_sampling.data.training_data import Unpack
-from laplace_sampling.fitted import FittedModel, together, warn_of
+from laplace_sampling.fitted import FittedModel, warn_of
+from laplace_sampling.fitting import together
 from laplace_sampling.held_out import HeldOut, check_calibration, check_scale
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.methods.fit import Fit

@@ -1,10 +1,9 @@
 """`Fitted`: what a fit leaves behind, and `FittedModel`: what one may ask of it, beside predictions."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from jaxtyping import Float
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidenceCurves, EvidencePath, MarginalLikelihood
 from laplace_sampling.evidence.step import Step, StopFit
+from laplace_sampling.fitting import together
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import SAMPLE_STREAM, Fit, Task
@@ -35,10 +35,7 @@ from laplace_sampling.warm_start import warmed
 if TYPE_CHECKING:
     from laplace_sampling.settings import Settings
 
-__all__ = ["Fitted", "FittedModel", "NotFittedError", "together", "warn_of"]
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+__all__ = ["Fitted", "FittedModel", "NotFittedError", "warn_of"]
 
 _MOST_DECADES = 12
 
@@ -72,17 +69,6 @@ class Fitted:
     def __getstate__(self) -> dict[str, Any]:
         """Without what is of objects of this process."""
         return {**self.__dict__, "structure": None, "seen": None, "seal": None}
-
-
-def together(method: Callable[Concatenate[Any, Arguments], Result]) -> Callable[Concatenate[Any, Arguments], Result]:
-    """A method for which all processes come together, if each has samples of its own; none waits for one that fails."""
-
-    @wraps(method)
-    def wrapper(self: Any, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with self.settings.holding.processes.telling():
-            return method(self, *args, **kwargs)
-
-    return wrapper
 
 
 class FittedModel:

@@ -11,8 +11,8 @@ from laplace_sampling.checkpoint import Checkpoint, FilePath
 from laplace_sampling.criterion import with_selection
 from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.evidence.step import Step
-from laplace_sampling.fitted import NotFittedError, together
-from laplace_sampling.fitting import fitting
+from laplace_sampling.fitted import NotFittedError
+from laplace_sampling.fitting import fitting, together
 from laplace_sampling.held_out import HeldOut, check_calibration, check_scale
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.prior import Prior

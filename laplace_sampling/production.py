@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 from laplace_sampling.data.batches import as_tensors, place
 from laplace_sampling.data.unpacking import Unpack
 from laplace_sampling.export.posterior_module import PosteriorModule
-from laplace_sampling.fitted import FittedModel, together
+from laplace_sampling.fitted import FittedModel
+from laplace_sampling.fitting import together
 from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.predict import checked_inputs, predict, samples_for
 from laplace_sampling.predictions.calibration import Calibration

@@ -3,7 +3,6 @@
 A state is a dictionary of tensors, for `torch.load(..., weights_only=True)`.
 """
 
-import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -15,7 +14,8 @@ from laplace_sampling.checksums import described, with_checksums
 from laplace_sampling.data.processes import ALONE
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.files import File, read, target_of, write
-from laplace_sampling.fitted import Fitted, FittedModel, check_fingerprint, check_function, together
+from laplace_sampling.fitted import Fitted, FittedModel, check_fingerprint, check_function
+from laplace_sampling.fitting import together
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.recipes import likelihood_from_recipe, recipe_of_likelihood
@@ -33,7 +33,7 @@ from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.conformal import conformal_of
 from laplace_sampling.preparation import restore_fit
 from laplace_sampling.settings import holding_of
-from laplace_sampling.shared_files import entries, is_sample, read_folder, write_folder
+from laplace_sampling.shared_files import entries, is_folder, is_sample, read_folder, write_folder
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -174,7 +174,7 @@ class SavableModel(FittedModel):
         where = {"process_group": process_group, "mesh": mesh}
         where |= {"share_samples": share_samples, "offload_samples": offload_samples}
         given = {"likelihood": likelihood, "prior": prior, "method": method}
-        if not hasattr(path, "read") and os.path.isdir(cast(str, path)):
+        if not hasattr(path, "read") and is_folder(cast(str, path)):
             return cls._of_folder(target_of(cast(str, path)), model, given, where)
         state = read(path)
         how = described(state)

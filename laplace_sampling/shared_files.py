@@ -18,7 +18,7 @@ from laplace_sampling.data.processes import Processes
 from laplace_sampling.files import explained
 from laplace_sampling.linear_model.held_samples import HeldSamples
 
-__all__ = ["entries", "is_sample", "read_folder", "write_folder"]
+__all__ = ["entries", "is_folder", "is_sample", "read_folder", "write_folder"]
 
 _SAMPLE = "sample."
 
@@ -31,6 +31,11 @@ def entries(samples: HeldSamples) -> dict[str, Tensor]:
 def is_sample(name: str) -> bool:
     """Whether an entry is one sample."""
     return name.startswith(_SAMPLE)
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether there is a folder of `write_folder`."""
+    return (Path(path) / ".metadata").is_file()
 
 
 def write_folder(state: dict[str, Tensor], folder: Path, processes: Processes) -> None:
@@ -60,7 +65,7 @@ def write_folder(state: dict[str, Tensor], folder: Path, processes: Processes) -
 
 def _temporary(folder: Path) -> Path:
     """A name for a new folder beside one."""
-    if folder.exists() and not (folder / ".metadata").is_file():
+    if folder.exists() and not is_folder(folder):
         raise FileExistsError(
             f"`save`: {folder} is no folder of an earlier `save`. Samples that are shared out are written to a folder: "
             "give the name of a new one."

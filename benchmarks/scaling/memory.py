@@ -1,10 +1,12 @@
-"""`python -m benchmarks.scaling.memory [--gigabytes 100] [--kept 1] [--ranks 1,2,4] [--out FILE]`.
+"""`python -m benchmarks.scaling.memory [--gigabytes 100] [--kept 1] [--samples 64] [--ranks 1,2,4] [--out FILE]`.
 
 Peak memory of each process of a fit of a last layer, above what it takes before the fit:
 
 - of inputs that are kept, which go through 1, 2 and 4 processes: each keeps those of its part;
 - of virtual inputs, of which 100 GB stream through 2 processes in each pass: each is made when it is read, from a part
-  of an array that is mapped from a file. No more is in memory than a few batches.
+  of an array that is mapped from a file. No more is in memory than a few batches;
+- of 64 samples of half a million weights, by the Krylov method on 64 data, which 1, 2 and 4 processes draw: all of them
+  keep all, or each keeps its own (`share_samples=True`).
 """
 
 import argparse
@@ -22,13 +24,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.scaling.processes import on_ranks
-from laplace_sampling import LinearisedLaplace
+from laplace_sampling import IsotropicPrior, LinearisedLaplace
 
 __all__ = ["VirtualImages", "peak"]
 
+# Of the network whose samples are shared out.
+_WEIGHTS = 500_000
 # Of an image, which has about a megabyte; images of the array that is mapped; images of a batch.
 _SIDE, _MAPPED, _BATCH = 296, 64, 32
 _MEGABYTE = 3 * _SIDE**2 * 4
@@ -74,6 +79,24 @@ def peak(folder: Path, num: int) -> dict[str, float]:
     return {"before": before, "peak": _most(), "seconds": time.perf_counter() - started}
 
 
+def peak_of_samples(num_weights: int, num_samples: int, share: bool) -> dict[str, float]:
+    """The same of a fit and a prediction of one input, whose samples the processes share out."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    width = num_weights // 102
+    network = nn.Sequential(nn.Linear(100, width), nn.Tanh(), nn.Linear(width, 1))
+    x = torch.randn(64, 100)
+    options: dict[str, Any] = {"num_samples": num_samples, "method": "krylov", "prior": IsotropicPrior(precision=1.0)}
+    if dist.get_world_size() > 1:
+        mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "samples"))
+        options |= {"mesh": mesh, "share_samples": share}
+    before, started = _most(), time.perf_counter()
+    la = LinearisedLaplace(network, "regression", **options).fit([(x, x[:, :1])], progress=False)
+    la.predict(x[:1])
+    kept = 4.0 * la._fitted.posterior.samples.rows.numel()  # pyright: ignore
+    return {"before": before, "peak": _most(), "kept": kept, "seconds": time.perf_counter() - started}
+
+
 def _most() -> float:
     """Bytes that the process has had in memory at most."""
     return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -98,14 +121,34 @@ def run(gigabytes: float, kept: float, ranks: Sequence[int]) -> list[dict[str, A
     return records
 
 
+def run_samples(num_samples: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """A record for each number of processes, with samples that are whole in each of them and shared out."""
+    records = []
+    for share in (False, True):
+        for num in ranks:
+            found = on_ranks(peak_of_samples, num, _WEIGHTS, num_samples, share)
+            records.append({"samples": num_samples, "shared": share, "ranks": num, "processes": found})
+            worst = max(found, key=lambda one: one["peak"])
+            print(
+                f"{num_samples} samples {'shared out' if share else 'in each'}, {num} processes: kept "
+                f"{worst['kept'] / 1e9:.3f} GB, peak {(worst['peak'] - worst['before']) / 1e9:.2f} GB above that "
+                f"before, {worst['seconds']:.0f} s",
+                flush=True,
+            )
+    return records
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling.memory", description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=100.0, help="that are streamed; 0 for none")
     parser.add_argument("--kept", type=float, default=1.0, help="gigabytes that are kept")
+    parser.add_argument("--samples", type=int, default=64, help="that are shared out; 0 for none")
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--out", type=Path, help="a file to which records are appended")
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
-    records = run(options.gigabytes, options.kept, [int(num) for num in options.ranks.split(",")])
+    ranks = [int(num) for num in options.ranks.split(",")]
+    records = run(options.gigabytes, options.kept, ranks) if options.kept or options.gigabytes else []
+    records += run_samples(options.samples, ranks) if options.samples else []
     if options.out is not None:
         with open(options.out, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)

@@ -246,19 +246,21 @@ class FactoredFit(SolverFit):
         return self.curvature.variance(self.prior.spread()) * self.prior.scale**2
 
     def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
-        spread, samples, energies, of_prior = self.prior.spread(), [], [], []
+        spread, energies, of_prior = self.prior.spread(), [], []
         holding, num = self.task.holding, draws.num_samples
-        for group in draws.part(holding.processes.samples_of(num)).groups(_FEW):
+        own = draws.part(holding.processes.samples_of(num))
+        samples = holding.empty(own.num_samples, self.ggn.size, self.task.dtype, self.ggn.device)
+        for group in own.groups(_FEW):
             white = group.prior(self.ggn.size).to(self.ggn.device, self.ggn.dtype)
             value = self.curvature.solve_root(white, spread)
             energies.append(row_products(value, self.curvature.matmul(value)))
             of_prior.append((spread * value.double() ** 2).sum(1))
-            samples.append(holding.kept(value * self.prior.scale, self.task.dtype))
+            samples[group.first - own.first :][: group.num_samples].copy_(value * self.prior.scale)
         data_energies, prior_energies = (
             holding.processes.samples_of_all(torch.cat(rows), num) for rows in (energies, of_prior)
         )
         return PosteriorSamples(
-            HeldSamples(torch.cat(samples), num, self.ggn.device, holding),
+            HeldSamples(samples, num, self.ggn.device, holding),
             self._leverages()[None],
             data_energies,
             data_energies + prior_energies,

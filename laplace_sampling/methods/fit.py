@@ -239,7 +239,7 @@ class Fit(ABC):
         return False
 
     def samples_of_linear_model(self) -> HeldSamples:
-        """Samples of the posterior of the linear model itself; they take solves if the fit is approximate."""
+        """Those of the posterior of the linear model itself; they take solves if the fit is approximate."""
         assert self.sampled is not None
         return self.sampled.samples
 
@@ -339,12 +339,7 @@ class Fit(ABC):
         )
 
     def diagnosis(self, weights: Float[Tensor, " P"], linear_model: str) -> Diagnosis:
-        """See `LinearisedLaplace.diagnose`.
-
-        Args:
-            weights: `w̄`.
-            linear_model: its name.
-        """
+        """See `LinearisedLaplace.diagnose`; `weights` are `w̄`, and `linear_model` is its name."""
         sampled, features = self.sampled, self.model.features
         assert sampled is not None
         residuals, tolerance = self.judge(sampled)

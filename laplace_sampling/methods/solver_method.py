@@ -61,8 +61,7 @@ __all__ = [
     "tuned_by_gram_matrix",
 ]
 
-# More samples than anybody asks for.
-_ALL = 2**31
+_ALL = 2**31  # more samples than anybody asks for
 # Vectors alive for each row of EM that is not being solved at the moment: the peak of a fit in float32
 # (a linear layer of 9,003 weights). At half a fit that may take 100 vectors takes 136; at twice it has fewer samples.
 _EM_STACKS = 12

@@ -18,7 +18,7 @@ from laplace_sampling.data.processes import ProcessError
 
 # Of ten samples three groups have three, three and four.
 K, N, D, C = 10, 37, 3, 2
-SHAPES = [(1, 2), (1, 3), (2, 2)]
+SHAPES = [(1, 3), (2, 2)]
 NAMES = ("data", "samples")
 METHODS: dict[str, dict[str, Any]] = {
     "exact": {"method": "exact"},
@@ -167,8 +167,6 @@ def test_a_folder_is_read_by_another_number_of_processes(written: tuple[Path, Te
 def test_a_damaged_folder_is_told(written: tuple[Path, Tensor], tmp_path: Path) -> None:
     folder = tmp_path / "damaged"
     folder.mkdir()
-    with pytest.raises(ValueError, match=r"`load`: the folder .*damaged is damaged, or not one of `save`"):
-        LinearisedLaplace.load(folder, model())
     for path in (written[0] / "shared").iterdir():
         data = bytearray(path.read_bytes())
         if path.suffix == ".distcp":

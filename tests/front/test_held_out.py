@@ -339,7 +339,7 @@ def test_ignored_labels_do_not_enter_the_scale() -> None:
 def test_few_data_are_looked_at_and_the_first_ones_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (x, y), _ = overfitted()
     la = LinearisedLaplace(model, "classification", num_samples=8).fit_hyperparameters([(x, y)], progress=False)
-    fit = replace(la._fitted.fit, sampled=replace(la._fitted.fit.sampled, samples=la.samples_))
+    fit = replace(la._fitted.fit, sampled=replace(la._fitted.fit.sampled, samples=la._fitted.posterior.samples))
     tangent = la._fitted.tangent
     in_order = replace(tangent, in_order=True)
     assert on_training_data.OnTrainingData.of(fit, tangent, 20).some.tolist() == list(range(0, 90, 5))
@@ -387,7 +387,7 @@ def test_data_are_left_out_of_the_posterior_of_the_linear_model(method: str, mon
     case = make_case("classification")
     la = laplace_of(case.model, "classification", method=method, prior_precision=0.6, num_samples=4)
     fit = la.fit(case.batches, progress=False)._fitted.fit
-    samples = la.network.jvp(case.x[:3], fit.samples_of_linear_model()).flatten(1)
+    samples = la.network.jvp(case.x[:3], fit.samples_of_linear_model().rows).flatten(1)
     exact = laplace_of(case.model, "classification", method="exact", prior_precision=0.6, num_samples=4)
     expected = exact.fit(case.batches, progress=False).predict(case.x[:3]).joint_covariance()
     error = ((expected.diagonal()[:, None] * expected.diagonal() + expected**2) / 2000).sqrt()

@@ -51,7 +51,7 @@ def test_what_data_do_not_determine_is_the_prior_sample_at_every_precision(recip
 def test_other_draws_have_no_start() -> None:
     model = dense_model("classification")
     prior = build("isotropic", model, 1.0)
-    start = start_at(prior, torch.zeros(6, len(prior.scale), dtype=torch.float64))
+    start = start_at(prior, HeldSamples.whole(torch.zeros(6, len(prior.scale), dtype=torch.float64)))
     assert start.delta(Draws(6, 1, SAMPLE_STREAM + 1), prior) is None
     assert start.delta(Draws(6, 2, SAMPLE_STREAM), prior) is None
     assert start.delta(Draws(8, 1, SAMPLE_STREAM), prior) is None
