@@ -5,7 +5,7 @@ Peak memory of each process of a fit of a last layer, above what it takes before
 - of inputs that are kept, which go through 1, 2 and 4 processes: each keeps those of its part;
 - of virtual inputs, of which 100 GB stream through 2 processes in each pass: each is made when it is read, from a part
   of an array that is mapped from a file. No more is in memory than a few batches;
-- of 64 samples of half a million weights, by the Krylov method on 64 data, which 1, 2 and 4 processes draw: all of them
+- of 64 samples of four million weights, by the diagonal of 64 data, which 1, 2 and 4 processes draw: all of them
   keep all, or each keeps its own (`share_samples=True`).
 """
 
@@ -33,7 +33,7 @@ from laplace_sampling import IsotropicPrior, LinearisedLaplace
 __all__ = ["VirtualImages", "peak"]
 
 # Of the network whose samples are shared out.
-_WEIGHTS = 500_000
+_WEIGHTS = 4_000_000
 # Of an image, which has about a megabyte; images of the array that is mapped; images of a batch.
 _SIDE, _MAPPED, _BATCH = 296, 64, 32
 _MEGABYTE = 3 * _SIDE**2 * 4
@@ -86,7 +86,7 @@ def peak_of_samples(num_weights: int, num_samples: int, share: bool) -> dict[str
     width = num_weights // 102
     network = nn.Sequential(nn.Linear(100, width), nn.Tanh(), nn.Linear(width, 1))
     x = torch.randn(64, 100)
-    options: dict[str, Any] = {"num_samples": num_samples, "method": "krylov", "prior": IsotropicPrior(precision=1.0)}
+    options: dict[str, Any] = {"num_samples": num_samples, "method": "diagonal", "prior": IsotropicPrior(precision=1.0)}
     if dist.get_world_size() > 1:
         mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "samples"))
         options |= {"mesh": mesh, "share_samples": share}
