@@ -1,17 +1,26 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks.scaling import memory
 
 
 def test_records_have_each_process(tmp_path: Path) -> None:
     out = tmp_path / "records.jsonl"
-    memory.main(["--gigabytes", "0.02", "--kept", "0.01", "--ranks", "1,2", "--out", str(out)])
+    memory.main(["--gigabytes", "0.02", "--kept", "0.01", "--samples", "0", "--ranks", "1,2", "--out", str(out)])
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(record["inputs"], record["ranks"]) for record in records] == [("kept", 1), ("kept", 2), ("streamed", 2)]
     for record in records:
         assert len(record["processes"]) == record["ranks"]
         assert all(0 < one["before"] <= one["peak"] for one in record["processes"])
+
+
+def test_samples_that_are_shared_out_are_kept_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_WEIGHTS", 10_000)
+    records = memory.run_samples(8, [1, 2])
+    kept = {(record["shared"], record["ranks"]): record["processes"][0]["kept"] for record in records}
+    assert kept[False, 1] == kept[False, 2] == kept[True, 1] == 2 * kept[True, 2]
 
 
 def test_images_differ_and_are_not_stored(tmp_path: Path) -> None:
