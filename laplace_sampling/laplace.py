@@ -73,12 +73,7 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         process_group: processes of `torch.distributed` that share out the data of fits (`docs/distributed.md`). Each
             makes the same calls, with a loader of all data; `predict` and `save` may be called by one alone.
         mesh: likewise a `DeviceMesh`, with the axes `"data"`, `"samples"`, or both; along the second one each group of
-            processes draws its own samples.
-        share_samples: leave samples in the processes of `mesh` that draw them, so that the memory that they take falls
-            with the length of the axis `"samples"`. All processes then make all calls together, also `predict` and
-            `save`.
-        offload_samples: keep samples in host memory, from which they go to the device in blocks of at most a gigabyte,
-            or one by one: for `K·P` numbers that the device does not hold.
+            processes draws its own samples, and keeps them to itself if that axis is named `"shared_samples"`.
 
     Raises:
         ValueError: for settings that are not known or do not go together.
@@ -123,8 +118,6 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         hessian_at: str = "auto",
         process_group: "ProcessGroup | None" = None,
         mesh: "DeviceMesh | None" = None,
-        share_samples: bool = False,
-        offload_samples: bool = False,
     ) -> None:
         self.settings = Settings.of(
             likelihood,
@@ -137,8 +130,6 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
             hessian_at=hessian_at,
             process_group=process_group,
             mesh=mesh,
-            share_samples=share_samples,
-            offload_samples=offload_samples,
         )
         self.network = self.settings.linearise(model)
 
@@ -304,8 +295,7 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
             NotFittedError: before a fit.
             ValueError: for NaN in `x`, or if the weights of the model or what it computes have changed since the fit.
         """
-        fitted = self._drawn("predict")
-        posterior = fitted.posterior
+        posterior = (fitted := self._drawn("predict")).posterior
         num_samples, x = samples_for(num_samples, accuracy, len(posterior.samples)), checked_inputs(x)
         check_options(self.settings.likelihood, observed, noise_variances)
         self._check_network("predict")

@@ -129,9 +129,12 @@ def problem_of(settings: "Settings", network: Linearisation, tangent: TangentMod
     vector = network.num_parameters * torch.empty((), dtype=network.dtype).element_size()
 
     default = _half_of_free(settings, network)  # asked once: it changes from moment to moment
+    holding = settings.holding
+    # On a CPU samples in host memory are in that of the solvers.
+    counted = replace(holding, offloaded=holding.offloaded and network.device.type != "cpu")
 
     def memory_of(max_memory: float | None) -> Memory:
-        return Memory(default if max_memory is None else max_memory, max_memory is not None, vector, settings.holding)
+        return Memory(default if max_memory is None else max_memory, max_memory is not None, vector, counted)
 
     return Problem(
         tangent=tangent,
@@ -143,7 +146,7 @@ def problem_of(settings: "Settings", network: Linearisation, tangent: TangentMod
         dtype=network.dtype,
         progress=progress,
         memory_of=memory_of,
-        holding=settings.holding,
+        holding=holding,
     )
 
 

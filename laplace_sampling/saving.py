@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from laplace_sampling.checksums import described, with_checksums
 from laplace_sampling.data.processes import ALONE
+from laplace_sampling.data.processes_of import processes_of
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.files import File, read, target_of, write
 from laplace_sampling.fitted import Fitted, FittedModel, check_fingerprint, check_function
@@ -32,7 +33,6 @@ from laplace_sampling.posterior import Posterior
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.conformal import conformal_of
 from laplace_sampling.preparation import restore_fit
-from laplace_sampling.settings import holding_of
 from laplace_sampling.shared_files import entries, is_folder, is_sample, read_folder, write_folder
 
 if TYPE_CHECKING:
@@ -115,7 +115,8 @@ class SavableModel(FittedModel):
     def save(self, path: File, dtype: torch.dtype | None = None) -> None:
         """Write `state_dict()` to a file.
 
-        With `share_samples=True`, all processes write a folder of `torch.distributed.checkpoint`, each its own samples.
+        With an axis `"shared_samples"` of `mesh`, all processes write a folder of `torch.distributed.checkpoint`, each
+        its own samples.
 
         It is written to a temporary file in the same folder, flushed to the disk, and put in the place of an older
         file: whatever happens meanwhile, that one or the new one is there, and whole. A process that is killed may
@@ -149,8 +150,6 @@ class SavableModel(FittedModel):
         *,
         process_group: "ProcessGroup | None" = None,
         mesh: "DeviceMesh | None" = None,
-        share_samples: bool = False,
-        offload_samples: bool = False,
     ) -> Self:
         """Read what `save` wrote, for the same trained network; settings are those of the saved object.
 
@@ -163,8 +162,6 @@ class SavableModel(FittedModel):
             method: likewise.
             process_group: as of the constructor, whatever the number of processes was that saved it.
             mesh: likewise.
-            share_samples: likewise.
-            offload_samples: likewise.
 
         Raises:
             OSError: if the file cannot be opened.
@@ -172,7 +169,6 @@ class SavableModel(FittedModel):
                 the fit, or computes another function of the data; if something has to be given.
         """
         where = {"process_group": process_group, "mesh": mesh}
-        where |= {"share_samples": share_samples, "offload_samples": offload_samples}
         given = {"likelihood": likelihood, "prior": prior, "method": method}
         if not hasattr(path, "read") and is_folder(cast(str, path)):
             return cls._of_folder(target_of(cast(str, path)), model, given, where)
@@ -186,11 +182,11 @@ class SavableModel(FittedModel):
     @classmethod
     def _of_folder(cls, folder: Path, model: nn.Module, given: dict[str, Any], where: dict[str, Any]) -> Self:
         """Read what several processes wrote."""
-        holding = holding_of(**where)
-        state, rows, num = read_folder(folder, holding.processes.samples_of)
+        processes = processes_of(**where)
+        state, rows, num = read_folder(folder, (processes if processes.samples_stay else ALONE).samples_of)
         how = described(state, lambda name: not is_sample(name) or name in state)
         la = cls(model, **arguments_of(how, **given), **where)  # pyright: ignore[reportCallIssue]
-        held = HeldSamples.of_part(rows, num, holding, la.network.device, state.get("sample_scales"))
+        held = HeldSamples.of_part(rows, num, la.settings.holding, la.network.device, state.get("sample_scales"))
         la._take_over(state, how, "load", held)
         return la
 

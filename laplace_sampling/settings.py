@@ -16,9 +16,9 @@ from laplace_sampling.methods import as_method
 from laplace_sampling.methods.method import Method
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.random_weights import Subset, linearise
-from laplace_sampling.solvers.checks import check_flag, check_whole
+from laplace_sampling.solvers.checks import check_whole
 
-__all__ = ["Settings", "holding_of"]
+__all__ = ["Settings"]
 
 _LINEAR_MODELS = ("auto", "affine", "homogeneous")
 _HESSIANS = ("auto", "network", "mode")
@@ -37,7 +37,6 @@ class Settings:
     linear_model: str
     hessian_at: str
     processes: Processes = field(default=ALONE, compare=False, repr=False)
-    holding: Holding = field(default_factory=Holding, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -53,8 +52,6 @@ class Settings:
         hessian_at: str = "auto",
         process_group: Any = None,
         mesh: Any = None,
-        share_samples: bool = False,
-        offload_samples: bool = False,
     ) -> "Settings":
         """The settings of arguments, some of which are strings.
 
@@ -76,7 +73,6 @@ class Settings:
             linear_model=default if linear_model == "auto" else linear_model,
             hessian_at="network" if hessian_at == "auto" else hessian_at,
             processes=processes_of(process_group, mesh),
-            holding=holding_of(process_group, mesh, share_samples, offload_samples),
         )
 
     def __post_init__(self) -> None:
@@ -90,6 +86,11 @@ class Settings:
         self.method.check_likelihood(self.likelihood)
 
     @property
+    def holding(self) -> Holding:
+        """Where samples are kept."""
+        return Holding(self.method.offload_samples, self.processes if self.processes.samples_stay else ALONE)
+
+    @property
     def observation(self) -> Any:
         """`T` of measurements `y = T f(x) + noise`, or `None`."""
         return getattr(self.likelihood, "observe", None)
@@ -97,23 +98,6 @@ class Settings:
     def linearise(self, model: nn.Module) -> Linearisation:
         """The network with these random weights."""
         return linearise(model, self.parameters, autocast=self.method.autocast, compile=self.method.compile)
-
-
-def holding_of(process_group: Any, mesh: Any, share_samples: bool, offload_samples: bool) -> Holding:
-    """Where samples are kept.
-
-    Raises:
-        TypeError, ValueError: as of `processes_of`; if samples are to be shared by processes that do not draw them.
-    """
-    check_flag("`share_samples`", share_samples)
-    check_flag("`offload_samples`", offload_samples)
-    processes = processes_of(process_group, mesh)
-    if share_samples and processes.num_samplers == 1:
-        raise ValueError(
-            "`share_samples=True` leaves samples in the processes that draw them: give a `mesh` whose axis "
-            '"samples" has two or more, as by `init_device_mesh(device, (2, 4), mesh_dim_names=("data", "samples"))`.'
-        )
-    return Holding(offload_samples, processes if share_samples else ALONE)
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

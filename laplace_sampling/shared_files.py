@@ -50,17 +50,19 @@ def write_folder(state: dict[str, Tensor], folder: Path, processes: Processes) -
     from torch.distributed.checkpoint.api import CheckpointException
 
     temporary = Path(processes.of_very_first(lambda: str(_temporary(folder))))
-    if processes.is_first_of_data:
-        assert processes.samples is not None
-        writer = filesystem.FileSystemWriter(temporary)
-        # What all processes have is written by one of them: times of steps differ.
-        own = {name: tensor for name, tensor in state.items() if processes.sampler == 0 or is_sample(name)}
-        try:
+    try:
+        if processes.is_first_of_data:
+            assert processes.samples is not None
+            # What all processes have is written by one of them: times of steps differ.
+            own = {name: tensor for name, tensor in state.items() if processes.sampler == 0 or is_sample(name)}
+            writer = filesystem.FileSystemWriter(temporary)
             state_dict_saver.save(own, storage_writer=writer, process_group=processes.samples.own)
-        except CheckpointException as error:  # which is no Exception
-            causes = "; ".join(str(cause) for cause, _ in error.failures.values())
-            raise OSError(f"`save`: {folder} cannot be written: {causes}.") from error
-    processes.of_very_first(lambda: _replaced(folder, temporary))
+        processes.of_very_first(lambda: _put(temporary, folder))
+    except CheckpointException as error:  # which is no Exception
+        causes = "; ".join(str(cause) for cause, _ in error.failures.values())
+        raise OSError(f"`save`: {folder} cannot be written: {causes}.") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # of a folder that did not become whole
 
 
 def _temporary(folder: Path) -> Path:
@@ -75,16 +77,18 @@ def _temporary(folder: Path) -> Path:
     return folder.with_name(f".{folder.name[:40]}.{os.urandom(4).hex()}.tmp")
 
 
-def _replaced(folder: Path, new: Path) -> None:
-    """Put a folder in the place of another."""
+def _put(new: Path, folder: Path) -> None:
+    """Put a folder in the place of another, which is there again if that fails."""
+    old = new.with_suffix(".old")
     try:
-        old = new.with_suffix(".old")
         if folder.exists():
             os.replace(folder, old)
         os.replace(new, folder)
-        shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
-        raise explained(error, f"`save`: {folder} cannot be written: {error.strerror}. It is in {new}.") from error
+        if old.exists():
+            os.replace(old, folder)
+        raise explained(error, f"`save`: {folder} cannot be written: {error.strerror}.") from error
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def read_folder(folder: Path, own: Callable[[int], range]) -> tuple[dict[str, Tensor], Tensor, int]:

@@ -6,7 +6,7 @@ Peak memory of each process of a fit of a last layer, above what it takes before
 - of virtual inputs, of which 100 GB stream through 2 processes in each pass: each is made when it is read, from a part
   of an array that is mapped from a file. No more is in memory than a few batches;
 - of 64 samples of four million weights, by the diagonal of 64 data, which 1, 2 and 4 processes draw: all of them
-  keep all, or each keeps its own (`share_samples=True`).
+  keep all, or each keeps its own (the axis "shared_samples").
 """
 
 import argparse
@@ -88,8 +88,8 @@ def peak_of_samples(num_weights: int, num_samples: int, share: bool) -> dict[str
     x = torch.randn(64, 100)
     options: dict[str, Any] = {"num_samples": num_samples, "method": "diagonal", "prior": IsotropicPrior(precision=1.0)}
     if dist.get_world_size() > 1:
-        mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "samples"))
-        options |= {"mesh": mesh, "share_samples": share}
+        names = "data", "shared_samples" if share else "samples"
+        options["mesh"] = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=names)
     before, started = _most(), time.perf_counter()
     la = LinearisedLaplace(network, "regression", **options).fit([(x, x[:, :1])], progress=False)
     la.predict(x[:1])

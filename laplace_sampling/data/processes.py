@@ -17,14 +17,14 @@ from torch import Tensor
 if TYPE_CHECKING:
     from laplace_sampling.data.fit_group import FitGroup
 
-__all__ = ["ALONE", "DATA", "ENDED", "SAMPLES", "ProcessError", "Processes", "words"]
+__all__ = ["ALONE", "DATA", "ENDED", "SAMPLES", "SHARED_SAMPLES", "ProcessError", "Processes", "words"]
 
 Result = TypeVar("Result")
 
 # What a process says of another that does not answer.
 ENDED = "it has ended, or cannot be reached"
-# Names of the two axes of a mesh.
-DATA, SAMPLES = "data", "samples"
+# Names of the two axes of a mesh, and of the second one where samples stay in the processes that draw them.
+DATA, SAMPLES, SHARED_SAMPLES = "data", "samples", "shared_samples"
 
 
 class ProcessError(RuntimeError):
@@ -48,10 +48,12 @@ class Processes:
         data: the group whose processes share out the data; `None` if this process has all of them.
         samples: the group whose processes share out the samples, each of which is in another group of `data`; `None` if
             this process draws all of them.
+        samples_stay: whether each process keeps those that it draws, and no others.
     """
 
     data: "FitGroup | None" = None
     samples: "FitGroup | None" = None
+    samples_stay: bool = False
     # Numbers of processes and of this one, which do not change: asking for them takes longer than a small sum.
     _places: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
 

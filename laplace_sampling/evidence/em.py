@@ -203,8 +203,8 @@ class _Iteration:
         residual, passes = float(self._of_all(solution.residual).max()), solution.passes
         if processes.shares_samples(num):
             passes = sum(processes.gathered_samples(lambda: solution.passes))
-        moments = gamma, gamma_se, mode_norm, residual, minimum.passes + passes
-        return _Expectation(minimum, mode_outputs, ggn, solution, samples, *moments)
+        passes += minimum.passes
+        return _Expectation(minimum, mode_outputs, ggn, solution, samples, gamma, gamma_se, mode_norm, residual, passes)
 
     def _of_all(self, rows: Tensor) -> Tensor:
         """The rows of all samples, from those of this process."""

@@ -1,6 +1,6 @@
 """`HeldSamples`: posterior samples where they are kept: on the device, in host memory, or some in each process."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -126,9 +126,7 @@ class HeldSamples:
         return max(1, len(self.rows)) if self.scales is None else max(_FEWEST, _CONVERTED_BYTES // bytes_)
 
     def blocks(self, num: int | None = None) -> Iterator[tuple[slice, Float[Tensor, "k P"]]]:
-        """Those of the first samples, all or so many, that this process has: in blocks, on the device, with their
-        numbers.
-        """
+        """Of the first samples, all or so many, those of this process: blocks on the device, with their numbers."""
         first, last = self.own.start, min(self.own.stop, self.num if num is None else num)
         for start in range(first, last, self.block):
             stop = min(start + self.block, last)
@@ -138,23 +136,8 @@ class HeldSamples:
         there = self.rows[rows].to(self.device, non_blocking=True)
         return there if self.scales is None else self.scales[rows, None] * there.to(self.scales.dtype)
 
-    def images(
-        self, function: Callable[[Float[Tensor, "k P"]], Float[Tensor, "k *n"]], like: Float[Tensor, "K *n"]
-    ) -> Float[Tensor, "K *n"]:
-        """A linear function of the first samples, as many as `like` has rows, also of those of other processes.
-
-        Args:
-            function: of a block of samples.
-            like: memory for the results, which is written to.
-        """
-        if self.are_shared:
-            like.zero_()
-        for numbers, samples in self.blocks(len(like)):
-            like[numbers] = function(samples)
-        return self.joined(like)
-
     def joined(self, rows: Float[Tensor, "K *n"]) -> Float[Tensor, "K *n"]:
-        """Rows of all samples from those that each process has, where the others are zero; in place."""
+        """Rows of all samples from those that each process has, in which the others are zero; in place."""
         if self.are_shared:
             self.holding.processes.sum_of_samples(rows)
         return rows
@@ -162,8 +145,10 @@ class HeldSamples:
     def first(self, num: int) -> Float[Tensor, "K P"]:
         """The first samples, so many at most, on the device and in the precision of the network."""
         dtype = self.rows.dtype if self.scales is None else self.scales.dtype
-        into = torch.empty(min(num, self.num), self.size, dtype=dtype, device=self.device)
-        return self.images(lambda rows: rows, into)
+        into = torch.zeros(min(num, self.num), self.size, dtype=dtype, device=self.device)
+        for numbers, samples in self.blocks(len(into)):
+            into[numbers] = samples
+        return self.joined(into)
 
     def part(self, numbers: range) -> Float[Tensor, "k P"] | None:
         """Samples of these numbers; `None` if this process does not have them."""

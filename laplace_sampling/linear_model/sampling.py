@@ -142,7 +142,7 @@ def draw(
     own = draws.part(processes.samples_of(draws.num_samples))
     groups = own.groups(rows)
     samples: Tensor | None = None
-    parts: list[_Part] = []
+    parts: list[PosteriorSamples] = []
     for number in range(processes.most_groups(draws.num_samples, rows)):
         try:
             # Of all processes, so that each knows what the next group may still cost.
@@ -154,11 +154,12 @@ def draw(
                 solution = sample_posterior(ggn, prior, group, solver, init=start, description=description)
                 if samples is None:  # after the first solve, so that they do not add to its peak of memory
                     samples = holding.empty(own.num_samples, ggn.size, dtype, ggn.device)
-                samples[group.first - own.first :][: group.num_samples].copy_((solution.value * prior.scale).to(dtype))
-                parts.append(_judged(solution, ggn, prior))
+                in_group = samples[group.first - own.first :][: group.num_samples]
+                in_group.copy_((solution.value * prior.scale).to(dtype))
+                parts.append(_judged(solution, in_group, ggn, prior))
                 del solution  # its vectors are freed before the next group needs their memory
         except KeyboardInterrupt:
-            there = sum(len(part.energies) for part in parts)
+            there = sum(len(part.samples) for part in parts)
             # Each of several processes would be interrupted after another sample.
             if not keep or samples is None or there < 2 or processes.are_several:
                 raise
@@ -171,21 +172,7 @@ def draw(
     return _joined(HeldSamples(samples, draws.num_samples, ggn.device, holding), parts, processes)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """What is known of the samples of one group, as in `PosteriorSamples`."""
-
-    leverage: Float[Tensor, "L G"]
-    data_energies: Float[Tensor, " K"]
-    energies: Float[Tensor, " K"]
-    residual: Float[Tensor, " K"]
-    error: Float[Tensor, " K"]
-    passes: float
-    converged: bool
-    exact: bool
-
-
-def _joined(samples: HeldSamples, parts: list[_Part], processes: Processes) -> PosteriorSamples:
+def _joined(samples: HeldSamples, parts: list[PosteriorSamples], processes: Processes) -> PosteriorSamples:
     """The samples, and what is known of each, from the groups of all processes."""
     num = len(samples)
 
@@ -208,8 +195,8 @@ def _joined(samples: HeldSamples, parts: list[_Part], processes: Processes) -> P
     )
 
 
-def _judged(solution: Solution, ggn: GGN, prior: GaussianPrior) -> _Part:
-    """What is known of the samples of one group."""
+def _judged(solution: Solution, samples: Tensor, ggn: GGN, prior: GaussianPrior) -> PosteriorSamples:
+    """The samples of one group, and what is known of them."""
     zeta = solution.value
     if solution.exact:
         # The leverage of an exact solution is a diagonal, not that of its samples: their energies take a product.
@@ -222,7 +209,8 @@ def _judged(solution: Solution, ggn: GGN, prior: GaussianPrior) -> _Part:
     # Row by row: in float64 all samples together would take twice the memory of the solution.
     prior_energies = torch.stack([(spread * row.double() ** 2).sum() for row in zeta])
     leverage = torch.cat([prior.grouped(row[None]) for row in solution.leverage])
-    return _Part(
+    return PosteriorSamples(
+        HeldSamples.whole(samples),
         leverage,
         data_energies,
         data_energies + prior_energies,

@@ -19,7 +19,7 @@ from laplace_sampling.data.processes import ProcessError
 # Of ten samples three groups have three, three and four.
 K, N, D, C = 10, 37, 3, 2
 SHAPES = [(1, 3), (2, 2)]
-NAMES = ("data", "samples")
+NAMES = ("data", "shared_samples")
 METHODS: dict[str, dict[str, Any]] = {
     "exact": {"method": "exact"},
     "krylov": {"method": Krylov()},
@@ -84,7 +84,7 @@ def numbers(la: LinearisedLaplace, likelihood: str) -> dict[str, Any]:
 
 
 def mesh_of(shape: tuple[int, int]) -> dict[str, Any]:
-    return {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=NAMES), "share_samples": True}
+    return {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=NAMES)}
 
 
 def on_rank(shape: tuple[int, int]) -> list[dict[str, Any]]:
@@ -144,7 +144,7 @@ def test_a_folder_is_read_by_one_process(written: tuple[Path, Tensor]) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["half", "shared"]
     la = LinearisedLaplace.load(folder / "shared", model())
     assert_close(la.predict(X).deviations, expected, rtol=1e-12, atol=1e-14)
-    half = LinearisedLaplace.load(folder / "half", model(), offload_samples=True)
+    half = LinearisedLaplace.load(folder / "half", model())
     assert half.predict(X).deviations.dtype == torch.float64
     assert_close(half.predict(X).deviations, expected, rtol=1e-2, atol=2e-2 * float(expected.abs().max()))
 
@@ -222,15 +222,11 @@ def test_an_error_in_one_process_is_told_to_all(tmp_path: Path) -> None:
     assert (tmp_path / "taken").read_text() == "something else"
 
 
-def _without_axis() -> str:
-    with pytest.raises(ValueError, match='give a `mesh` whose axis "samples" has two or more') as error:
-        LinearisedLaplace(model(), "regression", process_group=dist.group.WORLD, share_samples=True)
-    return str(error.value)
+def _both_axes_of_samples() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("samples", "shared_samples"))
+    with pytest.raises(ValueError, match="The axes of `mesh` must be named 'data', 'samples'"):
+        LinearisedLaplace(model(), "regression", mesh=mesh)
 
 
-def test_samples_are_shared_along_an_axis_of_a_mesh() -> None:
-    run_on_ranks(_without_axis, 2)
-    with pytest.raises(ValueError, match="`share_samples=True` leaves samples in the processes that draw them"):
-        LinearisedLaplace(model(), "regression", share_samples=True)
-    with pytest.raises(TypeError, match="`offload_samples`"):
-        LinearisedLaplace(model(), "regression", offload_samples="yes")  # pyright: ignore
+def test_samples_are_shared_along_one_axis() -> None:
+    run_on_ranks(_both_axes_of_samples, 2)
