@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 
-from laplace_sampling import SVRG, Krylov, LinearisedLaplace, Stochastic
+from laplace_sampling import SVRG, Gaussian, Krylov, LinearisedLaplace, Stochastic
 from laplace_sampling.data.processes import ProcessError
 
 # Of ten samples three groups have three, three and four.
@@ -29,6 +29,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "last layer": {"parameters": "last_layer"},
 }
 CASES = [(method, likelihood) for method in METHODS for likelihood in ("regression", "classification")]
+# Its noise of each output takes a sum over the samples of all processes.
+CASES.append(("krylov by layers", "regression with a noise of each output"))
 
 
 def model() -> nn.Module:
@@ -49,7 +51,9 @@ X = torch.linspace(-2, 2, 4 * D, dtype=torch.float64).reshape(4, D)
 
 
 def fitted(method: str, likelihood: str, **where: Any) -> LinearisedLaplace:
-    la = LinearisedLaplace(model(), likelihood, num_samples=K, **METHODS[method], **where)
+    by_output = Gaussian(torch.ones(C, dtype=torch.float64))
+    family = by_output if "each output" in likelihood else likelihood
+    la = LinearisedLaplace(model(), family, num_samples=K, **METHODS[method], **where)
     # Samples that are solved for together help each other, and end together: without them a sample is another one
     # within a tolerance.
     tolerance = 1e-11 if "krylov" in method or method == "stochastic" else 0.1
@@ -63,6 +67,7 @@ def numbers(la: LinearisedLaplace, likelihood: str) -> dict[str, Any]:
     found = {
         "prior precision": la.prior_precision_,
         "effective dimension": la.effective_dimension_,
+        "noise": torch.ones(1) if la.noise_precision_ is None else la.noise_precision_,
         "scale": torch.tensor(la.scale_),
         "samples": la.samples_,
         "deviations": pred.deviations,
