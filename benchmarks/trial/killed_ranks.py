@@ -155,7 +155,8 @@ class _Fitted:
         left = self.waited(children, _ALLOWED)
         seconds = time.perf_counter() - started
         said = "nothing" if left else self.outcome(next(iter(children)))
-        return victim, seconds, said if isinstance(said, str) else "it has the fit"
+        # Both have met after the fit if one of them has its numbers: the killed one was about to end.
+        return (victim, seconds, said) if isinstance(said, str) else None
 
 
 def run(count: int, seed: int) -> Report:

@@ -232,7 +232,7 @@ def test_what_is_no_group_is_refused() -> None:
     _, found = run_on_ranks(_wrong_groups, 2)
     assert "`process_group` must be a group of `torch.distributed`" in found[0]
     assert "`mesh` must be a DeviceMesh" in found[1]
-    assert "The axes of `mesh` must be named 'data', 'samples' or both" in found[2]
+    assert "The axes of `mesh` must be named 'data', 'samples' (or 'shared_samples') or both" in found[2]
     assert "say the same in two ways" in found[3]
     assert "This process is not in the group" in found[4]
 

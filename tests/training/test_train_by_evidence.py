@@ -127,7 +127,7 @@ def test_the_decay_after_an_update_is_that_of_its_precisions() -> None:
     plain(by_hand, loader, F.cross_entropy, 3, torch.optim.SGD(groups, lr=0.1))
     result = trained(model, sgd(model), loader=loader, epochs=5, burn_in=2, every=9)
     assert result.epochs_ == [2, 5]
-    assert result.history_[0].prior_precision.tolist() == update.prior_precision.tolist()
+    torch.testing.assert_close(result.history_[0].prior_precision, update.prior_precision, rtol=1e-9, atol=0)
     assert result.best_epoch_ == 5
     assert_same(by_hand, model)
 
