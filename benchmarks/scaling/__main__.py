@@ -1,4 +1,4 @@
-"""`python -m benchmarks.scaling [--out FILE] [--minutes 8] [--quick]`.
+"""`python -m benchmarks.scaling [--out FILE] [--minutes 8] [--vectors 1] [--quick]`.
 
 Times GGN products of two networks on one and on two processes of one thread each, sums of vectors over both processes,
 and how much they slow each other down. It wants a machine of two cores that does nothing else. Records are appended to
@@ -13,6 +13,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__)
     top.add_argument("--out", type=Path, default=OUT, metavar="FILE")
     top.add_argument("--minutes", type=float, default=8.0, help="that repetitions may take")
+    top.add_argument("--vectors", type=int, default=1, metavar="TIMES", help="as many vectors as by default")
     top.add_argument("--quick", action="store_true", help="narrow networks, few data, one repetition")
     return top
 
@@ -44,15 +46,16 @@ def reporter() -> argparse.ArgumentParser:
     return top
 
 
-def run(quick: bool, minutes: float) -> dict[str, Any]:
+def run(quick: bool, minutes: float, times: int = 1) -> dict[str, Any]:
     """The record of a run."""
     load = os.getloadavg()[0]
     cases = [case.quick() if quick else case for case in CASES]
+    cases = [replace(case, vectors=times * case.vectors) for case in cases]
     sizes = ALL_REDUCE[:3] if quick else ALL_REDUCE
     rows = rows_of(on_ranks(timings, RANKS, cases, sizes, 60 * minutes, quick))
     batches = {case.name: case.batch for case in cases}
     return {
-        "setup": "quick" if quick else "full",
+        "setup": ("quick" if quick else "full") + ("" if times == 1 else f", {times} times the vectors"),
         "load_before": load,
         "cores": os.cpu_count(),
         "machine": platform.machine(),
@@ -69,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.page.write_text(with_tables(options.page.read_text(encoding="utf-8"), records), encoding="utf-8")
         return
     options = parser().parse_args(arguments)
-    record = run(options.quick, options.minutes)
+    record = run(options.quick, options.minutes, options.vectors)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     append(options.out, record)
     for case in CASES:

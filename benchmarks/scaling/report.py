@@ -65,15 +65,21 @@ def with_tables(page: str, records: Records) -> str:
 
 
 def measured(records: Records) -> str:
-    """The full run of the records, or a note that there is none."""
-    full = [record for record in records if record["setup"] == "full"]
+    """The full runs of the records, one for each number of vectors, or a note that there is none."""
+    full = {record["setup"]: record for record in records if record["setup"].startswith("full")}
     if not full:
         return "There is no record of a full run yet."
-    record = full[-1]
+    return "\n\n".join(measured_in(record) for record in full.values())
+
+
+def measured_in(record: Mapping[str, Any]) -> str:
+    """A run."""
     found = [comparison(record["rows"], case.name) for case in CASES]
+    vectors = {row["network"]: row["vectors"] for row in record["rows"]}
     rows = [
         [
             f.network,
+            str(vectors[f.network]),
             f"{1e3 * f.arithmetic.per_datum:.3g}",
             f"{1e3 * f.arithmetic.per_batch:.3g}",
             f"{f.slowdown:.2f}",
@@ -88,7 +94,7 @@ def measured(records: Records) -> str:
         for f in found
     ]
     head = [
-        "network", "a datum, ms", "a batch besides, ms", "slowdown", "predicted, s", "measured, s", "error",
+        "network", "K", "a datum, ms", "a batch besides, ms", "slowdown", "predicted, s", "measured, s", "error",
         "efficiency, data", "samples", "both without the slowdown", "gather, s",
     ]  # fmt: skip
     ring, repeats = found[0].ring, [len(row["repetitions"]) for row in record["rows"] if row["network"]]

@@ -13,11 +13,13 @@ PAGE = Path(command.__file__).parents[2] / "docs" / "scaling.md"
 
 def test_a_quick_run_and_its_page(tmp_path: Path) -> None:
     out, page = tmp_path / "scaling.jsonl", tmp_path / "scaling.md"
-    command.main(["--quick", "--out", str(out)])
+    command.main(["--quick", "--vectors", "2", "--out", str(out)])
     (record,) = [json.loads(line) for line in out.read_text().splitlines()]
     assert {"setup", "load_before", "cores", "rows", "versions"} <= record.keys()
     columns = {"part", "network", "ranks", "data", "vectors", "bytes", "batch", "seconds", "repetitions"}
     assert all(columns <= row.keys() and row["seconds"] > 0 for row in record["rows"])
+    assert record["setup"] == "quick, 2 times the vectors"
+    assert {row["vectors"] for row in record["rows"] if row["network"]} == {2 * CASES[0].quick().vectors}
     parts = {(row["network"], row["part"]) for row in record["rows"]}
     of_network = ("alone", "together", "whole", "data_parallel", "sample_parallel", "gather")
     assert parts == {("", "all_reduce")} | {(case.name, part) for case in CASES for part in of_network}
@@ -25,9 +27,9 @@ def test_a_quick_run_and_its_page(tmp_path: Path) -> None:
     page.write_text(PAGE.read_text())
     command.main(["report", str(out), "--page", str(page)])
     assert "There is no record of a full run yet." in page.read_text()
-    out.write_text(json.dumps({**record, "setup": "full"}))
+    out.write_text("".join(json.dumps({**record, "setup": setup}) + "\n" for setup in ("full", "full, twice")))
     command.main(["report", str(out), "--page", str(page)])
-    assert all(f"| {case.name} |" in page.read_text() for case in CASES)
+    assert all(page.read_text().count(f"| {case.name} | 4 |") == 2 for case in CASES)
 
 
 def test_the_page_is_that_of_the_records(tmp_path: Path) -> None:
