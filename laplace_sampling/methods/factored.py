@@ -210,7 +210,7 @@ class Factored(SolverMethod):
             return super().fit(task, tuned, tolerance)
         solver = self.make_solver(task, tolerance, None)
         assert isinstance(solver, FactoredSampler)
-        held = _at_noise(tuned.work, tuned.history[0].noise_precision, task.model)
+        held = _at_noise(tuned.work, tuned.history[-1].noise_precision, task.model)
         return super().fit(task, replace(tuned, work=replace(solver, held=held)), tolerance)
 
 

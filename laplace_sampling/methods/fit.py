@@ -69,6 +69,7 @@ class Task:
         start: the posterior to start from, in a warm fit.
         selection: the rule for the prior precision, where it is not the evidence.
         holding: where samples are kept.
+        replaceable: whether the method was chosen, not asked for, so that another one may take its place.
         hessian_at: as of a `Problem`; likewise `num_samples`, `seed`, `dtype`, `progress`.
     """
 
@@ -89,6 +90,7 @@ class Task:
     start: "Start | None" = None
     selection: "Selection | None" = None
     holding: Holding = field(default_factory=Holding)
+    replaceable: bool = False
 
     def in_float64(self) -> "Task | None":
         """The same with products in float64; `None` if they are already, or if the network allows none."""

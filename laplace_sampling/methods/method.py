@@ -274,6 +274,7 @@ class Method(ABC):
             precise=problem.tangent.in_float64,
             selection=problem.selection,
             holding=problem.holding,
+            replaceable=type(choice.asked) is not type(choice.method),
         )
 
     def remark(self, problem: Problem, memory: Memory) -> str:

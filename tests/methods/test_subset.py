@@ -11,6 +11,8 @@ from laplace_sampling import LinearisedLaplace
 from laplace_sampling.linear_model.sketch_growth import Growth
 from laplace_sampling.linear_model.sketch_sampler import Part, SketchSampler
 from laplace_sampling.methods import as_method, subset
+from laplace_sampling.methods.auto import Auto
+from laplace_sampling.methods.method import Choice
 from laplace_sampling.methods.subset import Subset
 
 ALL = Subset(max_rows=10**6)
@@ -80,6 +82,54 @@ def test_the_part_and_its_accuracy_are_told() -> None:
     assert not la.converged_
     with pytest.raises(ValueError, match=r"`Subset\(max_rows=\.\.\.\)` must be"):
         Subset(max_rows=0)
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """`Auto` takes a part of so many rows."""
+    monkeypatch.setattr(Auto, "choose", lambda self, problem: Choice(Subset(max_rows=rows), self))
+
+
+# At the small precision the data decide more directions than there are rows in the smaller part.
+@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
+@pytest.mark.parametrize(("rows", "precision", "replaced"), [(4, 1e-3, True), (4, 1e3, False), (200, 1e-3, False)])
+def test_kronecker_factors_take_the_place_of_a_part_that_is_too_small(
+    rows: int, precision: float, replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen(monkeypatch, rows)
+    model, x, y = regression()
+    kept, found, expected = (
+        laplace_of(model, "regression", method=method, prior="isotropic", prior_precision=precision).fit(
+            [(x, y)], progress=False
+        )
+        for method in (Subset(max_rows=rows), "auto", "kfac" if replaced else Subset(max_rows=rows))
+    )
+    assert_close(found.samples_, expected.samples_)
+    assert ("random rows are hardly more than the directions that data decide" in str(found)) is replaced
+    assert "hardly more" not in str(kept)
+
+
+@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
+def test_the_scales_of_a_g_prior_are_no_products_so_that_a_part_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen(monkeypatch, 4)
+    model, x, y = regression()
+    la = laplace_of(model, "regression", prior="g-prior", prior_precision=1e-3).fit([(x, y)], progress=False)
+    assert "4 random rows of 4 of 300 data" in str(la)
+
+
+@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
+def test_kronecker_factors_go_on_with_the_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen(monkeypatch, 4)
+    model, x, y = regression()
+    steps = []
+    la = LinearisedLaplace(model, "regression", prior="isotropic", num_samples=4)
+    la.fit_hyperparameters([(x, y)], progress=False, criterion="evidence", callback=steps.append)
+    of_factors = LinearisedLaplace(model, "regression", method="kfac", prior="isotropic", num_samples=4)
+    of_factors.fit_hyperparameters([(x, y)], progress=False, criterion="evidence")
+    assert "hardly more than the directions" in str(la)
+    assert float(la.prior_precision_) == pytest.approx(float(of_factors.prior_precision_), rel=0.1)
+    assert float(la.noise_precision_) == pytest.approx(float(of_factors.noise_precision_), rel=0.1)
+    assert steps == la.history_
+    assert len(steps) > len(of_factors.history_)
 
 
 @pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
