@@ -1,4 +1,4 @@
-"""`fitting`: what each fit does at its end, whether it comes to one or not; `together`: calls of all processes."""
+"""`fitting`: what each fit does at its end, whether it comes to one or not; `together`: calls of several processes."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -41,11 +41,14 @@ def fitting(fit: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
 
 def together(method: Callable[Concatenate[Any, Arguments], Result]) -> Callable[Concatenate[Any, Arguments], Result]:
-    """A method for which all processes come together, if each has samples of its own; none waits for one that fails."""
+    """A method for which processes that share out the samples come together; none waits for one that fails.
+
+    Those that share out the data have the same samples, and may predict different data each.
+    """
 
     @wraps(method)
     def wrapper(self: Any, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with self.settings.holding.processes.telling():
+        with self.settings.holding.processes.of_samples.telling():
             return method(self, *args, **kwargs)
 
     return wrapper

@@ -11,6 +11,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.data import DataLoader, Dataset
 
 from laplace_sampling.data.batches import Layout, as_tensors, batched, concatenate, flaw_of, num_rows, place, split
+from laplace_sampling.data.digest import digest
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.measurement import as_measurement
 from laplace_sampling.linear_model.features import Features
@@ -129,6 +130,8 @@ def predict(
         check: raises if the network is another one when covariances are asked for.
     """
     x = place(x, network.device, network.dtype)
+    if posterior.samples.are_shared:
+        _check_alike(posterior, x, num_samples)
     outputs, layout, network, x = _evaluated(network, x, posterior.rows * _DATA_OF_OUTPUTS)
     _check_axes(outputs, layout, fitted_layout)
     deviations = _deviations(network, posterior, x, num_samples, outputs)
@@ -157,6 +160,13 @@ def predict(
         noise_scale=None if noise_variances is None else _noise_scale(noise_variances, outputs),
         has_noise=observation is None or observed,
     )
+
+
+def _check_alike(posterior: Posterior, x: Any, num_samples: int | None) -> None:
+    """Raise if processes whose samples are put together predict other data, or by other numbers of them."""
+    inputs = digest((str(number), tensor) for number, tensor in enumerate(batched(x)[0]))
+    given = {"the inputs": inputs, "`num_samples`": num_samples}
+    posterior.samples.holding.processes.of_samples.check_call("predict", given)
 
 
 def _evaluated(network: Linearisation, x: Any, rows: int) -> tuple[Tensor, Layout, Linearisation, Any]:

@@ -149,6 +149,8 @@ class ProductionModel(FittedModel):
             prediction = predict(self.network, fitted.posterior, fitted.fit, x)
             for name, values in parts.items():
                 values.append(getattr(prediction, name).cpu())
+        if (samples := fitted.posterior.samples).are_shared:
+            samples.holding.processes.of_samples.check_call("predict_loader", {"the number of batches": "this is all"})
         return {name: _joined(name, values) for name, values in parts.items()}
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_sampling.checksums import described, with_checksums
-from laplace_sampling.data.processes import ALONE
+from laplace_sampling.data.processes import ALONE, Processes
 from laplace_sampling.data.processes_of import processes_of
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.files import File, read, target_of, write
@@ -65,6 +65,8 @@ class SavableModel(FittedModel):
         Raises:
             ValueError: for another `dtype`.
         """
+        if self.settings.holding.processes.samples_stay:
+            self.settings.holding.processes.of_samples.check_call("state_dict", {"`dtype`": dtype})
         return self._state(dtype, "state_dict")
 
     def _state(self, dtype: torch.dtype | None, call: str, in_parts: bool = False) -> dict[str, Tensor]:
@@ -78,6 +80,7 @@ class SavableModel(FittedModel):
             posterior = posterior.in_half(dtype)
         return state_of(posterior, self.settings, self.network, in_parts)
 
+    @together
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take over a posterior from `state_dict`.
 
@@ -95,6 +98,7 @@ class SavableModel(FittedModel):
         self.settings, self._unfinished = settings, ()
         self._keep(posterior, fit, tangent)
 
+    @together
     def start_from(self, state: dict[str, Tensor]) -> None:
         """Take over a posterior of the network as it was earlier in its training, for `warm_start=True` to start from.
 
@@ -111,12 +115,11 @@ class SavableModel(FittedModel):
         )
         self._fitted, self._unfinished = Fitted(posterior), ()
 
-    @together
     def save(self, path: File, dtype: torch.dtype | None = None) -> None:
         """Write `state_dict()` to a file.
 
         With an axis `"shared_samples"` of `mesh`, all processes write a folder of `torch.distributed.checkpoint`, each
-        its own samples.
+        its own samples. It has to be on a disk that all of them share, and takes the place of an earlier one.
 
         It is written to a temporary file in the same folder, flushed to the disk, and put in the place of an older
         file: whatever happens meanwhile, that one or the new one is there, and whole. A process that is killed may
@@ -131,13 +134,16 @@ class SavableModel(FittedModel):
             ValueError: as `state_dict`.
             OSError: if the file cannot be written; an older one is unchanged.
         """
-        if not self.settings.holding.processes.are_several:
+        processes = self.settings.holding.processes
+        if not processes.samples_stay:
             write(self._state(dtype, "save"), path)
             return
-        if hasattr(path, "write"):
-            raise TypeError("`save`: samples that are shared out are written to a folder: give its path.")
-        state = self._state(dtype, "save", in_parts=True)
-        write_folder(state, target_of(cast(str, path)), self.settings.holding.processes)
+        with processes.telling():
+            if hasattr(path, "write"):
+                raise TypeError("`save`: samples that are shared out are written to a folder: give its path.")
+            folder = target_of(cast(str, path))
+            processes.check_call("save", {"`path`": folder, "`dtype`": dtype})
+            write_folder(self._state(dtype, "save", in_parts=True), folder, processes)
 
     @classmethod
     def load(
@@ -154,7 +160,8 @@ class SavableModel(FittedModel):
         """Read what `save` wrote, for the same trained network; settings are those of the saved object.
 
         Args:
-            path: of the file or folder, or an open file in binary mode.
+            path: of the file or folder, or an open file in binary mode. The index of a folder is a pickle: read only
+                folders of those whom you trust.
             model: the network, with the weights that it had at the fit.
             likelihood: needed only if the file does not hold it: if it was not one of the library's own, or one of
                 measurements, `Gaussian(observe=T)`.
@@ -170,20 +177,24 @@ class SavableModel(FittedModel):
         """
         where = {"process_group": process_group, "mesh": mesh}
         given = {"likelihood": likelihood, "prior": prior, "method": method}
-        if not hasattr(path, "read") and is_folder(cast(str, path)):
-            return cls._of_folder(target_of(cast(str, path)), model, given, where)
-        state = read(path)
-        how = described(state)
-        # The constructor is that of `LinearisedLaplace`.
-        la = cls(model, **arguments_of(how, **given), **where)  # pyright: ignore[reportCallIssue]
-        la._take_over(state, how, "load")
-        return la
+        processes = processes_of(**where)
+        shared = processes if processes.samples_stay else ALONE
+        with shared.telling():
+            if not hasattr(path, "read") and is_folder(cast(str, path)):
+                return cls._of_folder(target_of(cast(str, path)), shared, model, given, where)
+            state = read(path)
+            how = described(state)
+            # The constructor is that of `LinearisedLaplace`.
+            la = cls(model, **arguments_of(how, **given), **where)  # pyright: ignore[reportCallIssue]
+            la._take_over(state, how, "load")
+            return la
 
     @classmethod
-    def _of_folder(cls, folder: Path, model: nn.Module, given: dict[str, Any], where: dict[str, Any]) -> Self:
+    def _of_folder(
+        cls, folder: Path, processes: Processes, model: nn.Module, given: dict[str, Any], where: dict[str, Any]
+    ) -> Self:
         """Read what several processes wrote."""
-        processes = processes_of(**where)
-        state, rows, num = read_folder(folder, (processes if processes.samples_stay else ALONE).samples_of)
+        state, rows, num = read_folder(folder, processes.samples_of)
         how = described(state, lambda name: not is_sample(name) or name in state)
         la = cls(model, **arguments_of(how, **given), **where)  # pyright: ignore[reportCallIssue]
         held = HeldSamples.of_part(rows, num, la.settings.holding, la.network.device, state.get("sample_scales"))

@@ -81,7 +81,7 @@ class Settings:
         if self.num_samples < self.processes.num_samplers:
             raise ValueError(
                 f"`num_samples={self.num_samples}` is fewer than the {self.processes.num_samplers} groups of processes "
-                'that draw them: ask for more, or make the axis "samples" of `mesh` shorter.'
+                "that draw or keep them: ask for more, or make that axis of `mesh` shorter."
             )
         self.method.check_likelihood(self.likelihood)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_sampling.data.processes import Processes
+from laplace_sampling.data.processes import ENDED, ProcessError, Processes, words
 from laplace_sampling.files import explained
 from laplace_sampling.linear_model.held_samples import HeldSamples
 
@@ -59,27 +59,59 @@ def write_folder(state: dict[str, Tensor], folder: Path, processes: Processes) -
             state_dict_saver.save(own, storage_writer=writer, process_group=processes.samples.own)
         processes.of_very_first(lambda: _put(temporary, folder))
     except CheckpointException as error:  # which is no Exception
-        causes = "; ".join(str(cause) for cause, _ in error.failures.values())
+        failed = {rank: cause for rank, (cause, _) in error.failures.items()}
+        own = failed.get(processes.sampler)
+        if own is not None and not isinstance(own, Exception):
+            raise own from error  # as of Ctrl-C
+        causes = "; ".join(dict.fromkeys(f"process {rank}: {words(cause)}" for rank, cause in failed.items()))
         raise OSError(f"`save`: {folder} cannot be written: {causes}.") from error
+    except OSError:
+        raise
+    except RuntimeError as error:  # torch's own words for another process that has ended
+        raise error if isinstance(error, ProcessError) else ProcessError(f"{ENDED}: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # of a folder that did not become whole
 
 
 def _temporary(folder: Path) -> Path:
     """A name for a new folder beside one."""
-    if folder.exists() and not is_folder(folder):
+    if folder.exists() and not (folder.is_dir() and (_is_of_save(folder) or not any(folder.iterdir()))):
         raise FileExistsError(
-            f"`save`: {folder} is no folder of an earlier `save`. Samples that are shared out are written to a folder: "
-            "give the name of a new one."
+            f"`save`: {folder} is no folder of an earlier `save` alone, which may be replaced. Samples that are shared "
+            "out are written to a folder: give the name of a new one."
         )
     if not folder.parent.is_dir():
         raise FileNotFoundError(f"`save`: there is no folder {folder.parent}; make it first.")
     return folder.with_name(f".{folder.name[:40]}.{os.urandom(4).hex()}.tmp")
 
 
+def _is_of_save(folder: Path) -> bool:
+    """Whether a folder has nothing but what `write_folder` wrote."""
+    if not is_folder(folder):
+        return False
+    try:
+        names = _entries_of(folder).state_dict_metadata
+    except Exception:  # a damaged index may look like anything
+        return False
+    files = {file.name for file in folder.iterdir() if file.suffix != ".distcp"}
+    return files == {".metadata"} and "settings" in names and any(map(is_sample, names))
+
+
+def _entries_of(folder: Path) -> Any:
+    """The index of a folder."""
+    from torch.distributed.checkpoint import filesystem
+
+    return filesystem.FileSystemReader(folder).read_metadata()
+
+
 def _put(new: Path, folder: Path) -> None:
     """Put a folder in the place of another, which is there again if that fails."""
-    old = new.with_suffix(".old")
+    old, stored = new.with_suffix(".old"), _entries_of(new).storage_data or {}
+    if absent := sorted({info.relative_path for info in stored.values() if not (new / info.relative_path).is_file()}):
+        raise FileNotFoundError(
+            f"`save`: {folder} cannot be written: {', '.join(absent)} of other processes are not there. The folder has "
+            "to be on a disk that all machines share."
+        )
     try:
         if folder.exists():
             os.replace(folder, old)
@@ -108,7 +140,7 @@ def read_folder(folder: Path, own: Callable[[int], range]) -> tuple[dict[str, Te
 
     reader = filesystem.FileSystemReader(folder)
     try:
-        kept: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
+        kept: dict[str, Any] = dict(_entries_of(folder).state_dict_metadata)
         names = sorted(filter(is_sample, kept))
         numbers, shape = own(len(names)), kept[names[0]]
         rows = torch.empty(len(numbers), *shape.size, dtype=shape.properties.dtype)
@@ -118,6 +150,8 @@ def read_folder(folder: Path, own: Callable[[int], range]) -> tuple[dict[str, Te
             warnings.filterwarnings("ignore", "torch.distributed is")  # a notice that one process reads
             # Each process by itself: one of several may load alone.
             state_dict_loader.load(state, storage_reader=reader, no_dist=True)
+    except PermissionError as error:
+        raise explained(error, f"`load`: {folder} cannot be read: {error.strerror}.") from error
     except (Exception, CheckpointException) as error:  # a damaged folder may look like anything
         raise ValueError(
             f"`load`: the folder {folder} is damaged, or not one of `save`. Take another copy of it, or fit and save "

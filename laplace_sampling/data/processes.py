@@ -62,7 +62,17 @@ class Processes:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In another process, or in a file, nobody shares anything."""
+        if self.samples_stay and self.num_samplers > 1:
+            raise TypeError(
+                "A posterior whose samples are in several processes cannot be pickled, as each has a part of it: use "
+                "`save(path)` or `state_dict()`, which all of them call together."
+            )
         return Processes, ()
+
+    @property
+    def of_samples(self) -> "Processes":
+        """Those that share out the samples, of the same data."""
+        return Processes(None, self.samples, self.samples_stay)
 
     def _place(self, axis: str) -> tuple[int, int]:
         """The number of this process on an axis, and how many there are."""
@@ -190,7 +200,20 @@ class Processes:
     def differing(self, here: Mapping[str, Any]) -> list[str]:
         """The names whose values are not the same in all processes."""
         everywhere = self.gathered_from_all(lambda: here)
-        return [name for name, value in here.items() if any(there.get(name) != value for there in everywhere)]
+        names = dict.fromkeys(name for there in everywhere for name in there)
+        return [name for name in names if any(there.get(name) != here.get(name) for there in everywhere)]
+
+    def check_call(self, call: str, given: Mapping[str, Any]) -> None:
+        """Raise on all processes if they call something with other arguments.
+
+        Raises:
+            ValueError: if they do.
+        """
+        if other := self.differing(given):
+            raise ValueError(
+                f"`{call}`: the processes that share out the samples call it together, but differ in "
+                f"{' and '.join(other)}. Give each the same, in the same order."
+            )
 
     def of_first(self, compute: Callable[[], Result]) -> Result:
         """What a function gives on the first process of the data axis; errors as of `gathered`."""
