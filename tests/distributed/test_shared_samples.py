@@ -1,7 +1,9 @@
 """Samples that stay in the processes that draw them: fits, predictions and files are as with all of them in each."""
 
 import copy
+import pickle
 import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,12 @@ import torch
 import torch.distributed as dist
 from distributed_processes import run_on_ranks
 from torch import Tensor, nn
+from torch.distributed.checkpoint import filesystem, state_dict_saver
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 
 from laplace_sampling import SVRG, Gaussian, Krylov, LinearisedLaplace, Stochastic
-from laplace_sampling.data.processes import ProcessError
+from laplace_sampling.integrations.periodic_fits import PeriodicFits
 
 # Of ten samples three groups have three, three and four.
 K, N, D, C = 10, 37, 3, 2
@@ -199,19 +202,163 @@ def test_states_and_warm_starts() -> None:
 # Messages -------------------------------------------------------------------------------------------------------------
 
 
+def said_of(calls: Iterable[Callable[[], Any]]) -> list[str]:
+    """What each call says that cannot be made."""
+    said = []
+    for call in calls:
+        try:
+            call()
+        except (Exception, KeyboardInterrupt) as error:
+            said.append(f"{type(error).__name__}: {error}")
+        else:
+            said.append("nothing")
+    return said
+
+
+def _differing(folder: str) -> tuple[list[str], str]:
+    warnings.simplefilter("ignore")
+    la, rank = fitted("kfac", "regression", **mesh_of((1, 2))), dist.get_rank()
+    said = said_of(
+        [
+            lambda: la.predict(X * (1 + rank)),
+            lambda: la.predict(X[: 2 + rank]),
+            lambda: la.predict(X, num_samples=2 + rank),
+            lambda: la.predict_loader([X] * (1 + rank), progress=False),
+            lambda: la.state_dict(torch.float16 if rank else None),
+            lambda: la.save(Path(folder) / f"of{rank}"),
+        ]
+    )
+    assert la.predict(X).deviations.isfinite().all()
+    (pickled,) = said_of([lambda: pickle.dumps(la)])
+    assert_close(copy.deepcopy(la).predict(X).deviations, la.predict(X).deviations)
+    return said, pickled
+
+
+def test_processes_that_ask_for_different_things_are_told(tmp_path: Path) -> None:
+    for said, pickled in run_on_ranks(_differing, 2, str(tmp_path)):
+        differ = ["the inputs", "the inputs", "`num_samples`", "the", "`dtype`", "`path`"]
+        calls = ["predict", "predict", "predict", "predict", "state_dict", "save"]
+        for one, call, what in zip(said, calls, differ, strict=True):
+            assert one.startswith(f"ValueError: `{call}"), one
+            assert f"call it together, but differ in {what}" in one
+        assert "cannot be pickled" in pickled
+    assert not list(tmp_path.iterdir())
+
+
+def _each_its_data() -> tuple[Tensor, Tensor]:
+    warnings.simplefilter("ignore")
+    la = fitted("kfac", "regression", **mesh_of((2, 2)))
+    # The first two share out the samples, and the last two.
+    part = X[:1] if dist.get_rank() < 2 else X[1:]
+    return la.predict(X).deviations, torch.cat([la.predict(x[None]).deviations for x in part], 1)
+
+
+def test_those_that_share_out_the_data_predict_as_many_as_they_like() -> None:
+    for rank, (every, own) in enumerate(run_on_ranks(_each_its_data, 4)):
+        assert_close(own, every[:, :1] if rank < 2 else every[:, 1:])
+
+
+def _periodic() -> tuple[float, float]:
+    warnings.simplefilter("ignore")
+    batches = data("classification")
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    fits = PeriodicFits("classification", method="kfac", num_samples=4, **mesh_of((2, 2)))
+    # Two processes have two batches of nine, and two have three.
+    held_out = [(x[:9], y[:9]), (x[9:18], y[9:18]), (x[18:], y[18:])]
+    found = fits.fit(model(), batches, epoch=1, val_loader=held_out)
+    alone = LinearisedLaplace(model(), "classification", method="kfac", num_samples=4)
+    alone.fit_hyperparameters(batches, progress=False)
+    return found["val_log_loss"], -float(alone.predict(x).log_prob(y).mean())
+
+
+def test_periodic_fits_predict_held_out_data_of_different_numbers_of_batches() -> None:
+    for found, expected in run_on_ranks(_periodic, 4):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+def _of_one(folder: str) -> Tensor:
+    warnings.simplefilter("ignore")
+    la = fitted("kfac", "regression", **mesh_of((1, 1)))
+    (Path(folder) / "new").mkdir()
+    la.save(Path(folder) / "new")  # an empty folder
+    return la.predict(X).deviations
+
+
+def test_a_mesh_of_one_process_writes_a_folder_too(tmp_path: Path) -> None:
+    (expected,) = run_on_ranks(_of_one, 1, str(tmp_path))
+    assert_close(LinearisedLaplace.load(tmp_path / "new", model()).predict(X).deviations, expected)
+
+
+def _writing(folder: str) -> tuple[list[str], list[str]]:
+    warnings.simplefilter("ignore")
+    la, rank, path = fitted("kfac", "regression", **mesh_of((1, 2))), dist.get_rank(), Path(folder)
+    write, save = filesystem.FileSystemWriter.write_data, state_dict_saver.save
+    la.save(path / "of save")
+
+    def interrupted(*args: Any) -> Any:
+        if rank == 1:
+            raise KeyboardInterrupt
+        return write(*args)
+
+    def elsewhere(*args: Any, storage_writer: Any, **settings: Any) -> None:
+        save(*args, storage_writer=storage_writer, **settings)
+        if rank == 0:  # which does not see what the other wrote
+            (Path(storage_writer.path) / "__1_0.distcp").unlink()
+
+    def ended(*args: Any, **settings: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    filesystem.FileSystemWriter.write_data = interrupted
+    said = said_of([lambda: la.save(path / "of save")])
+    filesystem.FileSystemWriter.write_data = write
+    state_dict_saver.save = elsewhere
+    said += said_of([lambda: la.save(path / "of save")])
+    state_dict_saver.save = save
+    dist.barrier()
+    if rank == 0:
+        (path / "of save" / "notes.txt").write_text("mine")
+        (path / "of a model").mkdir()
+    save({"weight": X}, checkpoint_id=str(path / "of a model"))
+    said += said_of([lambda: la.save(path / "of save"), lambda: la.save(path / "of a model")])
+    assert_close(la.predict(X).deviations, LinearisedLaplace.load(path / "of save", model()).predict(X).deviations)
+    dist.barrier()
+    if rank == 1:
+        (path / "of save" / "__1_0.distcp").unlink()
+    dist.barrier()
+    said += said_of([lambda: LinearisedLaplace.load(path / "of save", model(), **mesh_of((1, 2)))])
+    assert la.predict(X).deviations.isfinite().all()
+    state_dict_saver.save = ended
+    return said, said_of([lambda: la.save(path / "last"), lambda: la.predict(X)])
+
+
+def test_what_goes_wrong_with_a_folder_is_told_to_all(tmp_path: Path) -> None:
+    first, second = run_on_ranks(_writing, 2, str(tmp_path))
+    interrupted, elsewhere, notes, of_model, absent = zip(first[0], second[0], strict=True)
+    assert "process 1: KeyboardInterrupt" in interrupted[0]
+    assert interrupted[1].startswith("KeyboardInterrupt")
+    for one in elsewhere:
+        assert "__1_0.distcp of other processes are not there" in one
+        assert "on a disk that all machines share" in one
+    for one in (*notes, *of_model):
+        assert "is no folder of an earlier `save` alone" in one
+    assert all("is damaged" in one for one in absent)
+    for _, said in (first, second):
+        assert "Connection closed by peer" in said[0]
+        assert said[1].startswith("ProcessError")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["of a model", "of save"]
+    assert (tmp_path / "of save" / "notes.txt").read_text() == "mine"
+
+
 def _failing(folder: str) -> list[str]:
     warnings.simplefilter("ignore")
     la = fitted("kfac", "regression", **mesh_of((1, 2)))
-    said = []
-    for call in (
-        lambda: la.save(Path(folder) / "taken"),
-        lambda: la.save(Path(folder) / "missing" / "folder"),
-        lambda: la.predict(X if dist.get_rank() == 0 else X * float("nan")),
-    ):
-        try:
-            call()
-        except (OSError, ValueError, ProcessError) as error:
-            said.append(f"{type(error).__name__}: {error}")
+    said = said_of(
+        [
+            lambda: la.save(Path(folder) / "taken"),
+            lambda: la.save(Path(folder) / "missing" / "folder"),
+            lambda: la.predict(X if dist.get_rank() == 0 else X * float("nan")),
+        ]
+    )
     # The next call is as before.
     assert la.predict(X).deviations.isfinite().all()
     return said
