@@ -18,11 +18,13 @@ from torch.testing import assert_close
 
 from laplace_sampling import SVRG, Gaussian, Krylov, LinearisedLaplace, Stochastic
 from laplace_sampling.integrations.periodic_fits import PeriodicFits
+from laplace_sampling.journal import Journal
 
 # Of ten samples three groups have three, three and four.
 K, N, D, C = 10, 37, 3, 2
 SHAPES = [(1, 3), (2, 2)]
 NAMES = ("data", "shared_samples")
+PrecisionAndSamples = tuple[Tensor, Tensor]
 METHODS: dict[str, dict[str, Any]] = {
     "exact": {"method": "exact"},
     "krylov": {"method": Krylov()},
@@ -347,6 +349,40 @@ def test_what_goes_wrong_with_a_folder_is_told_to_all(tmp_path: Path) -> None:
         assert said[1].startswith("ProcessError")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["of a model", "of save"]
     assert (tmp_path / "of save" / "notes.txt").read_text() == "mine"
+
+
+def _resumed(folder: str) -> tuple[PrecisionAndSamples, PrecisionAndSamples, int]:
+    warnings.simplefilter("ignore")
+    keep, known, counts = Journal.keep, Journal.known, {"kept": 0, "found": 0}
+    mesh, path = mesh_of((2, 2)), Path(folder) / "fit"
+
+    def numbers_of(checkpoint: Path | None) -> PrecisionAndSamples:
+        la = LinearisedLaplace(model(), "classification", method=Krylov(), num_samples=4, **mesh)
+        la.fit_hyperparameters(data("classification"), max_steps=3, progress=False, checkpoint=checkpoint)
+        return la.prior_precision_, la.samples_
+
+    def failing(self: Journal, *result: Any) -> None:
+        keep(self, *result)
+        counts["kept"] += 1
+        if counts["kept"] == 4:
+            raise RuntimeError("no further")
+
+    def counted(self: Journal, key: str) -> Any:
+        counts["found"] += (found := known(self, key)) is not None
+        return found
+
+    expected, Journal.keep = numbers_of(None), failing
+    (said,) = said_of([lambda: numbers_of(path)])
+    assert "no further" in said
+    Journal.keep, Journal.known = keep, counted
+    return expected, numbers_of(path), counts["found"]
+
+
+def test_a_fit_of_shared_samples_goes_on(tmp_path: Path) -> None:
+    for rank, (expected, found, num_found) in enumerate(run_on_ranks(_resumed, 4, str(tmp_path))):
+        assert_close(found, expected, rtol=1e-10, atol=1e-12)
+        # The first of those that share out the data keep the files.
+        assert num_found == (4 if rank < 2 else 0)
 
 
 def _failing(folder: str) -> list[str]:
