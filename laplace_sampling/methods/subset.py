@@ -38,8 +38,8 @@ __all__ = ["Subset", "SubsetFit"]
 _PILOT = 512
 _STREAM = 2**20 + 4
 # A part is too small where its correction (`linear_model.sketch`) is less: it has hardly more rows than the data decide
-# directions. On MNIST and 3,866 weights the symmetrised Kullback-Leibler divergence from the exact posterior, in that of
-# Kronecker factors, is 58, 7, 2.3, .3 and .5 with corrections of .003, .04, .20, .24 and .39.
+# directions. On MNIST and 3,866 weights the symmetrised Kullback-Leibler divergence from the exact posterior is 58, 7,
+# 2.3, .3 and .5 times that of Kronecker factors with corrections of .003, .04, .20, .24 and .39.
 _LEAST_CORRECTION = 0.2
 
 
