@@ -41,14 +41,11 @@ def fitting(fit: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
 
 def together(method: Callable[Concatenate[Any, Arguments], Result]) -> Callable[Concatenate[Any, Arguments], Result]:
-    """A method for which processes that share out the samples come together; none waits for one that fails.
-
-    Those that share out the data have the same samples, and may predict different data each.
-    """
+    """A method for which all processes come together, if each has samples of its own; none waits for one that fails."""
 
     @wraps(method)
     def wrapper(self: Any, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with self.settings.holding.processes.of_samples.telling():
+        with self.settings.holding.processes.telling():
             return method(self, *args, **kwargs)
 
     return wrapper

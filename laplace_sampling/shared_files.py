@@ -46,17 +46,16 @@ def write_folder(state: dict[str, Tensor], folder: Path, processes: Processes) -
     Raises:
         OSError: if that is not possible.
     """
-    from torch.distributed.checkpoint import filesystem, state_dict_saver
+    from torch.distributed.checkpoint import filesystem
     from torch.distributed.checkpoint.api import CheckpointException
 
     temporary = Path(processes.of_very_first(lambda: str(_temporary(folder))))
     try:
         if processes.is_first_of_data:
-            assert processes.samples is not None
             # What all processes have is written by one of them: times of steps differ.
             own = {name: tensor for name, tensor in state.items() if processes.sampler == 0 or is_sample(name)}
             writer = filesystem.FileSystemWriter(temporary)
-            state_dict_saver.save(own, storage_writer=writer, process_group=processes.samples.own)
+            _save(own, writer, processes)
         processes.of_very_first(lambda: _put(temporary, folder))
     except CheckpointException as error:  # which is no Exception
         failed = {rank: cause for rank, (cause, _) in error.failures.items()}
@@ -65,12 +64,20 @@ def write_folder(state: dict[str, Tensor], folder: Path, processes: Processes) -
             raise own from error  # as of Ctrl-C
         causes = "; ".join(dict.fromkeys(f"process {rank}: {words(cause)}" for rank, cause in failed.items()))
         raise OSError(f"`save`: {folder} cannot be written: {causes}.") from error
-    except OSError:
-        raise
-    except RuntimeError as error:  # torch's own words for another process that has ended
-        raise error if isinstance(error, ProcessError) else ProcessError(f"{ENDED}: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # of a folder that did not become whole
+
+
+def _save(own: dict[str, Tensor], writer: Any, processes: Processes) -> None:
+    from torch.distributed.checkpoint import state_dict_saver
+
+    assert processes.samples is not None
+    try:
+        state_dict_saver.save(own, storage_writer=writer, process_group=processes.samples.own)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # torch's own words for another process that has ended
+        raise ProcessError(f"{ENDED}: {error}") from error
 
 
 def _temporary(folder: Path) -> Path:
@@ -152,9 +159,19 @@ def read_folder(folder: Path, own: Callable[[int], range]) -> tuple[dict[str, Te
             state_dict_loader.load(state, storage_reader=reader, no_dist=True)
     except PermissionError as error:
         raise explained(error, f"`load`: {folder} cannot be read: {error.strerror}.") from error
-    except (Exception, CheckpointException) as error:  # a damaged folder may look like anything
-        raise ValueError(
-            f"`load`: the folder {folder} is damaged, or not one of `save`. Take another copy of it, or fit and save "
-            "again."
-        ) from error
+    except CheckpointException as error:
+        for cause, _ in error.failures.values():
+            if not isinstance(cause, Exception):
+                raise cause from error  # as of Ctrl-C
+            if isinstance(cause, PermissionError):
+                raise explained(cause, f"`load`: {folder} cannot be read: {cause.strerror}.") from error
+        raise _damaged(folder) from error
+    except Exception as error:  # a damaged folder may look like anything
+        raise _damaged(folder) from error
     return state, rows, len(names)
+
+
+def _damaged(folder: Path) -> ValueError:
+    return ValueError(
+        f"`load`: the folder {folder} is damaged, or not one of `save`. Take another copy of it, or fit and save again."
+    )

@@ -38,9 +38,11 @@ class FitGroup:
 
     Attributes:
         given: the group of the user.
+        telling: whether a call is being made whose errors are told.
     """
 
     given: "ProcessGroup"
+    telling: bool = False
     _own: "ProcessGroup | None" = None
     # Under which name failures are told. A random one, for a store may keep what other processes wrote into it.
     _key: str = ""

@@ -277,18 +277,26 @@ class Processes:
     def telling(self) -> Iterator[None]:
         """An error inside is told to the other processes, which end with its words where they wait for this one.
 
-        All of them have come to the end when one of them leaves it.
+        All of them have come to the end when one of them leaves it. Inside another such call that one does both.
         """
         shared = [group for group in (self.data, self.samples) if group is not None]
+        if not shared or all(group.telling for group in shared):
+            yield
+            return
         for group in shared:
             group.begin()
         try:
+            for group in shared:
+                group.telling = True
             yield
             self.least(0.0)
         except BaseException as error:
             for group in shared:
                 group.fail(error)
             raise
+        finally:
+            for group in shared:
+                group.telling = False
 
 
 ALONE = Processes()

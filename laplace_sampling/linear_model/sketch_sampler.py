@@ -55,6 +55,10 @@ class Part:
             factor = 1.0
         return self.sketch.times(factor).at(overall_precision(prior))
 
+    def correction(self, ggn: GGN, prior: GaussianPrior) -> float:
+        """`c` at the precision of a prior: one less the share of its rows that the directions are which data decide."""
+        return self.sketch.correction(overall_precision(prior) / (_multiple(ggn, self.ggn) or 1.0))
+
     def grow(self, ggn: GGN, prior: GaussianPrior, max_rows: int) -> None:
         """Lets the part grow at the precision of a prior, unless the change is below the tolerance there."""
         factor = _multiple(ggn, self.ggn)

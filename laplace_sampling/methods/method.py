@@ -67,6 +67,13 @@ class Tuning:
             return self
         return replace(self, callback=lambda step: callback(step.shifted(loss)))
 
+    def after(self, num_steps: int) -> "Tuning":
+        """The same after so many steps, from which its callback counts on."""
+        callback = self.callback
+        if callback is None:
+            return self
+        return replace(self, callback=lambda step: callback(replace(step, step=step.step + num_steps)))
+
 
 def has_path(task: Task) -> bool:
     """Whether the hyperparameters lie on one curve: one prior precision, and at most one noise precision."""

@@ -151,16 +151,21 @@ class Subset(SolverMethod):
         else:
             found, tuned = self._tune_by_selection(task, tuning, task.selection)
         assert isinstance(tuned.work, SketchSampler)
-        if (other := self._replaced(found, tuned.work.part.sketch)) is None:
+        if (other := self._replaced(found, tuned.work.part)) is None:
             return found, tuned
-        other, following = other.method.tune(other, tuning)
-        return other, replace(following, history=[*tuned.history, *following.history])
+        other, following = other.method.tune(other, tuning.after(len(tuned.history)))
+        history = [replace(step, step=step.step + len(tuned.history)) for step in following.history]
+        return other, replace(following, history=[*tuned.history, *history])
 
-    def _replaced(self, task: Task, sketch: Sketch) -> Task | None:
+    def _replaced(self, task: Task, part: Part) -> Task | None:
         """The task of Kronecker factors, where no method was asked for and the part is too small."""
-        scale, alpha = task.prior.scale, overall_precision(task.prior)
-        if not task.replaceable or sketch.correction(alpha) >= _LEAST_CORRECTION or bool((scale != scale[0]).any()):
+        scale, sketch = task.prior.scale, part.sketch
+        if not task.replaceable or bool((scale != scale[0]).any()):
             return None
+        if part.correction(task.ggn(), task.prior) >= _LEAST_CORRECTION:
+            return None
+        # No samples are drawn of the part.
+        task.budget.add(dense=self._dense_operations(task.model.features, sketch.num_rows, 0, task.selection))
         own = {field.name: getattr(self, field.name) for field in fields(Method)}
         reason = (
             f"Kronecker factors: {sketch.num_rows} random rows are hardly more than the directions that data decide"
@@ -220,9 +225,9 @@ class Subset(SolverMethod):
         part = tuned.work.part
         sketch, features = part.sketch, task.model.features
         rows, num_data, at_once = sketch.num_rows, features.num_data, len(part.growth.made) == 1
-        task.budget.add(dense=self._dense_operations(features, rows, task.num_samples, task.selection, at_once))
-        if (other := self._replaced(task, sketch)) is not None:
+        if (other := self._replaced(task, part)) is not None:
             return other.method.fit(other, replace(tuned, work=None), tolerance)
+        task.budget.add(dense=self._dense_operations(features, rows, task.num_samples, task.selection, at_once))
         reason = (
             f"{task.reason}; {rows} random rows of {min(rows, num_data)} of {num_data} data, "
             f"half of which change predicted standard deviations by {100 * sketch.change:.2g} %"

@@ -251,13 +251,31 @@ def _each_its_data() -> tuple[Tensor, Tensor]:
     warnings.simplefilter("ignore")
     la = fitted("kfac", "regression", **mesh_of((2, 2)))
     # The first two share out the samples, and the last two.
-    part = X[:1] if dist.get_rank() < 2 else X[1:]
+    part = X[:2] if dist.get_rank() < 2 else X[2:]
     return la.predict(X).deviations, torch.cat([la.predict(x[None]).deviations for x in part], 1)
 
 
-def test_those_that_share_out_the_data_predict_as_many_as_they_like() -> None:
+def test_those_that_share_out_the_data_predict_other_data_each() -> None:
     for rank, (every, own) in enumerate(run_on_ranks(_each_its_data, 4)):
-        assert_close(own, every[:, :1] if rank < 2 else every[:, 1:])
+        assert_close(own, every[:, :2] if rank < 2 else every[:, 2:])
+
+
+def _after_a_failure() -> list[str]:
+    warnings.simplefilter("ignore")
+    la, rank = fitted("kfac", "regression", **mesh_of((2, 2))), dist.get_rank()
+    said = said_of([lambda: la.predict(X if rank else X * float("nan")), lambda: la.predict(X)])
+    # Groups are made by all processes in the same order, those of the user, too.
+    dist.barrier(dist.new_group([0, 1, 2, 3]))
+    bad = data("regression") if rank else [(X * float("nan"), X[:, :C])]
+    fit = la.fit_hyperparameters
+    return said + said_of([lambda: fit(bad, progress=False), lambda: fit(data("regression"), progress=False)])
+
+
+def test_all_go_on_after_a_prediction_that_failed_in_one_process() -> None:
+    for said in run_on_ranks(_after_a_failure, 4):
+        assert "x contains NaN" in said[0]
+        assert said[1] == said[3] == "nothing"
+        assert "different data" in said[2]
 
 
 def _periodic() -> tuple[float, float]:

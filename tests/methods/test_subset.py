@@ -7,7 +7,7 @@ from flat_settings import laplace_of, loader
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling import LinearisedLaplace
+from laplace_sampling import Gaussian, LinearisedLaplace
 from laplace_sampling.linear_model.sketch_growth import Growth
 from laplace_sampling.linear_model.sketch_sampler import Part, SketchSampler
 from laplace_sampling.methods import as_method, subset
@@ -129,7 +129,18 @@ def test_kronecker_factors_go_on_with_the_evidence(monkeypatch: pytest.MonkeyPat
     assert float(la.prior_precision_) == pytest.approx(float(of_factors.prior_precision_), rel=0.1)
     assert float(la.noise_precision_) == pytest.approx(float(of_factors.noise_precision_), rel=0.1)
     assert steps == la.history_
+    assert [step.step for step in steps] == list(range(1, len(steps) + 1))
     assert len(steps) > len(of_factors.history_)
+
+
+@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
+@pytest.mark.parametrize("noise_precision", [1.0, 1e4])
+def test_a_part_is_judged_at_the_noise_that_was_found(noise_precision: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen(monkeypatch, 8)
+    model, x, y = regression()
+    la = LinearisedLaplace(model, Gaussian(noise_precision), prior="isotropic", num_samples=4)
+    la.fit_hyperparameters([(x, y)], progress=False, criterion="evidence", max_steps=40)
+    assert "hardly more than the directions" in str(la)
 
 
 @pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
