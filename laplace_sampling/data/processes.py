@@ -279,8 +279,8 @@ class Processes:
 
         All of them have come to the end when one of them leaves it. Inside another such call that one does both.
         """
-        shared = [group for group in (self.data, self.samples) if group is not None]
-        if not shared or all(group.telling for group in shared):
+        shared = [group for group in (self.data, self.samples) if group is not None and not group.telling]
+        if not shared:
             yield
             return
         for group in shared:
