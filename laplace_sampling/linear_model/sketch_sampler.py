@@ -56,7 +56,7 @@ class Part:
         return self.sketch.times(factor).at(overall_precision(prior))
 
     def correction(self, ggn: GGN, prior: GaussianPrior) -> float:
-        """`c` at the precision of a prior: one less the share of its rows that the directions are which data decide."""
+        """`c` at the precision of a prior: near zero if data decide about as many directions as there are rows."""
         return self.sketch.correction(overall_precision(prior) / (_multiple(ggn, self.ggn) or 1.0))
 
     def grow(self, ggn: GGN, prior: GaussianPrior, max_rows: int) -> None:
