@@ -7,7 +7,7 @@ from flat_settings import laplace_of, loader
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling import Gaussian, LinearisedLaplace
+from laplace_sampling import Gaussian, IsotropicPrior, LinearisedLaplace
 from laplace_sampling.linear_model.sketch_growth import Growth
 from laplace_sampling.linear_model.sketch_sampler import Part, SketchSampler
 from laplace_sampling.methods import as_method, subset
@@ -141,6 +141,19 @@ def test_a_part_is_judged_at_the_noise_that_was_found(noise_precision: float, mo
     la = LinearisedLaplace(model, Gaussian(noise_precision), prior="isotropic", num_samples=4)
     la.fit_hyperparameters([(x, y)], progress=False, criterion="evidence", max_steps=40)
     assert "hardly more than the directions" in str(la)
+
+
+@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
+def test_factors_in_place_of_a_part_are_those_at_the_noise_that_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen(monkeypatch, 4)
+    model, x, y = regression()
+    la = LinearisedLaplace(model, "regression", prior="isotropic", num_samples=4)
+    la.fit_hyperparameters([(x, y)], progress=False, scale=1.0)
+    assert "hardly more than the directions" in str(la)
+    prior = IsotropicPrior(precision=float(la.prior_precision_))
+    noise = Gaussian(float(la.noise_precision_))
+    expected = LinearisedLaplace(model, noise, prior=prior, method="kfac", num_samples=4).fit([(x, y)], progress=False)
+    assert_close(la.samples_, expected.samples_, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
