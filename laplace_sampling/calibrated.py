@@ -170,8 +170,9 @@ class CalibratedModel(FittedModel):
                 f"`{call}()` without `val_loader` needs training data that count alike, but the fit was given "
                 "`weights`: pass data that the network was not trained on."
             )
-        samples, outputs = posterior.samples, fit.model.network_outputs
-        some = some_of(tangent, len(samples) * outputs.shape[1])
+        samples, num_outputs = posterior.samples, fit.model.features.num_outputs
+        some = some_of(tangent, len(samples) * num_outputs)
         deviations = posterior.calibration.scale**0.5 * deviations_of(fit.model.features, samples, some)
-        residuals = fit.model.targets[some].reshape(-1, outputs.shape[1]).to(outputs) - outputs[some]
+        outputs = fit.model.network_outputs_of(some)
+        residuals = fit.model.targets_of(some).reshape(-1, num_outputs).to(outputs) - outputs
         return FullConformal(residuals, deviations)

@@ -23,7 +23,6 @@ from laplace_sampling.data.batches import batched
 from laplace_sampling.data.digest import digest
 from laplace_sampling.data.processes import Processes
 from laplace_sampling.data.training_data import TrainingData
-from laplace_sampling.evidence.expansion import total_loss
 from laplace_sampling.files import check_target, explained, target_of
 from laplace_sampling.held_out import HeldOut
 from laplace_sampling.likelihoods.recipes import recipe_of_likelihood
@@ -204,7 +203,7 @@ class Checkpoint:
     def _check_function(self, journal: SharedJournal, network: Linearisation, tangent: TangentModel) -> None:
         """Raise if the same weights compute something else, or have another loss, which may be a user's own."""
         now = FunctionFingerprint.of(network, tangent.data)
-        loss = total_loss(tangent.model, tangent.model.network_outputs)
+        loss = tangent.model.total_loss(tangent.model.network_outputs)
         before, *numbers = journal.result("function", (), lambda: (loss, *([now.outputs, now.product] if now else [])))
         difference = f"the loss of the data was {before:.6g}, and is {loss:.6g}"
         same = abs(loss - before) <= _LOSS * abs(before)
@@ -264,7 +263,8 @@ def _digest_of(data: TrainingData) -> str:
         ]
     ):
         sha.update(b"".join(digests))
-    sha.update(digest(("", tensor) for tensor in batched(data.targets)[0]))
+    for batch in batches:
+        sha.update(digest(("", tensor) for tensor in batched(data.targets_of(batch))[0]))
     return _DIGEST + sha.hexdigest()
 
 

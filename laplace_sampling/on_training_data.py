@@ -55,11 +55,12 @@ class OnTrainingData:
     def of(cls, fit: Fit, tangent: TangentModel, most: int) -> "OnTrainingData":
         """On some of the data, as many as memory holds; the first ones of data that are read in order."""
         some = some_of(tangent, fit.task.num_samples * fit.model.features.num_outputs, most)
-        labels, targets = labelled(fit.model.likelihood), fit.model.targets[some]
+        labels, targets = labelled(fit.model.likelihood), fit.model.targets_of(some)
         if labels is not None:
             given = labels.given(fit.model.likelihood.unweighted_targets(targets)).any(1).cpu()
             some = some[given]
-        return cls(fit, some, tangent.weights)
+        weights = None if tangent.weights is None else tangent.model.features.whole(tangent.weights)
+        return cls(fit, some, weights)
 
     @cached_property
     def deviations(self) -> Float[Tensor, "K n C"]:
@@ -81,19 +82,20 @@ class OnTrainingData:
         inverse = torch.linalg.inv(self._left_out.covariance[self.some]).diagonal(dim1=1, dim2=2)
         return (noise - noise**2 * inverse).clamp_min(0)
 
-    @property
+    @cached_property
     def _targets(self) -> Tensor:
-        return self.fit.model.targets[self.some]
+        return self.fit.model.targets_of(self.some)
 
-    @property
+    @cached_property
     def _outputs(self) -> Float[Tensor, "n C"]:
-        return self.fit.model.network_outputs[self.some].double()
+        return self.fit.model.network_outputs_of(self.some).double()
 
     def calibration(self, given: Calibration | None = None) -> Calibration:
         """The scale of data left out, or a given one, with its log-likelihood where that costs next to nothing."""
         fit, likelihood = self.fit, self.fit.model.likelihood
         if isinstance(likelihood, Gaussian) and (left_out := self._left_out) is not None:
-            y, noise = fit.model.targets.reshape(left_out.mean.shape), 1 / likelihood.precision(left_out.mean)
+            y = fit.model.features.whole(fit.model.targets).reshape(left_out.mean.shape)
+            noise = 1 / likelihood.precision(left_out.mean)
             unit = torch.ones_like(left_out.mean) if self.weights is None else 1 / self.weights.to(left_out.mean)
             scale = 1.0 if given is None else given.scale
             return left_out_regression(left_out.scaled(unit), y.to(unit) * unit, noise * unit**2, scale)
@@ -107,7 +109,7 @@ class OnTrainingData:
             # where it asks for wider error bars it is not believed.
             scales = SCALES[SCALES <= 1]
             full = deviations_of(fit.model.features, fit.samples_of_linear_model(), self.some)
-        mode_outputs = fit.mode.outputs[self.some]
+        mode_outputs = fit.model.features.pick(fit.mode.outputs, self.some)
         arguments = likelihood, self._targets, self._outputs, mode_outputs, self.deviations
         return left_out_classification(*arguments, full=full, scales=scales)
 

@@ -113,9 +113,9 @@ class Posterior:
 def _training_data(fit: Fit, tangent: TangentModel) -> dict[str, Tensor]:
     """Inputs, targets and weights, which covariances in observation space need."""
     inputs = tangent.data.inputs(torch.arange(tangent.data.num_data))
-    kept = {**encode_inputs(inputs), **encode_inputs(tangent.data.targets, "targets")}
+    kept = {**encode_inputs(inputs), **encode_inputs(tangent.data.all_targets(), "targets")}
     if isinstance(fit.model.likelihood, Weighted):
-        kept["weights"] = fit.model.likelihood.weights(fit.model.targets)
+        kept["weights"] = fit.model.likelihood.weights(fit.model.features.whole(fit.model.targets))
     if tangent.weights is not None:
-        kept["noise_variances"] = tangent.weights**-2
+        kept["noise_variances"] = tangent.model.features.whole(tangent.weights) ** -2
     return kept

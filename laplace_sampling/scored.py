@@ -77,18 +77,18 @@ class ScoredModel(FittedModel):
         num = min(num_data, features.num_data, enough(fit.task.num_samples * features.num_outputs))
         some = some_of(features, num, None if tangent.in_order else self.settings.seed)
         if (labels := labelled(model.likelihood)) is not None:
-            some = some[labels.given(model.likelihood.unweighted_targets(model.targets[some])).any(1).cpu()]
+            some = some[labels.given(model.likelihood.unweighted_targets(model.targets_of(some))).any(1).cpu()]
         if not len(some):
             raise ValueError("`score`: no training datum that was looked at has a label.")
         root, most = self._root(fit, posterior, some)
-        y, f = model.targets[some], model.network_outputs[some]
-        mean, rows = without_datum(model.likelihood, y, f, root, most, fit.ggn.outputs[some])
+        y, f = model.targets_of(some), model.network_outputs_of(some)
+        mean, rows = without_datum(model.likelihood, y, f, root, most, fit.ggn.outputs_of(some))
         T = calibration.temperature
         log_probs = left_out_log_probs(
             calibration.likelihood(model.likelihood), y, mean / T, rows * math.sqrt(calibration.scale) / T
         )
-        if tangent.weights is not None:
-            log_probs = log_probs + tangent.weights[some].to(log_probs).log().sum(1)
+        if (row_weights := tangent.weights_of(some)) is not None:
+            log_probs = log_probs + row_weights.to(log_probs).log().sum(1)
         # A datum of weight two counts as two.
         weights = model.likelihood.weights(y).to(log_probs)
         return Score.of("loo", (log_probs * weights / weights.mean()).cpu(), some, fit.alpha, features.num_data)

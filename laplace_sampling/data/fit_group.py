@@ -39,10 +39,12 @@ class FitGroup:
     Attributes:
         given: the group of the user.
         telling: whether a call is being made whose errors are told.
+        apart: whether this process works on its own data, of which others know nothing: nothing is sent.
     """
 
     given: "ProcessGroup"
     telling: bool = False
+    apart: bool = False
     _own: "ProcessGroup | None" = None
     # Under which name failures are told. A random one, for a store may keep what other processes wrote into it.
     _key: str = ""
@@ -61,6 +63,7 @@ class FitGroup:
         """The group of fits, which all of its processes make together where they first need it."""
         import torch.distributed as dist
 
+        assert not self.apart, "a process that works on its own data waits for others, which never come"
         if self._own is None:
             ranks, backend = dist.get_process_group_ranks(self.given), dist.get_backend_config(self.given)
             timeout = _timeout_of(self.given)

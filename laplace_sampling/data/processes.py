@@ -159,6 +159,22 @@ class Processes:
         return value
 
     @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, each process works on its own data."""
+        if self.data is None or self.data.apart:
+            yield
+            return
+        self.data.apart = True
+        try:
+            yield
+        finally:
+            self.data.apart = False
+
+    @property
+    def are_apart(self) -> bool:
+        return self.data is not None and self.data.apart
+
+    @contextmanager
     def counting(self, counts: MutableMapping[str, int]) -> Iterator[None]:
         """Inside, counts go up by what all processes do to the data that they share out."""
         with self._counting(counts, self.data if self.share_data else None):
@@ -254,6 +270,22 @@ class Processes:
     def rows_of_all(self, rows: Tensor, num: int) -> Tensor:
         """The rows of all data, so many, from those of `part` of them."""
         return self._filled(rows, num, self.part(num), self.data) if self.share_data else rows
+
+    def picked(self, rows: Tensor, part: range, batch: Tensor) -> Tensor:
+        """The rows of any data on all processes, each of which has those of its part."""
+        assert self.data is not None
+        inside = (batch >= part.start) & (batch < part.stop)
+        dtype = torch.uint8 if rows.dtype == torch.bool else rows.dtype
+        total = torch.zeros(len(batch), *rows.shape[1:], dtype=dtype, device=rows.device)
+        total[inside.to(rows.device)] = rows[(batch[inside] - part.start).to(rows.device)].to(dtype)
+        return self.data.reduced(total, "SUM").to(rows.dtype)
+
+    def picked_by_each(self, rows: Tensor, part: range, batch: Tensor) -> Tensor:
+        """Likewise where each process asks for other data, at the same time."""
+        assert self.data is not None
+        asked = self.data.exchanged(batch)
+        start = sum(len(other) for other in asked[: self._place(DATA)[0]])
+        return self.picked(rows, part, torch.cat(asked))[start : start + len(batch)]
 
     def samples_of_all(self, rows: Tensor, num: int) -> Tensor:
         """The rows of all samples, so many, from those of `samples_of` them."""

@@ -7,6 +7,7 @@ has no index but its order, which must repeat.
 
 from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -43,15 +44,14 @@ class TrainingData:
         num_data: how many data of a stream there are.
         fill: pads targets of different length, if the likelihood knows such a label.
         cache_bytes: inputs larger than this are read from the dataset at each pass instead of being kept.
-        processes: those that share out the data: each reads its part of a dataset, or the whole of a stream, and all
-            have all targets.
+        processes: those that share out the data: each reads its part of a dataset, or the whole of a stream.
         drawn_by: those whose samplers together give the data, by default the same.
 
     Attributes:
         num_data: `N`, counted, not taken from `len(dataset)`.
         part: which data are those of this process.
         batch_size: rows that go through the network together in a pass.
-        targets: all `y`, `[N, ...]`, or a dictionary of them.
+        targets: `y` of the part, `[n, ...]`, or a dictionary of them.
         in_order: whether data can be read in their order only, so that there are no mini-batches.
         ragged: whether the shapes of inputs differ from batch to batch, by padding.
 
@@ -77,10 +77,13 @@ class TrainingData:
         with randomness.borrowed():
             source = source_of(loader, num_data, unpacking(unpack), processes, drawn_by or processes)
             check_repeatable(source, processes)
-            inputs: list[Any] = []
-            targets, shapes = _read_by_all(source, inputs, cache_bytes, processes)
-        sizes = [num_rows(y) for y in targets]
-        self.num_data = sum(sizes)
+            read = _Read(source, cache_bytes)
+            everywhere = processes.gathered(read.look) if source.shared else [read.look()]
+        seen = everywhere[0]
+        for number, looked in enumerate(everywhere[1:], 1):
+            seen = seen.joined(looked, f"the data of process {number}")
+        inputs, shapes = read.inputs, seen.shapes
+        self.num_data = seen.num_data
         if self.num_data == 0:
             raise ValueError(
                 "The loader is empty: it gave no data. Check the dataset, and `drop_last=True` with a "
@@ -88,8 +91,10 @@ class TrainingData:
             )
         self.part, self.ragged = processes.part(self.num_data), len(shapes) > 1
         # A batch is of the same size however many processes there are.
-        self.batch_size = min(source.batch_size, self.num_data) if isinstance(source, RandomAccess) else max(sizes)
-        self.targets = _joined(targets, fill)
+        self.batch_size = min(source.batch_size, self.num_data) if isinstance(source, RandomAccess) else seen.largest
+        self.targets = _padded(read.targets or [seen.nothing], seen.target_shapes, fill)
+        if processes.share_data and not source.shared:
+            self.targets = take(self.targets, slice(self.part.start, self.part.stop))
         if self.ragged and not isinstance(source, RandomAccess):
             raise ValueError(
                 f"Batches have inputs of different shapes, {sorted(shapes, key=str)[:2]}, and are given ready-made, so "
@@ -113,19 +118,35 @@ class TrainingData:
         data.targets = torch.zeros(data.num_data)
         return data
 
-    def shortened(self, x: Any) -> "TrainingData":
-        """The same data with other inputs, in memory, and without targets."""
+    def shortened(self, x: Any, device: torch.device, in_step: bool) -> "TrainingData":
+        """The same data with other inputs, in memory, and without targets.
+
+        Args:
+            x: those of this process; `None` if it has none.
+            device: where they are.
+            in_step: whether all processes ask for inputs at the same time, each for others.
+        """
+        if self.processes.share_data:
+            forms = self.processes.gathered(lambda: None if x is None else _on(take(x, slice(0)), torch.device("cpu")))
+            x = _on(next(form for form in forms if form is not None) if x is None else x, device)
         other = self.unlabelled(x, self.batch_size)
-        other.processes, other.part = self.processes, self.part
+        if self.processes.share_data:
+            other._source = _Shared(x, self.part, self.processes, in_step)
+        other.num_data, other.processes, other.part = self.num_data, self.processes, self.part
         return other
 
-    def joined(self, x: Any, device: torch.device) -> Any:
-        """What each process has of its part, one row for each datum or `None` if it has none, for all data."""
+    def all_targets(self) -> Any:
+        """`y` of all data, in each process."""
+        return self._of_all(self.targets)
+
+    def targets_of(self, indices: Tensor) -> Any:
+        """`y` of some data, the same in all processes."""
         if not self.processes.share_data:
-            return x
-        forms = self.processes.gathered(lambda: None if x is None else _on(take(x, slice(0)), torch.device("cpu")))
-        form = next(form for form in forms if form is not None)
-        tensors, rebuild = batched(_on(form if x is None else x, device))
+            return take(self.targets, indices)
+        return _Shared(self.targets, self.part, self.processes).inputs(indices)
+
+    def _of_all(self, x: Any) -> Any:
+        tensors, rebuild = batched(x)
         return rebuild([self.processes.rows_of_all(rows, self.num_data) for rows in tensors])
 
     @property
@@ -146,39 +167,73 @@ def _on(x: Any, device: torch.device) -> Any:
 Shapes = set[tuple[torch.Size, ...]]
 
 
-def _read_by_all(
-    source: Source, inputs: list[Any], cache_bytes: float, processes: Processes
-) -> tuple[list[Any], Shapes]:
-    """`_read` on each process, and the targets and shapes of all."""
-    if not source.shared:
-        targets, shapes, _ = _read(source, inputs, cache_bytes)
-        return targets, shapes
-    parts = processes.gathered(lambda: _read(source, inputs, cache_bytes))
-    fixed = None
-    for number, (_, _, of_part) in enumerate(parts):
-        fixed = _same_constants(fixed, of_part, f"the data of process {number}")
-    return [y for targets, _, _ in parts for y in targets], set().union(*(shapes for _, shapes, _ in parts))
+@dataclass(frozen=True)
+class _Seen:
+    """What all batches are like, of a process or of all of them.
+
+    Attributes:
+        num_data: how many data they have.
+        largest: how many the largest has.
+        shapes: of the inputs of a datum.
+        target_shapes: of the targets of a datum.
+        fixed: what has no rows in the inputs.
+        nothing: targets of no data; `None` without any.
+    """
+
+    num_data: int
+    largest: int
+    shapes: Shapes
+    target_shapes: Shapes
+    fixed: list[Any] | None
+    nothing: Any
+
+    def joined(self, other: "_Seen", where: str) -> "_Seen":
+        return _Seen(
+            self.num_data + other.num_data,
+            max(self.largest, other.largest),
+            self.shapes | other.shapes,
+            self.target_shapes | other.target_shapes,
+            _same_constants(self.fixed, other.fixed, where),
+            other.nothing if self.nothing is None else self.nothing,
+        )
 
 
-def _read(source: Source, inputs: list[Any], cache_bytes: float) -> tuple[list[Any], Shapes, list[Any] | None]:
-    """Checks all batches: their targets, the shapes of a datum, and what has no rows; adds inputs that are kept."""
-    targets, shapes, read_bytes, fixed = [], set(), 0, None
-    for number, (x, y) in source.own():
-        _check_finite(x, "inputs", number)
-        _check_finite(y, "targets", number)
-        if num_rows(x) != num_rows(y):
-            raise ValueError(f"Batch {number} has {num_rows(x)} inputs and {num_rows(y)} targets.")
-        fixed = _same_constants(fixed, constants(x), f"batch {number}")
-        read_bytes += 0 if source.in_memory else num_bytes(x)
-        shapes.add(tuple(tensor.shape[1:] for tensor in batched(x)[0]))
-        # Inputs that will be too large are not kept until they are.
-        expected = source.total_bytes(num_bytes(x) / max(num_rows(x), 1))
-        if source.kept or (max(read_bytes, expected) <= cache_bytes and not source.in_memory):
-            inputs.append(x)
-        else:
-            inputs.clear()
-        targets.append(y)
-    return targets, shapes, fixed
+class _Read:
+    """The batches that a process reads: their targets, and inputs that are kept."""
+
+    def __init__(self, source: Source, cache_bytes: float) -> None:
+        self.source, self.cache_bytes = source, cache_bytes
+        self.targets: list[Any] = []
+        self.inputs: list[Any] = []
+
+    def look(self) -> _Seen:
+        """Reads and checks all batches."""
+        shapes, target_shapes, read_bytes, fixed, sizes = set(), set(), 0, None, [0]
+        source = self.source
+        for number, (x, y) in source.own():
+            _check_finite(x, "inputs", number)
+            _check_finite(y, "targets", number)
+            if num_rows(x) != num_rows(y):
+                raise ValueError(f"Batch {number} has {num_rows(x)} inputs and {num_rows(y)} targets.")
+            fixed = _same_constants(fixed, constants(x), f"batch {number}")
+            read_bytes += 0 if source.in_memory else num_bytes(x)
+            shapes.add(_shapes_of(x))
+            target_shapes.add(_shapes_of(y))
+            # Inputs that will be too large are not kept until they are.
+            expected = source.total_bytes(num_bytes(x) / max(num_rows(x), 1))
+            if source.kept or (max(read_bytes, expected) <= self.cache_bytes and not source.in_memory):
+                self.inputs.append(x)
+            else:
+                self.inputs.clear()
+            self.targets.append(y)
+            sizes.append(num_rows(x))
+        nothing = take(self.targets[0], slice(0)) if self.targets else None
+        return _Seen(sum(sizes), max(sizes), shapes, target_shapes, fixed, nothing)
+
+
+def _shapes_of(x: Any) -> tuple[torch.Size, ...]:
+    """The shapes of a datum of a batch."""
+    return tuple(tensor.shape[1:] for tensor in batched(x)[0])
 
 
 def _same_constants(fixed: list[Any] | None, others: list[Any] | None, where: str) -> list[Any] | None:
@@ -208,6 +263,20 @@ class _InMemory:
         return take(self.x, indices)
 
 
+class _Shared:
+    """Rows of neighbouring data in each process: those of its own within its part of a sum, elsewhere of any."""
+
+    def __init__(self, x: Any, part: range, processes: Processes, in_step: bool = False) -> None:
+        self.x, self.part, self.processes = x, part, processes
+        self.pick = processes.picked_by_each if in_step else processes.picked
+
+    def inputs(self, indices: Tensor) -> Any:
+        if self.processes.are_apart:
+            return take(self.x, indices - self.part.start)
+        tensors, rebuild = batched(self.x)
+        return rebuild([self.pick(rows, self.part, indices) for rows in tensors])
+
+
 class _PartInMemory:
     """The inputs of neighbouring data in memory; others are read."""
 
@@ -221,17 +290,22 @@ class _PartInMemory:
         return self.others.inputs(indices)
 
 
-def _joined(targets: list[Any], fill: int | None) -> Any:
-    """All targets as one; of different lengths padded with a label that is ignored."""
-    shapes = {tuple(tensor.shape[1:] for tensor in batched(y)[0]) for y in targets}
+def _padded(targets: list[Any], shapes: Shapes, fill: int | None) -> Any:
+    """All targets as one; of different lengths padded with a label that is ignored.
+
+    Args:
+        targets: of this process.
+        shapes: of a datum, of all processes.
+        fill: the label.
+    """
     if len(shapes) == 1:
         return concatenate(targets)
-    if fill is None or not all(isinstance(y, Tensor) for y in targets) or len(set(map(Tensor.dim, targets))) > 1:
+    if fill is None or not all(isinstance(y, Tensor) for y in targets) or len({len(shape) for (shape,) in shapes}) > 1:
         raise ValueError(
             f"Batches have targets of different shapes, {sorted(shapes, key=str)[:2]}: only labels of a categorical "
             "likelihood, of as many axes, are padded, with its `ignore_index`. Pad the targets to one shape."
         )
-    sizes = [max(lengths) for lengths in zip(*(y.shape[1:] for y in targets), strict=True)]
+    sizes = [max(lengths) for lengths in zip(*(shape for (shape,) in shapes), strict=True)]
 
     def padded(y: Tensor) -> Tensor:
         y = y if y.is_floating_point() or y.dtype == torch.bool else y.long()  # bytes do not hold every label

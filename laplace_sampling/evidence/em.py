@@ -15,7 +15,6 @@ from torch import Tensor
 
 from laplace_sampling.evidence.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, check_bounds
 from laplace_sampling.evidence.damping import DampedSteps
-from laplace_sampling.evidence.expansion import total_loss
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
@@ -94,11 +93,12 @@ def noise_update(
     errors = (outputs - model.targets.reshape(outputs.shape)).double()
     # γ of samples that have not converged may exceed the number of observations: a hundredth of them stays free.
     if torch.as_tensor(likelihood.noise_precision).dim() == 0:
-        free = (errors.numel() - gamma.sum()).clamp_min(0.01 * errors.numel())
-        return free.cpu() / (errors**2).sum().cpu()
+        num = model.features.num_observations
+        return (num - gamma.sum()).clamp_min(0.01 * num).cpu() / model.features.total((errors**2).sum())
     used = of_all(_dimensions_by_output(model, ggn, samples, mode_outputs)).mean(0)
-    free = len(errors) - used.clamp_max(0.99 * len(errors))
-    return free.cpu() / (errors**2).sum(0).cpu()
+    num_data = model.features.num_data
+    free = num_data - used.clamp_max(0.99 * num_data)
+    return free.cpu() / model.features.total((errors**2).sum(0))
 
 
 @recorded
@@ -110,7 +110,8 @@ def _dimensions_by_output(
     with ggn.features.summing(used):
         for batch in ggn.features.own_chunks():
             changes = ggn.features.jvp(samples, batch)
-            roots = model.likelihood.root_transpose(mode_outputs[batch], changes, model.targets[batch])
+            at = model.features.pick(mode_outputs, batch)
+            roots = model.likelihood.root_transpose(at, changes, model.targets_of(batch))
             used += (roots.double() ** 2).sum(1)
     return used
 
@@ -197,7 +198,7 @@ class _Iteration:
         gamma, gamma_se = (t.cpu() for t in effective_dimension(solution, prior, self._of_all))
         if not solution.exact:
             sizes = torch.bincount(prior.groups, minlength=len(prior.names)).cpu()
-            gamma = _possible(gamma, gamma_se, sizes, 0.99 * mode_outputs.numel())
+            gamma = _possible(gamma, gamma_se, sizes, 0.99 * ggn.features.num_observations)
         mode_norm = prior.grouped(self.mode[0].double() ** 2).cpu()
         samples = solution.value * prior.scale
         residual, passes = float(self._of_all(solution.residual).max()), solution.passes
@@ -238,8 +239,8 @@ class _Iteration:
             effective_dimension=_floats(expectation.gamma),
             effective_dimension_se=None if solution.exact else _floats(expectation.gamma_se),
             mode_norm=_floats(expectation.mode_norm),
-            loss=total_loss(model, expectation.mode_outputs),
-            network_loss=total_loss(model, model.network_outputs),
+            loss=model.total_loss(expectation.mode_outputs),
+            network_loss=model.total_loss(model.network_outputs),
             mode_residual=expectation.minimum.residual,
             sample_residual=expectation.residual,
             passes=expectation.passes,

@@ -19,12 +19,7 @@ from laplace_sampling.solvers.quadrature import Quadrature
 from laplace_sampling.solvers.recorded import recorded
 from laplace_sampling.solvers.solver import whitening
 
-__all__ = ["Expansion", "Point", "expand", "total_loss"]
-
-
-def total_loss(model: LinearModel, outputs: Float[Tensor, "N C"]) -> float:
-    """`Σ_i ℓ(y_i, h_i)` at some outputs."""
-    return float(model.likelihood.loss(outputs, model.targets).double().sum())
+__all__ = ["Expansion", "Point", "expand"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,7 @@ class Point:
 
     @classmethod
     def _with_loss(cls, model: LinearModel, theta: Tensor, outputs: Tensor) -> "Point":
-        return cls(theta, outputs, total_loss(model, outputs))
+        return cls(theta, outputs, model.total_loss(outputs))
 
     def objective(self, alpha: float) -> float:
         return self.loss + 0.5 * alpha * float(self.theta.double().square().sum())
@@ -72,7 +67,7 @@ class Point:
         """Length of the step to `other` in the norm of the Hessian, relative to that of `other` in the prior's."""
         change = (other.outputs - self.outputs).double()
         curved = model.likelihood.curvature(other.outputs, change, model.targets)
-        squared = float((change * curved).sum())
+        squared = float(model.features.total((change * curved).sum()))
         squared += alpha * float((other.theta - self.theta).double().square().sum())
         norm = alpha * float(other.theta.double().square().sum())
         return math.sqrt(squared / norm) if norm > 0 else math.inf
@@ -123,7 +118,7 @@ def _gradient(model: LinearModel, point: Point) -> Float[Tensor, "1 P"]:
     total = torch.zeros_like(point.theta)
     with model.features.summing(total):
         for chunk in model.features.own_chunks():
-            slope = model.likelihood.gradient(point.outputs[chunk][None], model.targets[chunk])
+            slope = model.likelihood.gradient(model.features.pick(point.outputs, chunk)[None], model.targets_of(chunk))
             total += model.features.vjp(slope.to(total), chunk)
     return total
 
@@ -135,7 +130,7 @@ def _path_without_spectrum(model: LinearModel, point: Point, alpha: float) -> Ev
         traces=unknown,
         fit=unknown,
         loss=point.loss,
-        num_outputs=point.outputs.numel(),
+        num_outputs=model.features.num_observations,
         size=point.theta.shape[1],
         noise_precision=_one_noise(model.likelihood),
         at=alpha,
@@ -159,4 +154,4 @@ def _network_errors(model: LinearModel) -> float | None:
     b = _one_noise(likelihood)
     if b is None or not (isinstance(likelihood, Gaussian) and likelihood.learn and likelihood.noise_at == "network"):
         return None
-    return b * float((f - model.targets.reshape(f.shape)).double().square().sum())
+    return b * float(model.features.total((f - model.targets.reshape(f.shape)).double().square().sum()))

@@ -17,7 +17,7 @@ from torch import Tensor
 from laplace_sampling.evidence.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, check_bounds, clamped
 from laplace_sampling.evidence.curves import EvidencePath, FixedPoint
 from laplace_sampling.evidence.dense_curves import DenseCurves, Spectrum
-from laplace_sampling.evidence.expansion import Expansion, Point, expand, total_loss
+from laplace_sampling.evidence.expansion import Expansion, Point, expand
 from laplace_sampling.evidence.krylov_curves import FixedPointGoal, KrylovRun, run_curves
 from laplace_sampling.evidence.schedule import PROBES, Schedule
 from laplace_sampling.evidence.secant import TRUSTED_FACTOR, Secant
@@ -118,7 +118,7 @@ class _Rounds:
         self.factor = 1.0
         self._trace: float | None = None
         self._first_gradient = 0.0
-        self._network_loss = total_loss(self.model, self.model.network_outputs)
+        self._network_loss = self.model.total_loss(self.model.network_outputs)
 
     def play(self, seed: int, stream: int) -> None:
         started, before = time.perf_counter(), float(self.prior.precision)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from laplace_sampling.evidence.curves import EvidencePath
-from laplace_sampling.evidence.expansion import total_loss
 from laplace_sampling.fitted import NotFittedError
 from laplace_sampling.integrations.laplace_torch_predictions import SampledPredictions
 from laplace_sampling.laplace import LinearisedLaplace
@@ -137,11 +136,11 @@ class SampledLaplace(SampledPredictions):
         self._loader = train_loader
         self._take_weights(la)
         self.mean, model, constant = la.network.weights, self._data_of("fit").model, 0.0
-        self.n_data, self.n_outputs = model.network_outputs.shape
+        self.n_data, self.n_outputs = model.features.num_data, model.features.num_outputs
         if self.likelihood == "regression":
             # Half of the squared errors: the loss at a noise of one, without the constant of its density.
             model, constant = model.with_likelihood(Gaussian(1.0)), 0.5 * math.log(2 * math.pi)
-        loss = total_loss(model, model.network_outputs.double()) - constant * model.network_outputs.numel()
+        loss = model.total_loss(model.network_outputs.double()) - constant * model.features.num_observations
         self.loss = torch.tensor(loss, device=self._device, dtype=self._dtype)
 
     def _unfitted(self) -> LinearisedLaplace:

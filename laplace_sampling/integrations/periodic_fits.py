@@ -228,10 +228,10 @@ class PeriodicFits:
             metric.reset()
         # Those that share out the weights predict together, of the same data.
         apart = la.network.held.shards is None
-        part = data.part if apart else range(data.num_data)
+        part, all_targets = (data.part, data.targets) if apart else (range(data.num_data), data.all_targets())
         for batch in torch.arange(part.start, part.stop).split(data.batch_size):
             prediction = la.predict(data.inputs(batch))
-            targets = take(data.targets, batch)
+            targets = take(all_targets, batch - part.start)
             for name, metric in metrics.items():
                 if name in streams:
                     shown: Any = getattr(prediction, "probs" if hasattr(prediction, "probs") else "mean")

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from laplace_sampling.data.batches import Layout
-from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.likelihoods.likelihood import Likelihood, NothingToLearnError
 from laplace_sampling.solvers.checks import check_whole
 
 __all__ = ["Categorical"]
@@ -79,7 +79,8 @@ class Categorical(Likelihood):
         if self.shape is None:
             return f[..., None, :]
         moved = f.reshape(*f.shape[:-1], *self.shape).movedim(self._axis, -1)
-        return moved.reshape(*f.shape[:-1], -1, self.shape[self._axis])
+        classes = self.shape[self._axis]
+        return moved.reshape(*f.shape[:-1], f.shape[-1] // classes, classes)
 
     def flat(self, g: Float[Tensor, "*K S c"]) -> Float[Tensor, "*K C"]:
         """The inverse of `positions`."""
@@ -87,7 +88,7 @@ class Categorical(Likelihood):
             return g[..., 0, :]
         others = list(self.shape)
         classes = others.pop(self._axis)
-        return g.reshape(*g.shape[:-2], *others, classes).movedim(-1, self._axis).reshape(*g.shape[:-2], -1)
+        return g.reshape(*g.shape[:-2], *others, classes).movedim(-1, self._axis).flatten(-len(self.shape))
 
     def link(self, f: Float[Tensor, "*K C"]) -> Float[Tensor, "*K C"]:
         """Probabilities."""
@@ -95,7 +96,7 @@ class Categorical(Likelihood):
 
     def _labels(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Labels `[N, S]`, and which of them count; ignored labels are 0."""
-        labels = y.reshape(len(y), -1).long()
+        labels = y.reshape(len(y), y.shape[1:].numel()).long()
         counts = labels != self.ignore_index
         # Indexing needs a valid label also where the result is then multiplied by zero.
         return labels.where(counts, 0), counts
@@ -176,7 +177,9 @@ class Categorical(Likelihood):
     def _check_label_range(self, classes: int, y: Tensor) -> None:
         labels = y[y != self.ignore_index]
         if not labels.numel():
-            raise ValueError(f"All labels are ignore_index={self.ignore_index}: there is nothing to learn from.")
+            raise NothingToLearnError(
+                f"All labels are ignore_index={self.ignore_index}: there is nothing to learn from."
+            )
         low, high = int(labels.min()), int(labels.max())
         if low < 0 or high >= classes:
             raise ValueError(

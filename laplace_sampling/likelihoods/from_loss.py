@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import grad, jacrev, vjp, vmap
 
 from laplace_sampling.data.batches import Layout
-from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.likelihoods.likelihood import Likelihood, NothingToLearnError
 
 __all__ = ["LossLikelihood", "from_loss"]
 
@@ -77,13 +77,15 @@ class LossLikelihood(Likelihood):
         return self.function(f if self.shape is None else f.reshape(self.shape), y)
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
-        return _over_data(self._single, f, y)
+        return _over_data(self._single, f, y) if len(y) else f.new_zeros(f.shape[:-1])
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
-        return _over_data(grad(self._single), f, y)
+        return _over_data(grad(self._single), f, y) if len(y) else torch.zeros_like(f)
 
     def curvature(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
         y = self._needed(y)
+        if not len(y):
+            return torch.zeros_like(u)
 
         # Reverse over reverse: many operations of torch have no forward derivative. `B` is symmetric, so `uᵀB` is `Bu`.
         def product(f_n: Tensor, u_n: Tensor, y_n: Tensor) -> Tensor:
@@ -95,6 +97,8 @@ class LossLikelihood(Likelihood):
 
     def root(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
         y = self._needed(y)
+        if not len(y):
+            return torch.zeros_like(u)
         # A root needs the whole Hessian `C × C` of each datum: a few data at a time.
         parts = torch.arange(len(f)).split(max(1, _HESSIAN_NUMBERS // f.shape[-1] ** 2))
         roots = ((part, self._root(f[part].to(u), y[part], int(part[0]))) for part in parts)
@@ -121,6 +125,8 @@ class LossLikelihood(Likelihood):
     def check_targets(self, output_shape: torch.Size, y: Tensor) -> None:
         if y.dim() == 0 or len(y) != output_shape[0]:
             raise ValueError(f"There are targets of shape {list(y.shape)} for outputs of shape {list(output_shape)}.")
+        if not len(y):
+            raise NothingToLearnError("There are no targets.")
         outputs = torch.zeros(output_shape[1:], device=y.device).requires_grad_()
         try:
             value = self.function(outputs, y[0])
@@ -154,7 +160,7 @@ class LossLikelihood(Likelihood):
         # `Lu` of a random `u` is zero only if all Hessians are; `root` also raises where one is indefinite.
         probe = torch.randn(f.shape, generator=torch.Generator().manual_seed(0)).to(f)
         if not bool(self.root(f, probe, y).any()):
-            raise ValueError(
+            raise NothingToLearnError(
                 f"The loss of likelihood {self.name!r} has no curvature in the outputs at any datum: its Hessian is 0 "
                 f"in {f.dtype}, so that these outputs say nothing of the weights. Give a loss that is no straight line "
                 "there, such as a Huber loss of a larger `delta` for an absolute error, and detach nothing in it."

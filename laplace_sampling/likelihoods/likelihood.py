@@ -15,7 +15,11 @@ from torch import Tensor
 
 from laplace_sampling.data.batches import Layout
 
-__all__ = ["Likelihood", "check_target_shape"]
+__all__ = ["Likelihood", "NothingToLearnError", "check_target_shape"]
+
+
+class NothingToLearnError(ValueError):
+    """Targets fit, but they say nothing of the weights."""
 
 
 class Likelihood(ABC):
@@ -98,8 +102,13 @@ class Likelihood(ABC):
             )
         return self
 
-    def prepare(self, layout: Layout, y: Any) -> "tuple[Likelihood, Tensor]":
+    def prepare(self, layout: Layout, y: Any, silent: list[str] | None = None) -> "tuple[Likelihood, Tensor]":
         """The likelihood of flattened outputs, and the targets in the form that it takes.
+
+        Args:
+            layout: of the outputs.
+            y: targets.
+            silent: for a part of the targets; why they say nothing is added to it, in place of an error.
 
         Raises:
             TypeError, ValueError: if targets do not fit.
@@ -114,7 +123,12 @@ class Likelihood(ABC):
         if y.dim() == 0 or y.is_complex():
             kind = f"complex numbers, in {y.dtype}" if y.is_complex() else "a single number without an axis"
             raise TypeError(f"Targets must be a tensor [N, ...] of real numbers, but are {kind}.")
-        self.check_targets(torch.Size((len(y), *layout.shape)), y)
+        try:
+            self.check_targets(torch.Size((len(y), *layout.shape)), y)
+        except NothingToLearnError as error:
+            if silent is None:
+                raise
+            silent.append(str(error))
         return bound, y
 
     def check_curvature(self, f: Float[Tensor, "N C"], y: Tensor) -> None:  # noqa: B027

@@ -62,7 +62,7 @@ class _Matrix(Measurement):
     def _product(matrix: Tensor, rows: Tensor) -> Tensor:
         stack = rows.reshape(-1, rows.shape[-1])
         # Sparse matrices multiply from the left only.
-        return (matrix.to(stack) @ stack.T).T.reshape(*rows.shape[:-1], -1)
+        return (matrix.to(stack) @ stack.T).T.reshape(*rows.shape[:-1], len(matrix))
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class _Linear(Measurement):
         stack = rows.reshape(-1, rows.shape[-1]).to(operator.dtype)
         product = operator @ stack.T.contiguous()
         assert isinstance(product, Tensor)
-        return product.T.reshape(*rows.shape[:-1], -1).to(rows.dtype)
+        return product.T.reshape(*rows.shape[:-1], operator.shape[-2]).to(rows.dtype)
 
 
 @dataclass(frozen=True)
@@ -96,16 +96,16 @@ class _Callables(Measurement):
     dtype: torch.dtype
 
     def apply(self, f: Tensor) -> Tensor:
-        return self._rows(self.forward, f)
+        return self._rows(self.forward, f, self.shape[0])
 
     def adjoint(self, u: Tensor) -> Tensor:
-        return self._rows(self.backward, u)
+        return self._rows(self.backward, u, self.shape[1])
 
-    def _rows(self, function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    def _rows(self, function: Callable[[Tensor], Tensor], rows: Tensor, length: int) -> Tensor:
         # The functions take vectors in the dtype of the network, but products may be in float64.
         stack = rows.reshape(-1, rows.shape[-1]).to(self.dtype)
-        values = torch.stack([function(row).reshape(-1) for row in stack])
-        return values.reshape(*rows.shape[:-1], -1).to(rows.dtype)
+        values = torch.stack([function(row).reshape(-1) for row in stack]) if len(stack) else rows.new_zeros(0)
+        return values.reshape(*rows.shape[:-1], length).to(rows.dtype)
 
 
 def as_measurement(T: Observation, num_outputs: int, dtype: torch.dtype = torch.float64) -> Measurement:

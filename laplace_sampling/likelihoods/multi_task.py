@@ -71,13 +71,15 @@ class MultiTask(Likelihood):
         bound = {name: self.heads[name].bind(Layout.single(shape)) for name, shape in layout.heads}
         return replace(self, heads=bound, layout=layout)
 
-    def prepare(self, layout: Layout, y: Any) -> "tuple[MultiTask, Tensor]":
+    def prepare(self, layout: Layout, y: Any, silent: list[str] | None = None) -> "tuple[MultiTask, Tensor]":
         bound = self.bind(layout)
         if not isinstance(y, Mapping) or set(y) != set(self.heads):
             given = list(y) if isinstance(y, Mapping) else f"a {type(y).__name__}"
             raise ValueError(f"Targets must be a dictionary with the heads {layout.names}, but are {given}.")
         # Each head checks its own targets, so that an error names the head.
-        columns = [_columns(name, bound.heads[name], Layout.single(shape), y[name]) for name, shape in layout.heads]
+        columns = [
+            _columns(name, bound.heads[name], Layout.single(shape), y[name], silent) for name, shape in layout.heads
+        ]
         return replace(bound, widths=tuple(part.shape[1] for part in columns)), torch.cat(columns, dim=1)
 
     def _parts(self, *flat: Tensor, y: Tensor | None) -> list[tuple[Any, ...]]:
@@ -115,10 +117,13 @@ class MultiTask(Likelihood):
         return sum(head.rank(size) for head, size in zip(self.likelihoods.values(), self.layout.sizes, strict=True))
 
 
-def _columns(name: str, head: Likelihood, layout: Layout, y: Any) -> Tensor:
+def _columns(name: str, head: Likelihood, layout: Layout, y: Any, silent: list[str] | None) -> Tensor:
     """The targets of one head as columns."""
+    reasons: list[str] | None = None if silent is None else []
     try:
-        targets = head.prepare(layout, y)[1]
+        targets = head.prepare(layout, y, reasons)[1]
     except (TypeError, ValueError) as error:
         raise type(error)(f"Head {name!r}: {error}") from None
-    return targets.reshape(len(targets), -1).double()
+    if silent is not None and reasons:
+        silent.extend(f"Head {name!r}: {reason}" for reason in reasons)
+    return targets.reshape(len(targets), targets.shape[1:].numel()).double()

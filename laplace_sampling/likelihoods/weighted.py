@@ -70,14 +70,10 @@ def weighted(likelihood: Likelihood, y: Tensor, weights: Tensor) -> tuple[Weight
     Args:
         likelihood: likelihood of a datum, bound to the outputs.
         y: targets in the form that it takes.
-        weights: `[N]`.
-
-    Raises:
-        ValueError: if weights have another shape, or are negative or not finite.
+        weights: `[N]`, as `check_weights` takes them; those of a part of the data may all be 0.
     """
-    check_weights(weights, len(y))
     # One float64 matrix: labels up to 2⁵³ are exact in it.
-    columns = [y.reshape(len(y), -1).double(), weights.detach().to(y.device).double()[:, None]]
+    columns = [y.reshape(len(y), y.shape[1:].numel()).double(), weights.detach().to(y.device).double()[:, None]]
     return Weighted(likelihood), torch.cat(columns, dim=1)
 
 

@@ -239,7 +239,7 @@ def _ratio(ggn: "GGN", held: "GGN") -> float | None:
         assert precisions is not None
         assert others is not None
         return _as_number((precisions / others).reshape(-1))
-    return 1.0 if likelihood is other and torch.equal(ggn.outputs, held.outputs) else None
+    return 1.0 if likelihood is other and ggn.is_at(held.outputs) else None
 
 
 def _same(scale: Tensor | None, other: Tensor | None) -> bool:

@@ -6,7 +6,7 @@ A mini-batch is a tensor of data indices; `None` means all data. Sums are over t
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -107,6 +107,56 @@ class Features(ABC):
         """Where in a batch the data of this process are."""
         return slice(None)
 
+    @property
+    def num_observations(self) -> int:
+        """`N·C`."""
+        return self.num_data * self.num_outputs
+
+    # Numbers of each datum, such as outputs and targets, of which a process has those of its part -------------------
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether other processes have the rows `[n, ...]` of other data."""
+        return False
+
+    @property
+    def part(self) -> range:
+        """The data whose rows are here."""
+        return range(self.num_data)
+
+    def pick(self, rows: Float[Tensor, "m ..."], batch: Tensor) -> Float[Tensor, "n ..."]:
+        """The rows of a batch from those of `part`.
+
+        Inside of `summing` the batch is one of own data; elsewhere it is any, the same in all processes.
+        """
+        if not self.in_parts:
+            return rows[batch]
+        if self.processes.are_apart:
+            return rows[batch - self.part.start]
+        # Own data of a mini-batch that is divided by places are in the parts of others.
+        pick = self.processes.picked_by_each if self.in_step else self.processes.picked
+        return pick(rows, self.part, batch)
+
+    def whole(self, rows: Float[Tensor, "m ..."]) -> Float[Tensor, "N ..."]:
+        """The rows of all data from those of `part`."""
+        return self.processes.rows_of_all(rows, self.num_data) if self.in_parts else rows
+
+    def total(self, own: Tensor) -> Tensor:
+        """A sum over data from that over `part`, on the CPU."""
+        own = own.detach().cpu().clone()
+        if self.in_parts:
+            self.processes.sum(own)
+        return own
+
+    def same(self, rows: Tensor, others: Tensor) -> bool:
+        """Whether the rows of all data are the same as others."""
+        equal = torch.equal(rows, others)
+        return self.processes.least(float(equal)) > 0 if self.in_parts else equal
+
+    def with_all_rows(self) -> "Features":
+        """The same features, with the rows of all data in each process."""
+        return self
+
     def own_chunks(self, batch: Tensor | None = None) -> Iterator[Tensor]:
         """`chunks` of those data of a batch that are the part of this process, inside of `summing`."""
         indices = torch.arange(self.num_data) if batch is None else batch
@@ -122,26 +172,39 @@ class Features(ABC):
 
         This is all that methods and solvers need to know of several processes.
         """
-        with self.processes.counting(self.counts):
+        with self.processes.counting(self.counts), self.apart():
             yield
         self.processes.sum(*totals)
 
+    def apart(self) -> AbstractContextManager[None]:
+        """Inside, each process works on its own data, unless each product takes all of them."""
+        return nullcontext() if self.in_step else self.processes.apart()
+
     def by_datum(
-        self, function: Callable[[Tensor], Tensor], shape: tuple[int, ...], dim: int, dtype: torch.dtype
+        self,
+        function: Callable[[Tensor], Tensor],
+        shape: tuple[int, ...],
+        dim: int,
+        dtype: torch.dtype,
+        whole: bool = False,
     ) -> Tensor:
-        """A function of batches on all data, in chunks, each on the process whose part it is.
+        """A function of batches on the data of `part`, in chunks, each on the process whose part it is.
 
         Args:
             function: from indices to one row for each, along an axis.
-            shape: of the result.
+            shape: of the result for all data.
             dim: the axis of the data.
             dtype: of the result.
+            whole: whether each process gets the rows of all data.
         """
+        apart = self.in_parts and not whole
+        part = self.part if apart else range(self.num_data)
+        shape = (*shape[:dim], len(part), *shape[dim + 1 :])
         # Filled, for what is joined is there twice.
         result = torch.zeros(shape, dtype=dtype, device=self.device)
-        with self.summing(result):
+        with self.summing(*([] if apart else [result])):
             for chunk in self.own_chunks():
-                result.narrow(dim, int(chunk[0]), len(chunk)).copy_(function(chunk))
+                result.narrow(dim, int(chunk[0]) - part.start, len(chunk)).copy_(function(chunk))
         return result
 
     def in_chunks(self, batch_size: int) -> "Features":
@@ -163,7 +226,7 @@ class Features(ABC):
 
     @recorded
     def outputs(self, v: Float[Tensor, "K P"]) -> Float[Tensor, "K N C"]:
-        """`φ_i v_k` for all data."""
+        """`φ_i v_k` for all data of `part`."""
         shape = (len(v), self.num_data, self.num_outputs)
         return self.by_datum(lambda batch: self.jvp(v, batch), shape, 1, self.dtype)
 
@@ -196,6 +259,19 @@ class DerivedFeatures(Features):
     def own(self, batch: Tensor) -> Tensor | slice:
         return self.features.own(batch)
 
+    @property
+    def in_parts(self) -> bool:
+        return self.features.in_parts
+
+    @property
+    def part(self) -> range:
+        return self.features.part
+
+    def with_all_rows(self) -> Features:
+        other = copy.copy(self)
+        other.features = self.features.with_all_rows()
+        return other
+
     def in_float64(self) -> Features:
         other = copy.copy(self)
         other.features = self.features.in_float64()
@@ -213,7 +289,7 @@ class DenseFeatures(Features):
     @classmethod
     def of(cls, features: Features, dtype: torch.dtype = torch.float64) -> "DenseFeatures":
         shape = (features.num_data, features.num_outputs, features.size)
-        return cls(features.by_datum(lambda batch: features.rows(batch).to(dtype), shape, 0, dtype))
+        return cls(features.by_datum(lambda batch: features.rows(batch).to(dtype), shape, 0, dtype, whole=True))
 
     @property
     def device(self) -> torch.device:

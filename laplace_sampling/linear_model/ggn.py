@@ -55,7 +55,7 @@ class GGN(Operator):
     Attributes:
         features: `Φ`.
         likelihood: of the curvature `B`.
-        outputs: `f`.
+        outputs: `f`, of the data of `features.part`.
         targets: for likelihoods whose curvature depends on them, for instance on labels that are ignored.
     """
 
@@ -65,7 +65,15 @@ class GGN(Operator):
     targets: Tensor | None = None
 
     def _targets(self, batch: Tensor) -> Tensor | None:
-        return None if self.targets is None else self.targets[batch]
+        return None if self.targets is None else self.features.pick(self.targets, batch)
+
+    def outputs_of(self, batch: Tensor) -> Float[Tensor, "n C"]:
+        """`f` of some data, as by `Features.pick`."""
+        return self.features.pick(self.outputs, batch)
+
+    def is_at(self, outputs: Tensor) -> bool:
+        """Whether the curvature is taken at some outputs."""
+        return self.outputs is outputs or self.features.same(self.outputs, outputs)
 
     @property
     def like(self) -> Features:
@@ -101,7 +109,7 @@ class GGN(Operator):
 
     def _curvature(self, u: Tensor, batch: Tensor, weights: Tensor | None) -> Tensor:
         """`w_i B_i u`."""
-        product = self.likelihood.curvature(self.outputs[batch], u, self._targets(batch))
+        product = self.likelihood.curvature(self.outputs_of(batch), u, self._targets(batch))
         return product if weights is None else product * weights.to(product)[:, None]
 
     def sizes(self) -> Tensor:
@@ -109,12 +117,14 @@ class GGN(Operator):
         # Data differ more in the curvature of the loss than in their features, which would take a VJP each.
         num_outputs = self.outputs.shape[1]
         signs = torch.randint(2, (_SIGNS, 1, num_outputs), generator=torch.Generator().manual_seed(0)) * 2 - 1
-        traces = []
-        for chunk in torch.arange(len(self.outputs)).split(max(1, _SIGN_NUMBERS // (_SIGNS * num_outputs))):
-            f = self.outputs[chunk]
-            roots = self.likelihood.root_transpose(f, signs.to(f).expand(-1, *f.shape), self._targets(chunk))
-            traces.append(roots.square().sum(-1).mean(0))
-        return torch.cat(traces).double().cpu()
+        traces = [torch.zeros(0).to(self.outputs)]
+        together = max(1, _SIGN_NUMBERS // (_SIGNS * num_outputs))
+        with self.features.processes.apart():
+            for chunk in torch.arange(self.features.part.start, self.features.part.stop).split(together):
+                f = self.outputs_of(chunk)
+                roots = self.likelihood.root_transpose(f, signs.to(f).expand(-1, *f.shape), self._targets(chunk))
+                traces.append(roots.square().sum(-1).mean(0))
+        return self.features.whole(torch.cat(traces).double().cpu())
 
     @recorded
     def root_matmul(self, noise: WhiteNoise, batch: Tensor | None = None) -> Float[Tensor, "K P"]:
@@ -123,7 +133,7 @@ class GGN(Operator):
         with self.features.summing(total):
             for chunk in self.features.own_chunks(batch):
                 white = noise(chunk).to(self.device, self.dtype)
-                cotangent = self.likelihood.root(self.outputs[chunk], white, self._targets(chunk))
+                cotangent = self.likelihood.root(self.outputs_of(chunk), white, self._targets(chunk))
                 total += self.features.vjp(cotangent, chunk)
         return total
 
@@ -132,7 +142,7 @@ class GGN(Operator):
 
     def rows_along(self, batch: Tensor, directions: Float[Tensor, "n C"]) -> DatumRows:
         """`φ_iᵀ L_i z_i` of each datum of a batch for given `z`, `L_iL_iᵀ = B_i`: one VJP of each."""
-        f = self.outputs[batch]
+        f = self.outputs_of(batch)
         return datum_rows(self.features, self.likelihood.root(f, directions.to(f), self._targets(batch)), batch)
 
     def root_rows(self) -> Iterator[Tensor]:
@@ -141,7 +151,7 @@ class GGN(Operator):
     def _root_rows(self, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
         num_data = max(1, _BLOCK_NUMBERS // (self.features.num_outputs * self.size))
         for chunk in (part for batch in chunks for part in batch.split(num_data)):
-            f, y = self.outputs[chunk], self._targets(chunk)
+            f, y = self.outputs_of(chunk), self._targets(chunk)
             # The root acts on the outputs: as the last axis they lie together in memory, which is faster.
             rows = self.features.rows(chunk).permute(2, 0, 1)
             yield self.likelihood.root_transpose(f, rows.contiguous(), y).flatten(1).T
@@ -179,7 +189,7 @@ class GGN(Operator):
 
         A datum takes `C` VJPs, and `C·P²` operations for the products of its rows.
         """
-        with self.features.processes.counting(self.features.counts):
+        with self.features.processes.counting(self.features.counts), self.features.apart():
             total = sum_of_squares(self._root_rows(self.features.own_chunks()), self.size, self.device)
         self.features.processes.sum(total)
         return total

@@ -186,7 +186,7 @@ def inputs_and_blocks(
     assert layer is not None
     most = max(1, _NUMBERS // features.num_outputs**2)
     for chunk in (part for batch in features.own_chunks() for part in batch.split(most)):
-        f = ggn.outputs[chunk].double()
+        f = ggn.outputs_of(chunk).double()
         rows = torch.eye(f.shape[1], dtype=f.dtype, device=f.device) if vectors is None else vectors.T
         columns = ggn.likelihood.curvature(f, rows[:, None].expand(-1, *f.shape), ggn._targets(chunk))
         yield layer.extended(features.inputs(chunk)[0]).double(), columns.movedim(0, 2)

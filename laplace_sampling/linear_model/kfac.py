@@ -206,7 +206,7 @@ def _others(features: NetworkFeatures, rest: Tensor) -> NetworkFeatures | None:
 
 def _roots(ggn: GGN, noise: WhiteNoise, chunk: Tensor) -> Float[Tensor, "R n C"]:
     """The columns of roots of `B`, or random combinations of them if outputs are more than probes."""
-    f = ggn.outputs[chunk]
+    f = ggn.outputs_of(chunk)
     if f.shape[1] <= noise.num_samples:
         white = torch.eye(f.shape[1]).to(f)[:, None].expand(-1, len(f), -1)
     else:

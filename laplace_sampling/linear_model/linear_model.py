@@ -20,7 +20,7 @@ class LinearModel:
         features: `Φ`.
         offset: `o`, `[N, C]`: `f(w̄, x) − φ(x) w̄` ("affine") or zero ("homogeneous").
         network_outputs: `f(w̄, x_i)`, `[N, C]`.
-        targets: `y`.
+        targets: `y`. Of several processes each has the rows of these three for `features.part` of the data.
         likelihood: likelihood of the targets given the outputs.
     """
 
@@ -31,8 +31,27 @@ class LinearModel:
     likelihood: Likelihood
 
     def outputs(self, theta: Float[Tensor, "K P"]) -> Float[Tensor, "K N C"]:
-        """`h(θ_k, x_i)` for all data."""
+        """`h(θ_k, x_i)` for all data of `features.part`."""
         return self.offset + self.features.outputs(theta)
+
+    def targets_of(self, batch: Tensor) -> Tensor:
+        """`y` of some data, as by `Features.pick`."""
+        return self.features.pick(self.targets, batch)
+
+    def network_outputs_of(self, batch: Tensor) -> Float[Tensor, "n C"]:
+        """`f(w̄, x_i)` of some data."""
+        return self.features.pick(self.network_outputs, batch)
+
+    def total_loss(self, outputs: Float[Tensor, "N C"]) -> float:
+        """`Σ_i ℓ(y_i, h_i)` at some outputs."""
+        return float(self.features.total(self.likelihood.loss(outputs, self.targets).double().sum()))
+
+    def whole(self) -> "LinearModel":
+        """The same with the rows of all data in each process, for dense algebra in observation space."""
+        if not self.features.in_parts:
+            return self
+        rows = {name: self.features.whole(getattr(self, name)) for name in ("offset", "network_outputs", "targets")}
+        return replace(self, features=self.features.with_all_rows(), **rows)
 
     def with_likelihood(self, likelihood: Likelihood) -> "LinearModel":
         return replace(self, likelihood=likelihood)

@@ -30,6 +30,7 @@ class NetworkFeatures(Features):
         self.network, self.data, self.layout = network, data, layout
         self.num_data, self.num_outputs = data.num_data, layout.size
         self.size, self.batch_size = network.num_parameters, data.batch_size
+        self._all_rows = False
 
     @property
     def device(self) -> torch.device:
@@ -59,6 +60,19 @@ class NetworkFeatures(Features):
             return slice(part.start, part.stop)
         part = self.data.part
         return (batch >= part.start) & (batch < part.stop)
+
+    @property
+    def in_parts(self) -> bool:
+        return self.processes.share_data and not self._all_rows
+
+    @property
+    def part(self) -> range:
+        return self.data.part if self.in_parts else range(self.num_data)
+
+    def with_all_rows(self) -> "NetworkFeatures":
+        other = copy.copy(self)
+        other._all_rows = True
+        return other
 
     def in_float64(self) -> Features:
         if self.dtype == torch.float64:

@@ -114,7 +114,7 @@ def _multiple(ggn: GGN, other: GGN) -> float | None:
     if isinstance(family, Gaussian) and isinstance(before, Gaussian):
         ratios = family.noise_precisions() / before.noise_precisions()
         return float(ratios.flatten()[0]) if bool((ratios == ratios.flatten()[0]).all()) else None
-    return 1.0 if torch.equal(ggn.outputs, other.outputs) else None
+    return 1.0 if ggn.is_at(other.outputs) else None
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class TangentModel:
         data: training data.
         kind: `"affine"` or `"homogeneous"`.
         layout: layout of the outputs of a datum.
-        weights: `R^{-1/2}` of given noise variances, `[N, C]`.
+        weights: `R^{-1/2}` of given noise variances, `[N, C]`, of the data of `model.features.part`.
         in_order: whether the features can read the data in one order only, so that there are no mini-batches.
     """
 
@@ -48,7 +48,11 @@ class TangentModel:
     @property
     def log_scale(self) -> float:
         """`½ Σ log R`: what the loss of the targets has on top of the loss of the model."""
-        return 0.0 if self.weights is None else -float(self.weights.log().sum())
+        return 0.0 if self.weights is None else -float(self.model.features.total(self.weights.log().sum()))
+
+    def weights_of(self, some: Tensor) -> Float[Tensor, "n C"] | None:
+        """`R^{-1/2}` of some data, as by `Features.pick`."""
+        return None if self.weights is None else self.model.features.pick(self.weights, some)
 
     def with_offset(self) -> LinearModel:
         """The model with the offset of its kind, in the precision of the network."""
@@ -71,9 +75,8 @@ class TangentModel:
 
     def with_held_rows(self) -> LinearModel:
         """The model with its Jacobian in memory, in the precision of the network, and products in float64."""
-        held = replace(
-            self.model, features=HeldRows(self.model.features), network_outputs=self.model.network_outputs.double()
-        )
+        model = self.model.whole()
+        held = replace(model, features=HeldRows(model.features), network_outputs=model.network_outputs.double())
         return with_offset(held, self.network.weights, self.kind)
 
     def dense(self) -> LinearModel:
@@ -81,13 +84,13 @@ class TangentModel:
 
         With its Jacobian in memory, or, where that is large and has more rows than columns, without.
         """
-        features = self.model.features.in_float64()
+        model, features = self.model, self.model.features.in_float64()
         rows, size = features.num_data * features.num_outputs, features.size
         if not is_accumulated(rows, size):
-            features = DenseFeatures.of(features)
+            model, features = model.whole(), DenseFeatures.of(features)
         if rows >= size:
             features = features.holding_curvature(HeldCurvatures())
-        dense = replace(self.model, features=features, network_outputs=self.model.network_outputs.double())
+        dense = replace(model, features=features, network_outputs=model.network_outputs.double())
         return with_offset(dense, self.network.weights, self.kind)
 
 

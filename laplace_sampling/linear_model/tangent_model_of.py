@@ -12,9 +12,10 @@ from torch import Tensor
 from laplace_sampling.data.batches import Layout, batched, place
 from laplace_sampling.data.processes import ALONE, Processes
 from laplace_sampling.data.training_data import TrainingData, Unpack
-from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.likelihoods.likelihood import Likelihood, NothingToLearnError
 from laplace_sampling.likelihoods.measurement import Observation
 from laplace_sampling.likelihoods.weighted import check_weights, weighted
+from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.linear_model.observed_features import observe
@@ -76,7 +77,7 @@ def tangent_model_of(
     row_weights = None
     if noise_variances is not None:
         row_weights = noise_weights(noise_variances, (data.num_data, model.network_outputs.shape[1]))
-        row_weights = row_weights.to(network.device)
+        row_weights = row_weights[_rows(features)].to(network.device)
         model = weigh(model, row_weights)
     return TangentModel(
         model,
@@ -89,8 +90,13 @@ def tangent_model_of(
     )
 
 
+def _rows(features: Features) -> slice:
+    """Where the data of this process are."""
+    return slice(features.part.start, features.part.stop)
+
+
 def _features(network: Linearisation, data: TrainingData) -> tuple[NetworkFeatures, Float[Tensor, "N C"]]:
-    """The features, and the outputs of the network, after checks of both."""
+    """The features, and the outputs of the network of the data of this process, after checks of both."""
     first_batch = torch.arange(min(data.batch_size, data.num_data))
     own = torch.arange(data.part.start, data.part.stop)
     if data.processes.share_data and network.held.shards is not None:
@@ -104,7 +110,7 @@ def _features(network: Linearisation, data: TrainingData) -> tuple[NetworkFeatur
     features = NetworkFeatures(*network.shortened(data, kept), layout)
     features.network.known_layers = None  # the network may use its weights in another way than at an earlier fit
     check_consistency(network, _inputs(network, data, first_batch))
-    return features, outputs.reshape(data.num_data, -1)
+    return features, outputs.reshape(len(features.part), layout.size)
 
 
 def _with_targets(
@@ -118,23 +124,54 @@ def _with_targets(
     """The linear model, still without an offset, after checks of targets and likelihood."""
     targets = _placed(data.targets, outputs.device)
     model = LinearModel(features, zeros_as(outputs), outputs, targets, likelihood)
+    if weights is not None:
+        weights = weights[_rows(features)]
+    checked: list[LinearModel] = []
+
+    def silent() -> list[str] | None:
+        """Why the data of this process say nothing of the weights, if it has any."""
+        found, reasons = _checked(model, features, observation, weights)
+        checked.append(found)
+        return reasons if len(outputs) else None
+
+    # Of several processes each checks its own data, and raises if one of them does.
+    everywhere = data.processes.gathered(silent)
+    for reason in next(reasons for reasons in everywhere if reasons is not None):
+        if all(reasons is None or reason in reasons for reasons in everywhere):
+            raise NothingToLearnError(reason)
+    return checked[0]
+
+
+def _checked(
+    model: LinearModel, features: NetworkFeatures, observation: Observation | None, weights: Tensor | None
+) -> tuple[LinearModel, list[str]]:
+    """The model with likelihood and targets as solvers take them, and why these say nothing of the weights."""
+    reasons: list[str] = []
     # Targets of measurements fit `T f`, not `f`: they are checked against the measured outputs.
     if observation is not None:
-        model = observe(model, observation, targets)
-        likelihood.check_targets(model.network_outputs.shape, model.targets)
+        model = observe(model, observation, model.targets)
+        targets = model.targets
+        model.likelihood.check_targets(model.network_outputs.shape, targets)
     else:
-        likelihood, targets = likelihood.prepare(features.layout, targets)
+        # Labels of one of several processes may all be ignored ones.
+        silent = (reasons,) if features.in_parts else ()
+        likelihood, targets = model.likelihood.prepare(features.layout, model.targets, *silent)
         if weights is not None:
             likelihood, targets = weighted(likelihood, targets, weights)
         model = replace(model, targets=targets, likelihood=likelihood)
+    if not len(targets):
+        return model, reasons
     if not bool(model.likelihood.loss(model.network_outputs, model.targets).isfinite().all()):
         largest = float(model.network_outputs.abs().max())
         raise ValueError(
             f"The loss of the model on the data is not finite; check targets and noise precision, and the weights of "
             f"the model, whose largest output is {largest:.3g}."
         )
-    model.likelihood.check_curvature(model.network_outputs, model.targets)
-    return model
+    try:
+        model.likelihood.check_curvature(model.network_outputs, model.targets)
+    except NothingToLearnError as error:
+        reasons.append(str(error))
+    return model, reasons
 
 
 def _as_variances(weights: Tensor, noise_variances: Tensor | None) -> Tensor:
@@ -160,17 +197,17 @@ def _inputs(network: Linearisation, data: TrainingData, batch: Tensor) -> Any:
 def _outputs(
     network: Linearisation, data: TrainingData, batches: list[Tensor], first: Tensor | None
 ) -> tuple[Float[Tensor, "N *C"], Layout]:
-    """The outputs on all data, and their layout, the largest of all batches.
+    """The outputs on the data of this process, and their layout, the largest of all batches.
 
     Args:
         network: linearised network.
         data: training data.
-        batches: of this process.
+        batches: of this process, whose outputs these are.
         first: outputs of the first of them: another run shows a random forward, such as dropout that stays on.
     """
     outputs, found = [], []
 
-    def layout_of_part() -> Layout | None:
+    def layout_of_part() -> tuple[Layout, torch.dtype] | None:
         for number, batch in enumerate(batches):
             output, layout = network.evaluate(_inputs(network, data, batch))
             outputs.append(output.reshape(len(batch), -1))
@@ -183,11 +220,11 @@ def _outputs(
                     "The model gives different outputs for the same input in evaluation mode. Remove what is random "
                     "in its forward (for example `F.dropout(..., training=True)`)."
                 )
-        return reduce(Layout.union, found) if found else None
+        return (reduce(Layout.union, found), outputs[0].dtype) if found else None
 
-    layouts = data.processes.gathered(layout_of_part)
-    layout = reduce(Layout.union, [one for one in layouts if one is not None])
+    found_by_all = [one for one in data.processes.gathered(layout_of_part) if one is not None]
+    layout, dtype = reduce(Layout.union, [layout for layout, _ in found_by_all]), found_by_all[0][1]
     # Batches with less padding have fewer outputs: all get those of the largest.
     widened = [narrow.widen(output, layout) for narrow, output in zip(found, outputs, strict=True)]
-    joined = data.joined(torch.cat(widened) if widened else None, network.device)
-    return joined.reshape(data.num_data, *layout.shape), layout
+    nothing = torch.zeros(0, layout.size, dtype=dtype, device=network.device)
+    return (torch.cat(widened) if widened else nothing).reshape(-1, *layout.shape), layout

@@ -25,7 +25,7 @@ class WeightedFeatures(DerivedFeatures):
 
     Args:
         features: `Φ`.
-        weights: `R^{-1/2}`, `[N, C]`.
+        weights: `R^{-1/2}`, `[N, C]`, of the data of `features.part`.
     """
 
     def __init__(self, features: Features, weights: Float[Tensor, "N C"]) -> None:
@@ -34,19 +34,25 @@ class WeightedFeatures(DerivedFeatures):
         self.size, self.batch_size = features.size, features.batch_size
 
     def jvp(self, v: Tensor, batch: Tensor) -> Tensor:
-        return self.weights[batch] * self.features.jvp(v, batch)
+        return self._weights_of(batch) * self.features.jvp(v, batch)
 
     def vjp(self, u: Tensor, batch: Tensor) -> Tensor:
-        return self.features.vjp(u * self.weights[batch], batch)
+        return self.features.vjp(u * self._weights_of(batch), batch)
 
     def vjp_each(self, u: Tensor, batch: Tensor) -> Tensor:
-        return self.features.vjp_each(u * self.weights[batch], batch)
+        return self.features.vjp_each(u * self._weights_of(batch), batch)
 
     def vjp_by_layers(self, u: Tensor, batch: Tensor) -> "list[Outer] | None":
-        return self.features.vjp_by_layers(u * self.weights[batch], batch)
+        return self.features.vjp_by_layers(u * self._weights_of(batch), batch)
 
     def rows(self, batch: Tensor) -> Tensor:
-        return self.features.rows(batch) * self.weights[batch][..., None]
+        return self.features.rows(batch) * self._weights_of(batch)[..., None]
+
+    def with_all_rows(self) -> Features:
+        return WeightedFeatures(self.features.with_all_rows(), self.features.whole(self.weights))
+
+    def _weights_of(self, batch: Tensor) -> Float[Tensor, "n C"]:
+        return self.features.pick(self.weights, batch)
 
 
 def noise_weights(noise_variances: Tensor, shape: tuple[int, int]) -> Float[Tensor, "N C"]:

@@ -7,7 +7,6 @@ linear model takes a search for the mode on all data at each precision that is t
 from dataclasses import dataclass
 
 from laplace_sampling.evidence.bounds import clamped
-from laplace_sampling.evidence.expansion import total_loss
 from laplace_sampling.evidence.network_evidence import NetworkEvidence
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
@@ -56,7 +55,7 @@ class ByNetworkEvidence(Selection):
         likelihood = model.likelihood
         assert isinstance(likelihood, Gaussian)
         assert isinstance(path, FactoredPath)
-        before, loss = float(likelihood.noise_precision), total_loss(model, model.network_outputs.double())
+        before, loss = float(likelihood.noise_precision), model.total_loss(model.network_outputs.double())
         evidence = NetworkEvidence(path_of(self.task, path.curvature.eigenvalues()), loss, weight_norm)
         _, alpha, best = evidence.best(likelihood.learn)
         alpha = clamped(alpha, bounds)

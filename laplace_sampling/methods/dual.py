@@ -13,8 +13,8 @@ from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.fit import Fit, Task, Tuned
-from laplace_sampling.methods.method import Tuning, has_path
-from laplace_sampling.methods.problem import fits_in_observation_space
+from laplace_sampling.methods.method import Choice, Tuning, has_path
+from laplace_sampling.methods.problem import Problem, fits_in_observation_space
 from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, tuned_by_gram_matrix
 from laplace_sampling.solvers.checks import check_positive, check_whole
 from laplace_sampling.solvers.solver import Minimum
@@ -72,6 +72,10 @@ class Dual(SolverMethod):
     def residual_kind(self) -> str:
         return "relative error of the function"
 
+    def take(self, problem: Problem, choice: Choice) -> Task:
+        # Vectors have an entry for each observation.
+        return self.task(problem, choice, problem.tangent.with_offset().whole())
+
     def check_likelihood(self, likelihood: Likelihood) -> None:
         if not likelihood.quadratic:
             raise ValueError(
@@ -84,7 +88,7 @@ class Dual(SolverMethod):
         from laplace_sampling.gp.dual_cg import DualCG
         from laplace_sampling.gp.whitened_gram import WhitenedGram
 
-        rows = task.model.network_outputs.numel()
+        rows = task.model.features.num_observations
         held = max(1, min(_RANK, rows, int(_SHARE * task.memory.bytes / (8 * rows))))
         solver = DualCG(
             tolerance=min(2 * tolerance, 0.5) if self.accuracy is None else self.accuracy,

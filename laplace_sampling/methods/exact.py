@@ -103,7 +103,8 @@ class Exact(SolverMethod):
         held = holds_rows(problem.features, problem.memory_of(self.max_memory))
         # Covariances in observation space are differences of nearly equal numbers, of products that must see the same
         # rows: those in memory, or, as rows that are computed again differ less there, in float64.
-        task = self.task(problem, choice, problem.tangent.with_held_rows() if held else problem.tangent.in_float64())
+        tangent = problem.tangent
+        task = self.task(problem, choice, tangent.with_held_rows() if held else tangent.in_float64().whole())
         if len(task.prior.names) > 1:
             # The decomposition is for one precision: several are tuned in the space of the weights.
             return choice.asked.prepare(replace(problem, in_observation_space=False))
@@ -200,7 +201,7 @@ class Exact(SolverMethod):
         return WeightSpaceFit(*parts)
 
     def restore(self, problem: Problem, prior: GaussianPrior, tensors: dict[str, Tensor]) -> "ObservationSpaceFit":
-        choice, model = Choice(self, self, "as saved"), problem.tangent.in_float64()
+        choice, model = Choice(self, self, "as saved"), problem.tangent.in_float64().whole()
         if holds_rows(problem.features, problem.memory_of(self.max_memory)):
             model = replace(model, features=HeldRows(model.features))
         task = _in_float64(self.task(problem, choice, model, prior))
@@ -255,7 +256,7 @@ def _with_better_rows(task: Task, posterior: GramPosterior) -> Task | None:
     if precise is features:
         return None
     assert task.precise is not None
-    model = task.precise().with_likelihood(task.model.likelihood)
+    model = task.precise().whole().with_likelihood(task.model.likelihood)
     return replace(task, model=replace(model, features=precise))
 
 
@@ -285,11 +286,10 @@ class WeightSpaceFit(SolverFit):
         return self._factor
 
     def leave_one_out(self) -> LeaveOneOut:
-        model = self.model
+        model, whole = self.model, self.model.features.whole
         covariance = DenseCovariance.of(model.features, self.prior, self._factor).blocks()
-        return leave_one_out(
-            model.likelihood, model.targets, self.mode.outputs.double(), self.ggn.outputs.double(), covariance
-        )
+        mode_outputs, outputs = whole(self.mode.outputs).double(), whole(self.ggn.outputs).double()
+        return leave_one_out(model.likelihood, whole(model.targets), mode_outputs, outputs, covariance)
 
     def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
         path = exact_path(self.model, self.prior, self.scaled_mode, hessian_at=self.task.hessian_at)

@@ -12,7 +12,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidencePath
-from laplace_sampling.evidence.expansion import total_loss
 from laplace_sampling.evidence.krylov_curves import evidence_path
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost
@@ -345,8 +344,8 @@ class FactoredFit(SolverFit):
         return EvidencePath(
             traces=self._traces(),
             fit=Quadrature(zero, weight, weight),
-            loss=total_loss(self.model, mode.outputs) + energy,
-            num_outputs=self.model.network_outputs.numel(),
+            loss=self.model.total_loss(mode.outputs) + energy,
+            num_outputs=self.model.features.num_observations,
             size=self.ggn.size,
             noise_precision=None if noise is None or noise.dim() else float(noise),
             at=self.alpha,

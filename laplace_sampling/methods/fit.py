@@ -1,5 +1,6 @@
 """A fitted posterior with its training data: what every method leaves behind."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -97,6 +98,8 @@ class Task:
         if self.precise is None or self.model.features.dtype == torch.float64:
             return None
         model = self.precise().with_likelihood(self.model.likelihood)
+        if not self.model.features.in_parts:
+            model = model.whole()
         if model.features.dtype != torch.float64:
             return None
         return replace(
@@ -350,13 +353,17 @@ class Fit(ABC):
         minimum = self.mode.minimum if self.known_mode else None
         network_outputs = self.model.network_outputs
         linear_outputs = features.outputs(weights[None].to(features.dtype))[0]
-        num_data, num_outputs = network_outputs.shape
+        num_data, num_outputs = features.num_data, features.num_outputs
         rank = self.model.likelihood.rank(num_outputs)
+        difference, length = (
+            math.sqrt(float(features.total(rows.double().square().sum())))
+            for rows in (linear_outputs - network_outputs, network_outputs)
+        )
         return Diagnosis(
             num_samples=len(sampled.energies),
             num_parameters=len(weights),
-            num_data=features.num_data,
-            num_outputs=features.num_outputs,
+            num_data=num_data,
+            num_outputs=num_outputs,
             linear_model=linear_model,
             method=self.method.name,
             reason=self.task.reason,
@@ -376,7 +383,7 @@ class Fit(ABC):
             gamma_reference_se=None if moments is None else moments[2],
             total_test=chi_squared_test(sampled.energies.cpu(), len(weights)),
             data_test=_data_test(sampled.data_energies.cpu(), moments),
-            offset=float((linear_outputs - network_outputs).norm() / network_outputs.norm()),
+            offset=difference / length if length else math.nan,
             num_floored=self.prior.num_floored,
             passes=sampled.passes + (minimum.passes if minimum else 0) + sum(s.passes for s in self.tuned.history),
             accuracy=self.accuracy,

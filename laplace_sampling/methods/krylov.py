@@ -157,7 +157,7 @@ def _fits_dense(task: Task) -> bool:
 def _dense(task: Task) -> Task:
     """The task with its Jacobian in memory, in float64."""
     task = task.in_float64() or task
-    model = task.model
+    model = task.model.whole()
     precise = replace(
         model,
         features=DenseFeatures.of(model.features),

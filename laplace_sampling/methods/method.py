@@ -11,7 +11,6 @@ from torch import Tensor
 
 from laplace_sampling.evidence.bounds import AtBounds, check_bounds
 from laplace_sampling.evidence.curves import EvidencePath
-from laplace_sampling.evidence.expansion import total_loss
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost
@@ -96,7 +95,7 @@ def tuned_by_selection(
     selected = selection.select(task.model, path, tuning.precision_bounds, task.seed, norm, near)
     noise, outputs = task.model.likelihood.noise_precisions(), task.model.network_outputs
     prior = task.prior.with_precision(torch.tensor([selected.alpha], dtype=torch.float64))
-    loss = total_loss(task.model, outputs)
+    loss = task.model.total_loss(outputs)
     step = Step(
         step=1,
         prior_precision=task.prior.precision.tolist(),

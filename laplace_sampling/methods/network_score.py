@@ -9,7 +9,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidencePath
-from laplace_sampling.evidence.expansion import total_loss
 from laplace_sampling.evidence.network_evidence import NetworkEvidence
 from laplace_sampling.linear_model.priors.prior import overall_precision
 from laplace_sampling.methods.fit import Fit, Task
@@ -32,7 +31,7 @@ def path_of(task: Task, eigenvalues: Float[Tensor, " m"]) -> EvidencePath:
         traces=Quadrature.of_eigenvalues(eigenvalues.clamp_min(0)),
         fit=nothing,
         loss=0.0,
-        num_outputs=task.model.network_outputs.numel(),
+        num_outputs=task.model.features.num_observations,
         size=len(task.trained_weights),
         noise_precision=None if noise is None or noise.dim() else float(noise),
         at=overall_precision(task.prior),
@@ -45,7 +44,7 @@ def network_evidence(fit: Fit, decades: float = 0.0) -> NetworkEvidence:
     """The evidence of the network of a fit, accurate so far to both sides of its prior precision."""
     model, weights = fit.model, fit.task.trained_weights.double()
     norm = float((fit.prior.diagonal().to(weights) * weights**2).sum()) / fit.alpha
-    loss = total_loss(model, model.network_outputs.double())
+    loss = model.total_loss(model.network_outputs.double())
     return NetworkEvidence(fit.method.network_traces(fit, decades), loss, norm)
 
 

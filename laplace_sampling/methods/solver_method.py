@@ -33,7 +33,6 @@ from torch import Tensor
 from laplace_sampling.evidence.bounds import AtBounds
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.em import EMResult, fit_em
-from laplace_sampling.evidence.expansion import total_loss
 from laplace_sampling.evidence.fixed_point import PathResult, fit_path
 from laplace_sampling.evidence.krylov_curves import evidence_path, traces_at_network
 from laplace_sampling.evidence.step import Step
@@ -306,8 +305,8 @@ def tuned_by_gram_matrix(optimum: Any, task: Task, tuning: Tuning) -> tuple[Task
         noise_precision=None if noise is None else noise.reshape(-1).tolist(),
         effective_dimension=[posterior.effective_dimension],
         mode_norm=[posterior.mode_norm],
-        loss=total_loss(fitted, posterior.mode_outputs),
-        network_loss=total_loss(fitted, model.network_outputs),
+        loss=fitted.total_loss(posterior.mode_outputs),
+        network_loss=fitted.total_loss(model.network_outputs),
         mode_residual=posterior.mode_residual,
         passes=float(model.features.num_outputs),
         seconds=optimum.seconds,

@@ -79,6 +79,8 @@ def _balances(fit: Fit) -> Iterator[_Balance]:
     likelihood = fit.model.likelihood
     if isinstance(likelihood, Gaussian) and likelihood.learn and torch.as_tensor(likelihood.noise_precision).dim() == 0:
         outputs = fit.mode.outputs if likelihood.noise_at == "mode" else fit.model.network_outputs
-        squares = float((outputs - fit.model.targets.reshape(outputs.shape)).double().square().sum())
-        noise, free = float(likelihood.noise_precision), outputs.numel() - float(gamma.sum())
+        features = fit.model.features
+        errors = (outputs - fit.model.targets.reshape(outputs.shape)).double()
+        squares = float(features.total(errors.square().sum()))
+        noise, free = float(likelihood.noise_precision), features.num_observations - float(gamma.sum())
         yield _Balance("the noise precision", noise, free, noise * squares, float(error.norm()), _OF_NOISE)

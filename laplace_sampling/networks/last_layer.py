@@ -258,7 +258,8 @@ class LastLayer(Linearisation):
         elif any(form != forms[0] for form in forms):
             self._drop_head("batches have inputs of it that differ in more than their rows")
         else:
-            return self.head, data.shortened(data.joined(concatenate(kept) if kept else None, self.device))
+            in_step = self.head.held.shards is not None
+            return self.head, data.shortened(concatenate(kept) if kept else None, self.device, in_step)
         return self, data
 
     @contextmanager

@@ -77,18 +77,19 @@ class LeftOutLabels(LossBound):
 
     def used(self, model: LinearModel, prior: GaussianPrior, seed: int, in_order: bool) -> Used:
         some = some_of(model.features, self.num_vjps(model.features), None if in_order else seed)
-        some = some[labels_of(model.likelihood).given(model.likelihood.unweighted_targets(model.targets[some]))[:, 0]]
+        targets = model.likelihood.unweighted_targets(model.targets_of(some))
+        some = some[labels_of(model.likelihood).given(targets)[:, 0]]
         return partial(_used, model, self.an_error * self._errors(model, prior, some, seed))
 
     @recorded
     def _errors(self, model: LinearModel, prior: GaussianPrior, some: Tensor, seed: int) -> float:
         """The part of left-out data that is predicted wrongly, but for the network's own errors and standard errors."""
-        labels = _labels(model.likelihood, model.targets[some])
+        labels = _labels(model.likelihood, model.targets_of(some))
         kernel = _kernel(model.features, prior, some, seed)
         left_out = _left_out(kernel, labels, _RIDGE * float(kernel.diagonal().mean()))
         wrong, own = (
             float((found.argmax(1) != labels.argmax(1)).double().mean())
-            for found in (left_out, _scores(model.likelihood, model.network_outputs[some]))
+            for found in (left_out, _scores(model.likelihood, model.network_outputs_of(some)))
         )
         chance = math.sqrt(wrong * (1 - wrong) / len(some))
         return max(wrong - own - self.standard_errors * chance, _LEAST_ERRORS / len(some))
@@ -104,8 +105,8 @@ def has_left_out_labels(likelihood: Likelihood, num_data: int, num_outputs: int)
 
 
 def _used(model: LinearModel, warranted: float, z: Float[Tensor, "K n C"], some: Tensor) -> float:
-    likelihood, y = model.likelihood, model.targets[some]
-    lost, _ = cost_of_error_bars(likelihood, y, model.network_outputs[some].double(), z)
+    likelihood, y = model.likelihood, model.targets_of(some)
+    lost, _ = cost_of_error_bars(likelihood, y, model.network_outputs_of(some).double(), z)
     return lost / (float(likelihood.weights(y).sum()) * warranted)
 
 

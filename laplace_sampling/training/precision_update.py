@@ -22,7 +22,6 @@ from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.evidence.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, clamped
 from laplace_sampling.evidence.curves import MarginalLikelihood
 from laplace_sampling.evidence.em import noise_update
-from laplace_sampling.evidence.expansion import total_loss
 from laplace_sampling.evidence.network_evidence import NetworkEvidence
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
@@ -245,5 +244,5 @@ def _evidence(task: Task, curvature: Factored, noise_before: float, norm: Float[
     # `M̂` of a regression is proportional to its noise precision.
     ratio = loss_unit(model.likelihood) / noise_before
     even = (ratio * alpha / task.prior.spread()).sqrt()
-    loss, energy = total_loss(model, model.network_outputs.double()), float((task.prior.precision * norm).sum())
+    loss, energy = model.total_loss(model.network_outputs.double()), float((task.prior.precision * norm).sum())
     return NetworkEvidence(path_of(task, curvature.congruent(even).eigenvalues()), loss, energy / alpha).at(alpha)

@@ -42,21 +42,25 @@ class Read(Dataset):
         return torch.full((2,), float(index)), index % 3
 
 
-def _reads(num: int) -> tuple[list[int], Tensor, int]:
+def _reads(num: int) -> tuple[list[int], Tensor, Tensor, int]:
     dataset = Read(num)
     data = TrainingData(DataLoader(dataset, batch_size=4), processes=together())
     first = list(dataset.read)
     assert torch.equal(data.inputs(torch.arange(num)), torch.arange(num)[:, None].expand(-1, 2).float())
-    return first, data.targets, data.batch_size
+    some = torch.tensor([17, 3, 8])
+    assert torch.equal(data.targets_of(some), some % 3)
+    return first, data.targets, data.all_targets(), data.batch_size
 
 
-def test_each_process_reads_its_part_once_and_all_have_the_targets() -> None:
+def test_each_process_reads_its_part_once_and_has_its_targets() -> None:
     found = run_on_ranks(_reads, 3, 20)
     # The first batch is read twice by all, to see that it repeats.
-    parts = [read[8:] for read, _, _ in found]
+    parts = [read[8:] for read, *_ in found]
     assert parts == [list(range(6)), list(range(6, 13)), list(range(13, 20))]
-    assert all(torch.equal(targets, torch.arange(20) % 3) for _, targets, _ in found)
-    assert {size for _, _, size in found} == {4}
+    for part, (_, own, all_targets, size) in zip(parts, found, strict=True):
+        assert torch.equal(own, torch.tensor(part) % 3)
+        assert torch.equal(all_targets, torch.arange(20) % 3)
+        assert size == 4
 
 
 def _inputs_of(num: int, sampler: bool, batch: int) -> tuple[Tensor, Tensor, int]:
@@ -64,7 +68,7 @@ def _inputs_of(num: int, sampler: bool, batch: int) -> tuple[Tensor, Tensor, int
     own = DistributedSampler(dataset, shuffle=True, seed=3) if sampler else None
     torch.manual_seed(dist.get_rank())
     data = TrainingData(DataLoader(dataset, batch, sampler=own, shuffle=not sampler), processes=together())
-    return data.inputs(torch.arange(data.num_data)), data.targets, data.num_data
+    return data.inputs(torch.arange(data.num_data)), data.all_targets(), data.num_data
 
 
 @pytest.mark.parametrize("sampler", [True, False])

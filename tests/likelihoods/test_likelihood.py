@@ -53,6 +53,15 @@ def test_root_transpose_is_the_transpose(case: Case, generator: torch.Generator)
     assert_close(left, (u * case.likelihood.root_transpose(f, v, case.y)).sum(-1))
 
 
+def test_no_data_have_no_loss_and_no_curvature(case: Case) -> None:
+    f, y = outputs(case)[:0], case.y[:0]
+    stack = f.expand(2, *f.shape)
+    assert case.likelihood.loss(stack, y).shape == (2, 0)
+    assert case.likelihood.gradient(stack, y).shape == stack.shape
+    for product in (case.likelihood.curvature, case.likelihood.root, case.likelihood.root_transpose):
+        assert product(f, stack, y).shape == stack.shape
+
+
 NOISY = ["classification", "multi_label", "regression_per_output", "segmentation", "poisson", "heteroscedastic"]
 
 

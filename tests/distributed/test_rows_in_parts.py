@@ -1,0 +1,241 @@
+"""Outputs, targets and inputs of a last layer are in the process whose data they belong to, and nowhere whole."""
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_processes import run_on_ranks
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from laplace_sampling import Categorical, Dual, Exact, Gaussian, Krylov, LinearisedLaplace, from_loss
+from laplace_sampling.data.processes import ProcessError
+
+# Three ranks have 4, 5 and 5 data.
+N, D, C = 14, 3, 4
+
+
+def inputs() -> Tensor:
+    return torch.randn(N, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def network(num_outputs: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, num_outputs)).double()
+
+
+def labels() -> Tensor:
+    return (inputs() @ torch.linspace(-1, 1, D * C, dtype=torch.float64).reshape(D, C).sin()).argmax(1)
+
+
+def values(num_outputs: int = 2) -> Tensor:
+    noise = torch.randn(N, num_outputs, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return inputs().sum(1, keepdim=True).sin() + 0.1 * noise
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.a, self.b = network(5), nn.Linear(5, C).double(), nn.Linear(5, 1).double()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        z = self.body(x)
+        return {"a": self.a(z), "b": self.b(z)}
+
+
+def results(
+    model: nn.Module, likelihood: Any, y: Any, fit: dict[str, Any] | None = None, **options: Any
+) -> tuple[LinearisedLaplace, dict[str, Tensor]]:
+    warnings.simplefilter("ignore")
+    if dist.is_initialized():
+        options["process_group"] = dist.group.WORLD
+    la = LinearisedLaplace(model, likelihood, num_samples=6, **options)
+    loader = [(inputs(), y)] if isinstance(y, dict) else DataLoader(TensorDataset(inputs(), y), batch_size=3)
+    settings = {"budget": None, "max_steps": 2, "tolerance": 1e-11} | (fit or {})
+    la.fit_hyperparameters(loader, progress=False, **settings)
+    found = {"precision": la.prior_precision_, "samples": la.samples_, "mode": la.mode_}
+    found["evidence"] = torch.tensor(float(la.log_marginal_likelihood()))
+    if la.noise_precision_ is not None:
+        found["noise"] = la.noise_precision_
+    diagnosis = la.diagnose()
+    found["offset"] = torch.tensor(diagnosis.offset)
+    return la, found
+
+
+def _ignored() -> dict[str, Tensor]:
+    y = labels()
+    y[:5] = -100
+    la, found = results(network(C), "classification", y, method=Krylov())
+    return found | {"score": la.score("loo").log_probs}
+
+
+def _without_weight() -> dict[str, Tensor]:
+    weights = torch.ones(N)
+    weights[9:] = 0.0
+    la, found = results(network(C), "classification", labels(), {"weights": weights}, method="kfac")
+    return found | {"score": la.score("loo").log_probs}
+
+
+def _heads() -> dict[str, Tensor]:
+    y = labels()
+    y[4:] = -100
+    torch.manual_seed(0)
+    likelihoods = {"a": "classification", "b": Gaussian(4.0, learn=False)}
+    return results(Heads(), likelihoods, {"a": y, "b": values(1)}, method=Krylov())[1]
+
+
+def _unequal_noise(**options: Any) -> dict[str, Tensor]:
+    noise = torch.linspace(0.5, 2, N, dtype=torch.float64)
+    la, found = results(network(2), "regression", values(), {"noise_variances": noise}, **options)
+    return found | {"score": la.score("loo").log_probs}
+
+
+def _of_rows() -> dict[str, Tensor]:
+    la, found = results(network(2), "regression", values(), method=Exact())
+    left_out = la.leave_one_out()
+    return found | {"mean": left_out.mean, "covariance": left_out.covariance}
+
+
+def _of_weights() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    la, found = results(nn.Linear(D, C).double(), "classification", labels(), method=Exact())
+    return found | {"left out": la.leave_one_out().mean}
+
+
+def _observed() -> dict[str, Tensor]:
+    T = torch.tensor([[1.0, 1.0]], dtype=torch.float64)
+    return results(network(2), Gaussian(observe=T), values(1), method=Krylov())[1]
+
+
+def _noise_by_output() -> dict[str, Tensor]:
+    likelihood = Gaussian(torch.tensor([10.0, 20.0], dtype=torch.float64), learn=True)
+    la, found = results(network(2), likelihood, values(), method=Krylov())
+    la.calibrate_conformal()
+    lower, upper = la.predict(inputs()[:2]).interval(0.8)
+    return found | {"lower": lower, "upper": upper}
+
+
+def _flat_loss() -> dict[str, Tensor]:
+    y = torch.cat([values(1), torch.ones(N, 1, dtype=torch.float64)], dim=1)
+    y[:6, 1] = 0.0
+    return results(network(1), from_loss(lambda f, y: y[1] * (f - y[0]).square().sum()), y, method=Krylov())[1]
+
+
+def _at_mode() -> dict[str, Tensor]:
+    return results(network(C), "classification", labels(), hessian_at="mode", method=Krylov())[1]
+
+
+def _self_consistent() -> dict[str, Tensor]:
+    fit = {"criterion": "self_consistency"}
+    return results(network(C), "classification", labels(), fit, method="subset")[1]
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(inputs(), labels(), strict=True)
+
+
+def _last_layer_of_stream() -> dict[str, Tensor]:
+    warnings.simplefilter("ignore")
+    where = {"process_group": dist.group.WORLD} if dist.is_initialized() else {}
+    la = LinearisedLaplace(network(C), "classification", parameters="last_layer", num_samples=6, **where)
+    la.fit_hyperparameters(DataLoader(Stream(), 3), num_data=N, progress=False)
+    return {"samples": la.samples_, "precision": la.prior_precision_}
+
+
+CASES: dict[str, Callable[[], dict[str, Tensor]]] = {
+    "ignored labels": _ignored,
+    "weights of zero": _without_weight,
+    "heads": _heads,
+    "unequal noise, krylov": lambda: _unequal_noise(method=Krylov()),
+    "unequal noise, dual": lambda: _unequal_noise(method=Dual(accuracy=1e-10)),
+    "unequal noise, exact": lambda: _unequal_noise(method=Exact()),
+    "observation space": _of_rows,
+    "weight space": _of_weights,
+    "measurements": _observed,
+    "noise by output": _noise_by_output,
+    "loss without curvature": _flat_loss,
+    "curvature at the mode": _at_mode,
+    "self-consistency": _self_consistent,
+    "last layer of a stream": _last_layer_of_stream,
+}
+
+
+def _of_case(name: str) -> dict[str, Tensor]:
+    return CASES[name]()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_in_parts_gives_the_results_of_one_process(name: str) -> None:
+    alone = _of_case(name)
+    for found in run_on_ranks(_of_case, 3, name):
+        assert list(found) == list(alone)
+        for what, value in alone.items():
+            scale = float(value.abs().max())
+            assert_close(found[what], value, rtol=1e-8, atol=1e-8 * scale, msg=lambda text, what=what: f"{what} {text}")
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+
+def _refused(y: Tensor) -> tuple[str, str]:
+    with pytest.raises((ValueError, ProcessError)) as caught:
+        results(network(C), "classification", y, method="kfac")
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_labels_that_are_all_ignored_are_refused_by_all() -> None:
+    for kind, message in run_on_ranks(_refused, 3, torch.full((N,), -100)):
+        assert kind == "NothingToLearnError"
+        assert message == "All labels are ignore_index=-100: there is nothing to learn from."
+
+
+def test_a_bad_label_in_one_part_is_told_to_all() -> None:
+    y = labels()
+    y[-1] = C
+    *others, own = run_on_ranks(_refused, 3, y)
+    assert own[0] == "ValueError"
+    assert own[1].startswith(f"Class labels must lie between 0 and {C - 1} for {C} outputs")
+    for kind, message in others:
+        assert kind == "ProcessError"
+        assert message.startswith("Process 2 of 3 that share a fit has failed: ValueError: Class labels must lie")
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+# No other size is as large.
+MANY, OUTPUTS = 900, 7
+
+
+def _largest(method: Any, options: dict[str, Any]) -> int:
+    """The largest number of rows of data that a tensor has at the ends of steps, of those of one column or more."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, OUTPUTS))
+    x = torch.randn(MANY, 2)
+    found = [0]
+
+    def look(step: Any) -> None:
+        sizes = (t.numel() for t in gc.get_objects() if type(t) is Tensor and t.untyped_storage().nbytes())
+        found.append(max(size for size in sizes if size % OUTPUTS == 0 and size > 300 * OUTPUTS - 1))
+
+    where = {"process_group": dist.group.WORLD} if dist.is_initialized() else {}
+    la = LinearisedLaplace(model, Categorical(), num_samples=2, method=method, **options, **where)
+    loader = DataLoader(TensorDataset(x, torch.arange(MANY) % OUTPUTS), batch_size=50)
+    la.fit_hyperparameters(loader, progress=False, callback=look, criterion="evidence", max_steps=2, budget=None)
+    la.mode_, la.log_marginal_likelihood(), la.score("loo", num_data=20)
+    look(None)
+    return max(found)
+
+
+@pytest.mark.parametrize("method", [Krylov(), "kfac", "diagonal", "last_layer"], ids=str)
+def test_no_process_has_numbers_of_all_outputs(method: Any) -> None:
+    options = {"parameters": "last_layer"} if method == "last_layer" else {}
+    assert _largest(method, options) >= MANY * OUTPUTS
+    # Two stacked sets of outputs of a third of the data are fewer than all.
+    assert all(most <= 2 * 300 * OUTPUTS for most in run_on_ranks(_largest, 3, method, options))
