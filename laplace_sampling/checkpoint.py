@@ -254,14 +254,12 @@ def _digest_of(data: TrainingData) -> str:
     """SHA-256 of inputs and targets, batch by batch: sums over data are rounded by batches."""
     batches = torch.arange(data.num_data).split(data.batch_size)
     sha = hashlib.sha256()
-    # Each process reads the batches that begin in its part.
-    for digests in data.processes.gathered(
-        lambda: [
-            digest(("", tensor) for tensor in batched(data.inputs(batch))[0])
-            for batch in batches
-            if int(batch[0]) in data.part
-        ]
-    ):
+
+    def digests_of_part() -> list[bytes]:
+        with data.processes.apart():
+            return [digest(("", tensor) for tensor in batched(data.inputs(batch))[0]) for batch in data.own_batches()]
+
+    for digests in data.processes.gathered(digests_of_part):
         sha.update(b"".join(digests))
     for batch in batches:
         sha.update(digest(("", tensor) for tensor in batched(data.targets_of(batch))[0]))

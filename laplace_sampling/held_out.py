@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from laplace_sampling.data.batches import Layout, place
+from laplace_sampling.data.batches import Layout, batched, place
+from laplace_sampling.data.digest import digest
+from laplace_sampling.data.processes import Processes
 from laplace_sampling.data.training_data import TrainingData, Unpack
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
@@ -55,6 +57,7 @@ class HeldOut:
         """
         likelihood, drawn_by = settings.likelihood, settings.processes
         data = TrainingData(loader, unpack=unpack, num_data=num_data, fill=likelihood.fill, drawn_by=drawn_by)
+        _check_alike(data, drawn_by)
         some = torch.arange(data.num_data).split(data.batch_size) if data.ragged else [torch.arange(1)]
         inputs = (place(data.inputs(batch), network.device, network.dtype) for batch in some)
         layout = reduce(Layout.union, (network.evaluate(x)[1] for x in inputs))
@@ -65,6 +68,15 @@ class HeldOut:
         """What was predicted of padded data, as wide as the longest of them."""
         own = Layout.single(found.outputs.shape[1:]) if self.data.ragged else self.layout
         return own.widen(flat, self.layout)
+
+
+def _check_alike(data: TrainingData, processes: Processes) -> None:
+    """Raise if processes that share a fit have other held-out data, from which they would choose other numbers."""
+    if processes.are_several and processes.differing({"data": digest(("", y) for y in batched(data.targets)[0])}):
+        raise ValueError(
+            "The processes have different held-out data: give each the same `val_loader` of all data, or one that "
+            "differs by its sampler only, such as a DistributedSampler. A stream must be whole in each."
+        )
 
 
 def check_calibration(call: str, observation: Any, unequal_noise: bool) -> None:

@@ -1,12 +1,13 @@
-"""`python -m benchmarks.scaling.memory [--gigabytes 100] [--kept 1] [--samples 64] [--ranks 1,2,4] [--out FILE]`.
-
-Peak memory of each process of a fit of a last layer, above what it takes before the fit:
+"""`python -m benchmarks.scaling.memory`: peak memory of each process of a fit, above what it takes before the fit.
 
 - of inputs that are kept, which go through 1, 2 and 4 processes: each keeps those of its part;
 - of virtual inputs, of which 100 GB stream through 2 processes in each pass: each is made when it is read, from a part
   of an array that is mapped from a file. No more is in memory than a few batches;
+- of outputs of a network of 1,000 classes, a gigabyte: 1, 2 and 4 processes have those of their part of the data;
 - of 64 samples of four million weights, by the diagonal of 64 data, which 1, 2 and 4 processes draw: all of them
   keep all, or each keeps its own (the axis "shared_samples").
+
+The first two are of a last layer, the third of Kronecker factors.
 """
 
 import argparse
@@ -25,13 +26,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from benchmarks.scaling.processes import on_ranks
 from laplace_sampling import IsotropicPrior, LinearisedLaplace
 
 __all__ = ["VirtualImages", "peak"]
 
+# Of the network of many outputs.
+_CLASSES = 1000
 # Of the network whose samples are shared out.
 _WEIGHTS = 4_000_000
 # Of an image, which has about a megabyte; images of the array that is mapped; images of a batch.
@@ -79,6 +82,20 @@ def peak(folder: Path, num: int) -> dict[str, float]:
     return {"before": before, "peak": _most(), "seconds": time.perf_counter() - started}
 
 
+def peak_of_outputs(num_data: int) -> dict[str, float]:
+    """The same of a network of many outputs, whose inputs are small."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    la = LinearisedLaplace(
+        nn.Linear(8, _CLASSES), "classification", method="kfac", num_samples=4, process_group=dist.group.WORLD
+    )
+    x = torch.randn(num_data, 8)
+    loader = DataLoader(TensorDataset(x, torch.arange(num_data) % _CLASSES), batch_size=256)
+    before, started = _most(), time.perf_counter()
+    la.fit(loader, progress=False)
+    return {"before": before, "peak": _most(), "seconds": time.perf_counter() - started}
+
+
 def peak_of_samples(num_weights: int, num_samples: int, share: bool) -> dict[str, float]:
     """The same of a fit and a prediction of one input, whose samples the processes share out."""
     warnings.simplefilter("ignore")
@@ -121,6 +138,17 @@ def run(gigabytes: float, kept: float, ranks: Sequence[int]) -> list[dict[str, A
     return records
 
 
+def run_outputs(gigabytes: float, ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """A record for each number of processes, of so many gigabytes of outputs of all data."""
+    records = []
+    for num in ranks:
+        found = on_ranks(peak_of_outputs, num, int(gigabytes * 1e9 / (4 * _CLASSES)))
+        records.append({"outputs": gigabytes, "ranks": num, "processes": found})
+        rise = max(one["peak"] - one["before"] for one in found)
+        print(f"{gigabytes:g} GB of outputs, {num} processes: peak {rise / 1e9:.2f} GB above that before", flush=True)
+    return records
+
+
 def run_samples(num_samples: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
     """A record for each number of processes, with samples that are whole in each of them and shared out."""
     records = []
@@ -142,12 +170,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling.memory", description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=100.0, help="that are streamed; 0 for none")
     parser.add_argument("--kept", type=float, default=1.0, help="gigabytes that are kept")
+    parser.add_argument("--outputs", type=float, default=1.0, help="gigabytes of outputs; 0 for none")
     parser.add_argument("--samples", type=int, default=64, help="that are shared out; 0 for none")
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--out", type=Path, help="a file to which records are appended")
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     ranks = [int(num) for num in options.ranks.split(",")]
     records = run(options.gigabytes, options.kept, ranks) if options.kept or options.gigabytes else []
+    records += run_outputs(options.outputs, ranks) if options.outputs else []
     records += run_samples(options.samples, ranks) if options.samples else []
     if options.out is not None:
         with open(options.out, "a", encoding="utf-8") as file:

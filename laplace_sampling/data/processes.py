@@ -107,6 +107,11 @@ class Processes:
         return self.share_data or self.num_samplers > 1
 
     @property
+    def place_of_data(self) -> int:
+        """The number of this process among those that share out the data."""
+        return self._place(DATA)[0]
+
+    @property
     def shape_of_mesh(self) -> tuple[int, int] | None:
         """How many processes each axis has; `None` where no samples are shared out."""
         return None if self.num_samplers == 1 else (self._place(DATA)[1], self._place(SAMPLES)[1])
@@ -267,25 +272,35 @@ class Processes:
                 raise ProcessError(cause, f"Process {number} of {len(parts)} that share a fit")
         return [result for result, _ in parts]
 
-    def rows_of_all(self, rows: Tensor, num: int) -> Tensor:
-        """The rows of all data, so many, from those of `part` of them."""
-        return self._filled(rows, num, self.part(num), self.data) if self.share_data else rows
+    def rows_of_all(self, rows: Tensor, num: int, part: range) -> Tensor:
+        """The rows of all data, so many, from those of a part of them in each process."""
+        return self._filled(rows, num, part, self.data) if self.share_data else rows
 
     def picked(self, rows: Tensor, part: range, batch: Tensor) -> Tensor:
         """The rows of any data on all processes, each of which has those of its part."""
-        assert self.data is not None
         inside = (batch >= part.start) & (batch < part.stop)
+        return self.placed(rows[batch[inside] - part.start], inside)
+
+    def placed(self, rows: Tensor, inside: Tensor) -> Tensor:
+        """Rows of which each process has those at some places, where no other has any."""
+        assert self.data is not None
+        # Sums of rows and zeros: bits stay, also those of truth values.
         dtype = torch.uint8 if rows.dtype == torch.bool else rows.dtype
-        total = torch.zeros(len(batch), *rows.shape[1:], dtype=dtype, device=rows.device)
-        total[inside.to(rows.device)] = rows[(batch[inside] - part.start).to(rows.device)].to(dtype)
+        total = torch.zeros(len(inside), *rows.shape[1:], dtype=dtype, device=rows.device)
+        total[inside.to(rows.device)] = rows.to(dtype)
         return self.data.reduced(total, "SUM").to(rows.dtype)
 
     def picked_by_each(self, rows: Tensor, part: range, batch: Tensor) -> Tensor:
         """Likewise where each process asks for other data, at the same time."""
+        asked, mine = self.asked(batch)
+        return self.picked(rows, part, asked)[mine]
+
+    def asked(self, batch: Tensor) -> tuple[Tensor, slice]:
+        """The data that all processes ask for, and where in them those are that this one does."""
         assert self.data is not None
-        asked = self.data.exchanged(batch)
-        start = sum(len(other) for other in asked[: self._place(DATA)[0]])
-        return self.picked(rows, part, torch.cat(asked))[start : start + len(batch)]
+        by_process = self.data.exchanged(batch)
+        start = sum(len(other) for other in by_process[: self.place_of_data])
+        return torch.cat(by_process), slice(start, start + len(batch))
 
     def samples_of_all(self, rows: Tensor, num: int) -> Tensor:
         """The rows of all samples, so many, from those of `samples_of` them."""

@@ -1,7 +1,7 @@
 """Where training data come from: a dataset with a sampler, or a stream.
 
 Each gives all data in batches, in an order that repeats, and the inputs of some of them. Of several processes each
-reads its part of a dataset; a stream, which has an order only, is read by all of them.
+reads its part of a dataset; a stream, which has an order only, is read by all of them, unless each has another one.
 """
 
 import copy
@@ -37,6 +37,7 @@ class Source(ABC):
     in_memory = False  # whether the dataset holds tensors, of which no copies are needed
     kept = False  # whether inputs are kept whatever their size
     shared = False  # whether each process reads its part
+    divided = False  # whether that part is a stream of its own
 
     @abstractmethod
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
@@ -110,7 +111,7 @@ class RandomAccess(Source):
 class Stream(Source):
     """Batches in their order, read afresh in each pass; a datum is known by its place, so that the order must repeat.
 
-    Inputs that are too large to be kept are held one request at a time: one for earlier data begins a new pass.
+    Of inputs that are too large to be kept one batch is held: a request for earlier data begins a new pass.
     """
 
     def __init__(self, batches: Iterable[Any], num_data: int | None, unpack: Unpack) -> None:
@@ -146,7 +147,7 @@ class Stream(Source):
         batches = iter(self.batches)
         for number, batch in enumerate(batches):
             x, y = self.unpack(batch)
-            missing = num_rows(x) if self.num_data is None else self.num_data - num
+            missing = num_rows(x) if self.num_data is None or self.divided else self.num_data - num
             if missing < num_rows(x):
                 self._warn_of_more()
                 x, y = take(x, slice(missing)), take(y, slice(missing))
@@ -156,30 +157,32 @@ class Stream(Source):
             num += num_rows(x)
             if num_rows(x):
                 yield x, y
-            if num == self.num_data:
+            if self.divided and num > (self.num_data or 0):
+                break  # it may have no end
+            if num == self.num_data and not self.divided:
                 self._look_past_the_end(batches)
                 return
-        if self.num_data is not None:
+        if self.num_data is not None and not self.divided:
             raise ValueError(f"The data end after {num} of `num_data={self.num_data}`; give the number that there are.")
 
     def inputs(self, indices: Tensor) -> Any:
-        start, stop = int(indices[0]), int(indices[-1]) + 1
-        if len(indices) != stop - start or bool((indices.diff() != 1).any()):
-            raise ValueError(
-                "A stream of data can be read in its order only, not by index, which mini-batches need: use "
-                'method="krylov", or a map-style dataset.'
-            )
+        if bool((indices.diff() < 0).any()):
+            order = indices.argsort()
+            return take(self.inputs(indices[order]), order.argsort())
         # Earlier data are gone: a stream goes forward only.
-        if self.held is None or start < self.first:
-            self.reader, self.first, self.held = iter(self), 0, None
-        while self.held is None or self.first + num_rows(self.held) < stop:
-            x, _ = next(self.reader)
-            if self.held is None or self.first + num_rows(self.held) <= start:
-                self.first += 0 if self.held is None else num_rows(self.held)
-                self.held = x
-            else:
-                self.held = concatenate([self.held, x])
-        return take(self.held, slice(start - self.first, stop - self.first))
+        if self.held is None or int(indices[0]) < self.first:
+            self.reader = iter(self)
+            self.first, self.held = 0, next(self.reader)[0]
+        found = []
+        while True:
+            following = self.first + num_rows(self.held)
+            inside = indices[(indices >= self.first) & (indices < following)] - self.first
+            if len(inside):
+                are_neighbours = bool((inside.diff() == 1).all())
+                found.append(take(self.held, slice(int(inside[0]), int(inside[-1]) + 1) if are_neighbours else inside))
+            if int(indices[-1]) < following:
+                return found[0] if len(found) == 1 else concatenate(found)
+            self.first, self.held = following, next(self.reader)[0]
 
 
 def _plain(index: Any) -> Any:
@@ -248,15 +251,25 @@ def _unrepeatable(number: int) -> ValueError:
 def check_repeatable(source: Source, processes: Processes) -> None:
     """Compares the checksum of the first batch in two passes, and with those of other processes.
 
+    Streams of which each process has another one are parts of one.
+
     Raises:
-        ValueError: if they are not the same.
+        ValueError: if the passes differ, or the datasets of processes.
     """
+    divisible = isinstance(source, Stream) and source.num_data is not None and processes.share_data
+    source.divided = divisible  # a part may have no data
     firsts = processes.gathered(lambda: _first_checksum(source))
-    if any(first != firsts[0] for first in firsts):
+    differ = any(first != firsts[0] for first in firsts)
+    if differ and not divisible:
         raise ValueError(
             "The processes have different data: give each the same loader of all data, which are shared out by index, "
-            "or one that differs by its sampler only, such as a DistributedSampler. A stream must be whole on each."
+            "or one that differs by its sampler only, such as a DistributedSampler. Lists of batches must be whole in "
+            "each process; streams may be parts, with `num_data` of all of them together."
         )
+    source.divided = differ
+    if isinstance(source, Stream):
+        source.shared = differ
+        source.checksums.clear()  # those of batches that are not cut off at the end
 
 
 def _first_checksum(source: Source) -> tuple[int, ...] | None:

@@ -44,12 +44,14 @@ class TrainingData:
         num_data: how many data of a stream there are.
         fill: pads targets of different length, if the likelihood knows such a label.
         cache_bytes: inputs larger than this are read from the dataset at each pass instead of being kept.
-        processes: those that share out the data: each reads its part of a dataset, or the whole of a stream.
+        processes: those that share out the data: each reads its part of a dataset, the whole of a stream, or a stream
+            of its own, whose data follow those of the process before.
         drawn_by: those whose samplers together give the data, by default the same.
 
     Attributes:
         num_data: `N`, counted, not taken from `len(dataset)`.
         part: which data are those of this process.
+        divided: whether each process has a stream of its own.
         batch_size: rows that go through the network together in a pass.
         targets: `y` of the part, `[n, ...]`, or a dictionary of them.
         in_order: whether data can be read in their order only, so that there are no mini-batches.
@@ -79,6 +81,8 @@ class TrainingData:
             check_repeatable(source, processes)
             read = _Read(source, cache_bytes)
             everywhere = processes.gathered(read.look) if source.shared else [read.look()]
+        if isinstance(source, Stream) and source.divided:
+            _check_parts([looked.num_data for looked in everywhere], source.num_data)
         seen = everywhere[0]
         for number, looked in enumerate(everywhere[1:], 1):
             seen = seen.joined(looked, f"the data of process {number}")
@@ -90,9 +94,15 @@ class TrainingData:
                 "batch size larger than the dataset."
             )
         self.part, self.ragged = processes.part(self.num_data), len(shapes) > 1
+        self.divided = source.divided
+        if source.divided:
+            start = sum(looked.num_data for looked in everywhere[: processes.place_of_data])
+            self.part = range(start, start + read.num_data)
         # A batch is of the same size however many processes there are.
         self.batch_size = min(source.batch_size, self.num_data) if isinstance(source, RandomAccess) else seen.largest
-        self.targets = _padded(read.targets or [seen.nothing], seen.target_shapes, fill)
+        assert seen.nothing is not None
+        no_inputs, no_targets = seen.nothing
+        self.targets = _padded(read.targets or [no_targets], seen.target_shapes, fill)
         if processes.share_data and not source.shared:
             self.targets = take(self.targets, slice(self.part.start, self.part.stop))
         if self.ragged and not isinstance(source, RandomAccess):
@@ -105,8 +115,12 @@ class TrainingData:
         if inputs and not self.ragged:
             in_memory = _InMemory(concatenate(inputs))
             self._source = _PartInMemory(in_memory, self.part, source) if source.shared else in_memory
+        if source.divided:
+            own = _InMemory(concatenate(inputs)) if inputs else source
+            in_order = any(processes.gathered(lambda: len(self.part) > 0 and not inputs))
+            self._source = _Shared(own, no_inputs, self.part, processes, in_order=in_order)
         # What is in memory draws nothing any more.
-        drawn = self._source is source or source.shared
+        drawn = not inputs or source.shared
         self._reading = randomness.borrowed if drawn and not source.in_memory else nullcontext
 
     @classmethod
@@ -115,6 +129,7 @@ class TrainingData:
         data = cls.__new__(cls)
         data._reading, data.processes, data.part = nullcontext, ALONE, range(num_rows(x))
         data._source, data.num_data, data.batch_size, data.ragged = _InMemory(x), num_rows(x), batch_size, False
+        data.divided = False
         data.targets = torch.zeros(data.num_data)
         return data
 
@@ -131,8 +146,9 @@ class TrainingData:
             x = _on(next(form for form in forms if form is not None) if x is None else x, device)
         other = self.unlabelled(x, self.batch_size)
         if self.processes.share_data:
-            other._source = _Shared(x, self.part, self.processes, in_step)
-        other.num_data, other.processes, other.part = self.num_data, self.processes, self.part
+            other._source = _Shared(_InMemory(x), take(x, slice(0)), self.part, self.processes, in_step=in_step)
+        other.divided, other.part = self.divided, self.part
+        other.num_data, other.processes = self.num_data, self.processes
         return other
 
     def all_targets(self) -> Any:
@@ -143,18 +159,25 @@ class TrainingData:
         """`y` of some data, the same in all processes."""
         if not self.processes.share_data:
             return take(self.targets, indices)
-        return _Shared(self.targets, self.part, self.processes).inputs(indices)
+        shared = _Shared(_InMemory(self.targets), take(self.targets, slice(0)), self.part, self.processes)
+        return shared.inputs(indices)
 
     def _of_all(self, x: Any) -> Any:
         tensors, rebuild = batched(x)
-        return rebuild([self.processes.rows_of_all(rows, self.num_data) for rows in tensors])
+        return rebuild([self.processes.rows_of_all(rows, self.num_data, self.part) for rows in tensors])
 
     @property
     def in_order(self) -> bool:
-        return isinstance(self._source, Stream)
+        return isinstance(self._source, Stream) or (isinstance(self._source, _Shared) and self._source.in_order)
+
+    def own_batches(self) -> list[Tensor]:
+        """The batches that this process reads: those that begin in its part, or those of its own stream."""
+        first, last = (self.part.start, self.part.stop) if self.divided else (0, self.num_data)
+        batches = torch.arange(first, last).split(self.batch_size)
+        return [batch for batch in batches if len(batch) and int(batch[0]) in self.part]
 
     def inputs(self, indices: Tensor) -> Any:
-        """The inputs of some data, `[n, ...]`."""
+        """The inputs of some data, `[n, ...]`, for which all processes ask, or of own ones in `Processes.apart`."""
         with self._reading():
             return self._source.inputs(indices)
 
@@ -177,7 +200,7 @@ class _Seen:
         shapes: of the inputs of a datum.
         target_shapes: of the targets of a datum.
         fixed: what has no rows in the inputs.
-        nothing: targets of no data; `None` without any.
+        nothing: inputs and targets of no data; `None` without any.
     """
 
     num_data: int
@@ -185,7 +208,7 @@ class _Seen:
     shapes: Shapes
     target_shapes: Shapes
     fixed: list[Any] | None
-    nothing: Any
+    nothing: tuple[Any, Any] | None
 
     def joined(self, other: "_Seen", where: str) -> "_Seen":
         return _Seen(
@@ -205,11 +228,12 @@ class _Read:
         self.source, self.cache_bytes = source, cache_bytes
         self.targets: list[Any] = []
         self.inputs: list[Any] = []
+        self.num_data = 0
 
     def look(self) -> _Seen:
         """Reads and checks all batches."""
         shapes, target_shapes, read_bytes, fixed, sizes = set(), set(), 0, None, [0]
-        source = self.source
+        source, nothing = self.source, None
         for number, (x, y) in source.own():
             _check_finite(x, "inputs", number)
             _check_finite(y, "targets", number)
@@ -227,8 +251,9 @@ class _Read:
                 self.inputs.clear()
             self.targets.append(y)
             sizes.append(num_rows(x))
-        nothing = take(self.targets[0], slice(0)) if self.targets else None
-        return _Seen(sum(sizes), max(sizes), shapes, target_shapes, fixed, nothing)
+            nothing = nothing or (take(x, slice(0)), take(y, slice(0)))
+        self.num_data = sum(sizes)
+        return _Seen(self.num_data, max(sizes), shapes, target_shapes, fixed, nothing)
 
 
 def _shapes_of(x: Any) -> tuple[torch.Size, ...]:
@@ -264,17 +289,38 @@ class _InMemory:
 
 
 class _Shared:
-    """Rows of neighbouring data in each process: those of its own within its part of a sum, elsewhere of any."""
+    """The inputs of neighbouring data in each process: those of its own within its part of a sum, elsewhere of any.
 
-    def __init__(self, x: Any, part: range, processes: Processes, in_step: bool = False) -> None:
-        self.x, self.part, self.processes = x, part, processes
-        self.pick = processes.picked_by_each if in_step else processes.picked
+    Args:
+        own: those of the part.
+        nothing: inputs of no data.
+        part: whose inputs this process has.
+        processes: that share out the data.
+        in_step: whether all ask at the same time, each for other data.
+        in_order: whether one of them reads its part in its order only.
+    """
+
+    def __init__(
+        self,
+        own: _Inputs,
+        nothing: Any,
+        part: range,
+        processes: Processes,
+        *,
+        in_step: bool = False,
+        in_order: bool = False,
+    ) -> None:
+        self.own, self.nothing, self.part, self.processes = own, nothing, part, processes
+        self.in_step, self.in_order = in_step, in_order
 
     def inputs(self, indices: Tensor) -> Any:
         if self.processes.are_apart:
-            return take(self.x, indices - self.part.start)
-        tensors, rebuild = batched(self.x)
-        return rebuild([self.pick(rows, self.part, indices) for rows in tensors])
+            return self.own.inputs(indices - self.part.start)
+        asked, mine = self.processes.asked(indices) if self.in_step else (indices, slice(None))
+        inside = (asked >= self.part.start) & (asked < self.part.stop)
+        found = self.own.inputs(asked[inside] - self.part.start) if bool(inside.any()) else self.nothing
+        tensors, rebuild = batched(found)
+        return rebuild([self.processes.placed(rows, inside)[mine] for rows in tensors])
 
 
 class _PartInMemory:
@@ -314,6 +360,16 @@ def _padded(targets: list[Any], shapes: Shapes, fill: int | None) -> Any:
         return F.pad(y, [n for length, size in lengths for n in (0, size - length)], value=fill)
 
     return torch.cat([padded(y) for y in targets])
+
+
+def _check_parts(counts: list[int], num_data: int | None) -> None:
+    """Raise unless the streams of the processes are all data together, each once."""
+    if sum(counts) != num_data:
+        raise ValueError(
+            f"Each process has another stream, so that they are taken as parts of one, but they give {counts} data, "
+            f"and not `num_data={num_data}` together. Give each process the whole stream, in the same order, or parts "
+            "that have each datum once."
+        )
 
 
 def _check_finite(x: Any, what: str, number: int) -> None:

@@ -7,7 +7,7 @@ Training goes on bit for bit as without fits: data are read by index in a random
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -230,7 +230,9 @@ class PeriodicFits:
         apart = la.network.held.shards is None
         part, all_targets = (data.part, data.targets) if apart else (range(data.num_data), data.all_targets())
         for batch in torch.arange(part.start, part.stop).split(data.batch_size):
-            prediction = la.predict(data.inputs(batch))
+            with processes.apart() if apart else nullcontext():
+                x = data.inputs(batch)
+            prediction = la.predict(x)
             targets = take(all_targets, batch - part.start)
             for name, metric in metrics.items():
                 if name in streams:

@@ -139,7 +139,7 @@ class Features(ABC):
 
     def whole(self, rows: Float[Tensor, "m ..."]) -> Float[Tensor, "N ..."]:
         """The rows of all data from those of `part`."""
-        return self.processes.rows_of_all(rows, self.num_data) if self.in_parts else rows
+        return self.processes.rows_of_all(rows, self.num_data, self.part) if self.in_parts else rows
 
     def total(self, own: Tensor) -> Tensor:
         """A sum over data from that over `part`, on the CPU."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -10,6 +11,9 @@ from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.ggn import GGN
 
 __all__ = ["LinearModel"]
+
+# Outputs whose losses are computed together; no effect on the values.
+_LOSS_NUMBERS = 2**22
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,13 @@ class LinearModel:
 
     def total_loss(self, outputs: Float[Tensor, "N C"]) -> float:
         """`Σ_i ℓ(y_i, h_i)` at some outputs."""
-        return float(self.features.total(self.likelihood.loss(outputs, self.targets).double().sum()))
+        return float(self.features.total(self.losses(outputs).double().sum()))
+
+    def losses(self, outputs: Float[Tensor, "N C"]) -> Float[Tensor, " N"]:
+        """`ℓ(y_i, h_i)`, a few data at a time, for a loss makes numbers of the size of the outputs."""
+        rows = max(1, _LOSS_NUMBERS // max(1, outputs.shape[1]))
+        parts = zip(outputs.split(rows), self.targets.split(rows), strict=True)
+        return torch.cat([self.likelihood.loss(h, y) for h, y in parts])
 
     def whole(self) -> "LinearModel":
         """The same with the rows of all data in each process, for dense algebra in observation space."""

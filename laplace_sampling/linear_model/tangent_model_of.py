@@ -99,11 +99,18 @@ def _features(network: Linearisation, data: TrainingData) -> tuple[NetworkFeatur
     """The features, and the outputs of the network of the data of this process, after checks of both."""
     first_batch = torch.arange(min(data.batch_size, data.num_data))
     own = torch.arange(data.part.start, data.part.stop)
+    if data.divided and network.held.shards is not None:
+        raise ValueError(
+            "A model of `fully_shard` takes data of all processes in each mini-batch, but each process has another "
+            "stream: give each the whole stream, or a map-style dataset."
+        )
     if data.processes.share_data and network.held.shards is not None:
         batches = data.processes.in_step(own, data.num_data, data.batch_size)
     else:
         batches = list(own.split(data.batch_size)) if len(own) else []
-    first = network(_inputs(network, data, batches[0])) if batches else None
+    with data.processes.apart():
+        x = _inputs(network, data, batches[0]) if batches else None
+    first = None if x is None else network(x)
     # With random weights in the last layer only, its inputs are kept: products then skip the rest of the network.
     with network.keep_inputs(data) as kept:
         outputs, layout = _outputs(network, data, batches, first)
@@ -161,7 +168,7 @@ def _checked(
         model = replace(model, targets=targets, likelihood=likelihood)
     if not len(targets):
         return model, reasons
-    if not bool(model.likelihood.loss(model.network_outputs, model.targets).isfinite().all()):
+    if not bool(model.losses(model.network_outputs).isfinite().all()):
         largest = float(model.network_outputs.abs().max())
         raise ValueError(
             f"The loss of the model on the data is not finite; check targets and noise precision, and the weights of "
@@ -209,7 +216,9 @@ def _outputs(
 
     def layout_of_part() -> tuple[Layout, torch.dtype] | None:
         for number, batch in enumerate(batches):
-            output, layout = network.evaluate(_inputs(network, data, batch))
+            with data.processes.apart():
+                x = _inputs(network, data, batch)
+            output, layout = network.evaluate(x)
             outputs.append(output.reshape(len(batch), -1))
             found.append(layout)
             if not bool(output.isfinite().all()):

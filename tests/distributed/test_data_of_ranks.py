@@ -160,6 +160,77 @@ def test_streams_are_shared_out() -> None:
         assert_close(samples, alone, rtol=1e-10, atol=1e-12)
 
 
+class Divided(IterableDataset):
+    """The data of a process: a third of all, or more or less."""
+
+    def __init__(self, starts: list[int], num: int = 23) -> None:
+        self.starts, self.num = starts, num
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        rank = dist.get_rank() if dist.is_initialized() else None
+        own = slice(None) if rank is None else slice(*self.starts[rank : rank + 2])
+        x, y = (tensor[own] for tensor in numbered(self.num).tensors)
+        yield from zip(x / 20, y, strict=True)
+
+
+OF_STREAM: dict[str, dict[str, Any]] = {
+    "kfac": {"method": "kfac"},
+    "krylov": {"method": "krylov"},
+    "last layer": {"parameters": "last_layer"},
+}
+
+
+def _of_divided_stream(case: str, starts: list[int], cache_bytes: float) -> dict[str, Tensor]:
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    where = {"process_group": dist.group.WORLD} if dist.is_initialized() else {}
+    la = LinearisedLaplace(model, "classification", num_samples=4, **OF_STREAM[case], **where)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TrainingData.__init__.__kwdefaults__, "cache_bytes", cache_bytes)
+        settings = {"progress": False, "budget": None, "tolerance": 1e-11}
+        la.fit_hyperparameters(DataLoader(Divided(starts), 5), num_data=23, max_steps=2, **settings)
+        # All data are looked at, also those that another process has.
+        score = la.score("loo", num_data=23).log_probs
+    return {"precision": la.prior_precision_, "samples": la.samples_, "score": score}
+
+
+# The second of three processes may have fewer data than others, or none.
+@pytest.mark.parametrize("starts", [[0, 9, 14, 23], [0, 9, 9, 23]])
+@pytest.mark.parametrize("cache_bytes", [1e9, 0.0])
+@pytest.mark.parametrize("case", OF_STREAM)
+def test_each_process_may_have_a_stream_of_its_own(case: str, cache_bytes: float, starts: list[int]) -> None:
+    alone = _of_divided_stream(case, starts, cache_bytes)
+    for found in run_on_ranks(_of_divided_stream, 3, case, starts, cache_bytes):
+        for name, value in alone.items():
+            assert_close(found[name], value, rtol=1e-8, atol=1e-8 * float(value.abs().max()))
+
+
+def _not_all() -> str:
+    with pytest.raises(ValueError, match="Each process has another stream") as caught:
+        TrainingData(DataLoader(Divided([0, 9, 23]), 5), num_data=30, processes=together())
+    return str(caught.value)
+
+
+def test_streams_that_are_not_all_data_together_are_refused() -> None:
+    for text in run_on_ranks(_not_all, 2):
+        assert "they give [9, 14] data, and not `num_data=30` together" in text
+
+
+def _other_held_out_data() -> str:
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    la = LinearisedLaplace(nn.Linear(2, 3).double(), "classification", process_group=dist.group.WORLD)
+    held_out = numbered(10 + dist.get_rank())
+    with pytest.raises(ValueError, match="The processes have different held-out data") as caught:
+        la.fit_hyperparameters(DataLoader(numbered(23), 5), val_loader=[held_out.tensors], progress=False)
+    return str(caught.value)
+
+
+def test_held_out_data_that_differ_are_refused() -> None:
+    assert all("give each the same `val_loader`" in text for text in run_on_ranks(_other_held_out_data, 2))
+
+
 class Ragged(Dataset):
     def __len__(self) -> int:
         return 9

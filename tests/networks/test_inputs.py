@@ -165,8 +165,27 @@ def test_a_stream_that_is_not_kept_has_no_mini_batches() -> None:
     data = TrainingData(loader, num_data=9, cache_bytes=0)
     assert torch.equal(data.inputs(torch.arange(5, 8)), X[5:8])
     assert torch.equal(data.inputs(torch.arange(2)), X[:2])
-    with pytest.raises(ValueError, match="can be read in its order only, not by index, which mini-batches need"):
-        data.inputs(torch.tensor([3, 1]))
+    # In any order, by a pass.
+    assert torch.equal(data.inputs(torch.tensor([3, 8, 1, 3])), X[[3, 8, 1, 3]])
+
+
+@pytest.mark.usefixtures("no_cache")
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_default_fits_take_a_stream_that_is_not_kept(likelihood: str) -> None:
+    """Rules that look at some of the data, and parts of the data, take others than neighbours."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 3, generator=generator)
+    y = x[:, :2].argmax(1) if likelihood == "classification" else x[:, :2].sin()
+
+    class Pairs(IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(zip(x, y, strict=True))
+
+    torch.manual_seed(0)
+    la = LinearisedLaplace(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)), likelihood, num_samples=4)
+    la.fit_hyperparameters(DataLoader(Pairs(), batch_size=32), num_data=300, progress=False)
+    assert la._fitted.tangent.data.in_order
+    assert bool(la.samples_.isfinite().all())
 
 
 def test_a_stream_needs_its_length() -> None:
