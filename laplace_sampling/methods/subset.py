@@ -162,6 +162,10 @@ class Subset(SolverMethod):
         scale, sketch = task.prior.scale, part.sketch
         if not task.replaceable or bool((scale != scale[0]).any()):
             return None
+        # A rule has judged predictions of this part, and its precision makes them good. With validation data a part has
+        # log-likelihoods of .57 (kin40k) and 2.18 (bike), where Kronecker factors have .48 and 1.76.
+        if task.selection is not None:
+            return None
         if part.correction(task.ggn(), task.prior) >= _LEAST_CORRECTION:
             return None
         # No samples are drawn of the part.

@@ -117,6 +117,20 @@ def test_the_scales_of_a_g_prior_are_no_products_so_that_a_part_stays(monkeypatc
 
 
 @pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
+def test_a_part_whose_predictions_chose_the_precision_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen(monkeypatch, 4)
+    model, x, y = regression()
+    of_part, found = (
+        LinearisedLaplace(model, "regression", method=method, prior="isotropic", num_samples=4)
+        for method in (Subset(max_rows=4), "auto")
+    )
+    for la in (of_part, found):
+        la.fit_hyperparameters([(x[:200], y[:200])], val_loader=[(x[200:], y[200:])], progress=False)
+    assert "4 random rows of 4 of 200 data" in str(found)
+    assert_close(found.samples_, of_part.samples_)
+
+
+@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
 def test_kronecker_factors_go_on_with_the_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen(monkeypatch, 4)
     model, x, y = regression()
