@@ -90,15 +90,15 @@ def noise_update(
     likelihood = model.likelihood
     assert isinstance(likelihood, Gaussian)
     outputs = mode_outputs if likelihood.noise_at == "mode" else model.network_outputs
-    errors = (outputs - model.targets.reshape(outputs.shape)).double()
+    errors = model.squared_errors(outputs)
     # γ of samples that have not converged may exceed the number of observations: a hundredth of them stays free.
     if torch.as_tensor(likelihood.noise_precision).dim() == 0:
         num = model.features.num_observations
-        return (num - gamma.sum()).clamp_min(0.01 * num).cpu() / model.features.total((errors**2).sum())
+        return (num - gamma.sum()).clamp_min(0.01 * num).cpu() / errors.sum()
     used = of_all(_dimensions_by_output(model, ggn, samples, mode_outputs)).mean(0)
     num_data = model.features.num_data
     free = num_data - used.clamp_max(0.99 * num_data)
-    return free.cpu() / model.features.total((errors**2).sum(0))
+    return free.cpu() / errors
 
 
 @recorded

@@ -1,7 +1,7 @@
 r"""The sum of losses to second order around a point of the linear model."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float
@@ -27,8 +27,8 @@ class Point:
     """Weights in scaled coordinates `[1, P]`, the outputs of the linear model there, and the sum of losses."""
 
     theta: Float[Tensor, "1 P"]
-    outputs: Float[Tensor, "N C"]
-    loss: float
+    outputs: Float[Tensor, "N C"] = field(compare=False)
+    loss: float = field(compare=False)
 
     @classmethod
     def of(cls, model: LinearModel, prior: GaussianPrior, theta: Float[Tensor, "1 P"]) -> "Point":
@@ -65,9 +65,12 @@ class Point:
 
     def distance(self, model: LinearModel, other: "Point", alpha: float) -> float:
         """Length of the step to `other` in the norm of the Hessian, relative to that of `other` in the prior's."""
-        change = (other.outputs - self.outputs).double()
-        curved = model.likelihood.curvature(other.outputs, change, model.targets)
-        squared = float(model.features.total((change * curved).sum()))
+
+        def own() -> Tensor:
+            change = (other.outputs - self.outputs).double()
+            return (change * model.likelihood.curvature(other.outputs, change, model.targets)).sum()
+
+        squared = float(model.features.total("curved step", other.outputs - self.outputs, own))
         squared += alpha * float((other.theta - self.theta).double().square().sum())
         norm = alpha * float(other.theta.double().square().sum())
         return math.sqrt(squared / norm) if norm > 0 else math.inf
@@ -154,4 +157,4 @@ def _network_errors(model: LinearModel) -> float | None:
     b = _one_noise(likelihood)
     if b is None or not (isinstance(likelihood, Gaussian) and likelihood.learn and likelihood.noise_at == "network"):
         return None
-    return b * float(model.features.total((f - model.targets.reshape(f.shape)).double().square().sum()))
+    return b * float(model.squared_errors(f).sum())

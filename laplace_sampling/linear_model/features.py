@@ -7,6 +7,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,16 @@ if TYPE_CHECKING:
     from laplace_sampling.linear_model.dense_curvature import HeldCurvatures
     from laplace_sampling.networks.layer_rows import Outer
 
-__all__ = ["BLOCK_BYTES", "Curvature", "DenseFeatures", "DerivedFeatures", "Features", "ScaledFeatures", "row_blocks"]
+__all__ = [
+    "BLOCK_BYTES",
+    "Curvature",
+    "DenseFeatures",
+    "DerivedFeatures",
+    "Features",
+    "ScaledFeatures",
+    "first_of",
+    "row_blocks",
+]
 
 # `u ↦ Bu` of a batch, `[K, n, C]` both.
 Curvature = Callable[[Tensor], Tensor]
@@ -141,12 +151,21 @@ class Features(ABC):
         """The rows of all data from those of `part`."""
         return self.processes.rows_of_all(rows, self.num_data, self.part) if self.in_parts else rows
 
-    def total(self, own: Tensor) -> Tensor:
-        """A sum over data from that over `part`, on the CPU."""
-        own = own.detach().cpu().clone()
+    def total(self, what: str, rows: Float[Tensor, "m ..."], own: Callable[[], Tensor]) -> Tensor:
+        """A sum over data from that over `part`, on the CPU.
+
+        Args:
+            what: is summed.
+            rows: of `part`, of which it is a function.
+            own: the sum over the part.
+        """
+        return _total(what, first_of(rows), partial(self._joined, own))
+
+    def _joined(self, own: Callable[[], Tensor]) -> Tensor:
+        total = own().detach().cpu().clone()
         if self.in_parts:
-            self.processes.sum(own)
-        return own
+            self.processes.sum(total)
+        return total
 
     def same(self, rows: Tensor, others: Tensor) -> bool:
         """Whether the rows of all data are the same as others."""
@@ -224,11 +243,31 @@ class Features(ABC):
         """The same features computed in float64 where that is possible, else these."""
         return self
 
-    @recorded
     def outputs(self, v: Float[Tensor, "K P"]) -> Float[Tensor, "K N C"]:
         """`φ_i v_k` for all data of `part`."""
+        # What others have elsewhere is no result for all of them to keep.
+        return self._outputs(v) if self.in_parts else self._all_outputs(v)
+
+    @recorded
+    def _all_outputs(self, v: Float[Tensor, "K P"]) -> Float[Tensor, "K N C"]:
+        return self._outputs(v)
+
+    def _outputs(self, v: Float[Tensor, "K P"]) -> Float[Tensor, "K N C"]:
         shape = (len(v), self.num_data, self.num_outputs)
         return self.by_datum(lambda batch: self.jvp(v, batch), shape, 1, self.dtype)
+
+
+def first_of(rows: Float[Tensor, "m ..."]) -> Tensor:
+    """The row of the first datum, to half of its digits, by which whoever records calls tells them apart.
+
+    The first process has it, however many there are, and roundings are not the same with others.
+    """
+    return rows[:1].to(torch.float32 if rows.dtype == torch.float64 else torch.bfloat16)
+
+
+@recorded
+def _total(what: str, first: Tensor, own: Callable[[], Tensor]) -> Tensor:
+    return own()
 
 
 class DerivedFeatures(Features):

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.datum_rows import DatumRows, datum_rows
-from laplace_sampling.linear_model.features import Features, ScaledFeatures
+from laplace_sampling.linear_model.features import Features, ScaledFeatures, first_of
 from laplace_sampling.solvers.lapack import sum_of_squares
 from laplace_sampling.solvers.operator import Operator
 from laplace_sampling.solvers.recorded import recorded
@@ -61,8 +61,13 @@ class GGN(Operator):
 
     features: Features
     likelihood: Likelihood
-    outputs: Float[Tensor, "N C"]
-    targets: Tensor | None = None
+    outputs: Float[Tensor, "N C"] = field(compare=False)
+    targets: Tensor | None = field(default=None, compare=False)
+
+    @property
+    def told_apart_by(self) -> Tensor:
+        """By what a recorder tells it from the same at other outputs, besides its other fields."""
+        return first_of(self.outputs)
 
     def _targets(self, batch: Tensor) -> Tensor | None:
         return None if self.targets is None else self.features.pick(self.targets, batch)
@@ -184,6 +189,7 @@ class GGN(Operator):
                 total += rows.double().square().sum()
         return float(total)
 
+    @recorded
     def accumulated(self) -> Float[Tensor, "P P"]:
         """`M` in float64 in one pass over its rows, which are in the dtype of the network.
 

@@ -1,6 +1,6 @@
 """The linear model of a network on its training data."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float
@@ -29,9 +29,10 @@ class LinearModel:
     """
 
     features: Features
-    offset: Float[Tensor, "N C"]
-    network_outputs: Float[Tensor, "N C"]
-    targets: Tensor
+    # Network and data decide them, so that recorders need not look at them.
+    offset: Float[Tensor, "N C"] = field(compare=False)
+    network_outputs: Float[Tensor, "N C"] = field(compare=False)
+    targets: Tensor = field(compare=False)
     likelihood: Likelihood
 
     def outputs(self, theta: Float[Tensor, "K P"]) -> Float[Tensor, "K N C"]:
@@ -48,7 +49,15 @@ class LinearModel:
 
     def total_loss(self, outputs: Float[Tensor, "N C"]) -> float:
         """`Σ_i ℓ(y_i, h_i)` at some outputs."""
-        return float(self.features.total(self.losses(outputs).double().sum()))
+        return float(self.features.total("loss", outputs, lambda: self.losses(outputs).double().sum()))
+
+    def squared_errors(self, outputs: Float[Tensor, "N C"]) -> Float[Tensor, " C"]:
+        """`Σ_i (y_i − h_i)²` of each output of a regression, in float64."""
+
+        def own() -> Tensor:
+            return (outputs - self.targets.reshape(outputs.shape)).double().square().sum(0)
+
+        return self.features.total("squared errors", outputs, own)
 
     def losses(self, outputs: Float[Tensor, "N C"]) -> Float[Tensor, " N"]:
         """`ℓ(y_i, h_i)`, a few data at a time, for a loss makes numbers of the size of the outputs."""

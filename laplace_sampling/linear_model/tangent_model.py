@@ -48,7 +48,10 @@ class TangentModel:
     @property
     def log_scale(self) -> float:
         """`½ Σ log R`: what the loss of the targets has on top of the loss of the model."""
-        return 0.0 if self.weights is None else -float(self.model.features.total(self.weights.log().sum()))
+        weights = self.weights
+        if weights is None:
+            return 0.0
+        return -float(self.model.features.total("log weights", weights, lambda: weights.log().sum()))
 
     def weights_of(self, some: Tensor) -> Float[Tensor, "n C"] | None:
         """`R^{-1/2}` of some data, as by `Features.pick`."""

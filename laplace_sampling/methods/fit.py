@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -356,7 +357,7 @@ class Fit(ABC):
         num_data, num_outputs = features.num_data, features.num_outputs
         rank = self.model.likelihood.rank(num_outputs)
         difference, length = (
-            math.sqrt(float(features.total(rows.double().square().sum())))
+            math.sqrt(float(features.total("squares", rows, partial(_squares, rows))))
             for rows in (linear_outputs - network_outputs, network_outputs)
         )
         return Diagnosis(
@@ -398,6 +399,10 @@ class Fit(ABC):
         alpha = torch.tensor([self.alpha], dtype=torch.float64)
         gamma, error = self.path.effective_dimension(alpha)
         return float(gamma), 2 * float(self.path.squared_dimension(alpha)), float(error)
+
+
+def _squares(rows: Tensor) -> Tensor:
+    return rows.double().square().sum()
 
 
 def _data_test(energies: Tensor, moments: tuple[float, float, float] | None) -> TestResult | None:

@@ -80,7 +80,6 @@ def _balances(fit: Fit) -> Iterator[_Balance]:
     if isinstance(likelihood, Gaussian) and likelihood.learn and torch.as_tensor(likelihood.noise_precision).dim() == 0:
         outputs = fit.mode.outputs if likelihood.noise_at == "mode" else fit.model.network_outputs
         features = fit.model.features
-        errors = (outputs - fit.model.targets.reshape(outputs.shape)).double()
-        squares = float(features.total(errors.square().sum()))
+        squares = float(fit.model.squared_errors(outputs).sum())
         noise, free = float(likelihood.noise_precision), features.num_observations - float(gamma.sum())
         yield _Balance("the noise precision", noise, free, noise * squares, float(error.norm()), _OF_NOISE)

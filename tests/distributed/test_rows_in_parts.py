@@ -1,8 +1,10 @@
 """Outputs, targets and inputs of a last layer are in the process whose data they belong to, and nowhere whole."""
 
 import gc
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,11 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from laplace_sampling import Categorical, Dual, Exact, Gaussian, Krylov, LinearisedLaplace, from_loss
+from laplace_sampling.checkpoint import Checkpoint
 from laplace_sampling.data.processes import ProcessError
+from laplace_sampling.journal import Journal
+from laplace_sampling.linear_model import tangent_model
+from laplace_sampling.methods import problem
 
 # Three ranks have 4, 5 and 5 data.
 N, D, C = 14, 3, 4
@@ -178,6 +184,67 @@ def test_what_is_in_parts_gives_the_results_of_one_process(name: str) -> None:
         for what, value in alone.items():
             scale = float(value.abs().max())
             assert_close(found[what], value, rtol=1e-8, atol=1e-8 * scale, msg=lambda text, what=what: f"{what} {text}")
+
+
+# Files of fits ------------------------------------------------------------------------------------------------------
+
+
+class Ended(BaseException):
+    """In the place of a kill at the end of a fit, whose file is then there."""
+
+
+def _accumulated() -> Any:
+    torch.manual_seed(0)
+    return nn.Linear(D, C).double(), "classification", labels(), {"method": Exact()}
+
+
+def _of_noise() -> Any:
+    return network(2), "regression", values(), {"method": Krylov()}
+
+
+def _of_mode() -> Any:
+    return network(C), "classification", labels(), {"method": Krylov(), "hessian_at": "mode"}
+
+
+def _with_file(case: str, path: Path, ends: bool) -> tuple[dict[str, Tensor], int] | None:
+    """Results, and how many entries of the file were found in it."""
+    found, known = [0], Journal.known
+
+    def counted(self: Journal, key: str) -> Any:
+        entry = known(self, key)
+        found[0] += entry is not None
+        return entry
+
+    def end(*_: Any, **__: Any) -> None:
+        raise Ended
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Journal, "known", counted)
+        patch.setattr(tangent_model, "is_accumulated", lambda rows, size: rows >= size)
+        patch.setattr(problem, "is_accumulated", lambda rows, size: rows >= size)
+        if ends:
+            patch.setattr(Checkpoint, "done", end)
+        model, likelihood, y, options = {"dense": _accumulated, "noise": _of_noise, "mode": _of_mode}[case]()
+        try:
+            return results(model, likelihood, y, {"checkpoint": path}, **options)[1], found[0]
+        except Ended:
+            return None
+
+
+@pytest.mark.parametrize("case", ["dense", "noise", "mode"])
+def test_results_in_a_file_are_those_of_all_processes(case: str, tmp_path: Path) -> None:
+    alone = _with_file(case, tmp_path / "alone", False)
+    assert alone is not None
+    assert run_on_ranks(_with_file, 2, case, tmp_path / "fit", True) == [None, None]
+    for num_ranks in (2, 1, 3):
+        path = tmp_path / str(num_ranks)
+        shutil.copy(tmp_path / "fit", path)
+        resumed = run_on_ranks(_with_file, num_ranks, case, path, False)
+        for of_rank in resumed:
+            for name, value in alone[0].items():
+                assert_close(of_rank[0][name], value, rtol=1e-7, atol=1e-7 * float(value.abs().max()))
+        # All that the fit computes, however many processes go on with it.
+        print(case, num_ranks, [found for _, found in resumed])
 
 
 # What is refused -----------------------------------------------------------------------------------------------------
