@@ -108,8 +108,10 @@ class CalibratedModel(FittedModel):
         self._check_network("calibrate")
         check_calibration("calibrate(val_loader)", self.settings.observation, posterior.unequal_noise)
         check_scale(self.settings.likelihood)
-        held_out = HeldOut.read(val_loader, self.network, self.settings, unpack, num_data)
-        self._fitted = replace(fitted, posterior=calibrated(held_out, self.network, posterior, fitted.fit))
+        with self.settings.processes.telling():
+            held_out = HeldOut.read(val_loader, self.network, self.settings, unpack, num_data)
+            posterior = calibrated(held_out, self.network, posterior, fitted.fit)
+        self._fitted = replace(fitted, posterior=posterior)
         warn_of([], self._fitted.posterior.calibration.problems, stacklevel=5)
         return self
 
@@ -149,11 +151,12 @@ class CalibratedModel(FittedModel):
         posterior = fitted.posterior
         self._check_network(call)
         check_calibration(f"{call}(val_loader)", self.settings.observation, posterior.unequal_noise)
-        if val_loader is None:
-            conformal = self._full_conformal(call)
-        else:
-            held_out = HeldOut.read(val_loader, self.network, self.settings, unpack, num_data)
-            conformal = split_conformal(held_out, self.network, posterior, fitted.fit)
+        with self.settings.processes.telling():
+            if val_loader is None:
+                conformal = self._full_conformal(call)
+            else:
+                held_out = HeldOut.read(val_loader, self.network, self.settings, unpack, num_data)
+                conformal = split_conformal(held_out, self.network, posterior, fitted.fit)
         self._fitted = replace(fitted, posterior=replace(posterior, conformal=conformal))
         return self
 

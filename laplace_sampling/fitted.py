@@ -178,9 +178,10 @@ class FittedModel:
         fit, tangent = self._with_data(call)
         with self.settings.processes.telling():
             path, problems = fit.evidence(decades)
+            log_scale = tangent.log_scale
         if problems:
             warnings.warn(f"`{call}` is inaccurate: {'; '.join(problems)}.", ConvergenceWarning, stacklevel=4)
-        return path, fit.alpha, tangent.log_scale
+        return path, fit.alpha, log_scale
 
     @solver_call
     def leave_one_out(self) -> LeaveOneOut:
@@ -196,7 +197,8 @@ class FittedModel:
         fit, tangent = self._with_data("leave_one_out")
         with self.settings.processes.telling():
             prediction = fit.leave_one_out()
-        return prediction if tangent.weights is None else prediction.scaled(1 / tangent.weights)
+            weights = None if tangent.weights is None else tangent.model.features.whole(tangent.weights)
+        return prediction if weights is None else prediction.scaled(1 / weights)
 
     @solver_call
     def diagnose(self) -> Diagnosis:

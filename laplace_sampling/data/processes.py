@@ -99,7 +99,7 @@ class Processes:
     @property
     def is_first_of_data(self) -> bool:
         """Whether this is the first of those that share out the data, which have the same samples."""
-        return self._place(DATA)[0] == 0
+        return self.place_of_data == 0
 
     @property
     def are_several(self) -> bool:
@@ -274,7 +274,7 @@ class Processes:
 
     def rows_of_all(self, rows: Tensor, num: int, part: range) -> Tensor:
         """The rows of all data, so many, from those of a part of them in each process."""
-        return self._filled(rows, num, part, self.data) if self.share_data else rows
+        return _placed(rows, slice(part.start, part.stop), num, self.data) if self.share_data else rows
 
     def picked(self, rows: Tensor, part: range, batch: Tensor) -> Tensor:
         """The rows of any data on all processes, each of which has those of its part."""
@@ -283,12 +283,7 @@ class Processes:
 
     def placed(self, rows: Tensor, inside: Tensor) -> Tensor:
         """Rows of which each process has those at some places, where no other has any."""
-        assert self.data is not None
-        # Sums of rows and zeros: bits stay, also those of truth values.
-        dtype = torch.uint8 if rows.dtype == torch.bool else rows.dtype
-        total = torch.zeros(len(inside), *rows.shape[1:], dtype=dtype, device=rows.device)
-        total[inside.to(rows.device)] = rows.to(dtype)
-        return self.data.reduced(total, "SUM").to(rows.dtype)
+        return _placed(rows, inside.to(rows.device), len(inside), self.data)
 
     def picked_by_each(self, rows: Tensor, part: range, batch: Tensor) -> Tensor:
         """Likewise where each process asks for other data, at the same time."""
@@ -304,19 +299,13 @@ class Processes:
 
     def samples_of_all(self, rows: Tensor, num: int) -> Tensor:
         """The rows of all samples, so many, from those of `samples_of` them."""
-        return self._filled(rows, num, self.samples_of(num), self.samples) if self.shares_samples(num) else rows
+        part = self.samples_of(num)
+        return _placed(rows, slice(part.start, part.stop), num, self.samples) if self.shares_samples(num) else rows
 
     def sum_of_samples(self, total: Tensor) -> None:
         """In place of what each process has of a sum over samples the sum itself."""
         if self.samples is not None and self.num_samplers > 1:
             self.samples.reduced(total, "SUM")
-
-    def _filled(self, rows: Tensor, num: int, part: range, group: Any) -> Tensor:
-        # Sums of rows and zeros: bits stay, also those of truth values.
-        dtype = torch.uint8 if rows.dtype == torch.bool else rows.dtype
-        total = torch.zeros(num, *rows.shape[1:], dtype=dtype, device=rows.device)
-        total[part.start : part.stop] = rows
-        return group.reduced(total, "SUM").to(rows.dtype)
 
     # Failures ---------------------------------------------------------------------------------------------------------
 
@@ -344,6 +333,17 @@ class Processes:
         finally:
             for group in shared:
                 group.telling = False
+
+
+def _placed(rows: Tensor, places: Tensor | slice, num: int, group: Any) -> Tensor:
+    """Rows at so many places, of which each process has some, where no other has any."""
+    # Sums of rows and zeros, by bytes where gloo has no sums, as of short integers and truth values.
+    as_they_are = rows.dtype in (torch.float32, torch.float64)
+    flat = rows.reshape(len(rows), rows.shape[1:].numel())
+    sent = flat if as_they_are else flat.contiguous().view(torch.uint8)
+    total = torch.zeros(num, sent.shape[1], dtype=sent.dtype, device=sent.device)
+    total[places] = sent
+    return group.reduced(total, "SUM").view(rows.dtype).reshape(num, *rows.shape[1:])
 
 
 ALONE = Processes()

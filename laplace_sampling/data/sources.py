@@ -24,7 +24,7 @@ from laplace_sampling.data.processes import ALONE, Processes
 from laplace_sampling.data.unpacking import Unpack
 from laplace_sampling.solvers.checks import check_whole
 
-__all__ = ["RandomAccess", "Source", "Stream", "check_repeatable", "source_of"]
+__all__ = ["RandomAccess", "Source", "Stream", "check_repeatable", "check_same_stream", "source_of"]
 
 # The batch size of the loader that a dataset gets. With 128 and 512 instead, GGN products of 8 vectors on LeNet take
 # the same time a datum within 5 %.
@@ -270,6 +270,23 @@ def check_repeatable(source: Source, processes: Processes) -> None:
     if isinstance(source, Stream):
         source.shared = differ
         source.checksums.clear()  # those of batches that are not cut off at the end
+
+
+def check_same_stream(source: Source, processes: Processes) -> None:
+    """Compares all batches of a stream that was read, with those of the processes that read the same.
+
+    Raises:
+        ValueError: if they are not the same.
+    """
+    if not isinstance(source, Stream) or not processes.are_several:
+        return
+    read = processes.gathered_samples if source.divided else processes.gathered_from_all
+    everywhere = read(lambda: sorted(source.checksums.items()))
+    if any(other != everywhere[0] for other in everywhere):
+        raise ValueError(
+            "The processes have streams that begin with the same batch and go on with others. Give each the whole "
+            "stream, in the same order, or parts that differ from the first batch on."
+        )
 
 
 def _first_checksum(source: Source) -> tuple[int, ...] | None:

@@ -5,6 +5,7 @@ index. The loader gives its batch size (what fits in memory), its sampler (which
 has no index but its order, which must repeat.
 """
 
+import copy
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from laplace_sampling.data.batches import (
 )
 from laplace_sampling.data.processes import ALONE, Processes
 from laplace_sampling.data.random_state import BorrowedRandomness
-from laplace_sampling.data.sources import RandomAccess, Source, Stream, check_repeatable, source_of
+from laplace_sampling.data.sources import RandomAccess, Source, Stream, check_repeatable, check_same_stream, source_of
 from laplace_sampling.data.unpacking import Unpack, unpacking
 
 __all__ = ["TrainingData", "Unpack"]
@@ -81,6 +82,7 @@ class TrainingData:
             check_repeatable(source, processes)
             read = _Read(source, cache_bytes)
             everywhere = processes.gathered(read.look) if source.shared else [read.look()]
+            check_same_stream(source, processes)
         if isinstance(source, Stream) and source.divided:
             _check_parts([looked.num_data for looked in everywhere], source.num_data)
         seen = everywhere[0]
@@ -104,7 +106,7 @@ class TrainingData:
         no_inputs, no_targets = seen.nothing
         self.targets = _padded(read.targets or [no_targets], seen.target_shapes, fill)
         if processes.share_data and not source.shared:
-            self.targets = take(self.targets, slice(self.part.start, self.part.stop))
+            self.targets = take(self.targets, torch.arange(self.part.start, self.part.stop))  # not a view of all
         if self.ragged and not isinstance(source, RandomAccess):
             raise ValueError(
                 f"Batches have inputs of different shapes, {sorted(shapes, key=str)[:2]}, and are given ready-made, so "
@@ -151,6 +153,14 @@ class TrainingData:
         other.num_data, other.processes = self.num_data, self.processes
         return other
 
+    def whole(self) -> "TrainingData":
+        """The same with all inputs that processes have apart in each of them, so that one may ask for some alone."""
+        if not isinstance(self._source, _Shared) or self._source.in_step or self._source.in_order:
+            return self
+        other = copy.copy(self)
+        other._source = _InMemory(self.inputs(torch.arange(self.num_data)))
+        return other
+
     def all_targets(self) -> Any:
         """`y` of all data, in each process."""
         return self._of_all(self.targets)
@@ -159,8 +169,8 @@ class TrainingData:
         """`y` of some data, the same in all processes."""
         if not self.processes.share_data:
             return take(self.targets, indices)
-        shared = _Shared(_InMemory(self.targets), take(self.targets, slice(0)), self.part, self.processes)
-        return shared.inputs(indices)
+        tensors, rebuild = batched(self.targets)
+        return rebuild([self.processes.picked(rows, self.part, indices) for rows in tensors])
 
     def _of_all(self, x: Any) -> Any:
         tensors, rebuild = batched(x)
@@ -367,8 +377,8 @@ def _check_parts(counts: list[int], num_data: int | None) -> None:
     if sum(counts) != num_data:
         raise ValueError(
             f"Each process has another stream, so that they are taken as parts of one, but they give {counts} data, "
-            f"and not `num_data={num_data}` together. Give each process the whole stream, in the same order, or parts "
-            "that have each datum once."
+            f"and not `num_data={num_data}` together (by default the length of the dataset). Give each process the whole "
+            "stream, in the same order, or parts that have each datum once, and how many they are together."
         )
 
 

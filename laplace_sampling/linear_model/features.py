@@ -137,7 +137,8 @@ class Features(ABC):
     def pick(self, rows: Float[Tensor, "m ..."], batch: Tensor) -> Float[Tensor, "n ..."]:
         """The rows of a batch from those of `part`.
 
-        Inside of `summing` the batch is one of own data; elsewhere it is any, the same in all processes.
+        Inside of `summing` the batch is one of own data, and nothing is sent, unless each product takes all processes
+        (`in_step`); elsewhere it is any, the same in all of them.
         """
         if not self.in_parts:
             return rows[batch]

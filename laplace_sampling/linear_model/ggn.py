@@ -124,7 +124,7 @@ class GGN(Operator):
         signs = torch.randint(2, (_SIGNS, 1, num_outputs), generator=torch.Generator().manual_seed(0)) * 2 - 1
         traces = [torch.zeros(0).to(self.outputs)]
         together = max(1, _SIGN_NUMBERS // (_SIGNS * num_outputs))
-        with self.features.processes.apart():
+        with self.features.processes.apart():  # no product is made
             for chunk in torch.arange(self.features.part.start, self.features.part.stop).split(together):
                 f = self.outputs_of(chunk)
                 roots = self.likelihood.root_transpose(f, signs.to(f).expand(-1, *f.shape), self._targets(chunk))

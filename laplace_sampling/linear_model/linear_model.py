@@ -61,6 +61,8 @@ class LinearModel:
 
     def losses(self, outputs: Float[Tensor, "N C"]) -> Float[Tensor, " N"]:
         """`ℓ(y_i, h_i)`, a few data at a time, for a loss makes numbers of the size of the outputs."""
+        if not len(outputs):
+            return outputs.new_zeros(0)
         rows = max(1, _LOSS_NUMBERS // max(1, outputs.shape[1]))
         parts = zip(outputs.split(rows), self.targets.split(rows), strict=True)
         return torch.cat([self.likelihood.loss(h, y) for h, y in parts])

@@ -71,7 +71,7 @@ class NetworkFeatures(Features):
 
     def with_all_rows(self) -> "NetworkFeatures":
         other = copy.copy(self)
-        other._all_rows = True
+        other._all_rows, other.data = True, self.data.whole()
         return other
 
     def in_float64(self) -> Features:

@@ -76,8 +76,8 @@ def tangent_model_of(
     model = _with_targets(features, outputs, likelihood, data, observation, weights)
     row_weights = None
     if noise_variances is not None:
-        row_weights = noise_weights(noise_variances, (data.num_data, model.network_outputs.shape[1]))
-        row_weights = row_weights[_rows(features)].to(network.device)
+        shape = data.num_data, model.network_outputs.shape[1]
+        row_weights = noise_weights(noise_variances, shape, _rows(features)).to(network.device)
         model = weigh(model, row_weights)
     return TangentModel(
         model,

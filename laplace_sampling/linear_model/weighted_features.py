@@ -55,12 +55,13 @@ class WeightedFeatures(DerivedFeatures):
         return self.features.pick(self.weights, batch)
 
 
-def noise_weights(noise_variances: Tensor, shape: tuple[int, int]) -> Float[Tensor, "N C"]:
+def noise_weights(noise_variances: Tensor, shape: tuple[int, int], rows: slice = slice(None)) -> Float[Tensor, "n C"]:
     """`R^{-1/2}` of noise variances that are given for each datum, `[N]`, or each of its outputs, `[N, ...]`.
 
     Args:
         noise_variances: `R`, in the units of the targets squared, up to the common factor `1/b`.
         shape: `(N, C)`.
+        rows: of which data they are asked for.
 
     Raises:
         ValueError: if they are of another shape, or not positive and finite.
@@ -73,7 +74,7 @@ def noise_weights(noise_variances: Tensor, shape: tuple[int, int]) -> Float[Tens
         )
     if not bool((variances > 0).all()) or not bool(variances.isfinite().all()):
         raise ValueError("`noise_variances` must be positive and finite.")
-    return variances.reshape(shape[0], -1).expand(shape).rsqrt()
+    return variances.reshape(shape[0], -1)[rows].expand(-1, shape[1]).rsqrt()
 
 
 def weigh(model: LinearModel, weights: Float[Tensor, "N C"]) -> LinearModel:

@@ -99,7 +99,7 @@ class Task:
         if self.precise is None or self.model.features.dtype == torch.float64:
             return None
         model = self.precise().with_likelihood(self.model.likelihood)
-        if not self.model.features.in_parts:
+        if not self.model.features.in_parts:  # in observation space, as this task is
             model = model.whole()
         if model.features.dtype != torch.float64:
             return None

@@ -217,6 +217,39 @@ def test_streams_that_are_not_all_data_together_are_refused() -> None:
         assert "they give [9, 14] data, and not `num_data=30` together" in text
 
 
+class Forked(IterableDataset):
+    """Begins with the same batch in each process, and goes on with another one."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        x, y = numbered(23).tensors
+        order = list(range(5)) + list(range(5, 23))[:: 1 - 2 * dist.get_rank()]
+        yield from ((x[i], y[i]) for i in order)
+
+
+def _forked() -> str:
+    with pytest.raises(ValueError, match="streams that begin with the same batch") as caught:
+        TrainingData(DataLoader(Forked(), 5), num_data=23, processes=together())
+    return str(caught.value)
+
+
+def test_streams_that_differ_behind_the_first_batch_are_refused() -> None:
+    assert all("or parts that differ from the first batch on" in text for text in run_on_ranks(_forked, 2))
+
+
+def _of_dtype(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    y = torch.arange(7).to(dtype)[:, None].expand(7, 2)
+    data = TrainingData(DataLoader(TensorDataset(torch.ones(7, 1), y), 2), processes=together())
+    return data.all_targets(), data.targets_of(torch.tensor([6, 1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.bool, torch.bfloat16, torch.float64, torch.int64])
+def test_targets_of_any_kind_are_put_together(dtype: torch.dtype) -> None:
+    y = torch.arange(7).to(dtype)[:, None].expand(7, 2)
+    for all_targets, some in run_on_ranks(_of_dtype, 3, dtype):
+        assert torch.equal(all_targets, y)
+        assert torch.equal(some, y[[6, 1]])
+
+
 def _other_held_out_data() -> str:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)

@@ -20,7 +20,7 @@ from laplace_sampling.checkpoint import Checkpoint
 from laplace_sampling.data.processes import ProcessError
 from laplace_sampling.journal import Journal
 from laplace_sampling.linear_model import tangent_model
-from laplace_sampling.methods import problem
+from laplace_sampling.methods import exact, problem
 
 # Three ranks have 4, 5 and 5 data.
 N, D, C = 14, 3, 4
@@ -98,6 +98,8 @@ def _heads() -> dict[str, Tensor]:
 def _unequal_noise(**options: Any) -> dict[str, Tensor]:
     noise = torch.linspace(0.5, 2, N, dtype=torch.float64)
     la, found = results(network(2), "regression", values(), {"noise_variances": noise}, **options)
+    if isinstance(options["method"], Exact):
+        found["left out"] = la.leave_one_out().covariance
     return found | {"score": la.score("loo").log_probs}
 
 
@@ -245,6 +247,21 @@ def test_results_in_a_file_are_those_of_all_processes(case: str, tmp_path: Path)
                 assert_close(of_rank[0][name], value, rtol=1e-7, atol=1e-7 * float(value.abs().max()))
         # All that the fit computes, however many processes go on with it.
         print(case, num_ranks, [found for _, found in resumed])
+
+
+def _predicted_alone(layer: bool) -> Tensor | None:
+    """Error bars of the first process, while others have gone on; rows of the Jacobian are not in memory."""
+    options = {"parameters": "last_layer"} if layer else {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "holds_rows", lambda *_: False)
+        la, _ = results(network(2), "regression", values(), method=Exact(), **options)
+    return None if dist.is_initialized() and dist.get_rank() else la.predict(inputs()[:2]).stddev
+
+
+@pytest.mark.parametrize("layer", [True, False])
+def test_a_process_predicts_alone_by_the_exact_method(layer: bool) -> None:
+    found = run_on_ranks(_predicted_alone, 2, layer)
+    assert_close(found[0], _predicted_alone(layer), rtol=1e-8, atol=1e-10)
 
 
 # What is refused -----------------------------------------------------------------------------------------------------
