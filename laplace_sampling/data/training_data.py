@@ -377,8 +377,8 @@ def _check_parts(counts: list[int], num_data: int | None) -> None:
     if sum(counts) != num_data:
         raise ValueError(
             f"Each process has another stream, so that they are taken as parts of one, but they give {counts} data, "
-            f"and not `num_data={num_data}` together (by default the length of the dataset). Give each process the whole "
-            "stream, in the same order, or parts that have each datum once, and how many they are together."
+            f"and not `num_data={num_data}` together (by default the length of the dataset). Give each process the "
+            "whole stream, in the same order, or parts that have each datum once, and how many they are together."
         )
 
 
