@@ -33,10 +33,10 @@ from laplace_sampling.gp.tangent_kernel import MEANS, NetworkMean, shape_inputs
 from laplace_sampling.gp.tensor_state import TensorState
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.linear_model.features import row_blocks
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.network_features import features_at
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, unit_variance
+from laplace_sampling.linear_model.row_blocks import row_blocks
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.checks import check_whole
 from laplace_sampling.solvers.solver import ConvergenceWarning

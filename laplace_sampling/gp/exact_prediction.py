@@ -8,7 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.gp.gram import gram, gram_blocks
-from laplace_sampling.linear_model.features import BLOCK_BYTES, Features, row_blocks
+from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
+from laplace_sampling.linear_model.row_blocks import row_blocks
 
 __all__ = ["ExactPrediction", "PosteriorAt"]
 

@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.linear_model.features import BLOCK_BYTES, Features, row_blocks
+from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
 from laplace_sampling.linear_model.held_rows import HeldRows
+from laplace_sampling.linear_model.row_blocks import row_blocks
 from laplace_sampling.networks.resources import Operations
 from laplace_sampling.solvers.recorded import recorded
 

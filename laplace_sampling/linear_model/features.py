@@ -29,7 +29,6 @@ __all__ = [
     "Features",
     "ScaledFeatures",
     "first_of",
-    "row_blocks",
 ]
 
 # `u ↦ Bu` of a batch, `[K, n, C]` both.
@@ -167,6 +166,10 @@ class Features(ABC):
         if self.in_parts:
             self.processes.sum(total)
         return total
+
+    def norm(self, rows: Float[Tensor, "m ..."]) -> Tensor:
+        """The Euclidean norm of rows of all data."""
+        return self.total("squares", rows, lambda: rows.double().square().sum()).sqrt()
 
     def same(self, rows: Tensor, others: Tensor) -> bool:
         """Whether the rows of all data are the same as others."""
@@ -382,31 +385,3 @@ class ScaledFeatures(DerivedFeatures):
 
     def rows(self, batch: Tensor) -> Tensor:
         return self.features.rows(batch) * self.scale
-
-
-def row_blocks(features: Features, block_bytes: float = BLOCK_BYTES, start: int = 0) -> Iterator[tuple[int, Tensor]]:
-    """Blocks of rows of `Φ`, `[m, P]` in float64, each with the index of its first row; from datum `start` on.
-
-    A block holds whole data, or some outputs of one datum where the Jacobian of a datum is larger than a block.
-    """
-    limit = max(1, int(block_bytes / (8 * features.size)))
-    if start == features.num_data:
-        return iter(())
-    if features.num_outputs <= limit:
-        return _blocks_of_data(features, limit // features.num_outputs, start)
-    return _blocks_of_outputs(features, limit, start)
-
-
-def _blocks_of_data(features: Features, num_data: int, start: int) -> Iterator[tuple[int, Tensor]]:
-    for block in torch.arange(start, features.num_data).split(num_data):
-        rows = [features.rows(batch).flatten(0, 1).double() for batch in features.chunks(block)]
-        yield int(block[0]) * features.num_outputs, rows[0] if len(rows) == 1 else torch.cat(rows)
-
-
-def _blocks_of_outputs(features: Features, num_rows: int, start: int) -> Iterator[tuple[int, Tensor]]:
-    eye = torch.eye(features.num_outputs, dtype=features.dtype, device=features.device)
-    for datum in range(start, features.num_data):
-        for part in torch.arange(features.num_outputs).split(num_rows):
-            # A VJP of a unit vector is a row: `features.rows` would hold all outputs of the datum.
-            rows = features.vjp(eye[part.to(eye.device), None], torch.tensor([datum]))
-            yield datum * features.num_outputs + int(part[0]), rows.double()

@@ -236,4 +236,5 @@ def _outputs(
     # Batches with less padding have fewer outputs: all get those of the largest.
     widened = [narrow.widen(output, layout) for narrow, output in zip(found, outputs, strict=True)]
     nothing = torch.zeros(0, layout.size, dtype=dtype, device=network.device)
-    return (torch.cat(widened) if widened else nothing).reshape(-1, *layout.shape), layout
+    flat = torch.cat(widened) if widened else nothing
+    return flat.reshape(len(flat), *layout.shape), layout

@@ -1,10 +1,8 @@
 """A fitted posterior with its training data: what every method leaves behind."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -352,19 +350,13 @@ class Fit(ABC):
         gamma, gamma_se = sampled.effective_dimension()
         moments = self._moments()
         minimum = self.mode.minimum if self.known_mode else None
-        network_outputs = self.model.network_outputs
+        network_outputs, rank = self.model.network_outputs, self.model.likelihood.rank(features.num_outputs)
         linear_outputs = features.outputs(weights[None].to(features.dtype))[0]
-        num_data, num_outputs = features.num_data, features.num_outputs
-        rank = self.model.likelihood.rank(num_outputs)
-        difference, length = (
-            math.sqrt(float(features.total("squares", rows, partial(_squares, rows))))
-            for rows in (linear_outputs - network_outputs, network_outputs)
-        )
         return Diagnosis(
             num_samples=len(sampled.energies),
             num_parameters=len(weights),
-            num_data=num_data,
-            num_outputs=num_outputs,
+            num_data=features.num_data,
+            num_outputs=features.num_outputs,
             linear_model=linear_model,
             method=self.method.name,
             reason=self.task.reason,
@@ -384,12 +376,12 @@ class Fit(ABC):
             gamma_reference_se=None if moments is None else moments[2],
             total_test=chi_squared_test(sampled.energies.cpu(), len(weights)),
             data_test=_data_test(sampled.data_energies.cpu(), moments),
-            offset=difference / length if length else math.nan,
+            offset=float(features.norm(linear_outputs - network_outputs) / features.norm(network_outputs)),
             num_floored=self.prior.num_floored,
             passes=sampled.passes + (minimum.passes if minimum else 0) + sum(s.passes for s in self.tuned.history),
             accuracy=self.accuracy,
             epochs=self.task.budget.spent,
-            max_rank=num_data * rank if rank < num_outputs else None,
+            max_rank=features.num_data * rank if rank < features.num_outputs else None,
         )
 
     def _moments(self) -> tuple[float, float, float] | None:
@@ -399,10 +391,6 @@ class Fit(ABC):
         alpha = torch.tensor([self.alpha], dtype=torch.float64)
         gamma, error = self.path.effective_dimension(alpha)
         return float(gamma), 2 * float(self.path.squared_dimension(alpha)), float(error)
-
-
-def _squares(rows: Tensor) -> Tensor:
-    return rows.double().square().sum()
 
 
 def _data_test(energies: Tensor, moments: tuple[float, float, float] | None) -> TestResult | None:

@@ -2,7 +2,8 @@ import torch
 from cases import Case
 from torch.testing import assert_close
 
-from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures, row_blocks
+from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
+from laplace_sampling.linear_model.row_blocks import row_blocks
 
 
 def test_dense_and_scaled_features_give_the_same_products(case: Case) -> None:

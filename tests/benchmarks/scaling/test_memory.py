@@ -8,12 +8,18 @@ from benchmarks.scaling import memory
 
 def test_records_have_each_process(tmp_path: Path) -> None:
     out = tmp_path / "records.jsonl"
-    memory.main(["--gigabytes", "0.02", "--kept", "0.01", "--samples", "0", "--ranks", "1,2", "--out", str(out)])
+    sizes = ["--gigabytes", "0.02", "--kept", "0.01", "--outputs", "0", "--samples", "0"]
+    memory.main([*sizes, "--ranks", "1,2", "--out", str(out)])
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(record["inputs"], record["ranks"]) for record in records] == [("kept", 1), ("kept", 2), ("streamed", 2)]
     for record in records:
         assert len(record["processes"]) == record["ranks"]
         assert all(0 < one["before"] <= one["peak"] for one in record["processes"])
+
+
+def test_outputs_go_through_each_number_of_processes() -> None:
+    records = memory.run_outputs(0.001, [1, 2])
+    assert [(record["outputs"], len(record["processes"])) for record in records] == [(0.001, 1), (0.001, 2)]
 
 
 def test_samples_that_are_shared_out_are_kept_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
