@@ -135,14 +135,14 @@ def _with_targets(
         weights = weights[_rows(features)]
     checked: list[LinearModel] = []
 
-    def silent() -> list[str] | None:
-        """Why the data of this process say nothing of the weights, if it has any."""
+    def reasons_here() -> list[str] | None:
+        """Why the data of this process say nothing of the weights; `None` if it has no data."""
         found, reasons = _checked(model, features, observation, weights)
         checked.append(found)
         return reasons if len(outputs) else None
 
     # Of several processes each checks its own data, and raises if one of them does.
-    everywhere = data.processes.gathered(silent)
+    everywhere = data.processes.gathered(reasons_here)
     for reason in next(reasons for reasons in everywhere if reasons is not None):
         if all(reasons is None or reason in reasons for reasons in everywhere):
             raise NothingToLearnError(reason)
@@ -160,9 +160,11 @@ def _checked(
         targets = model.targets
         model.likelihood.check_targets(model.network_outputs.shape, targets)
     else:
-        # Labels of one of several processes may all be ignored ones.
-        silent = (reasons,) if features.in_parts else ()
-        likelihood, targets = model.likelihood.prepare(features.layout, model.targets, *silent)
+        # Labels of one of several processes may all be ignored ones, which is no error.
+        if features.in_parts:
+            likelihood, targets = model.likelihood.prepare(features.layout, model.targets, reasons)
+        else:
+            likelihood, targets = model.likelihood.prepare(features.layout, model.targets)
         if weights is not None:
             likelihood, targets = weighted(likelihood, targets, weights)
         model = replace(model, targets=targets, likelihood=likelihood)
