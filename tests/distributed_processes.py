@@ -32,7 +32,7 @@ _CONTEXT.set_forkserver_preload(_PRELOADED)
 
 
 def run_on_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0, may_end: bool = False
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 240.0, may_end: bool = False
 ) -> list[Any]:
     """What `function(*args)` returns on each rank of a gloo process group, one thread each.
 
@@ -40,7 +40,7 @@ def run_on_ranks(
         function: of the top level of a module, so that it can be pickled. Its rank is `torch.distributed.get_rank()`.
         num_ranks: the number of processes.
         args: of the function, which can be pickled.
-        timeout: seconds, after which all processes end.
+        timeout: seconds, after which all processes end: several times what a test takes on a slow machine.
         may_end: whether a rank that ends without a result has `None`.
 
     Raises:
