@@ -47,10 +47,9 @@ _NUMBERS = 2**17
 # memorised (T fell from 2.4 to 1.5), twice of it gained 0.05 and 0.01 there; both changed the others by at most
 # 0.005.
 LOG_SCALE, _LOG_TEMPERATURE = 2.0, 0.5
-# The same for the temperature of the network alone where it is below one: predictions are surer than the network's
-# only where many data say so. Without it 40 validation images without an error took the temperature towards zero.
-# With 80 of them half of it lost 0.2 and twice of it gained 0.2 for the networks that were stopped early, which are
-# not sure enough; the other six changed by at most 0.002.
+# The mean of an exponential prior of `−log T`, for the network's own temperature `T` where it is below one: predictions
+# are surer than the network's only where many data say so, and the prior has no weight where they are very many. Chosen
+# on networks of the first half of the comparison (docs/decisions/calibration.md).
 _LOG_SHARPER = 0.1
 # How far the logarithm of a temperature is looked for around that of a similar precision.
 _NEAR = 0.3
@@ -191,9 +190,8 @@ def held_out_classification(
     r"""Scale and temperature under which held-out data are likeliest, `p = (1/2K) Σ_k Σ_± σ((f ± √τ φζ_k)/T)`.
 
     `log τ` and `log T` have normal priors of standard deviations 2 and ½, which matter where data are few. `T` is at
-    least one, or the temperature of the network without error bars (whose logarithm has 0.1) where the network is not
-    sure enough. Below, it would take back what the error bars widen: no loss among data like the held-out ones, but
-    others would be predicted more surely than by the network.
+    least one, or where the network is not sure enough its `own_temperature`. Below, it would take back what the error
+    bars widen: no loss among data like the held-out ones, but others would be predicted more surely than by it.
 
     Args:
         likelihood: categorical or Bernoulli.
@@ -210,14 +208,11 @@ def held_out_classification(
 
     # The temperature of the network alone is the lower bound: below it, `T` only takes back what the scale widens.
     no_deviations, log_one = torch.zeros_like(deviations[:1]), torch.zeros((), dtype=torch.float64)
-    lowest, highest = _LOG_TEMPERATURES
-    (network_temperature,) = _likeliest(
-        lambda logs: losses(no_deviations, log_one, logs[0]), len(outputs), [(lowest, 0.0)], (_LOG_SHARPER,)
-    )
+    network_temperature = own_temperature(likelihood, targets, outputs)
     scale, temperature = _likeliest(
         lambda logs: losses(deviations, logs[0], logs[1]),
         len(outputs),
-        [_LOG_SCALES, (math.log(network_temperature), highest)],
+        [_LOG_SCALES, (math.log(network_temperature), _LOG_TEMPERATURES[1])],
         (LOG_SCALE, _LOG_TEMPERATURE),
     )
     at_bounds = _at_bounds(scale=(scale, _LOG_SCALES), temperature=(temperature, _LOG_TEMPERATURES))
@@ -228,10 +223,14 @@ def held_out_classification(
 
 
 def own_temperature(likelihood: Likelihood, targets: Tensor, outputs: Float[Tensor, "N C"]) -> float:
-    """The likeliest temperature of the network without error bars, at most one: below it one takes error bars back."""
-    lowest, _ = _LOG_TEMPERATURES
-    nothing = torch.zeros_like(outputs)[None]
-    return _likeliest_temperature(likelihood, targets, outputs, nothing, (lowest, 0.0), _LOG_SHARPER)
+    """The likeliest temperature of the network without error bars, at most one: below it one takes error bars back.
+
+    `−log T` has an exponential prior of mean 0.1.
+    """
+    nothing, bounds = torch.zeros_like(outputs)[None], (_LOG_TEMPERATURES[0], 0.0)
+    return _likeliest_temperature(
+        likelihood, targets, outputs, nothing, bounds, lambda log_T: -log_T / _LOG_SHARPER, 1e-3
+    )
 
 
 def tempered(
@@ -247,13 +246,19 @@ def tempered(
     It is looked for near another one first, if that is given.
     """
     bounds, temperature = (math.log(lowest), _LOG_TEMPERATURES[1]), None
+
+    def likeliest(low: float, high: float) -> float:
+        return _likeliest_temperature(
+            likelihood, targets, outputs, deviations, (low, high), lambda log_T: 0.5 * (log_T / _LOG_TEMPERATURE) ** 2
+        )
+
     if near is not None:
         low, high = (min(max(math.log(near) + step, bounds[0]), bounds[1]) for step in (-_NEAR, _NEAR))
-        found = _likeliest_temperature(likelihood, targets, outputs, deviations, (low, high), _LOG_TEMPERATURE)
+        found = likeliest(low, high)
         inside = all(abs(math.log(found) - end) > 0.01 or end in bounds for end in (low, high))
         temperature = found if inside else None
     if temperature is None:
-        temperature = _likeliest_temperature(likelihood, targets, outputs, deviations, bounds, _LOG_TEMPERATURE)
+        temperature = likeliest(*bounds)
     found = Calibration(temperature=temperature, at_bounds=_at_bounds(temperature=(temperature, _LOG_TEMPERATURES)))
     with_error_bars = _tempered_log_probs(likelihood, targets, outputs, deviations, temperature)
     alone = _tempered_log_probs(likelihood, targets, outputs, torch.zeros_like(deviations[:1]), 1.0)
@@ -266,15 +271,17 @@ def _likeliest_temperature(
     outputs: Tensor,
     deviations: Tensor,
     bounds: tuple[float, float],
-    stddev: float,
+    prior: Callable[[float], float],
+    tolerance: float = 0.01,
 ) -> float:
+    """At the least sum of losses and of the prior's, a function of `log T`, which is found to a tolerance."""
     from scipy.optimize import minimize_scalar  # slow to import
 
     def negative(log_temperature: float) -> float:
         log_probs = _tempered_log_probs(likelihood, targets, outputs, deviations, math.exp(log_temperature))
-        return 0.5 * (log_temperature / stddev) ** 2 - float(log_probs.sum())
+        return prior(log_temperature) - float(log_probs.sum())
 
-    found = minimize_scalar(negative, bounds=bounds, method="bounded", options={"xatol": 0.01})
+    found = minimize_scalar(negative, bounds=bounds, method="bounded", options={"xatol": tolerance})
     # A bounded search never tries its ends.
     return math.exp(min((*bounds, float(found.x)), key=negative))  # pyright: ignore[reportAttributeAccessIssue]
 
