@@ -19,6 +19,7 @@ from laplace_sampling.predictions.calibration import (
     held_out_classification,
     held_out_regression,
     label_losses,
+    own_temperature,
 )
 from laplace_sampling.predictions.leave_one_out import leave_one_out
 from laplace_sampling.predictions.left_out import SCALES, left_out_classification, left_out_outputs
@@ -164,6 +165,21 @@ def test_few_labels_without_an_error_do_not_take_the_temperature_to_zero(num: in
     slope = num * 2 / T / (1 + math.exp(2 / T))
     assert slope == pytest.approx(10, rel=1e-2) if num > 100 else (T == 1 and slope < 10)
     assert T > 0.25
+
+
+@pytest.mark.parametrize(("margin", "num"), [(0.25, 60), (0.05, 60), (0.05, 200)])
+@pytest.mark.parametrize("binary", [False, True])
+def test_the_own_temperature_is_the_likeliest_of_two_maxima(margin: float, num: int, binary: bool) -> None:
+    """Right labels of small margins: `N softplus(−m/T) + 10 |log T|` has a minimum at one and may have one below."""
+    signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(num // 2)[:, None]
+    outputs, y = margin * signs, (signs + 1) / 2
+    if not binary:
+        outputs, y = torch.cat([torch.zeros_like(outputs), outputs], 1), y[:, 0].long()
+    logs = torch.linspace(-5, 0, 5001, dtype=torch.float64)
+    least = logs[(num * F.softplus(-margin / logs.exp()) - 10 * logs).argmin()]
+    found = own_temperature(Bernoulli() if binary else Categorical(), y, outputs)
+    assert math.log(found) == pytest.approx(float(least), abs=3e-3)
+    assert (found == 1) == (margin * num < 5)
 
 
 def test_labels_of_a_network_that_is_not_sure_enough() -> None:

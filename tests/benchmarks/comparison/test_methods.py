@@ -249,7 +249,7 @@ def test_a_scale_multiplies_deviations(moons: Problem) -> None:
 
 def test_validation_data_choose_precision_and_temperature(moons: Problem) -> None:
     plain, chosen = ours.setting()(moons), ours.with_validation(moons)
-    assert chosen.details["temperature"] != 1.0
+    assert chosen.details["prior_precision"] != plain.details["prior_precision"]
     assert plain.details["temperature"] == 1.0
     values = [
         ours.mean_log_likelihood(m.predict(moons.data.validation.x), moons.data.validation.y) for m in (plain, chosen)
