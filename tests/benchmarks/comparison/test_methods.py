@@ -248,7 +248,10 @@ def test_a_scale_multiplies_deviations(moons: Problem) -> None:
 
 
 def test_validation_data_choose_precision_and_temperature(moons: Problem) -> None:
+    # After so few steps the few validation data say enough of a temperature.
+    moons = replace(moons, recipe=replace(RECIPE, steps=20))
     plain, chosen = ours.setting()(moons), ours.with_validation(moons)
+    assert chosen.details["temperature"] != 1.0
     assert chosen.details["prior_precision"] != plain.details["prior_precision"]
     assert plain.details["temperature"] == 1.0
     values = [
