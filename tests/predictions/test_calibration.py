@@ -20,6 +20,7 @@ from laplace_sampling.predictions.calibration import (
     held_out_regression,
     label_losses,
     own_temperature,
+    tempered,
 )
 from laplace_sampling.predictions.leave_one_out import leave_one_out
 from laplace_sampling.predictions.left_out import SCALES, left_out_classification, left_out_outputs
@@ -211,6 +212,24 @@ def test_a_temperature_does_not_take_back_what_the_error_bars_widen() -> None:
         lambda t: float(F.cross_entropy(logits / math.exp(t), y, reduction="sum")) - 10 * t, bounds=(-3, 0)
     )
     assert found.temperature == pytest.approx(math.exp(alone.x), rel=1e-3)
+
+
+@pytest.mark.parametrize("near", [None, 1.5])
+@pytest.mark.parametrize(("factor", "lowest"), [(3.0, 1.0), (0.5, 0.8), (0.5, 1.0)])
+def test_a_temperature_beside_error_bars_has_a_normal_prior_above_the_lowest(
+    factor: float, lowest: float, near: float | None
+) -> None:
+    """Few labels, so that the prior matters; logits that are too large, and too small by more than `T` takes back."""
+    generator = torch.Generator().manual_seed(4)
+    logits, deviations = normal(40, 3, seed=1), 0.1 * normal(16, 40, 3, seed=2)
+    y = torch.multinomial((2 * logits).softmax(1), 1, generator=generator)[:, 0]
+    f = 2 * factor * logits
+    logs = torch.linspace(math.log(lowest), 3, 3001, dtype=torch.float64)
+    losses = [label_losses(Categorical(), y, f / T, deviations / T, 1.0).sum() for T in logs.exp().tolist()]
+    least = float(logs[(torch.stack(losses) + 2 * logs**2).argmin()])
+    found = tempered(Categorical(), y, f, deviations, lowest, near)
+    assert math.log(found.temperature) == pytest.approx(least, abs=0.012)
+    assert (found.temperature == lowest) == (factor < 1)
 
 
 def test_a_scale_that_labels_say_nothing_about_is_one() -> None:
