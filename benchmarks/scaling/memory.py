@@ -125,7 +125,10 @@ def run(gigabytes: float, kept: float, ranks: Sequence[int]) -> list[dict[str, A
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         VirtualImages.write(folder / "numbers")
-        for what, size, nums in (("kept", kept, ranks), ("streamed", gigabytes, [2] if gigabytes else [])):
+        for what, size, nums in (
+            ("kept", kept, ranks if kept else []),
+            ("streamed", gigabytes, [2] if gigabytes else []),
+        ):
             for num in nums:
                 found = on_ranks(peak, num, folder, int(size * 1e9 / _MEGABYTE))
                 records.append({"inputs": what, "gigabytes": size, "ranks": num, "processes": found})

@@ -17,6 +17,11 @@ def test_records_have_each_process(tmp_path: Path) -> None:
         assert all(0 < one["before"] <= one["peak"] for one in record["processes"])
 
 
+def test_what_has_no_size_is_left_out() -> None:
+    assert [record["inputs"] for record in memory.run(0.02, 0, [1])] == ["streamed"]
+    assert [record["inputs"] for record in memory.run(0, 0.01, [1])] == ["kept"]
+
+
 def test_outputs_go_through_each_number_of_processes() -> None:
     records = memory.run_outputs(0.001, [1, 2])
     assert [(record["outputs"], len(record["processes"])) for record in records] == [(0.001, 1), (0.001, 2)]
