@@ -11,7 +11,8 @@ training.
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -122,16 +123,44 @@ METHODS_COMPARED: dict[str, Method] = {
 }
 
 
+@dataclass(frozen=True)
+class Reference:
+    """The exact posterior at the precision of its own evidence, on some of the test data.
+
+    Attributes:
+        precision: a number.
+        outputs: of the network, `[N, C]`.
+        covariance: of the logits, `[N, C, C]`.
+    """
+
+    precision: float
+    outputs: Tensor
+    covariance: Tensor
+
+    @cached_property
+    def log_probs(self) -> Tensor:
+        return log_probs(self.outputs, self.covariance)
+
+
+def reference_of(problem: Problem) -> Reference:
+    """The exact posterior, which is stored beside the network, as it takes longer than most that it is compared to."""
+    return Reference(**problem.stored(f"{problem.seed}, exact", partial(exact, problem)))
+
+
+def exact(problem: Problem) -> dict[str, Any]:
+    la = LinearisedLaplace(problem.network, problem.likelihood, method="exact", num_samples=2, hessian_at=HESSIAN_AT)
+    # The default budget may end before the precision is found.
+    la.fit_hyperparameters(
+        problem.data.train.loader(BATCH), budget=None, criterion="evidence", scale=1.0, progress=False
+    )
+    prediction: Any = la.predict(problem.data.test.x[:TEST])
+    precision = float(la.prior_precision_[0])
+    return {"precision": precision, "outputs": prediction.logits.double(), "covariance": prediction.covariance()}
+
+
 def distances(problem: Problem, methods: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
     """The distances of methods, by default of all, on some of the test data."""
-    x = problem.data.test.x[:TEST]
-    exact = LinearisedLaplace(problem.network, problem.likelihood, method="exact", num_samples=2, hessian_at=HESSIAN_AT)
-    exact.fit_hyperparameters(problem.data.train.loader(BATCH), criterion="evidence", scale=1.0, progress=False)
-    precision = float(exact.prior_precision_[0])
-    prediction: Any = exact.predict(x)
-    outputs, covariance = prediction.logits.double(), prediction.covariance()
-    probs = log_probs(outputs, covariance)
-    del exact, prediction
+    x, reference = problem.data.test.x[:TEST], reference_of(problem)
     epoch = operations_of(epoch_of(problem.network, problem.data.train.loader(BATCH)))
     for name in METHODS_COMPARED if methods is None else methods:
         method = METHODS_COMPARED[name]
@@ -139,17 +168,17 @@ def distances(problem: Problem, methods: Sequence[str] | None = None) -> Iterato
             continue
         started = time.perf_counter()
         with Operations() as counted:
-            predict = method(problem, precision)
+            predict = method(problem, reference.precision)
         spread, predicted = predict(x)
         seconds = time.perf_counter() - started
-        other = log_probs(outputs, spread)
+        other = log_probs(reference.outputs, spread)
         predicted = other if predicted is None else predicted
         yield {
             "method": name,
-            "symmetrised_kl": float(symmetrised_kl(probs, other).mean()),
-            "symmetrised_kl_predicted": float(symmetrised_kl(probs, predicted).mean()),
-            "wasserstein": float(logit_wasserstein(covariance, spread).mean()),
-            "prior_precision": precision,
+            "symmetrised_kl": float(symmetrised_kl(reference.log_probs, other).mean()),
+            "symmetrised_kl_predicted": float(symmetrised_kl(reference.log_probs, predicted).mean()),
+            "wasserstein": float(logit_wasserstein(reference.covariance, spread).mean()),
+            "prior_precision": reference.precision,
             "num_parameters": sum(p.numel() for p in problem.network.parameters()),
             "seconds": round(seconds, 3),
             "epochs_of_fit": counted.count / epoch,

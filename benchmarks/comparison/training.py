@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from benchmarks.data.tasks import Data, Part, Task
 __all__ = ["Problem", "Recipe", "augmented", "loss_of", "outputs_of", "train"]
 
 SHIFT = 2
+Stored = TypeVar("Stored")
 
 
 @dataclass(frozen=True)
@@ -149,19 +151,24 @@ class Problem:
         shape = self.data.train.x.shape[1:]
         network = build(self.architecture, shape, self.task.outputs, dropout, seed)
         recipe = self.recipe
-        key = f"{self.name}, {self.architecture}, {recipe.run}, {dropout:g}, {seed}.pt"
-        path = None if self.networks is None else self.networks / key
-        if path is not None and path.exists():
-            states = torch.load(path, weights_only=True)
-        else:
-            states = train(network, self.likelihood, self.data, recipe, seed)
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                temporary = path.with_suffix(f".{os.getpid()}")
-                torch.save(states, temporary)
-                temporary.rename(path)  # another process may read it
+        key = f"{dropout:g}, {seed}"
+        states = self.stored(key, lambda: train(network, self.likelihood, self.data, recipe, seed))
         network.load_state_dict(states["early" if recipe.early else "end"])
         return network.eval()
+
+    def stored(self, key: str, compute: Callable[[], Stored]) -> Stored:
+        """Tensors that belong to this problem, from the folder of its networks or else computed and stored there."""
+        if self.networks is None:
+            return compute()
+        path = self.networks / f"{self.name}, {self.architecture}, {self.recipe.run}, {key}.pt"
+        if path.exists():
+            return torch.load(path, weights_only=True)
+        found = compute()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        torch.save(found, temporary)
+        temporary.rename(path)  # another process may read it
+        return found
 
     @cached_property
     def network(self) -> nn.Module:

@@ -345,3 +345,15 @@ def test_more_samples_are_nearer_to_exact(monkeypatch: pytest.MonkeyPatch) -> No
     assert epochs[0] == 0 < epochs[1] < epochs[2]
     # dense algebra on so few data and weights is exact
     assert found["ours, at most 5 epochs"]["wasserstein"] < 1e-3 * found["MAP"]["wasserstein"]
+
+
+def test_the_exact_posterior_is_stored_beside_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fidelity, "TEST", 10)
+    case = run.Case("two moons", "MLP", Recipe(weight_decay=1e-3, steps=100))
+    first = fidelity.reference_of(run.problem_of(case, 0, tmp_path))
+    monkeypatch.setattr(fidelity, "exact", lambda problem: pytest.fail("it is computed again"))
+    second = fidelity.reference_of(run.problem_of(case, 0, tmp_path))
+    assert second.precision == first.precision
+    assert torch.equal(second.covariance, first.covariance)
+    assert torch.equal(second.outputs, first.outputs)
+    assert first.covariance.shape == (10, 2, 2)
