@@ -25,7 +25,7 @@ COMPARED += tuple(f"ours, at most {budget} epochs" for budget in BUDGETS)
 # Samples of the whole posterior take the longest.
 COMPARED += ("ours, 16 samples", "ours, 64 samples")
 NUM, EPOCHS, TEST, SEEDS = 10_000, 30, 200, 1
-EM_METHODS = ("exact", "krylov", "stochastic")
+EM_METHODS = ("exact", "krylov")
 DISTANCES = {"symmetrised_kl": 4, "symmetrised_kl_predicted": 4, "wasserstein": 3}
 SHOWN = {"epochs_of_fit": 1, **DISTANCES}
 
