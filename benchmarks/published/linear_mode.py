@@ -48,13 +48,14 @@ def rows(problem: Problem) -> Rows:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mode = LinearisedLaplace(problem.network, "classification", seed=problem.seed, **SETTINGS)
-        mode.fit_hyperparameters(train, criterion="evidence", scale=1.0, progress=False)
+        # The default budget may end before the precision is found.
+        mode.fit_hyperparameters(train, budget=None, criterion="evidence", scale=1.0, progress=False)
         precisions = {MODE: float(mode.prior_precision_[0]), WEIGHTS: precision_of_weights(mode)}
         found = [head | {"method": ALONE, "log_loss": alone}]
         for method, precision in precisions.items():
             prior = IsotropicPrior(precision=precision)
             la = LinearisedLaplace(problem.network, "classification", prior=prior, seed=problem.seed, **SETTINGS)
-            details = caught(la, lambda la=la: la.fit(train, progress=False))
+            details = caught(la, lambda la=la: la.fit(train, budget=None, progress=False))
             scores = score(fitted_predictions(problem, la, details).predict(test.x), test.y)
             values = {"log_loss": -scores["log_likelihood"], "prior_precision": precision}
             found.append(head | {"method": method} | values)

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.comparison import fidelity
 from benchmarks.comparison.networks import NETWORKS, build
-from benchmarks.comparison.training import outputs_of
+from benchmarks.comparison.run import Case, problem_of
+from benchmarks.comparison.training import Recipe, outputs_of
 from benchmarks.data.tasks import Part
 from benchmarks.published import __main__ as command
 from benchmarks.published import active_learning, distances, linear_mode, optimisation, parts, regression
@@ -21,6 +23,7 @@ from benchmarks.published.batch_bald import batch_bald, joint_entropies
 from benchmarks.published.curves import standard_errors
 from benchmarks.published.setup import Cells, Rows, Setup, Study
 from laplace_sampling import LinearisedLaplace
+from laplace_sampling.methods import budget
 
 
 @pytest.mark.parametrize("size", [3866, 8386])
@@ -99,6 +102,28 @@ def test_the_precision_at_the_trained_weights() -> None:
     values = torch.linalg.eigvalsh(torch.einsum("ncp,ncd,ndq->pq", jacobian, hessian, jacobian)).clamp_min(0)
     norm = sum(float(q.square().sum()) for q in parameters.values())
     assert alpha * norm == pytest.approx(float((values / (values + alpha)).sum()), rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")  # of so small a network
+@pytest.mark.parametrize("found_by", ["exact", "EM", "the mode"])
+def test_no_budget_ends_the_search_for_the_exact_precision(found_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # More observations than weights: exact algebra is in the space of the weights, in steps.
+    problem = problem_of(
+        Case("digits, n=300, noise 1", "strided CNN, 256 weights", Recipe(weight_decay=1e-3, steps=100)), 0, None
+    )
+
+    def precision() -> float:
+        if found_by == "exact":
+            return fidelity.exact(problem)["precision"]
+        if found_by == "EM":
+            return distances.steps(problem, "exact")[0]["precision"]
+        rows = linear_mode.rows(problem)
+        return next(row["prior_precision"] for row in rows if row["method"] == linear_mode.MODE)
+
+    free = precision()
+    # Of any budget that there is, a search affords its first step only.
+    monkeypatch.setattr(budget, "_TUNING", 1.0)
+    assert precision() == pytest.approx(free, rel=1e-6)
 
 
 def test_the_nearest_within_a_number_of_epochs() -> None:
