@@ -28,6 +28,11 @@ from laplace_sampling.predictions.validation import check_finite
 
 __all__ = ["CalibratedModel", "calibrated"]
 
+# The part of the training targets that a network may know for full conformal intervals of 90 % to contain them: MLPs of
+# 50 units on 40 and 100 data contained 0.88 to 0.90 where it was a sixth to a third, 0.84 where it was 0.4, and 0.81
+# where it was 0.73.
+_KNOWN_BY_HEART = 1 / 3
+
 
 def calibrated(held_out: HeldOut, network: Linearisation, posterior: Posterior, fit: Fit | None) -> Posterior:
     """The posterior with the scale, and the temperature or noise, under which some of these data are likeliest.
@@ -130,7 +135,9 @@ class CalibratedModel(FittedModel):
         average over them, with any network and posterior. The data must be seen by nothing else: neither by training
         nor by `fit_hyperparameters` or `calibrate`, whose `val_loader` are others. Without it, for a regression, by
         full conformal prediction of the linear model on the training data, at most 4,096 of them: the guarantee is
-        approximate, and all data serve for training. Covariances are those of the samples: where inputs are far from
+        approximate, and all data serve for training; a `CalibrationWarning` says where it is known not to hold: of a
+        part of the weights, by a method that leaves out correlations, and of a network that knows its training data by
+        heart. Covariances are those of the samples: where inputs are far from
         the data, ends may be infinite or far away that more samples would bring nearer. See `predictions.conformal`.
 
         A later fit or `calibrate` takes it back. Files keep it.
@@ -148,16 +155,17 @@ class CalibratedModel(FittedModel):
         """
         call = "calibrate_conformal"
         fitted = self._drawn(call)
-        posterior = fitted.posterior
+        posterior, doubts = fitted.posterior, []
         self._check_network(call)
         check_calibration(f"{call}(val_loader)", self.settings.observation, posterior.unequal_noise)
         with self.settings.processes.telling():
             if val_loader is None:
-                conformal = self._full_conformal(call)
+                conformal, doubts = self._full_conformal(call), self._doubts(call)
             else:
                 held_out = HeldOut.read(val_loader, self.network, self.settings, unpack, num_data)
                 conformal = split_conformal(held_out, self.network, posterior, fitted.fit)
         self._fitted = replace(fitted, posterior=replace(posterior, conformal=conformal))
+        warn_of([], doubts, stacklevel=5)
         return self
 
     def _full_conformal(self, call: str) -> FullConformal:
@@ -179,3 +187,28 @@ class CalibratedModel(FittedModel):
         outputs = fit.model.network_outputs_of(some)
         residuals = fit.model.targets_of(some).reshape(-1, num_outputs).to(outputs) - outputs
         return FullConformal(residuals, deviations)
+
+    def _doubts(self, call: str) -> list[str]:
+        """Why the influence of a datum on the network may be more than that on the linear model."""
+        fit, _ = self._with_data(call)
+        gamma, trained = (
+            float(self._require(call).posterior.effective_dimension.sum()),
+            self.network.module.parameters(),
+        )
+        known = gamma / (fit.model.features.num_data * fit.model.features.num_outputs)
+        reasons = []
+        if self.network.num_parameters < sum(p.numel() for p in trained if p.requires_grad):
+            reasons.append("the posterior is of some weights only, and the training data have changed others, too")
+        if fit.approximate:
+            reasons.append(f'method="{fit.task.method.name}" leaves out correlations')
+        if known > _KNOWN_BY_HEART:
+            reasons.append(
+                f"the data determine {gamma:.3g} directions of weight space, {100 * known:.0f} % of the number of "
+                "targets, so that the network knows most of them by heart"
+            )
+        if not reasons:
+            return []
+        return [
+            f"`{call}()` without `val_loader`: intervals may contain far fewer targets than their level says, since "
+            f"{'; and '.join(reasons)}. Pass `val_loader`, data that the network was not trained on."
+        ]

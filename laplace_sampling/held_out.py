@@ -55,6 +55,21 @@ class HeldOut:
         Raises:
             TypeError, ValueError: as for training data.
         """
+        try:
+            return cls._read(loader, network, settings, unpack, num_data)
+        except (TypeError, ValueError) as error:
+            error.add_note("These are the data of `val_loader`.")
+            raise
+
+    @classmethod
+    def _read(
+        cls,
+        loader: Iterable[Any],
+        network: Linearisation,
+        settings: "Settings",
+        unpack: Unpack | None,
+        num_data: int | None,
+    ) -> "HeldOut":
         likelihood, drawn_by = settings.likelihood, settings.processes
         data = TrainingData(loader, unpack=unpack, num_data=num_data, fill=likelihood.fill, drawn_by=drawn_by)
         _check_alike(data, drawn_by)

@@ -1,6 +1,8 @@
 """`ScoredModel`: how well networks predict, from their training data alone, so that one of them can be chosen."""
 
 import math
+import warnings
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -17,9 +19,10 @@ from laplace_sampling.posterior import Posterior
 from laplace_sampling.predict import covariance_of
 from laplace_sampling.predictions.calibration import labelled
 from laplace_sampling.predictions.left_out import MOST_LEVERAGE
-from laplace_sampling.predictions.model_score import Score
-from laplace_sampling.predictions.without_datum import left_out_log_probs, without_datum
+from laplace_sampling.predictions.model_score import Score, summary_of
+from laplace_sampling.predictions.without_datum import left_out_log_probs, sampling_bias, without_datum
 from laplace_sampling.solvers.checks import check_whole
+from laplace_sampling.solvers.solver import ConvergenceWarning
 
 __all__ = ["ScoredModel"]
 
@@ -43,7 +46,8 @@ class ScoredModel(FittedModel):
           where a Newton step from the network's output `f_i` ends, with the covariance
           `V_i^{−i} = V_i (I − B_i V_i)⁻¹`; with the scale and temperature of predictions. It is exact for a linear
           model with Gaussian noise at its minimum, and asks for a network that is at a minimum of the loss with weight
-          decay: the step is too long for others (`predictions.without_datum`).
+          decay: the step is too long for others (`predictions.without_datum`). Covariances from samples are too noisy
+          where a datum decides its own prediction: a `ConvergenceWarning` tells.
 
         Neither sees that labels are learnt by heart: networks have seen them, and where they are certain of all of them
         the curvature of the loss vanishes (`docs/decisions/scores.md`). Held-out data do.
@@ -57,6 +61,11 @@ class ScoredModel(FittedModel):
             NotFittedError: before a fit, or for a posterior that was loaded without its data.
             ValueError: for another kind; if no datum has a label.
         """
+        if not isinstance(kind, str):
+            raise TypeError(
+                f'`score(kind)` takes "evidence" or "loo", but got a {type(kind).__name__}: the score is of the '
+                "training data. Held-out data are scored by `la.predict(x).log_prob(y)`."
+            )
         if kind not in ("evidence", "loo"):
             raise ValueError(f'`score(kind={kind!r})` is not known; use "evidence" or "loo".')
         check_whole("`score(num_data=...)`", num_data, 1)
@@ -69,7 +78,8 @@ class ScoredModel(FittedModel):
         value, error = (evidence.value - tangent.log_scale) / num, evidence.standard_error / num
         # Where the curvature moves, factors are of that at the mode, and the evidence takes a run at the network.
         without = fit.approximate and not fit.task.moves
-        return Score(kind, value, error, num, nothing, nothing.long(), alpha, num, without)
+        targets = summary_of(_targets(fit, tangent), in_order=False)
+        return Score(kind, value, error, num, nothing, nothing.long(), alpha, num, without, targets)
 
     def _left_out_score(self, fit: Fit, tangent: TangentModel, num_data: int) -> Score:
         posterior = self._require("score").posterior
@@ -80,9 +90,9 @@ class ScoredModel(FittedModel):
             some = some[labels.given(model.likelihood.unweighted_targets(model.targets_of(some))).any(1).cpu()]
         if not len(some):
             raise ValueError("`score`: no training datum that was looked at has a label.")
-        root, most = self._root(fit, posterior, some)
-        y, f = model.targets_of(some), model.network_outputs_of(some)
-        mean, rows = without_datum(model.likelihood, y, f, root, most, fit.ggn.outputs_of(some))
+        root, most, noisy = self._root(fit, posterior, some)
+        y, f, at = model.targets_of(some), model.network_outputs_of(some), fit.ggn.outputs_of(some)
+        mean, rows = without_datum(model.likelihood, y, f, root, most, at)
         T = calibration.temperature
         log_probs = left_out_log_probs(
             calibration.likelihood(model.likelihood), y, mean / T, rows * math.sqrt(calibration.scale) / T
@@ -91,15 +101,34 @@ class ScoredModel(FittedModel):
             log_probs = log_probs + row_weights.to(log_probs).log().sum(1)
         # A datum of weight two counts as two.
         weights = model.likelihood.weights(y).to(log_probs)
-        return Score.of("loo", (log_probs * weights / weights.mean()).cpu(), some, fit.alpha, features.num_data)
+        score = Score.of("loo", (log_probs * weights / weights.mean()).cpu(), some, fit.alpha, features.num_data)
+        if noisy and (bias := sampling_bias(model.likelihood, y, root, most, at)) > score.standard_error:
+            warnings.warn(
+                f'`score("loo")`: noise of the samples changes it by something like {bias:.2g} nats for each datum, '
+                f"more than its standard error of {score.standard_error:.2g}: {len(root)} are too few where a datum "
+                'decides its own prediction. Raise `num_samples`, or use `method="exact"` or "subset", or the score '
+                '"evidence".',
+                ConvergenceWarning,
+                stacklevel=4,
+            )
+        return replace(
+            score, without_correlations=fit.approximate, targets=summary_of(_targets(fit, tangent), in_order=True)
+        )
 
-    def _root(self, fit: Fit, posterior: Posterior, some: Tensor) -> tuple[Float[Tensor, "m n C"], float]:
-        """`D` with the covariance `DᵀD` of the outputs of each datum, and the largest leverage that it may have."""
+    def _root(self, fit: Fit, posterior: Posterior, some: Tensor) -> tuple[Float[Tensor, "m n C"], float, bool]:
+        """`D` with the covariance `DᵀD` of the outputs of each datum, the largest leverage, and if it is of samples."""
         features = SomeFeatures(fit.model.features, some)
         function = covariance_of(posterior, fit, features)
         if function is not None and features.num_outputs <= fit.task.num_samples:
             values, vectors = torch.linalg.eigh(function.blocks().double())
             root = values.clamp_min(0).sqrt()[:, :, None] * vectors.mT
-            return root.permute(1, 0, 2), MOST_LEVERAGE if fit.approximate else _MOST_EXACT
+            return root.permute(1, 0, 2), MOST_LEVERAGE if fit.approximate else _MOST_EXACT, False
         samples = self._drawn("score").posterior.samples
-        return deviations_of(fit.model.features, samples, some) / math.sqrt(len(samples)), MOST_LEVERAGE
+        return deviations_of(fit.model.features, samples, some) / math.sqrt(len(samples)), MOST_LEVERAGE, True
+
+
+def _targets(fit: Fit, tangent: TangentModel) -> Tensor:
+    """Of all data, in their own units."""
+    whole, model = fit.model.features.whole, fit.model
+    targets = model.likelihood.unweighted_targets(whole(model.targets))
+    return targets if tangent.weights is None else targets / whole(tangent.weights)

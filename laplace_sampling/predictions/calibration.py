@@ -62,7 +62,7 @@ _NAMES = {"scale": "scale_", "temperature": "temperature_", "noise": "calibratio
 
 
 class CalibrationWarning(UserWarning):
-    """Error bars make predictions worse than those of the network alone, or their scale ended at a bound."""
+    """Error bars make predictions worse than the network's alone, end at a bound, or contain too few targets."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,16 @@ from flat_settings import fit_case
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling import Categorical, Gaussian, IsotropicPrior, LinearisedLaplace, Score, compare
+from laplace_sampling import (
+    Categorical,
+    ConvergenceWarning,
+    Gaussian,
+    IsotropicPrior,
+    LinearisedLaplace,
+    Score,
+    compare,
+)
+from laplace_sampling.predictions.without_datum import left_out_log_probs, sampling_bias, without_datum
 
 TIGHT = {"rtol": 1e-6, "atol": 1e-7}
 ALPHA, NOISE = 0.7, 4.0
@@ -267,9 +276,10 @@ def test_evidences_with_and_without_correlations_are_not_alike() -> None:
     assert evidences["kfac"].value < evidences["exact"].value - 1e-3
     with pytest.warns(UserWarning, match=r"\['kfac'\] leave out correlations"):
         compare(models)
+    with pytest.warns(UserWarning, match=r"\['kfac'\] leave out correlations"):
+        compare(models, "loo")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        compare(models, "loo")
         compare([evidences["kfac"], evidences["kfac"]])
         compare([evidences["exact"], evidences["exact"]])
     # At the mode the factors are those of another curvature, and the traces are of the network's own.
@@ -297,3 +307,74 @@ def test_bad_questions() -> None:
         compare([la.score("loo"), la.score("evidence")])
     assert isinstance(la.score(), Score)
     assert la.score().kind == "evidence"
+
+
+def many_features(method: str, num: int, num_samples: int = 64) -> tuple[LinearisedLaplace, Tensor, Tensor]:
+    """A ridge regression of 60 features at its minimum; of few data each decides its own prediction."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(num, d, generator=generator, dtype=torch.float64) for d in (60, 1))
+    network = nn.Linear(60, 1, bias=False).double()
+    network.weight.data = torch.linalg.solve(NOISE * x.T @ x + ALPHA * torch.eye(60).double(), NOISE * x.T @ y).T
+    likelihood, prior = Gaussian(NOISE, learn=False), IsotropicPrior(ALPHA)
+    la = LinearisedLaplace(network, likelihood, prior=prior, method=method, num_samples=num_samples)
+    return la.fit([(x, y)], progress=False), x, y
+
+
+def test_samples_that_are_too_few_for_large_leverages_are_told() -> None:
+    noisy, exact = many_features("krylov", 40)[0], many_features("exact", 40)[0].score("loo")
+    with pytest.warns(ConvergenceWarning, match=r'`score\("loo"\)`: noise of the samples .* 64 are too few') as caught:
+        found = noisy.score("loo")
+    assert caught[0].filename == __file__
+    assert found.value - exact.value > 5 * found.standard_error
+    # Of more data leverages are small, and 64 samples are enough: no warning, and the score of the exact covariance.
+    exact, found = (many_features(method, 400)[0].score("loo") for method in ("exact", "krylov"))
+    assert found.value == pytest.approx(exact.value, abs=exact.standard_error / 2)
+
+
+def test_the_bias_of_samples_is_that_of_repeated_draws() -> None:
+    """To second order in a leverage of 0.3 from 400 samples; 4,000 repetitions, whose standard error is below 3 %."""
+    generator = torch.Generator().manual_seed(0)
+    s, num, repetitions, error = 0.3, 400, 4000, 1.0
+    likelihood, f = Gaussian(1.0, learn=False), torch.zeros(repetitions, 1, dtype=torch.float64)
+    y = f + error
+    root = (s / num) ** 0.5 * torch.randn(num, repetitions, 1, generator=generator, dtype=torch.float64)
+    mean, rows = without_datum(likelihood, y, f, root, 0.95)
+    noisy = left_out_log_probs(likelihood, y, mean, rows)
+    exact = torch.full((1, 1, 1), s**0.5, dtype=torch.float64)
+    clean = left_out_log_probs(likelihood, y[:1], *without_datum(likelihood, y[:1], f[:1], exact, 0.95))
+    # `½ log(1 − s) − ½ e²/(1 − s)`: its second derivative times half the variance `2s²/K`.
+    curvature = -0.5 / (1 - s) ** 2 - error**2 / (1 - s) ** 3
+    bias, standard_error = float(noisy.mean() - clean), float(noisy.std()) / math.sqrt(repetitions)
+    assert abs(bias - curvature * s**2 / num) < 3 * standard_error
+    found = sampling_bias(likelihood, y, root, 0.95, f)
+    assert found == pytest.approx((s / (1 - s)) ** 2 / num, rel=0.05)
+    assert 0.5 < abs(curvature * s**2 / num) / found < 4
+
+
+@pytest.mark.parametrize("kind", ["loo", "evidence"])
+def test_scores_of_other_targets_are_not_compared(kind: str) -> None:
+    network, x, y = ridge()
+
+    def fitted(x: Tensor, y: Tensor, **settings: object) -> LinearisedLaplace:
+        la = LinearisedLaplace(network, Gaussian(NOISE, learn=False), prior=IsotropicPrior(ALPHA), method="exact")
+        return la.fit([(x, y)], progress=False, **settings)
+
+    first, order = fitted(x, y), torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+    again = fitted(x, y, noise_variances=torch.linspace(0.5, 2, len(y)).double())
+    assert set(compare({"a": first, "b": again}, kind).names) == {"a", "b"}
+    assert set(compare({"a": first, "b": fitted(x.float().double(), y.float().double())}, kind).names) == {"a", "b"}
+    with pytest.raises(ValueError, match=r"training targets of 'c' are not those of 'b'.*other units"):
+        compare({"a": first, "b": again, "c": fitted(x, 100 * y)}, kind)
+    reordered = fitted(x[order], y[order])
+    if kind == "evidence":
+        assert_close(float(reordered.score()), float(first.score()))
+        compare([first, reordered], kind)
+    else:
+        with pytest.raises(ValueError, match="another order"):
+            compare([first, reordered], kind)
+
+
+def test_data_are_no_kind_of_score() -> None:
+    la, x, y = many_features("exact", 40)
+    with pytest.raises(TypeError, match=r"but got a list: the score is of the training data.*la.predict\(x\)"):
+        la.score([(x, y)])

@@ -1,6 +1,7 @@
 """Conformal intervals and sets: ranks, brute force, coverage, files and messages."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ from scipy import stats
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling import LinearisedLaplace, NotFittedError
+from laplace_sampling import CalibrationWarning, LinearisedLaplace, NotFittedError
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.predictions import conformal
 from laplace_sampling.predictions.conformal import FullConformal, SplitConformal, conformal_of
 from laplace_sampling.predictions.make_prediction import make_prediction
 
@@ -322,3 +324,79 @@ def test_messages() -> None:
     counts.fit([(x, y.abs().round())], progress=False)
     with pytest.raises(ValueError, match="`calibrate_conformal` needs a regression or a classification"):
         counts.calibrate_conformal([(x, y.abs().round())])
+
+
+def trained_mlp(num: int, decay: float = 0.0) -> tuple[nn.Module, Tensor, Tensor]:
+    x = normal(num, 2)
+    y = x.sum(1, keepdim=True).sin() + 0.3 * normal(num, 1, seed=1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 50), nn.Tanh(), nn.Linear(50, 1)).double()
+    optimiser = torch.optim.Adam(model.parameters(), 0.01)
+    for _ in range(500):
+        optimiser.zero_grad()
+        penalty = decay * sum(p.square().sum() for p in model.parameters())
+        ((model(x) - y).square().mean() + penalty).backward()
+        optimiser.step()
+    return model, x, y
+
+
+@pytest.mark.parametrize(
+    ("settings", "num", "decay", "doubt"),
+    [
+        ({}, 60, 0.003, None),
+        ({"method": "kfac"}, 60, 0.003, 'method="kfac" leaves out correlations'),
+        ({"parameters": "last_layer"}, 60, 0.003, "some weights only"),
+        ({}, 20, 0.0, "% of the number of targets, so that the network knows most of them by heart"),
+    ],
+)
+def test_full_intervals_that_are_too_narrow_are_told(
+    settings: dict[str, str], num: int, decay: float, doubt: str | None
+) -> None:
+    model, x, y = trained_mlp(num, decay)
+    la = LinearisedLaplace(model, "regression", **settings).fit_hyperparameters([(x, y)], progress=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        la.calibrate_conformal()
+    assert [w.category for w in caught] == [CalibrationWarning] * (doubt is not None)
+    if doubt is not None:
+        assert doubt in str(caught[0].message)
+        assert caught[0].filename == __file__
+    # Held-out data have their guarantee whatever the posterior is.
+    la.calibrate_conformal([(x, y)])
+
+
+def test_weights_that_are_not_trained_are_no_reason_for_doubt() -> None:
+    model, x, y = trained_mlp(60, 0.003)
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    la = LinearisedLaplace(model, "regression", parameters="last_layer")
+    la.fit_hyperparameters([(x, y)], progress=False).calibrate_conformal()
+
+
+def test_full_intervals_in_parts_are_those_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = FullConformal(normal(12, 2), 0.3 * normal(8, 12, 2, seed=1))
+    deviations = 0.3 * normal(8, 7, 2, seed=2)
+    arguments = deviations, deviations.square().mean(0), torch.full((7, 2), 0.2, dtype=torch.float64)
+    whole = full.errors(0.8, *arguments)
+    monkeypatch.setattr(conformal, "_NUMBERS", 3 * 24)
+    for found, expected in zip(full.errors(0.8, *arguments), whole, strict=True):
+        assert_close(found, expected)
+    # A rank of zero is that of the smallest score, as of held-out data.
+    assert (full.errors(1e-12, *arguments)[1] > 0).all()
+    scores = SplitConformal.of(torch.tensor([[1.0], [2.0]]), 8)
+    assert scores.largest(1e-12).tolist() == [1.0]
+
+
+def test_a_level_is_a_number() -> None:
+    prediction = make_prediction(normal(4, 1), normal(8, 4, 1), Gaussian(4.0))
+    with pytest.raises(TypeError, match=r"`interval\(level\)` must be a number, such as 0.95, but is a Tensor"):
+        prediction.interval(torch.tensor(0.9))
+
+
+def test_messages_say_that_data_are_those_of_val_loader() -> None:
+    x, y = linear_data(30, 0)
+    la = LinearisedLaplace(trained_linear(x, y), "regression", method="exact").fit([(x, y)], progress=False)
+    for call in (la.calibrate, la.calibrate_conformal):
+        with pytest.raises(ValueError, match="NaN") as raised:
+            call([(x, y * math.nan)])
+        assert raised.value.__notes__ == ["These are the data of `val_loader`."]
