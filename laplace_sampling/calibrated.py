@@ -137,8 +137,8 @@ class CalibratedModel(FittedModel):
         full conformal prediction of the linear model on the training data, at most 4,096 of them: the guarantee is
         approximate, and all data serve for training; a `CalibrationWarning` says where it is known not to hold: of a
         part of the weights, by a method that leaves out correlations, and of a network that knows its training data by
-        heart. Covariances are those of the samples: where inputs are far from
-        the data, ends may be infinite or far away that more samples would bring nearer. See `predictions.conformal`.
+        heart. Covariances are those of the samples: where inputs are far from the data, ends may be infinite or far
+        away that more samples would bring nearer. See `predictions.conformal`.
 
         A later fit or `calibrate` takes it back. Files keep it.
 
@@ -191,13 +191,11 @@ class CalibratedModel(FittedModel):
     def _doubts(self, call: str) -> list[str]:
         """Why the influence of a datum on the network may be more than that on the linear model."""
         fit, _ = self._with_data(call)
-        gamma, trained = (
-            float(self._require(call).posterior.effective_dimension.sum()),
-            self.network.module.parameters(),
-        )
+        gamma = float(self._require(call).posterior.effective_dimension.sum())
         known = gamma / (fit.model.features.num_data * fit.model.features.num_outputs)
+        trained = sum(p.numel() for p in self.network.module.parameters() if p.requires_grad)
         reasons = []
-        if self.network.num_parameters < sum(p.numel() for p in trained if p.requires_grad):
+        if self.network.num_parameters < trained:
             reasons.append("the posterior is of some weights only, and the training data have changed others, too")
         if fit.approximate:
             reasons.append(f'method="{fit.task.method.name}" leaves out correlations')

@@ -128,7 +128,7 @@ class ScoredModel(FittedModel):
 
 
 def _targets(fit: Fit, tangent: TangentModel) -> Tensor:
-    """Of all data, in their own units."""
+    """The targets of all data, in their own units: without the weights that a fit multiplies them by."""
     whole, model = fit.model.features.whole, fit.model
     targets = model.likelihood.unweighted_targets(whole(model.targets))
     return targets if tangent.weights is None else targets / whole(tangent.weights)
