@@ -129,6 +129,7 @@ class ScoredModel(FittedModel):
 
 def _targets(fit: Fit, tangent: TangentModel) -> Tensor:
     """The targets of all data, in their own units: without the weights that a fit multiplies them by."""
-    whole, model = fit.model.features.whole, fit.model
-    targets = model.likelihood.unweighted_targets(whole(model.targets))
-    return targets if tangent.weights is None else targets / whole(tangent.weights)
+    model = fit.model
+    targets = model.likelihood.unweighted_targets(model.features.whole(model.targets))
+    # A fit may hold all rows where the tangent model holds those of a part.
+    return targets if tangent.weights is None else targets / tangent.model.features.whole(tangent.weights)

@@ -24,9 +24,13 @@ def example() -> ModuleType:
 
 def test_bad_trials_end_early(example: ModuleType) -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = example.search(trials=8)
-    states = [trial.state for trial in study.trials]
-    assert set(states) == {TrialState.COMPLETE, TrialState.PRUNED}
+    study = example.new_study()
+    # The last two hardly learn: at least five others have ended when the first of them starts.
+    for lr in [0.05] * 6 + [1e-4] * 2:
+        study.enqueue_trial({"lr": lr, "width": 16})
+    example.search(study, trials=8)
+    assert [trial.state for trial in study.trials[-2:]] == [TrialState.PRUNED] * 2
+    assert TrialState.COMPLETE in {trial.state for trial in study.trials[:6]}
     for trial in study.trials:
         reports = trial.intermediate_values
         last = max(reports)
