@@ -15,6 +15,7 @@ from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.networks.subnetwork import of_some_weights
 from laplace_sampling.on_training_data import deviations_of, enough, some_of
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predict import predict
@@ -193,9 +194,8 @@ class CalibratedModel(FittedModel):
         fit, _ = self._with_data(call)
         gamma = float(self._require(call).posterior.effective_dimension.sum())
         known = gamma / (fit.model.features.num_data * fit.model.features.num_outputs)
-        trained = sum(p.numel() for p in self.network.module.parameters() if p.requires_grad)
         reasons = []
-        if self.network.num_parameters < trained:
+        if of_some_weights(self.network):
             reasons.append("the posterior is of some weights only, and the training data have changed others, too")
         if fit.approximate:
             reasons.append(f'method="{fit.task.method.name}" leaves out correlations')

@@ -14,6 +14,7 @@ from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.methods.network_score import best_network_evidence
 from laplace_sampling.networks.held_module import solver_call
+from laplace_sampling.networks.subnetwork import of_some_weights
 from laplace_sampling.on_training_data import deviations_of, enough
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predict import covariance_of
@@ -70,16 +71,17 @@ class ScoredModel(FittedModel):
             raise ValueError(f'`score(kind={kind!r})` is not known; use "evidence" or "loo".')
         check_whole("`score(num_data=...)`", num_data, 1)
         fit, tangent = self._with_data("score")
+        some = of_some_weights(self.network)
         with self.settings.processes.telling():
             if kind == "loo":
-                return self._left_out_score(fit, tangent, num_data)
+                return replace(self._left_out_score(fit, tangent, num_data), of_some_weights=some)
             alpha, evidence = best_network_evidence(fit)
         num, nothing = fit.model.features.num_data, torch.zeros(0)
         value, error = (evidence.value - tangent.log_scale) / num, evidence.standard_error / num
         # Where the curvature moves, factors are of that at the mode, and the evidence takes a run at the network.
         without = fit.approximate and not fit.task.moves
         targets = summary_of(_targets(fit, tangent), in_order=False)
-        return Score(kind, value, error, num, nothing, nothing.long(), alpha, num, without, targets)
+        return Score(kind, value, error, num, nothing, nothing.long(), alpha, num, without, targets, some)
 
     def _left_out_score(self, fit: Fit, tangent: TangentModel, num_data: int) -> Score:
         posterior = self._require("score").posterior

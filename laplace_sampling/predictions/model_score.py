@@ -39,6 +39,8 @@ class Score:
         without_correlations: whether it is that of a posterior without some of its correlations, which makes an
             evidence smaller: the determinant is larger, by Fischer's inequality.
         targets: a few means of the training targets, by which other data are recognised (`summary_of`).
+        of_some_weights: whether others that were trained are taken as known. The network pays nothing for them, and
+            its evidence is another one.
     """
 
     kind: str
@@ -51,6 +53,7 @@ class Score:
     dataset_size: int
     without_correlations: bool = False
     targets: tuple[float, ...] = field(default=(), repr=False)
+    of_some_weights: bool = False
 
     def __float__(self) -> float:
         return self.value
@@ -104,8 +107,8 @@ def compare(models: Iterable[Any] | Mapping[str, Any], kind: str = "evidence") -
 
     Networks may have any architecture and any number of weights; likelihoods have to be the same, targets in the same
     units, and of `"loo"` in the same order. Scores by `"kfac"` and `"diagonal"`, which leave out correlations, differ
-    from those of other methods; evidences are smaller, the more so the larger the network: a warning tells where both
-    are compared.
+    from those of other methods; evidences are smaller, the more so the larger the network. Scores of some weights,
+    as of the last layer, differ from those of all. A warning tells where both are compared.
 
     Args:
         models: fitted `LinearisedLaplace`s, or their scores; or a dictionary of these, whose keys are their names.
@@ -147,7 +150,7 @@ def compare(models: Iterable[Any] | Mapping[str, Any], kind: str = "evidence") -
     kinds = {score.kind for score in scores.values()}
     if len(kinds) > 1:
         raise ValueError(f"`compare(models)` needs scores of one kind, but got {sorted(kinds)}.")
-    _warn_of_correlations(scores)
+    _warn_of_kinds(scores)
     return compared(scores)
 
 
@@ -223,12 +226,20 @@ def _check_same_data(scores: Mapping[str, Score]) -> None:
             )
 
 
-def _warn_of_correlations(scores: Mapping[str, Score]) -> None:
+def _warn_of_kinds(scores: Mapping[str, Score]) -> None:
     without = [name for name, score in scores.items() if score.without_correlations]
     if 0 < len(without) < len(scores):
         warnings.warn(
             f"`compare(models)`: the scores of {without} leave out correlations, as their methods do, and differ for "
             "it (evidences are smaller); those of the others do not. Fit all of them by the same `method`.",
+            stacklevel=3,
+        )
+    some = [name for name, score in scores.items() if score.of_some_weights]
+    if 0 < len(some) < len(scores):
+        warnings.warn(
+            f"`compare(models)`: the scores of {some} are of some of their weights and take the others as known, which "
+            "most often makes them larger; those of the others are of all that were trained. Give all of them the "
+            "same `parameters`.",
             stacklevel=3,
         )
 

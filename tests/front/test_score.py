@@ -287,6 +287,19 @@ def test_evidences_with_and_without_correlations_are_not_alike() -> None:
     assert not fit_case(labels, "kfac", hessian_at="mode").score().without_correlations
 
 
+@pytest.mark.parametrize("kind", ["evidence", "loo"])
+def test_scores_of_some_weights_and_of_all_are_not_alike(kind: str) -> None:
+    case = make_case("classification")
+    parts = {"all": None, "last_layer": "last_layer"}
+    scores = {name: fit_case(case, parameters=part, prior_precision=ALPHA).score(kind) for name, part in parts.items()}
+    assert [score.of_some_weights for score in scores.values()] == [False, True]
+    with pytest.warns(UserWarning, match=r"\['last_layer'\] are of some of their weights.*same `parameters`"):
+        compare(scores)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compare([scores["last_layer"], scores["last_layer"]])
+
+
 def test_bad_questions() -> None:
     case = make_case("classification")
     la = fit_case(case, "exact")
