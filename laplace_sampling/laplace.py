@@ -174,10 +174,11 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
                 the noise of `K` samples, `1/√(2K)`, comes on top.
             num_samples: samples during EM, where a method needs it; `γ` has a relative error of about `√(2/(Kγ))`.
             criterion: what chooses the hyperparameters. `"auto"` is `"validation"` with a `val_loader`: `α` and a
-                temperature, or the noise, under which its data are likeliest; `"evidence"` for a regression, several
-                precisions, and `hessian_at="mode"`, that of the network itself for the factors of a regression
-                (`methods.by_network_evidence`); `"leave_one_out"` (`predictions.left_out_labels`) for one label a datum
-                and ten or more data a class; else `"self_consistency"` (`predictions.self_consistency`).
+                temperature, or the noise, of the widest error bars under which its data are hardly less likely than at
+                their best; `"evidence"` for a regression, several precisions, and `hessian_at="mode"`, that of the
+                network itself for the factors of a regression (`methods.by_network_evidence`); `"leave_one_out"`
+                (`predictions.left_out_labels`) for one label a datum, at most a hundred classes, and ten or more data
+                a class; else `"self_consistency"` (`predictions.self_consistency`).
             precision_bounds: within which `α` is kept.
             noise_bounds: within which the noise precision is kept.
             scale: factor of the posterior covariance in predictions. `"auto"`: with the evidence, for a classification,

@@ -77,7 +77,11 @@ def page(
             lambda: settings_table(results),
         ),
         ("Links", "", lambda: links_table(results)),
-        ("Costs", "Means over the same cases. The training of MAP is not counted.", lambda: cost_table(results)),
+        (
+            "Costs",
+            "Means over the cases that a method ran on. The training of MAP is not counted.",
+            lambda: cost_table(results),
+        ),
         (
             "Distance to the exact posterior",
             "All methods have the isotropic prior at the precision of the exact evidence, and the curvature at the "

@@ -52,7 +52,8 @@ def by_case(results: Results, shown: Sequence[str] = MAIN) -> str:
     for case in results.cases:
         seeds = len(results.values(case, "MAP", "log_likelihood"))
         scores = [number(results.mean(case, method)) for method in methods]
-        rows.append([case, str(seeds), number(results.temperature(case), 2), *scores])
+        temperature = number(results.temperature(case), 2) if results.likelihood(case) == "classification" else ""
+        rows.append([case, str(seeds), temperature, *scores])
     return table(["task / network / training", "seeds", "best T", *methods], rows)
 
 
@@ -114,7 +115,7 @@ def links_table(results: Results) -> str:
 
 
 def cost_table(results: Results) -> str:
-    """Seconds, passes over the data and products a prediction; means over the cases where methods are compared."""
+    """Seconds, passes over the data and products a prediction; means over the cases that a method ran on."""
     cases = compared(results, "classification")
     rows = []
     for method in results.methods(cases):
@@ -125,8 +126,8 @@ def cost_table(results: Results) -> str:
         products = nan_mean([float(line["products_predict"]) for line in lines])
         epochs = nan_mean([line["details"].get("epochs") or np.nan for line in lines])
         row = [number(means[0], 1), number(means[1], 0), number(epochs, 1), number(predict, 2), number(products, 0)]
-        rows.append([method, *row])
-    head = ["method", "fit, s", "fit, passes", "fit, epochs", "predict test set, s", "products an input"]
+        rows.append([method, str(len({line["case"] for line in lines})), *row])
+    head = ["method", "cases", "fit, s", "fit, passes", "fit, epochs", "predict test set, s", "products an input"]
     return table(head, rows)
 
 

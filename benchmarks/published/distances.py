@@ -51,7 +51,6 @@ def steps(problem: Problem, method: str) -> Rows:
             progress=False,
         )
     values = [step.new_prior_precision[0] for step in la.history_]
-    # The exact method finds its precision from one decomposition, without steps.
     final = {"method": f"EM, {method}", "steps": values, "precision": float(la.prior_precision_[0])}
     return [final | described(problem) | {"network": problem.architecture}]
 

@@ -1,4 +1,4 @@
-r"""The prior precision under which held-out data are likeliest, together with a temperature or the noise.
+r"""The smallest prior precision that held-out data hardly find less likely, with a temperature or the noise.
 
 For labels `p = (1/2K) Σ_k Σ_± σ((f ± z_k)/T)`, `z ~ N(0, V(α))`, and the best temperature `T` is found for each `α`
 that is tried: a part of the data at precisions a decade apart says where to look, and all data decide. For a Gaussian
@@ -40,7 +40,7 @@ _PRICE = 0.001
 
 @dataclass(frozen=True)
 class Validation(Selection):
-    """The likeliest prior precision and temperature, or noise, on held-out data.
+    """The smallest prior precision, with its best temperature or noise, that held-out data hardly find less likely.
 
     Attributes:
         features: of the held-out data.
@@ -122,7 +122,7 @@ class Validation(Selection):
     def _of_regression(
         self, likelihood: Gaussian, path: CovariancePath, alphas: Tensor
     ) -> tuple[float, Likelihood, Calibration]:
-        """`α` and `b` at which the targets are likeliest under `N(f, (b₀V(α₀; b₀) + I)/b)`, `α = α₀ b/b₀`."""
+        """`α` and `b` of the widest `N(f, (b₀V(α₀; b₀) + I)/b)`, `α = α₀ b/b₀`, within the price."""
         error = (self.targets.reshape(self.outputs.shape) - self.outputs).double()
         before, eye = float(likelihood.noise_precision), torch.eye(error.shape[1]).to(error)
         tried: list[tuple[float, float, Tensor]] = []
