@@ -60,7 +60,7 @@ def objective(trial: optuna.Trial) -> float:
 
 
 def new_study() -> optuna.Study:
-    """Trials drawn at random; one that is worse than the median of four others ends early."""
+    """Trials drawn at random; one that is worse than the median of those that are complete ends early."""
     return optuna.create_study(
         sampler=optuna.samplers.RandomSampler(seed=0), pruner=optuna.pruners.MedianPruner(n_startup_trials=4)
     )

@@ -178,7 +178,8 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
                 their best; `"evidence"` for a regression, several precisions, and `hessian_at="mode"`, that of the
                 network itself for the factors of a regression (`methods.by_network_evidence`); `"leave_one_out"`
                 (`predictions.left_out_labels`) for one label a datum, at most a hundred classes, and ten or more data
-                a class; else `"self_consistency"` (`predictions.self_consistency`).
+                a class; `"self_consistency"` (`predictions.self_consistency`) for other labels and for counts; the
+                evidence for any other likelihood.
             precision_bounds: within which `α` is kept.
             noise_bounds: within which the noise precision is kept.
             scale: factor of the posterior covariance in predictions. `"auto"`: with the evidence, for a classification,

@@ -41,9 +41,8 @@ def sections(results: Results, suite: str) -> list[tuple[str, str, Callable[[], 
         ),
         (
             f"{title}: all methods, classification",
-            "Means over the cases that a method ran on, whose number is in the table: other columns than gains say "
-            "little where numbers differ. Gains are in log-likelihood over MAP in the same cases; the shift is "
-            "corruption of severity 3 to 5.",
+            "Means over the cases that a method ran on: compare methods of the same number. Gains are "
+            "in log-likelihood over MAP in the same cases; the shift is corruption of severity 3 to 5.",
             lambda: by_method(results, "classification"),
         ),
         (

@@ -26,8 +26,10 @@ _BLOCK = 2**25
 
 
 def of_some_weights(network: Linearisation) -> bool:
-    """Whether weights that training changes are taken as known."""
-    return network.num_parameters < sum(p.numel() for p in network.module.parameters() if p.requires_grad)
+    """Whether weights that require a gradient are taken as known."""
+    random = {id(network.module.get_parameter(name)) for name in network.names}
+    others = any(p.requires_grad and id(p) not in random for p in network.module.parameters())
+    return others or network.num_parameters < sum(network.held.sizes)
 
 
 class Subnetwork(Linearisation):

@@ -39,8 +39,8 @@ class Score:
         without_correlations: whether it is that of a posterior without some of its correlations, which makes an
             evidence smaller: the determinant is larger, by Fischer's inequality.
         targets: a few means of the training targets, by which other data are recognised (`summary_of`).
-        of_some_weights: whether others that were trained are taken as known. The network pays nothing for them, and
-            its evidence is another one.
+        of_some_weights: whether others that require a gradient are taken as known. The network pays nothing for them,
+            so that its evidence is larger than that of all weights.
     """
 
     kind: str
@@ -105,10 +105,11 @@ class Comparison:
 def compare(models: Iterable[Any] | Mapping[str, Any], kind: str = "evidence") -> Comparison:
     """Ranks networks that were fitted to the same data, by their scores (`LinearisedLaplace.score`).
 
-    Networks may have any architecture and any number of weights; likelihoods have to be the same, targets in the same
-    units, and of `"loo"` in the same order. Scores by `"kfac"` and `"diagonal"`, which leave out correlations, differ
-    from those of other methods; evidences are smaller, the more so the larger the network. Scores of some weights,
-    as of the last layer, differ from those of all. A warning tells where both are compared.
+    Networks may have any architecture and any number of weights. Likelihoods may differ if all of them are densities,
+    or all are probabilities, of the same targets, in the same units, and of `"loo"` in the same order. Scores by
+    `"kfac"` and `"diagonal"`, which leave out correlations, differ from those of other methods; evidences are smaller,
+    the more so the larger the network. Scores of some weights, as of the last layer, differ from those of all. A
+    warning tells where both are compared.
 
     Args:
         models: fitted `LinearisedLaplace`s, or their scores; or a dictionary of these, whose keys are their names.
@@ -238,8 +239,8 @@ def _warn_of_kinds(scores: Mapping[str, Score]) -> None:
     if 0 < len(some) < len(scores):
         warnings.warn(
             f"`compare(models)`: the scores of {some} are of some of their weights and take the others as known, which "
-            "most often makes them larger; those of the others are of all that were trained. Give all of them the "
-            "same `parameters`.",
+            "makes evidences larger; those of the other networks are of all weights. Fit each of them with all its "
+            "weights.",
             stacklevel=3,
         )
 

@@ -1,4 +1,4 @@
-r"""The smallest prior precision that held-out data hardly find less likely, with a temperature or the noise.
+r"""The smallest prior precision that costs held-out data at most 0.001 nats each, with a temperature or the noise.
 
 For labels `p = (1/2K) Σ_k Σ_± σ((f ± z_k)/T)`, `z ~ N(0, V(α))`, and the best temperature `T` is found for each `α`
 that is tried: a part of the data at precisions a decade apart says where to look, and all data decide. For a Gaussian
@@ -40,7 +40,7 @@ _PRICE = 0.001
 
 @dataclass(frozen=True)
 class Validation(Selection):
-    """The smallest prior precision, with its best temperature or noise, that held-out data hardly find less likely.
+    """The smallest prior precision, with its best temperature or noise, that costs held-out data hardly anything.
 
     Attributes:
         features: of the held-out data.

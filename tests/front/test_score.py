@@ -293,11 +293,23 @@ def test_scores_of_some_weights_and_of_all_are_not_alike(kind: str) -> None:
     parts = {"all": None, "last_layer": "last_layer"}
     scores = {name: fit_case(case, parameters=part, prior_precision=ALPHA).score(kind) for name, part in parts.items()}
     assert [score.of_some_weights for score in scores.values()] == [False, True]
-    with pytest.warns(UserWarning, match=r"\['last_layer'\] are of some of their weights.*same `parameters`"):
+    with pytest.warns(UserWarning, match=r"\['last_layer'\] are of some of their weights.*Fit each of them with all"):
         compare(scores)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compare([scores["last_layer"], scores["last_layer"]])
+
+
+def test_frozen_weights_that_are_chosen_do_not_stand_for_trained_ones() -> None:
+    case = make_case("classification")
+    first, last = case.model[0], case.model[2]
+    first.requires_grad_(False)
+    assert fit_case(case, parameters=["0.*"]).score().of_some_weights
+    # Known weights that are not trained are part of the network.
+    assert not fit_case(case, parameters=["2.*"]).score().of_some_weights
+    first.requires_grad_(True)
+    last.requires_grad_(False)
+    assert not fit_case(case).score().of_some_weights
 
 
 def test_bad_questions() -> None:
