@@ -174,12 +174,10 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
                 the noise of `K` samples, `1/√(2K)`, comes on top.
             num_samples: samples during EM, where a method needs it; `γ` has a relative error of about `√(2/(Kγ))`.
             criterion: what chooses the hyperparameters. `"auto"` is `"validation"` with a `val_loader`: `α` and a
-                temperature, or the noise, of the widest error bars under which its data are hardly less likely than at
-                their best; `"evidence"` for a regression, several precisions, and `hessian_at="mode"`, that of the
-                network itself for the factors of a regression (`methods.by_network_evidence`); `"leave_one_out"`
-                (`predictions.left_out_labels`) for one label a datum, at most a hundred classes, and ten or more data
-                a class; `"self_consistency"` (`predictions.self_consistency`) for other labels and for counts; the
-                evidence for any other likelihood.
+                temperature, or the noise, of the widest error bars that cost its data hardly anything; `"evidence"` for
+                a regression, several precisions, and `hessian_at="mode"`, for factors of a regression the network's
+                (`by_network_evidence`); `"leave_one_out"` (`predictions.left_out_labels`) for one label a datum, of at
+                most 100 classes with ten data each; `"self_consistency"` for other labels and counts; else the evidence.
             precision_bounds: within which `α` is kept.
             noise_bounds: within which the noise precision is kept.
             scale: factor of the posterior covariance in predictions. `"auto"`: with the evidence, for a classification,
