@@ -177,7 +177,7 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
                 temperature, or the noise, of the widest error bars that cost its data hardly anything; `"evidence"` for
                 a regression, several precisions, and `hessian_at="mode"`, for factors of a regression the network's
                 (`by_network_evidence`); `"leave_one_out"` (`predictions.left_out_labels`) for one label a datum, of at
-                most 100 classes with ten data each; `"self_consistency"` for other labels and counts; else the evidence.
+                most 100 classes with ten data each; `"self_consistency"` for other labels, and counts; else evidence.
             precision_bounds: within which `α` is kept.
             noise_bounds: within which the noise precision is kept.
             scale: factor of the posterior covariance in predictions. `"auto"`: with the evidence, for a classification,
