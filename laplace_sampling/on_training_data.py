@@ -21,6 +21,7 @@ from laplace_sampling.predictions.calibration import (
     label_losses,
     labelled,
     parts_of,
+    with_labels,
 )
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
 from laplace_sampling.predictions.left_out import SCALES, left_out_classification, left_out_regression
@@ -55,10 +56,8 @@ class OnTrainingData:
     def of(cls, fit: Fit, tangent: TangentModel, most: int) -> "OnTrainingData":
         """On some of the data, as many as memory holds; the first ones of data that are read in order."""
         some = some_of(tangent, fit.task.num_samples * fit.model.features.num_outputs, most)
-        labels, targets = labelled(fit.model.likelihood), fit.model.targets_of(some)
-        if labels is not None:
-            given = labels.given(fit.model.likelihood.unweighted_targets(targets)).any(1).cpu()
-            some = some[given]
+        if labelled(fit.model.likelihood) is not None:
+            some = with_labels(fit.model, some)
         weights = None if tangent.weights is None else tangent.model.features.whole(tangent.weights)
         return cls(fit, some, weights)
 

@@ -18,7 +18,7 @@ from laplace_sampling.networks.subnetwork import of_some_weights
 from laplace_sampling.on_training_data import deviations_of, enough
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predict import covariance_of
-from laplace_sampling.predictions.calibration import labelled
+from laplace_sampling.predictions.calibration import labelled, with_labels
 from laplace_sampling.predictions.left_out import MOST_LEVERAGE
 from laplace_sampling.predictions.model_score import Score, summary_of
 from laplace_sampling.predictions.without_datum import left_out_log_probs, sampling_bias, without_datum
@@ -88,8 +88,8 @@ class ScoredModel(FittedModel):
         features, model, calibration = fit.model.features, fit.model, posterior.calibration
         num = min(num_data, features.num_data, enough(fit.task.num_samples * features.num_outputs))
         some = some_of(features, num, None if tangent.in_order else self.settings.seed)
-        if (labels := labelled(model.likelihood)) is not None:
-            some = some[labels.given(model.likelihood.unweighted_targets(model.targets_of(some))).any(1).cpu()]
+        if labelled(model.likelihood) is not None:
+            some = with_labels(model, some)
         if not len(some):
             raise ValueError("`score`: no training datum that was looked at has a label.")
         root, most, noisy = self._root(fit, posterior, some)

@@ -56,9 +56,9 @@ def pretended_device() -> Iterator[torch.device]:
         with _Operations(), _Functions():
             run(thread)
 
-    with patch.object(threading.Thread, "run", watched), patch("torch.Generator", _Generator):
-        with _Operations(), _Functions():
-            yield DEVICE
+    patched = patch.object(threading.Thread, "run", watched), patch("torch.Generator", _Generator)
+    with patched[0], patched[1], _Operations(), _Functions():
+        yield DEVICE
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:

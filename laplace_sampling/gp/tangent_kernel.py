@@ -152,7 +152,7 @@ class TangentKernel(gpytorch.kernels.Kernel):
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(x1, x2, diag=diag)
         x1, x2 = (x.clone() if x.is_inference() else x for x in (x1, x2))
-        alpha = self.prior_precision
+        alpha = self.prior_precision.to(x1.device)
         if diag:
             return self._of_inputs(x1, x2, diag=True) / alpha
         rows = max(x1.shape[-2], x2.shape[-2]) * self.num_outputs_per_input(x1, x2)
@@ -206,7 +206,8 @@ class TangentKernel(gpytorch.kernels.Kernel):
         return x1 is x2 or (not x1.requires_grad and not x2.requires_grad and _equal(x1, x2))
 
     def _variance(self, x: Tensor) -> Float[Tensor, " P"]:
-        return self.variance.to(x.dtype) if x.is_floating_point() else self.variance
+        """Where the inputs are, as matrices of GPyTorch's kernels are; the network may be elsewhere."""
+        return self.variance.to(x.device, x.dtype if x.is_floating_point() else None)
 
 
 def _prior_precision(kernel: Any) -> Tensor:

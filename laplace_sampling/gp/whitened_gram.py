@@ -14,6 +14,7 @@ from torch import Tensor
 
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.networks.undisturbed import LOCK
+from laplace_sampling.solvers.placement import normal
 from laplace_sampling.solvers.recorded import recorded
 
 __all__ = ["DualSolve", "LowRank", "WhitenedGram", "backward", "forward", "randomised_svd", "solve_shifted"]
@@ -160,11 +161,17 @@ def randomised_svd(
     if rank < 1:
         raise ValueError(f"The rank of a preconditioner must be at least 1, but is {rank}.")
     rank = min(rank, len(S))
-    generator = torch.Generator().manual_seed(seed)
     columns = min(len(S), rank + oversampling)
     before = S.rows
     if start is None:
-        test = torch.randn(len(S), columns, generator=generator, dtype=torch.float64).to(S.variance.device)
+        test = normal(
+            len(S),
+            columns,
+            seed=seed,
+            dtype=torch.float64,
+            device=S.variance.device,
+            drawn_in=torch.float64,
+        )
         Q = torch.linalg.qr(S.matmul(test))[0]
     else:
         Q = start

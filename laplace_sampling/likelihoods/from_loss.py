@@ -11,6 +11,7 @@ from torch.func import grad, jacrev, vjp, vmap
 
 from laplace_sampling.data.batches import Layout
 from laplace_sampling.likelihoods.likelihood import Likelihood, NothingToLearnError
+from laplace_sampling.solvers.placement import normal
 
 __all__ = ["LossLikelihood", "from_loss"]
 
@@ -158,7 +159,7 @@ class LossLikelihood(Likelihood):
 
     def check_curvature(self, f: Tensor, y: Tensor) -> None:
         # `Lu` of a random `u` is zero only if all Hessians are; `root` also raises where one is indefinite.
-        probe = torch.randn(f.shape, generator=torch.Generator().manual_seed(0)).to(f)
+        probe = normal(*f.shape, seed=0, dtype=f.dtype, device=f.device)
         if not bool(self.root(f, probe, y).any()):
             raise NothingToLearnError(
                 f"The loss of likelihood {self.name!r} has no curvature in the outputs at any datum: its Hessian is 0 "

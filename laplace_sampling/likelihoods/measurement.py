@@ -81,11 +81,11 @@ class _Linear(Measurement):
 
     @staticmethod
     def _product(operator: "LinearOperator", rows: Tensor) -> Tensor:
-        # An operator has its own dtype and takes no other: the rows are converted, and the product back.
-        stack = rows.reshape(-1, rows.shape[-1]).to(operator.dtype)
+        # An operator has a dtype and a device, and takes no others: the rows are converted, and the product back.
+        stack = rows.reshape(-1, rows.shape[-1]).to(operator.device, operator.dtype)
         product = operator @ stack.T.contiguous()
         assert isinstance(product, Tensor)
-        return product.T.reshape(*rows.shape[:-1], operator.shape[-2]).to(rows.dtype)
+        return product.T.reshape(*rows.shape[:-1], operator.shape[-2]).to(rows)
 
 
 @dataclass(frozen=True)

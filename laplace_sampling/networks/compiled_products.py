@@ -22,6 +22,7 @@ from laplace_sampling.data.batches import arguments, num_rows, plain, read
 from laplace_sampling.networks.allocator import cpu_out_of_memory
 from laplace_sampling.networks.derivative_rules import ComposedLayers
 from laplace_sampling.networks.held_module import HeldModule
+from laplace_sampling.solvers.placement import normal
 
 __all__ = ["CompiledProducts"]
 
@@ -143,7 +144,7 @@ class CompiledProducts:
             return
         kind, width, spec = key[:3]
         # Vectors of a solver may be zero, which would show nothing.
-        vectors = torch.randn(width, *part.shape[1:], generator=torch.Generator().manual_seed(0)).to(part)
+        vectors = normal(width, *part.shape[1:], seed=0, dtype=part.dtype, device=part.device)
         expected = product(vectors)
         size = float(expected.norm())
         if not 0 < size < math.inf:

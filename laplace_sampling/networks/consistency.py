@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_sampling.data.batches import num_rows, place, take
+from laplace_sampling.solvers.placement import normal
 
 __all__ = ["RowCheck", "check_consistency"]
 
@@ -111,7 +112,7 @@ class _FailsOnFewData(Exception):
 def _problem(network: _Network, x: Any) -> str | None:
     """What is wrong with a network, as a sentence; `None` if nothing is."""
     name, generator = type(network.module).__name__, torch.Generator().manual_seed(0)
-    v = torch.randn(2, network.num_parameters, generator=generator).to(network.device, network.dtype)
+    v = normal(2, network.num_parameters, seed=generator, dtype=network.dtype, device=network.device)
     second = take(x, slice(-1, None))
     try:
         outputs, single_output = (network(part).reshape(num_rows(part), -1) for part in (x, second))
@@ -139,7 +140,7 @@ def _problem(network: _Network, x: Any) -> str | None:
                 f"What {name} gives for a datum depends on the other data of its batch: the {quantity} of the second "
                 f"datum by itself and beside the first differ by {difference:.2g} of their size. {_INDEPENDENT}"
             )
-    u = torch.randn(product.shape, generator=generator).to(product)
+    u = normal(*product.shape, seed=generator, dtype=product.dtype, device=product.device)
     for data, pushed, cotangents in ((x, product, u), (second, single_product, u[:1, -1:])):
         problem = _not_adjoint(network, data, v[: len(pushed)], pushed, cotangents, rounding)
         if problem is not None:
@@ -244,8 +245,7 @@ def _row_difference(network: _Network, x: Any, u: Tensor | None, rows: Tensor) -
     """The relative difference of rows times a random vector from forward mode; `None` if it cannot be computed."""
     first = slice(0, _COMPARED_DATA)
     try:
-        v = torch.randn(1, network.num_parameters, generator=torch.Generator().manual_seed(0))
-        v = v.to(network.device, network.dtype)
+        v = normal(1, network.num_parameters, seed=0, dtype=network.dtype, device=network.device)
         with network.ways.trial():
             pushed = network.jvp(x if num_rows(x) <= _COMPARED_DATA else take(x, first), v)[0]
         pushed = pushed.reshape(len(rows[first]), -1)

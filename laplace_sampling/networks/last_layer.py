@@ -34,6 +34,7 @@ from laplace_sampling.networks.own_weights import around, has_matrix, names_of, 
 from laplace_sampling.networks.resources import free_memory
 from laplace_sampling.networks.undisturbed import LOCK, undisturbed
 from laplace_sampling.networks.unwrapping import unwrapped
+from laplace_sampling.solvers.placement import normal
 
 if TYPE_CHECKING:
     from laplace_sampling.data.training_data import TrainingData
@@ -183,7 +184,7 @@ class LastLayer(Linearisation):
         """The name of the module whose inputs are to be kept; or `None`, and why there is none."""
         reason = self._output_is_changed
         # Weights may be used outside of the module as well, as tied ones: a product by a random vector tells.
-        v = torch.randn(1, self.num_parameters, generator=torch.Generator().manual_seed(0)).to(outputs)
+        v = normal(1, self.num_parameters, seed=0, dtype=outputs.dtype, device=outputs.device)
         expected = super().jvp(x, v)
         # From the layer outwards: the innermost module that will do has the smallest forward pass.
         for name in reversed(around(self.layer)):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from laplace_sampling.networks.undisturbed import undisturbed
 from laplace_sampling.networks.weight_uses import Fold, Pair, Use, WeightUses, folds
+from laplace_sampling.solvers.placement import normal
 
 __all__ = ["Layer", "LayerRun", "layers_of"]
 
@@ -110,7 +111,7 @@ def layers_of(run: LayerRun, places: dict[str, Tensor]) -> list[Layer]:
         run: of two data at least.
         places: positions of the weights in the flat vector, by name.
     """
-    u = torch.randn(run.f.shape, generator=torch.Generator().manual_seed(0)).to(run.f)
+    u = normal(*run.f.shape, seed=0, dtype=run.f.dtype, device=run.f.device)
     factors = torch.linspace(1.0, 2.0, len(u)).to(u)
     names = list(run.uses)
     uses = [use for name in names for use in run.uses[name]]

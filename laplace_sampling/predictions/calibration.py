@@ -17,7 +17,9 @@ from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.solvers.checks import check_positive
+from laplace_sampling.solvers.placement import chosen
 
 __all__ = [
     "LOG_SCALE",
@@ -32,6 +34,7 @@ __all__ = [
     "own_temperature",
     "parts_of",
     "tempered",
+    "with_labels",
 ]
 
 # Numbers of deviations that are worked on at once: a definition, 1 MiB.
@@ -166,6 +169,12 @@ def labels_of(likelihood: Likelihood) -> Labelled:
     labels = labelled(likelihood)
     assert labels is not None
     return labels
+
+
+def with_labels(model: LinearModel, some: Tensor) -> Tensor:
+    """The indices of those data that have a label at any output."""
+    given = labels_of(model.likelihood).given(model.likelihood.unweighted_targets(model.targets_of(some)))
+    return chosen(some, given.any(1))
 
 
 def label_losses(

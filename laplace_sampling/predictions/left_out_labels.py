@@ -32,7 +32,7 @@ from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.some_features import some_of
-from laplace_sampling.predictions.calibration import labelled, labels_of
+from laplace_sampling.predictions.calibration import labelled, labels_of, with_labels
 from laplace_sampling.predictions.loss_bound import LossBound, Used, cost_of_error_bars
 from laplace_sampling.solvers.recorded import recorded
 
@@ -77,8 +77,7 @@ class LeftOutLabels(LossBound):
 
     def used(self, model: LinearModel, prior: GaussianPrior, seed: int, in_order: bool) -> Used:
         some = some_of(model.features, self.num_vjps(model.features), None if in_order else seed)
-        targets = model.likelihood.unweighted_targets(model.targets_of(some))
-        some = some[labels_of(model.likelihood).given(targets)[:, 0]]
+        some = with_labels(model, some)
         return partial(_used, model, self.an_error * self._errors(model, prior, some, seed))
 
     @recorded
@@ -138,7 +137,7 @@ def _kernel(features: Features, prior: GaussianPrior, some: Tensor, seed: int) -
     if not all(part.like(rows[0]) for part in rows):  # some took another way: now all rows are formed
         rows = [rows_of(batch) for batch in some.split(together)]
     all_rows = DatumRows.cat(rows)
-    return all_rows.products(all_rows).cpu()
+    return all_rows.products(all_rows)
 
 
 def _sketch(width: int, features: Features, seed: int) -> Callable[[Float[Tensor, "n p"]], Tensor]:
@@ -154,6 +153,6 @@ def _sketch(width: int, features: Features, seed: int) -> Callable[[Float[Tensor
 def _left_out(kernel: Float[Tensor, "n n"], labels: Float[Tensor, "n c"], ridge: float) -> Float[Tensor, "n c"]:
     """Each row of the labels, predicted from all others."""
     mean = labels.mean(0)
-    regular = kernel + max(ridge, 1e-300) * torch.eye(len(kernel), dtype=kernel.dtype)
+    regular = kernel + max(ridge, 1e-300) * torch.eye(len(kernel), dtype=kernel.dtype, device=kernel.device)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(regular))
     return labels - (inverse @ (labels - mean)) / inverse.diagonal()[:, None]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.solvers.placement import normal
 
 __all__ = ["left_out_log_probs", "sampling_bias", "without_datum"]
 
@@ -105,8 +106,8 @@ def left_out_log_probs(
         covariance = rows.mT @ rows + torch.diag_embed(noise)
         return torch.distributions.MultivariateNormal(mean, covariance).log_prob(targets.reshape(mean.shape).to(mean))
     unweighted, y = likelihood.unweighted, likelihood.unweighted_targets(targets)
-    generator, log_probs = torch.Generator().manual_seed(seed), []
-    white = torch.randn(_DRAWS, rank, generator=generator, dtype=torch.float64).to(rows)
+    log_probs = []
+    white = normal(_DRAWS, rank, seed=seed, dtype=rows.dtype, device=rows.device, drawn_in=torch.float64)
     for part in torch.arange(num, device=rows.device).split(max(1, _NUMBERS // (_DRAWS * size))):
         z = torch.einsum("km,nmc->knc", white, rows[part])
         losses = unweighted.loss(torch.cat([mean[part] + z, mean[part] - z]), y[part.to(y.device)])

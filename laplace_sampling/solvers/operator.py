@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.solvers.placement import normal
+
 __all__ = [
     "Congruent",
     "HeldMatrix",
@@ -148,7 +150,7 @@ def largest_eigenvalue(
     """
     weight = operator.num_data / len(batch) if batch is not None and weights is None else 1.0
     extra = () if weights is None else (weights,)
-    v = torch.randn(1, operator.size, generator=generator).to(operator.device, operator.dtype)
+    v = normal(1, operator.size, seed=generator, dtype=operator.dtype, device=operator.device)
     norm = v.norm()
     for _ in range(iterations):
         v = v / norm.clamp_min(tiny(v))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from laplace_sampling.solvers.lapack import symmetric_eigen
 from laplace_sampling.solvers.operator import Operator
+from laplace_sampling.solvers.placement import normal
 
 __all__ = ["Factored", "Jacobi", "Nystrom", "Preconditioner"]
 
@@ -177,7 +178,14 @@ class Nystrom(Preconditioner):
         sketch = test
         while True:
             new = min(max_rank - len(test), max(block, len(test)))
-            draw = torch.randn(new, operator.size, generator=generator, dtype=torch.float64).to(operator.device)
+            draw = normal(
+                new,
+                operator.size,
+                seed=generator,
+                dtype=torch.float64,
+                device=operator.device,
+                drawn_in=torch.float64,
+            )
             # Orthogonal to the rows so far, so that the sketch is that of one large Ω. Twice is enough for rows
             # that are orthogonal to working precision.
             for _ in range(2):
