@@ -16,6 +16,7 @@ That matrix is the cosine transform `h_k(c) ∝ cos(π(c + ½)k/C)` with a rando
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import torch
 from jaxtyping import Float
@@ -100,16 +101,29 @@ class RandomRows:
         """All data in an order that does not depend on their sizes, `[N]`."""
         return self._numbers[0].argsort(stable=True)
 
-    def rows(self, start: int, stop: int) -> DatumRows:
-        """The rows from number `start` on, without weights, in the dtype of the network."""
-        numbers = torch.arange(start, stop)
-        return self.rows_of(self.data[numbers % self.num_data], numbers // self.num_data)
+    def rows(self, start: int, stop: int, together: int = _TOGETHER) -> DatumRows:
+        """The rows from number `start` on, without weights, in the dtype of the network.
 
-    def rows_of(self, data: Tensor, rounds: Tensor) -> DatumRows:
+        At most so many data go through the network `together`.
+        """
+        numbers = torch.arange(start, stop)
+        return self.rows_of(self.data[numbers % self.num_data], numbers // self.num_data, together)
+
+    def rows_of(self, data: Tensor, rounds: Tensor, together: int = _TOGETHER) -> DatumRows:
         """The row of number `rounds` of each of some data."""
-        together = min(_TOGETHER, self.ggn.features.batch_size)
-        parts = zip(data.split(together), rounds.split(together), strict=True)
-        return DatumRows.cat([self.ggn.rows_along(some, self.directions(some, number)) for some, number in parts])
+        together = max(1, min(together, _TOGETHER, self.ggn.features.batch_size))
+        splits = zip(data.split(together), rounds.split(together), strict=True)
+        parts = (self.ggn.rows_along(some, self.directions(some, number)) for some, number in splits)
+        first = next(parts)
+        if 2 * first.formed.shape[1] <= first.size:
+            return DatumRows.cat([first, *parts])
+        # Factors would save less than half of the products. Rows that are formed whole are in memory only once.
+        rows = first.formed.new_empty(len(data), first.size)
+        filled = 0
+        for part in chain([first], parts):
+            rows[filled : filled + len(part)] = part.dense()
+            filled += len(part)
+        return DatumRows(first.size, rows)
 
     def directions(self, data: Tensor, rounds: Tensor) -> Float[Tensor, "n C"]:
         """`z` of some data for their row of number `rounds`."""

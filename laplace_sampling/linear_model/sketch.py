@@ -241,13 +241,16 @@ class Sketch(Factored):
     def tensors(self) -> dict[str, Tensor]:
         values, vectors = self._eigen
         figures = torch.tensor([self.change, self.chance, self.num_rows], dtype=torch.float64)
-        own = {"rows": torch.cat(self.rows), "weights": self.weights, "values": values, "vectors": vectors}
-        return {**own, "figures": figures}
+        # Blocks as they are: joined, they would be in memory twice.
+        blocks = {f"rows_{number}": rows for number, rows in enumerate(self.rows)}
+        return {**blocks, "weights": self.weights, "values": values, "vectors": vectors, "figures": figures}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> "Sketch":
         """The inverse of `tensors`."""
         change, chance, num_rows = tensors["figures"].tolist()
-        found = cls([tensors["rows"]], tensors["weights"], None, 0.0, change, chance)
+        names = sorted((name for name in tensors if name.startswith("rows_")), key=lambda name: int(name[5:]))
+        blocks = [tensors[name] for name in names]
+        found = cls(blocks, tensors["weights"], None, 0.0, change, chance)
         found._known, found.num_rows = (tensors["values"], tensors["vectors"]), int(num_rows)
         return found

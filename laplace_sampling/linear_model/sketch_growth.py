@@ -20,7 +20,7 @@ from laplace_sampling.linear_model.random_rows import RandomRows
 from laplace_sampling.linear_model.sketch import Sketch
 from laplace_sampling.solvers.lapack import sum_of_squares, symmetric_eigen
 
-__all__ = ["NUM_PROBES", "Growth", "grow", "rows_that_fit"]
+__all__ = ["NUM_PROBES", "Growth", "bytes_of_rows", "grow", "rows_that_fit"]
 
 # Random data at which a part and its half are compared. From 256 to 512 rows of 10,000 images the change was 0.15 to
 # 0.24 in eleven of twelve sets of so many data, and 0.44 in one; of half as many it was 0.15 to 0.27, of twice as many
@@ -32,11 +32,20 @@ _FIRST = 256
 _TOGETHER = 1024
 
 
+# Parts of the memory for the probes, and for the rows that go through the network together.
+_OF_PROBES, _OF_CHUNK = 1 / 8, 1 / 16
+
+
+def bytes_of_rows(num_rows: int, size: int, itemsize: int) -> float:
+    """Memory of rows, with factors of them, their Gram matrix and its decomposition, the probes and temporary rows."""
+    # Factors are at most half as many numbers as the rows; a decomposition takes four matrices in float64.
+    return (1.5 * size * itemsize * num_rows + 4 * 8 * num_rows**2) / (1 - _OF_PROBES - 2 * _OF_CHUNK)
+
+
 def rows_that_fit(size: int, itemsize: int, bytes_: float) -> int:
-    """Rows that memory holds, with their Gram matrix, its eigenvectors and the workspace of their decomposition."""
-    # `size·itemsize·m + 4·8·m² = bytes`.
-    linear = size * itemsize
-    return int((math.sqrt(linear**2 + 4 * 32 * bytes_) - linear) / 64)
+    """The number of rows whose `bytes_of_rows` are there."""
+    linear, available = 1.5 * size * itemsize, bytes_ * (1 - _OF_PROBES - 2 * _OF_CHUNK)
+    return int((math.sqrt(linear**2 + 4 * 32 * available) - linear) / 64)
 
 
 @dataclass
@@ -67,6 +76,9 @@ class Growth:
     def __post_init__(self) -> None:
         itemsize = torch.empty((), dtype=self.sequence.ggn.dtype).element_size()
         self._held = rows_that_fit(self.size, itemsize, self.bytes_)
+        rows = self.bytes_ / (self.size * itemsize)
+        self._num_probes = max(1, min(NUM_PROBES, int(_OF_PROBES * rows)))
+        self._together = max(1, int(_OF_CHUNK * rows))
         self._sums = 4 * 8 * self.size**2 <= self.bytes_
 
     def reachable(self, num_rows: int) -> int:
@@ -86,7 +98,7 @@ class Growth:
 
     def sketch(self, num_rows: int) -> Sketch:
         """The sketch of so many rows, more than before, which is kept together with the one before it."""
-        passes = (num_rows + min(NUM_PROBES, self.sequence.num_data)) / (2 * self.sequence.num_data)
+        passes = (num_rows + min(self._num_probes, self.sequence.num_data)) / (2 * self.sequence.num_data)
         if num_rows <= min(self.size, self._held):
             self._extend(num_rows)
             weights = self.sequence.weights(num_rows)
@@ -106,8 +118,8 @@ class Growth:
     def probes(self) -> DatumRows:
         """Random rows of a few hundred random data, independent of those of the sequence."""
         sequence = replace(self.sequence, stream=self.sequence.stream + 1)
-        data = sequence.shuffled[:NUM_PROBES]
-        return sequence.rows_of(data, torch.zeros_like(data))
+        data = sequence.shuffled[: self._num_probes]
+        return sequence.rows_of(data, torch.zeros_like(data), self._together)
 
     def change(self, shifts: Float[Tensor, " A"]) -> float:
         """The largest change of predicted standard deviations from the sketch before the last one to the last one."""
@@ -128,7 +140,7 @@ class Growth:
 
     def _extend(self, num_rows: int) -> None:
         """More rows in memory, with their products as long as these are fewer than those of the weights."""
-        new = self.sequence.rows(self.num_rows, num_rows)
+        new = self.sequence.rows(self.num_rows, num_rows, self._together)
         if num_rows <= self.size:
             corner = new.products(new)
             if self._products is not None:
@@ -146,7 +158,7 @@ class Growth:
             weighted = (root[:, None].to(rows) * rows for root, rows in zip(roots, self._rows, strict=True))
             return sum_of_squares(weighted, self.size, self.sequence.ggn.device)
         starts = range(self.num_rows, num_rows, _TOGETHER)
-        new = (self.sequence.rows(start, min(start + _TOGETHER, num_rows)).dense() for start in starts)
+        new = (self.sequence.rows(start, min(start + _TOGETHER, num_rows), self._together).dense() for start in starts)
         total = sum_of_squares(chain(self._rows, new), self.size, self.sequence.ggn.device)
         self._rows, self._products, self.num_rows = [], None, num_rows
         self._sum = total if self._sum is None else self._sum.add_(total)

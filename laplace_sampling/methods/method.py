@@ -229,6 +229,10 @@ class Method(ABC):
         """The choice, or another one if the budget pays for no posterior by this method."""
         return choice
 
+    def is_held(self, problem: Problem, cost: Cost) -> bool:
+        """Whether memory holds a posterior that is better than the next one of the ladder."""
+        return True
+
     def needs(self, problem: Problem) -> float:
         """Vectors of `P` numbers without which there is no fit: the samples, and the solve of a single one."""
         return problem.memory_of(self.max_memory).kept(problem.num_samples) + self.stacks

@@ -88,7 +88,7 @@ def rung_of(name: str, method: "Method", problem: "Problem", cost: "Cost") -> Ru
     try:
         method.check_likelihood(problem.tangent.model.likelihood)
         method.check(problem)
-        fits = True
+        fits = method.is_held(problem, cost)
     except ValueError:
         fits = False
     pays = budget.affords(estimate.total)

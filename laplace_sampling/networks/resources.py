@@ -89,10 +89,13 @@ def _dense_tensors(*tree: Any) -> list[Tensor]:
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that are free on a device."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    try:
+    """Bytes that new tensors on a device may take."""
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    if hasattr(module, "mem_get_info"):
+        # What torch has reserved and no tensor uses is free for us, though not for others.
+        reserved = module.memory_reserved(device) - module.memory_allocated(device)
+        return float(module.mem_get_info(device)[0] + reserved)
+    try:  # the CPU, and devices that share its memory
         return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, ValueError):  # not every system knows this number
         return 4.0 * 2**30

@@ -1,0 +1,251 @@
+"""Fits of small problems and what users do with them, on the CPU or on a device.
+
+A `Trial` names a case of the registry, a method, a criterion, where the data are, and some actions. `results` runs it
+and returns all numbers that it sees, so that a run on a device can be compared with one on the CPU.
+"""
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases import Case, make_case
+from torch import Tensor, nn
+
+from laplace_sampling import SGD, LinearisedLaplace, Stochastic
+from laplace_sampling.likelihoods.gaussian import Gaussian
+
+METHODS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "exact": {"method": "exact"},
+    "krylov": {"method": "krylov"},
+    "stochastic": {"method": Stochastic(solver=SGD(epochs=1, min_steps=4, mode_epochs=1, tolerance=0.9))},
+    "dual": {"method": "dual"},
+    "kfac": {"method": "kfac"},
+    "diagonal": {"method": "diagonal"},
+    "subset": {"method": "subset"},
+    "ciq": {"method": "ciq"},
+    "last layer": {"parameters": "last_layer"},
+}
+CRITERIA = ("auto", "evidence", "leave_one_out", "self_consistency", "validation")
+PLACEMENTS = ("data on the CPU", "all on the device")
+# Data of a fit: ten of each class for criteria that leave labels out.
+NUM_DATA, NUM_HELD_OUT, BATCH = 40, 12, 16
+
+
+@dataclass(frozen=True)
+class Trial:
+    case: str
+    method: str
+    criterion: str
+    placement: str
+    actions: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return ", ".join([self.case, self.method, self.criterion, self.placement, *self.actions])
+
+
+class Session:
+    """A fitted model with its data, as a user has them; `found` keeps the numbers that were seen."""
+
+    def __init__(self, trial: Trial, device: torch.device | None, folder: Path) -> None:
+        case = make_case(trial.case)
+        self.trial, self.folder, self.likelihood = trial, folder, case.given[0]
+        self.cpu_model, self.model = case.model, copy.deepcopy(case.model)
+        x, y = _more(case)
+        if device is not None:
+            self.model = self.model.to(device)
+            if trial.placement == "all on the device":
+                x, y = x.to(device), _each(y, lambda t: t.to(device))
+        self.train = [_rows((x, y), slice(start, start + BATCH)) for start in range(0, NUM_DATA, BATCH)]
+        self.train[-1] = _rows(self.train[-1], slice(NUM_DATA % BATCH or BATCH))
+        self.held_out = [_rows((x, y), slice(NUM_DATA, None))]
+        self.x, self.y = self.held_out[0]
+        self.found: dict[str, Any] = {}
+        self.la = self.new()
+
+    def new(self, model: nn.Module | None = None) -> LinearisedLaplace:
+        settings = METHODS[self.trial.method]
+        return LinearisedLaplace(model or self.model, self.likelihood, num_samples=4, **settings)
+
+    def fit(self, la: LinearisedLaplace, **options: Any) -> None:
+        held_out = self.held_out if self.trial.criterion == "validation" else None
+        options = {"max_steps": 2, "num_samples": 4, "progress": False, **options}
+        la.fit_hyperparameters(self.train, held_out, criterion=self.trial.criterion, **options)
+
+    def see(self, name: str, *values: Any) -> None:
+        for number, value in enumerate(values):
+            self.found[f"{name} {number}"] = value
+
+    def see_prediction(self, name: str, pred: Any) -> None:
+        if isinstance(pred, dict):
+            for head, part in pred.items():
+                self.see_prediction(f"{name}, {head}", part)
+        else:
+            self.see(name, pred.outputs, pred.samples, pred.covariance())
+
+
+def _plan(s: Session) -> None:
+    s.see("plan", s.la.plan(s.train, criterion="auto").method)
+
+
+def _refit(s: Session) -> None:
+    la = s.new()
+    la.fit(s.train, progress=False)
+    s.see_prediction("fit", la.predict(s.x))
+
+
+def _warm_fit(s: Session) -> None:
+    s.fit(s.la, warm_start=True)
+    s.see_prediction("warm fit", s.la.predict(s.x))
+
+
+def _checkpoint(s: Session) -> None:
+    la = s.new()
+    s.fit(la, checkpoint=s.folder / "fit.checkpoint")
+    s.see("checkpoint", la.prior_precision_)
+
+
+def _sample(s: Session) -> None:
+    s.see("sample", s.la.sample(3))
+
+
+def _save(s: Session) -> None:
+    path = s.folder / "posterior.pt"
+    s.la.save(path)
+    on_cpu = LinearisedLaplace.load(path, s.cpu_model)
+    s.see_prediction("loaded on the CPU", on_cpu.predict(_each(s.x, lambda t: t.cpu())))
+    on_cpu.save(path)
+    s.see_prediction("loaded again", LinearisedLaplace.load(path, s.model).predict(s.x))
+
+
+def _state(s: Session) -> None:
+    buffer = io.BytesIO()
+    torch.save(s.la.state_dict(), buffer)
+    buffer.seek(0)
+    la = s.new()
+    la.load_state_dict(torch.load(buffer, map_location="cpu"))
+    s.see_prediction("state", la.predict(s.x))
+
+
+def _score(s: Session) -> None:
+    s.see("score", s.la.score().value)
+
+
+def _loo_score(s: Session) -> None:
+    s.see("loo score", s.la.score("loo").value)
+
+
+def _leave_one_out(s: Session) -> None:
+    s.see("leave one out", s.la.leave_one_out().log_prob)
+
+
+def _calibrate(s: Session) -> None:
+    s.la.calibrate(s.held_out)
+    s.see_prediction("calibrated", s.la.predict(s.x))
+
+
+def _conformal(s: Session) -> None:
+    s.la.calibrate_conformal(s.held_out)
+    pred = s.la.predict(s.x)
+    s.see("conformal", *(pred.interval(0.5) if isinstance(s.likelihood, Gaussian) else [pred.prediction_set(0.5)]))
+
+
+def _full_conformal(s: Session) -> None:
+    s.la.calibrate_conformal()
+    s.see("full conformal", *s.la.predict(s.x).interval(0.5))
+
+
+def _diagnose(s: Session) -> None:
+    s.see("diagnosis", str(s.la.diagnose()).partition("\n")[0])
+
+
+def _evidence(s: Session) -> None:
+    s.see("evidence", s.la.log_marginal_likelihood().value, s.la.log_marginal_likelihood(at="network").value)
+
+
+def _export(s: Session) -> None:
+    module = s.la.to_module(example=s.x)
+    s.see("export", *module(s.x).values())
+
+
+def _predict_loader(s: Session) -> None:
+    s.see("predict_loader", *s.la.predict_loader(s.held_out, progress=False).values())
+
+
+def _log_prob(s: Session) -> None:
+    s.see("log_prob", s.la.predict(s.x).log_prob(s.y))
+
+
+def _plots(s: Session) -> None:
+    from matplotlib import pyplot
+
+    from laplace_sampling import plots
+
+    plots.plot_history(s.la)
+    plots.plot_evidence(s.la)
+    if not isinstance(pred := s.la.predict(s.x), dict):
+        plots.plot_error_bars(pred)
+        plots.plot_ood(pred, pred)
+        plots.plot_reliability(pred, s.y)
+    pyplot.close("all")
+
+
+ACTIONS: dict[str, Callable[[Session], None]] = {
+    "plan": _plan,
+    "fit": _refit,
+    "warm fit": _warm_fit,
+    "checkpoint": _checkpoint,
+    "sample": _sample,
+    "save": _save,
+    "state": _state,
+    "score": _score,
+    "loo score": _loo_score,
+    "leave one out": _leave_one_out,
+    "calibrate": _calibrate,
+    "conformal": _conformal,
+    "full conformal": _full_conformal,
+    "diagnose": _diagnose,
+    "evidence": _evidence,
+    "export": _export,
+    "predict_loader": _predict_loader,
+    "log_prob": _log_prob,
+    "plots": _plots,
+}
+
+
+def results(trial: Trial, folder: Path, device: torch.device | None = None) -> dict[str, Any]:
+    """All numbers of a trial, on the CPU; on the device also those of the CPU's own fits."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # fits of two steps do not converge
+        session = Session(trial, device, folder)
+        session.fit(session.la)
+        session.see("hyperparameters", session.la.prior_precision_, session.la.scale_, session.la.temperature_)
+        session.see_prediction("predict", session.la.predict(session.x))
+        for action in trial.actions:
+            ACTIONS[action](session)
+    return {name: _each(value, lambda t: t.detach().cpu()) for name, value in session.found.items()}
+
+
+def _more(case: Case) -> tuple[Tensor, Any]:
+    """The data of a case several times, with other noise in the inputs."""
+    num = NUM_DATA + NUM_HELD_OUT
+    generator = torch.Generator().manual_seed(1)
+    x, y = _each((case.x, case.given[1]), lambda t: torch.cat([t] * -(-num // len(t)))[:num])
+    return x + 0.1 * torch.randn(x.shape, generator=generator, dtype=x.dtype), y
+
+
+def _rows(tree: Any, rows: slice) -> Any:
+    return _each(tree, lambda t: t[rows])
+
+
+def _each(tree: Any, function: Callable[[Tensor], Any]) -> Any:
+    if isinstance(tree, dict):
+        return {name: _each(value, function) for name, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_each(value, function) for value in tree)
+    return function(tree) if isinstance(tree, Tensor) else tree
