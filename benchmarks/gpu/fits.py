@@ -1,6 +1,5 @@
 """Classifications of images by the fits that a user would ask for, after regressions beside the same fit on the CPU."""
 
-import re
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from benchmarks.data.image_sets import labelled_images, pixels, standardised
 from benchmarks.data.tasks import Part
 from benchmarks.gpu import regressions
 from benchmarks.gpu.networks import NETWORKS, made, num_weights, trained
+from benchmarks.gpu.regressions import told_by
 from benchmarks.gpu.report import Cells, Job, Setup, number, words
 from benchmarks.price.images import made_up
 from laplace_sampling import LinearisedLaplace
@@ -53,11 +53,11 @@ class Images:
             images = made_up(200, 60) if setup.quick else made_up(50_000, 10_000)
             return cls(images.train, images.validation, images.test, {"made up": images.other[:FEW]})
         train, test = labelled_images(setup.data, "Fashion-MNIST")
-        parts = [Part(train.x[rows], train.y[rows]) for rows in (slice(50_000), slice(50_000, None))]
+        validation, train = Part(train.x[50_000:], train.y[50_000:]), Part(train.x[:50_000], train.y[:50_000])
         files = {"MNIST": "mnist.npz", "letters": "not-mnist"}
         there = [name for name, file in files.items() if (setup.data / file).exists()]
         shares = {name: pixels(setup.data, name, FEW // len(there)) for name in there}
-        return cls(*parts, test, {name: standardised(x, "Fashion-MNIST") for name, x in shares.items()})
+        return cls(train, validation, test, {name: standardised(x, "Fashion-MNIST") for name, x in shares.items()})
 
     def loader(self, part: Part) -> DataLoader:
         return DataLoader(TensorDataset(part.x, part.y), self.batch)
@@ -127,7 +127,7 @@ class Subject:
         found = predicted(la, test.x, setup, images.batch, test.y)
         strange = {n: predicted(la, x, setup, images.batch)["epistemic"] for n, x in images.strange.items()}
         losses = float(F.cross_entropy(self._outputs(test), test.y)), -float(found["log_prob"].double().mean())
-        method, counted = _told(la)
+        method, counted = told_by(la)
         return {
             "outcome": method, "seconds": number(took), "epochs or gradients": number(took / self.epoch),
             "peak, GB": peak, "log loss, network → error bars": " → ".join(number(loss, 4) for loss in losses),
@@ -162,9 +162,3 @@ def auroc(inside: Tensor, outside: Tensor) -> float:
     """How well a score that is higher outside tells both from each other."""
     scores = torch.cat([inside, outside])
     return float(roc_auc_score((torch.arange(len(scores)) >= len(inside)).numpy(), scores.double().numpy()))
-
-
-def _told(la: LinearisedLaplace) -> tuple[str, str]:
-    """The method that was taken, and the epochs of operations that were counted, as `print(la)` tells them."""
-    method, counted = (re.search(pattern, str(la)) for pattern in (r"→ '(\w+)'", r"The fit took (\S+)"))
-    return method[1] if method else "–", counted[1] if counted else "–"

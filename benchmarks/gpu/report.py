@@ -115,13 +115,14 @@ class Report:
     def _cells(self, job: Job, seconds: float) -> Cells:
         if seconds <= 0:
             return {"outcome": NO_TIME}
-        try:
-            with warnings.catch_warnings(record=True) as told, time_limit(seconds, OutOfTime, wall=True):
-                warnings.simplefilter("always")
-                cells = job.run()
-        except (Exception, OutOfTime) as error:
-            cells = getattr(error, "cells", {}) | self._failure(error)
-            error.__traceback__ = None  # its frames hold tensors
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            try:
+                with time_limit(seconds, OutOfTime, wall=True):
+                    cells = job.run()
+            except (Exception, OutOfTime) as error:
+                cells = getattr(error, "cells", {}) | self._failure(error)
+                error.__traceback__ = None  # its frames hold tensors
         gc.collect()
         return cells | {"remarks": words(cells.get("remarks"), *dict.fromkeys(_short(w) for w in told))}
 
