@@ -14,6 +14,7 @@ from benchmarks.gpu.fits import FITS
 from benchmarks.gpu.networks import NETWORKS, made, num_weights
 from benchmarks.gpu.report import COLUMNS, FailedError, Job, Report, Setup
 
+pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 
 
@@ -32,7 +33,6 @@ def test_networks_have_the_sizes_of_the_page() -> None:
     assert sizes == ["421,642", "1,794,442", "11,172,810"]
 
 
-@pytest.mark.slow
 def test_a_quick_run(capsys: pytest.CaptureFixture) -> None:
     status, rows = run(capsys, "--parts", "fits,products", "nccl")
     assert status == 0
@@ -91,7 +91,6 @@ def test_a_wrong_result_is_a_failure_with_its_figures() -> None:
     assert report.rows[0]["outcome"] == "**FailedError**: off by 2"
 
 
-@pytest.mark.slow
 def test_failed_tests_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["import pytest", "pytestmark = pytest.mark.gpu", "def test_right(): pass", "def test_wrong(): assert 0"]
     (tmp_path / "test_planted.py").write_text("\n".join(lines))
