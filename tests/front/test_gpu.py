@@ -12,7 +12,7 @@ from laplace_sampling import LinearisedLaplace
 from laplace_sampling.networks.linearisation import Linearisation
 
 DEVICE = "cuda"
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 def test_products(case: Case, generator: torch.Generator) -> None:
