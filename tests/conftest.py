@@ -1,6 +1,11 @@
+import os
 import warnings
 
 import pytest
+
+# Threads of SciPy's BLAS wait for each other where tests run side by side. It reads this once, when it is loaded.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import torch
 from cases import CASES, Case, make_case
 

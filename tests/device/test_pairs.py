@@ -9,8 +9,8 @@ from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
 from pathlib import Path
+from typing import Any
 
-import matplotlib
 import pytest
 import torch
 from cases import CASES, make_case
@@ -45,6 +45,10 @@ def is_possible(*parts: str) -> bool:
             return False
         if case == "regression_per_output" and "validation" in parts:
             return False
+    if {"segmentation", "stochastic", "validation"} <= {*parts}:  # rounding decides where the search for a scale ends
+        return False
+    if "export" in parts and case in ("attention", "multi_task"):  # `torch.export` asks for a real device
+        return False
     if "leave one out" in parts and ({*parts} & {*METHODS}) - {"exact"}:
         return False
     if "dual" in parts and {"leave_one_out", "self_consistency"} & {*parts}:
@@ -97,21 +101,38 @@ def _most_pairs(trials: list[Trial], left: set[frozenset[str]]) -> Trial:
 
 
 def check(trial: Trial, folder: Path) -> None:
-    matplotlib.use("agg")
     expected = results(trial, folder)
     with pretended_device() as device:
         found = results(trial, folder, device)
+    assert_same(found, expected, 1e-6)
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    """Numbers agree to a tolerance, relative to the largest of a tensor; words agree."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         if isinstance(value, Tensor) and value.is_floating_point():
-            torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6 * float(value.abs().max()), msg=name)
-        else:
-            assert found[name] == (value if isinstance(value, str) else pytest.approx(value, rel=1e-6)), name
+            atol = tolerance * float(value.abs().max())
+            torch.testing.assert_close(found[name], value, rtol=tolerance, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+        elif not isinstance(value, Tensor):
+            assert found[name] == (value if isinstance(value, str) else pytest.approx(value, rel=tolerance)), name
 
 
-@pytest.mark.parametrize("trial", list(covering_trials()), ids=str)
+TRIALS = list(covering_trials())
+
+
+@pytest.mark.parametrize("trial", TRIALS, ids=str)
 def test_pairs(trial: Trial, tmp_path: Path) -> None:
     check(trial, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("trial", [trial for trial in TRIALS if trial.method != "stochastic"], ids=str)
+def test_pairs_on_a_gpu(trial: Trial, tmp_path: Path) -> None:
+    """Sums are in another order there, and iterations end at another rounding."""
+    expected, found = results(trial, tmp_path), results(trial, tmp_path, torch.device("cuda"))
+    assert_same(found, expected, 1e-3)
 
 
 @pytest.mark.nightly
