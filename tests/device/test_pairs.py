@@ -45,6 +45,8 @@ def is_possible(*parts: str) -> bool:
             return False
         if case == "regression_per_output" and "validation" in parts:
             return False
+    if {"multi_task", "last layer"} <= {*parts}:
+        return False
     if {"segmentation", "stochastic", "validation"} <= {*parts}:  # rounding decides where the search for a scale ends
         return False
     if "export" in parts and case in ("attention", "multi_task"):  # `torch.export` asks for a real device
