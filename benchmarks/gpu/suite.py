@@ -31,9 +31,13 @@ def run(folder: Path) -> Cells:
         raise FailedError("no test has the marker `gpu`", {})
     command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", *files, "-p", "no:cacheprovider", "--color=no"]
     command += ["--continue-on-collection-errors", "-o", "addopts=--import-mode=importlib"]  # without those of xdist
-    command += ["-n", "4"] if importlib.util.find_spec("xdist") else []
+    command += ["-p", "xdist.plugin", "-n", "4"] if importlib.util.find_spec("xdist") else []
+    # Other plugins that happen to be installed may warn, and warnings are errors.
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     with tempfile.TemporaryFile("w+") as out:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             end = "" if process.wait() else None
         except OutOfTime:
