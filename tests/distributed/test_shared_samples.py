@@ -1,6 +1,7 @@
 """Samples that stay in the processes that draw them: fits, predictions and files are as with all of them in each."""
 
 import copy
+import functools
 import pickle
 import warnings
 from collections.abc import Callable, Iterable
@@ -20,9 +21,15 @@ from laplace_sampling import SVRG, Gaussian, Krylov, LinearisedLaplace, Stochast
 from laplace_sampling.integrations.periodic_fits import PeriodicFits
 from laplace_sampling.journal import Journal
 
+pytestmark = pytest.mark.slow
+
 # Of ten samples three groups have three, three and four.
 K, N, D, C = 10, 37, 3, 2
-SHAPES = [(1, 3), (2, 2)]
+# The processes of one shape fit all cases in one start.
+SHAPES = [
+    pytest.param((1, 3), marks=[pytest.mark.nightly, pytest.mark.xdist_group("shared samples, (1, 3)")]),
+    pytest.param((2, 2), marks=pytest.mark.xdist_group("shared samples, (2, 2)")),
+]
 NAMES = ("data", "shared_samples")
 PrecisionAndSamples = tuple[Tensor, Tensor]
 METHODS: dict[str, dict[str, Any]] = {
@@ -108,10 +115,11 @@ def on_rank(shape: tuple[int, int]) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def alone() -> list[dict[str, Any]]:
-    warnings.simplefilter("ignore")
-    return [numbers(fitted(*case), case[1]) for case in CASES]
+@functools.cache
+def alone(number: int) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return numbers(fitted(*CASES[number]), CASES[number][1])
 
 
 @pytest.fixture(scope="module", params=SHAPES, ids=str)
@@ -121,10 +129,10 @@ def shared(request: pytest.FixtureRequest) -> tuple[tuple[int, int], list[list[d
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: ", ".join(CASES[n]))
-def test_all_numbers_are_those_of_one_process(number: int, alone: list, shared: tuple) -> None:
+def test_all_numbers_are_those_of_one_process(number: int, shared: tuple) -> None:
     shape, cases = shared
     for rank, of_rank in enumerate(cases[number]):
-        for name, value in alone[number].items():
+        for name, value in alone(number).items():
             atol = 1e-9 * float(value.double().abs().max())
             assert_close(of_rank[name], value, rtol=1e-9, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
         group, groups = rank % shape[1], shape[1]
@@ -149,6 +157,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
     return folder, run_on_ranks(_written, 4, str(folder))[3]
 
 
+@pytest.mark.xdist_group("files of shared samples")
 def test_a_folder_is_read_by_one_process(written: tuple[Path, Tensor]) -> None:
     folder, expected = written
     assert sorted(path.name for path in folder.iterdir()) == ["half", "shared"]
@@ -166,6 +175,7 @@ def _read(folder: str) -> tuple[int, Tensor, Tensor]:
     return rows, la.predict(X).deviations, whole.predict(X).deviations
 
 
+@pytest.mark.xdist_group("files of shared samples")
 def test_a_folder_is_read_by_another_number_of_processes(written: tuple[Path, Tensor]) -> None:
     folder, expected = written
     for rank, (rows, shared, whole) in enumerate(run_on_ranks(_read, 3, str(folder))):
@@ -174,6 +184,7 @@ def test_a_folder_is_read_by_another_number_of_processes(written: tuple[Path, Te
         assert_close(whole, expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.xdist_group("files of shared samples")
 def test_a_damaged_folder_is_told(written: tuple[Path, Tensor], tmp_path: Path) -> None:
     folder = tmp_path / "damaged"
     folder.mkdir()
