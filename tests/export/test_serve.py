@@ -71,6 +71,7 @@ def ask(address: str, x: Tensor) -> dict[str, Tensor]:
         return {name: torch.tensor(value) for name, value in json.load(response).items()}
 
 
+@pytest.mark.slow
 def test_the_example_answers(server: str, tmp_path: Path) -> None:
     module = torch.export.load(tmp_path / "error_bars.pt2").module()
     x = torch.tensor([[0.5, -1.0], [3.0, 3.0], [0.0, 0.4]])
