@@ -87,6 +87,7 @@ def test_the_example_answers(server: str, tmp_path: Path) -> None:
         ask(server, torch.zeros(2))  # no axis of the batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"parameters": "last_layer"}], ids=["all", "last"])
 def test_predictions_of_several_threads_are_those_of_one(settings: dict) -> None:
     la, x = fitted("lenet", **settings)

@@ -152,14 +152,14 @@ def test_it_compiles_without_a_break(settings: dict) -> None:
     assert_predicts(compiled(x), la, x)
 
 
-def test_a_loaded_posterior(tmp_path: Path) -> None:
-    for settings in ({}, LAST):
-        la, x = fitted("mlp", **settings)
-        la.save(tmp_path / "posterior.pt")
-        again = LinearisedLaplace.load(tmp_path / "posterior.pt", la.network.module)
-        module = again.to_module()
-        assert isinstance(module.program, HeadProgram) == bool(settings)
-        assert_predicts(module(x), la, x)
+@pytest.mark.parametrize("settings", [{}, LAST], ids=["all", "last"])
+def test_a_loaded_posterior(settings: dict, tmp_path: Path) -> None:
+    la, x = fitted("mlp", **settings)
+    la.save(tmp_path / "posterior.pt")
+    again = LinearisedLaplace.load(tmp_path / "posterior.pt", la.network.module)
+    module = again.to_module()
+    assert isinstance(module.program, HeadProgram) == bool(settings)
+    assert_predicts(module(x), la, x)
 
 
 def test_samples_in_half_precision_and_masks(tmp_path: Path) -> None:
@@ -173,6 +173,7 @@ def test_samples_in_half_precision_and_masks(tmp_path: Path) -> None:
     assert_predicts(la.to_module()(x), la, x)
 
 
+@pytest.mark.slow
 def test_pixels_and_a_dictionary_of_inputs() -> None:
     class Pixels(nn.Module):
         def __init__(self) -> None:
@@ -303,6 +304,7 @@ def test_what_torch_does_not_see_is_found() -> None:
         la.to_module()
 
 
+@pytest.mark.slow
 def test_a_small_vision_transformer_of_its_own_eval_mode() -> None:
     """The network is left as it was, in training mode and with its gradients."""
     la, _ = fitted("vit")
