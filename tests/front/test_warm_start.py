@@ -90,7 +90,9 @@ def problem_of(method: str) -> Problem:
     return Problem("regression" if method == "dual" else "classification")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("sgd", "svrg"))) for name in METHODS]
+)
 @pytest.mark.parametrize("prior", ["isotropic", "g-prior"])
 @pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
 def test_the_samples_are_those_of_a_cold_fit(method: str, prior: str) -> None:
@@ -108,7 +110,9 @@ def test_the_samples_are_those_of_a_cold_fit(method: str, prior: str) -> None:
     assert not torch.equal(before, la.samples_)
 
 
-@pytest.mark.parametrize("method", ["krylov", "cg", "sgd", "svrg"])
+@pytest.mark.parametrize(
+    "method", ["krylov", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cg", "sgd", "svrg"))]
+)
 def test_samples_that_are_there_cost_less(method: str) -> None:
     problem = problem_of(method)
     la = problem.laplace(METHODS[method]).fit(problem.batches, progress=False)
@@ -126,7 +130,7 @@ def test_samples_that_are_there_cost_less(method: str) -> None:
     [
         ("exact", "evidence"),
         ("krylov", "evidence"),
-        ("sgd", "evidence"),
+        pytest.param("sgd", "evidence", marks=pytest.mark.nightly),
         ("kfac", "evidence"),
         ("diagonal", "evidence"),
         ("dual", "evidence"),
