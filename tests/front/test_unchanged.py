@@ -15,7 +15,6 @@ from laplace_sampling import (
     ConvergenceWarning,
 )
 
-
 # With buffers, with kernels that depend on the mode, with several outputs, and with weights that are frozen.
 OFTEN = ("classification", "conv_batch_norm", "attention", "multi_task", "frozen_body")
 
