@@ -129,10 +129,10 @@ def test_samples_that_are_there_cost_less(method: str) -> None:
     ("method", "criterion"),
     [
         ("exact", "evidence"),
-        ("krylov", "evidence"),
+        pytest.param("krylov", "evidence", marks=pytest.mark.slow),
         pytest.param("sgd", "evidence", marks=pytest.mark.nightly),
-        ("kfac", "evidence"),
-        ("diagonal", "evidence"),
+        pytest.param("kfac", "evidence", marks=pytest.mark.slow),
+        pytest.param("diagonal", "evidence", marks=pytest.mark.slow),
         ("dual", "evidence"),
         ("krylov", "self_consistency"),
         ("exact", "self_consistency"),
@@ -161,6 +161,7 @@ def test_the_precision_is_that_of_a_cold_fit(method: str, criterion: str) -> Non
         assert abs(float((la.noise_precision_ / cold.noise_precision_).log())) < 0.03
 
 
+@pytest.mark.slow
 def test_the_mode_is_found_from_the_old_one() -> None:
     problem = Problem("classification")
     options = {"criterion": "evidence", "progress": False}
@@ -286,6 +287,7 @@ def test_a_start_that_is_far_off_is_left(method: str, criterion: str, off: float
     assert distance(la, cold, problem.x) < 0.05
 
 
+@pytest.mark.slow
 def test_a_part_of_the_data_is_as_large_as_was_enough() -> None:
     problem = labelled()
     options = {"criterion": "leave_one_out", "progress": False, "tolerance": 0.1}
@@ -330,6 +332,7 @@ def test_another_method_may_have_been_there(first: str, second: str) -> None:
     assert distance(other, cold, problem.x) < 0.05
 
 
+@pytest.mark.slow
 def test_a_loaded_part_of_the_data_is_a_start() -> None:
     problem = labelled()
     options = {"criterion": "leave_one_out", "progress": False}
@@ -344,6 +347,7 @@ def test_a_loaded_part_of_the_data_is_a_start() -> None:
     assert distance(la, cold, problem.x) < 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("criterion", ["evidence", "leave_one_out"])
 def test_hyperparameters_without_an_earlier_fit_are_those_of_a_cold_one(criterion: str) -> None:
     problem = labelled()

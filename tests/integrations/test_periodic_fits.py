@@ -252,7 +252,7 @@ def recorded(steps: list[Step]) -> dict[str, Any]:
     return {"method": Krylov(), "criterion": "evidence", "budget": None, "callback": steps.append}
 
 
-@pytest.mark.parametrize("continued", ["same", "copy", "state"])
+@pytest.mark.parametrize("continued", ["same", pytest.param("copy", marks=pytest.mark.slow), "state"])
 def test_a_fit_starts_from_the_one_before(continued: str) -> None:
     training, steps = Training(), []
     fits = PeriodicFits("regression", **recorded(steps))
