@@ -15,9 +15,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from laplace_sampling import LinearisedLaplace, StopFit
 from laplace_sampling.data.fit_group import FitGroup
-from laplace_sampling.data.processes import ALONE, ProcessError, Processes
+from laplace_sampling.data.processes import ProcessError, Processes
 from laplace_sampling.data.processes_of import processes_of
 from laplace_sampling.data.training_data import TrainingData
+
+pytestmark = pytest.mark.slow
 
 
 def together() -> Processes:
@@ -299,20 +301,8 @@ def test_padded_data_are_shared_out() -> None:
         assert_close(samples, alone, rtol=1e-10, atol=1e-12)
 
 
-def test_a_share_of_the_data_is_refused_without_its_group() -> None:
-    dataset = numbered(10)
-    loader = DataLoader(dataset, 4, sampler=DistributedSampler(dataset, num_replicas=2, rank=0))
-    with pytest.raises(ValueError, match=r"gives this process 5 of 10 data(?s:.*)`process_group=` that shares out"):
-        TrainingData(loader, processes=ALONE)
-
-
 def _no_group(**arguments: Any) -> None:
     LinearisedLaplace(nn.Linear(1, 1), "regression", **arguments)
-
-
-def test_a_group_needs_processes() -> None:
-    with pytest.raises(ValueError, match=r"need the processes of `torch\.distributed`"):
-        _no_group(process_group="all")
 
 
 def _wrong_groups() -> list[str]:

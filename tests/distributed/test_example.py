@@ -7,6 +7,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "distributed.py"
 # Seconds of the whole, with the imports of four processes.
 TIMEOUT = 300.0

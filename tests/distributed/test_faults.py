@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from laplace_sampling import LinearisedLaplace, StopFit, from_loss
 
 pytestmark = [
-    pytest.mark.filterwarnings(f"ignore::laplace_sampling.{kind}")
-    for kind in ("ConvergenceWarning", "CalibrationWarning")
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning"),
+    pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning"),
 ]
 
 N = 23

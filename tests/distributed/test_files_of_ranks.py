@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_sampling import LinearisedLaplace
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("files of ranks")]
+
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(12, 2)
 
 

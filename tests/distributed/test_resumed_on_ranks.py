@@ -22,6 +22,8 @@ from laplace_sampling.data import fit_group
 from laplace_sampling.data.processes import ProcessError
 from laplace_sampling.journal import Journal
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("resumed on ranks")]
+
 METHODS = {
     "krylov": "krylov",
     "kfac": "kfac",

@@ -22,6 +22,8 @@ from laplace_sampling.journal import Journal
 from laplace_sampling.linear_model import tangent_model
 from laplace_sampling.methods import exact, problem
 
+pytestmark = pytest.mark.slow
+
 # Three ranks have 4, 5 and 5 data.
 N, D, C = 14, 3, 4
 
@@ -174,11 +176,25 @@ CASES: dict[str, Callable[[], dict[str, Tensor]]] = {
 }
 
 
+# Each kind of rows, likelihood and method once; the others take as long again.
+OFTEN = {
+    "ignored labels",
+    "heads",
+    "unequal noise, exact",
+    "weight space",
+    "noise by output",
+    "self-consistency",
+    "last layer of a stream",
+}
+
+
 def _of_case(name: str) -> dict[str, Tensor]:
     return CASES[name]()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.nightly) for name in CASES]
+)
 def test_what_is_in_parts_gives_the_results_of_one_process(name: str) -> None:
     alone = _of_case(name)
     for found in run_on_ranks(_of_case, 3, name):
@@ -233,7 +249,9 @@ def _with_file(case: str, path: Path, ends: bool) -> tuple[dict[str, Tensor], in
             return None
 
 
-@pytest.mark.parametrize("case", ["dense", "noise", "mode"])
+@pytest.mark.parametrize(
+    "case", ["dense", pytest.param("noise", marks=pytest.mark.nightly), pytest.param("mode", marks=pytest.mark.nightly)]
+)
 def test_results_in_a_file_are_those_of_all_processes(case: str, tmp_path: Path) -> None:
     alone = _with_file(case, tmp_path / "alone", False)
     assert alone is not None
@@ -317,7 +335,16 @@ def _largest(method: Any, options: dict[str, Any]) -> int:
     return max(found)
 
 
-@pytest.mark.parametrize("method", [Krylov(), "kfac", "diagonal", "last_layer"], ids=str)
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(Krylov(), marks=pytest.mark.nightly),
+        "kfac",
+        pytest.param("diagonal", marks=pytest.mark.nightly),
+        pytest.param("last_layer", marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 def test_no_process_has_numbers_of_all_outputs(method: Any) -> None:
     options = {"parameters": "last_layer"} if method == "last_layer" else {}
     assert _largest(method, options) >= MANY * OUTPUTS

@@ -1,5 +1,6 @@
 """One rank, two and four give the same hyperparameters, samples, evidence and predictions, by every method."""
 
+import functools
 import itertools
 import warnings
 from typing import Any
@@ -72,9 +73,28 @@ METHODS = {
     "last layer": {"parameters": "last_layer"},
     "auto": {},
 }
-CASES = list(itertools.product(METHODS, ("regression", "classification"), BOUNDS))
-# Processes on the axes of the data and of the samples.
-SHAPES = [(2, 1), (4, 1), (1, 2), (2, 2)]
+Case = tuple[str, str, torch.dtype]
+ALL: list[Case] = list(itertools.product(METHODS, ("regression", "classification"), BOUNDS))
+DOUBLE = [case for case in ALL if case[2] == torch.float64]
+# Each method once, both likelihoods, and both precisions.
+FEW: list[Case] = [
+    ("exact", "regression", torch.float64),
+    ("krylov", "classification", torch.float64),
+    ("stochastic", "regression", torch.float64),
+    ("kfac", "classification", torch.float64),
+    ("diagonal", "regression", torch.float64),
+    ("last layer", "classification", torch.float64),
+    ("auto", "regression", torch.float32),
+]
+# Processes on the axes of the data and of the samples, and what they fit in one start. One shape runs by default.
+STARTS: list[tuple[tuple[int, int], list[Case], list[pytest.MarkDecorator]]] = [
+    ((2, 1), FEW, []),
+    ((2, 2), DOUBLE, [pytest.mark.slow]),
+    ((2, 1), [case for case in ALL if case not in FEW], [pytest.mark.nightly]),
+    ((2, 2), [case for case in ALL if case not in DOUBLE], [pytest.mark.nightly]),
+    ((4, 1), ALL, [pytest.mark.nightly]),
+    ((1, 2), ALL, [pytest.mark.nightly]),
+]
 
 
 def of_case(method: str, likelihood: str, dtype: torch.dtype, **where: Any) -> dict[str, Tensor]:
@@ -85,33 +105,49 @@ def of_case(method: str, likelihood: str, dtype: torch.dtype, **where: Any) -> d
     return numbers(fitted(likelihood, dtype, METHODS[method], fit, **where), dtype)
 
 
-def on_rank(shape: tuple[int, int]) -> list[dict[str, Tensor]]:
+def on_rank(shape: tuple[int, int], cases: list[Case]) -> list[dict[str, Tensor]]:
     warnings.simplefilter("ignore")
     torch.manual_seed(dist.get_rank())  # nothing depends on global generators
     where: dict[str, Any] = {"process_group": dist.group.WORLD}
     if shape[1] > 1:
         where = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=("data", "samples"))}
-    return [of_case(*case, **where) for case in CASES]
+    return [of_case(*case, **where) for case in cases]
+
+
+@functools.cache
+def alone(case: Case) -> dict[str, Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return of_case(*case)
 
 
 @pytest.fixture(scope="module")
-def alone() -> list[dict[str, Tensor]]:
-    warnings.simplefilter("ignore")
-    return [of_case(*case) for case in CASES]
-
-
-@pytest.fixture(scope="module", params=SHAPES, ids=str)
-def together(request: pytest.FixtureRequest) -> list[list[dict[str, Tensor]]]:
+def together(request: pytest.FixtureRequest) -> dict[Case, list[dict[str, Tensor]]]:
     """What each rank has, case by case: all in one start of the processes, which takes longer than the fits."""
-    shape = request.param
-    return list(zip(*run_on_ranks(on_rank, shape[0] * shape[1], shape, timeout=300.0), strict=True))
+    shape, cases, _ = STARTS[request.param]
+    found = run_on_ranks(on_rank, shape[0] * shape[1], shape, cases, timeout=300.0)
+    return dict(zip(cases, zip(*found, strict=True), strict=True))
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: ", ".join(map(str, CASES[n])))
-def test_as_many_ranks_as_you_like(number: int, alone: list, together: list) -> None:
-    dtype = CASES[number][2]
-    for of_rank in together[number]:
-        for name, value in alone[number].items():
+@pytest.mark.parametrize(
+    ("together", "case"),
+    [
+        pytest.param(
+            number,
+            case,
+            id=f"{shape}-{', '.join(map(str, case))}",
+            marks=[*marks, pytest.mark.xdist_group(f"same numbers, start {number}")],
+        )
+        for number, (shape, cases, marks) in enumerate(STARTS)
+        for case in cases
+    ],
+    indirect=["together"],
+    scope="module",
+)
+def test_as_many_ranks_as_you_like(case: Case, together: dict[Case, list[dict[str, Tensor]]]) -> None:
+    dtype = case[2]
+    for of_rank in together[case]:
+        for name, value in alone(case).items():
             bound = BOUNDS[dtype]
             if name == "mode" and dtype == torch.float32:
                 bound = 1e-4  # the gradient vanishes there only up to rounding

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_sampling import SGD, LinearisedLaplace, Stochastic
 
+pytestmark = pytest.mark.slow
+
 CASES: dict[str, dict[str, Any]] = {
     "krylov": {"method": "krylov", "parameters": ["2.*"]},
     "kfac": {"method": "kfac"},
@@ -43,7 +45,9 @@ def _fitted(case: str, shard: bool) -> dict[str, Tensor]:
     return {"alpha": la.prior_precision_, "samples": la.samples_, "stddev": la.predict(x[:3]).stddev}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.nightly] * (case == "stochastic")) for case in CASES]
+)
 def test_fits_are_those_of_one_process(case: str) -> None:
     alone = _fitted(case, False)
     for of_rank in run_on_ranks(_fitted, 2, case, True):

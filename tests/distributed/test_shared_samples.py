@@ -1,6 +1,7 @@
 """Samples that stay in the processes that draw them: fits, predictions and files are as with all of them in each."""
 
 import copy
+import functools
 import pickle
 import warnings
 from collections.abc import Callable, Iterable
@@ -20,9 +21,10 @@ from laplace_sampling import SVRG, Gaussian, Krylov, LinearisedLaplace, Stochast
 from laplace_sampling.integrations.periodic_fits import PeriodicFits
 from laplace_sampling.journal import Journal
 
+pytestmark = pytest.mark.slow
+
 # Of ten samples three groups have three, three and four.
 K, N, D, C = 10, 37, 3, 2
-SHAPES = [(1, 3), (2, 2)]
 NAMES = ("data", "shared_samples")
 PrecisionAndSamples = tuple[Tensor, Tensor]
 METHODS: dict[str, dict[str, Any]] = {
@@ -36,6 +38,17 @@ METHODS: dict[str, dict[str, Any]] = {
 CASES = [(method, likelihood) for method in METHODS for likelihood in ("regression", "classification")]
 # Its noise of each output takes a sum over the samples of all processes.
 CASES.append(("krylov by layers", "regression with a noise of each output"))
+# Each method once, and all three likelihoods.
+FEW = [
+    ("exact", "regression"),
+    ("krylov", "classification"),
+    ("krylov by layers", "regression with a noise of each output"),
+    ("stochastic", "regression"),
+    ("kfac", "classification"),
+    ("last layer", "regression"),
+]
+# Processes on the axes of the data and of the samples, and what they fit in one start.
+STARTS = [((2, 2), FEW), ((2, 2), [case for case in CASES if case not in FEW]), ((1, 3), CASES)]
 
 
 def model() -> nn.Module:
@@ -97,10 +110,10 @@ def mesh_of(shape: tuple[int, int]) -> dict[str, Any]:
     return {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=NAMES)}
 
 
-def on_rank(shape: tuple[int, int]) -> list[dict[str, Any]]:
+def on_rank(shape: tuple[int, int], cases: list[tuple[str, str]]) -> list[dict[str, Any]]:
     warnings.simplefilter("ignore")
     found = []
-    for method, likelihood in CASES:
+    for method, likelihood in cases:
         la = fitted(method, likelihood, **mesh_of(shape))
         found.append(numbers(la, likelihood))
         held = la._fitted.posterior.samples  # pyright: ignore
@@ -108,23 +121,39 @@ def on_rank(shape: tuple[int, int]) -> list[dict[str, Any]]:
     return found
 
 
+@functools.cache
+def alone(case: tuple[str, str]) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return numbers(fitted(*case), case[1])
+
+
 @pytest.fixture(scope="module")
-def alone() -> list[dict[str, Any]]:
-    warnings.simplefilter("ignore")
-    return [numbers(fitted(*case), case[1]) for case in CASES]
+def shared(request: pytest.FixtureRequest) -> tuple[tuple[int, int], dict[tuple[str, str], list[dict[str, Any]]]]:
+    shape, cases = STARTS[request.param]
+    found = run_on_ranks(on_rank, shape[0] * shape[1], shape, cases, timeout=300.0)
+    return shape, dict(zip(cases, zip(*found, strict=True), strict=True))
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=str)
-def shared(request: pytest.FixtureRequest) -> tuple[tuple[int, int], list[list[dict[str, Any]]]]:
-    shape = request.param
-    return shape, list(zip(*run_on_ranks(on_rank, shape[0] * shape[1], shape, timeout=300.0), strict=True))
-
-
-@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: ", ".join(CASES[n]))
-def test_all_numbers_are_those_of_one_process(number: int, alone: list, shared: tuple) -> None:
+@pytest.mark.parametrize(
+    ("shared", "case"),
+    [
+        pytest.param(
+            number,
+            case,
+            id=f"{shape}-{', '.join(case)}",
+            marks=[*[pytest.mark.nightly] * (number > 0), pytest.mark.xdist_group(f"shared samples, start {number}")],
+        )
+        for number, (shape, cases) in enumerate(STARTS)
+        for case in cases
+    ],
+    indirect=["shared"],
+    scope="module",
+)
+def test_all_numbers_are_those_of_one_process(case: tuple[str, str], shared: tuple) -> None:
     shape, cases = shared
-    for rank, of_rank in enumerate(cases[number]):
-        for name, value in alone[number].items():
+    for rank, of_rank in enumerate(cases[case]):
+        for name, value in alone(case).items():
             atol = 1e-9 * float(value.double().abs().max())
             assert_close(of_rank[name], value, rtol=1e-9, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
         group, groups = rank % shape[1], shape[1]
@@ -149,6 +178,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
     return folder, run_on_ranks(_written, 4, str(folder))[3]
 
 
+@pytest.mark.xdist_group("files of shared samples")
 def test_a_folder_is_read_by_one_process(written: tuple[Path, Tensor]) -> None:
     folder, expected = written
     assert sorted(path.name for path in folder.iterdir()) == ["half", "shared"]
@@ -166,6 +196,7 @@ def _read(folder: str) -> tuple[int, Tensor, Tensor]:
     return rows, la.predict(X).deviations, whole.predict(X).deviations
 
 
+@pytest.mark.xdist_group("files of shared samples")
 def test_a_folder_is_read_by_another_number_of_processes(written: tuple[Path, Tensor]) -> None:
     folder, expected = written
     for rank, (rows, shared, whole) in enumerate(run_on_ranks(_read, 3, str(folder))):
@@ -174,6 +205,7 @@ def test_a_folder_is_read_by_another_number_of_processes(written: tuple[Path, Te
         assert_close(whole, expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.xdist_group("files of shared samples")
 def test_a_damaged_folder_is_told(written: tuple[Path, Tensor], tmp_path: Path) -> None:
     folder = tmp_path / "damaged"
     folder.mkdir()

@@ -49,29 +49,52 @@ def check(module: nn.Module, shape: tuple[int, ...]) -> None:
             assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
-def elementwise(x: Tensor) -> Tensor:
-    """Each with a kink or a pole away from the numbers that occur."""
-    y = x.abs() + 0.1
+# Each with a kink or a pole away from the numbers that occur.
+
+
+def activations(x: Tensor) -> Tensor:
     parts = [
         *(F.relu(x), F.leaky_relu(x, 0.2), F.elu(x, 0.7), F.gelu(x), F.gelu(x, approximate="tanh"), F.hardtanh(x)),
-        *(x.clamp(-0.3, 0.6), x.clamp(min=0.1), x.clamp(max=0.2), x.tanh(), x.sigmoid(), x.exp(), x.expm1()),
-        *(y.log(), y.log1p(), y.sqrt(), y.rsqrt(), y.reciprocal(), x.sin(), x.cos(), x.erf(), x**3, y**0.5, -x),
         *(F.softplus(x), F.mish(x), F.hardswish(x), F.silu(x), F.selu(x), F.relu6(4 * x), F.logsigmoid(x)),
-        *(torch.maximum(x, x.sin()), torch.minimum(x, x.cos()), torch.where(x > 0.1, x, x**2), x.round(), x / y),
     ]
     return torch.cat(parts, 1)
 
 
-def shapes(x: Tensor) -> Tensor:
-    """`[N, 4, 6]`: views, parts and sums."""
+def bounded(x: Tensor) -> Tensor:
+    parts = [
+        *(x.clamp(-0.3, 0.6), x.clamp(min=0.1), x.clamp(max=0.2), x.tanh(), x.sigmoid(), x.round()),
+        *(torch.maximum(x, x.sin()), torch.minimum(x, x.cos()), torch.where(x > 0.1, x, x**2), x.erf()),
+    ]
+    return torch.cat(parts, 1)
+
+
+def elementary(x: Tensor) -> Tensor:
+    y = x.abs() + 0.1
+    parts = [
+        *(y.log(), y.log1p(), y.sqrt(), y.rsqrt(), y.reciprocal(), x.sin(), x.cos(), x**3, y**0.5, -x),
+        *(x.exp(), x.expm1(), x / y),
+    ]
+    return torch.cat(parts, 1)
+
+
+def views(x: Tensor) -> Tensor:
+    """`[N, 4, 6]`."""
     first, second = x.split([1, 3], 1)
     parts = [
         *(x.flatten(1), x.transpose(1, 2).reshape(-1, 24), x.unsqueeze(-1).squeeze(-1)[:, 1:3, ::2].flatten(1)),
-        *(first.expand(-1, 3, -1).flatten(1) - second.flatten(1), x[:, 2], x.mean((1, 2))[:, None], x.sum(-1)),
-        *(x.flip(1)[:, 0], x.cumsum(2)[:, 3], F.pad(x, (1, 2), value=5.0)[:, 1], x[:, [0, 3], 1], x.amax(2)),
-        *(x.max(1).values, x.index_select(1, torch.tensor([3, 0]))[:, 0], x.repeat(1, 1, 2)[:, 0], x.clone()[:, 1]),
-        *((x @ x.transpose(1, 2)).flatten(1), torch.roll(x, 1, 2)[:, 0], x.softmax(-1)[:, 0], x.log_softmax(1)[:, 1]),
-        *(torch.stack([x, 2 + x], 1)[:, 1, 0], x[:, 0] / x.norm(dim=2)[:, :1], x.var(2), F.normalize(x, dim=1)[:, 2]),
+        *(first.expand(-1, 3, -1).flatten(1) - second.flatten(1), x[:, 2], x.flip(1)[:, 0]),
+        *(F.pad(x, (1, 2), value=5.0)[:, 1], x[:, [0, 3], 1], x.index_select(1, torch.tensor([3, 0]))[:, 0]),
+        *(x.repeat(1, 1, 2)[:, 0], x.clone()[:, 1], torch.roll(x, 1, 2)[:, 0], torch.stack([x, 2 + x], 1)[:, 1, 0]),
+    ]
+    return torch.cat(parts, 1)
+
+
+def sums(x: Tensor) -> Tensor:
+    """`[N, 4, 6]`."""
+    parts = [
+        *(x.mean((1, 2))[:, None], x.sum(-1), x.cumsum(2)[:, 3], x.amax(2), x.max(1).values),
+        *((x @ x.transpose(1, 2)).flatten(1), x.softmax(-1)[:, 0], x.log_softmax(1)[:, 1]),
+        *(x[:, 0] / x.norm(dim=2)[:, :1], x.var(2), F.normalize(x, dim=1)[:, 2]),
     ]
     return torch.cat(parts, 1)
 
@@ -87,7 +110,16 @@ def images(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("function", "shape"), [(elementwise, (5,)), (shapes, (4, 6)), (images, (2, 6, 6))], ids=lambda f: str(f)[:14]
+    ("function", "shape"),
+    [
+        (activations, (5,)),
+        (bounded, (5,)),
+        (elementary, (5,)),
+        (views, (4, 6)),
+        (sums, (4, 6)),
+        (images, (2, 6, 6)),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_functions(function: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> None:
     torch.manual_seed(1)
@@ -122,7 +154,9 @@ def layers() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
     }
 
 
-@pytest.mark.parametrize("name", layers())
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "attention")) for name in layers()]
+)
 def test_layers(name: str) -> None:
     torch.manual_seed(2)
     module, shape = layers()[name]

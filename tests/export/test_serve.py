@@ -71,6 +71,7 @@ def ask(address: str, x: Tensor) -> dict[str, Tensor]:
         return {name: torch.tensor(value) for name, value in json.load(response).items()}
 
 
+@pytest.mark.slow
 def test_the_example_answers(server: str, tmp_path: Path) -> None:
     module = torch.export.load(tmp_path / "error_bars.pt2").module()
     x = torch.tensor([[0.5, -1.0], [3.0, 3.0], [0.0, 0.4]])
@@ -86,6 +87,7 @@ def test_the_example_answers(server: str, tmp_path: Path) -> None:
         ask(server, torch.zeros(2))  # no axis of the batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"parameters": "last_layer"}], ids=["all", "last"])
 def test_predictions_of_several_threads_are_those_of_one(settings: dict) -> None:
     la, x = fitted("lenet", **settings)

@@ -6,7 +6,6 @@ import re
 import subprocess
 from pathlib import Path
 
-import onnxruntime
 import pytest
 import torch
 from exported import BATCH, TinyViT, assert_predicts, fitted
@@ -39,32 +38,52 @@ QUANTITIES = {
 
 
 def run_onnx(path: Path, names: tuple[str, ...], x: Tensor) -> dict[str, Tensor]:
+    import onnxruntime
+
     session = onnxruntime.InferenceSession(path)
     assert [output.name for output in session.get_outputs()] == list(names)
     values = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     return dict(zip(names, map(torch.from_numpy, values), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "likelihood", "settings"),
-    [
+def of_networks(**marks: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    """Parameters of a test: networks, of which some are marked."""
+    networks = [
         ("mlp", "binary", {}),
         ("cnn", "classification", {}),
         ("lenet", "regression", {}),
         ("vit", "classification", {}),
         ("lenet", "classification", LAST),
         ("mlp", "regression", LAST),
-    ],
-)
-def test_exported_and_as_onnx_it_predicts(name: str, likelihood: str, settings: dict, tmp_path: Path) -> None:
+    ]
+    names = [f"{name}_last" if settings else name for name, _, settings in networks]
+    parameters = [
+        pytest.param(*network, id=name, marks=marks.get(name, ()))
+        for name, network in zip(names, networks, strict=True)
+    ]
+    return pytest.mark.parametrize(("name", "likelihood", "settings"), parameters)
+
+
+@of_networks(cnn=pytest.mark.slow, lenet=pytest.mark.slow, vit=pytest.mark.slow, lenet_last=pytest.mark.slow)
+def test_exported_it_predicts(name: str, likelihood: str, settings: dict) -> None:
     la, x = fitted(name, likelihood, **settings)
     module = la.to_module(outputs=QUANTITIES[likelihood])
     assert isinstance(module.program, HeadProgram) == bool(settings) == module.exact
     program = torch.export.export(module, (x[:2],), dynamic_shapes=BATCH).module()
-    save_onnx(module, tmp_path / "module.onnx", x[:1])
     for batch in (x[:1], x[:5]):
         assert_predicts(module(batch), la, batch)
         assert_predicts(program(batch), la, batch)
+
+
+@pytest.mark.slow
+@of_networks(cnn=pytest.mark.nightly, lenet=pytest.mark.nightly, mlp_last=pytest.mark.nightly)
+def test_as_onnx_it_predicts(name: str, likelihood: str, settings: dict, tmp_path: Path) -> None:
+    for library in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(library, reason="the extra `onnx` is not installed")
+    la, x = fitted(name, likelihood, **settings)
+    module = la.to_module(outputs=QUANTITIES[likelihood])
+    save_onnx(module, tmp_path / "module.onnx", x[:1])
+    for batch in (x[:1], x[:5]):
         assert_predicts(run_onnx(tmp_path / "module.onnx", module.outputs, batch), la, batch)
 
 
@@ -124,6 +143,7 @@ def test_it_holds_its_tensors_and_no_data() -> None:
     assert all(torch.equal(value, expected[name]) for name, value in module(x).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, LAST], ids=["all", "last"])
 def test_it_compiles_without_a_break(settings: dict) -> None:
     la, x = fitted("mlp", **settings)
@@ -132,14 +152,14 @@ def test_it_compiles_without_a_break(settings: dict) -> None:
     assert_predicts(compiled(x), la, x)
 
 
-def test_a_loaded_posterior(tmp_path: Path) -> None:
-    for settings in ({}, LAST):
-        la, x = fitted("mlp", **settings)
-        la.save(tmp_path / "posterior.pt")
-        again = LinearisedLaplace.load(tmp_path / "posterior.pt", la.network.module)
-        module = again.to_module()
-        assert isinstance(module.program, HeadProgram) == bool(settings)
-        assert_predicts(module(x), la, x)
+@pytest.mark.parametrize("settings", [{}, LAST], ids=["all", "last"])
+def test_a_loaded_posterior(settings: dict, tmp_path: Path) -> None:
+    la, x = fitted("mlp", **settings)
+    la.save(tmp_path / "posterior.pt")
+    again = LinearisedLaplace.load(tmp_path / "posterior.pt", la.network.module)
+    module = again.to_module()
+    assert isinstance(module.program, HeadProgram) == bool(settings)
+    assert_predicts(module(x), la, x)
 
 
 def test_samples_in_half_precision_and_masks(tmp_path: Path) -> None:
@@ -153,6 +173,7 @@ def test_samples_in_half_precision_and_masks(tmp_path: Path) -> None:
     assert_predicts(la.to_module()(x), la, x)
 
 
+@pytest.mark.slow
 def test_pixels_and_a_dictionary_of_inputs() -> None:
     class Pixels(nn.Module):
         def __init__(self) -> None:
@@ -283,6 +304,7 @@ def test_what_torch_does_not_see_is_found() -> None:
         la.to_module()
 
 
+@pytest.mark.slow
 def test_a_small_vision_transformer_of_its_own_eval_mode() -> None:
     """The network is left as it was, in training mode and with its gradients."""
     la, _ = fitted("vit")
@@ -306,6 +328,7 @@ def works_compiler(folder: Path) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_compiled_ahead_of_time_it_predicts(tmp_path: Path) -> None:
     if not works_compiler(tmp_path):
         pytest.skip("there is no C++ compiler that works")

@@ -125,13 +125,13 @@ def killed(name: str, path: Path, kills: Any, after: int, **arguments: Any) -> N
     kills(10**9)
 
 
-@pytest.mark.parametrize("name", FITS)
-def test_a_fit_goes_on_to_the_same_numbers(name: str, path: Path, kills: Any) -> None:
+def goes_on(name: str, path: Path, kills: Any, *parts: float) -> None:
+    """A fit that is killed when its file has these parts of all entries, but for the first and the last."""
     expected = fitted(name)
     assert_same(fitted(name, path), expected)
     assert not path.exists()
     total = kills.entries
-    for after in {2, total // 2, total - 1}:
+    for after in {min(max(int(part * total), 2), total - 1) for part in parts}:
         killed(name, path, kills, after)
         size = path.stat().st_size
         assert_same(fitted(name, path), expected)
@@ -141,6 +141,18 @@ def test_a_fit_goes_on_to_the_same_numbers(name: str, path: Path, kills: Any) ->
         assert size > 0
 
 
+@pytest.mark.parametrize("name", ["exact", "krylov", "kfac"])
+def test_a_fit_goes_on_to_the_same_numbers(name: str, path: Path, kills: Any) -> None:
+    goes_on(name, path, kills, 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly] * (name == "sgd")) for name in FITS])
+def test_a_fit_goes_on_from_any_moment(name: str, path: Path, kills: Any) -> None:
+    goes_on(name, path, kills, 0.0, 0.5, 1.0)
+
+
+@pytest.mark.slow
 def test_a_fit_is_killed_again_and_again(path: Path, kills: Any) -> None:
     fitted("krylov", path)
     total, rounds = kills.entries, 0
@@ -168,6 +180,7 @@ def test_products_that_are_there_are_not_made_again(path: Path, kills: Any) -> N
     assert not made
 
 
+@pytest.mark.slow
 def test_products_of_many_data_are_kept_in_parts(path: Path, kills: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = fitted("krylov", path)
     whole = kills.entries
@@ -190,6 +203,7 @@ def test_fit_at_given_precisions(path: Path, kills: Any) -> None:
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_validation_data_and_warm_starts(path: Path, kills: Any) -> None:
     held_out = data(70)[-1:]
     expected = fitted("krylov", val_loader=held_out)
@@ -206,6 +220,7 @@ def test_validation_data_and_warm_starts(path: Path, kills: Any) -> None:
         fitted("krylov", path, val_loader=data(80)[-1:])
 
 
+@pytest.mark.slow
 def test_a_fit_that_goes_on_has_the_memory_that_it_began_with(
     path: Path, kills: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +233,7 @@ def test_a_fit_that_goes_on_has_the_memory_that_it_began_with(
     assert_same(fitted("krylov", path), expected)
 
 
+@pytest.mark.slow
 def test_callbacks_get_the_steps_that_were_there(path: Path, kills: Any) -> None:
     name, evidence = "krylov at the mode", {"criterion": "evidence"}
     kills(10**9)
@@ -335,7 +351,7 @@ def test_another_earlier_posterior_is_refused(path: Path, kills: Any) -> None:
 # Files that are damaged, and that cannot be written ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", [0.2, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("part", [0.5, *(pytest.param(part, marks=pytest.mark.slow) for part in (0.2, 0.9, 0.999))])
 def test_a_file_that_is_cut_off_is_used_as_far_as_it_goes(part: float, path: Path, kills: Any) -> None:
     fitted("krylov", path)
     killed("krylov", path, kills, kills.entries)
@@ -346,7 +362,7 @@ def test_a_file_that_is_cut_off_is_used_as_far_as_it_goes(part: float, path: Pat
     assert kills.entries > 0
 
 
-@pytest.mark.parametrize("part", [0.3, 0.6, 0.95])
+@pytest.mark.parametrize("part", [0.3, *(pytest.param(part, marks=pytest.mark.slow) for part in (0.6, 0.95))])
 def test_a_damaged_result_is_computed_again(part: float, path: Path, kills: Any) -> None:
     fitted("krylov", path)
     killed("krylov", path, kills, kills.entries)
@@ -443,6 +459,7 @@ def test_the_file_stays_after_an_error(error: type[BaseException], path: Path, m
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_the_file_stays_if_only_some_samples_were_drawn(
     path: Path, kills: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -522,6 +539,7 @@ def _holds(path: Path, ready: Any) -> None:
     fitted("krylov", path, callback=wait)
 
 
+@pytest.mark.slow
 def test_two_processes_are_not_in_one_file_at_the_same_time(path: Path) -> None:
     """A process that is killed leaves it free, and what it has found."""
     context = multiprocessing.get_context("spawn")

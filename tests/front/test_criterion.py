@@ -10,7 +10,7 @@ from flat_settings import laplace_of
 from laplace_sampling import LinearisedLaplace
 from laplace_sampling.methods.fit import Fit
 
-METHODS = ["exact", "krylov", "svrg", "kfac", "diagonal"]
+METHODS = ["exact", "krylov", pytest.param("svrg", marks=pytest.mark.slow), "kfac", "diagonal"]
 
 
 def tune(case: Case, val_loader=None, criterion: str = "auto", **settings) -> LinearisedLaplace:

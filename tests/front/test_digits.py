@@ -24,6 +24,8 @@ from laplace_sampling.linear_model.mode_objective import linear_model_mode
 from laplace_sampling.solvers.krylov import CG, BlockKrylov
 from laplace_sampling.solvers.sgd import SGD
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("digits")]
+
 
 @pytest.fixture(scope="module")
 def digits() -> Problem:
@@ -35,6 +37,7 @@ def few_digits() -> Problem:
     return problem(120)
 
 
+@pytest.mark.nightly
 def test_sgd_is_accurate_in_40_epochs_without_a_step_size(digits: Problem) -> None:
     prior, draws = digits.prior(3.5), Draws(8, 0)
     truth = exact(digits, prior, draws)
@@ -46,6 +49,7 @@ def test_sgd_is_accurate_in_40_epochs_without_a_step_size(digits: Problem) -> No
     assert error <= float(solution.error.max()) <= 0.3
 
 
+@pytest.mark.nightly
 def test_low_variance_objective_needs_an_eighth_of_the_batch(digits: Problem) -> None:
     prior, draws = digits.prior(3.5), Draws(4, 0)
     truth = exact(digits, prior, draws)
@@ -58,6 +62,7 @@ def test_low_variance_objective_needs_an_eighth_of_the_batch(digits: Problem) ->
     assert errors[1] <= errors[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("hessian_at", ["network", "mode"])
 def test_em_ends_near_the_dense_fixed_point_from_both_sides(few_digits: Problem, hessian_at: str) -> None:
     # From one side each: the paths below come from both.
@@ -73,7 +78,7 @@ def test_em_ends_near_the_dense_fixed_point_from_both_sides(few_digits: Problem,
         assert passes <= 400
 
 
-@pytest.mark.parametrize("hessian_at", ["network", "mode"])
+@pytest.mark.parametrize("hessian_at", [pytest.param("network", marks=pytest.mark.nightly), "mode"])
 def test_evidence_over_six_decades_is_the_dense_one(few_digits: Problem, hessian_at: str) -> None:
     prior = few_digits.prior(4.0, hessian_at)
     model, alphas = few_digits.model, torch.logspace(-3, 3, 13, dtype=torch.float64) * 4
@@ -120,6 +125,7 @@ def test_64_samples_by_block_krylov(digits: Problem) -> None:
     assert passes <= 500
 
 
+@pytest.mark.nightly
 def test_after_a_jump_of_alpha_the_test_variance_is_right() -> None:
     ratios = jump(problem(200), Draws(4, 0))
     print(f"test variance over the exact one: {ratios}")

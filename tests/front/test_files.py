@@ -52,6 +52,7 @@ def small_disk(num_bytes: int) -> Iterator[None]:
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_a_whole_file(tmp_path: Path) -> None:
     assert killed_saves(10, 0, tmp_path) == []
 

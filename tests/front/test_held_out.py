@@ -1,5 +1,7 @@
 """The scale of the posterior of a `LinearisedLaplace`, with validation data and without."""
 
+import copy
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,6 +34,11 @@ from laplace_sampling.predictions.left_out import left_out_classification
 
 def overfitted() -> tuple[nn.Module, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Three noisy classes in the plane, a network that has learnt 90 points by heart, and new ones."""
+    return copy.deepcopy(_overfitted())
+
+
+@functools.cache
+def _overfitted() -> tuple[nn.Module, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(690) % 3
     centres = torch.tensor([[0.0, 1.0], [1.0, -0.5], [-1.0, -0.5]])
@@ -138,7 +145,7 @@ def test_validation_data_of_a_regression_choose_scale_and_noise(method: str) -> 
 
 
 @pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
-@pytest.mark.parametrize("method", ["exact", "krylov"])
+@pytest.mark.parametrize("method", ["exact", pytest.param("krylov", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loaded", [False, True])
 def test_a_fitted_posterior_is_calibrated_later(method: str, loaded: bool, tmp_path: Path) -> None:
     """As if the held-out data had been there at the fit; what was chosen before does not matter."""
@@ -350,6 +357,11 @@ def test_few_data_are_looked_at_and_the_first_ones_of_a_stream(monkeypatch: pyte
 
 def digits_stopped_early() -> tuple[nn.Module, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """A network on 200 noisy digits that is about as sure as it should be."""
+    return copy.deepcopy(_digits_stopped_early())
+
+
+@functools.cache
+def _digits_stopped_early() -> tuple[nn.Module, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     images, labels = datasets.load_digits(return_X_y=True)
     x, y = torch.tensor(images[:900] / 8 - 1), torch.tensor(labels[:900])
     x = x + 0.5 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
@@ -363,7 +375,7 @@ def digits_stopped_early() -> tuple[nn.Module, tuple[Tensor, Tensor], tuple[Tens
     return model.eval(), (x[:200], y[:200]), (x[200:], y[200:])
 
 
-@pytest.mark.parametrize("method", ["kfac", "diagonal"])
+@pytest.mark.parametrize("method", ["kfac", pytest.param("diagonal", marks=pytest.mark.slow)])
 def test_the_scale_of_a_factored_posterior_makes_predictions_no_worse(method: str) -> None:
     model, train, (x, y) = digits_stopped_early()
     la = laplace_of(model, "classification", method=method, prior="isotropic", num_samples=32)

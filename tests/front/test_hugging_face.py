@@ -14,6 +14,8 @@ REASON = "the extra `hugging_face` (transformers and peft) is not installed"
 transformers = pytest.importorskip("transformers", reason=REASON)
 peft = pytest.importorskip("peft", reason=REASON)
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("example of Hugging Face")]
+
 
 @pytest.fixture(scope="module")
 def example() -> dict:

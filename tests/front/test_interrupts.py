@@ -63,6 +63,7 @@ def state_of_torch() -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
 # An interrupt while a generator is closed is told and lost: Python has nowhere to raise it.
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <generator:pytest.PytestUnraisableExceptionWarning")
@@ -215,6 +216,7 @@ def test_a_failed_fit_leaves_how_many_data_go_through_the_network(monkeypatch) -
     assert la.network.batching.max_rows == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [1e-4, 3e-3, 0.02])
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no such timer")
 def test_an_alarm_that_raises_is_handled_like_ctrl_c(seconds: float) -> None:

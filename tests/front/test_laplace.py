@@ -185,7 +185,7 @@ def test_the_posterior_is_drawn_at_the_tuned_hyperparameters() -> None:
 
 
 @pytest.mark.parametrize("num_data", [1, 2, 12])
-@pytest.mark.parametrize("method", ["exact", "sgd"])
+@pytest.mark.parametrize("method", ["exact", pytest.param("sgd", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
 # The network is not trained: whether its error bars leave anything of what it knows is a matter of rounding.
 @pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
@@ -352,6 +352,7 @@ def test_noise_explains_what_the_network_leaves(method: str, tmp_path: Path) -> 
         laplace_of(model, "regression", noise_at="data")
 
 
+@pytest.mark.slow
 def test_a_compiled_function_that_predicts() -> None:
     case = make_case("classification")
     la = LinearisedLaplace(case.model, "classification", method="exact", num_samples=4)

@@ -29,7 +29,7 @@ def measured() -> tuple[Case, Tensor, Tensor]:
         ("exact", "matrix"),
         ("exact", "operator"),
         ("exact", "functions"),
-        ("dual", "functions"),
+        pytest.param("dual", "functions", marks=pytest.mark.slow),
         ("krylov", "functions"),
     ],
 )

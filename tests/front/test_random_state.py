@@ -170,7 +170,13 @@ def states() -> tuple:
     return torch_state, numpy_state[1].tolist(), numpy_state[2], random.getstate()
 
 
-@pytest.mark.parametrize("method", ["exact", "krylov", Stochastic(solver=QUICK), "dual", "kfac", "diagonal", "ciq"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        *("exact", "krylov", "dual", "kfac", "diagonal", "ciq"),
+        pytest.param(Stochastic(solver=QUICK), marks=pytest.mark.slow),
+    ],
+)
 def test_no_method_draws_from_the_users_generators(method) -> None:
     la = LinearisedLaplace(nn.Linear(2, 1), "regression", num_samples=4, method=method)
     before = states()
@@ -193,6 +199,7 @@ def test_a_fit_that_is_refused_draws_nothing() -> None:
     assert states() == before
 
 
+@pytest.mark.slow
 def test_fits_in_two_threads_put_the_random_state_back() -> None:
     models = [nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)) for _ in range(4)]
 

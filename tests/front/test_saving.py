@@ -24,7 +24,7 @@ from laplace_sampling import (
 )
 
 
-@pytest.mark.parametrize("method", ["exact", "sgd"])
+@pytest.mark.parametrize("method", ["exact", pytest.param("sgd", marks=pytest.mark.slow)])
 def test_predictions_after_a_reload_are_the_same_bit_for_bit(case: Case, method: str, tmp_path) -> None:
     la = laplace_of(
         case.model, case.likelihood, method=method, solver=QUICK if method == "sgd" else None, num_samples=4

@@ -107,6 +107,7 @@ def test_left_out_of_other_likelihoods_is_the_mean_over_a_newton_step(name: str)
     assert_close(found.log_probs, likelihoods.mean(0).log(), rtol=0, atol=4 * float(error.max()))
 
 
+@pytest.mark.slow
 def test_left_out_logistic_regression_is_close_to_refits() -> None:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(40, 3, generator=generator, dtype=torch.float64)
@@ -136,7 +137,7 @@ def test_left_out_logistic_regression_is_close_to_refits() -> None:
     assert float((found - expected).mean().abs()) < 0.1 * float((trained - expected).mean().abs())
 
 
-@pytest.mark.parametrize("method", ["krylov", "stochastic"])
+@pytest.mark.parametrize("method", ["krylov", pytest.param("stochastic", marks=pytest.mark.slow)])
 def test_samples_give_the_score_of_the_exact_covariance(method: str) -> None:
     case = make_case("classification_many_data")
     exact = fit_case(case, "exact", prior_precision=5.0, num_samples=64).score("loo")

@@ -71,6 +71,7 @@ def trial(seed: int) -> tuple[Tensor, Tensor]:
     return moments(la, x[:5])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
 def test_trials_in_two_threads_as_of_an_optimiser_of_settings() -> None:
     expected = [trial(seed) for seed in range(8)]

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+pytestmark = pytest.mark.slow
+
 PATH = Path(__file__).parents[2] / "examples" / "tomography.py"
 
 

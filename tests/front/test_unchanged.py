@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import Case, make_case
+from cases import CASES, make_case
 from flat_settings import QUICK, fitted, laplace_of, loader
 from snapshot import assert_unchanged, snapshot
 from torch import Tensor, nn
@@ -15,8 +15,13 @@ from laplace_sampling import (
     ConvergenceWarning,
 )
 
+# With buffers, with kernels that depend on the mode, with several outputs, and with weights that are frozen.
+OFTEN = ("classification", "conv_batch_norm", "attention", "multi_task", "frozen_body")
 
-def test_network_is_unchanged_by_everything(case: Case) -> None:
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in OFTEN)) for name in CASES])
+def test_network_is_unchanged_by_everything(name: str) -> None:
+    case = make_case(name)
     case.model.train()
     list(case.model.modules())[-1].eval()
     before = snapshot(case.model)

@@ -1,5 +1,7 @@
 """Fits that start from the posterior that is there: they end where cold ones do, and cost less."""
 
+import copy
+import functools
 import io
 from dataclasses import replace
 
@@ -72,6 +74,11 @@ def distance(la: LinearisedLaplace, other: LinearisedLaplace, x: Tensor) -> floa
 
 def labelled() -> Problem:
     """A network that knows its training labels better than their neighbours do, so that error bars are warranted."""
+    return copy.deepcopy(_labelled())
+
+
+@functools.cache
+def _labelled() -> Problem:
     problem = Problem("classification", 300)
     problem.optimiser.param_groups[0]["lr"] = 0.3
     problem.train(200)
@@ -83,7 +90,9 @@ def problem_of(method: str) -> Problem:
     return Problem("regression" if method == "dual" else "classification")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("sgd", "svrg"))) for name in METHODS]
+)
 @pytest.mark.parametrize("prior", ["isotropic", "g-prior"])
 @pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
 def test_the_samples_are_those_of_a_cold_fit(method: str, prior: str) -> None:
@@ -101,7 +110,9 @@ def test_the_samples_are_those_of_a_cold_fit(method: str, prior: str) -> None:
     assert not torch.equal(before, la.samples_)
 
 
-@pytest.mark.parametrize("method", ["krylov", "cg", "sgd", "svrg"])
+@pytest.mark.parametrize(
+    "method", ["krylov", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cg", "sgd", "svrg"))]
+)
 def test_samples_that_are_there_cost_less(method: str) -> None:
     problem = problem_of(method)
     la = problem.laplace(METHODS[method]).fit(problem.batches, progress=False)
@@ -118,10 +129,10 @@ def test_samples_that_are_there_cost_less(method: str) -> None:
     ("method", "criterion"),
     [
         ("exact", "evidence"),
-        ("krylov", "evidence"),
-        ("sgd", "evidence"),
-        ("kfac", "evidence"),
-        ("diagonal", "evidence"),
+        pytest.param("krylov", "evidence", marks=pytest.mark.slow),
+        pytest.param("sgd", "evidence", marks=pytest.mark.nightly),
+        pytest.param("kfac", "evidence", marks=pytest.mark.slow),
+        pytest.param("diagonal", "evidence", marks=pytest.mark.slow),
         ("dual", "evidence"),
         ("krylov", "self_consistency"),
         ("exact", "self_consistency"),
@@ -150,6 +161,7 @@ def test_the_precision_is_that_of_a_cold_fit(method: str, criterion: str) -> Non
         assert abs(float((la.noise_precision_ / cold.noise_precision_).log())) < 0.03
 
 
+@pytest.mark.slow
 def test_the_mode_is_found_from_the_old_one() -> None:
     problem = Problem("classification")
     options = {"criterion": "evidence", "progress": False}
@@ -166,16 +178,17 @@ def test_the_mode_is_found_from_the_old_one() -> None:
 
 # Where counts of products tell: the exact method has to see all rows once, whatever it starts from.
 HALVED = [
-    ("classification", "cg", "evidence"),
-    ("classification", "diagonal", "evidence"),
     ("classification", "kfac", "evidence"),
     ("classification", "krylov", "evidence"),
     ("regression", "dual", "evidence"),
-    ("regression", "kfac", "evidence"),
-    ("regression", "subset", "evidence"),
+    pytest.param("classification", "cg", "evidence", marks=pytest.mark.nightly),
+    pytest.param("classification", "diagonal", "evidence", marks=pytest.mark.nightly),
+    pytest.param("regression", "kfac", "evidence", marks=pytest.mark.nightly),
+    pytest.param("regression", "subset", "evidence", marks=pytest.mark.nightly),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "method", "criterion"), HALVED)
 def test_after_one_more_epoch_it_costs_at_most_half(kind: str, method: str, criterion: str) -> None:
     problem = Problem(kind, 300)
@@ -191,6 +204,7 @@ def test_after_one_more_epoch_it_costs_at_most_half(kind: str, method: str, crit
     assert distance(la, cold, problem.x) < 0.03
 
 
+@pytest.mark.slow
 def test_a_preconditioner_of_a_network_that_is_far_off_is_left() -> None:
     """With it the solves would take 2.4 times the products of a cold fit."""
     problem = Problem("regression", 300)
@@ -204,8 +218,23 @@ def test_a_preconditioner_of_a_network_that_is_far_off_is_left() -> None:
     assert distance(la, cold, problem.x) < 0.03
 
 
-@pytest.mark.parametrize("method", ["exact", "krylov", "kfac", "subset"])
-@pytest.mark.parametrize("criterion", ["leave_one_out", "self_consistency", "validation"])
+OFTEN = {
+    ("exact", "leave_one_out"),
+    ("krylov", "leave_one_out"),
+    ("kfac", "self_consistency"),
+    ("subset", "validation"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "criterion"),
+    [
+        pytest.param(method, criterion, marks=[] if (method, criterion) in OFTEN else pytest.mark.nightly)
+        for method in ("exact", "krylov", "kfac", "subset")
+        for criterion in ("leave_one_out", "self_consistency", "validation")
+    ],
+)
 @pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
 def test_rules_look_near_the_last_precision(method: str, criterion: str) -> None:
     problem = labelled()
@@ -223,17 +252,18 @@ def test_rules_look_near_the_last_precision(method: str, criterion: str) -> None
     assert distance(la, cold, problem.x) < max(most, 0.03)
 
 
-@pytest.mark.parametrize("off", [1e-5, 1e5])
+@pytest.mark.slow
+@pytest.mark.parametrize("off", [pytest.param(1e-5, marks=pytest.mark.nightly), 1e5])
 @pytest.mark.parametrize(
     ("method", "criterion"),
     [
         ("exact", "evidence"),
-        ("krylov", "evidence"),
+        pytest.param("krylov", "evidence", marks=pytest.mark.nightly),
         ("dual", "evidence"),
         ("subset", "leave_one_out"),
-        ("kfac", "validation"),
-        ("exact", "self_consistency"),
-        ("kfac", "leave_one_out"),
+        pytest.param("kfac", "validation", marks=pytest.mark.nightly),
+        pytest.param("exact", "self_consistency", marks=pytest.mark.nightly),
+        pytest.param("kfac", "leave_one_out", marks=pytest.mark.nightly),
     ],
 )
 @pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
@@ -257,6 +287,7 @@ def test_a_start_that_is_far_off_is_left(method: str, criterion: str, off: float
     assert distance(la, cold, problem.x) < 0.05
 
 
+@pytest.mark.slow
 def test_a_part_of_the_data_is_as_large_as_was_enough() -> None:
     problem = labelled()
     options = {"criterion": "leave_one_out", "progress": False, "tolerance": 0.1}
@@ -277,8 +308,18 @@ def test_a_part_of_the_data_is_as_large_as_was_enough() -> None:
     assert la._fitted.fit.solver.part.sketch.num_rows == rows[0]
 
 
-@pytest.mark.parametrize("first", ["subset", "exact", "kfac"])
-@pytest.mark.parametrize("second", ["subset", "krylov", "exact"])
+CHANGES = {("subset", "exact"), ("exact", "krylov"), ("kfac", "subset")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param(first, second, marks=[] if (first, second) in CHANGES else pytest.mark.nightly)
+        for first in ("subset", "exact", "kfac")
+        for second in ("subset", "krylov", "exact")
+    ],
+)
 def test_another_method_may_have_been_there(first: str, second: str) -> None:
     problem = labelled()
     options = {"criterion": "leave_one_out", "progress": False}
@@ -291,6 +332,7 @@ def test_another_method_may_have_been_there(first: str, second: str) -> None:
     assert distance(other, cold, problem.x) < 0.05
 
 
+@pytest.mark.slow
 def test_a_loaded_part_of_the_data_is_a_start() -> None:
     problem = labelled()
     options = {"criterion": "leave_one_out", "progress": False}
@@ -305,6 +347,7 @@ def test_a_loaded_part_of_the_data_is_a_start() -> None:
     assert distance(la, cold, problem.x) < 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("criterion", ["evidence", "leave_one_out"])
 def test_hyperparameters_without_an_earlier_fit_are_those_of_a_cold_one(criterion: str) -> None:
     problem = labelled()

@@ -27,6 +27,8 @@ from accelerate.utils import DataLoaderConfiguration  # noqa: E402
 
 from laplace_sampling.integrations.accelerate import AcceleratedFits  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 NUM_DATA, BATCH_SIZE, NUM_EPOCHS = 26, 8, 4
 
 

@@ -15,11 +15,13 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_sampling import Krylov, LinearisedLaplace, NotFittedError
-from laplace_sampling.integrations.laplace_torch import SampledLaplace, SampledLastLayerLaplace
 
-laplace: Any = importlib.import_module("laplace")
+laplace: Any = pytest.importorskip("laplace", reason="the extra `laplace_torch` is not installed")
+
+from laplace_sampling.integrations.laplace_torch import SampledLaplace, SampledLastLayerLaplace  # noqa: E402
 
 pytestmark = [
+    pytest.mark.slow,
     # laplace-torch says this of every call of `optimize_prior_precision` for a classification.
     pytest.mark.filterwarnings("ignore:By default `link_approx` is `probit`:UserWarning"),
 ]

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler
 with warnings.catch_warnings():
     # Lightning imports parts of torch and of the standard library that are deprecated.
     warnings.simplefilter("ignore")
+    pytest.importorskip("lightning", reason="the extra `lightning` is not installed")
     from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
@@ -27,6 +28,7 @@ from laplace_sampling.integrations.lightning import LaplaceCallback
 from laplace_sampling.integrations.periodic_fits import PeriodicFits
 
 pytestmark = [
+    pytest.mark.slow,
     # What Lightning says of small loaders, of the steps of its log, and of a folder that is there.
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
     pytest.mark.filterwarnings("ignore:The number of training batches"),
@@ -392,6 +394,7 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[s
     return run_on_ranks(on_rank, 2, str(folder), timeout=120.0), folder
 
 
+@pytest.mark.xdist_group("two processes of Lightning")
 def test_processes_of_ddp_fit_together_and_train_as_without(two_processes: tuple) -> None:
     (first, second), _ = two_processes
     assert first["history"] == second["history"]
@@ -405,6 +408,7 @@ def test_processes_of_ddp_fit_together_and_train_as_without(two_processes: tuple
     assert {name: first["history"][0][name] for name in first["alone"]} == pytest.approx(first["alone"], rel=1e-4)
 
 
+@pytest.mark.xdist_group("two processes of Lightning")
 def test_a_posterior_of_two_processes_goes_on_in_one(two_processes: tuple) -> None:
     (first, _), folder = two_processes
     resumed = callback(method="exact", every_n_epochs=2, metrics={"error": lambda p, y: (p.probs.argmax(1) != y) * 1.0})

@@ -5,9 +5,13 @@ import math
 from pathlib import Path
 from types import ModuleType
 
-import optuna
 import pytest
-from optuna.trial import TrialState
+
+optuna = pytest.importorskip("optuna", reason="the extra `optuna` is not installed")
+
+from optuna.trial import TrialState  # noqa: E402
+
+pytestmark = pytest.mark.slow
 
 PATH = Path(__file__).parents[2] / "examples" / "optuna_search.py"
 

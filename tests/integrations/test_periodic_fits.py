@@ -14,8 +14,6 @@ from distributed_processes import run_on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from torchmetrics.classification import MulticlassAccuracy
-from torchmetrics.regression import MeanSquaredError
 
 from laplace_sampling import Gaussian, Krylov, LinearisedLaplace, NotFittedError, Step, StopFit
 from laplace_sampling.integrations.periodic_fits import PeriodicFits
@@ -84,12 +82,15 @@ class Training:
         return [*(t.tolist() for t in tensors), modes, flags, self.losses, list(numpy[1]), numpy[2], random.getstate()]
 
 
-METHODS = ["kfac", "exact", "krylov"]
-
-
-@pytest.mark.parametrize("kind", ["regression", "classification"])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("own_generator", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "method", "own_generator"),
+    [
+        ("regression", "kfac", True),
+        pytest.param("classification", "kfac", False, marks=pytest.mark.slow),
+        pytest.param("classification", "exact", True, marks=pytest.mark.slow),
+        pytest.param("regression", "krylov", False, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
 @pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
 def test_training_goes_on_as_without_fits(kind: str, method: str, own_generator: bool) -> None:
@@ -131,6 +132,7 @@ def test_a_loader_with_augmentation_is_refused() -> None:
     assert not fits.history_
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "outputs"), [("regression", 1), ("classification", 10)])
 def test_all_fits_together_cost_no_more_than_the_training(kind: str, outputs: int) -> None:
     training, fits = Training(kind, outputs, num=4000, inputs=20), PeriodicFits(kind)
@@ -146,6 +148,7 @@ def test_all_fits_together_cost_no_more_than_the_training(kind: str, outputs: in
     assert costs[-1] <= 0.5 * costs[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "outputs"), [("regression", 1), ("classification", 10)])
 def test_a_second_fit_costs_half_of_the_first_at_most(kind: str, outputs: int) -> None:
     training, fits, epochs = Training(kind, outputs, num=4000, inputs=20), PeriodicFits(kind), []
@@ -156,6 +159,7 @@ def test_a_second_fit_costs_half_of_the_first_at_most(kind: str, outputs: int) -
     assert epochs[1] <= 0.5 * epochs[0]
 
 
+@pytest.mark.slow
 def test_a_smaller_budget_is_kept() -> None:
     training = Training(num=4000, inputs=20).run(1)
     costs = [
@@ -196,13 +200,22 @@ def test_what_is_logged_is_what_the_fit_says() -> None:
     )
 
 
-def test_metrics_are_means_over_all_held_out_data() -> None:
+def accuracy_of_torchmetrics() -> Any:
+    pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
+    from torchmetrics.classification import MulticlassAccuracy
+
+    return MulticlassAccuracy(3, average="micro")
+
+
+@pytest.mark.parametrize("of_torchmetrics", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_metrics_are_means_over_all_held_out_data(of_torchmetrics: bool) -> None:
     training, held_out = Training("classification", 3).run(5), dataset("classification", 50, outputs=3, seed=1)
     metrics = {
-        "accuracy": MulticlassAccuracy(3, average="micro"),
         "each": lambda p, y: (p.probs.argmax(1) == y).double(),
         "batch": lambda p, y: float((p.probs.argmax(1) == y).double().mean()),
     }
+    if of_torchmetrics:
+        metrics["accuracy"] = accuracy_of_torchmetrics()
     fits = PeriodicFits("classification", metrics=metrics, budget=None)
     for epoch in (5, 6):  # a metric of torchmetrics starts anew
         # Batches of 16 and one of two.
@@ -210,11 +223,15 @@ def test_metrics_are_means_over_all_held_out_data() -> None:
     x, y = held_out.tensors
     prediction = fits.laplace_.predict(x)
     accuracy = float((prediction.probs.argmax(1) == y).double().mean())
-    assert [found[name] for name in metrics] == pytest.approx([accuracy] * 3)
+    assert [found[name] for name in metrics] == pytest.approx([accuracy] * len(metrics))
     assert found["val_log_loss"] == pytest.approx(-float(prediction.log_prob(y).mean()), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_metrics_of_a_regression_are_of_its_means() -> None:
+    pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
+    from torchmetrics.regression import MeanSquaredError
+
     training, held_out = Training().run(5), dataset("regression", 20, seed=1)
     fits = PeriodicFits("regression", val_loader=held_out, metrics={"mse": MeanSquaredError()}, budget=None)
     found = fits.fit(training.model, training.loader, epoch=1)
@@ -235,7 +252,7 @@ def recorded(steps: list[Step]) -> dict[str, Any]:
     return {"method": Krylov(), "criterion": "evidence", "budget": None, "callback": steps.append}
 
 
-@pytest.mark.parametrize("continued", ["same", "copy", "state"])
+@pytest.mark.parametrize("continued", ["same", pytest.param("copy", marks=pytest.mark.slow), "state"])
 def test_a_fit_starts_from_the_one_before(continued: str) -> None:
     training, steps = Training(), []
     fits = PeriodicFits("regression", **recorded(steps))
@@ -380,7 +397,7 @@ def on_rank() -> dict[str, Any]:
     held_out = dataset("classification", 51, outputs=3, seed=1)
     loaders = [DataLoader(data, 16, sampler=DistributedSampler(data)) for data in (training.data, held_out)]
     metrics = {
-        "accuracy": MulticlassAccuracy(3, average="micro"),
+        "accuracy": accuracy_of_torchmetrics(),
         "each": lambda p, y: (p.probs.argmax(1) == y).double(),
     }
     fits = PeriodicFits("classification", metrics=metrics, budget=None, method="exact", process_group=dist.group.WORLD)
@@ -399,7 +416,9 @@ def on_rank() -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 def test_processes_fit_the_network_of_the_first_together() -> None:
+    pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
     first, second = run_on_ranks(on_rank, 2)
     assert first["found"] == second["found"]
     assert first["scale"] == second["scale"]
@@ -439,6 +458,7 @@ def trained_in_shards(shard: bool) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_processes_that_share_out_the_weights_fit_together() -> None:
     alone = trained_in_shards(False)
     first, second = run_on_ranks(trained_in_shards, 2, True)

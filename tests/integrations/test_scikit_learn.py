@@ -4,6 +4,13 @@ import numpy as np
 import pytest
 import torch
 from numpy.testing import assert_allclose, assert_array_equal
+from torch import nn
+
+from laplace_sampling import ConvergenceWarning, GPrior, LinearisedLaplace
+
+pytest.importorskip("sklearn", reason="the extra `scikit_learn` is not installed")
+pytest.importorskip("skorch", reason="the extra `scikit_learn` is not installed")
+
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import GridSearchCV, cross_val_score
@@ -11,9 +18,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier, NeuralNetRegressor
-from torch import nn
 
-from laplace_sampling import ConvergenceWarning, GPrior, LinearisedLaplace
 from laplace_sampling.integrations.scikit_learn import LaplaceClassifier, LaplaceRegressor
 
 RNG = np.random.RandomState(0)
@@ -59,6 +64,7 @@ def weights_of(module: nn.Module) -> np.ndarray:
 @pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
 @pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
 @parametrize_with_checks([LaplaceRegressor(**QUICK), LaplaceClassifier(**QUICK)])
+@pytest.mark.slow
 def test_conventions_of_scikit_learn(estimator, check) -> None:
     check(estimator)
 

@@ -30,6 +30,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E4
 from laplace_sampling.integrations.periodic_fits import PeriodicFits  # noqa: E402
 from laplace_sampling.integrations.transformers import FILE, LaplaceTrainerCallback, next_token  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 NUM_DATA, BATCH_SIZE, NUM_EPOCHS = 26, 8, 4
 STEPS = 4  # an epoch
 # Entries of the log that tell the time.

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from distributed_processes import run_on_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def _summed(x: torch.Tensor) -> tuple[int, torch.Tensor]:
     summed = x * (dist.get_rank() + 1)

@@ -1,0 +1,52 @@
+"""Which documents and modules have their examples run, and in which tier."""
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent
+# The libraries that examples or imports of a file need beyond those of the tests: it is left out where one is missing.
+NEEDS = {
+    "docs/training_scripts.md": ("accelerate", "lightning", "sklearn", "skorch", "torchmetrics", "transformers"),
+    "docs/production.md": ("onnx", "onnxruntime", "onnxscript"),
+    "docs/from_laplace_torch.md": ("laplace",),
+    "docs/plots.md": ("matplotlib",),
+    "laplace_sampling/gp/botorch.py": ("botorch",),
+    "laplace_sampling/integrations/accelerate.py": ("accelerate",),
+    "laplace_sampling/integrations/laplace_torch.py": ("laplace",),
+    "laplace_sampling/integrations/laplace_torch_predictions.py": ("laplace",),
+    "laplace_sampling/integrations/lightning.py": ("lightning",),
+    "laplace_sampling/integrations/scikit_learn.py": ("sklearn", "skorch"),
+    "laplace_sampling/integrations/skorch_nets.py": ("sklearn", "skorch"),
+    "laplace_sampling/integrations/transformers.py": ("accelerate", "transformers"),
+    "laplace_sampling/integrations/whole_weights.py": ("accelerate",),
+}
+# All of them but the pictures are of the tier `slow`, and not even imported by others.
+SLOW = {ROOT / name for name in NEEDS} - {ROOT / "docs/plots.md"}
+
+
+@cache
+def _is_installed(library: str) -> bool:
+    return importlib.util.find_spec(library) is not None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if not collection_path.is_relative_to(ROOT):
+        return None
+    needed = NEEDS.get(collection_path.relative_to(ROOT).as_posix(), ())
+    is_deselected = collection_path in SLOW and "not slow" in config.option.markexpr
+    return True if is_deselected or not all(map(_is_installed, needed)) else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before items are deselected by their markers
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path in SLOW:
+            item.add_marker(pytest.mark.slow)
+    if config.option.markexpr == "slow":
+        # A file or a test that is `slow` may have parameters that are `nightly`: these run there only.
+        nightly = [item for item in items if item.get_closest_marker("nightly")]
+        items[:] = [item for item in items if item not in nightly]
+        config.hook.pytest_deselected(items=nightly)

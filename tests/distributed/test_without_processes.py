@@ -1,0 +1,22 @@
+"""What a single process is told that is to share data with others."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from laplace_sampling import LinearisedLaplace
+from laplace_sampling.data.processes import ALONE
+from laplace_sampling.data.training_data import TrainingData
+
+
+def test_a_share_of_the_data_is_refused_without_its_group() -> None:
+    dataset = TensorDataset(torch.arange(20.0).reshape(10, 2), torch.arange(10) % 3)
+    loader = DataLoader(dataset, 4, sampler=DistributedSampler(dataset, num_replicas=2, rank=0))
+    with pytest.raises(ValueError, match=r"gives this process 5 of 10 data(?s:.*)`process_group=` that shares out"):
+        TrainingData(loader, processes=ALONE)
+
+
+def test_a_group_needs_processes() -> None:
+    with pytest.raises(ValueError, match=r"need the processes of `torch\.distributed`"):
+        LinearisedLaplace(nn.Linear(1, 1), "regression", process_group="all")
