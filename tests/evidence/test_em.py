@@ -4,7 +4,8 @@ from dataclasses import replace
 import pytest
 import reference
 import torch
-from cases import Case, make_case
+from cases import CASES, Case, make_case
+from grids import covering
 from torch import nn
 from torch.testing import assert_close
 
@@ -82,7 +83,7 @@ def test_standard_error_covers_the_truth() -> None:
     assert math.isnan(float(effective_dimension(one, prior)[1]))
 
 
-@pytest.mark.parametrize("recipe", [IsotropicPrior(), GPrior(), LayerwisePrior()])
+@covering(indirect=["case"], case=CASES, recipe=[IsotropicPrior(), GPrior(), LayerwisePrior()])
 def test_effective_dimension_by_group_equals_the_dense_trace(case: Case, recipe) -> None:
     model = case.linear_model()
     model = replace(model, features=DenseFeatures.of(model.features))

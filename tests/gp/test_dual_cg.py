@@ -7,6 +7,7 @@ import pytest
 import reference
 import torch
 from cases import CASES, Case, make_case
+from grids import covering
 from problems import make_prior
 from torch import Tensor
 from torch.testing import assert_close
@@ -54,7 +55,7 @@ def decaying(num: int = 120, size: int = 400) -> tuple[GGN, GaussianPrior]:
     return ggn, prior
 
 
-@pytest.mark.parametrize("prior", ["isotropic", "g-prior", "layerwise"])
+@covering(indirect=["case"], case=CASES, prior=["isotropic", "g-prior", "layerwise"])
 def test_same_draws_give_the_samples_of_weight_space(case: Case, prior: str) -> None:
     model = case.linear_model("affine")
     model = replace(model, features=DenseFeatures.of(model.features))

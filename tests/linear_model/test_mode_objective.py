@@ -3,7 +3,8 @@ from dataclasses import replace
 import pytest
 import reference
 import torch
-from cases import Case
+from cases import CASES, Case
+from grids import covering
 from problems import setting
 from torch.testing import assert_close
 
@@ -13,7 +14,7 @@ from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.sgd import SGD
 
 
-@pytest.mark.parametrize("kind", ["affine", "homogeneous"])
+@covering(indirect=["case"], case=CASES, kind=["affine", "homogeneous"])
 def test_mode_equals_the_dense_one(case: Case, kind: str) -> None:
     if case.likelihood.name == "heteroscedastic":
         pytest.skip("Fisher scoring converges linearly; tests/front/test_outputs.py has its mode")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import Case, make_case
 from flat_settings import fit_case, holds_jacobian, in_observation_space, laplace_of
+from grids import covering
 from problems import CLOSE, SAMPLES, many
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -75,10 +76,14 @@ def assert_equal(gram: LinearisedLaplace, weights: LinearisedLaplace, x: Tensor,
     assert page.gamma_reference == pytest.approx(page.effective_dimension)
 
 
-@pytest.mark.parametrize("hessian_at", ["mode", "network"])
-@pytest.mark.parametrize("kind", ["homogeneous", "affine"])
-@pytest.mark.parametrize("prior", ["isotropic", "g-prior"])
-@pytest.mark.parametrize("name", NAMES)
+@covering(
+    rest=False,
+    strength=2,
+    name=NAMES,
+    prior=["isotropic", "g-prior"],
+    kind=["homogeneous", "affine"],
+    hessian_at=["mode", "network"],
+)
 def test_both_spaces_agree(name: str, prior: str, kind: str, hessian_at: str, in_weight_space) -> None:
     case = make_case(name)
     settings = {"prior": prior, "linear_model": kind, "hessian_at": hessian_at}

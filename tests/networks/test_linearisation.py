@@ -2,6 +2,7 @@ import pytest
 import reference
 import torch
 from cases import CASES, Case, make_case
+from grids import covering
 from snapshot import assert_unchanged, snapshot
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -14,7 +15,7 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 2, 16])
+@covering(indirect=["case"], case=CASES, chunk_size=[1, 2, 16])
 def test_products_equal_the_dense_jacobian(case: Case, chunk_size: int) -> None:
     network = Linearisation(case.model, chunk_size=chunk_size)
     J = reference.jacobian(case.model, case.x)
