@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import reference
 import torch
-from cases import CASES, Case, make_case
+from cases import CASES, FEW_CASES, Case, make_case
 from grids import covering
 from problems import make_prior
 from torch import Tensor
@@ -85,6 +85,7 @@ def test_samples_of_a_network_by_products() -> None:
     assert_close(found.value, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("case", FEW_CASES, indirect=True)
 def test_the_operator_is_the_dense_matrix(case: Case) -> None:
     model = case.linear_model()
     S = WhitenedGram(torch.rand(model.features.size).double() + 0.5, model.ggn(model.network_outputs))

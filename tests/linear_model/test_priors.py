@@ -3,7 +3,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from cases import Case, make_case
+from cases import FEW_CASES, Case, make_case
 from torch import nn
 from torch.testing import assert_close
 
@@ -26,6 +26,7 @@ def build(recipe, case: Case, precision: float = 2.0, seed: int = 0):
     return replace(recipe, precision=precision).build(ggn, Linearisation(case.model).layers(), noise), make_dense(ggn)
 
 
+@pytest.mark.parametrize("case", FEW_CASES, indirect=True)
 def test_isotropic_is_alpha_times_identity(case: Case) -> None:
     prior, _ = build(IsotropicPrior(), case)
     assert_close(prior.diagonal(), torch.full_like(prior.scale, 2.0))

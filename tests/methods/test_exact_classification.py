@@ -185,8 +185,7 @@ def test_a_jacobian_that_is_not_finite() -> None:
 # Keeping it, and what may go wrong ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hessian_at", ["mode", "network"])
-@pytest.mark.parametrize("name", ["classification", "binary", "multi_label"])
+@covering(name=["classification", "binary", "multi_label"], hessian_at=["mode", "network"])
 def test_a_loaded_posterior_is_the_same_to_the_last_bit(name: str, hessian_at: str, tmp_path) -> None:
     case = learnable(name)
     la = tune(case, hessian_at=hessian_at)
@@ -327,6 +326,7 @@ for at in ("mode", "network"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read from /proc")
 def test_peak_memory_is_at_most_four_gram_matrices_and_a_block() -> None:
     command = [sys.executable, "-W", "ignore", "-c", _PEAK]

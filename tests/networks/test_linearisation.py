@@ -27,14 +27,6 @@ def test_products_equal_the_dense_jacobian(case: Case, chunk_size: int) -> None:
     assert_close(network.jacobian(case.x), J, rtol=1e-6, atol=1e-9)
 
 
-def test_jvp_and_vjp_are_adjoint(case: Case) -> None:
-    network = Linearisation(case.model)
-    f = network(case.x).reshape(len(case.x), -1)
-    v, u = random(3, network.num_parameters), random(3, *f.shape)
-    left = (network.jvp(case.x, v) * u).sum((1, 2))
-    assert_close(left, (v * network.vjp(case.x, u)).sum(1), rtol=1e-8, atol=1e-9)
-
-
 def test_fused_attention_has_a_jvp_and_the_fast_path_is_put_back() -> None:
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
     model = nn.Sequential(layer, nn.Flatten(), nn.Linear(12, 2)).double().eval()
