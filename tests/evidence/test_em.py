@@ -49,7 +49,7 @@ def built(recipe, model: LinearModel, precision: float):
 
 
 def test_effective_dimension_is_unbiased_and_of_the_variance_of_its_formula() -> None:
-    model = toy()
+    model = toy(width=16)
     prior = built(IsotropicPrior(), model, 5.0)
     ggn = model.ggn(model.network_outputs)
     # 1000 repeats of K = 8 exact samples.
