@@ -47,7 +47,9 @@ def ridge(x: Tensor, y: Tensor, alpha: float, noise: float) -> Tensor:
     return torch.linalg.solve(noise * x.T @ x + alpha * torch.eye(x.shape[1]).to(x), noise * x.T @ y)
 
 
-@pytest.mark.parametrize("level", [0.5, 0.8, 0.9])
+@pytest.mark.parametrize(
+    "level", [pytest.param(0.5, marks=pytest.mark.slow), pytest.param(0.8, marks=pytest.mark.slow), 0.9]
+)
 def test_full_intervals_are_those_of_refits_with_each_candidate(level: float) -> None:
     """Ridge regression is trained again with every candidate of a fine grid."""
     alpha, noise, num = 0.3, 4.0, 30
