@@ -178,6 +178,19 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
+# One of each shape of data and outputs and of each kind of network, for what no likelihood plays a part in.
+FEW_CASES = [
+    "regression_per_output",
+    "regression_flat",
+    "image_regression",
+    "conv_batch_norm",
+    "attention",
+    "token_labels",
+    "multi_task",
+    "scalar_and_matrix",
+]
+
+
 def make_case(name: str) -> Case:
     with torch.random.fork_rng():
         torch.manual_seed(sum(map(ord, name)))

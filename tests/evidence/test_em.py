@@ -4,7 +4,8 @@ from dataclasses import replace
 import pytest
 import reference
 import torch
-from cases import Case, make_case
+from cases import CASES, Case, make_case
+from grids import covering
 from torch import nn
 from torch.testing import assert_close
 
@@ -48,7 +49,7 @@ def built(recipe, model: LinearModel, precision: float):
 
 
 def test_effective_dimension_is_unbiased_and_of_the_variance_of_its_formula() -> None:
-    model = toy()
+    model = toy(width=16)
     prior = built(IsotropicPrior(), model, 5.0)
     ggn = model.ggn(model.network_outputs)
     # 1000 repeats of K = 8 exact samples.
@@ -82,7 +83,7 @@ def test_standard_error_covers_the_truth() -> None:
     assert math.isnan(float(effective_dimension(one, prior)[1]))
 
 
-@pytest.mark.parametrize("recipe", [IsotropicPrior(), GPrior(), LayerwisePrior()])
+@covering(indirect=["case"], case=CASES, recipe=[IsotropicPrior(), GPrior(), LayerwisePrior()])
 def test_effective_dimension_by_group_equals_the_dense_trace(case: Case, recipe) -> None:
     model = case.linear_model()
     model = replace(model, features=DenseFeatures.of(model.features))

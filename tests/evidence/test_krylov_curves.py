@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from grids import covering
 from tangent_problems import build, dense_model, log_evidence, random_spectrum, rows_of
 from torch import Tensor
 from torch.testing import assert_close
@@ -58,9 +59,12 @@ def test_regression_curves_equal_dense_ones_at_every_precision(name: str, recipe
             assert float(mine) == pytest.approx(float(truth), rel=1e-6, abs=1e-7), (what, alpha)
 
 
-@pytest.mark.parametrize("hessian_at", ["network", "mode"])
-@pytest.mark.parametrize("name", ["classification", "classification_many_data"])
-@pytest.mark.parametrize("at", [1e-3, 0.1, 10.0, 1e3])
+@covering(
+    strength=2,
+    name=["classification", "classification_many_data"],
+    hessian_at=["network", "mode"],
+    at=[1e-3, 0.1, 10.0, 1e3],
+)
 def test_classification_curves_are_exact_where_the_run_is_made(name: str, hessian_at: str, at: float) -> None:
     model = dense_model(name)
     prior = build("isotropic", model, at)

@@ -37,7 +37,7 @@ with warnings.catch_warnings():
 
     from laplace_sampling.gp.botorch import TangentSurrogate
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.mark.parametrize("outputs", [1, 2])

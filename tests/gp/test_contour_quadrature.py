@@ -5,7 +5,7 @@ from dataclasses import replace
 import linear_operator
 import pytest
 import torch
-from cases import Case, make_case
+from cases import FEW_CASES, Case, make_case
 from problems import PRIORS, setting
 from torch import Tensor
 from torch.testing import assert_close
@@ -50,6 +50,7 @@ def error(ggn: GGN, prior: GaussianPrior, draws: Draws, samples: Tensor) -> floa
     return float((samples.double() - exact).norm() / exact.norm())
 
 
+@pytest.mark.parametrize("case", FEW_CASES, indirect=True)
 def test_the_adapter_is_the_dense_matrix(case: Case) -> None:
     _, ggn, _ = setting(case, "isotropic")
     A = torch.rand(ggn.size, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.5

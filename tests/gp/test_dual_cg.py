@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import reference
 import torch
-from cases import CASES, Case, make_case
+from cases import CASES, FEW_CASES, Case, make_case
+from grids import covering
 from problems import make_prior
 from torch import Tensor
 from torch.testing import assert_close
@@ -54,7 +55,7 @@ def decaying(num: int = 120, size: int = 400) -> tuple[GGN, GaussianPrior]:
     return ggn, prior
 
 
-@pytest.mark.parametrize("prior", ["isotropic", "g-prior", "layerwise"])
+@covering(indirect=["case"], case=CASES, prior=["isotropic", "g-prior", "layerwise"])
 def test_same_draws_give_the_samples_of_weight_space(case: Case, prior: str) -> None:
     model = case.linear_model("affine")
     model = replace(model, features=DenseFeatures.of(model.features))
@@ -84,6 +85,7 @@ def test_samples_of_a_network_by_products() -> None:
     assert_close(found.value, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("case", FEW_CASES, indirect=True)
 def test_the_operator_is_the_dense_matrix(case: Case) -> None:
     model = case.linear_model()
     S = WhitenedGram(torch.rand(model.features.size).double() + 0.5, model.ggn(model.network_outputs))

@@ -6,6 +6,7 @@ import pytest
 import reference
 import torch
 from cases import CASES, Case, make_case
+from grids import covering
 from problems import CLOSE, make_prior, many
 from torch import Tensor
 from torch.testing import assert_close
@@ -37,9 +38,7 @@ def hessian(case: Case, J: Tensor, A: Tensor, outputs: Tensor) -> tuple[Tensor, 
     return M, M + torch.diag(A)
 
 
-@pytest.mark.parametrize("hessian_at", ["mode", "network"])
-@pytest.mark.parametrize("prior", ["isotropic", "g-prior", "layerwise"])
-@pytest.mark.parametrize("name", NAMES)
+@covering(rest=False, name=NAMES, prior=["isotropic", "g-prior", "layerwise"], hessian_at=["mode", "network"])
 def test_everything_agrees_with_weight_space(name: str, prior: str, hessian_at: str) -> None:
     case, model, built = setting(name, prior)
     alpha = 0.6

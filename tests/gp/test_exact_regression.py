@@ -10,6 +10,7 @@ import reference
 import torch
 from cases import Case, make_case
 from flat_settings import laplace_of
+from grids import covering
 from problems import CLOSE, make_prior, noisy
 from torch import Tensor
 from torch.testing import assert_close
@@ -69,8 +70,7 @@ def noise_of(model: LinearModel, exact: ExactRegression, b: float) -> Tensor:
     return exact.noise_scale / b
 
 
-@pytest.mark.parametrize("prior", list(PRIORS))
-@pytest.mark.parametrize("name", REGRESSIONS)
+@covering(name=REGRESSIONS, prior=PRIORS)
 def test_everything_agrees_with_weight_space(name: str, prior: str) -> None:
     case, model, built = setting(name, prior)
     exact = ExactRegression.of(model, built)
@@ -413,8 +413,7 @@ def test_leaving_a_datum_out_is_fitting_without_it(name: str) -> None:
         assert_close(out.log_prob[i], normal.log_prob(case.y[i].reshape(-1)), **CLOSE)
 
 
-@pytest.mark.parametrize("prior", list(PRIORS))
-@pytest.mark.parametrize("name", REGRESSIONS)
+@covering(name=REGRESSIONS, prior=PRIORS)
 def test_same_draws_give_the_same_samples_as_weight_space(name: str, prior: str) -> None:
     _, model, built = setting(name, prior)
     exact = ExactRegression.of(model, built)
@@ -495,6 +494,7 @@ for outputs in (1, 2):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read from /proc")
 def test_peak_memory_is_below_four_gram_matrices_and_a_block() -> None:
     """With one noise precision, and with one for each output."""

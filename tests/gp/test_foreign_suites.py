@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from laplace_sampling.gp.contour_quadrature import PosteriorPrecision
-from laplace_sampling.gp.jittered_covariance import JitteredCovariance
 from laplace_sampling.gp.linear_operators import LinearOperator, settings
 from laplace_sampling.gp.tangent_kernel import NetworkMean, TangentKernel
 from laplace_sampling.gp.tangent_operator import TangentKernelOperator
@@ -25,7 +24,6 @@ with warnings.catch_warnings():
     from gpytorch.test.base_mean_test_case import BaseMeanTestCase
     from linear_operator.test.linear_operator_test_case import (
         LinearOperatorTestCase,
-        RectangularLinearOperatorTestCase,
     )
     from linear_operator.utils.warnings import NumericalWarning, PerformanceWarning
 
@@ -35,6 +33,7 @@ expected_warnings = pytest.mark.filterwarnings(
     f"ignore::{NumericalWarning.__module__}.{NumericalWarning.__qualname__}",
     f"ignore::{PerformanceWarning.__module__}.{PerformanceWarning.__qualname__}",
 )
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -85,42 +84,8 @@ class _Square:
 
 
 @expected_warnings
-class TestTangentKernelOperator(_Square, LinearOperatorTestCase, unittest.TestCase): ...
-
-
-@expected_warnings
-class TestTangentKernelOperatorOfSeveralOutputs(_Square, LinearOperatorTestCase, unittest.TestCase):
-    outputs = 2
-
-
-@expected_warnings
 class TestTangentKernelOperatorOfABatch(_Square, LinearOperatorTestCase, unittest.TestCase):
-    batch = (2,)
-
-
-@expected_warnings
-class TestTangentKernelOperatorOfADoubleBatch(_Square, LinearOperatorTestCase, unittest.TestCase):
-    # The suite says of itself that stochastic Lanczos quadrature is too noisy for it on double batches.
-    batch, outputs, skip_slq_tests = (2, 3), 2, True
-
-
-class _Rectangular(_Square):
-    outputs = 2
-
-    def create_linear_op(self) -> LinearOperator:
-        net = network(self.outputs)
-        variance = torch.linspace(0.5, 1.5, net.num_parameters) / (1 + normal(*self.batch, 1).abs())
-        x = normal(6, 3)
-        return TangentKernelOperator(variance, x1=x[:4], x2=x[4:], network=net)
-
-
-@expected_warnings
-class TestRectangularTangentKernelOperator(_Rectangular, RectangularLinearOperatorTestCase, unittest.TestCase): ...
-
-
-@expected_warnings
-class TestRectangularTangentKernelOperatorOfABatch(_Rectangular, RectangularLinearOperatorTestCase, unittest.TestCase):
-    batch = (3,)
+    batch, outputs = (2,), 2
 
 
 class _Precision(_Square):
@@ -134,29 +99,7 @@ class _Precision(_Square):
 
 
 @expected_warnings
-class TestPosteriorPrecision(_Precision, LinearOperatorTestCase, unittest.TestCase): ...
-
-
-@expected_warnings
 class TestPosteriorPrecisionOfABatch(_Precision, LinearOperatorTestCase, unittest.TestCase):
-    batch = (2,)
-
-
-class _Covariance(_Square):
-    def create_linear_op(self) -> LinearOperator:
-        root = normal(*self.batch, 5, 5)
-        return JitteredCovariance(root @ root.mT + torch.eye(5))
-
-    def evaluate_linear_op(self, linear_op: LinearOperator) -> Tensor:
-        return linear_op.representation()[0]
-
-
-@expected_warnings
-class TestJitteredCovariance(_Covariance, LinearOperatorTestCase, unittest.TestCase): ...
-
-
-@expected_warnings
-class TestJitteredCovarianceOfABatch(_Covariance, LinearOperatorTestCase, unittest.TestCase):
     batch = (2,)
 
 
@@ -168,41 +111,19 @@ def pooling(outputs: int) -> nn.Module:
 
 
 class TestTangentKernel(BaseKernelTestCase, unittest.TestCase):
-    outputs = 1
+    """The matrices are dense."""
 
     def create_kernel_no_ard(self, **kwargs: object) -> TangentKernel:
-        return TangentKernel(pooling(self.outputs), **kwargs)
+        return TangentKernel(pooling(1), **kwargs)
 
 
-class TestTangentKernelOfSeveralOutputs(TestTangentKernel):
-    outputs = 2
-
-
-class TestTangentKernelOfOperators(TestTangentKernel):
+class TestTangentKernelOfOperators(BaseKernelTestCase, unittest.TestCase):
     """The matrices are `TangentKernelOperator`s."""
 
     def create_kernel_no_ard(self, **kwargs: object) -> TangentKernel:
-        return TangentKernel(pooling(self.outputs), dense_size=1, **kwargs)
-
-
-class TestSumWithATangentKernel(TestTangentKernel):
-    def create_kernel_no_ard(self, **kwargs: object) -> TangentKernel:
-        return super().create_kernel_no_ard(**kwargs) + super().create_kernel_no_ard(**kwargs)
-
-    @unittest.skip("a sum of any kernels of GPyTorch does not expand the batches of its parts")
-    def test_kernel_getitem_broadcast(self) -> None: ...
+        return TangentKernel(pooling(2), dense_size=1, **kwargs)
 
 
 class TestNetworkMean(BaseMeanTestCase, unittest.TestCase):
-    kind = "network"
-
     def create_mean(self) -> NetworkMean:
-        return NetworkMean(pooling(1), self.kind)
-
-
-class TestAffineNetworkMean(TestNetworkMean):
-    kind = "affine"
-
-
-class TestHomogeneousNetworkMean(TestNetworkMean):
-    kind = "homogeneous"
+        return NetworkMean(pooling(1), "affine")

@@ -3,7 +3,8 @@
 import pytest
 import reference
 import torch
-from cases import Case, make_case
+from cases import CASES, Case, make_case
+from grids import covering
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -23,8 +24,7 @@ def jacobian(case: Case, x: Tensor | None = None) -> Tensor:
     return reference.jacobian(case.model, case.x if x is None else x).flatten(0, 1)
 
 
-@pytest.mark.parametrize("block_bytes", [400.0, 2000.0, 1e9])
-@pytest.mark.parametrize("products", ["rows", "jvp", "auto"])
+@covering(rest=False, indirect=["case"], case=CASES, products=["rows", "jvp", "auto"], block_bytes=[400.0, 2000.0, 1e9])
 def test_gram_is_that_of_the_jacobian(case: Case, products: str, block_bytes: float) -> None:
     features, J = case.linear_model().features, jacobian(case)
     v = variances(features.size)
@@ -34,8 +34,7 @@ def test_gram_is_that_of_the_jacobian(case: Case, products: str, block_bytes: fl
     assert torch.linalg.eigvalsh(K)[0] > -1e-12 * K.diagonal().max()
 
 
-@pytest.mark.parametrize("block_bytes", [400.0, 2000.0, 1e9])
-@pytest.mark.parametrize("products", ["rows", "jvp"])
+@covering(rest=False, indirect=["case"], case=CASES, products=["rows", "jvp"], block_bytes=[400.0, 2000.0, 1e9])
 def test_cross_gram_and_blocks(case: Case, products: str, block_bytes: float) -> None:
     features, J = case.linear_model().features, jacobian(case)
     x = case.x[:3] + 0.1

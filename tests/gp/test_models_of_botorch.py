@@ -25,6 +25,8 @@ with warnings.catch_warnings():
     from botorch.models.transforms import Normalize
     from botorch.sampling import SobolQMCNormalSampler
 
+pytestmark = pytest.mark.slow
+
 
 def likelihood(*batch_shape: int) -> gpytorch.likelihoods.GaussianLikelihood:
     return gpytorch.likelihoods.GaussianLikelihood(

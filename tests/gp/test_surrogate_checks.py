@@ -11,6 +11,8 @@ with warnings.catch_warnings():
     pytest.importorskip("botorch", reason="BoTorch, of the extra `botorch`, is not there")
     from laplace_sampling.gp.botorch import TangentSurrogate
 
+pytestmark = pytest.mark.slow
+
 NET = nn.Linear(2, 1)
 X = torch.randn(6, 2, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1, keepdim=True)

@@ -4,10 +4,10 @@ import warnings
 import weakref
 from functools import partial
 
-import pytest
 import torch
 from cases import make_case
 from flat_settings import laplace_of
+from grids import covering
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -122,9 +122,7 @@ def test_peak_memory_of_products_does_not_grow_with_the_data() -> None:
     assert peaks[16] < 1.05 * peaks[4]
 
 
-@pytest.mark.parametrize("hyperparameters", [False, True])
-@pytest.mark.parametrize("prior", ["g-prior", "isotropic"])
-@pytest.mark.parametrize("method", ["krylov", "sgd", "svrg"])
+@covering(strength=2, method=["krylov", "sgd", "svrg"], prior=["g-prior", "isotropic"], hyperparameters=[False, True])
 def test_a_fit_keeps_to_its_memory(method: str, prior: str, hyperparameters: bool, monkeypatch) -> None:
     """The budget, and on top of it what one product takes and a few copies of the weights and of the data."""
     g = torch.Generator().manual_seed(0)

@@ -493,6 +493,7 @@ def test_many_outputs_take_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float((traces.mean() - M.trace()).abs()) < 5 * float(traces.std()) / 150**0.5
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_laplace_torch_has_the_same_curvature_of_a_classifier() -> None:
     laplace = pytest.importorskip("laplace", reason="laplace-torch is not installed")

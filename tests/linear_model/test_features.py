@@ -1,11 +1,13 @@
+import pytest
 import torch
-from cases import Case
+from cases import FEW_CASES, Case
 from torch.testing import assert_close
 
 from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
 from laplace_sampling.linear_model.row_blocks import row_blocks
 
 
+@pytest.mark.parametrize("case", FEW_CASES, indirect=True)
 def test_dense_and_scaled_features_give_the_same_products(case: Case) -> None:
     features = case.linear_model().features
     scale = torch.rand(features.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5

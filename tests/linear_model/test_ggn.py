@@ -1,7 +1,7 @@
 import pytest
 import reference
 import torch
-from cases import Case, make_case
+from cases import FEW_CASES, Case, make_case
 from torch.testing import assert_close
 
 from laplace_sampling.linear_model.draws import Draws
@@ -24,6 +24,7 @@ def test_ggn_equals_the_dense_one(case: Case) -> None:
     assert_close(rows.T @ rows, M, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("case", FEW_CASES, indirect=True)
 def test_the_same_vector_twice_gives_the_same_product(case: Case) -> None:
     model = case.linear_model()
     ggn = model.ggn(model.network_outputs)

@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from cases import Case, make_case
+from cases import CASES, Case, make_case
+from grids import covering
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -17,7 +18,7 @@ from laplace_sampling.methods.observation_space import MOST_LOST, lost_by_rows
 from laplace_sampling.networks.linearisation import Linearisation
 
 
-@pytest.mark.parametrize("numbers", [8, 2**19])
+@covering(indirect=["case"], case=CASES, numbers=[8, 2**19])
 def test_products_are_those_of_the_dense_rows(case: Case, numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held_rows, "_NUMBERS", numbers)
     features = case.linear_model().features

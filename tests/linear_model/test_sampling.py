@@ -1,6 +1,7 @@
 import pytest
 import torch
-from cases import Case, make_case
+from cases import CASES, Case, make_case
+from grids import covering
 from problems import PRIORS, setting
 from torch.testing import assert_close
 
@@ -41,7 +42,7 @@ def test_sgd_samples_have_the_posterior_covariance_at_convergence() -> None:
     assert_white(solution.value * built.scale, make_dense(ggn) + torch.diag(built.diagonal()))
 
 
-@pytest.mark.parametrize("prior", list(PRIORS))
+@covering(indirect=["case"], case=CASES, prior=PRIORS)
 def test_same_draws_give_the_same_samples_by_sgd_and_exactly(case: Case, prior: str) -> None:
     _, ggn, built = setting(case, prior, precision=2.0)
     draws = Draws(3, seed=1)

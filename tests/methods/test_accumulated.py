@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import CASES, Case, make_case
 from flat_settings import fit_case
+from grids import covering
 from problems import CLOSE, SAMPLES
 from torch.testing import assert_close
 
@@ -40,9 +41,12 @@ def test_there_are_cases_of_many_rows() -> None:
     assert len(CASES_OF_MANY_ROWS) >= 2
 
 
-@pytest.mark.parametrize("hessian_at", ["network", "mode"])
-@pytest.mark.parametrize("prior", ["isotropic", "g-prior", "layerwise"])
-@pytest.mark.parametrize("name", CASES_OF_MANY_ROWS)
+@covering(
+    rest=False,
+    name=CASES_OF_MANY_ROWS,
+    prior=["isotropic", "g-prior", "layerwise"],
+    hessian_at=["network", "mode"],
+)
 def test_accumulated_fits_are_those_that_hold_the_jacobian(
     name: str, prior: str, hessian_at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,10 +1,13 @@
 """What a fit may cost, and what it has cost: counted in operations, the same in two runs."""
 
+import copy
 import warnings
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from grids import covering
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -20,6 +23,12 @@ COST = Cost(jvp=2.0, vjp=3.0, gradient=4.0)
 
 def image_problem(num_data: int = 2000) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     """A convolutional classifier after some training, and its data."""
+    model, data = trained_on_images(num_data)
+    return copy.deepcopy(model), data
+
+
+@cache
+def trained_on_images(num_data: int) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         x = torch.randn(num_data, 1, 12, 12)
@@ -89,8 +98,7 @@ def test_an_epoch_is_a_gradient_of_all_weights() -> None:
         assert_close(la.plan(data).epoch, counted.count, rtol=0.01, atol=0.0)
 
 
-@pytest.mark.parametrize("budget", [5.0, 20.0, 100.0])
-@pytest.mark.parametrize("method", ["auto", "krylov", "stochastic"])
+@covering(method=["auto", "krylov", "stochastic"], budget=[5.0, 20.0, 100.0])
 def test_no_more_is_spent_than_allowed(method: str, budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budgets, "_FREE", 0.0)
     model, data = image_problem()
@@ -166,7 +174,7 @@ def test_two_runs_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_the_budget_does_not_pay_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budgets, "_FREE", 0.0)
-    model, data = image_problem(1000)
+    model, data = image_problem(250)
     la = LinearisedLaplace(model, "classification", method="krylov", num_samples=16)
     with pytest.warns(ConvergenceWarning, match="more than the budget of 8: the posterior is that of Kronecker"):
         la.fit(data, budget=8.0, progress=False)

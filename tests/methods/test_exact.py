@@ -9,6 +9,7 @@ import reference
 import torch
 from cases import make_case
 from flat_settings import fit_case, holds_jacobian, in_observation_space, laplace_of
+from grids import covering
 from problems import CLOSE, SAMPLES, trained
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -18,9 +19,13 @@ from laplace_sampling import ConvergenceWarning, Gaussian, IsotropicPrior, Linea
 REGRESSIONS = ["regression", "regression_per_output", "regression_flat", "image_regression"]
 
 
-@pytest.mark.parametrize("kind", ["affine", "homogeneous"])
-@pytest.mark.parametrize("prior", ["isotropic", "g-prior", "layerwise"])
-@pytest.mark.parametrize("name", REGRESSIONS)
+@covering(
+    rest=False,
+    strength=2,
+    name=REGRESSIONS,
+    prior=["isotropic", "g-prior", "layerwise"],
+    kind=["affine", "homogeneous"],
+)
 def test_all_spaces_agree(name: str, prior: str, kind: str, in_weight_space) -> None:
     case = make_case(name)
     settings = {"prior": prior, "linear_model": kind}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import Case, make_case
 from flat_settings import fit_case, holds_jacobian, in_observation_space, laplace_of
+from grids import covering
 from problems import CLOSE, SAMPLES, many
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -75,10 +76,14 @@ def assert_equal(gram: LinearisedLaplace, weights: LinearisedLaplace, x: Tensor,
     assert page.gamma_reference == pytest.approx(page.effective_dimension)
 
 
-@pytest.mark.parametrize("hessian_at", ["mode", "network"])
-@pytest.mark.parametrize("kind", ["homogeneous", "affine"])
-@pytest.mark.parametrize("prior", ["isotropic", "g-prior"])
-@pytest.mark.parametrize("name", NAMES)
+@covering(
+    rest=False,
+    strength=2,
+    name=NAMES,
+    prior=["isotropic", "g-prior"],
+    kind=["homogeneous", "affine"],
+    hessian_at=["mode", "network"],
+)
 def test_both_spaces_agree(name: str, prior: str, kind: str, hessian_at: str, in_weight_space) -> None:
     case = make_case(name)
     settings = {"prior": prior, "linear_model": kind, "hessian_at": hessian_at}
@@ -180,8 +185,7 @@ def test_a_jacobian_that_is_not_finite() -> None:
 # Keeping it, and what may go wrong ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hessian_at", ["mode", "network"])
-@pytest.mark.parametrize("name", ["classification", "binary", "multi_label"])
+@covering(name=["classification", "binary", "multi_label"], hessian_at=["mode", "network"])
 def test_a_loaded_posterior_is_the_same_to_the_last_bit(name: str, hessian_at: str, tmp_path) -> None:
     case = learnable(name)
     la = tune(case, hessian_at=hessian_at)
@@ -322,6 +326,7 @@ for at in ("mode", "network"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read from /proc")
 def test_peak_memory_is_at_most_four_gram_matrices_and_a_block() -> None:
     command = [sys.executable, "-W", "ignore", "-c", _PEAK]

@@ -3,8 +3,9 @@
 import pytest
 import reference
 import torch
-from cases import Case, make_case
+from cases import CASES, Case, make_case
 from flat_settings import laplace_of, loader
+from grids import covering
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,9 +29,12 @@ def posterior(la: LinearisedLaplace) -> tuple[Tensor, Tensor, Tensor]:
     return M, torch.diag(prior.diagonal().double()), fit.mode.weights.double()
 
 
-@pytest.mark.parametrize("method", ["diagonal", "kfac"])
-@pytest.mark.parametrize("prior", ["g-prior", "isotropic", "layerwise"])
-@pytest.mark.parametrize("name", ["classification", "regression", "conv_batch_norm"])
+@covering(
+    strength=2,
+    name=["classification", "regression", "conv_batch_norm"],
+    prior=["g-prior", "isotropic", "layerwise"],
+    method=["diagonal", "kfac"],
+)
 def test_posterior_and_evidence_are_the_dense_ones(method: str, prior: str, name: str) -> None:
     case = make_case(name)
     la = laplace_of(case.model, case.likelihood, method=method, prior=prior, prior_precision=0.6, num_samples=1000).fit(
@@ -97,7 +101,7 @@ def test_mackay(method: str) -> None:
 # The networks of the cases are not trained: the loss of variances of their own need not rise as is expected.
 @pytest.mark.filterwarnings("ignore:The training loss does not rise:laplace_sampling.ConvergenceWarning")
 @pytest.mark.filterwarnings("ignore:`fit_hyperparameters`:laplace_sampling.ConvergenceWarning")
-@pytest.mark.parametrize("method", ["diagonal", "kfac"])
+@covering(indirect=["case"], case=CASES, method=["diagonal", "kfac"])
 def test_every_case_is_fitted_saved_and_loaded(case: Case, method: str, tmp_path) -> None:
     batches = case.batches
     la = laplace_of(case.model, case.given[0], method=method, num_samples=4)

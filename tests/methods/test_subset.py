@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import make_case
 from flat_settings import laplace_of, loader
+from grids import covering
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -33,8 +34,7 @@ def regression(num_data: int = 300) -> tuple[nn.Module, Tensor, Tensor]:
     return model, x, y
 
 
-@pytest.mark.parametrize("prior", ["isotropic", "g-prior", "layerwise"])
-@pytest.mark.parametrize("name", ["classification", "regression", "conv_batch_norm"])
+@covering(name=["classification", "regression", "conv_batch_norm"], prior=["isotropic", "g-prior", "layerwise"])
 def test_all_rows_give_the_exact_posterior(name: str, prior: str) -> None:
     case = make_case(name)
     settings = {"prior": prior, "prior_precision": 0.6, "hessian_at": "network", "num_samples": 1000}

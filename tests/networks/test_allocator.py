@@ -49,6 +49,7 @@ def lines_of(code: str) -> list[str]:
     return run.stdout.splitlines()
 
 
+@pytest.mark.slow
 @_NEEDS_GLIBC
 def test_freed_blocks_are_kept_after_the_first_product() -> None:
     """Blocks of 31 MiB are the system's own before it, also after a `Linearisation` was constructed."""
@@ -79,6 +80,7 @@ print(allocator.keep_freed_memory.cache_info().misses)
 """
 
 
+@pytest.mark.slow
 def test_constructing_changes_nothing_in_the_process() -> None:
     assert lines_of(_STATE) == ["True", "1"]
 

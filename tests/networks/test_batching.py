@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from cases import Case, make_case
+from cases import CASES, Case, make_case
 from flat_settings import laplace_of
+from grids import covering
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -192,8 +193,7 @@ class FixedPieces(Batching):
         return list(x.split(self.size))
 
 
-@pytest.mark.parametrize("num", [1, 5])
-@pytest.mark.parametrize("pieces", [2, 3])
+@covering(indirect=["case"], case=CASES, pieces=[2, 3], num=[1, 5])
 def test_products_of_pieces_are_those_of_the_whole(case: Case, pieces: int, num: int) -> None:
     whole = Linearisation(case.model)
     split = Linearisation(case.model, batching=FixedPieces(-(-len(case.x) // pieces)))

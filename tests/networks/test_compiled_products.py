@@ -18,6 +18,8 @@ from laplace_sampling import LinearisedLaplace
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.subnetwork import Subnetwork
 
+pytestmark = pytest.mark.slow
+
 BEFORE = 3  # products of a shape that are not compiled
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from grids import covering
 from torch import Tensor, nn
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import jvp, vmap
@@ -90,7 +91,9 @@ def composed(f: Callable[..., Tensor], *args: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(("f", "shapes", "given"), EVERY)
-def test_tangents_are_those_of_torch(f: Callable[..., Tensor], shapes: list[Shape], given: tuple[int, ...]) -> None:
+def test_one_and_many_tangents_are_those_of_torch(
+    f: Callable[..., Tensor], shapes: list[Shape], given: tuple[int, ...]
+) -> None:
     values, tangents = numbers(shapes, 0), numbers(shapes, 1)
     tangents = [t * here for t, here in zip(tangents, given, strict=True)]
     value, expected = jvp(f, tuple(values), tuple(tangents))
@@ -101,16 +104,15 @@ def test_tangents_are_those_of_torch(f: Callable[..., Tensor], shapes: list[Shap
     if any(given):
         assert found.tangent is not None
         assert_close(found.tangent, expected)
+        assert_many_tangents(f, shapes, given)
     else:
         assert found.tangent is None
 
 
-@pytest.mark.parametrize(("f", "shapes", "given"), EVERY)
-def test_many_tangents_at_once(f: Callable[..., Tensor], shapes: list[Shape], given: tuple[int, ...]) -> None:
+def assert_many_tangents(f: Callable[..., Tensor], shapes: list[Shape], given: tuple[int, ...]) -> None:
+    """Four tangents at once, under `vmap`."""
     values, tangents = numbers(shapes, 0), numbers(shapes, 1, 4)
     here = [n for n, one in enumerate(given) if one]
-    if not here:
-        return
 
     def pushed(way: Callable[..., Tensor]) -> Tensor:
         def of_some(*some: Tensor) -> Tensor:
@@ -142,8 +144,7 @@ def test_zeros_are_not_multiplied(name: str) -> None:
         assert operations(*given) == (1 + a + b) * operations(*[False] * len(shapes)) > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("given", list(product((0, 1), repeat=3))[1:])
+@covering(given=list(product((0, 1), repeat=3))[1:], dtype=[torch.bfloat16, torch.float32])
 def test_normalisation_in_half_precision(dtype: torch.dtype, given: tuple[int, int, int]) -> None:
     """Of images in bfloat16 with parameters in it, or in float32 as under autocast, against float64."""
     shapes = NORMS["of images"][1]

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from cases import Case, make_case
+from cases import FEW_CASES, Case, make_case
 from flat_settings import laplace_of
 from snapshot import assert_unchanged, snapshot
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(linear, nn.Tanh(), second, nn.Tanh(), third)
 
 
+@pytest.mark.parametrize("case", FEW_CASES, indirect=True)
 def test_outputs_are_the_networks_own_bit_for_bit(case: Case) -> None:
     case.model.train()
     output = Linearisation(case.model)(case.x)
@@ -38,6 +39,7 @@ def test_outputs_are_the_networks_own_bit_for_bit(case: Case) -> None:
         assert torch.equal(output, read(case.model.eval()(case.x), len(case.x))[0])
 
 
+@pytest.mark.parametrize("case", ["conv_batch_norm", "attention", "multi_task"], indirect=True)
 def test_module_is_untouched(case: Case) -> None:
     case.model.train()
     case.model.get_submodule("").register_forward_hook(lambda module, args, output: None)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from flat_settings import laplace_of
+from grids import covering
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -95,8 +96,7 @@ HASTY = SGD(epochs=1, mode_epochs=1, min_steps=20, batch_size=4)
 
 @pytest.mark.filterwarnings("ignore:The posterior has not converged:laplace_sampling.ConvergenceWarning")
 @pytest.mark.filterwarnings("ignore:The data go on after the first 9")  # of the endless one
-@pytest.mark.parametrize("method", ["exact", "krylov", "sgd"])
-@pytest.mark.parametrize("form", list(FORMS))
+@covering(form=FORMS, method=["exact", "krylov", "sgd"])
 def test_every_form_is_the_same_posterior(form: str, method: str) -> None:
     data, options, x = FORMS[form]
     settings = {"method": method, "solver": HASTY if method == "sgd" else None}

@@ -2,6 +2,7 @@ import pytest
 import reference
 import torch
 from cases import CASES, Case, make_case
+from grids import covering
 from snapshot import assert_unchanged, snapshot
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -14,7 +15,7 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 2, 16])
+@covering(indirect=["case"], case=CASES, chunk_size=[1, 2, 16])
 def test_products_equal_the_dense_jacobian(case: Case, chunk_size: int) -> None:
     network = Linearisation(case.model, chunk_size=chunk_size)
     J = reference.jacobian(case.model, case.x)
@@ -24,14 +25,6 @@ def test_products_equal_the_dense_jacobian(case: Case, chunk_size: int) -> None:
     assert_close(network.jvp(case.x, v), torch.einsum("ncp,kp->knc", J, v), rtol=1e-6, atol=1e-9)
     assert_close(network.vjp(case.x, u), torch.einsum("ncp,knc->kp", J, u), rtol=1e-6, atol=1e-9)
     assert_close(network.jacobian(case.x), J, rtol=1e-6, atol=1e-9)
-
-
-def test_jvp_and_vjp_are_adjoint(case: Case) -> None:
-    network = Linearisation(case.model)
-    f = network(case.x).reshape(len(case.x), -1)
-    v, u = random(3, network.num_parameters), random(3, *f.shape)
-    left = (network.jvp(case.x, v) * u).sum((1, 2))
-    assert_close(left, (v * network.vjp(case.x, u)).sum(1), rtol=1e-8, atol=1e-9)
 
 
 def test_fused_attention_has_a_jvp_and_the_fast_path_is_put_back() -> None:

@@ -30,7 +30,10 @@ _SAID = {
 _OF_TORCH = [(name, build) for library, name, build in NETWORKS if library == "torch.nn"]
 
 
-@pytest.mark.parametrize(("name", "build"), _OF_TORCH, ids=[name for name, _ in _OF_TORCH])
+@pytest.mark.parametrize(
+    ("name", "build"),
+    [pytest.param(*one, id=one[0], marks=pytest.mark.slow if "compile" in one[0] else ()) for one in _OF_TORCH],
+)
 def test_network_works_and_is_unchanged(name: str, build) -> None:
     outcome = run("torch.nn", name, build)
     if name == "dynamically quantised head":
@@ -575,6 +578,7 @@ def test_networks_that_differentiate() -> None:
         Linearisation(Force(False))(x)
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_what_torch_imports() -> None:
     code = "import torch; from laplace_sampling.networks.linearisation import Linearisation as L; "
     code += "n = L(torch.nn.Linear(2, 1)); "

@@ -26,6 +26,9 @@ from laplace_sampling.networks import held_module, jacobian_products, sharded
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.random_weights import linearise
 
+# Processes are started one group after the other.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+
 WIDTH, NUM_DATA = 6, 9
 CLOSE: dict[str, Any] = {"rtol": 0.0, "atol": 1e-10}
 

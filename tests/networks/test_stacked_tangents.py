@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import CASES, make_case
+from grids import covering
 from kernels import kernels_of
 from torch import Tensor, nn
 from torch.func import functional_call, jvp
@@ -47,8 +48,7 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("parameters", [None, ["!*weight"], ["*weight"], "first"])
+@covering(name=NETWORKS, parameters=[None, ["!*weight"], ["*weight"], "first"])
 def test_products_of_small_networks(name: str, parameters: Any) -> None:
     torch.manual_seed(0)
     module = NETWORKS[name]()

@@ -3,8 +3,9 @@ from dataclasses import replace
 import pytest
 import reference
 import torch
-from cases import Case, make_case
+from cases import CASES, Case, make_case
 from flat_settings import laplace_of
+from grids import covering
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -25,7 +26,7 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 16])
+@covering(indirect=["case"], case=CASES, chunk_size=[1, 16])
 def test_products_are_those_of_some_columns_of_the_jacobian(case: Case, chunk_size: int, monkeypatch) -> None:
     monkeypatch.setattr("laplace_sampling.networks.subnetwork._BLOCK", 50)
     masks, index = chosen(case)

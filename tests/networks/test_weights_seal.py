@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from grids import covering
 from torch import Tensor, nn
 
 from laplace_sampling import LinearisedLaplace
@@ -36,8 +37,7 @@ UNCOUNTED: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("change", UNCOUNTED)
-@pytest.mark.parametrize("layer", [0, 3, 4])
+@covering(change=UNCOUNTED, layer=[0, 3, 4])
 def test_changes_that_raise_no_counter_are_seen(change: str, layer: int) -> None:
     module = network()
     seal = WeightsSeal.of(module)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from grids import covering
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 from torch.testing import assert_close
@@ -57,9 +58,7 @@ def by_label(kind: str, f: Tensor) -> Tensor:
     return f - f.mean(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("num", [40, 4])
-@pytest.mark.parametrize("weights", [False, True])
-@pytest.mark.parametrize("kind", LABELS)
+@covering(strength=2, kind=LABELS, weights=[False, True], num=[40, 4])
 def test_outputs_left_out_are_those_of_the_linear_model_at_the_size_of_the_network(
     kind: str, weights: bool, num: int
 ) -> None:

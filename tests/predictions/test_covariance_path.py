@@ -4,6 +4,7 @@ import pytest
 import reference
 import torch
 from cases import make_case
+from grids import covering
 from problems import make_prior
 from torch.testing import assert_close
 
@@ -36,9 +37,12 @@ def path_of(kind: str, model, prior) -> CovariancePath:
     return GramPath(posterior, prior, model.features.num_outputs)
 
 
-@pytest.mark.parametrize("kind", ["weights", "observations"])
-@pytest.mark.parametrize("prior", ["isotropic", "g-prior"])
-@pytest.mark.parametrize("name", ["regression", "classification", "binary", "poisson"])
+@covering(
+    strength=2,
+    name=["regression", "classification", "binary", "poisson"],
+    prior=["isotropic", "g-prior"],
+    kind=["weights", "observations"],
+)
 def test_covariances_and_effective_dimension_are_those_of_dense_algebra(name: str, prior: str, kind: str) -> None:
     model, built, J, M = problem(name, prior)
     path, some = path_of(kind, model, built), torch.tensor([0, 3, 4])

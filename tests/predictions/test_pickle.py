@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import CASES, Case, make_case
 from flat_settings import loader
+from grids import covering
 from torch import Tensor, nn
 
 from laplace_sampling import Gaussian, LinearisedLaplace
@@ -31,9 +32,12 @@ def numbers(pred: Any) -> list[Tensor]:
     return parts + [t for head in getattr(pred, "heads", {}).values() for t in numbers(head)]
 
 
-@pytest.mark.parametrize("again", [pickled, copy.deepcopy])
-@pytest.mark.parametrize("method", ["exact", "kfac"])
-@pytest.mark.parametrize("name", [name for name in CASES if "many_data" not in name])
+@covering(
+    rest=False,
+    name=[name for name in CASES if "many_data" not in name],
+    method=["exact", "kfac"],
+    again=[pickled, copy.deepcopy],
+)
 def test_a_copy_predicts_the_same(name: str, method: str, again: Callable[[Any], Any]) -> None:
     case = make_case(name)
     la = fitted(case, method)
@@ -78,8 +82,7 @@ def test_measurements_by_functions_pickle_with_the_prediction_of_outputs() -> No
         assert torch.equal(pickled(pred).variance, pred.variance)
 
 
-@pytest.mark.parametrize("again", [pickled, copy.deepcopy])
-@pytest.mark.parametrize("method", ["exact", "krylov", "stochastic", "dual", "kfac", "ciq"])
+@covering(method=["exact", "krylov", "stochastic", "dual", "kfac", "ciq"], again=[pickled, copy.deepcopy])
 def test_a_copy_of_a_fit_goes_on(method: str, again: Callable[[Any], Any]) -> None:
     case = make_case("regression")
     la = fitted(case, method)

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from grids import covering
 from quadratics import classification, exact, spectral, true_error
 from torch import Tensor
 from torch.testing import assert_close
@@ -44,9 +45,7 @@ def test_solutions_equal_dense_ones_at_every_scale(kind, scale: float, uniform: 
     assert_close(solution.leverage, solution.value * p.operator.matmul(solution.value), rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("tolerance", [0.1, 1e-3])
-@pytest.mark.parametrize("uniform", [True, False], ids=["uniform", "non-uniform"])
-@pytest.mark.parametrize("condition", [1e2, 1e4, 1e6])
+@covering(strength=2, condition=[1e2, 1e4, 1e6], uniform=[True, False], tolerance=[0.1, 1e-3])
 def test_reported_errors_are_true(kind, condition: float, uniform: bool, tolerance: float) -> None:
     p = spectral(condition, size=150, uniform=uniform)
     solution = kind(tolerance=tolerance, max_iterations=5000).solve(p)

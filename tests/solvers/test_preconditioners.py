@@ -3,6 +3,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from grids import covering
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -69,9 +70,7 @@ def matrix(preconditioner: Preconditioner, shift: float, root: bool = False) -> 
     return (preconditioner.solve_root if root else preconditioner.solve)(eye, shift)
 
 
-@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
-@pytest.mark.parametrize("rank", [1, 7, P])
-@pytest.mark.parametrize("max_rank", [10, 1000])
+@covering(strength=2, scale=[1e-12, 1.0, 1e12], rank=[1, 7, P], max_rank=[10, 1000])
 def test_a_sketch_larger_than_the_rank_is_exact(scale: float, rank: int, max_rank: int) -> None:
     op = operator(falling(rank, 1.0), scale)
     preconditioner = Nystrom.of(op, max_rank=max_rank, block=10, decay=0.0)

@@ -134,6 +134,7 @@ def test_bad_settings_are_refused(setting: dict) -> None:
 def test_likelihoods_of_the_objective_do_not_matter_to_a_solver() -> None:
     case = make_case("classification_many_data")
     model = case.linear_model()
+    model = replace(model, features=DenseFeatures.of(model.features))
     assert isinstance(model.likelihood, Categorical)
     ggn = model.ggn(model.network_outputs)
     noise = torch.randn(2, 2, ggn.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

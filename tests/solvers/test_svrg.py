@@ -314,6 +314,7 @@ def test_too_short_a_stage_gives_way_to_conjugate_gradients() -> None:
 def test_minimise_is_that_of_sgd() -> None:
     case = make_case("classification_many_data")
     model = case.linear_model()
+    model = replace(model, features=DenseFeatures.of(model.features))
     prior = IsotropicPrior().build(model.ggn(model.network_outputs), ([], torch.zeros(0)), Draws(1, 0).noise(3))
     assert_close(linear_model_mode(model, prior, SVRG()).value, linear_model_mode(model, prior, SGD()).value)
 
