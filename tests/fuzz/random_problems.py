@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from fuzz.dense import Dense, Loss, curvature, flat_outputs, jacobian, losses
+from fuzz.small_networks import ACTIVATIONS, NETWORKS, Sizes, build
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from benchmarks.trial.dense import Dense, Loss, curvature, flat_outputs, jacobian, losses
-from benchmarks.trial.small_networks import ACTIVATIONS, NETWORKS, Sizes, build
 from laplace_sampling import (
     SGD,
     SVRG,
@@ -77,10 +77,9 @@ class Example:
 
 
 @st.composite
-def examples(draw: st.DrawFn, methods: tuple[str, ...] = tuple(METHODS)) -> Example:
-    """Random examples; simple ones are those with the first of each list."""
+def examples(draw: st.DrawFn, method: str) -> Example:
+    """Random examples of a method; simple ones are those with the first of each list."""
     network = draw(st.sampled_from(list(NETWORKS)))
-    method = draw(st.sampled_from(methods))
     possible = {
         "heads": ["heads"],
         "tokens": ["regression", "tokens", "binary", "poisson"],
