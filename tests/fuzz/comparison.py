@@ -28,8 +28,8 @@ from laplace_sampling import ConvergenceWarning, LinearisedLaplace, NotFittedErr
 
 __all__ = ["check"]
 
-# Seconds of the processor after which an example counts as one that does not end.
-_LONGEST = 30.0
+# Seconds of the processor after which an example counts as one that does not end: the longest take 25.
+_LONGEST = 120.0
 # The logarithm of one over the probability of a false alarm of one comparison.
 _ALARM = math.log(1e9)
 # Claimed relative error of standard deviations (the default tolerance of a fit); contour quadrature claims a tenth.
