@@ -5,7 +5,6 @@
 - `solvers`: products that solvers and samplers need.
 - `gp`: regression on UCI data, beside Gaussian processes.
 - `methods`: ablations of the method, and its peak memory.
-- `trial`: random networks, bad inputs, kills, threads and interrupts, and what goes wrong with them.
 - `price`: what error bars cost beside an epoch of training, with bounds.
 - `comparison`: error bars beside those of other libraries, which is what `python -m benchmarks` runs.
 

@@ -33,13 +33,13 @@ MOMENTS = random.Random(0)
 # Which part of its entries the file of a killed fit has.
 FITS = [(name, MOMENTS.uniform(0.0, 1.0)) for name in METHODS]
 # Number of processes on each axis: the data, the samples.
-SHAPES = [(1, 1), (2, 1), (4, 1)]
+SHAPES = [(1, 1), (2, 1), pytest.param((3, 1), marks=pytest.mark.nightly), (4, 1)]
 N = 61
 Numbers = dict[str, Tensor]
 
 
 class Killed(BaseException):
-    """In the place of SIGKILL, which `benchmarks/trial/killed_ranks.py` sends."""
+    """In the place of SIGKILL, which leaves as much in the file."""
 
 
 class Counted:

@@ -54,7 +54,7 @@ FITS: dict[str, tuple[str, Any, dict[str, Any]]] = {
 
 
 class Killed(BaseException):
-    """In the place of SIGKILL, which `benchmarks/trial/resumed_fits.py` sends."""
+    """In the place of SIGKILL, which leaves as much in the file."""
 
 
 def data(num: int = 60, likelihood: str = "classification") -> list[tuple[Tensor, Tensor]]:

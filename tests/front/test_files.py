@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from damaged_files import cut_files, fitted, flipped_bits, killed_saves
 from torch import nn
 
-from benchmarks.trial.damaged_files import cut_files, fitted, flipped_bits, killed_saves
 from laplace_sampling import LinearisedLaplace, files
 from laplace_sampling.checksums import with_checksums
 

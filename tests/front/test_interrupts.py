@@ -68,13 +68,21 @@ def state_of_torch() -> tuple[Any, ...]:
 # An interrupt while a generator is closed is told and lost: Python has nowhere to raise it.
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <generator:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
-    ("name", "method"), [("regression", "krylov"), ("classification_many_data", "exact"), ("classification", "kfac")]
+    ("name", "method"),
+    [
+        ("regression", "krylov"),
+        ("classification_many_data", "exact"),
+        ("classification", "kfac"),
+        pytest.param("regression", "sgd", marks=pytest.mark.nightly),
+        pytest.param("regression", "dual", marks=pytest.mark.nightly),
+    ],
 )
 def test_interrupts_at_random_moments(name: str, method: str) -> None:
     case, moments = make_case(name), random.Random(0)
     case.model.train()
     list(case.model.modules())[-1].eval()
-    la = laplace_of(case.model, case.likelihood, method=method, num_samples=4)
+    solver = QUICK if method == "sgd" else None
+    la = laplace_of(case.model, case.likelihood, method=method, solver=solver, num_samples=4)
     la.fit(loader(case), progress=False)
     expected, generator = la.predict(case.x), torch.get_rng_state()
     expected_stddev = expected.stddev

@@ -1,6 +1,7 @@
 """`LaplaceCallback` in real trainings by Lightning, which go on as without it."""
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from distributed_processes import run_on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler, TensorDataset
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, SubsetRandomSampler, TensorDataset
 
 with warnings.catch_warnings():
     # Lightning imports parts of torch and of the standard library that are deprecated.
@@ -109,10 +111,9 @@ def callback(**options: Any) -> LaplaceCallback:
 def trainer_of(callbacks: list[Callback], epochs: int = 3, folder: Path | None = None, **options: Any) -> Trainer:
     if folder is not None:
         callbacks = [*callbacks, ModelCheckpoint(folder, save_last=True, save_on_train_epoch_end=True)]
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": Records(), **options}
-    return Trainer(
-        max_epochs=epochs, accelerator="cpu", callbacks=callbacks, enable_checkpointing=folder is not None, **quiet
-    )
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": Records()}
+    options = {**quiet, "enable_checkpointing": folder is not None, **options}
+    return Trainer(max_epochs=epochs, accelerator="cpu", callbacks=callbacks, **options)
 
 
 def trained(
@@ -248,6 +249,49 @@ def test_a_resumed_training_goes_on_equally(tmp_path: Path) -> None:
     assert_same(*without)
     assert [record["epoch"] for record in resumed.fits.history_] == [1, 2, 3, 4]
     assert resumed.fits.history_[:2] == first.fits.history_
+
+
+class Order(Sampler):
+    """An order of the data for each epoch: checkpoints of Lightning have no random state."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(60, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+    def __len__(self) -> int:
+        return 60
+
+
+class Seeds(Callback):
+    """Dropout for each step."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        torch.manual_seed(trainer.global_step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after_epoch", [True, False])
+def test_a_training_that_goes_on_ends_as_one_that_nobody_disturbed(after_epoch: bool, tmp_path: Path) -> None:
+    """From checkpoints after an epoch, and after its validation, which is before its fit."""
+
+    def train(checkpoint: Path | None) -> tuple[list[Tensor], LaplaceCallback]:
+        torch.manual_seed(0)
+        laplace, module = callback(), Net()
+        saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=after_epoch)
+        trainer = trainer_of([Seeds(), laplace, saving], epochs=4, enable_checkpointing=True)
+        trainer.fit(module, DataLoader(data(), 16, sampler=Order()), held_out(), ckpt_path=checkpoint)
+        left = tree_leaves([module.state_dict(), trainer.optimizers[0].state_dict(), laplace.fits.laplace_.samples_])
+        return [leaf for leaf in left if isinstance(leaf, Tensor)], laplace
+
+    expected, whole = train(None)
+    for file in sorted(tmp_path.glob("*.ckpt"))[:3]:
+        found, laplace = train(file)
+        assert all(map(torch.equal, found, expected))
+        assert laplace.fits.history_ == whole.fits.history_
 
 
 def test_the_first_fit_of_a_resumed_training_starts_from_the_last_one(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from laplace_sampling import LinearisedLaplace
 from laplace_sampling.checksums import described
 from laplace_sampling.files import read, write
 
-__all__ = ["cut_files", "flipped_bits", "killed_saves"]
+__all__ = ["cut_files", "fitted", "flipped_bits", "killed_saves"]
 
 # Seconds until a process is killed, at most: several saves.
 _LONGEST = 0.1
@@ -49,9 +49,10 @@ def killed_saves(count: int, seed: int, folder: Path) -> list[str]:
     for other, path in enumerate(states):
         fitted(4000, other).save(path)
     # In a process of its own, since one with threads is not to be forked.
-    command = [sys.executable, "-W", "ignore", "-m", __name__, str(count), str(seed), *map(str, states)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    return run.stdout.splitlines() if run.returncode == 0 else [f"the trial of kills failed: {run.stderr[-2000:]}"]
+    command = [sys.executable, "-W", "ignore", __file__, str(count), str(seed), *map(str, states)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    return run.stdout.splitlines() if run.returncode == 0 else [f"the process of kills failed: {run.stderr[-2000:]}"]
 
 
 def _kill(count: int, seed: int, files: list[str]) -> None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+pytest.importorskip("torchmetrics", reason="torchmetrics, which the metrics are made of, is not installed")
+
 from benchmarks.comparison import metrics
 from benchmarks.comparison.predictions import Classified, Regressed, prediction, targets
 

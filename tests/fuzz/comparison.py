@@ -1,39 +1,35 @@
-"""Random small networks, fitted by every method and compared with dense algebra.
+"""What is wrong with the fits of one random network, beside dense algebra.
 
 A claim is checked where it is made: where `converged_` is true. Samples are random, so bounds on their sums of squares
 are exceeded by chance less than once in `10⁹` comparisons.
 """
 
 import math
+import random
 import tempfile
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, Phase, Verbosity, given, settings
-from hypothesis import seed as hypothesis_seed
+from fuzz.dense import Dense, Whitened
+from fuzz.random_problems import Example, Problem, problem
+from fuzz.tuned import dense_at, tuning_defects
 from scipy.optimize import minimize_scalar
-from torch import Tensor
+from snapshot import assert_unchanged, snapshot
+from torch import Tensor, nn
 
 import laplace_sampling
 from benchmarks.time_limit import time_limit
-from benchmarks.trial.dense import Dense, Whitened
-from benchmarks.trial.random_problems import Example, Problem, examples, problem
-from benchmarks.trial.report import Report
-from benchmarks.trial.states import changes, state_of
-from benchmarks.trial.tuned import dense_at, tuning_defects
 from laplace_sampling import ConvergenceWarning, LinearisedLaplace, NotFittedError
 
-__all__ = ["check", "run"]
+__all__ = ["check"]
 
-# Seconds of the processor after which an example counts as one that does not end, and how often a failing one is made
-# simpler.
-_LONGEST, _SIMPLIFICATIONS = 30.0, 40
+# Seconds of the processor after which an example counts as one that does not end: the longest take 25.
+_LONGEST = 120.0
 # The logarithm of one over the probability of a false alarm of one comparison.
 _ALARM = math.log(1e9)
 # Claimed relative error of standard deviations (the default tolerance of a fit); contour quadrature claims a tenth.
@@ -55,29 +51,31 @@ def is_sentence(error: BaseException) -> bool:
     return isinstance(error, TypeError | ValueError | FloatingPointError | NotFittedError) and raised_here
 
 
-def check(example: Example, counts: Counter[str] | None = None) -> list[Defect]:
-    """What is wrong with one example; `counts` gets what is worth knowing."""
-    counts = Counter() if counts is None else counts
+def check(example: Example) -> list[Defect]:
+    """What is wrong with one example."""
     case = problem(example)
-    before = state_of(case.model)
+    before, others = snapshot(case.model), _others(case.model)
     defects: list[Defect] = []
     caught: list[warnings.WarningMessage] = []
     try:
         with time_limit(_LONGEST, DoesNotEndError), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            defects += _fit_defects(case, counts)
-            defects += _tuning_defects(case, counts)
-    except (TypeError, ValueError, FloatingPointError, NotFittedError) as error:
-        if not is_sentence(error):
-            defects.append(("an error without a sentence", _last_line(error)))
-        counts[f"refused: {str(error)[:70]}"] += 1
+            defects += _fit_defects(case)
+            defects += _tuning_defects(case)
     except Exception as error:
-        defects.append((f"{type(error).__name__}", _last_line(error)))
-    counts.update(f"warned: {w.category.__name__}" for w in caught)
+        if not is_sentence(error):
+            defects.append((type(error).__name__, _last_line(error)))
     strange = [w for w in caught if f"{Path(torch.__file__).parent}" in w.filename]
     defects += [("a warning of torch", f"{w.category.__name__}: {w.message!s:.90}") for w in strange[:1]]
-    defects += [("the model or the random state is changed", name) for name in changes(before, state_of(case.model))]
-    return [(f"{example.method}: {what}", figures) for what, figures in defects]
+    assert_unchanged(case.model, before)
+    assert _others(case.model) == others
+    return defects
+
+
+def _others(model: nn.Module) -> list[Any]:
+    """Objects that modules hold, and states of random generators."""
+    held = [{n: id(value) for n, value in m.__dict__.items() if n != "training"} for m in model.modules()]
+    return [held, torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()]  # noqa: NPY002
 
 
 def _last_line(error: BaseException) -> str:
@@ -88,17 +86,14 @@ def _last_line(error: BaseException) -> str:
     return f"{type(error).__name__} at {at}{ours}: {str(error)[:160]}".replace("\n", " ")
 
 
-def _fit_defects(case: Problem, counts: Counter[str]) -> list[Defect]:
+def _fit_defects(case: Problem) -> list[Defect]:
     """Those of a fit at given hyperparameters."""
     alpha = 10.0**case.example.log_precision
     la = case.laplace()
-    defects = _call(case, "fit", counts, lambda: la.fit(case.batches, progress=False, **case.given))
+    defects = _call("fit", lambda: la.fit(case.batches, progress=False, **case.given))
+    posterior, known = None, False
     if la.converged_:
         posterior, _, known = case.dense.posterior(alpha)
-        if not known:
-            counts["the reference has no mode"] += 1
-    else:
-        posterior, known = None, False
     defects += prediction_defects(case, la, posterior if known else None, case.dense, alpha)
     if known and posterior is not None and not defects:
         defects += _paired_defects(case, la, posterior)
@@ -131,13 +126,13 @@ def _paired_defects(case: Problem, la: LinearisedLaplace, posterior: Whitened) -
     return [("standard deviations differ from those of exact samples of the same draws", f"by the factor {ratio:.3g}")]
 
 
-def _tuning_defects(case: Problem, counts: Counter[str]) -> list[Defect]:
+def _tuning_defects(case: Problem) -> list[Defect]:
     """Those of a fit of hyperparameters."""
     la = case.laplace()
     # Steps of mini-batches take seconds each.
     steps = 2 if case.example.method in ("sgd", "svrg") else 10
     arguments = {"criterion": "evidence", "progress": False, "scale": 1.0, "max_steps": steps, **case.given}
-    defects = _call(case, "tuning", counts, lambda: la.fit_hyperparameters(case.batches, **arguments))
+    defects = _call("tuning", lambda: la.fit_hyperparameters(case.batches, **arguments))
     problems = tuning_defects(case, la)
     dense, alpha = dense_at(case, la), float(la.prior_precision_[0]) if len(la.prior_precision_) == 1 else 1.0
     posterior, known = None, False
@@ -147,14 +142,13 @@ def _tuning_defects(case: Problem, counts: Counter[str]) -> list[Defect]:
     return defects + problems + [(f"{what}, at fitted hyperparameters", figures) for what, figures in after]
 
 
-def _call(case: Problem, what: str, counts: Counter[str], fit: Callable[[], LinearisedLaplace]) -> list[Defect]:
+def _call(what: str, fit: Callable[[], LinearisedLaplace]) -> list[Defect]:
     """Fits, and compares `converged_` with the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         la = fit()
     for warning in caught:
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    counts[f"{case.example.method}: {what} {'converged' if la.converged_ else 'did not converge'}"] += 1
     if la.converged_ == any(issubclass(w.category, ConvergenceWarning) for w in caught):
         return [(f"`converged_` and the warnings of {what} disagree", f"converged_={la.converged_}")]
     return []
@@ -257,75 +251,3 @@ def saving_defects(case: Problem, la: LinearisedLaplace) -> list[Defect]:
     if float(difference) > 1e-6:
         return [("covariances are not the same after `save` and `load`", f"{float(difference):.2g}")]
     return []
-
-
-class _FoundError(Exception):
-    """A defect that was not known before."""
-
-
-class _Search:
-    """One run of hypothesis: new defects are raised, so that it finds the simplest example of one."""
-
-    def __init__(self, found: dict[str, list[Any]], counts: Counter[str]) -> None:
-        self.found, self.counts = found, counts
-        self.new: str | None = None
-        self.simplest: tuple[Example, str] | None = None
-        self.trials = 0
-        self._seen: dict[Example, dict[str, str]] = {}
-        self._left = _SIMPLIFICATIONS
-
-    def __call__(self, example: Example) -> None:
-        defects = self._defects(example)
-        if self.new is None:
-            for kind in defects:
-                if kind in self.found:
-                    self.found[kind][0] += 1
-            fresh = [kind for kind in defects if kind not in self.found]
-            if not fresh:
-                return
-            self.new = fresh[0]
-        if self.new in defects:
-            self.simplest = example, defects[self.new]
-            raise _FoundError(self.new)
-
-    def _defects(self, example: Example) -> dict[str, str]:
-        if example not in self._seen:
-            if self.new is not None:
-                # Simpler examples cost as much as others. An example that was not looked at counts as a good one.
-                self._left -= 1
-                if self._left < 0:
-                    return {}
-            else:
-                self.trials += 1
-            counts = self.counts if self.new is None else Counter()
-            self._seen[example] = dict(reversed(check(example, counts)))
-        return self._seen[example]
-
-
-def run(count: int, seed: int) -> Report:
-    """So many random examples."""
-    report, found, start = Report(), {}, seed
-    while report.trials < count:
-        search = _Search(found, report.counts)
-        options = settings(
-            max_examples=count - report.trials,
-            database=None,
-            deadline=None,
-            derandomize=False,
-            verbosity=Verbosity.quiet,
-            print_blob=False,
-            phases=(Phase.generate, Phase.shrink),
-            suppress_health_check=[*HealthCheck],  # pyright: ignore[reportArgumentType],
-        )
-        try:
-            hypothesis_seed(start)(options(given(examples())(search.__call__)))()
-        except _FoundError:
-            assert search.new is not None
-            assert search.simplest is not None
-            found[search.new] = [1, *search.simplest]
-        report.trials += search.trials
-        start += 1
-        if search.trials == 0:
-            break
-    report.defects += [f"{kind} ({figures}), {n} times: {example!r}" for kind, (n, example, figures) in found.items()]
-    return report

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from fuzz.dense import Dense, Whitened, curvature
+from fuzz.random_problems import Problem
 from scipy.interpolate import CubicSpline
 from scipy.optimize import minimize
 from torch import Tensor
 
-from benchmarks.trial.dense import Dense, Whitened, curvature
-from benchmarks.trial.random_problems import Problem
 from laplace_sampling import LinearisedLaplace
 
 __all__ = ["dense_at", "tuning_defects"]

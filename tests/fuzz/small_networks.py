@@ -1,4 +1,4 @@
-"""Small networks for the trial, of every kind that has a path of its own in the library."""
+"""Small networks of every kind that has a path of its own in the library."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
