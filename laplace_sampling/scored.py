@@ -123,7 +123,9 @@ class ScoredModel(FittedModel):
         function = covariance_of(posterior, fit, features)
         if function is not None and features.num_outputs <= fit.task.num_samples:
             values, vectors = torch.linalg.eigh(function.blocks().double())
-            root = values.clamp_min(0).sqrt()[:, :, None] * vectors.mT
+            root = (
+                vectors * values.clamp_min(0).sqrt()[:, None]
+            ) @ vectors.mT  # symmetric: the signs of vectors drop out
             return root.permute(1, 0, 2), MOST_LEVERAGE if fit.approximate else _MOST_EXACT, False
         samples = self._drawn("score").posterior.samples
         return deviations_of(fit.model.features, samples, some) / math.sqrt(len(samples)), MOST_LEVERAGE, True

@@ -1,4 +1,5 @@
 import os
+import signal
 import warnings
 
 import pytest
@@ -9,6 +10,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import torch
 from cases import CASES, Case, make_case
 
+# A process that a shell starts in the background ignores Ctrl-C, which some tests send to themselves.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tensors are small, and tests run side by side.
 torch.set_num_threads(1)
 

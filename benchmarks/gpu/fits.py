@@ -25,8 +25,8 @@ __all__ = ["jobs"]
 
 # Seconds that a fit should take at most, by which its budget is set, and after which a job is stopped.
 FIT, MOST = 30.0, 75.0
-# Images that belong to no class; test images of networks whose epoch takes longer than so many seconds.
-FEW, SLOW_EPOCH = 2000, 1.5
+# Images that belong to no class, at most; test images of networks whose epoch takes many seconds, at least.
+FEW, FEWEST = 2000, 500
 # Settings of `LinearisedLaplace`, and whether there are validation data.
 FITS: dict[str, tuple[dict[str, Any], bool]] = {
     "default": ({}, False),
@@ -66,7 +66,8 @@ class Images:
 def jobs(setup: Setup) -> Iterator[Job]:
     yield from regressions.jobs(setup)
     images = Images.of(setup)
-    for name, (full, small, epochs) in NETWORKS.items():
+    for name in setup.networks:
+        full, small, epochs = NETWORKS[name]
         subject = Subject(made(small if setup.quick else full, setup.device), setup, images)
         labels = {"network": name, "weights": num_weights(subject.network)}
         yield Job(partial(subject.train, 1 if setup.quick else epochs), {**labels, "run": "training"}, MOST)
@@ -116,7 +117,8 @@ class Subject:
             raise RuntimeError("the network was not trained")
         (settings, validated), setup, images = FITS[name], self.setup, self.images
         budget = 20 if setup.quick else int(min(20, max(5, FIT / self.epoch)))
-        num = FEW if self.epoch > SLOW_EPOCH else len(images.test.y)
+        # A prediction takes many passes: that of all images would take longer than the fit.
+        num = int(min(len(images.test.y), max(FEWEST, len(images.test.y) / self.epoch**2)))
         test = Part(images.test.x[:num], images.test.y[:num])
         loader, val_loader = images.loader(images.train), images.loader(images.validation) if validated else None
         la = LinearisedLaplace(self.network, "classification", **settings)
@@ -125,7 +127,7 @@ class Subject:
         peak = setup.peak()
         ones = [setup.seconds(lambda: la.predict(test.x[:1])) for _ in range(4 if setup.quick else 20)]
         found = predicted(la, test.x, setup, images.batch, test.y)
-        strange = {n: predicted(la, x, setup, images.batch)["epistemic"] for n, x in images.strange.items()}
+        strange = {n: predicted(la, x[:num], setup, images.batch)["epistemic"] for n, x in images.strange.items()}
         losses = float(F.cross_entropy(self._outputs(test), test.y)), -float(found["log_prob"].double().mean())
         method, counted = told_by(la)
         return {

@@ -41,11 +41,12 @@ class FailedError(Exception):
 
 @dataclass(frozen=True)
 class Setup:
-    """The device, where images are, and whether everything is small."""
+    """The device, where images are, whether everything is small, and the networks that are fitted."""
 
     device: torch.device
     data: Path | None = None
     quick: bool = False
+    networks: tuple[str, ...] = ()
 
     def synchronise(self) -> None:
         if self.device.type != "cpu":

@@ -104,7 +104,8 @@ class CovariancePath(ABC):
                 known.update(zip(near, self.covariances(features, alphas[near.start : near.stop]), strict=True))
                 found.products += features.num_data * features.num_outputs
             values, vectors = torch.linalg.eigh(known[index])
-            root = vectors * values.clamp_min(0).sqrt()[:, None]
+            # The symmetric root: another sign of an eigenvector, as on another device, would be another draw.
+            root = (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.mT
             return torch.einsum("ncd,knd->knc", root, white)
 
         found = Deviations(draw, 0.0)

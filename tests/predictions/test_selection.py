@@ -52,9 +52,9 @@ def ratio_at(model: LinearModel, path: CovariancePath, alpha: float, num: int = 
     return float(rise.mean() / (z * likelihood.curvature(f, z, y)).sum(-1).mean())
 
 
-def select(model: LinearModel, path: CovariancePath, **settings: float) -> Selected:
+def select(model: LinearModel, path: CovariancePath, seed: int = 0, **settings: float) -> Selected:
     return LossRise(SelfConsistency(**{"most_ratio": 1.5, "most_lost": 1e9, **settings})).select(
-        model, path, BOUNDS, 0, 1e12
+        model, path, BOUNDS, seed, 1e12
     )
 
 
@@ -62,15 +62,19 @@ def select(model: LinearModel, path: CovariancePath, **settings: float) -> Selec
 @pytest.mark.parametrize("name", NOT_GAUSSIAN)
 def test_the_loss_rises_as_its_curvature_says_down_to_the_precision(name: str, confidence: float) -> None:
     model, path = problem(name, confidence)
-    found = select(model, path)
-    assert not found.problems
+    # Ratios of the rule are those of 32 pairs of draws for each datum, whose standard error is up to 0.1: so they are
+    # compared in the mean of some seeds, with a standard error of 0.04.
+    runs = [select(model, path, seed) for seed in range(6)]
+    assert not any(found.problems for found in runs)
     alphas = grid(path, model.features, BOUNDS)
-    above = [ratio_at(model, path, float(a)) for a in alphas if a > 1.5 * found.alpha]
-    # Ratios of the rule are those of 32 pairs of draws for each datum, which move them by a tenth.
+    above = [ratio_at(model, path, float(a)) for a in alphas if a > 1.5 * max(found.alpha for found in runs)]
     assert all(abs(math.log(ratio)) < math.log(1.5) + 0.1 for ratio in above)
-    if found.alpha > 1.01 * float(alphas[-1]):
-        assert abs(math.log(ratio_at(model, path, found.alpha))) == pytest.approx(math.log(1.5), abs=0.1)
-    assert found.effective_dimension == pytest.approx(path.effective_dimension(found.alpha))
+    ratios = [abs(math.log(ratio_at(model, path, found.alpha))) for found in runs]
+    assert sum(ratios) / len(ratios) < math.log(1.5) + 0.1
+    if all(found.alpha > 1.01 * float(alphas[-1]) for found in runs):
+        assert sum(ratios) / len(ratios) == pytest.approx(math.log(1.5), abs=0.1)
+    for found in runs:
+        assert found.effective_dimension == pytest.approx(path.effective_dimension(found.alpha))
 
 
 def test_a_loss_that_grows_less_than_its_curvature_says_bounds_the_precision_too() -> None:
@@ -349,9 +353,9 @@ def test_a_temperature_does_not_take_the_place_of_error_bars() -> None:
 
 def test_a_part_of_held_out_data_says_where_error_bars_begin_to_cost() -> None:
     _, path, rule = many()
-    # Outputs of a tenth of the size: error bars that the data do not speak against are wider than the likeliest.
-    # The likeliest precision is the largest, and the next decade costs next to nothing.
-    rule = replace(rule, outputs=0.4 * rule.outputs)
+    # Smaller outputs: error bars that the data do not speak against are wider than the likeliest. The likeliest
+    # precision is the largest, and the next decade costs next to nothing.
+    rule = replace(rule, outputs=0.5 * rule.outputs)
     alphas, draws = grid(path, rule.features, BOUNDS), Draws(16, 0, 2**20 + 3)
     index, _ = rule._start(path, alphas, draws, _Tempered(rule))
     part, coarse = rule.looks(rule.features).part, decades(len(alphas))
