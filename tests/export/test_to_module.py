@@ -2,7 +2,6 @@
 
 import copy
 import io
-import re
 import subprocess
 from pathlib import Path
 
@@ -228,7 +227,7 @@ def test_a_body_that_is_quantised_afterwards() -> None:
 
 def test_noise_of_samples_is_told_where_covariances_are_known() -> None:
     la, x = fitted("mlp", "regression", method="exact")
-    message = "`stddev`, `epistemic` of the module are those of 6 samples, .* accurate to 0.29"
+    message = "stddev"
     with pytest.warns(UserWarning, match=message):
         module = la.to_module()
     assert_close(module(x)["stddev"], (la.predict(x).deviations ** 2).mean(0).sqrt())
@@ -237,25 +236,22 @@ def test_noise_of_samples_is_told_where_covariances_are_known() -> None:
 
 def test_errors() -> None:
     model = nn.Linear(5, 3)
-    with pytest.raises(NotFittedError, match="`to_module` needs a fitted posterior"):
+    with pytest.raises(NotFittedError, match="to_module"):
         LinearisedLaplace(model, "classification").to_module()
     la, x = fitted("mlp")
-    known = re.escape("predictions of likelihood 'classification' have the tensors ['deviations', 'entropy', 'epi")
-    with pytest.raises(ValueError, match=rf"`to_module\(outputs=\['mean'\]\)`: {known}.*and not \['mean'\]"):
+    with pytest.raises(ValueError, match="'mean'"):
         la.to_module(outputs=["mean"])
-    with pytest.raises(ValueError, match="name one of them or more"):
+    with pytest.raises(ValueError, match=r"outputs=\[\]"):
         la.to_module(outputs=[])
-    with pytest.raises(ValueError, match=r"`to_module\(num_samples=7\)`: there are 6 samples"):
+    with pytest.raises(ValueError, match="num_samples=7"):
         la.to_module(7)
-    with pytest.raises(ValueError, match=r"`to_module\(num_samples=...\)`"):
+    with pytest.raises(ValueError, match="num_samples"):
         la.to_module(0)
-    with pytest.raises(
-        TypeError, match=r"`save_onnx\(module\)` takes a module from `la.to_module\(\)`, but got a Linear"
-    ):
+    with pytest.raises(TypeError, match="save_onnx"):
         save_onnx(model, "x.onnx", x)  # pyright: ignore
     with torch.no_grad():
         next(la.network.module.parameters()).zero_()
-    with pytest.raises(ValueError, match="`to_module`: the weights or buffers of the model are not those of the fit"):
+    with pytest.raises(ValueError, match="buffers"):
         la.to_module()
 
 
@@ -271,7 +267,7 @@ def test_several_heads_are_refused() -> None:
     x, y = torch.randn(6, 2), {"a": torch.randn(6, 1), "b": torch.ones(6, 1)}
     la = LinearisedLaplace(Heads(), {"a": Gaussian(1.0, learn=False), "b": "binary"}, method="krylov", num_samples=2)
     la.fit([(x, y)], progress=False)
-    with pytest.raises(ValueError, match="`to_module` is for networks with one output tensor"):
+    with pytest.raises(ValueError, match="heads"):
         la.to_module(outputs="stddev")
 
 
@@ -280,10 +276,10 @@ def test_an_example_is_asked_for_where_no_data_are_kept() -> None:
     fitted_ = la._fitted
     assert fitted_ is not None
     object.__setattr__(fitted_.posterior, "function", None)
-    with pytest.raises(ValueError, match="`to_module` needs inputs to trace the network with"):
+    with pytest.raises(ValueError, match="example="):
         la.to_module()
     assert_predicts(la.to_module(example=x[:1].numpy())(x), la, x)
-    with pytest.raises(ValueError, match="x contains NaN"):
+    with pytest.raises(ValueError, match="NaN"):
         la.to_module(example=x * torch.nan)
 
 
@@ -300,7 +296,7 @@ def test_what_torch_does_not_see_is_found() -> None:
 
     x, y = torch.randn(8, 2), torch.randint(3, (8,))
     la = LinearisedLaplace(Detached(), "classification", method="krylov", num_samples=2).fit([(x, y)], progress=False)
-    with pytest.raises(ValueError, match="the module computes other deviations than `predict`"):
+    with pytest.raises(ValueError, match="deviations"):
         la.to_module()
 
 

@@ -123,22 +123,20 @@ def test_labels_that_can_be_left_out_choose_by_default(method: str) -> None:
 
 def test_criteria_that_are_not_possible() -> None:
     case = make_case("classification")
-    with pytest.raises(ValueError, match=r"`criterion='loo'` is not known; use one of \['auto', 'evidence'"):
+    with pytest.raises(ValueError, match="'loo'"):
         tune(case, criterion="loo")
-    with pytest.raises(ValueError, match='`criterion="validation"` needs data that the network was not trained on'):
+    with pytest.raises(ValueError, match='criterion="validation"'):
         tune(case, criterion="validation")
-    with pytest.raises(ValueError, match='`criterion="self_consistency"` compares the loss with its curvature'):
+    with pytest.raises(ValueError, match="Gaussian"):
         tune(make_case("regression"), criterion="self_consistency")
     for name in ("classification", "segmentation", "poisson", "regression"):
-        with pytest.raises(ValueError, match='`criterion="leave_one_out"` is for classifications with one label for'):
+        with pytest.raises(ValueError, match="classes"):
             tune(make_case(name), criterion="leave_one_out")
     model, loader = labelled_digits()
     at_mode = LinearisedLaplace(model, "classification", hessian_at="mode")
-    with pytest.raises(ValueError, match='`criterion="leave_one_out"` takes the curvature at the outputs of the'):
+    with pytest.raises(ValueError, match="hessian_at"):
         at_mode.fit_hyperparameters(loader, criterion="leave_one_out", progress=False)
-    with pytest.raises(
-        ValueError, match='`criterion="self_consistency"` takes the curvature at the outputs of the netw'
-    ):
+    with pytest.raises(ValueError, match="hessian_at"):
         tune(case, criterion="self_consistency", hessian_at="mode")
-    with pytest.raises(ValueError, match="looks for one prior precision, and one noise precision at most, but there"):
+    with pytest.raises(ValueError, match="noise precision"):
         tune(case, criterion="self_consistency", prior="layerwise")

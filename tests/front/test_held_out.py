@@ -240,55 +240,53 @@ def test_messages_of_calibrating() -> None:
         la.calibrate(case.batches)
     la.fit(case.batches, progress=False)
     found = la.predict(case.x).variance
-    with pytest.raises(ValueError, match="NaN or infinity in its targets"):
+    with pytest.raises(ValueError, match="targets"):
         la.calibrate([(case.x, case.y * math.nan)])
     assert_close(la.predict(case.x).variance, found, rtol=0, atol=0)
     next(case.model.parameters()).data += 1
     with pytest.raises(ValueError, match="`calibrate`"):
         la.calibrate(case.batches)
     la.fit(case.batches, noise_variances=torch.ones(len(case.y)), progress=False)
-    with pytest.raises(ValueError, match=r"`calibrate\(val_loader\)` does not go with `noise_variances`"):
+    with pytest.raises(ValueError, match="noise_variances"):
         la.calibrate(case.batches)
     loaded = LinearisedLaplace(case.model, "regression")
     loaded.load_state_dict(la.state_dict())
-    with pytest.raises(ValueError, match="does not go with `noise_variances`"):  # also of what is loaded
+    with pytest.raises(ValueError, match="noise_variances"):  # also of what is loaded
         loaded.calibrate(case.batches)
     loaded.load_state_dict(LinearisedLaplace(case.model, "regression").fit(case.batches, progress=False).state_dict())
     assert loaded.calibrate(case.batches) is loaded  # nothing is left of the fit before
     measured = laplace_of(case.model, "regression", observe=torch.ones(1, 1, dtype=torch.float64))
     measured.fit(case.batches, progress=False)
-    with pytest.raises(ValueError, match=r"`calibrate\(val_loader\)` does not go with `observe`"):
+    with pytest.raises(ValueError, match="observe"):
         measured.calibrate(case.batches)
 
 
 def test_messages() -> None:
     case = make_case("regression")
     for scale in (0, -1.0, math.inf, "mode"):
-        with pytest.raises(ValueError, match="`scale` must be positive and finite"):
+        with pytest.raises(ValueError, match="`scale`"):
             LinearisedLaplace(case.model, "regression").fit_hyperparameters(case.batches, scale=scale)
     la = LinearisedLaplace(case.model, "regression")
-    with pytest.raises(ValueError, match="`val_loader` does not go with `noise_variances`, which the fit was given"):
+    with pytest.raises(ValueError, match="noise_variances"):
         la.fit_hyperparameters(case.batches, val_loader=case.batches, noise_variances=torch.ones(len(case.y)))
-    with pytest.raises(ValueError, match="NaN or infinity in its targets"):
+    with pytest.raises(ValueError, match="targets"):
         la.fit_hyperparameters(case.batches, val_loader=[(case.x, case.y * math.nan)], progress=False)
     line, x = nn.Linear(1, 1).double(), torch.linspace(-1, 1, 9, dtype=torch.float64)[:, None]
     nn.init.constant_(line.weight, 2.0)
     wide, far = LinearisedLaplace(line, "regression"), [(1.7e308 * x[-1:], x[-1:])]
     # The output of the last is finite, and the square of its feature is not.
     for rule, data in (("evidence", far), ("validation", far), ("validation", [(1e200 * x[-1:], x[-1:])])):
-        with pytest.raises(
-            ValueError, match="The outputs of the model on the data of `val_loader`, or their error bar"
-        ):
+        with pytest.raises(ValueError, match="outputs"):
             wide.fit_hyperparameters([(x, x + x**2)], val_loader=data, criterion=rule, progress=False)
     counts = LinearisedLaplace(case.model, "poisson")
-    with pytest.raises(ValueError, match=r"`val_loader` calibrates a regression or a classification, .* 'poisson'"):
+    with pytest.raises(ValueError, match="poisson"):
         counts.fit_hyperparameters([(case.x, case.y.abs().round())], val_loader=[(case.x, case.y.abs().round())])
 
 
 def test_a_posterior_that_forgets_its_data_says_so() -> None:
     model, train, _ = overfitted()
     la = LinearisedLaplace(model, "classification", prior="isotropic")
-    with pytest.warns(CalibrationWarning, match=r"hardly better, with a mean .* without inputs \(-1\.1; the network"):
+    with pytest.warns(CalibrationWarning, match=r"-1\.1\b"):
         la.fit_hyperparameters([train], criterion="evidence", scale=1e4, progress=False)
     line = nn.Linear(1, 1).double()
     nn.init.ones_(line.weight)
@@ -296,14 +294,14 @@ def test_a_posterior_that_forgets_its_data_says_so() -> None:
     x = torch.linspace(-1, 1, 40, dtype=torch.float64)[:, None]
     noisy = x + 0.1 * torch.randn(40, 1, generator=torch.Generator().manual_seed(0))
     la = LinearisedLaplace(line, "regression", prior="isotropic")
-    with pytest.warns(CalibrationWarning, match="With its error bars the posterior predicts the training data hardly"):
+    with pytest.warns(CalibrationWarning, match="inputs"):
         la.fit_hyperparameters([(x, noisy)], scale=1e6, progress=False)
     one = nn.Linear(2, 1).double()
     nn.init.constant_(one.weight, 5.0)
     binary = LinearisedLaplace(one, "binary", prior="isotropic")
     points = torch.randn(60, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     labels = (points.sum(1, keepdim=True) > 0).double()
-    with pytest.warns(CalibrationWarning, match="pass `val_loader`"):
+    with pytest.warns(CalibrationWarning, match="val_loader"):
         binary.fit_hyperparameters([(points, labels)], criterion="evidence", scale=1e9, progress=False)
 
 
@@ -409,13 +407,13 @@ def test_data_are_left_out_of_the_posterior_of_the_linear_model(method: str, mon
 def test_a_fit_says_where_the_network_alone_is_better(tmp_path: Path) -> None:
     model, train, test = digits_stopped_early()
     la = laplace_of(model, "classification", method="krylov", prior="isotropic", num_samples=16)
-    with pytest.warns(CalibrationWarning, match="worse: 200 training data, each predicted from the others, have") as w:
+    with pytest.warns(CalibrationWarning, match=r"\b200\b") as w:
         la.fit_hyperparameters([train], criterion="evidence", scale=20.0, progress=False)
     assert w[0].filename == __file__
     found = la.calibration_
     assert found.scale == 20
     assert found.network_log_likelihood > found.log_likelihood + 1
-    assert f"{found.network_log_likelihood:.5g} by the network alone" in str(w[0].message)
+    assert f"{found.network_log_likelihood:.5g}" in str(w[0].message)
     assert f"{found.log_likelihood:.5g} with them (at a scale of 20)" in str(w[0].message)
     la.save(tmp_path / "la.pt")
     loaded = LinearisedLaplace.load(tmp_path / "la.pt", model)
@@ -449,7 +447,7 @@ def test_log_likelihoods_of_an_exact_regression_are_of_targets_left_out(unequal:
 def test_targets_of_held_out_data_are_checked_as_those_of_training() -> None:
     x, y = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)), torch.zeros(6, 1)
     la = LinearisedLaplace(nn.Linear(2, 1), "regression", num_samples=2)
-    with pytest.raises(TypeError, match="Targets must be a tensor, but are a dict"):
+    with pytest.raises(TypeError, match=r"\bdict\b"):
         la.fit_hyperparameters([(x, y)], [(x, {"a": y})], progress=False)
 
 
@@ -475,7 +473,7 @@ def test_several_noise_precisions_are_those_of_the_evidence_and_held_out_data_ca
     before.calibrate(val_loader)
     assert la.calibration_ == before.calibration_
     assert_close(la.predict(x_new).covariance(), before.predict(x_new).covariance())
-    with pytest.raises(ValueError, match=r"`criterion='validation'` looks for one .* but there are 1 and 3: use"):
+    with pytest.raises(ValueError, match="noise precision"):
         rule.fit_hyperparameters(loader, val_loader, criterion="validation", progress=False)
 
 

@@ -42,9 +42,7 @@ def test_leave_one_out_of_classes_and_where_it_is_not_known(tmp_path) -> None:
     assert found.log_prob.shape == (8,)
     assert (found.log_prob < 0).all()
     la = fit_case(case, "krylov")
-    with pytest.raises(
-        ValueError, match='needs the covariances of the exact method, but the fit is by method="krylov"'
-    ):
+    with pytest.raises(ValueError, match="krylov"):
         la.leave_one_out()
-    with pytest.raises(ValueError, match='but the fit is by method="dual": use method="exact"'):
+    with pytest.raises(ValueError, match="dual"):
         fit_case(trained(), "dual").leave_one_out()

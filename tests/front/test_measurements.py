@@ -56,7 +56,7 @@ def test_measurements_are_those_of_dense_algebra(method: str, form: str) -> None
     drawn = pred.deviations.flatten(1)
     assert ((drawn.T @ drawn / 2000 - expected).abs() < 5.5 * error).all()
     assert observed.log_prob(y).shape == (4,)
-    with pytest.raises(ValueError, match=r"noise is that of the measurements.*observed=True"):
+    with pytest.raises(ValueError, match="observed=True"):
         pred.log_prob(case.y)
 
 
@@ -69,7 +69,7 @@ def test_hyperparameters_from_measurements_and_a_reload(tmp_path) -> None:
     assert in_observation_space(la)
     assert la.leave_one_out().log_prob.shape == (4,)
     la.save(tmp_path / "la.pt")
-    with pytest.raises(ValueError, match=r"fitted to measurements .*: give T as `likelihood=Gaussian\(observe=T\)`"):
+    with pytest.raises(ValueError, match="observe=T"):
         LinearisedLaplace.load(tmp_path / "la.pt", case.model)
     again = LinearisedLaplace.load(tmp_path / "la.pt", case.model, likelihood=Gaussian(observe=T))
     assert torch.equal(again.predict(case.x).joint_covariance(), la.predict(case.x).joint_covariance())
@@ -78,14 +78,14 @@ def test_hyperparameters_from_measurements_and_a_reload(tmp_path) -> None:
 def test_measurements_that_do_not_fit() -> None:
     case, T, y = measured()
     for bad, data, message in (
-        (T[:, :7], y, "`observe=T` has 7 columns, but the model gives 18 outputs a datum"),
-        (T, y[:, :3], r"must be measurements of shape \[4, 5\], but have shape \[4, 3\]"),
+        (T[:, :7], y, "columns"),
+        (T, y[:, :3], "measurements"),
     ):
         with pytest.raises(ValueError, match=message):
             laplace_of(case.model, "regression", observe=bad).fit([(case.x, data)], progress=False)
     la = LinearisedLaplace(case.model, "regression").fit(case.batches, progress=False)
-    with pytest.raises(ValueError, match=r"`predict\(observed=True\)` needs a likelihood `Gaussian\(observe=T\)`"):
+    with pytest.raises(ValueError, match="observed=True"):
         la.predict(case.x, observed=True)
     state = la.state_dict()
-    with pytest.raises(ValueError, match=r"not fitted to measurements .*: leave out `observe`"):
+    with pytest.raises(ValueError, match="`observe`"):
         laplace_of(case.model, "regression", observe=T).load_state_dict(state)

@@ -34,7 +34,7 @@ CLASSES = make_case("classification_many_data")
 )
 def test_use_before_fit(use) -> None:
     la = LinearisedLaplace(make_case("classification").model, "classification")
-    with pytest.raises(NotFittedError, match=r"needs a fitted posterior: call `fit_hyperparameters\(loader\)`, `fit"):
+    with pytest.raises(NotFittedError, match="fit_hyperparameters"):
         use(la)
     assert not hasattr(la, "samples_")  # as scikit-learn's checks expect of fitted attributes
 
@@ -42,14 +42,14 @@ def test_use_before_fit(use) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"likelihood": "ordinal"}, "`likelihood='ordinal'` is not known"),
-        ({"prior": "flat"}, "`prior='flat'` is not known"),
-        ({"linear_model": "quadratic"}, r"`linear_model='quadratic'` is not known; use one of \['auto', 'affine'"),
-        ({"hessian_at": "map"}, "`hessian_at='map'` is not known"),
-        ({"method": "adam"}, "`method='adam'` is not known"),
-        ({"seed": -1}, "`seed` must be a whole number of at least 0, but is -1"),
-        ({"num_samples": 1}, "`num_samples` must be a whole number of at least 2, but is 1"),
-        ({"parameters": "nothing"}, "match no parameter of the model"),
+        ({"likelihood": "ordinal"}, "ordinal"),
+        ({"prior": "flat"}, "flat"),
+        ({"linear_model": "quadratic"}, "linear_model"),
+        ({"hessian_at": "map"}, "hessian_at"),
+        ({"method": "adam"}, "adam"),
+        ({"seed": -1}, "seed"),
+        ({"num_samples": 1}, "num_samples"),
+        ({"parameters": "nothing"}, "parameters"),
     ],
 )
 def test_bad_settings(settings: dict, message: str) -> None:
@@ -58,13 +58,13 @@ def test_bad_settings(settings: dict, message: str) -> None:
 
 
 def test_bad_settings_of_parts() -> None:
-    with pytest.raises(TypeError, match=r"`Stochastic\(solver=...\)` must be an SGD or an SVRG, but is a str"):
+    with pytest.raises(TypeError, match="solver"):
         Stochastic(solver="adam")
-    with pytest.raises(ValueError, match=r"`IsotropicPrior\(precision=...\)` must be positive and finite, but is 0.0"):
+    with pytest.raises(ValueError, match="precision"):
         IsotropicPrior(precision=0.0)
-    with pytest.raises(ValueError, match=r"`Dual\(rank=...\)` must be a whole number of at least 0, but is -1"):
+    with pytest.raises(ValueError, match="rank"):
         Dual(rank=-1)
-    with pytest.raises(ValueError, match="is not known; use one of"):
+    with pytest.raises(ValueError, match="kind"):
         Factored(kind="full")
 
 
@@ -79,13 +79,13 @@ class Augmented(Dataset):
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        ([(CLASSES.x, CLASSES.y.double())], TypeError, r"labels must be integers, but have dtype torch.float64"),
-        ([(CLASSES.x, CLASSES.y + 5)], ValueError, r"must lie between 0 and 2 for 3 outputs"),
-        ([(CLASSES.x, CLASSES.y[:, None])], ValueError, r"must have shape \[25\] for outputs .*, but have \[25, 1\]"),
-        ([(CLASSES.x / 0, CLASSES.y)], ValueError, r"Batch 0 .* has NaN or infinity in its inputs"),
-        ([], ValueError, "The loader is empty"),
-        (iter([(CLASSES.x, CLASSES.y)]), TypeError, "one-shot iterator"),
-        (DataLoader(Augmented(), batch_size=3), ValueError, "different data at each pass"),
+        ([(CLASSES.x, CLASSES.y.double())], TypeError, r"y\.long"),
+        ([(CLASSES.x, CLASSES.y + 5)], ValueError, "range"),
+        ([(CLASSES.x, CLASSES.y[:, None])], ValueError, "shape"),
+        ([(CLASSES.x / 0, CLASSES.y)], ValueError, "inputs"),
+        ([], ValueError, "empty"),
+        (iter([(CLASSES.x, CLASSES.y)]), TypeError, "iterator"),
+        (DataLoader(Augmented(), batch_size=3), ValueError, "augmentation"),
     ],
 )  # fmt: skip
 def test_bad_data_are_refused_and_nothing_is_lost(data, error, message: str) -> None:
@@ -98,7 +98,7 @@ def test_bad_data_are_refused_and_nothing_is_lost(data, error, message: str) -> 
 
 def test_regression_targets_of_another_shape() -> None:
     case = make_case("regression")
-    with pytest.raises(ValueError, match=r"must have the shape of the model's output, \[7, 1\], but have \[7\]"):
+    with pytest.raises(ValueError, match="shape"):
         LinearisedLaplace(case.model, "regression").fit([(case.x, case.y[:, 0])], progress=False)
 
 
@@ -107,7 +107,7 @@ def test_nan_in_weights_outputs_and_loss() -> None:
     broken = copy.deepcopy(case.model)
     with torch.no_grad():
         broken.bias[0] = float("nan")
-    with pytest.raises(ValueError, match="weights of the model contain NaN or infinity"):
+    with pytest.raises(ValueError, match=r"weights.*NaN"):
         LinearisedLaplace(broken, "classification").fit(loader(case), progress=False)
 
     class Overflowing(nn.Linear):
@@ -115,10 +115,10 @@ def test_nan_in_weights_outputs_and_loss() -> None:
             return super().forward(x) / (x[:, :1] - case.x[7, :1])
 
     model = Overflowing(2, 3).double()
-    with pytest.raises(ValueError, match=r"gives NaN or infinity on batch 2 \(counted from 0\)"):
+    with pytest.raises(ValueError, match="batch 2"):
         LinearisedLaplace(model, "classification").fit(loader(case, 3), progress=False)
     huge = copy.deepcopy(make_case("regression"))
-    with pytest.raises(ValueError, match="loss of the model on the data is not finite"):
+    with pytest.raises(ValueError, match="loss"):
         LinearisedLaplace(huge.model, "regression").fit([(huge.x, huge.y + 1e300)], progress=False)
 
 
@@ -128,7 +128,7 @@ def test_a_model_that_is_random_in_evaluation_mode() -> None:
             return nn.functional.dropout(super().forward(x), 0.5, training=True)
 
     case = make_case("classification_many_data")
-    with pytest.raises(ValueError, match=r"different outputs for the same input in evaluation mode.*F.dropout"):
+    with pytest.raises(ValueError, match=r"F\.dropout"):
         LinearisedLaplace(Noisy(2, 3).double(), "classification").fit(loader(case), progress=False)
 
 
@@ -139,77 +139,71 @@ def test_a_model_whose_output_is_not_a_tensor() -> None:
         def forward(self, x: Tensor):  # pyright: ignore
             return super().forward(x), x
 
-    with pytest.raises(TypeError, match="returned a tuple, not a tensor"):
+    with pytest.raises(TypeError, match=r"\btuple\b"):
         LinearisedLaplace(Tuple(2, 3).double(), "classification").fit(loader(case), progress=False)
 
 
 def test_one_datum_without_the_axis_of_the_batch() -> None:
     x, y = torch.randn(6, 3, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 3
     la = LinearisedLaplace(nn.Linear(3, 3), "classification", num_samples=2).fit([(x, y)], progress=False)
-    with pytest.raises(
-        ValueError, match=r"gives outputs \[3\] for x, but those of the training data were \[N, 3\]. .*`x\[None\]`"
-    ):
+    with pytest.raises(ValueError, match=r"x\[None\]"):
         la.predict(x[0])
     assert la.predict(x[0][None]).probs.shape == (1, 3)
 
 
 def test_bad_predictions_and_samples() -> None:
     la = fitted(CLASSES)
-    with pytest.raises(TypeError, match=r"`predict\(x\)` needs a tensor, .* but got list"):
+    with pytest.raises(TypeError, match=r"\blist\b"):
         la.predict(CLASSES.x.tolist())
-    with pytest.raises(ValueError, match=r"x contains NaN or infinity"):
+    with pytest.raises(ValueError, match="NaN"):
         la.predict(CLASSES.x / 0)
-    with pytest.raises(ValueError, match=r"needs a batch of inputs .* got \[0, 2\]"):
+    with pytest.raises(ValueError, match=r"\[0, 2\]"):
         la.predict(CLASSES.x[:0])
-    with pytest.raises(ValueError, match=r"`predict\(num_samples=65\)`: there are 64 samples, .* construct"):
+    with pytest.raises(ValueError, match="num_samples=65"):
         la.predict(CLASSES.x, num_samples=65)
-    with pytest.raises(ValueError, match=r"`sample\(num_samples\)` must be a whole number of at least 1, but is 0"):
+    with pytest.raises(ValueError, match="num_samples"):
         la.sample(0)
-    with pytest.raises(
-        ValueError, match=r"`fit_hyperparameters\(max_steps=...\)` must be a whole number of at least 1"
-    ):
+    with pytest.raises(ValueError, match="max_steps"):
         la.fit_hyperparameters(loader(CLASSES), max_steps=0)
 
 
 def test_a_path_of_evidence_needs_a_range() -> None:
     case = make_case("classification_many_data")
     la = LinearisedLaplace(case.model, "classification").fit(case.batches, progress=False)
-    with pytest.raises(ValueError, match=r"`evidence_path\(decades=...\)` must be positive and finite, and at most 12"):
+    with pytest.raises(ValueError, match="decades"):
         la.evidence_path(decades=0)
 
 
 def test_arrays_are_taken_as_inputs() -> None:
     la = fitted(CLASSES)
     assert torch.equal(la.predict(CLASSES.x.numpy()).outputs, la.predict(CLASSES.x).outputs)
-    with pytest.raises(TypeError, match=r"weights are in torch.float64, fails on inputs in torch.complex128"):
+    with pytest.raises(TypeError, match="complex128"):
         la.predict(CLASSES.x.numpy() + 0j)
 
 
 def test_predictions_inside_of_transforms_are_refused() -> None:
     la = fitted(CLASSES)
-    with pytest.raises(TypeError, match=r"does not work inside a transform of `torch.func`, such as `vmap`"):
+    with pytest.raises(TypeError, match="vmap"):
         torch.func.vmap(lambda x: la.predict(x[None]).outputs)(CLASSES.x)
-    with pytest.raises(TypeError, match=r"does not work inside a transform of `torch.func`"):
+    with pytest.raises(TypeError, match=r"torch\.func"):
         torch.func.grad(lambda x: la.predict(x).outputs.sum())(CLASSES.x)
 
 
 @pytest.mark.parametrize("value", [2.5, True, 0, "3"])
 def test_numbers_of_samples_are_whole(value) -> None:
-    with pytest.raises(ValueError, match=r"`predict\(num_samples=...\)` must be a whole number of at least 1, but is"):
+    with pytest.raises(ValueError, match="num_samples"):
         fitted(CLASSES).predict(CLASSES.x, num_samples=value)
 
 
 def test_switches_are_true_or_false() -> None:
-    with pytest.raises(TypeError, match="`progress` must be True or False, but is 'no'"):
+    with pytest.raises(TypeError, match="progress"):
         LinearisedLaplace(CLASSES.model, "classification").fit(loader(CLASSES), progress="no")  # pyright: ignore
 
 
 def test_weights_that_are_too_large() -> None:
     model = nn.Linear(2, 1)
     nn.init.constant_(model.weight, 1e38)
-    with pytest.raises(
-        ValueError, match=r"loss of the model on the data is not finite.* whose largest output is 1e\+38"
-    ):
+    with pytest.raises(ValueError, match=r"1e\+38"):
         LinearisedLaplace(model, "regression").fit([(torch.eye(2), torch.zeros(2, 1))], progress=False)
 
 
@@ -223,7 +217,7 @@ def test_weights_that_are_shared_out_over_processes() -> None:
         mesh, model = init_device_mesh("cpu", (1,)), nn.Linear(2, 1)
         for name, p in list(model.named_parameters()):
             model.register_parameter(name, nn.Parameter(distribute_tensor(p.detach(), mesh, [Replicate()])))
-        with pytest.raises(TypeError, match=r"`weight` of the model is a DTensor.*`fully_shard` alone.*full weights"):
+        with pytest.raises(TypeError, match="DTensor"):
             LinearisedLaplace(model, "regression")
     finally:
         dist.destroy_process_group()

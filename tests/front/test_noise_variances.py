@@ -80,14 +80,14 @@ def test_known_and_learnt_noise_variances() -> None:
 def test_noise_variances_that_do_not_fit() -> None:
     case = trained()
     la = LinearisedLaplace(case.model, "regression")
-    with pytest.raises(ValueError, match=r"one entry a datum, \[24\], or one an output, \[24, 1\].*have shape \[3\]"):
+    with pytest.raises(ValueError, match="shape"):
         la.fit(case.batches, noise_variances=torch.ones(3), progress=False)
-    with pytest.raises(ValueError, match="`noise_variances` must be positive and finite"):
+    with pytest.raises(ValueError, match=r"noise_variances.*positive"):
         la.fit_hyperparameters(case.batches, noise_variances=torch.zeros(24), progress=False)
     classes = make_case("classification")
     la = LinearisedLaplace(classes.model, "classification")
-    with pytest.raises(ValueError, match="`noise_variances` are of a regression, but the likelihood is 'class"):
+    with pytest.raises(ValueError, match="classification"):
         la.fit(classes.batches, noise_variances=torch.ones(8), progress=False)
     la.fit(classes.batches, progress=False)
-    with pytest.raises(ValueError, match="and `noise_variances` a regression"):
+    with pytest.raises(ValueError, match="observed=True"):
         la.predict(classes.x, noise_variances=torch.ones(8))

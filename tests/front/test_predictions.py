@@ -79,9 +79,9 @@ def test_files_of_large_networks_are_half_as_large() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8, "half"])
 def test_other_precisions(dtype: Any, tmp_path: Path) -> None:
     la, _ = fitted(method="krylov", num_samples=2)
-    with pytest.raises(ValueError, match=r"`save\(dtype=.*torch.float16 or torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"save\(dtype"):
         la.save(tmp_path / "la.pt", dtype=dtype)
-    with pytest.raises(ValueError, match=r"`state_dict\(dtype="):
+    with pytest.raises(ValueError, match=r"state_dict\(dtype"):
         la.state_dict(dtype)
     assert not list(tmp_path.iterdir())
 
@@ -91,9 +91,9 @@ def test_samples_that_an_accuracy_takes() -> None:
     for accuracy, num in ((0.1, 50), (0.125, 32), (0.5, 2), (1.0, 1)):
         assert len(la.predict(x, accuracy=accuracy).deviations) == num == math.ceil(1 / (2 * accuracy**2))
     assert torch.equal(la.predict(x, accuracy=0.25).deviations, la.predict(x, num_samples=8).deviations)
-    with pytest.raises(ValueError, match=r"accuracy=0.05.*there are 50 samples.*accurate to 0.1.*num_samples=200"):
+    with pytest.raises(ValueError, match="num_samples=200"):
         la.predict(x, accuracy=0.05)
-    with pytest.raises(ValueError, match="one of them"):
+    with pytest.raises(ValueError, match=r"num_samples=\.\.\."):
         la.predict(x, accuracy=0.5, num_samples=4)
     with pytest.raises(ValueError, match="accuracy"):
         la.predict(x, accuracy=0)

@@ -58,34 +58,30 @@ def test_other_weights_are_refused() -> None:
     state = la.state_dict()
     other = copy.deepcopy(case.model)
     other[1].running_var += 1e-6
-    with pytest.raises(
-        ValueError, match=r"`load_state_dict`: the weights or buffers of the model are not those of the fit"
-    ):
+    with pytest.raises(ValueError, match=r"load_state_dict.*buffers"):
         LinearisedLaplace(other, "classification").load_state_dict(state)
     with torch.no_grad():
         case.model[0].weight += 1e-6
-    with pytest.raises(ValueError, match=r"`predict`: the weights or buffers.*or fit again"):
+    with pytest.raises(ValueError, match=r"predict.*buffers"):
         la.predict(case.x)
     case.model[0].weight.data.copy_(other[0].weight)
     la.predict(case.x)  # put back: as good as before
     case.model[0].weight.data.mul_(2)  # behind autograd's back
-    with pytest.raises(ValueError, match="not those of the fit"):
+    with pytest.raises(ValueError, match="buffers"):
         la.predict(case.x)
 
 
 def test_states_that_do_not_fit_are_refused(tmp_path) -> None:
     case = make_case("classification")
     state = fitted(case).state_dict()
-    with pytest.raises(
-        ValueError, match=r"of 4 random parameters, 0.weight.*has 2, 2.weight, 2.bias.*same `parameters=`"
-    ):
+    with pytest.raises(ValueError, match="`parameters=`"):
         LinearisedLaplace(case.model, "classification", parameters="2.*").load_state_dict(state)
-    with pytest.raises(ValueError, match="of likelihood 'classification', but this LinearisedLaplace has 'binary'"):
+    with pytest.raises(ValueError, match="'binary'"):
         LinearisedLaplace(case.model, "binary").load_state_dict(state)
     for damaged in ({**state, "samples": state["samples"][:, :3]}, {k: v for k, v in state.items() if k != "samples"}):
-        with pytest.raises(ValueError, match=r"incomplete or damaged: entries \['samples'\]"):
+        with pytest.raises(ValueError, match="'samples'"):
             LinearisedLaplace(case.model, "classification").load_state_dict(damaged)
-    with pytest.raises(ValueError, match="no entry 'settings'"):
+    with pytest.raises(ValueError, match="entry 'settings'"):
         LinearisedLaplace(case.model, "classification").load_state_dict({"weight": torch.zeros(1)})
 
 
@@ -100,7 +96,7 @@ def test_subsets_and_noise_survive_a_reload(tmp_path) -> None:
     assert again.network.names == ["2.weight", "2.bias"]
     assert again.noise_precision_.tolist() == [1.0, 2.0, 3.0]
     assert not again._fitted.posterior.likelihood.learn
-    with pytest.raises(NotFittedError, match=r"`sample` needs the training data.*call `fit\(loader\)`"):
+    with pytest.raises(NotFittedError, match=r"fit\(loader\)"):
         again.sample(2)
 
 
@@ -127,7 +123,7 @@ def test_a_prior_of_ones_own_must_be_given_to_load(tmp_path) -> None:
     case = make_case("regression")
     la = LinearisedLaplace(case.model, "regression", prior=Mine()).fit(loader(case), progress=False)
     la.save(tmp_path / "la.pt")
-    with pytest.raises(ValueError, match="the prior was a Mine, which is not of this library; give it as `prior=`"):
+    with pytest.raises(ValueError, match="Mine"):
         LinearisedLaplace.load(tmp_path / "la.pt", case.model)
     again = LinearisedLaplace.load(tmp_path / "la.pt", case.model, prior=Mine())
     assert torch.equal(again.samples_, la.samples_)
@@ -140,13 +136,11 @@ def test_a_likelihood_of_ones_own_is_given_to_load(tmp_path) -> None:
         own, model = from_loss(lambda f, t: ((f - t) ** 2).sum(), name), nn.Linear(2, 1)
         la = LinearisedLaplace(model, own, num_samples=2).fit([(x, y)], progress=False)
         la.save(tmp_path / "posterior.pt")
-        with pytest.raises(ValueError, match=f"'{name}' was a LossLikelihood, .*; give it as `likelihood=`"):
+        with pytest.raises(ValueError, match=f"'{name}'"):
             LinearisedLaplace.load(tmp_path / "posterior.pt", model)
         loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", model, likelihood=own)
         assert torch.equal(loaded.predict(x).samples, la.predict(x).samples)
-    with pytest.raises(
-        ValueError, match=r"is of likelihood 'regression', a LossLikelihood, but .* 'regression', a Gaus"
-    ):
+    with pytest.raises(ValueError, match="Gaussian"):
         LinearisedLaplace.load(tmp_path / "posterior.pt", model, likelihood="regression")
 
 
@@ -157,7 +151,7 @@ def test_what_needs_the_training_data_says_so(call: str, tmp_path) -> None:
         getattr(LinearisedLaplace(case.model, "classification"), call)()
     LinearisedLaplace(case.model, "classification").fit(case.batches, progress=False).save(tmp_path / "la.pt")
     loaded = LinearisedLaplace.load(tmp_path / "la.pt", case.model)
-    with pytest.raises(NotFittedError, match=f"`{call}` needs the"):
+    with pytest.raises(NotFittedError, match=call):
         getattr(loaded, call)()
 
 
@@ -172,7 +166,7 @@ def test_weights_of_data_leave_a_posterior_that_can_be_calibrated(method: str, t
     scales = [fitted.calibrate([(case.x + 0.1, case.y)]).scale_ for fitted in (la, again)]
     assert scales[0] == pytest.approx(scales[1])
     la.fit_hyperparameters(case.batches, noise_variances=1 / weights, progress=False)
-    with pytest.raises(ValueError, match="does not go with `noise_variances`, which the fit was given"):
+    with pytest.raises(ValueError, match="noise_variances"):
         la.calibrate([(case.x, case.y)])
 
 
@@ -185,9 +179,7 @@ def test_a_method_with_settings_that_are_no_json_is_saved_by_its_name(tmp_path) 
     mine = Mine(target=torch.ones(2))
     la = LinearisedLaplace(case.model, "regression", method=mine, num_samples=4).fit(case.batches, progress=False)
     la.save(tmp_path / "la.pt")
-    with pytest.raises(
-        ValueError, match=r"the method was a .*Mine, which is not of this library; give it as `method=`"
-    ):
+    with pytest.raises(ValueError, match="Mine"):
         LinearisedLaplace.load(tmp_path / "la.pt", case.model)
     again = LinearisedLaplace.load(tmp_path / "la.pt", case.model, method=mine)
     assert torch.equal(again.predict(case.x).samples, la.predict(case.x).samples)
@@ -222,10 +214,7 @@ def activated() -> tuple[LinearisedLaplace, Tensor]:
     return LinearisedLaplace(model, "regression", method="krylov").fit([(x, x[:, :1])], progress=False), x
 
 
-_OTHER_FUNCTION = (
-    r"^`{}`: the model has the weights and buffers of the fit, but computes another function: on 4 of the training "
-    r"data its outputs differ by .* of their size, and its derivatives by .*\. Its error bars do not apply\. "
-)
+_OTHER_FUNCTION = r"^`{}`.*derivatives"
 
 
 def test_load_refuses_the_same_weights_with_another_function(activated, tmp_path) -> None:
@@ -242,12 +231,10 @@ def test_load_refuses_the_same_weights_with_another_function(activated, tmp_path
             LinearisedLaplace(model, "regression").load_state_dict(la.state_dict())
     with torch.no_grad():
         swapped.last.bias += 1  # both are others
-    with pytest.raises(ValueError, match=r"^`load`: the weights or buffers of the model are not those of the fit"):
+    with pytest.raises(ValueError, match=r"^(?!.*derivatives).*buffers"):
         LinearisedLaplace.load(tmp_path / "la.pt", swapped)
     other.forward = lambda x, y: x
-    with pytest.raises(
-        ValueError, match=r"^`load`: the model has the weights and buffers of the fit, but fails on data"
-    ):
+    with pytest.raises(ValueError, match="'y'"):
         LinearisedLaplace.load(tmp_path / "la.pt", other)
     loaded = LinearisedLaplace.load(tmp_path / "la.pt", copy.deepcopy(la.network.module))
     assert torch.equal(loaded.predict(x).samples, expected)

@@ -275,9 +275,9 @@ def test_evidences_with_and_without_correlations_are_not_alike() -> None:
     evidences = {method: model.score() for method, model in models.items()}
     # By Fischer's inequality a determinant is at most that of its blocks.
     assert evidences["kfac"].value < evidences["exact"].value - 1e-3
-    with pytest.warns(UserWarning, match=r"\['kfac'\] leave out correlations"):
+    with pytest.warns(UserWarning, match="'kfac'"):
         compare(models)
-    with pytest.warns(UserWarning, match=r"\['kfac'\] leave out correlations"):
+    with pytest.warns(UserWarning, match="'kfac'"):
         compare(models, "loo")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -294,7 +294,7 @@ def test_scores_of_some_weights_and_of_all_are_not_alike(kind: str) -> None:
     parts = {"all": None, "last_layer": "last_layer"}
     scores = {name: fit_case(case, parameters=part, prior_precision=ALPHA).score(kind) for name, part in parts.items()}
     assert [score.of_some_weights for score in scores.values()] == [False, True]
-    with pytest.warns(UserWarning, match=r"\['last_layer'\] are of some of their weights.*Fit each of them with all"):
+    with pytest.warns(UserWarning, match="'last_layer'"):
         compare(scores)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -316,20 +316,20 @@ def test_frozen_weights_that_are_chosen_do_not_stand_for_trained_ones() -> None:
 def test_bad_questions() -> None:
     case = make_case("classification")
     la = fit_case(case, "exact")
-    with pytest.raises(ValueError, match='use "evidence" or "loo"'):
+    with pytest.raises(ValueError, match="waic"):
         la.score("waic")
     with pytest.raises(ValueError, match="num_data"):
         la.score(num_data=0)
-    with pytest.raises(ValueError, match='use "mode" or "network"'):
+    with pytest.raises(ValueError, match="at='weights'"):
         la.log_marginal_likelihood("weights")
-    with pytest.raises(ValueError, match="two models or more"):
+    with pytest.raises(ValueError, match="got 1"):
         compare([la])
-    with pytest.raises(TypeError, match="got a str"):
+    with pytest.raises(TypeError, match=r"\bstr\b"):
         compare([la, "b"])
     for alone in (la, la.score(), None, "ab"):
-        with pytest.raises(TypeError, match=r"takes a list or a dictionary .* put two or more into a list"):
+        with pytest.raises(TypeError, match=r"\blist\b"):
             compare(alone)
-    with pytest.raises(ValueError, match="one kind"):
+    with pytest.raises(ValueError, match="'loo'"):
         compare([la.score("loo"), la.score("evidence")])
     assert isinstance(la.score(), Score)
     assert la.score().kind == "evidence"
@@ -348,7 +348,7 @@ def many_features(method: str, num: int, num_samples: int = 64) -> tuple[Lineari
 
 def test_samples_that_are_too_few_for_large_leverages_are_told() -> None:
     noisy, exact = many_features("krylov", 40)[0], many_features("exact", 40)[0].score("loo")
-    with pytest.warns(ConvergenceWarning, match=r'`score\("loo"\)`: noise of the samples .* 64 are too few') as caught:
+    with pytest.warns(ConvergenceWarning, match="num_samples") as caught:
         found = noisy.score("loo")
     assert caught[0].filename == __file__
     assert found.value - exact.value > 5 * found.standard_error
@@ -389,18 +389,18 @@ def test_scores_of_other_targets_are_not_compared(kind: str) -> None:
     again = fitted(x, y, noise_variances=torch.linspace(0.5, 2, len(y)).double())
     assert set(compare({"a": first, "b": again}, kind).names) == {"a", "b"}
     assert set(compare({"a": first, "b": fitted(x.float().double(), y.float().double())}, kind).names) == {"a", "b"}
-    with pytest.raises(ValueError, match=r"training targets of 'c' are not those of 'b'.*other units"):
+    with pytest.raises(ValueError, match="'c'"):
         compare({"a": first, "b": again, "c": fitted(x, 100 * y)}, kind)
     reordered = fitted(x[order], y[order])
     if kind == "evidence":
         assert_close(float(reordered.score()), float(first.score()))
         compare([first, reordered], kind)
     else:
-        with pytest.raises(ValueError, match="another order"):
+        with pytest.raises(ValueError, match="order"):
             compare([first, reordered], kind)
 
 
 def test_data_are_no_kind_of_score() -> None:
     la, x, y = many_features("exact", 40)
-    with pytest.raises(TypeError, match=r"but got a list: the score is of the training data.*la.predict\(x\)"):
+    with pytest.raises(TypeError, match="log_prob"):
         la.score([(x, y)])

@@ -81,7 +81,5 @@ def test_a_model_that_was_moved_after_the_fit(monkeypatch: pytest.MonkeyPatch) -
     la = fitted(case, num_samples=2)
     monkeypatch.setattr(type(la.network), "device", torch.device("cuda:0"))
     for call in (lambda: la.predict(case.x), lambda: la.sample(1), la.log_marginal_likelihood):
-        with pytest.raises(
-            ValueError, match=r"the model is on cuda:0, but was on cpu at the fit. Move it back; or `save`"
-        ):
+        with pytest.raises(ValueError, match="cuda:0"):
             call()

@@ -368,7 +368,7 @@ def test_a_trained_network_is_noticed_and_fitted_again() -> None:
     problem = Problem("classification")
     la = problem.laplace().fit(problem.batches, progress=False)
     problem.train()
-    with pytest.raises(ValueError, match="fit again"):
+    with pytest.raises(ValueError, match="buffers"):
         la.predict(problem.x)
     la.fit(problem.batches, warm_start=True, progress=False)
     with torch.no_grad():
@@ -433,13 +433,13 @@ def test_other_random_weights_are_refused() -> None:
     la = problem.laplace().fit(problem.batches, progress=False)
     of_other = other.laplace()
     of_other._fitted = la._fitted
-    with pytest.raises(ValueError, match="which is of 67 random weights, but the model now has 49"):
+    with pytest.raises(ValueError, match="random weights"):
         of_other.fit(other.batches, warm_start=True, progress=False)
 
 
 def test_the_argument_is_a_flag() -> None:
     problem = Problem("classification")
-    with pytest.raises(TypeError, match="`warm_start` must be True or False"):
+    with pytest.raises(TypeError, match="warm_start"):
         problem.laplace().fit(problem.batches, warm_start="yes", progress=False)
 
 

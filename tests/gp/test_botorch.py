@@ -67,7 +67,7 @@ def test_the_posterior_is_the_exact_one(outputs: int) -> None:
     weights = torch.ones(outputs, dtype=torch.float64)
     total = surrogate.posterior(x, posterior_transform=ScalarizedPosteriorTransform(weights))
     assert_close(total.mean[:, 0], posterior.mean.sum(1))
-    with pytest.raises(TypeError, match=r"`posterior` does not know \['other'\]"):
+    with pytest.raises(TypeError, match="'other'"):
         surrogate.posterior(x, other=1)
 
 
@@ -107,7 +107,7 @@ def test_paths_have_the_moments_of_the_posterior_and_are_functions() -> None:
     each = few.posterior(x[:1].expand(4, 1, 2) + torch.arange(4).double()[:, None, None]).mean
     assert_close(each[2], few.posterior(x[:1] + 2).mean[2])
     assert_close(few.posterior(x).mean[..., 0], values[:4])
-    with pytest.raises(ValueError, match=r"`sample_paths\(num_samples\)` must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match="num_samples"):
         surrogate.sample_paths(0)
 
 
@@ -152,7 +152,7 @@ def test_samples_at_equal_inputs_are_equal() -> None:
     samples.sum().backward()
     assert batch.grad is not None
     assert bool(batch.grad.isfinite().all())
-    with pytest.raises(FloatingPointError, match="posterior covariance of a TangentSurrogate is not finite: check `X`"):
+    with pytest.raises(FloatingPointError, match="covariance"):
         surrogate.posterior(torch.full((2, 2), torch.nan, dtype=torch.float64)).rsample()
 
 
@@ -162,7 +162,7 @@ def test_a_changed_network_is_noticed() -> None:
     surrogate = TangentSurrogate(net, case.x, case.y, prior_precision=1.0, noise_precision=9.0)
     path = surrogate.sample_paths()
     net[0].weight.data.mul_(1.5)
-    message = "the weights or buffers of the network are not those that this TangentSurrogate was made with"
+    message = "buffers"
     for call in (
         lambda: surrogate.posterior(case.x),
         lambda: path.posterior(case.x),
@@ -191,7 +191,7 @@ def test_data_are_copied_and_leave_inference_mode() -> None:
 def test_evidence_without_a_maximum_gives_a_warning() -> None:
     case, _, _ = noisy(10)
     y = torch.full((10, 1), 2.0, dtype=torch.float64)
-    with pytest.warns(ConvergenceWarning, match=r"ended at a bound, noise_precision = 1e\+12") as caught:
+    with pytest.warns(ConvergenceWarning, match="noise_precision") as caught:
         surrogate = TangentSurrogate(case.model, case.x, y, mean="homogeneous")
     assert caught[0].filename == __file__
     assert not surrogate.optimum.converged
@@ -203,15 +203,13 @@ def test_evidence_without_a_maximum_gives_a_warning() -> None:
 def test_what_is_not_supported_says_so() -> None:
     case, _, _ = noisy(10)
     surrogate = TangentSurrogate(case.model, case.x, case.y, prior_precision=1.0, noise_precision=9.0)
-    with pytest.raises(NotImplementedError, match="has no fantasies, which acquisition functions that look ahead take"):
+    with pytest.raises(NotImplementedError, match="fantasize"):
         qKnowledgeGradient(surrogate, num_fantasies=2)(case.x[:3])
-    with pytest.raises(NotImplementedError, match="has no fantasies"):
+    with pytest.raises(NotImplementedError, match="fantasize"):
         qNegIntegratedPosteriorVariance(surrogate, mc_points=case.x)(case.x[:1])
-    with pytest.raises(
-        NotImplementedError, match=r"`subset_output\(\[0\]\)`.* Use `posterior\(X, output_indices=\[0\]\)`"
-    ):
+    with pytest.raises(NotImplementedError, match="output_indices"):
         surrogate.subset_output([0])
-    with pytest.raises(NotImplementedError, match=r"maximise `PosteriorMean\(surrogate.sample_paths\(\)\)`"):
+    with pytest.raises(NotImplementedError, match="draw_matheron_paths"):
         PathwiseThompsonSampling(surrogate)(case.x[:1])
 
 
@@ -251,7 +249,7 @@ def test_more_observations() -> None:
     assert_close(
         whole.posterior(x).variance[:, 0], (rows @ torch.linalg.solve(H, rows.T)).diagonal(), rtol=1e-6, atol=0
     )
-    with pytest.raises(NotImplementedError, match="fantasies of several batches are not supported"):
+    with pytest.raises(NotImplementedError, match="condition_on_observations"):
         part.condition_on_observations(case.x[None], case.y[None])
 
 
@@ -283,18 +281,18 @@ def test_images_and_refusals() -> None:
     posterior = surrogate.posterior(x)
     assert posterior.mean.shape == (6, 1)
     assert posterior.mean.dtype == torch.float32
-    with pytest.raises(ValueError, match=r"`train_Y` must have shape \[N, C\] with N = 6, but has \[6\]"):
+    with pytest.raises(ValueError, match=r"train_Y.*\[6\]"):
         TangentSurrogate(net, x, torch.zeros(6), input_shape=(1, 3, 3))
-    with pytest.raises(ValueError, match="`train_Y` has 2 outputs, but the network has 1"):
+    with pytest.raises(ValueError, match="outputs"):
         TangentSurrogate(net, x, torch.zeros(6, 2), input_shape=(1, 3, 3))
     y = torch.zeros(6, 1)
-    with pytest.raises(ValueError, match=r"`train_Y` contains NaN or infinity, in rows \[4\]"):
+    with pytest.raises(ValueError, match=r"train_Y.*\[4\]"):
         TangentSurrogate(net, x, torch.where(torch.arange(6)[:, None] == 4, torch.nan, y), input_shape=(1, 3, 3))
-    with pytest.raises(ValueError, match=r"`train_X` contains NaN or infinity, in rows \[0, 1, 2, 3, 4\]"):
+    with pytest.raises(ValueError, match=r"train_X.*\[0, 1, 2, 3, 4\]"):
         TangentSurrogate(net, x * torch.inf, y, input_shape=(1, 3, 3))
-    with pytest.raises(ValueError, match=r"`prior_precision` must be positive and finite, or None .* but is 0.0"):
+    with pytest.raises(ValueError, match="prior_precision"):
         TangentSurrogate(net, x, y, input_shape=(1, 3, 3), prior_precision=0.0)
-    with pytest.raises(ValueError, match=r"`noise_precision` must be positive and finite, or None .* but is -1.0"):
+    with pytest.raises(ValueError, match="noise_precision"):
         TangentSurrogate(net, x, y, input_shape=(1, 3, 3), noise_precision=-1.0)
 
 
@@ -323,7 +321,7 @@ def test_outputs_are_counted_from_the_end_too() -> None:
         some = surrogate.posterior(x, output_indices=indices)
         assert_close(some.mean, both.mean[:, columns])
         assert_close(some.variance, both.variance[:, columns])
-    with pytest.raises(ValueError, match=r"`posterior\(output_indices=\[2\]\)`: the surrogate has outputs 0 to 1"):
+    with pytest.raises(ValueError, match="output_indices"):
         surrogate.posterior(x, output_indices=[2])
 
 
@@ -380,14 +378,14 @@ def test_states_of_other_models_are_refused() -> None:
         (TangentSurrogate(other_network, case.x, case.y, **_GIVEN), "network"),
     ):
         before = model.posterior(case.x).mean
-        with pytest.raises(RuntimeError, match=f"state is that of a TangentSurrogate with another `{name}`"):
+        with pytest.raises(RuntimeError, match=f"`{name}`"):
             model.load_state_dict(state)
         assert_close(model.posterior(case.x).mean, before)
     model = TangentSurrogate(case.model, case.x, case.y, **_GIVEN)
     part = {name: value for name, value in state.items() if name != "train_Y"}
-    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "train_Y"'):
+    with pytest.raises(RuntimeError, match='"train_Y"'):
         model.load_state_dict(part)
-    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "other"'):
+    with pytest.raises(RuntimeError, match='"other"'):
         model.load_state_dict({**state, "other": torch.zeros(1)})
     fresh = TangentSurrogate(case.model, case.x, case.y, **_GIVEN)
     assert fresh.load_state_dict(part, strict=False).missing_keys == ["train_Y"]

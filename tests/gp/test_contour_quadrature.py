@@ -213,5 +213,5 @@ def test_too_few_iterations_are_told() -> None:
     assert not sample_contour(ggn, prior, Draws(2, 0), max_iterations=3).converged
     assert not sample_contour(ggn, prior, Draws(2, 0), max_iterations=3, residual_tolerance=10.0).converged
     assert not sample_contour(ggn, prior, Draws(2, 0), num_quadrature=1).converged
-    with pytest.raises(ValueError, match="must be at least 1, but are 0 and 1000"):
+    with pytest.raises(ValueError, match="num_quadrature"):
         sample_contour(ggn, prior, Draws(2, 0), num_quadrature=0)

@@ -139,12 +139,12 @@ def test_bounds_are_kept_and_told() -> None:
         assert found.precision == bounds[end]
         assert found.at_bounds == ("precision",)
         assert not found.converged
-    with pytest.raises(ValueError, match="`precision_bounds` must be positive and in order"):
+    with pytest.raises(ValueError, match="precision_bounds"):
         exact.fit(precision_bounds=(1.0, 1.0))
     for call in (exact.fit, lambda **k: exact.posterior(1.0, **k)):
-        with pytest.raises(ValueError, match="`hessian_at='here'` is not known"):
+        with pytest.raises(ValueError, match="hessian_at"):
             call(hessian_at="here")
-    with pytest.raises(ValueError, match='that it may take; use method="krylov" or "stochastic"'):
+    with pytest.raises(ValueError, match="stochastic"):
         ExactClassification.of(model, prior, max_memory=1e4)
     assert not exact.mode(inside, max_steps=1).converged
     assert exact.mode(inside, tolerance=1e-3).residual < 1e-3

@@ -119,5 +119,5 @@ def test_operations_are_counted() -> None:
 
 def test_an_unknown_way_is_refused() -> None:
     features = make_case("regression").linear_model().features
-    with pytest.raises(ValueError, match="`products='both'` is not known"):
+    with pytest.raises(ValueError, match="products"):
         gram(features, variances(features.size), products="both")

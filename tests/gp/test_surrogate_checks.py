@@ -22,11 +22,11 @@ KNOWN = {"prior_precision": 1.0, "noise_precision": 4.0}
 @pytest.mark.parametrize(
     ("x", "y", "said"),
     [
-        (X[:, 0], Y, r"`train_X` must have shape \[N, D\] with N and D of at least 1, but has \[6\]"),
-        (X[:0], Y[:0], r"`train_X` must have shape \[N, D\] with N and D of at least 1, but has \[0, 2\]"),
-        (X, Y[:3], r"`train_Y` must have shape \[N, C\] with N = 6, but has \[3, 1\]"),
-        (None, Y, "`train_X` must be a tensor of real numbers, but is a NoneType"),
-        (X, Y + 0j, "`train_Y` must be a tensor of real numbers, but is a complex tensor"),
+        (X[:, 0], Y, r"train_X.*\[6\]"),
+        (X[:0], Y[:0], r"train_X.*\[0, 2\]"),
+        (X, Y[:3], r"train_Y.*\[3, 1\]"),
+        (None, Y, r"train_X.*NoneType"),
+        (X, Y + 0j, r"train_Y.*complex"),
     ],
 )
 def test_data_of_other_kinds_are_refused(x, y, said: str) -> None:
@@ -35,20 +35,20 @@ def test_data_of_other_kinds_are_refused(x, y, said: str) -> None:
 
 
 def test_settings_of_other_kinds_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"`scale` must be a tensor of one entry a weight, \[3\], but has shape \[4\]"):
+    with pytest.raises(ValueError, match="scale"):
         TangentSurrogate(NET, X, Y, scale=torch.ones(4), **KNOWN)
-    with pytest.raises(ValueError, match=r"`input_shape` must be whole numbers whose product is 2, but is \(7,\)"):
+    with pytest.raises(ValueError, match="input_shape"):
         TangentSurrogate(NET, X, Y, input_shape=(7,), **KNOWN)
-    with pytest.raises(ValueError, match="`prior_precision` must be positive and finite, or None to be learnt, but is"):
+    with pytest.raises(ValueError, match="prior_precision"):
         TangentSurrogate(NET, X, Y, prior_precision="1")  # pyright: ignore[reportArgumentType]
 
 
 def test_inputs_of_other_kinds_are_refused() -> None:
     surrogate = TangentSurrogate(NET, X, Y, **KNOWN)
     for x in (X[0], X[:0], X.repeat(1, 2)):
-        with pytest.raises(ValueError, match=r"`posterior\(X\)` needs X of shape \[..., Q, D\] with D = 2, but got"):
+        with pytest.raises(ValueError, match="shape"):
             surrogate.posterior(x)
-    with pytest.raises(TypeError, match=r"`posterior\(X\)` must be a tensor of real numbers, but is a list"):
+    with pytest.raises(TypeError, match=r"\blist\b"):
         surrogate.posterior([[1.0]])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"`sample_paths\(num_samples\)` must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match="num_samples"):
         surrogate.sample_paths(2.5)  # pyright: ignore[reportArgumentType]

@@ -179,13 +179,13 @@ def test_fits_are_of_the_model_inside_its_wrappers_and_of_all_data() -> None:
 def test_weights_that_are_shared_out_are_refused() -> None:
     for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         accelerator = SimpleNamespace(state=SimpleNamespace(distributed_type=accelerate.DistributedType(kind)))
-        with pytest.raises(ValueError, match=f"Training by {kind} shares out the weights over processes, so that"):
+        with pytest.raises(ValueError, match=kind):
             AcceleratedFits(accelerator, "classification")
 
 
 def test_settings_are_checked_before_training() -> None:
     accelerator = accelerate.Accelerator(cpu=True)
-    with pytest.raises(TypeError, match="are no options of"):
+    with pytest.raises(TypeError, match="'lr'"):
         AcceleratedFits(accelerator, "classification", lr=0.1)
     # Else its checkpoints would ask for the state of an object that is not there.
     assert not accelerator._custom_objects
@@ -194,7 +194,7 @@ def test_settings_are_checked_before_training() -> None:
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "laplace_sampling.integrations.accelerate")
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(ImportError, match=r'pip install "laplace_sampling\[accelerate\]"'):
+    with pytest.raises(ImportError, match=r"\[accelerate\]"):
         importlib.import_module("laplace_sampling.integrations.accelerate")
 
 
@@ -213,7 +213,7 @@ def on_rank(folder: str) -> dict[str, Any]:
     whole = AcceleratedFits(training.accelerator, "classification", method="exact", num_samples=4, budget=None)
     found["whole"] = whole.fit(training.model, DataLoader(TensorDataset(*data()), BATCH_SIZE), epoch=2)
     stream = training.accelerator.prepare(DataLoader(Stream()))
-    with pytest.raises(ValueError, match="the loader gives each of 2 processes its share of a stream"):
+    with pytest.raises(ValueError, match="stream"):
         training.fits.fit(training.model, stream, epoch=3)
     apart = AcceleratedFits(
         training.accelerator, "classification", method="exact", num_samples=4, budget=None, process_group=None

@@ -210,9 +210,9 @@ def test_last_layer_takes_precisions_of_its_own_length() -> None:
     precision = torch.linspace(1, 2, 18)
     theirs, ours = problem.pair("last_layer", prior_precision=precision, prior_mean=precision)
     assert_close(ours.log_marginal_likelihood(), theirs.log_marginal_likelihood(), **CLOSE)
-    with pytest.raises(ValueError, match="Length of prior precision does not align"):
+    with pytest.raises(ValueError, match="prior precision"):
         laplace.Laplace(problem.model, "regression", "last_layer", "sampled", prior_precision=torch.ones(33))
-    with pytest.raises(ValueError, match="Invalid length of prior mean"):
+    with pytest.raises(ValueError, match="prior mean"):
         laplace.Laplace(problem.model, "regression", "last_layer", "sampled", prior_mean=torch.ones(33))
 
 
@@ -371,12 +371,12 @@ def test_files_hold_what_predictions_need(problem: Problem, tmp_path: Path) -> N
         assert not again.prior_precision.requires_grad
         assert_close(again.log_likelihood, ours.log_likelihood)
         again.prior_precision = 5.0
-        with pytest.raises(NotFittedError, match="has changed, and a loaded posterior has no data"):
+        with pytest.raises(NotFittedError, match="sigma_noise"):
             again(problem.x_new)
     other = "regression" if problem.likelihood == "classification" else "classification"
-    with pytest.raises(ValueError, match=f"of likelihood '{problem.likelihood}', but this\\s+`Laplace` is a Sampled"):
+    with pytest.raises(ValueError, match=rf"'{problem.likelihood}'"):
         laplace.Laplace(problem.model, other, "last_layer", "sampled").load_state_dict(ours.state_dict())
-    with pytest.raises(ValueError, match=r"state is of a SampledLastLayerLaplace of .* is a SampledLaplace of"):
+    with pytest.raises(ValueError, match="SampledLaplace"):
         laplace.Laplace(problem.model, problem.likelihood, "all", "sampled").load_state_dict(ours.state_dict())
 
 
@@ -410,10 +410,10 @@ def test_batches_that_are_dictionaries(problem: Problem) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"likelihood": "reward_modeling"}, 'has no pairwise preferences, "reward_modeling"'),
-        ({"enable_backprop": True}, "no gradients in `x`.*take `laplace_sampling.gp.botorch.TangentSurrogate`"),
-        ({"backend": laplace.curvature.CurvlinopsEF}, "has one curvature, the GGN.*leave\\s+out `backend`"),
-        ({"backend_kwargs": {"stochastic": True}}, "has one curvature, the GGN"),
+        ({"likelihood": "reward_modeling"}, "reward_modeling"),
+        ({"enable_backprop": True}, "TangentSurrogate"),
+        ({"backend": laplace.curvature.CurvlinopsEF}, "`backend`"),
+        ({"backend_kwargs": {"stochastic": True}}, "GGN"),
     ],
 )
 def test_settings_without_a_meaning(settings: dict[str, Any], message: str) -> None:
@@ -423,10 +423,10 @@ def test_settings_without_a_meaning(settings: dict[str, Any], message: str) -> N
 
 def test_settings_that_are_wrong() -> None:
     for settings, message in (
-        ({"likelihood": "other"}, "Invalid likelihood type other"),
-        ({"sigma_noise": 2.0}, "Sigma noise != 1 only available for regression"),
-        ({"prior_precision": torch.ones(17)}, "Length of prior precision"),
-        ({"method": "other"}, "`method='other'` is not known"),
+        ({"likelihood": "other"}, "likelihood type"),
+        ({"sigma_noise": 2.0}, "Sigma noise"),
+        ({"prior_precision": torch.ones(17)}, "prior precision"),
+        ({"method": "other"}, "method"),
         ({"budget": -1.0}, "budget"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -439,19 +439,19 @@ def test_calls_without_a_meaning(problem: Problem) -> None:
     ours, x = problem.sampled(), problem.x_new
     jacobians = torch.ones(4, 3, ours.n_params)
     for call, message in (
-        (lambda: ours.fit(problem.loader, override=False), "does not add data to a posterior"),
-        (lambda: ours.posterior_precision, "no matrix of the size of the weights is formed.*`square_norm"),
-        (lambda: ours.functional_variance(jacobians), r"takes Jacobians, which are not formed: call `la\(x\)`"),
-        (lambda: ours.functional_covariance(jacobians), r"are not formed: call `la\(x, joint=True\)`"),
-        (lambda: ours.functional_samples(x, diagonal_output=True), "outputs are correlated: leave out `diagonal"),
-        (lambda: ours(x, "nn", link_approx="mc", mask=x), r"The model gets `x` alone, but \['mask'\] were given"),
-        (lambda: ours.optimize_prior_precision(prior_structure="diag"), "one prior precision for each weight"),
+        (lambda: ours.fit(problem.loader, override=False), "data"),
+        (lambda: ours.posterior_precision, "square_norm"),
+        (lambda: ours.functional_variance(jacobians), "Jacobians"),
+        (lambda: ours.functional_covariance(jacobians), "joint=True"),
+        (lambda: ours.functional_samples(x, diagonal_output=True), "diagonal"),
+        (lambda: ours(x, "nn", link_approx="mc", mask=x), "'mask'"),
+        (lambda: ours.optimize_prior_precision(prior_structure="diag"), "prior precision"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             call()
     for call, message in (
-        (lambda: ours.functional_samples(x, "gp"), '`pred_type=\'gp\'` is not known; use "glm" or "nn"'),
-        (lambda: ours(x, pred_type="linear"), "Only glm and nn supported"),
+        (lambda: ours.functional_samples(x, "gp"), "pred_type"),
+        (lambda: ours(x, pred_type="linear"), "glm"),
         (lambda: ours.sample(0), "`n_samples`"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -467,7 +467,7 @@ def test_nothing_is_asked_of_what_is_not_fitted(problem: Problem) -> None:
         ours.state_dict,
         lambda: ours.square_norm(ours.mean),
     ):
-        with pytest.raises(NotFittedError, match=r"call `fit\(train_loader\)` first"):
+        with pytest.raises(NotFittedError, match="train_loader"):
             call()
 
 
@@ -476,7 +476,7 @@ def test_another_network_is_not_fitted_again_without_a_word(problem: Problem) ->
     with torch.no_grad():
         problem.model[0].bias += 1
     ours.prior_precision = 3.0
-    with pytest.raises(ValueError, match="weights or buffers of the model are not those of the fit"):
+    with pytest.raises(ValueError, match="buffers"):
         ours(problem.x_new)
 
 
@@ -484,5 +484,5 @@ def test_the_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("laplace_torch", "laplace_torch_predictions"):
         monkeypatch.delitem(sys.modules, f"laplace_sampling.integrations.{module}")
     monkeypatch.setitem(sys.modules, "laplace.baselaplace", None)
-    with pytest.raises(ImportError, match=r"pip install laplace_sampling\[laplace_torch\]"):
+    with pytest.raises(ImportError, match=r"\[laplace_torch\]"):
         importlib.import_module("laplace_sampling.integrations.laplace_torch")

@@ -126,7 +126,7 @@ def test_a_loader_with_augmentation_is_refused() -> None:
 
     training = Training().run(1)
     state, fits = training.state(), PeriodicFits("regression")
-    with pytest.raises(ValueError, match="The loader gives different data at each pass"):
+    with pytest.raises(ValueError, match="augmentation"):
         fits.fit(training.model, DataLoader(Augmented(*training.data.tensors), batch_size=16, shuffle=True), epoch=1)
     assert training.state() == state
     assert not fits.history_
@@ -266,7 +266,7 @@ def test_a_fit_starts_from_the_one_before(continued: str) -> None:
         torch.save(fits.state_dict(), file)
         fits = PeriodicFits("regression", **recorded(steps))
         fits.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
-        with pytest.raises(NotFittedError, match=r"`laplace_` is there after a fit"):
+        with pytest.raises(NotFittedError, match="laplace_"):
             _ = fits.laplace_
     steps.clear()
     fits.fit(model, training.loader, epoch=3)
@@ -296,11 +296,11 @@ def test_a_posterior_of_earlier_weights_predicts_nothing_before_a_fit() -> None:
     training.epoch()
     la = LinearisedLaplace(training.model, "regression")
     la.start_from(state)
-    with pytest.raises(ValueError, match="the weights or buffers of the model are not those of the fit"):
+    with pytest.raises(ValueError, match="buffers"):
         la.predict(x)
     training.model.load_state_dict(earlier.state_dict())
     assert torch.equal(la.predict(x).stddev, before)
-    with pytest.raises(ValueError, match="The state is of likelihood 'regression'"):
+    with pytest.raises(ValueError, match="likelihood"):
         LinearisedLaplace(training.model, "poisson").start_from(state)
 
 
@@ -341,12 +341,12 @@ def test_a_fit_that_is_stopped_keeps_the_last_one() -> None:
         (lambda: PeriodicFits("regression", every_n_epochs=0), ValueError, "`every_n_epochs`"),
         (lambda: PeriodicFits("regression", budget=-1.0), ValueError, "`budget`"),
         (lambda: PeriodicFits("regresion"), ValueError, "regresion"),
-        (lambda: PeriodicFits("regression", pior="isotropic"), TypeError, r"\['pior'\] are no options of"),
-        (lambda: PeriodicFits("regression", warm_start=True), TypeError, r"\['warm_start'\] are no options of"),
-        (lambda: PeriodicFits("regression", checkpoint="fit"), TypeError, r"\['checkpoint'\] are no options of"),
+        (lambda: PeriodicFits("regression", pior="isotropic"), TypeError, "'pior'"),
+        (lambda: PeriodicFits("regression", warm_start=True), TypeError, "'warm_start'"),
+        (lambda: PeriodicFits("regression", checkpoint="fit"), TypeError, "'checkpoint'"),
         (lambda: PeriodicFits("regression", method="kfak"), ValueError, "kfak"),
-        (lambda: PeriodicFits("regression", metrics={"a": 1.0}), TypeError, r"`metrics` must be functions.*\['a'\]"),  # pyright: ignore
-        (lambda: PeriodicFits("regression").laplace_, NotFittedError, "`laplace_` is there after a fit: call"),
+        (lambda: PeriodicFits("regression", metrics={"a": 1.0}), TypeError, "metrics"),  # pyright: ignore
+        (lambda: PeriodicFits("regression").laplace_, NotFittedError, "laplace_"),
     ],
 )
 def test_bad_settings(make: Callable[[], Any], kind: type[Exception], message: str) -> None:
@@ -411,7 +411,7 @@ def on_rank() -> dict[str, Any]:
         result["alone"] = alone.fit(training.model, training.data, held_out, epoch=1)
         fits.laplace_.predict(held_out.tensors[0])
     else:
-        with pytest.raises(ValueError, match="the weights or buffers of the model are not those of the fit"):
+        with pytest.raises(ValueError, match="buffers"):
             fits.laplace_.predict(held_out.tensors[0])
     return result
 

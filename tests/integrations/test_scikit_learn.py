@@ -300,44 +300,38 @@ class Tuple(nn.Linear):
 
 def test_bad_input_is_refused() -> None:
     for call in ("predict", "sample_y"):
-        with pytest.raises(NotFittedError, match="This LaplaceRegressor instance is not fitted yet"):
+        with pytest.raises(NotFittedError, match="LaplaceRegressor"):
             getattr(LaplaceRegressor(), call)(X)
-    with pytest.raises(NotFittedError, match="This LaplaceClassifier instance is not fitted yet"):
+    with pytest.raises(NotFittedError, match="LaplaceClassifier"):
         LaplaceClassifier().predict_proba(X)
-    with pytest.raises(ValueError, match=r"criterion is MSELoss, but it is CrossEntropyLoss\."):
+    with pytest.raises(ValueError, match="MSELoss"):
         LaplaceRegressor(NETS["logits"][0]).fit(X, Y)
-    with pytest.raises(
-        ValueError, match=r"criterion is CrossEntropyLoss or NLLLoss or BCEWithLogitsLoss, but it is MSE"
-    ):
+    with pytest.raises(ValueError, match="NLLLoss"):
         LaplaceClassifier(NETS["regression"][0]).fit(X, TWO)
-    message = (
-        r"`LaplaceRegressor.fit\(X, y\)`: the number of outputs of the network for each datum is 2, but that of col"
-    )
+    message = "outputs"
     with pytest.raises(ValueError, match=message):
         LaplaceRegressor(network(2)).fit(X, Y)
-    message = (
-        r"`LaplaceClassifier.fit\(X, y\)`: the number of outputs of the network .* is {}, but that of classes .* is 3"
-    )
+    message = r"outputs.*\b{}\b"
     for outputs in (1, 2):
         with pytest.raises(ValueError, match=message.format(outputs)):
             LaplaceClassifier(network(outputs)).fit(X, LABELS)
-    with pytest.raises(TypeError, match=r"The network must return a tensor, but returned a tuple: wrap it\."):
+    with pytest.raises(TypeError, match=r"\btuple\b"):
         LaplaceRegressor(Tuple(3, 1)).fit(X, Y)
-    with pytest.raises(TypeError, match=r"or a net of skorch, but is a str\."):
+    with pytest.raises(TypeError, match=r"\bstr\b"):
         LaplaceRegressor("mlp").fit(X, Y)
-    with pytest.raises(TypeError, match=r"or a net of skorch, but the callable returned a int\."):
+    with pytest.raises(TypeError, match=r"\bint\b"):
         LaplaceRegressor(lambda inputs, outputs: inputs).fit(X, Y)
-    with pytest.raises(ValueError, match=r"needs labels of two classes or more, but `y` has one class"):
+    with pytest.raises(ValueError, match="`y`"):
         LaplaceClassifier().fit(X, np.ones(40))
-    with pytest.raises(ValueError, match=r"`LaplaceRegressor\(max_epochs=...\)` must be a whole number of at least 0"):
+    with pytest.raises(ValueError, match="max_epochs"):
         LaplaceRegressor(max_epochs=-1).fit(X, Y)
-    with pytest.raises(ValueError, match=r"`LaplaceRegressor\(lr=...\)` must be positive and finite"):
+    with pytest.raises(ValueError, match=r"\blr\b"):
         LaplaceRegressor(lr=0).fit(X, Y)
-    with pytest.raises(ValueError, match=r"`LaplaceClassifier\(batch_size=...\)` must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match="batch_size"):
         LaplaceClassifier(batch_size=0).fit(X, TWO)
 
 
 def test_warnings_of_the_fit_reach_the_user() -> None:
     noise = np.random.RandomState(1).randn(40, 4)
-    with pytest.warns(ConvergenceWarning, match="ended at one of precision_bounds"):
+    with pytest.warns(ConvergenceWarning, match="precision_bounds"):
         LaplaceRegressor(nn.Linear, **QUICK).fit(noise[:, :3], noise[:, 3])

@@ -268,7 +268,7 @@ def test_a_stream_of_training_data_needs_other_data_for_the_fits(tmp_path: Path)
     make_trainer(tmp_path / "given", fits, **options).train()
     assert fits.laplace_.predict({"x": Rows().x}).probs.shape == (NUM_DATA, 3)
     trainer = make_trainer(tmp_path / "missing", callback(), **options)
-    with pytest.raises(ValueError, match="the training data are an IterableDataset, which is read in its order only"):
+    with pytest.raises(ValueError, match="IterableDataset"):
         trainer.train()
     assert trainer.state.global_step == 0
 
@@ -323,7 +323,7 @@ def test_checkpoints_of_other_trainings_and_places_are_told_apart(tmp_path: Path
     # Another training with a checkpoint of as many steps is in the folder.
     make_trainer(tmp_path / "b", callback(), StopAfter(2 * STEPS), learning_rate=0.01).train()
     fits = callback()
-    with pytest.warns(UserWarning, match="training goes on from step 8, but there is no laplace_sampling.pt of it in"):
+    with pytest.warns(UserWarning, match=r"laplace_sampling\.pt"):
         make_trainer(tmp_path / "b", fits).train(resume_from_checkpoint=str(moved))
     assert fits.fits.history_[0]["epoch"] == 2
     assert len(fits.fits.history_) == 2
@@ -400,9 +400,7 @@ def test_labels_of_the_next_token_give_the_loss_of_the_model() -> None:
 def test_a_causal_language_model_needs_to_know_how_its_labels_are_moved(tmp_path: Path) -> None:
     rows = sentences(10, 7, True)
     trainer = make_trainer(tmp_path, callback(Categorical(class_dim=-1)), model=tiny_gpt2(), train_dataset=rows)
-    with pytest.raises(
-        ValueError, match=r"The labels of a GPT2LMHeadModel are those of the next token\. Pass `unpack="
-    ):
+    with pytest.raises(ValueError, match="unpack"):
         trainer.train()
 
 
@@ -413,7 +411,7 @@ def test_weights_that_are_shared_out_are_refused(tmp_path: Path, monkeypatch: py
         "laplace_sampling.integrations.transformers.AcceleratorState",
         lambda: SimpleNamespace(distributed_type=accelerate.DistributedType.FSDP),
     )
-    with pytest.raises(ValueError, match="Training by FSDP shares out the weights over processes"):
+    with pytest.raises(ValueError, match="FSDP"):
         trainer.train()
 
 
@@ -461,12 +459,12 @@ def test_two_processes_fit_together_and_one_goes_on(tmp_path: Path) -> None:
 def test_settings_are_checked_before_training() -> None:
     with pytest.raises(ValueError, match="every_n_epochs"):
         LaplaceTrainerCallback("classification", every_n_epochs=0)
-    with pytest.raises(TypeError, match="are no options of"):
+    with pytest.raises(TypeError, match="'lr'"):
         LaplaceTrainerCallback("classification", lr=0.1)
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "laplace_sampling.integrations.transformers")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r'pip install "laplace_sampling\[transformers,accelerate\]"'):
+    with pytest.raises(ImportError, match=r"\[transformers,accelerate\]"):
         importlib.import_module("laplace_sampling.integrations.transformers")

@@ -17,24 +17,22 @@ def test_names_give_likelihoods() -> None:
     assert as_likelihood("binary") == Bernoulli()
     own = Gaussian(2.0)
     assert as_likelihood(own) is own
-    with pytest.raises(
-        ValueError, match=r"`likelihood='student'` is not known; use \"regression\", \"classification\""
-    ):
+    with pytest.raises(ValueError, match="student"):
         as_likelihood("student")
 
 
 def test_noise_precision_without_a_use_is_refused() -> None:
     for likelihood in ("classification", Gaussian(2.0)):
-        with pytest.raises(ValueError, match=r"`noise_precision` goes with likelihood=\"regression\" only"):
+        with pytest.raises(ValueError, match="noise_precision"):
             as_likelihood(likelihood, 3.0)
 
 
 def test_a_dictionary_gives_a_likelihood_for_each_head() -> None:
     heads = {"value": Gaussian(2.0, learn=False), "count": "poisson"}
     assert as_likelihood(heads) == MultiTask({"value": Gaussian(2.0, learn=False), "count": Poisson()})
-    with pytest.raises(ValueError, match=r"does not learn the noise precision of a head, but \['value'\] ask for it"):
+    with pytest.raises(ValueError, match="noise precision"):
         as_likelihood({"value": "regression"})
-    with pytest.raises(TypeError, match=r"needs a Likelihood for each head, but has none for \['count'\]"):
+    with pytest.raises(TypeError, match="'count'"):
         MultiTask({"count": "poisson"})  # pyright: ignore[reportArgumentType]
 
 
@@ -46,7 +44,7 @@ class Doubled(Poisson):
 
 
 def test_a_new_likelihood_is_a_line_in_the_table(monkeypatch) -> None:
-    with pytest.raises(ValueError, match="likelihood 'poisson' was a Doubled, which the file does not hold"):
+    with pytest.raises(ValueError, match="Doubled"):
         likelihood_from_recipe(recipe_of_likelihood(Doubled()))
     monkeypatch.setitem(LIKELIHOODS, "doubled", Doubled)
     assert type(as_likelihood("doubled")) is Doubled
@@ -57,7 +55,7 @@ def test_a_new_likelihood_is_a_line_in_the_table(monkeypatch) -> None:
 
 
 def test_a_class_is_no_likelihood() -> None:
-    with pytest.raises(TypeError, match=r"`likelihood=Gaussian` is a class; give an object, as `likelihood=Gaussian"):
+    with pytest.raises(TypeError, match="likelihood=Gaussian"):
         as_likelihood(Gaussian)  # pyright: ignore[reportArgumentType]
 
 
@@ -65,5 +63,5 @@ def test_only_a_gaussian_likelihood_is_quadratic() -> None:
     class Own(type(from_loss(lambda f, y: (f - y).square().sum()))):
         quadratic = True
 
-    with pytest.raises(TypeError, match="'custom' sets `quadratic`, which is for subclasses of `Gaussian` only"):
+    with pytest.raises(TypeError, match="quadratic"):
         as_likelihood(Own(lambda f, y: (f - y).square().sum()))

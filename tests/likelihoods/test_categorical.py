@@ -8,9 +8,9 @@ from laplace_sampling.likelihoods.categorical import Categorical
 
 def test_labels_of_another_axis_say_which() -> None:
     y = torch.zeros(8, 5, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"have \[8, 5\]. They fit classes on axis 2: `Categorical\(class_dim=2\)`\.$"):
+    with pytest.raises(ValueError, match="class_dim=2"):
         Categorical().check_targets(torch.Size((8, 5, 3)), y)
-    with pytest.raises(ValueError, match=r"but have \[8, 7\]\.$"):
+    with pytest.raises(ValueError, match=r"^(?!.*class_dim).*\[8, 7\]"):
         Categorical().check_targets(torch.Size((8, 5, 3)), torch.zeros(8, 7, dtype=torch.long))
 
 
@@ -31,5 +31,5 @@ def test_probabilities_of_few_and_many_classes(classes: int, dtype: torch.dtype,
 
 def test_settings_of_another_kind_are_refused() -> None:
     for name in ("class_dim", "ignore_index"):
-        with pytest.raises(ValueError, match=rf"`Categorical\({name}=...\)` must be a whole number, but is 1.5"):
+        with pytest.raises(ValueError, match=name):
             Categorical(**{name: 1.5})

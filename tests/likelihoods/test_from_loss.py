@@ -32,7 +32,7 @@ def test_losses_without_forward_derivatives(generator: torch.Generator) -> None:
 def test_losses_that_look_at_values_are_refused(loss) -> None:
     with pytest.raises(
         ValueError,
-        match=r"of likelihood 'own' cannot be differentiated twice for many .*`torch.where` in.* torch says: ",
+        match=r"torch\.where",
     ):
         from_loss(loss, "own").check_targets(torch.Size((3, 2)), torch.ones(3, 2))
 
@@ -42,7 +42,7 @@ def test_losses_that_look_at_values_are_refused(loss) -> None:
 )
 def test_losses_without_curvature_are_refused(loss) -> None:
     x, y = torch.randn(2, 6, 2, generator=torch.Generator().manual_seed(0))
-    with pytest.raises(ValueError, match="loss of likelihood 'own' has no curvature in the outputs at any datum"):
+    with pytest.raises(ValueError, match="no curvature"):
         LinearisedLaplace(torch.nn.Linear(2, 2), from_loss(loss, "own")).fit([(x, y)], progress=False)
 
 
@@ -63,15 +63,15 @@ def test_confident_outputs_are_not_taken_for_a_loss_that_is_not_convex(dtype: to
 def test_losses_that_are_not_convex_are_refused() -> None:
     f, y = torch.zeros(4, 2), torch.zeros(4, 2)
     saddle = from_loss(lambda g, target: g[0] ** 2 - g[1] ** 2, "saddle")
-    with pytest.raises(ValueError, match=r"'saddle' is not convex .* at datum 0 of the batch has the eigenvalue -2"):
+    with pytest.raises(ValueError, match="eigenvalue -2"):
         saddle.root(f, f, y)
 
 
 def test_what_is_no_loss_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"`from_loss\(loss, name\)` needs a function .* but got 3"):
+    with pytest.raises(TypeError, match=r"\b3\b"):
         from_loss(3)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="and a string, but got None"):
+    with pytest.raises(TypeError, match="None"):
         from_loss(lambda f, y: f.sum(), None)  # pyright: ignore[reportArgumentType]
     fails = from_loss(lambda f: f.sum())  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"fails on outputs of one datum, of shape \[2\], and a target of shape \[2\]"):
+    with pytest.raises(ValueError, match="shape"):
         fails.check_targets(torch.Size((3, 2)), torch.zeros(3, 2))

@@ -7,7 +7,7 @@ from laplace_sampling.likelihoods.gaussian import Gaussian
 
 @pytest.mark.parametrize("precision", [0.0, -1.0, float("nan"), float("inf"), [[1.0]]])
 def test_gaussian_refuses_a_noise_precision_that_is_none(precision) -> None:
-    with pytest.raises(ValueError, match="needs a positive number or a tensor"):
+    with pytest.raises(ValueError, match="noise_precision"):
         Gaussian(torch.tensor(precision))
 
 
@@ -42,16 +42,16 @@ def test_residuals_of_the_noise() -> None:
 
 @pytest.mark.parametrize("observe", [2, "T", [[1.0]], (torch.sin,), torch.sin])
 def test_what_is_no_measurement_is_refused_at_once(observe) -> None:
-    with pytest.raises(TypeError, match="`observe=T` needs a matrix, a LinearOperator or a pair of functions"):
+    with pytest.raises(TypeError, match="LinearOperator"):
         Gaussian(observe=observe)
 
 
 def test_settings_of_another_kind_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"`observe=T` needs a matrix \[m, n\], but got a tensor of shape \[3\]"):
+    with pytest.raises(ValueError, match="shape"):
         Gaussian(observe=torch.ones(3))
-    with pytest.raises(TypeError, match=r"`Gaussian\(learn=...\)` must be True or False, but is 'no'"):
+    with pytest.raises(TypeError, match="learn="):
         Gaussian(learn="no")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"`Gaussian\(noise_precision=...\)` needs a positive number or a tensor"):
+    with pytest.raises(ValueError, match="positive"):
         Gaussian(torch.ones(0))
-    with pytest.raises(TypeError, match=r"`Gaussian\(noise_precision=...\)` must be numbers"):
+    with pytest.raises(TypeError, match="numbers"):
         Gaussian("1")  # pyright: ignore[reportArgumentType]

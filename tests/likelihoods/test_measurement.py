@@ -7,13 +7,13 @@ from laplace_sampling.likelihoods.measurement import as_measurement
 
 def test_what_is_no_measurement_is_refused() -> None:
     T = torch.randn(5, 18, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"needs a matrix \[m, n\], but got a tensor of shape \[5\]"):
+    with pytest.raises(ValueError, match="shape"):
         as_measurement(T[:, 0], 18)
-    with pytest.raises(TypeError, match=r"needs a matrix, a LinearOperator or a pair of functions.*but got str"):
+    with pytest.raises(TypeError, match="LinearOperator"):
         as_measurement("radon", 18)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="they are not adjoint, ⟨Tf, u⟩"):
+    with pytest.raises(ValueError, match="⟨Tf, u⟩"):
         as_measurement((lambda f: T @ f, lambda u: 2 * T.T @ u), 18)
-    with pytest.raises(ValueError, match=r"the adjoint of a vector \[5\] has 5 entries, but the outputs have 18"):
+    with pytest.raises(ValueError, match="entries"):
         as_measurement((lambda f: T @ f, lambda u: u), 18)
     measurement = as_measurement(T, 18)
     assert as_measurement(measurement, 18) is measurement

@@ -36,5 +36,5 @@ def test_a_likelihood_comes_back_from_its_recipe(likelihood: Likelihood) -> None
 def test_a_likelihood_of_another_class_is_refused() -> None:
     recipe = recipe_of_likelihood(from_loss(lambda f, y: f.sum() ** 2, "own"))
     assert recipe == {"name": "own", "class": "LossLikelihood"}
-    with pytest.raises(ValueError, match="likelihood 'own' was a LossLikelihood, which the file does not hold"):
+    with pytest.raises(ValueError, match="LossLikelihood"):
         likelihood_from_recipe(recipe)

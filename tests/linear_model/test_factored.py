@@ -443,11 +443,9 @@ def test_scales_and_precisions_that_do_not_factor_are_refused() -> None:
     case = make_case("classification")
     found, ggn = curvature(case, "kfac")
     w = torch.rand(ggn.size, dtype=torch.float64) + 0.5
-    with pytest.raises(
-        ValueError, match='one factor for each output and one for each input of a layer: use prior="iso'
-    ):
+    with pytest.raises(ValueError, match="scales"):
         found.congruent(w)
-    with pytest.raises(ValueError, match="takes one prior precision for the weights of a layer: use prior="):
+    with pytest.raises(ValueError, match="precision"):
         found.solve(w[None], w)
 
 

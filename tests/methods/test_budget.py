@@ -154,8 +154,8 @@ def test_a_plan_refuses_what_a_fit_does() -> None:
     data = [(x, x[:, :1].abs().round())]
     noise = {"noise_variances": torch.ones(20)}
     for likelihood, options, said in (
-        ("poisson", {}, "calibrates a regression or a classification"),
-        ("regression", noise, "does not go with `noise_variances`"),
+        ("poisson", {}, "poisson"),
+        ("regression", noise, "noise_variances"),
     ):
         la = LinearisedLaplace(torch.nn.Linear(2, 1), likelihood)
         for call in (la.plan, la.fit_hyperparameters):
@@ -176,10 +176,10 @@ def test_what_the_budget_does_not_pay_for_is_told(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(budgets, "_FREE", 0.0)
     model, data = image_problem(250)
     la = LinearisedLaplace(model, "classification", method="krylov", num_samples=16)
-    with pytest.warns(ConvergenceWarning, match="more than the budget of 8: the posterior is that of Kronecker"):
+    with pytest.warns(ConvergenceWarning, match="Kronecker"):
         la.fit(data, budget=8.0, progress=False)
     assert not la.converged_
-    with pytest.warns(ConvergenceWarning, match="samples have not converged: .*The budget of 85 training epochs ended"):
+    with pytest.warns(ConvergenceWarning, match="budget=None"):
         la.fit(data, budget=85.0, tolerance=1e-5, progress=False)
     assert la._fitted.fit.method.name == "krylov"
     assert spent(la) <= 94

@@ -59,8 +59,8 @@ def test_em_that_ends_where_samples_contradict_it_has_not_converged(monkeypatch:
     wrong = replace(task, prior=task.prior.with_precision(5 * task.prior.precision))
     tuned = fit.method.fit(wrong, fit.tuned, 0.015).tuned
     assert tuned.converged is False
-    assert "ended at the prior precision (all)" in tuned.problems[-1]
-    assert "the samples and the mode there ask for" in tuned.problems[-1]
+    assert "prior precision" in tuned.problems[-1]
+    assert "mode" in tuned.problems[-1]
 
 
 def test_em_in_the_dual_comes_close_to_the_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_settings_of_the_dual_that_are_not_given_are_chosen() -> None:
 
 
 def test_the_dual_is_for_gaussian_likelihoods() -> None:
-    with pytest.raises(ValueError, match=r'method="dual" is for regression .*; use method="exact"'):
+    with pytest.raises(ValueError, match="exact"):
         LinearisedLaplace(make_case("classification").model, "classification", method="dual")
 
 
@@ -137,14 +137,12 @@ def test_a_dual_solve_that_does_not_converge_names_its_residual(call: str) -> No
     case = trained()
     solver = {"rank": 0, "max_iterations": 1, "max_refinements": 0}
     la = laplace_of(case.model, case.likelihood, method="dual", solver=solver, prior_precision=1e-3)
-    with pytest.warns(
-        ConvergenceWarning, match=r"not converged: residual [\d.e+]+ at most, above the tolerance"
-    ) as record:
+    with pytest.warns(ConvergenceWarning, match="tolerance") as record:
         getattr(la, call)(case.batches, progress=False, **({"max_steps": 2} if call == "fit_hyperparameters" else {}))
     (warning,) = (found for found in record if issubclass(found.category, ConvergenceWarning))
     assert warning.filename == __file__
     assert "`Dual(rank=..., max_iterations=...)`" in str(warning.message)
     assert la.converged_ is False
     assert not la.diagnose().ok
-    with pytest.warns(ConvergenceWarning, match="The samples have not converged: residual"):
+    with pytest.warns(ConvergenceWarning, match="samples"):
         la.sample(2)

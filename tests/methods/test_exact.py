@@ -194,7 +194,7 @@ def test_float32_networks_are_exact_where_float32_is_not(num_data: int) -> None:
         warnings.simplefilter("ignore", ConvergenceWarning)
         double.fit([tuple(part.double() for part in data)], progress=False)
     la = LinearisedLaplace(single, likelihood, **settings)
-    with pytest.warns(ConvergenceWarning, match=r"In torch.float32 the samples of the posterior are off") as record:
+    with pytest.warns(ConvergenceWarning, match="float32") as record:
         la.fit([data], progress=False)
     assert len(record) == 1
     assert_close(la.predict(new).stddev.double(), double.predict(new.double()).stddev, rtol=1e-3, atol=0)
@@ -243,20 +243,18 @@ def test_covariances_asked_for_after_the_network_changed() -> None:
     pred = fit_case(case, "exact").predict(case.x)
     with torch.no_grad():
         case.model[0].weight += 1
-    with pytest.raises(ValueError, match=r"`predict`: the weights or buffers of the model are not those of the fit"):
+    with pytest.raises(ValueError, match="buffers"):
         _ = pred.variance
 
 
 def test_a_gram_matrix_that_is_too_large_says_what_to_use() -> None:
     model = nn.Linear(200, 100)
     data = [(torch.zeros(100, 200), torch.zeros(100, 100))] * 2
-    message = (
-        r'would need about 12.\d GiB for 200 data, 100 outputs and 20100 weights, more than the \d\.\d GiB .*"dual"'
-    )
+    message = r"12\.\d GiB"
     with pytest.raises(ValueError, match=message):
         LinearisedLaplace(model, "regression", method="exact", prior="isotropic").fit(data, progress=False)
     case = trained()
-    with pytest.raises(ValueError, match=r'method="exact" would need about .* use method="dual"'):
+    with pytest.raises(ValueError, match="dual"):
         laplace_of(case.model, "regression", method="exact", max_memory=1e4).fit(case.batches, progress=False)
 
 
@@ -265,15 +263,15 @@ def test_a_gram_matrix_that_is_too_large_says_what_to_use() -> None:
 def test_bounds_are_kept_in_observation_space() -> None:
     case = trained()
     la = LinearisedLaplace(case.model, "regression", method="exact", prior="isotropic", num_samples=4)
-    with pytest.warns(ConvergenceWarning, match=r"ended at one of noise_bounds=\(0.1, 2.0\)") as record:
+    with pytest.warns(ConvergenceWarning, match="noise_bounds") as record:
         la.fit_hyperparameters(case.batches, noise_bounds=(0.1, 2.0), progress=False)
     assert len([warning for warning in record if warning.category is ConvergenceWarning]) == 1
     assert float(la.noise_precision_) == 2.0
     assert la.diagnose().at_bounds == ("noise",)
     run = partial(la.fit_hyperparameters, case.batches, progress=False)
-    with pytest.raises(ValueError, match=r"`noise_bounds` must be positive and in order, but is \(2.0, 1.0\)"):
+    with pytest.raises(ValueError, match="noise_bounds"):
         run(noise_bounds=(2.0, 1.0))
-    with pytest.warns(ConvergenceWarning, match=r"ended at one of precision_bounds=\(500.0, 1000.0\)"):
+    with pytest.warns(ConvergenceWarning, match="precision_bounds"):
         run(precision_bounds=(500.0, 1000.0))
     assert float(la.prior_precision_) in (500.0, 1000.0)
 
@@ -281,7 +279,7 @@ def test_bounds_are_kept_in_observation_space() -> None:
 def test_variances_that_float64_does_not_carry_are_said() -> None:
     case = trained()
     la = laplace_of(case.model, "regression", method="exact", prior_precision=1e-6, noise_precision=1e12)
-    with pytest.warns(ConvergenceWarning, match="times better than the prior, which is more than float64 carries"):
+    with pytest.warns(ConvergenceWarning, match="float64"):
         la.fit(case.batches, progress=False)
     assert not la.converged_
     la = laplace_of(case.model, "regression", method="exact", prior_precision=1e-6, noise_precision=1.0)

@@ -161,9 +161,7 @@ def test_several_prior_precisions_and_many_data_are_fitted_in_weight_space() -> 
 def test_too_many_labels_name_the_memory_and_the_methods() -> None:
     model = nn.Linear(200, 100)
     data = [(torch.zeros(100, 200), torch.zeros(100).long())] * 2
-    message = (
-        r'would need about 12.\d GiB for 200 data, 100 outputs and 20100 weights, .* use method="krylov" or "stoch'
-    )
+    message = r"12\.\d GiB"
     with pytest.raises(ValueError, match=message):
         LinearisedLaplace(model, "classification", method="exact", prior="isotropic").fit(data, progress=False)
 
@@ -178,7 +176,7 @@ def test_a_jacobian_that_is_not_finite() -> None:
         model.weight.zero_()
         model.bias.zero_()
     la = LinearisedLaplace(model, "classification", method="exact", prior="isotropic")
-    with pytest.raises(FloatingPointError, match="the Jacobian of the model contains NaN or infinity"):
+    with pytest.raises(FloatingPointError, match="Jacobian"):
         la.fit([(torch.zeros(2, 4).double(), torch.tensor([0, 1]))], progress=False)
 
 
@@ -212,13 +210,13 @@ def test_bounds_are_kept_and_told() -> None:
     case = learnable("classification")
     seen: list = []
     la = LinearisedLaplace(case.model, "classification", method="exact", num_samples=4)
-    with pytest.warns(ConvergenceWarning, match=r"ended at one of precision_bounds=\(500.0, 1000.0\)") as record:
+    with pytest.warns(ConvergenceWarning, match="precision_bounds") as record:
         la.fit_hyperparameters(case.batches, precision_bounds=(500.0, 1000.0), progress=False, callback=seen.append)
     assert len(record) == 1
     assert float(la.prior_precision_) in (500.0, 1000.0)
     assert la.diagnose().at_bounds == ("all",)
     assert seen == la.history_
-    with pytest.raises(ValueError, match="`precision_bounds` must be positive and in order"):
+    with pytest.raises(ValueError, match="precision_bounds"):
         la.fit_hyperparameters(case.batches, precision_bounds=(2.0, 1.0), progress=False)
 
 
@@ -229,10 +227,10 @@ def test_a_mode_that_does_not_converge_is_told(monkeypatch) -> None:
     monkeypatch.setattr(newton, "mode", lambda self, alpha, start=None: whole(self, alpha, start, max_steps=1))
     settings = {"method": "exact", "prior_precision": 1e-3, "num_samples": 4, "hessian_at": "mode"}
     la = laplace_of(case.model, "classification", **settings)
-    with pytest.warns(ConvergenceWarning, match=r"The mode of the linear model has not converged: residual [\d.]+\."):
+    with pytest.warns(ConvergenceWarning, match="linear model"):
         la.fit(case.batches, progress=False)
     assert not la.converged_
-    with pytest.warns(ConvergenceWarning, match="`log_marginal_likelihood` is inaccurate: the mode, whose residual"):
+    with pytest.warns(ConvergenceWarning, match="log_marginal_likelihood"):
         la.log_marginal_likelihood()
 
 

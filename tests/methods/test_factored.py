@@ -138,14 +138,14 @@ def test_the_closed_form_is_there_after_loading(method: str, prior: str) -> None
 def test_what_has_no_factors_is_refused() -> None:
     case = make_case("regression")
     masks = {"0.weight": torch.ones(6, 2, dtype=torch.bool)}
-    with pytest.raises(ValueError, match='method="kfac" is for whole weights of a network and data of equal noise'):
+    with pytest.raises(ValueError, match="kfac"):
         LinearisedLaplace(case.model, "regression", method="kfac", parameters=masks).fit(loader(case), progress=False)
     la = LinearisedLaplace(case.model, "regression", method="kfac")
-    with pytest.raises(ValueError, match="`observe` and masks of `parameters=`, or use method="):
+    with pytest.raises(ValueError, match="masks"):
         la.fit(loader(case), noise_variances=torch.ones(7), progress=False)
     la = LinearisedLaplace(case.model, "regression", method="diagonal", parameters=masks)
     la.fit(loader(case), noise_variances=torch.ones(7), progress=False)
-    with pytest.raises(ValueError, match=r"needs the covariances of the exact method, but the fit is by\s*.*diagonal"):
+    with pytest.raises(ValueError, match="covariances"):
         la.leave_one_out()
 
 
@@ -200,7 +200,7 @@ def test_a_notice_comes_once() -> None:
         torch.manual_seed(0)
         model, x, y = Branching().double(), torch.randn(8, 2).double(), torch.randn(8, 1).double()
     la = LinearisedLaplace(model, "regression", method="kfac", num_samples=2)
-    with pytest.warns(UserWarning, match="take one datum at a time") as said:
+    with pytest.warns(UserWarning, match="Jacobians") as said:
         la.fit([(x, y)], progress=False)
     assert sum("Jacobians of Branching" in str(warning.message) for warning in said) == 1
 

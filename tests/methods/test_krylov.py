@@ -71,7 +71,7 @@ def test_a_full_basis_makes_the_evidence_inaccurate_and_says_so(monkeypatch) -> 
     monkeypatch.setattr(solver_method, "basis_that_fits", lambda *_: 12)
     with pytest.warns(
         ConvergenceWarning,
-        match=r"is inaccurate: memory was full before it was accurate: more iterations may .*max_memory",
+        match="max_memory",
     ):
         la.log_marginal_likelihood()
 
@@ -119,7 +119,7 @@ def test_a_network_that_cannot_be_copied_to_float64_is_not_called_converged(monk
 
     monkeypatch.setattr(nn.Linear, "__deepcopy__", refuse, raising=False)
     la = laplace_of(model, "regression", method="krylov")
-    with pytest.warns(ConvergenceWarning, match="products in torch.float32 are not accurate enough for the smaller"):
+    with pytest.warns(ConvergenceWarning, match="float32"):
         la.fit_hyperparameters(data, progress=False)
     assert not la.converged_
 
@@ -159,7 +159,7 @@ def test_hyperparameters_that_the_samples_contradict_are_not_called_converged(mo
         return replace(task, prior=task.prior.with_precision(30 * task.prior.precision)), tuned
 
     monkeypatch.setattr(krylov, "tuned_by", astray)
-    with pytest.warns(ConvergenceWarning, match=r"ended at the prior precision \(all\) .* ask for") as warned:
+    with pytest.warns(ConvergenceWarning, match="num_samples") as warned:
         la = laplace_of(model, "regression", method="krylov").fit_hyperparameters(data, progress=False)
     assert not la.converged_
     monkeypatch.undo()
@@ -194,7 +194,7 @@ def test_what_no_algebra_resolves_ends_with_a_warning(monkeypatch) -> None:
     monkeypatch.setattr(krylov, "_DENSE_SIZE", 0)
     model = copy.deepcopy(case.model).float()
     la = LinearisedLaplace(model, Gaussian(1e9), prior=IsotropicPrior(precision=1e-10), method="krylov", num_samples=4)
-    with pytest.warns(ConvergenceWarning, match="The samples have not converged"):
+    with pytest.warns(ConvergenceWarning, match="samples"):
         la.fit([(case.x.float(), case.y.float())], progress=False)
     assert not la.converged_
     assert bool(la.samples_.isfinite().all())

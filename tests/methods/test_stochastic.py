@@ -60,7 +60,7 @@ def test_a_preconditioner_is_made_where_it_pays(operations: float, solver: type,
 
 def test_a_stream_has_no_mini_batches() -> None:
     problem = unsolved_problem(100, 10, 1e9, in_order=True)
-    with pytest.raises(ValueError, match=r'a stream of data .* in its order only: use method="krylov"'):
+    with pytest.raises(ValueError, match="krylov"):
         Stochastic(solver=SGD()).check(problem)
 
 
@@ -90,6 +90,6 @@ def test_samples_that_the_budget_leaves_are_told() -> None:
         method=Stochastic(solver=SGD(finish_passes=1)),
         num_samples=4,
     )
-    with pytest.warns(ConvergenceWarning, match=r"The samples have not converged: residual .*finish_passes"):
+    with pytest.warns(ConvergenceWarning, match="finish_passes"):
         la.fit([(case.x, case.y)], progress=False)
     assert not la.converged_

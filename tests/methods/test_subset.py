@@ -74,13 +74,13 @@ def test_hyperparameters_of_a_regression_are_the_exact_ones() -> None:
 def test_the_part_and_its_accuracy_are_told() -> None:
     model, x, y = regression()
     la = laplace_of(model, "regression", method=Subset(max_rows=20), prior="isotropic", prior_precision=1.0)
-    with pytest.warns(UserWarning, match=r"Raise `Subset\(max_rows=...\)`"):
+    with pytest.warns(UserWarning, match="max_rows"):
         la.fit([(x, y)], progress=False)
     assert "20 random rows of 20 of 300 data" in str(la)
     diagnosis = la.diagnose()
     assert diagnosis.residual_kind == "change of standard deviations from half of the part"
     assert not la.converged_
-    with pytest.raises(ValueError, match=r"`Subset\(max_rows=\.\.\.\)` must be"):
+    with pytest.raises(ValueError, match="max_rows"):
         Subset(max_rows=0)
 
 

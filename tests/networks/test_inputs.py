@@ -158,9 +158,7 @@ def test_a_stream_that_is_not_kept_is_read_again(method: str) -> None:
 @pytest.mark.usefixtures("no_cache")
 def test_a_stream_that_is_not_kept_has_no_mini_batches() -> None:
     loader = DataLoader(Stream(), batch_size=4)
-    with pytest.raises(
-        ValueError, match=r'method="stochastic" draws mini-batches, but a stream .* use method="krylov"'
-    ):
+    with pytest.raises(ValueError, match="krylov"):
         fit(loader, method="sgd", num_data=9)
     data = TrainingData(loader, num_data=9, cache_bytes=0)
     assert torch.equal(data.inputs(torch.arange(5, 8)), X[5:8])
@@ -189,11 +187,11 @@ def test_default_fits_take_a_stream_that_is_not_kept(likelihood: str) -> None:
 
 
 def test_a_stream_needs_its_length() -> None:
-    with pytest.raises(ValueError, match=r"an IterableDataset, which may have no end: say how many .* `num_data=`"):
+    with pytest.raises(ValueError, match="`num_data=`"):
         fit(Stream())
-    with pytest.raises(ValueError, match="The data end after 9 of `num_data=12`; give the number that there are"):
+    with pytest.raises(ValueError, match="num_data=12"):
         fit(Stream(), num_data=12)
-    with pytest.raises(ValueError, match="`num_data` is for an IterableDataset; the data of a list are counted"):
+    with pytest.raises(ValueError, match="`num_data`"):
         fit([(X, Y)], num_data=9)
 
 
@@ -210,7 +208,7 @@ class Wandering(IterableDataset):
 
 
 def test_a_stream_that_goes_on_is_said_once() -> None:
-    said = "The data go on after the first 6, which is what `num_data=` .*: those behind are not used"
+    said = "num_data"
     for batch_size in (3, 4):  # the end of a batch, and the middle of one
         loader = DataLoader(Stream(), batch_size=batch_size)
         with pytest.warns(UserWarning, match=said) as found:
@@ -234,7 +232,7 @@ def test_errors_in_data_that_are_not_used_are_ignored() -> None:
 def test_a_stream_whose_order_does_not_repeat_is_refused() -> None:
     loader = DataLoader(Wandering(), batch_size=4)
     data = TrainingData(loader, num_data=8, cache_bytes=0)
-    with pytest.raises(ValueError, match=r"batch 1 \(counted from 0\) differs between two passes"):
+    with pytest.raises(ValueError, match="batch 1"):
         data.inputs(torch.arange(4, 8))
 
 
@@ -296,7 +294,7 @@ def test_padding_and_batching_do_not_matter(method: str) -> None:
 
 
 def test_ready_made_batches_of_different_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"inputs of different shapes.*whose `collate_fn` pads, or pad all data"):
+    with pytest.raises(ValueError, match="collate_fn"):
         tagger([collate([0, 1]), collate([2, 4])])
 
 
@@ -322,7 +320,7 @@ def test_labels_in_bytes_are_padded_as_others() -> None:
 
 def test_targets_of_different_lengths_are_padded_for_labels_only() -> None:
     loader = DataLoader(Rows(lambda i: i, 7), batch_size=2, collate_fn=lambda rows: (collate(rows)[0]["mask"],) * 2)
-    with pytest.raises(ValueError, match=r"targets of different shapes.*only labels of a categorical"):
+    with pytest.raises(ValueError, match="ignore_index"):
         fit(loader, "regression")
 
 
@@ -361,15 +359,15 @@ def test_a_weight_of_two_is_the_datum_twice(likelihood: str, method: str) -> Non
 
 
 def test_weights_that_are_none_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"one entry a datum, \[9\], in the order of the dataset, but have .*4"):
+    with pytest.raises(ValueError, match="shape"):
         fit([(X, Y)], weights=torch.ones(4))
     for wrong in (-torch.ones(9), torch.zeros(9), torch.full((9,), torch.nan)):
-        with pytest.raises(ValueError, match="`weights` must be finite and at least 0, and not all 0"):
+        with pytest.raises(ValueError, match=r"weights.*finite"):
             fit([(X, Y)], weights=wrong)
     ones = torch.ones(9)
-    with pytest.raises(ValueError, match=r"`1/noise_variances`, so positive, but 1 are 0: leave these data out, as by"):
+    with pytest.raises(ValueError, match="Subset"):
         fit([(X, VALUES)], "regression", weights=torch.tensor([0.0] + [1.0] * 8))
-    with pytest.raises(ValueError, match="`weights` of a regression are `1/noise_variances`: give one of them"):
+    with pytest.raises(ValueError, match="1/noise_variances"):
         LinearisedLaplace(network(), "regression").fit([(X, VALUES)], weights=ones, noise_variances=ones)
 
 
@@ -378,32 +376,28 @@ def test_weights_in_any_form() -> None:
     expected = fit([(X, Y)], method="exact", weights=torch.tensor(given)).samples_
     for weights in (given, torch.tensor(given).numpy()):
         assert torch.equal(fit([(X, Y)], method="exact", weights=weights).samples_, expected)
-    with pytest.raises(TypeError, match=r"`weights` must be numbers, as a tensor, an array or a list, but is 'bal"):
+    with pytest.raises(TypeError, match="balanced"):
         fit([(X, Y)], weights="balanced")
 
 
 def test_unpack_must_give_inputs_and_targets() -> None:
     for wrong, found in ((lambda b: b[0], "Tensor"), (lambda b: (*b, 1), r"\['Tensor', 'Tensor', 'int'\]")):
-        with pytest.raises(TypeError, match=rf"`unpack\(batch\)` must return \(inputs, targets\).* returned {found}"):
+        with pytest.raises(TypeError, match=found):
             fit([(X, Y)], unpack=wrong)
 
 
 def test_numbers_of_numpy_for_a_network_in_float32() -> None:
     la = LinearisedLaplace(nn.Linear(3, 3), "classification", num_samples=4)
-    with pytest.raises(
-        TypeError, match=r"fails on inputs in torch.float64: .* `x.to\(torch.float32\)` \(numbers of numpy"
-    ):
+    with pytest.raises(TypeError, match="numpy"):
         la.fit([(X, Y)], progress=False)
     la.fit([(X.float(), Y)], progress=False)
-    with pytest.raises(TypeError, match=r"fails on inputs in torch.float64"):
+    with pytest.raises(TypeError, match="float64"):
         la.predict(X)
 
 
 def test_what_differs_between_batches_must_be_a_tensor() -> None:
     batches = [{"a": X[:4], "labels": Y[:4], "name": "one"}, {"a": X[4:], "labels": Y[4:], "name": "two"}]
-    with pytest.raises(
-        ValueError, match=r"must be the same for all data, but is \['one'\] in .* and \['two'\] in batch 1"
-    ):
+    with pytest.raises(ValueError, match="'two'"):
         fit(batches)
 
 
@@ -418,7 +412,7 @@ def test_weights_do_not_scale_densities() -> None:
 
 def test_a_loader_is_not_predicted() -> None:
     la = fit([(X, Y)])
-    with pytest.raises(TypeError, match="takes the inputs of one batch, but got a DataLoader: predict its batches one"):
+    with pytest.raises(TypeError, match="DataLoader"):
         la.predict(DataLoader(TensorDataset(X)))
-    with pytest.raises(TypeError, match="needs a tensor, or a tuple or dictionary of them, but got dict"):
+    with pytest.raises(TypeError, match=r"\bdict\b"):
         la.predict({"a": "word"})

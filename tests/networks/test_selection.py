@@ -49,11 +49,11 @@ def test_patterns_of_names_classes_and_exclusions() -> None:
     assert names(["Linear.*", "!2.*"]) == ["0.weight", "0.bias"]
     assert names(["!1.*", "!*.weight"]) == ["0.bias", "2.bias"]
     assert names(["LayerNorm.weight", "2.bias"]) == ["1.weight", "2.bias"]
-    with pytest.raises(ValueError, match=r"`parameters=\['!BatchNorm2d.\*'\]` match no parameter"):
+    with pytest.raises(ValueError, match="BatchNorm2d"):
         names(["Linear.*", "!BatchNorm2d.*"])
-    with pytest.raises(ValueError, match="`parameters` selects nothing"):
+    with pytest.raises(ValueError, match="`parameters`"):
         names(["1.*", "!*"])
-    with pytest.raises(ValueError, match="`parameters` selects nothing"):
+    with pytest.raises(ValueError, match="`parameters`"):
         names([])
 
 
@@ -67,7 +67,7 @@ def test_complex_weights_are_left_out() -> None:
             return self.head(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=4))
 
     model, x = Spectral(), random(3, 4)
-    with pytest.warns(UserWarning, match=r"Parameters \['filter'\] are not floating point: they are left out"):
+    with pytest.warns(UserWarning, match="'filter'"):
         network = Linearisation(model)
     assert_close(network.jacobian(x), reference.jacobian(model.head, torch.fft.irfft(torch.fft.rfft(x), n=4)))
 

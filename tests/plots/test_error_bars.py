@@ -82,11 +82,11 @@ def test_one_of_several_outputs() -> None:
     assert_allclose(ax.lines[2].get_ydata(), y[:, 1, 1])
     mean, half = pred.outputs[:, 1, 1], ends(pred, 0.95, 1 / 16, column=3)[0]
     assert_allclose(band_of(ax.collections[0], X), torch.stack([mean - half, mean + half], 1))
-    with pytest.raises(ValueError, match=r"`plot_error_bars\(pred\)`: there are 4 outputs for each datum; choose one"):
+    with pytest.raises(ValueError, match="output=0"):
         plot_error_bars(pred)
-    with pytest.raises(ValueError, match=r"`plot_error_bars\(output=4\)`: outputs are numbered from 0 to 3\."):
+    with pytest.raises(ValueError, match="output=4"):
         plot_error_bars(pred, output=4)
-    with pytest.raises(ValueError, match=r"`plot_error_bars\(output=...\)` must be a whole number of at least 0"):
+    with pytest.raises(ValueError, match=r"output=\.\.\."):
         plot_error_bars(pred, output=-1)
 
 
@@ -112,31 +112,23 @@ def test_conformal_intervals_are_those_of_observations() -> None:
 
 def test_what_cannot_be_drawn_is_refused() -> None:
     pred = predicted(Gaussian(), 4, 1)
-    with pytest.raises(
-        TypeError, match=r"`plot_error_bars\(pred\)` needs the prediction of a regression, but got a Cou"
-    ):
+    with pytest.raises(TypeError, match="CountPrediction"):
         plot_error_bars(predicted(Poisson(), 4, 1))
-    with pytest.raises(
-        ValueError, match=r"`plot_error_bars\(x=...\)` must have one number for each of the 4 .* \[4, 2\]"
-    ):
+    with pytest.raises(ValueError, match=r"x=.*shape"):
         plot_error_bars(pred, torch.zeros(4, 2))
-    with pytest.raises(TypeError, match=r"`plot_error_bars\(x=...\)` must be numbers, as a tensor, an array or a list"):
+    with pytest.raises(TypeError, match="abcd"):
         plot_error_bars(pred, "abcd")
-    with pytest.raises(ValueError, match=r"`plot_error_bars\(pred, x, y\)`: Regression targets must have the shape"):
+    with pytest.raises(ValueError, match="targets"):
         plot_error_bars(pred, X, torch.zeros(4))
-    with pytest.raises(ValueError, match=r"`plot_error_bars\(sort='x'\)` is not known; use \"mean\" or \"error\"\."):
+    with pytest.raises(ValueError, match="sort"):
         plot_error_bars(pred, sort="x")
-    with pytest.raises(
-        ValueError, match=r"`plot_error_bars\(num_samples=2\)` draws lines over `x`, which is not given"
-    ):
+    with pytest.raises(ValueError, match="num_samples=2"):
         plot_error_bars(pred, num_samples=2)
-    with pytest.raises(ValueError, match=r"`plot_error_bars\(num_samples=9\)`: the prediction has 8 samples\."):
+    with pytest.raises(ValueError, match="num_samples=9"):
         plot_error_bars(pred, X, num_samples=9)
-    with pytest.raises(ValueError, match=r"`plot_error_bars\(num_samples=...\)` must be a whole number of at least 0"):
+    with pytest.raises(ValueError, match=r"num_samples=\.\.\."):
         plot_error_bars(pred, X, num_samples=0.5)
-    with pytest.raises(
-        ValueError, match=r"`interval\(level\)` must be a probability below 1, such as 0.95, but is 2\."
-    ):
+    with pytest.raises(ValueError, match="level"):
         plot_error_bars(pred, level=2)
     measurements = predicted(Gaussian(), 4, 1, has_noise=False)
     with pytest.raises(ValueError, match="observed=True"):

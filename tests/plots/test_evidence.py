@@ -60,12 +60,9 @@ def test_several_precisions_are_one_mean() -> None:
 
 
 def test_what_cannot_be_drawn_is_refused() -> None:
-    known = '"log_marginal_likelihood", "effective_dimension", "mode_norm"'
-    with pytest.raises(ValueError, match=rf"`plot_evidence\(curve='loss'\)` is not known; use one of {known}\."):
+    with pytest.raises(ValueError, match="curve"):
         plot_evidence(fitted("exact"), curve="loss")
-    with pytest.raises(
-        TypeError, match=r"`plot_evidence\(la\)` needs a fitted `LinearisedLaplace`, but got a Linear\."
-    ):
+    with pytest.raises(TypeError, match="LinearisedLaplace"):
         plot_evidence(nn.Linear(1, 1))
-    with pytest.raises(NotFittedError, match="needs a fitted posterior"):
+    with pytest.raises(NotFittedError, match="posterior"):
         plot_evidence(LinearisedLaplace(nn.Linear(1, 1), "regression"))

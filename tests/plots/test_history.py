@@ -85,9 +85,9 @@ def test_an_interrupted_run_ends_without_a_fit() -> None:
 def test_what_has_no_steps_is_refused() -> None:
     case = make_case("regression")
     la = LinearisedLaplace(case.model, "regression").fit(case.batches, progress=False)
-    with pytest.raises(ValueError, match=r"`plot_history\(la\)` needs the steps of `fit_hyperparameters`, but `hist"):
+    with pytest.raises(ValueError, match="steps"):
         plot_history(la)
-    with pytest.raises(NotFittedError, match="`history_` needs a fitted posterior"):
+    with pytest.raises(NotFittedError, match="history_"):
         plot_history(LinearisedLaplace(nn.Linear(1, 1), "regression"))
-    with pytest.raises(TypeError, match=r"`plot_history\(la\)` needs a fitted `LinearisedLaplace`, but got a dict\."):
+    with pytest.raises(TypeError, match="LinearisedLaplace"):
         plot_history({})

@@ -74,15 +74,15 @@ def test_a_linear_axis_serves_where_no_score_is_positive(size: float, monkeypatc
 
 def test_what_cannot_be_drawn_is_refused() -> None:
     pred = regression([1.0, 2.0])
-    with pytest.raises(TypeError, match=r"`plot_ood\(outside=...\)` needs a prediction, but got a Tensor\."):
+    with pytest.raises(TypeError, match="outside="):
         plot_ood(pred, torch.ones(3))
-    message = r"a RegressionPrediction has no such score of each input; use \"epistemic\" or, of a classification,"
+    message = "RegressionPrediction"
     for score in ("surprise", "entropy", "noise_variance", "interval", 3):
         with pytest.raises(ValueError, match=message):
             plot_ood(pred, pred, score)
-    with pytest.raises(ValueError, match=r"`plot_ood\(score='epistemic'\)`: scores of outside contain NaN or infinity"):
+    with pytest.raises(ValueError, match="NaN"):
         plot_ood(pred, regression([float("nan")]))
-    with pytest.raises(ValueError, match=r"`plot_ood\(num_bins=...\)` must be a whole number of at least 1, but is 0"):
+    with pytest.raises(ValueError, match="num_bins"):
         plot_ood(pred, pred, num_bins=0)
-    with pytest.raises(TypeError, match=r"`plot_ood\(log=...\)` must be True or False, but is 'yes'"):
+    with pytest.raises(TypeError, match="log="):
         plot_ood(pred, pred, log="yes")

@@ -95,7 +95,7 @@ def test_positions_count_each_and_labels_to_ignore_not_at_all(class_dim: int) ->
     assert_allclose(ax.lines[0].get_xdata(), confidence)
     assert_allclose(ax.lines[0].get_ydata(), accuracy)
     assert_allclose(sum(bar.get_height() for bar in ax.patches), 1)
-    with pytest.raises(ValueError, match=r"`plot_reliability\(pred, y\)`: All labels are ignore_index=7"):
+    with pytest.raises(ValueError, match="ignore_index"):
         plot_reliability(pred, torch.full_like(y, 7))
 
 
@@ -149,17 +149,15 @@ def test_conformal_intervals_are_those_that_are_judged() -> None:
 
 def test_what_cannot_be_drawn_is_refused() -> None:
     pred, y = predicted(Categorical(), 5, 3), labels_of(3, 5)
-    with pytest.raises(ValueError, match=r"`plot_reliability\(pred, y\)`: there are 4 targets for predictions of 5"):
+    with pytest.raises(ValueError, match="4 targets"):
         plot_reliability(pred, y[:4])
-    with pytest.raises(ValueError, match=r"`plot_reliability\(pred, y\)`: Regression targets must have the shape"):
+    with pytest.raises(ValueError, match="shape"):
         plot_reliability(predicted(Gaussian(), 5, 1), torch.zeros(5))
-    with pytest.raises(
-        TypeError, match=r"`plot_reliability\(pred, y\)` needs .* a classification or a regression, but"
-    ):
+    with pytest.raises(TypeError, match="CountPrediction"):
         plot_reliability(predicted(Poisson(), 5, 1), torch.ones(5, 1))
-    with pytest.raises(TypeError, match=r"got a dict; of a network with several heads, give `pred\[head\]`\."):
+    with pytest.raises(TypeError, match=r"\bdict\b"):
         plot_reliability({"kind": pred}, y)
-    with pytest.raises(ValueError, match=r"`plot_reliability\(num_bins=...\)` must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match="num_bins"):
         plot_reliability(pred, y, num_bins=0)
-    with pytest.raises(TypeError, match=r"`plot_reliability\(histogram=...\)` must be True or False, but is 1"):
+    with pytest.raises(TypeError, match="histogram"):
         plot_reliability(pred, y, histogram=1)

@@ -270,7 +270,7 @@ def test_problems_of_a_calibration() -> None:
     unsure = torch.where(torch.arange(100) % 2 == 0, 1.2, -0.9)  # better by 15, with a standard error of 10.5
     assert Calibration().scored("left out", zero, unsure).problems == []
     (bound,) = replace(Calibration(scale=100.0), at_bounds=("scale",)).problems
-    assert "`scale_` ended at 100, a bound of its search" in bound
+    assert "`scale_`" in bound
 
 
 def test_factors_at_a_bound_of_their_search_are_named() -> None:

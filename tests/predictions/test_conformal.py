@@ -296,35 +296,35 @@ def test_positions_are_those_that_were_seen() -> None:
     la = LinearisedLaplace(model, "classification", method="exact", num_samples=8)
     la.fit([(x, y)], progress=False).calibrate_conformal([(x, y)])
     assert la.predict(x).prediction_set(0.5).shape == (20, 3, 5)
-    with pytest.raises(ValueError, match=r"saw data of 5 targets each, and these have 1: call it with data of"):
+    with pytest.raises(ValueError, match="targets"):
         la.predict(x[..., :1]).prediction_set(0.5)
 
 
 def test_messages() -> None:
     x, y = linear_data(30, 0)
     la = LinearisedLaplace(trained_linear(x, y), "regression", num_samples=8)
-    with pytest.raises(NotFittedError, match="`calibrate_conformal` needs a fitted posterior"):
+    with pytest.raises(NotFittedError, match="calibrate_conformal"):
         la.calibrate_conformal([(x, y)])
     la.fit([(x, y)], progress=False).calibrate_conformal([linear_data(30, 1)])
-    with pytest.raises(ValueError, match=r"`interval\(level\)`: `calibrate_conformal` saw predictions of 8 samples"):
+    with pytest.raises(ValueError, match="num_samples"):
         la.predict(x, num_samples=4).interval(0.9)
-    with pytest.raises(ValueError, match=r"`interval\(level\)` must be positive and finite, but is 0"):
+    with pytest.raises(ValueError, match="level"):
         la.predict(x).interval(0)
-    with pytest.raises(ValueError, match=r"`interval\(level\)` must be a probability below 1, such as 0.95, but is 95"):
+    with pytest.raises(ValueError, match="probability"):
         la.predict(x).interval(95)
     la.fit([(x, y)], weights=torch.ones(30), progress=False)
-    with pytest.raises(ValueError, match="without `val_loader` needs training data that count alike"):
+    with pytest.raises(ValueError, match="`weights`"):
         la.calibrate_conformal()
     la.fit([(x, y)], noise_variances=torch.ones(30), progress=False)
-    with pytest.raises(ValueError, match="does not go with `noise_variances`"):
+    with pytest.raises(ValueError, match="noise_variances"):
         la.calibrate_conformal([(x, y)])
     classifier = LinearisedLaplace(sure_classifier(), "classification", num_samples=8)
     classifier.fit([labels_with_noise(30, 0)], progress=False)
-    with pytest.raises(ValueError, match="without `val_loader` is for a regression, but the likelihood is"):
+    with pytest.raises(ValueError, match="classification"):
         classifier.calibrate_conformal()
     counts = LinearisedLaplace(nn.Linear(2, 1).double(), "poisson", num_samples=8, method="exact")
     counts.fit([(x, y.abs().round())], progress=False)
-    with pytest.raises(ValueError, match="`calibrate_conformal` needs a regression or a classification"):
+    with pytest.raises(ValueError, match="poisson"):
         counts.calibrate_conformal([(x, y.abs().round())])
 
 
@@ -391,7 +391,7 @@ def test_full_intervals_in_parts_are_those_in_one(monkeypatch: pytest.MonkeyPatc
 
 def test_a_level_is_a_number() -> None:
     prediction = make_prediction(normal(4, 1), normal(8, 4, 1), Gaussian(4.0))
-    with pytest.raises(TypeError, match=r"`interval\(level\)` must be a number, such as 0.95, but is a Tensor"):
+    with pytest.raises(TypeError, match="Tensor"):
         prediction.interval(torch.tensor(0.9))
 
 

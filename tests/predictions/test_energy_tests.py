@@ -148,17 +148,17 @@ def test_without_a_reference_only_the_shape_is_tested() -> None:
 
 def test_bad_arguments_are_refused() -> None:
     good = torch.ones(5, dtype=torch.float64)
-    with pytest.raises(ValueError, match="NaN or infinity"):
+    with pytest.raises(ValueError, match="NaN"):
         chi_squared_test(torch.tensor([1.0, math.nan]), 3)
-    with pytest.raises(ValueError, match="at least 1 energies"):
+    with pytest.raises(ValueError, match="shape"):
         chi_squared_test(torch.ones(0), 3)
-    with pytest.raises(ValueError, match="degrees above 0"):
+    with pytest.raises(ValueError, match="degrees"):
         chi_squared_test(good, 0)
-    with pytest.raises(ValueError, match="or neither"):
+    with pytest.raises(ValueError, match="reference"):
         data_energy_test(good, 1.0)
-    with pytest.raises(ValueError, match="positive mean"):
+    with pytest.raises(ValueError, match="standard error"):
         data_energy_test(good, 1.0, -1.0)
-    with pytest.raises(ValueError, match="finite standard error"):
+    with pytest.raises(ValueError, match="standard error"):
         data_energy_test(good, 1.0, 1.0, math.nan)
-    with pytest.raises(ValueError, match="positive and differ"):
+    with pytest.raises(ValueError, match="energies"):
         data_energy_test(good)

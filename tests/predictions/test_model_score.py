@@ -46,7 +46,7 @@ def test_data_in_common_are_compared_whatever_their_order() -> None:
     # Of 1, 3 and 5: `a` has 4, 2 and 3, `b` has 4, 2.5 and 3.
     assert found.names == ("b", "a")
     assert float(found.differences[1]) == pytest.approx(-0.5 / 3)
-    with pytest.raises(ValueError, match="fewer than two training data in common"):
+    with pytest.raises(ValueError, match="num_data"):
         compared({"a": a, "b": loo(values, torch.tensor([0, 2, 4, 6]))})
 
 
@@ -63,12 +63,12 @@ def test_probabilities_of_evidences_are_those_of_the_models() -> None:
     blurred = compared({"a": evidence(-1.0, 0.3), "b": evidence(-1.1, 0.4)})
     assert float(blurred.standard_errors[1]) == pytest.approx(0.5)
     assert float(blurred.probabilities[0]) < float(found.probabilities[0])
-    with pytest.raises(ValueError, match="different numbers of data"):
+    with pytest.raises(ValueError, match="'a': 10"):
         compared({"a": evidence(-1.0, 0.0), "b": evidence(-1.1, 0.0, 12)})
 
 
 def test_scores_of_other_data_are_not_compared() -> None:
     values, data = torch.tensor([1.0, 2.0, 3.0]), torch.arange(3)
     # Data with the same indices, of datasets that are not the same.
-    with pytest.raises(ValueError, match=r"different numbers of data.*'b': 40"):
+    with pytest.raises(ValueError, match="'b': 40"):
         compared({"a": loo(values, data, 30), "b": loo(values, data, 40)})

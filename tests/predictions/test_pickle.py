@@ -58,7 +58,7 @@ def test_covariances_that_are_too_large_stay_behind(monkeypatch) -> None:
     monkeypatch.setattr(function_covariance, "_KEPT", num * size**2)
     copied = pickled(pred)
     assert torch.equal(copied.covariance(), pred.covariance())
-    with pytest.raises(ValueError, match=r"`joint_covariance\(\)` of a prediction that was pickled is there up to"):
+    with pytest.raises(ValueError, match="joint_covariance"):
         copied.joint_covariance()
     assert torch.equal(copy.deepcopy(pred).joint_covariance(), pred.joint_covariance())
 
@@ -67,7 +67,7 @@ def test_a_network_that_changed_before_it_is_pickled() -> None:
     case = make_case("classification")
     pred = fitted(case, "exact").predict(case.x)
     next(case.model.parameters()).data += 1
-    with pytest.raises(ValueError, match="the weights or buffers of the model are not those of the fit"):
+    with pytest.raises(ValueError, match="buffers"):
         pickle.dumps(pred)
 
 

@@ -58,7 +58,7 @@ def test_the_density_of_one_output_takes_no_factorisation(shape: tuple[int, ...]
 
 
 def test_regression_targets_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"shape of the model's output, \[5, 1\], but have \[5\]"):
+    with pytest.raises(ValueError, match="shape"):
         regression(shape=(5, 1)).log_prob(torch.zeros(5))
 
 
@@ -103,7 +103,7 @@ def test_bernoulli_probabilities() -> None:
     y = (randn(5, 4, seed=3) > 0).double()
     each = torch.distributions.Bernoulli(logits=mirrored(pred)).log_prob(y).sum(-1)
     assert_close(pred.log_prob(y), each.exp().mean(0).log())
-    with pytest.raises(ValueError, match=r"bridge of a single logit has mean sigmoid\(f\) whatever the variance"):
+    with pytest.raises(ValueError, match="bridge"):
         pred.probs_with("bridge")
 
 
@@ -142,9 +142,9 @@ def test_extreme_logits_do_not_overflow() -> None:
 
 
 def test_unknown_link_and_wrong_labels() -> None:
-    with pytest.raises(ValueError, match=r"`probs_with\('gibbs'\)` is not known; use \"mc\", \"probit\" or \"bridge\""):
+    with pytest.raises(ValueError, match="gibbs"):
         classification().probs_with("gibbs")
-    with pytest.raises(TypeError, match="Class labels must be integers"):
+    with pytest.raises(TypeError, match=r"y\.long"):
         classification().log_prob(torch.zeros(5))
 
 
@@ -155,14 +155,12 @@ def test_targets_of_other_data_are_refused(name: str) -> None:
     la = LinearisedLaplace(case.model, likelihood, num_samples=3).fit([(case.x, y)], progress=False)
     prediction = la.predict(case.x)
     some = batches.take(y, slice(3))
-    with pytest.raises(
-        ValueError, match=rf"`log_prob\(y\)`: there are 3 targets for predictions of {len(case.x)} data"
-    ):
+    with pytest.raises(ValueError, match="3 targets"):
         prediction.log_prob(some)
     without_numbers = batches.batched(y)[1]([t.to("meta") for t in batches.batched(y)[0]])
-    with pytest.raises(ValueError, match=r"`log_prob\(y\)`: the targets contain tensors on the device 'meta'"):
+    with pytest.raises(ValueError, match="meta"):
         prediction.log_prob(without_numbers)
-    with pytest.raises(TypeError, match=r"`log_prob\(y\)`: .*argets must be a"):
+    with pytest.raises(TypeError, match=r"[Tt]argets"):
         prediction.log_prob({head: None for head in y} if isinstance(y, dict) else None)
     arrays = batches.batched(y)[1]([t.numpy() for t in batches.batched(y)[0]])
     assert torch.equal(prediction.log_prob(arrays), prediction.log_prob(y))

@@ -258,7 +258,7 @@ def test_no_precision_at_which_the_rises_agree_takes_the_largest_and_says_so() -
     bounds = (1e-8, select(model, path).alpha / 100)
     found = LossRise(SelfConsistency(1.5, 1e9)).select(model, path, bounds, 0, 1e12)
     assert found.alpha == bounds[1]
-    assert "does not rise as Laplace's approximation says" in found.problems[0]
+    assert "Laplace's approximation" in found.problems[0]
 
 
 def held_out(model: LinearModel, seed: int = 0) -> Validation:

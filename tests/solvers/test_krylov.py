@@ -157,12 +157,12 @@ def test_a_budget_too_small_is_reported(kind) -> None:
 
 @pytest.mark.parametrize("setting", [{"tolerance": 0.0}, {"tolerance": 1.0}, {"max_iterations": 0}])
 def test_bad_settings_are_refused(kind, setting: dict) -> None:
-    with pytest.raises(ValueError, match="tolerance must lie between 0 and 1, and max_iterations be at least 1"):
+    with pytest.raises(ValueError, match="max_iterations"):
         kind(**setting)
 
 
 def test_a_basis_of_three_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_basis=\.\.\.\)` must be at least 4, but is 3"):
+    with pytest.raises(ValueError, match="max_basis"):
         BlockKrylov(max_basis=3)
 
 

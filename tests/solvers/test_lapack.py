@@ -28,5 +28,5 @@ def test_the_inverse_in_place(size: int) -> None:
     right = rows[:, :2].contiguous()
     assert_close(G @ solve_(G.clone(), right), right)
     for call in (inverse_, lambda G: solve_(G, right)):
-        with pytest.raises(FloatingPointError, match="not positive definite"):
+        with pytest.raises(FloatingPointError, match="Gram"):
             call(-G)

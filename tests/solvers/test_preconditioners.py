@@ -207,5 +207,5 @@ def test_jacobi_is_the_diagonal() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_products_that_are_not_finite_are_refused(bad: float) -> None:
-    with pytest.raises(FloatingPointError, match="not finite or not positive semi-definite"):
+    with pytest.raises(FloatingPointError, match="sketch"):
         Nystrom.of(Rows(torch.full((5, P), bad, dtype=torch.float64)))

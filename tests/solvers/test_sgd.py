@@ -69,12 +69,12 @@ def test_divergence_restarts_with_a_smaller_step() -> None:
 def test_unstable_problems_are_refused_in_words() -> None:
     p = moderate()
     broken = replace(p, linear=p.linear * float("nan"))
-    with pytest.raises(FloatingPointError, match=r"SGD diverged 6 times.*Try float64 or a larger"):
+    with pytest.raises(FloatingPointError, match="batch_size"):
         SGD().solve(broken)
     features = DenseFeatures(torch.full((4, 1, 2), float("nan"), dtype=torch.float64))
     ggn = GGN(features, Gaussian(), torch.zeros(4, 1, dtype=torch.float64))
     zeros = torch.zeros(1, 2, dtype=torch.float64)
-    with pytest.raises(FloatingPointError, match="contain NaN or infinity"):
+    with pytest.raises(FloatingPointError, match="NaN"):
         SGD().solve(Quadratic(ggn, torch.ones(2, dtype=torch.float64), zeros, zeros))
 
 
@@ -127,7 +127,7 @@ def test_passes_count_the_products_that_were_made() -> None:
 @pytest.mark.parametrize("setting", [{"step": 0.0}, {"epochs": -1.0}, {"finish_passes": -1}])
 def test_bad_settings_are_refused(setting: dict) -> None:
     (name,) = setting
-    with pytest.raises(ValueError, match=rf"`SGD\({name}=...\)` must be (positive|a whole number of at least 0)"):
+    with pytest.raises(ValueError, match=name):
         SGD(**setting)
 
 

@@ -161,12 +161,12 @@ def test_an_outlier_is_paid_with_snapshots() -> None:
 
 def test_unstable_problems_are_refused_in_words() -> None:
     p = problem()
-    with pytest.raises(FloatingPointError, match=r"SVRG diverged 6 times.*Try float64 or a larger"):
+    with pytest.raises(FloatingPointError, match="batch_size"):
         SVRG().solve(replace(p, linear=p.linear * float("nan")))
     features = DenseFeatures(torch.full((4, 1, 2), float("nan"), dtype=torch.float64))
     zeros = torch.zeros(1, 2, dtype=torch.float64)
     ggn = GGN(features, Gaussian(), torch.zeros(4, 1, dtype=torch.float64))
-    with pytest.raises(FloatingPointError, match="contain NaN or infinity"):
+    with pytest.raises(FloatingPointError, match="NaN"):
         SVRG().solve(Quadratic(ggn, torch.ones(2, dtype=torch.float64), zeros, zeros))
 
 
@@ -322,5 +322,5 @@ def test_minimise_is_that_of_sgd() -> None:
 @pytest.mark.parametrize("setting", [{"epochs": 0.0}, {"step": -1.0}, {"max_snapshots": 0}, {"batch_size": -3}])
 def test_bad_settings_are_refused(setting: dict) -> None:
     (name,) = setting
-    with pytest.raises(ValueError, match=rf"`SVRG\({name}=...\)` must be (positive|a whole number of at least 1)"):
+    with pytest.raises(ValueError, match=name):
         SVRG(**setting)

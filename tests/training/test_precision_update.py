@@ -238,30 +238,30 @@ def test_batches_of_other_forms() -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"method": "krylov"}, ValueError, r'method="kfac" or "diagonal" or a `Factored`.*the method is \'krylov\''),
-        ({"method": "best"}, ValueError, r"`method='best'` is not known"),
-        ({"prior": "g-prior"}, ValueError, r'"layerwise" or "isotropic", but the prior is a GPrior'),
-        ({"prior": GPrior(2.0)}, ValueError, r"do not depend on the curvature, which moves with the weights"),
+        ({"method": "krylov"}, ValueError, "Factored"),
+        ({"method": "best"}, ValueError, "'best'"),
+        ({"prior": "g-prior"}, ValueError, "GPrior"),
+        ({"prior": GPrior(2.0)}, ValueError, "GPrior"),
         ({"likelihood": "regresion"}, ValueError, r"regresion"),
         (
             {"likelihood": Gaussian(torch.tensor([1.0, 2.0]))},
             ValueError,
-            r"learns one noise precision for all outputs, but `Gaussian` has 2: give one number, or `learn=False`",
+            "learn=False",
         ),
         (
             {"likelihood": Gaussian(observe=torch.eye(2))},
             ValueError,
-            r"put the operator of `Gaussian\(observe=...\)` into the model",
+            "observe",
         ),
         (
             {"parameters": {"0.weight": torch.ones(5, 2, dtype=torch.bool)}},
             ValueError,
-            r"takes whole parameters: give their names as `parameters=`, not masks",
+            "masks",
         ),
-        ({"seed": -1}, ValueError, r"`seed` must be a whole number of at least 0"),
-        ({"prior": LayerwisePrior(layers={"7": 1.0})}, ValueError, r"names \['7'\], which have no random weights"),
-        ({"unpack": 3}, TypeError, r"`unpack` must be a function"),
-        ({"num_data": 3}, ValueError, r"`num_data` is for an IterableDataset"),
+        ({"seed": -1}, ValueError, "seed"),
+        ({"prior": LayerwisePrior(layers={"7": 1.0})}, ValueError, "'7'"),
+        ({"unpack": 3}, TypeError, "unpack"),
+        ({"num_data": 3}, ValueError, "num_data"),
     ],
 )
 def test_settings_that_do_not_go_together(settings: dict[str, Any], error: type[Exception], message: str) -> None:

