@@ -24,12 +24,26 @@ from laplace_sampling.predictions.dense_covariance import DenseCovariance
 pytestmark = pytest.mark.fuzz
 
 EXAMPLES, SEED = (int(os.environ.get(name, default)) for name, default in (("FUZZ_EXAMPLES", 50), ("FUZZ_SEED", 0)))
-# Where the noise that is given is far too small evidence has two maxima, and a fit may end at the lower one.
-TWO_MAXIMA, LOWER = "another maximum of the evidence is higher", Example(
-    seed=906, network="image", num_data=6, outputs=2, width=6, activation="relu", log_noise=6, noise="given",
-    parameters="head", linear_model="homogeneous",
-)  # fmt: skip
+# Simple examples of what is known to be wrong: of noise that is given and far too small evidence has two maxima, and a
+# fit may end at the lower one; SVRG of very few data claims samples that it has not.
+TWO_MAXIMA = "another maximum of the evidence is higher"
+KNOWN = {
+    "two maxima": Example(
+        seed=906, network="image", num_data=6, outputs=2, width=6, activation="relu", log_noise=6, noise="given",
+        parameters="head", linear_model="homogeneous",
+    ),
+    "SVRG": Example(
+        seed=528, network="heads", likelihood="heads", depth=0, steps=3, method="svrg", log_precision=-3,
+        hessian_at="mode", weighted=True, num_samples=20,
+    ),
+}  # fmt: skip
 SMALL = Example(num_data=12, width=3, likelihood="classification", outputs=2)
+
+
+def is_known(example: Example, kind: str) -> bool:
+    of_samples = " is wrong" in kind or "standard deviations differ" in kind
+    few = example.method == "svrg" and example.num_data <= 4
+    return (kind == TWO_MAXIMA and example.noise == "given") or (few and of_samples)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -44,15 +58,15 @@ def test_random_networks(method: str) -> None:
     )
     @given(examples(method))
     def compare(example: Example) -> None:
-        defects = check(example)
-        assert not [defect for defect in defects if (defect[0], example.noise) != (TWO_MAXIMA, LOWER.noise)]
+        assert not [defect for defect in check(example) if not is_known(example, defect[0])]
 
     compare()
 
 
-@pytest.mark.xfail(strict=True, reason=TWO_MAXIMA)
-def test_the_higher_one_of_two_maxima_is_found() -> None:
-    assert not check(LOWER)
+@pytest.mark.xfail(strict=True, reason="these are defects")
+@pytest.mark.parametrize("example", KNOWN.values(), ids=KNOWN)
+def test_what_is_known_to_be_wrong(example: Example) -> None:
+    assert not check(example)
 
 
 def test_an_example_says_all_that_repeats_it() -> None:
