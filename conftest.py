@@ -35,6 +35,9 @@ def _is_installed(library: str) -> bool:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     if not collection_path.is_relative_to(ROOT):
         return None
+    if collection_path == ROOT / "tests/fuzz":
+        is_deselected = config.option.markexpr and "fuzz" not in config.option.markexpr.replace("not fuzz", "")
+        return True if is_deselected or not _is_installed("hypothesis") else None
     needed = NEEDS.get(collection_path.relative_to(ROOT).as_posix(), ())
     is_deselected = collection_path in SLOW and "not slow" in config.option.markexpr
     return True if is_deselected or not all(map(_is_installed, needed)) else None
