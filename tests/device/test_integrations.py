@@ -1,0 +1,125 @@
+"""The interfaces of other libraries, with the data on the CPU and the network on the device.
+
+Trainers of Lightning, transformers and Accelerate ask torch for a real device. Their callbacks fit by `PeriodicFits`.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import gpytorch
+import pytest
+import torch
+from cases import make_case
+from pretended_device import pretended_device
+from torch import Tensor, nn
+
+from laplace_sampling import LinearisedLaplace
+from laplace_sampling.gp.tangent_kernel import TangentGP
+from laplace_sampling.integrations.periodic_fits import PeriodicFits
+
+
+def same_on_both(function: Callable[[nn.Module], dict[str, Tensor]], model: nn.Module) -> None:
+    """Compares what a function makes of a network on the CPU and on the device."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = {name: value.detach() for name, value in function(copy.deepcopy(model)).items()}
+        with pretended_device() as device:
+            found = {name: value.detach().cpu() for name, value in function(copy.deepcopy(model).to(device)).items()}
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6 * float(value.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("dense_size", [4000, 1])
+def test_a_process_of_gpytorch(dense_size: int) -> None:
+    """The process is where its data are, whether its matrix is dense or known by its products."""
+    case = make_case("regression")
+
+    def process(model: nn.Module) -> dict[str, Tensor]:
+        likelihood = gpytorch.likelihoods.GaussianLikelihood().double()
+        gp = TangentGP(case.x, case.y[:, 0], likelihood, model, dense_size=dense_size)
+        loss = -gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp.train())(gp(case.x), case.y[:, 0])
+        loss.backward()
+        prediction = gp.eval()(case.x + 0.1)
+        assert prediction.mean.is_cpu
+        assert prediction.variance.is_cpu
+        gradient = gp.covar_module.raw_prior_precision.grad
+        return {"loss": loss.detach(), "gradient": gradient, "mean": prediction.mean, "variance": prediction.variance}
+
+    same_on_both(process, case.model)
+
+
+def test_fits_within_a_training() -> None:
+    case = make_case("regression_many_data")
+
+    def training(model: nn.Module) -> dict[str, Tensor]:
+        device = next(model.parameters()).device
+        fits = PeriodicFits("regression", val_loader=case.batches, metrics={"log_prob": _log_prob}, budget=None)
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.01)
+        for epoch in (1, 2):
+            for x, y in case.batches:
+                optimiser.zero_grad()
+                nn.functional.mse_loss(model(x.to(device)), y.to(device)).backward()
+                optimiser.step()
+            fits.fit(model, case.batches, epoch=epoch)
+        metrics = torch.tensor([record["log_prob"] for record in fits.history_], dtype=torch.float64)
+        return {"metrics": metrics, "alpha": fits.laplace_.prior_precision_}
+
+    same_on_both(training, case.model)
+
+
+def _log_prob(prediction: Any, targets: Tensor) -> Tensor:
+    return prediction.log_prob(targets)
+
+
+@pytest.mark.slow
+def test_a_surrogate_of_botorch() -> None:
+    pytest.importorskip("botorch")
+    from laplace_sampling.gp.botorch import TangentSurrogate
+
+    case = make_case("regression")
+
+    def surrogate(model: nn.Module) -> dict[str, Tensor]:
+        found = TangentSurrogate(model, case.x, case.y)
+        posterior = found.posterior(case.x[:3] + 0.1)
+        return {"mean": posterior.mean.detach(), "variance": posterior.variance.detach()}
+
+    same_on_both(surrogate, case.model)
+
+
+@pytest.mark.slow
+def test_an_estimator_of_scikit_learn() -> None:
+    pytest.importorskip("skorch")
+    from skorch import NeuralNetRegressor
+
+    from laplace_sampling.integrations.scikit_learn import LaplaceRegressor
+
+    case = make_case("regression")
+    x, y = case.x.float().numpy(), case.y.float().numpy()
+
+    def estimator(model: nn.Module) -> dict[str, Tensor]:
+        device = str(next(model.parameters()).device)
+        net = NeuralNetRegressor(model.float(), device=device, train_split=None, max_epochs=1, verbose=0).initialize()
+        mean, deviation = LaplaceRegressor(net, num_samples=4).fit(x, y).predict(x, return_std=True)
+        return {"mean": torch.tensor(mean), "deviation": torch.tensor(deviation)}
+
+    same_on_both(estimator, case.model)
+
+
+@pytest.mark.slow
+def test_a_classifier_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    torch.manual_seed(0)
+    config = transformers.BertConfig(vocab_size=20, max_position_embeddings=8, num_labels=2, **size)
+    model = transformers.BertForSequenceClassification(config).double().eval()
+    tokens = torch.randint(20, (24, 6))
+    batches = [{"input_ids": part, "labels": part[:, 0] % 2} for part in tokens.split(8)]
+
+    def classifier(model: nn.Module) -> dict[str, Tensor]:
+        la = LinearisedLaplace(model, "classification", method="kfac", num_samples=4)
+        la.fit_hyperparameters(batches, tolerance=0.2, max_steps=1, progress=False)
+        return {"probs": la.predict({"input_ids": tokens[:5]}).probs}
+
+    same_on_both(classifier, model)
