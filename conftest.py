@@ -44,12 +44,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(tryfirst=True)  # before items are deselected by their markers
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path in SLOW:
             item.add_marker(pytest.mark.slow)
-    if config.option.markexpr == "slow":
-        # A file or a test that is `slow` may have parameters that are `nightly`: these run there only.
-        nightly = [item for item in items if item.get_closest_marker("nightly")]
-        items[:] = [item for item in items if item not in nightly]
-        config.hook.pytest_deselected(items=nightly)

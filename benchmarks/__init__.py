@@ -2,6 +2,7 @@
 
 - `data`: the data sets.
 - `networks`: time of Jacobian products, and which architectures work.
+- `gpu`: what one GPU does, in one table.
 - `solvers`: products that solvers and samplers need.
 - `gp`: regression on UCI data, beside Gaussian processes.
 - `methods`: ablations of the method, and its peak memory.

@@ -71,7 +71,9 @@ class Setup:
 
     def _of_memory(self, name: str) -> int | None:
         call = getattr(torch.get_device_module(self.device), name, None)
-        return None if call is None else call()
+        if call is None:
+            return None
+        return call() if name == "empty_cache" else call(self.device)
 
     def __str__(self) -> str:
         on_gpu = self.device.type == "cuda"
@@ -106,6 +108,7 @@ class Report:
     def run(self, part: str, jobs: Callable[[], Iterable[Job]], deadline: float) -> None:
         """Runs one part; `deadline` is by `time.monotonic`."""
         if time.monotonic() >= deadline:
+            self.failed = True
             return self._add(part, {}, {"outcome": NO_TIME})
         try:
             for job in jobs():
@@ -115,6 +118,7 @@ class Report:
 
     def _cells(self, job: Job, seconds: float) -> Cells:
         if seconds <= 0:
+            self.failed = True
             return {"outcome": NO_TIME}
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")

@@ -191,7 +191,7 @@ class Kronecker(Factored):
 
 def restored_curvature(tensors: dict[str, Tensor]) -> Factored:
     """`M̂` from its `tensors`."""
-    if "rows_0" in tensors:
+    if "rows" in tensors or "rows_0" in tensors:
         return Sketch.from_tensors(tensors)
     if "vectors" in tensors:
         return DenseCurvature.from_tensors(tensors)

@@ -249,8 +249,9 @@ class Sketch(Factored):
     def from_tensors(cls, tensors: dict[str, Tensor]) -> "Sketch":
         """The inverse of `tensors`."""
         change, chance, num_rows = tensors["figures"].tolist()
-        names = sorted((name for name in tensors if name.startswith("rows_")), key=lambda name: int(name[5:]))
-        blocks = [tensors[name] for name in names]
+        # Earlier files have all rows as one.
+        names = [name for name in tensors if name.startswith("rows")]
+        blocks = [tensors[name] for name in sorted(names, key=lambda name: int(name[5:] or 0))]
         found = cls(blocks, tensors["weights"], None, 0.0, change, chance)
         found._known, found.num_rows = (tensors["values"], tensors["vectors"]), int(num_rows)
         return found

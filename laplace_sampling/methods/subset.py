@@ -83,7 +83,8 @@ class Subset(SolverMethod):
         """As if the part grew to `max_rows`."""
         features, rows = problem.features, min(self.max_rows, problem.num_observations)
         memory = problem.memory_of(self.max_memory)
-        bytes_ = problem.num_samples * memory.vector + bytes_of_rows(rows, features.size, features.dtype.itemsize)
+        of_samples = problem.num_samples * memory.vector
+        bytes_ = min(of_samples + bytes_of_rows(rows, features.size, features.dtype.itemsize), memory.bytes)
         # Rows of the part, and those at which it is compared with its half.
         vjps = rows + min(NUM_PROBES, features.num_data)
         products = vjps * cost.vjp + (MODE_PASSES * features.num_data * cost.passes if problem.by_evidence else 0)
@@ -110,20 +111,18 @@ class Subset(SolverMethod):
         return choice if problem.cost is None else replace(choice, method=self.within(problem, problem.cost))
 
     def within(self, problem: Problem, cost: Cost) -> "Subset":
-        """The same with as many rows as budget and memory allow, in powers of two, and with a few at least."""
+        """The same with as many rows as the budget pays for, in powers of two, and with a few at least."""
         method = self
-        memory = problem.memory_of(self.max_memory).bytes
-        while method.max_rows > _PILOT:
-            predicted = method.predicted(problem, cost)
-            if predicted.bytes <= memory and problem.budget.affords(predicted.total):
-                break
+        while method.max_rows > _PILOT and not problem.budget.affords(method.predicted(problem, cost).total):
             method = replace(method, max_rows=max(_PILOT, method.max_rows // 2))
         return method
 
     def is_held(self, problem: Problem, cost: Cost) -> bool:
         """Whether memory holds a part that is large enough to choose a precision by."""
-        few = replace(self, max_rows=min(self.max_rows, _PILOT))
-        return few.predicted(problem, cost).bytes <= problem.memory_of(self.max_memory).bytes
+        features, memory = problem.features, problem.memory_of(self.max_memory)
+        few = min(self.max_rows, _PILOT, problem.num_observations)
+        needed = bytes_of_rows(few, features.size, features.dtype.itemsize)
+        return problem.num_samples * memory.vector + needed <= memory.bytes
 
     def _growth(self, task: Task, bytes_: float | None = None) -> Growth:
         beside_samples = task.memory.bytes - task.num_samples * task.memory.vector

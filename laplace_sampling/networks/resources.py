@@ -90,7 +90,7 @@ def _dense_tensors(*tree: Any) -> list[Tensor]:
 
 def free_memory(device: torch.device) -> float:
     """Bytes that new tensors on a device may take."""
-    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    module: Any = None if device.type == "cpu" else getattr(torch, device.type, None)
     if hasattr(module, "mem_get_info"):
         # What torch has reserved and no tensor uses is free for us, though not for others.
         reserved = module.memory_reserved(device) - module.memory_allocated(device)

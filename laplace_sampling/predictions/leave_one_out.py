@@ -15,6 +15,7 @@ from torch import Tensor
 
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.solvers.placement import normal
 
 __all__ = ["LeaveOneOut", "leave_one_out"]
 
@@ -89,7 +90,7 @@ def leave_one_out(
     unweighted, targets = likelihood.unweighted, likelihood.unweighted_targets(targets)
     generator, losses = torch.Generator().manual_seed(seed), []
     for part in torch.arange(num_samples).split(_SAMPLES):
-        white = torch.randn(len(part), N, C, generator=generator, dtype=torch.float64)
-        losses.append(unweighted.loss(mean + torch.einsum("ncd,knd->knc", root, white.to(root)), targets))
+        white = normal(len(part), N, C, seed=generator, dtype=root.dtype, device=root.device, drawn_in=torch.float64)
+        losses.append(unweighted.loss(mean + torch.einsum("ncd,knd->knc", root, white), targets))
     log_prob = (-torch.cat(losses)).logsumexp(0) - math.log(num_samples)
     return LeaveOneOut(mean, left_out, log_prob)

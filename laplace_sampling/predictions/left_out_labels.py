@@ -32,7 +32,6 @@ from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.some_features import some_of
-from laplace_sampling.networks.resources import free_memory
 from laplace_sampling.predictions.calibration import labelled, labels_of, with_labels
 from laplace_sampling.predictions.loss_bound import LossBound, Used, cost_of_error_bars
 from laplace_sampling.solvers.recorded import recorded
@@ -127,9 +126,9 @@ def _kernel(features: Features, prior: GaussianPrior, some: Tensor, seed: int) -
     if features.num_outputs > 1:
         direction = direction - direction.mean()  # a softmax is blind to the mean
     direction, scale = (v.to(features.device, features.dtype) for v in (direction, prior.scale))
-    # What is formed of the rows, at most all of their numbers, is in memory for so many data, four times.
-    bytes_ = max(BLOCK_BYTES, free_memory(features.device) / 32)
-    together = max(1, min(features.batch_size, int(bytes_ / (4 * features.size))))
+    # What is formed of the rows, at most all of their numbers, is in memory for so many data: as many in all processes,
+    # which wait for each other where weights are shared out.
+    together = max(1, min(features.batch_size, int(BLOCK_BYTES / (4 * features.size))))
 
     # The numbers of a sketch are as many as the columns: they are drawn and moved once, and not for each batch.
     sketch = cache(partial(_sketch, features=features, seed=seed))

@@ -74,7 +74,7 @@ def test_what_fails_is_a_row_beside_the_others(capsys: pytest.CaptureFixture, mo
 
 def test_no_part_starts_after_its_deadline(capsys: pytest.CaptureFixture) -> None:
     status, rows = run(capsys, "--minutes", "0")
-    assert status == 0
+    assert status == 1
     assert [(row["part"], row["outcome"]) for row in rows] == [
         (part, "not run: no time left") for part in ("tests", "fits", "products", "nccl")
     ]

@@ -9,8 +9,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_sampling import LinearisedLaplace, Subset
+from laplace_sampling.networks.resources import free_memory
 
 MIB = 2**20
+
+
+def test_what_torch_has_reserved_is_free() -> None:
+    with pretended_device(MIB) as device:
+        kept = torch.zeros(1000, device=device)
+        assert free_memory(device) == MIB - kept.nbytes
 
 
 def images(num: int) -> tuple[Tensor, Tensor]:

@@ -53,6 +53,20 @@ def test_all_rows_give_the_exact_posterior(name: str, prior: str) -> None:
     assert ((deviations.T @ deviations / 1000 - covariance).abs() < 5 * error + 1e-12).all()
 
 
+def test_all_rows_are_reached_by_sums_where_memory_holds_few_of_them() -> None:
+    """Memory holds about 80 of 300 rows, and four matrices of the 37 weights."""
+    model, x, y = regression()
+    few = {"max_rows": 10**6, "max_memory": 10 * 37 * 8 + 80_000}
+    found, exact = (
+        LinearisedLaplace(model, Gaussian(100.0, learn=False), method=method, num_samples=10).fit(
+            [(x, y)], tolerance=1e-6, budget=None, progress=False
+        )
+        for method in (Subset(**few), "exact")
+    )
+    assert found.converged_
+    assert_close(found.predict(x[:3]).joint_covariance(), exact.predict(x[:3]).joint_covariance(), rtol=1e-5, atol=1e-9)
+
+
 @pytest.mark.filterwarnings("ignore:The samples have not converged:laplace_sampling.ConvergenceWarning")
 def test_hyperparameters_of_a_regression_are_the_exact_ones() -> None:
     """`α`, `b` and `γ` by the evidence, whose determinant is that of a part; its mode is that of all data."""
