@@ -15,7 +15,6 @@ from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.kronecker import restored_curvature
-from laplace_sampling.linear_model.kronecker import restored_curvature
 from laplace_sampling.linear_model.random_rows import RandomRows
 from laplace_sampling.linear_model.sketch import Sketch
 from laplace_sampling.linear_model.sketch_growth import Growth, bytes_of_rows, grow, rows_that_fit
@@ -253,7 +252,7 @@ def test_a_part_is_compared_with_its_half_under_the_noise_that_is_asked_for(nois
 def test_a_sketch_of_several_blocks_is_restored() -> None:
     """Blocks are kept as they are; earlier files have all rows as one."""
     growth = Growth(RandomRows(classifier(120), 0))
-    for num_rows in (20, 40, 60):
+    for num_rows in (10, 20, 30):
         sketch = growth.sketch(num_rows)
     tensors, v = sketch.tensors(), randn(3, 40)
     joined = {name: tensor for name, tensor in tensors.items() if not name.startswith("rows")}
