@@ -123,9 +123,8 @@ class ScoredModel(FittedModel):
         function = covariance_of(posterior, fit, features)
         if function is not None and features.num_outputs <= fit.task.num_samples:
             values, vectors = torch.linalg.eigh(function.blocks().double())
-            root = (
-                vectors * values.clamp_min(0).sqrt()[:, None]
-            ) @ vectors.mT  # symmetric: the signs of vectors drop out
+            # The symmetric root, from which the signs of the eigenvectors drop out.
+            root = (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.mT
             return root.permute(1, 0, 2), MOST_LEVERAGE if fit.approximate else _MOST_EXACT, False
         samples = self._drawn("score").posterior.samples
         return deviations_of(fit.model.features, samples, some) / math.sqrt(len(samples)), MOST_LEVERAGE, True
