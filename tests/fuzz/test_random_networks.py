@@ -23,7 +23,7 @@ from laplace_sampling.predictions.dense_covariance import DenseCovariance
 
 pytestmark = pytest.mark.fuzz
 
-EXAMPLES, SEED = (int(os.environ.get(name, default)) for name, default in (("FUZZ_EXAMPLES", 50), ("FUZZ_SEED", 0)))
+EXAMPLES, SEED = (int(os.environ.get(name, default)) for name, default in (("FUZZ_EXAMPLES", 25), ("FUZZ_SEED", 0)))
 # Simple examples of what is known to be wrong: of noise that is given and far too small evidence has two maxima, and a
 # fit may end at the lower one; SVRG of very few data claims samples that it has not.
 TWO_MAXIMA = "another maximum of the evidence is higher"
