@@ -22,7 +22,7 @@ def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(path.parent)}}).execute()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # `.ci/run` builds the documentation itself
 def test_documentation_builds_strictly_with_a_page_for_each_module(tmp_path: Path) -> None:
     for library in ("mkdocs", "material", "mkdocstrings_handlers.python"):
         pytest.importorskip(library, reason="the extra `docs` is not installed")
