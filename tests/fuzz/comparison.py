@@ -9,6 +9,7 @@ import random
 import tempfile
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,15 @@ def check(example: Example) -> list[Defect]:
 
 def _others(model: nn.Module) -> list[Any]:
     """Objects that modules hold, and states of random generators."""
-    held = [{n: id(value) for n, value in m.__dict__.items() if n != "training"} for m in model.modules()]
+    held = [{n: _identity(value) for n, value in m.__dict__.items() if n != "training"} for m in model.modules()]
     return [held, torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()]  # noqa: NPY002
+
+
+def _identity(value: Any) -> Any:
+    """Of lists that of their entries: recurrent layers make new ones whenever a weight is set."""
+    if isinstance(value, list):
+        return [_identity(entry) for entry in value]
+    return id(value() if isinstance(value, weakref.ref) else value)
 
 
 def _last_line(error: BaseException) -> str:
