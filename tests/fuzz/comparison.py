@@ -80,7 +80,7 @@ def _others(model: nn.Module) -> list[Any]:
 
 
 def _identity(value: Any) -> Any:
-    """Of lists that of their entries: recurrent layers make new ones whenever a weight is set."""
+    """A list is told by its entries, since recurrent layers make a new list whenever a weight is set."""
     if isinstance(value, list):
         return [_identity(entry) for entry in value]
     return id(value() if isinstance(value, weakref.ref) else value)
