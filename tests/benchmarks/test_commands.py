@@ -103,6 +103,12 @@ def test_help_of_commands_without_a_quick_setting(module: str, monkeypatch: pyte
     assert ended.value.code == 0
 
 
+def test_help_of_the_fidelity_study() -> None:
+    with pytest.raises(SystemExit) as ended:
+        comparison.main(["fidelity", "--help"])
+    assert ended.value.code == 0
+
+
 @nightly
 def test_export(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="onnxruntime, of the extra `onnx`, is not installed")
