@@ -12,9 +12,9 @@ from torch import Tensor
 from laplace_sampling.evidence.curves import EvidenceCurves, EvidencePath, MarginalLikelihood
 from laplace_sampling.evidence.step import Step, StopFit
 from laplace_sampling.fitting import together
-from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.tangent_model import TangentModel
-from laplace_sampling.methods.fit import SAMPLE_STREAM, Fit, Task
+from laplace_sampling.methods.fit import Fit, Task
 from laplace_sampling.methods.method import Tuning
 from laplace_sampling.methods.network_score import network_evidence
 from laplace_sampling.methods.problem import Problem
@@ -129,7 +129,7 @@ class FittedModel:
         self._check_network("sample")
         with LOCK:
             fitted.num_draws += 1
-            stream = SAMPLE_STREAM + fitted.num_draws
+            stream = Stream.SAMPLES + fitted.num_draws
         with self.settings.processes.telling():
             sampled = fitted.fit.draw(Draws(num_samples, self.settings.seed, stream))
         if not sampled.converged:

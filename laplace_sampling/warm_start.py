@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.methods.fit import SAMPLE_STREAM, Task
+from laplace_sampling.linear_model.draws import Draws, Stream
+from laplace_sampling.methods.fit import Task
 from laplace_sampling.methods.start import Start
 from laplace_sampling.solvers.checks import check_flag
 
@@ -38,7 +38,7 @@ def start_of(fitted: "Fitted", seed: int) -> Start:
         prior=posterior.prior,
         likelihood=posterior.likelihood,
         samples=posterior.samples if posterior.method.minimises else None,
-        draws=Draws(len(posterior.samples), seed, SAMPLE_STREAM),
+        draws=Draws(len(posterior.samples), seed, Stream.SAMPLES),
         mode=known if posterior.mode is None else posterior.mode,
         solver=getattr(fit, "solver", None),
     )

@@ -28,7 +28,7 @@ from laplace_sampling.solvers.progress import progress_bar
 from laplace_sampling.solvers.recorded import recorded
 from laplace_sampling.solvers.solver import Afford, Minimum, Solution, Solver, unlimited
 
-__all__ = ["EMResult", "effective_dimension", "fit_em", "noise_update"]
+__all__ = ["EMResult", "dimensions_by_output", "effective_dimension", "fit_em", "leverage_of", "noise_update"]
 
 # The largest factor by which samples may move α in one step. From α off by 1e4 to 1e6, 500, 2,000 and
 # 1e9 take the same steps on the problems of `fixed_point`; 10 takes a tenth more.
@@ -49,8 +49,14 @@ class EMResult:
     history: list[Step] = field(default_factory=list)
 
 
+def leverage_of(solution: Solution, prior: GaussianPrior) -> Float[Tensor, "L G"]:
+    """The sums over groups of `ζ ⊙ Mζ`, one row a sample; of the diagonal of `H⁻¹M`, one row, if that is known."""
+    traces = solution.traces
+    return prior.grouped(solution.leverage) if traces is None or len(prior.names) > 1 else traces[:, None]
+
+
 def effective_dimension(
-    solution: Solution, prior: GaussianPrior, of_all: Callable[[Tensor], Tensor] = lambda rows: rows
+    leverage: Float[Tensor, "L G"], exact: bool, of_all: Callable[[Tensor], Tensor] = lambda rows: rows
 ) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"]]:
     r"""`γ_g = Tr_g(H⁻¹M)` and its standard error, in prediction space: `(1/K) Σ_k ζ_kᵀ(Mζ_k)`, split by group.
 
@@ -59,33 +65,26 @@ def effective_dimension(
     diagonal of `H⁻¹M` gives it exactly, with standard error 0.
 
     Args:
-        solution: some of the samples, or all.
-        prior: `A`.
-        of_all: the rows of all samples from those of the solution.
+        leverage: one row a sample of this process, or the exact one; see `leverage_of`.
+        exact: whether it is the exact one.
+        of_all: the rows of all samples from those of this process.
     """
     # Not by the weights, `P − (1/K) Σ_k ζ_kᵀAζ_k` (thesis eq. 6.10): that costs nothing, but its variance is about
     # `2(P − 2γ)/K`, which is larger by the ratio of the weights to the effective dimension.
-    traces = solution.traces
-    rows = prior.grouped(solution.leverage) if traces is None or len(prior.names) > 1 else traces[:, None]
-    if solution.exact:
-        return rows[0], torch.zeros_like(rows[0])
-    rows = of_all(rows)
+    if exact:
+        return leverage[0], torch.zeros_like(leverage[0])
+    rows = of_all(leverage)
     error = rows.std(0) / math.sqrt(len(rows)) if len(rows) > 1 else torch.full_like(rows[0], math.nan)
     return rows.mean(0), error
 
 
-def noise_update(
-    model: LinearModel,
-    ggn: GGN,
-    samples: Float[Tensor, "K P"],
-    gamma: Tensor,
-    mode_outputs: Float[Tensor, "N C"],
-    of_all: Callable[[Tensor], Tensor] = lambda rows: rows,
-) -> Tensor:
+def noise_update(model: LinearModel, gamma: Tensor, mode_outputs: Float[Tensor, "N C"]) -> Tensor:
     r"""MacKay's update of the noise precision, `b ← (N·C − γ)/Σ‖y − h(θ̄)‖²`; one an output if `b` is a vector.
 
-    Per output `c`, `γ_c = (1/K) Σ_k Σ_i b_c (φ_ic ζ_k)²`, which takes a pass of JVPs; `of_all` as in
-    `effective_dimension`.
+    Args:
+        model: the linear model.
+        gamma: `γ`, of each group of the prior; or `γ_c` of each output, if `b` is a vector; see `dimensions_by_output`.
+        mode_outputs: `h(θ̄)`.
     """
     likelihood = model.likelihood
     assert isinstance(likelihood, Gaussian)
@@ -95,17 +94,16 @@ def noise_update(
     if torch.as_tensor(likelihood.noise_precision).dim() == 0:
         num = model.features.num_observations
         return (num - gamma.sum()).clamp_min(0.01 * num).cpu() / errors.sum()
-    used = of_all(_dimensions_by_output(model, ggn, samples, mode_outputs)).mean(0)
     num_data = model.features.num_data
-    free = num_data - used.clamp_max(0.99 * num_data)
+    free = num_data - gamma.clamp_max(0.99 * num_data)
     return free.cpu() / errors
 
 
 @recorded
-def _dimensions_by_output(
+def dimensions_by_output(
     model: LinearModel, ggn: GGN, samples: Float[Tensor, "K P"], mode_outputs: Float[Tensor, "N C"]
 ) -> Float[Tensor, "K C"]:
-    """`Σ_i b_c (φ_ic ζ_k)²` of each sample."""
+    """`Σ_i b_c (φ_ic ζ_k)²` of each sample, whose mean is `γ_c`; it takes a pass of JVPs."""
     used = mode_outputs.new_zeros(len(samples), mode_outputs.shape[1], dtype=torch.float64)
     with ggn.features.summing(used):
         for batch in ggn.features.own_chunks():
@@ -118,19 +116,18 @@ def _dimensions_by_output(
 
 @dataclass(frozen=True)
 class _Expectation:
-    """Mode and samples at the hyperparameters of a step, and the moments that the update takes of them.
+    """The mode at the hyperparameters of a step, and the moments of the samples that the update takes.
 
-    `samples` are unscaled, those of this process; `gamma` and `mode_norm` are one a group, `residual`, the largest of a
-    sample, and `passes`, of samples and mode, those of all processes.
+    `gamma` and `mode_norm` are one a group, `gamma_by_output` is there where the noise precision is a vector;
+    `residual`, the largest of a sample, and `passes`, of samples and mode, are those of all processes.
     """
 
     minimum: Minimum
     mode_outputs: Tensor
-    ggn: GGN
-    solution: Solution
-    samples: Tensor
     gamma: Tensor
     gamma_se: Tensor
+    gamma_by_output: Tensor | None
+    exact: bool
     mode_norm: Tensor
     residual: float
     passes: float
@@ -144,6 +141,7 @@ class _Iteration:
     prior: GaussianPrior
     draws: Draws
     solver: Solver
+    rows: int
     hessian_at: str
     tolerance: float
     precision_bounds: Bounds
@@ -162,7 +160,8 @@ class _Iteration:
         prior, likelihood = self._damped(self._updated_prior(expectation), self._updated_likelihood(expectation))
         self._record(expectation, prior, started)
         # δ is nearly −θ⁰ where the data determine the weights, and zero where they do not: it scales with θ⁰.
-        self.delta = expectation.solution.delta * (self.prior.spread() / prior.spread()).sqrt()
+        assert self.delta is not None
+        self.delta *= (self.prior.spread() / prior.spread()).sqrt()
         self.prior, self.model = prior, self.model.with_likelihood(likelihood)
         return expectation
 
@@ -190,22 +189,47 @@ class _Iteration:
         mode_outputs = model.outputs(self.mode * prior.scale)[0]
         ggn = model.ggn(mode_outputs if self.hessian_at == "mode" else model.network_outputs)
         processes, num = ggn.features.processes, self.draws.num_samples
-        own = self.draws.part(processes.samples_of(num))
         with processes.counting_samples(ggn.features.counts, num):
-            solution = sample_posterior(
-                ggn, prior, own, self.solver, init=self.delta, description=self._label("samples")
-            )
-        gamma, gamma_se = (t.cpu() for t in effective_dimension(solution, prior, self._of_all))
-        if not solution.exact:
+            leverage, by_output, residuals, passes, exact = self._moments(ggn, mode_outputs)
+        gamma, gamma_se = (t.cpu() for t in effective_dimension(leverage, exact, self._of_all))
+        if not exact:
             sizes = torch.bincount(prior.groups, minlength=len(prior.names)).cpu()
             gamma = _possible(gamma, gamma_se, sizes, 0.99 * ggn.features.num_observations)
         mode_norm = prior.grouped(self.mode[0].double() ** 2).cpu()
-        samples = solution.value * prior.scale
-        residual, passes = float(self._of_all(solution.residual).max()), solution.passes
+        residual, own = float(self._of_all(residuals).max()), passes
         if processes.shares_samples(num):
-            passes = sum(processes.gathered_samples(lambda: solution.passes))
+            passes = sum(processes.gathered_samples(lambda: own))
         passes += minimum.passes
-        return _Expectation(minimum, mode_outputs, ggn, solution, samples, gamma, gamma_se, mode_norm, residual, passes)
+        gamma_by_output = None if by_output is None else self._of_all(by_output).mean(0)
+        return _Expectation(minimum, mode_outputs, gamma, gamma_se, gamma_by_output, exact, mode_norm, residual, passes)
+
+    def _moments(self, ggn: GGN, mode_outputs: Tensor) -> tuple[Tensor, Tensor | None, Tensor, float, bool]:
+        """Leverage, dimensions by output and residuals of the samples, passes, and whether the leverage is exact.
+
+        Groups of samples are solved one after the other, and no more of a sample is kept than its warm start.
+        """
+        prior = self.prior
+        own = self.draws.part(ggn.features.processes.samples_of(self.draws.num_samples))
+        leverage, by_output, residuals, passes, exact = [], [], [], 0.0, False
+        delta = self.delta
+        for group in own.groups(self.rows) or [own]:
+            rows = slice(group.first - own.first, group.first - own.first + group.num_samples)
+            start = None if self.delta is None else self.delta[rows]
+            solution = sample_posterior(ggn, prior, group, self.solver, init=start, description=self._label("samples"))
+            if delta is None:
+                delta = solution.delta.new_empty(own.num_samples, ggn.size)
+            delta[rows] = solution.delta
+            leverage.append(leverage_of(solution, prior))
+            residuals.append(solution.residual)
+            passes, exact = passes + solution.passes, solution.exact
+            likelihood = self.model.likelihood
+            if isinstance(likelihood, Gaussian) and likelihood.learn and likelihood.noise_precisions().dim():
+                samples = solution.value * prior.scale
+                by_output.append(dimensions_by_output(self.model, ggn, samples, mode_outputs))
+        self.delta = delta
+        # An exact diagonal is the same for every group.
+        found = leverage[0] if exact else torch.cat(leverage)
+        return found, torch.cat(by_output) if by_output else None, torch.cat(residuals), passes, exact
 
     def _of_all(self, rows: Tensor) -> Tensor:
         """The rows of all samples, from those of this process."""
@@ -217,7 +241,7 @@ class _Iteration:
     def _updated_prior(self, expectation: _Expectation) -> GaussianPrior:
         prior, bounds = self.prior, self.precision_bounds
         updated = prior.mackay_precision(expectation.gamma, expectation.mode_norm, bounds)
-        if not expectation.solution.exact:
+        if not expectation.exact:
             # Samples at an α far from the end are too inaccurate to be trusted over a larger factor.
             updated = torch.minimum(torch.maximum(updated, prior.precision / _FARTHEST), prior.precision * _FARTHEST)
         return prior.with_precision(updated.clamp(*bounds))
@@ -226,18 +250,18 @@ class _Iteration:
         likelihood, e = self.model.likelihood, expectation
         if not (isinstance(likelihood, Gaussian) and likelihood.learn):
             return likelihood
-        updated = noise_update(self.model, e.ggn, e.samples, e.gamma, e.mode_outputs, self._of_all)
+        updated = noise_update(self.model, e.gamma if e.gamma_by_output is None else e.gamma_by_output, e.mode_outputs)
         return likelihood.with_precision(updated.clamp(*self.noise_bounds))
 
     def _record(self, expectation: _Expectation, updated: GaussianPrior, started: float) -> None:
-        model, solution = self.model, expectation.solution
+        model = self.model
         step = Step(
             step=len(self.history) + 1,
             prior_precision=_floats(self.prior.precision),
             new_prior_precision=_floats(updated.precision),
             noise_precision=_noise(model.likelihood),
             effective_dimension=_floats(expectation.gamma),
-            effective_dimension_se=None if solution.exact else _floats(expectation.gamma_se),
+            effective_dimension_se=None if expectation.exact else _floats(expectation.gamma_se),
             mode_norm=_floats(expectation.mode_norm),
             loss=model.total_loss(expectation.mode_outputs),
             network_loss=model.total_loss(model.network_outputs),
@@ -262,6 +286,7 @@ def fit_em(
     draws: Draws,
     solver: Solver,
     *,
+    rows: int | None = None,
     hessian_at: str,
     mode: Float[Tensor, "1 P"] | None = None,
     max_steps: int = 10,
@@ -279,6 +304,7 @@ def fit_em(
         prior: starting point; its scale stays fixed.
         draws: frozen randomness. The prior sample `θ⁰` scales with `α^{-1/2}`, and iterates are `δ = ζ − θ⁰`.
         solver: for samples and for the mode.
+        rows: number of samples that are solved for together; all by default.
         hessian_at: `"network"`, `B` at `f(w̄, x)`; or `"mode"`, `B` at `h(θ̄, x)`, which moves with `α`.
         mode: where the search for the mode starts, in scaled coordinates; zero by default.
         max_steps: largest number of steps.
@@ -292,10 +318,10 @@ def fit_em(
     check_bounds(precision_bounds, noise_bounds)
     prior = prior.to(model.features.device, model.features.dtype)
     bounds = precision_bounds, noise_bounds
-    iteration = _Iteration(model, prior, draws, solver, hessian_at, tolerance, *bounds, progress, mode)
+    rows = draws.num_samples if rows is None else rows
+    iteration = _Iteration(model, prior, draws, solver, rows, hessian_at, tolerance, *bounds, progress, mode)
     with progress_bar("EM" if progress else None, total=max_steps, leave=True) as bar:
         while True:
-            expectation = None  # the samples of the last step are freed before the next ones are made
             expectation = iteration.step()
             alpha, gamma = float(iteration.prior.precision.mean()), float(expectation.gamma.sum())
             bar.update()

@@ -1,6 +1,7 @@
 """The frozen randomness of samples: white noise that is keyed by seed, sample and datum."""
 
 from dataclasses import dataclass, replace
+from enum import IntEnum, unique
 
 import numpy as np
 import torch
@@ -9,7 +10,30 @@ from torch import Tensor
 
 from laplace_sampling.linear_model.ggn import WhiteNoise
 
-__all__ = ["Draws", "SeededNoise"]
+__all__ = ["Draws", "SeededNoise", "Stream"]
+
+
+@unique
+class Stream(IntEnum):
+    """What noise is drawn for: each purpose has its own stream of the seed, so that none is correlated with another.
+
+    Streams of posterior samples count up from `SAMPLES`: the fit has the first, and each call of `sample` the next.
+    All others are below or far above them.
+    """
+
+    EM = 0
+    PRIOR_SCALE = 1
+    SAMPLES = 2
+    EVIDENCE = 2**20
+    LEFT_OUT = 2**20 + 1
+    LOSS_RISE = 2**20 + 2
+    VALIDATION = 2**20 + 3
+    SUBSET = 2**20 + 4
+    LEFT_OUT_LABELS = 2**20 + 5
+    RULE = 2**20 + 6
+    SUBSET_PROBES = 2**20 + 7
+    FACTORS = 2**20 + 8
+
 
 # Noise is generated for blocks of data: `_BLOCK` data, or fewer where that would be more than `_NUMBERS` numbers for a
 # sample. Both are part of what a seed means: other values give other samples of the same distribution. With 16 samples

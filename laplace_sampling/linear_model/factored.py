@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.ggn import GGN, WhiteNoise
 from laplace_sampling.linear_model.head_curvature import head_curvature, head_of, partial_traces_of_head
 from laplace_sampling.linear_model.kfac import Factors, corrected, kronecker_factors
@@ -35,7 +35,7 @@ __all__ = [
 
 # Number of probes, used in place of outputs if there are more of those, and their stream of noise.
 # With 200 outputs they put `γ` of KFAC off by 0.7 %; half as many by 1.3 % in half the time, twice as many by 0.35 %.
-PROBES, _STREAM = 64, 3
+PROBES = 64
 # Gradients, of a random output of a datum each, that give the eigenvectors of Kronecker factors, and those that give
 # their eigenvalues, of all data where these are fewer. On 10,000 images (P = 29,290) 300 and 1,000 gradients gave the
 # test losses of 1,000 and 10,000 to 0.0004 about the best `α`; with as many as there are weights blocks are accurate.
@@ -77,7 +77,7 @@ class KroneckerFit:
     def _noise(self, ggn: GGN, seed: int, number: int) -> WhiteNoise:
         """Probes for the factors (0) and for the eigenvalues (1), which are independent."""
         num = self.num_outputs(ggn.num_data)
-        return Draws(num, seed, _STREAM, number * num).noise(ggn.features.num_outputs)
+        return Draws(num, seed, Stream.FACTORS, number * num).noise(ggn.features.num_outputs)
 
 
 def kronecker_operations(network: Linearisation, num_vectors: float, num_gradients: float = 0) -> float:
@@ -120,7 +120,7 @@ def factored_curvature(
         return head_curvature(ggn, scale)
     if kind == "kfac":
         return (kronecker or KroneckerFit()).curvature(ggn, seed, scale)
-    noise = Draws(PROBES, seed, _STREAM).noise(ggn.features.num_outputs)
+    noise = Draws(PROBES, seed, Stream.FACTORS).noise(ggn.features.num_outputs)
     found = Jacobi(GPrior(num_probes=PROBES).diagonal(ggn, noise).double())
     return found if scale is None else found.congruent(scale)
 
@@ -132,7 +132,7 @@ def prior_of_factored(
     if isinstance(prior, GPrior):
         known = _factors_of_head(ggn) or (kronecker or KroneckerFit()).factors(ggn, seed)
         return _kronecker_prior(prior, known, layers, ggn)
-    return prior.build(ggn, layers, Draws(1, seed, _STREAM).noise(ggn.features.num_outputs))
+    return prior.build(ggn, layers, Draws(1, seed, Stream.FACTORS).noise(ggn.features.num_outputs))
 
 
 def _factors_of_head(ggn: GGN) -> Factors | None:

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.linear_model.datum_rows import DatumRows
+from laplace_sampling.linear_model.draws import Stream
 from laplace_sampling.linear_model.random_rows import RandomRows
 from laplace_sampling.linear_model.sketch import Sketch
 from laplace_sampling.solvers.lapack import sum_of_squares, symmetric_eigen
@@ -117,7 +118,7 @@ class Growth:
     @cached_property
     def probes(self) -> DatumRows:
         """Random rows of a few hundred random data, independent of those of the sequence."""
-        sequence = replace(self.sequence, stream=self.sequence.stream + 1)
+        sequence = replace(self.sequence, stream=Stream.SUBSET_PROBES)
         data = sequence.shuffled[: self._num_probes]
         return sequence.rows_of(data, torch.zeros_like(data), self._together)
 

@@ -15,7 +15,7 @@ from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.krylov_curves import evidence_path
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost
-from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.factored import (
     PROBES,
     FactoredSampler,
@@ -33,7 +33,7 @@ from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
 from laplace_sampling.methods.budget import Estimate
 from laplace_sampling.methods.by_network_evidence import ByNetworkEvidence, has_network_noise
-from laplace_sampling.methods.fit import LEFT_OUT_STREAM, PATH_STREAM, Fit, Task, Tuned
+from laplace_sampling.methods.fit import Fit, Task, Tuned
 from laplace_sampling.methods.method import Choice, Tuning, has_path
 from laplace_sampling.methods.network_score import path_of
 from laplace_sampling.methods.problem import Memory, Problem
@@ -298,7 +298,7 @@ class FactoredFit(SolverFit):
         return draw(
             self.ggn,
             self.prior,
-            Draws(_LEFT_OUT, self.task.seed, LEFT_OUT_STREAM),
+            Draws(_LEFT_OUT, self.task.seed, Stream.LEFT_OUT),
             BlockKrylov(_LEFT_OUT_TOLERANCE, max_basis=basis_that_fits(memory, _LEFT_OUT)),
             rows=self.solver_method.rows(memory, _LEFT_OUT),
             dtype=self.task.dtype,
@@ -326,7 +326,7 @@ class FactoredFit(SolverFit):
         run, _ = evidence_path(
             self.model,
             self.prior,
-            Draws(1, self.task.seed, PATH_STREAM),
+            Draws(1, self.task.seed, Stream.EVIDENCE),
             self.scaled_mode,
             hessian_at=self.task.hessian_at,
             accuracy=_ACCURACY,

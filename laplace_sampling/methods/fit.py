@@ -11,7 +11,7 @@ from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.step import Step
-from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.features import Features, ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.held_samples import HeldSamples, Holding
@@ -35,19 +35,11 @@ if TYPE_CHECKING:
     from laplace_sampling.predictions.selection import Selection
 
 __all__ = [
-    "EM_STREAM",
-    "LEFT_OUT_STREAM",
-    "PATH_STREAM",
-    "PRIOR_STREAM",
-    "SAMPLE_STREAM",
     "Fit",
     "Task",
     "Tuned",
 ]
 
-# Each set of draws has its own stream of the one seed, so that none of them is correlated with another. Streams of
-# posterior samples count up from `SAMPLE_STREAM`, one for each call of `sample`; the last two are far above them.
-EM_STREAM, PRIOR_STREAM, SAMPLE_STREAM, PATH_STREAM, LEFT_OUT_STREAM = 0, 1, 2, 2**20, 2**20 + 1
 # How many unconverged rows a message names.
 _NAMED_ROWS = 8
 
@@ -117,7 +109,7 @@ class Task:
     @property
     def draws(self) -> Draws:
         """The draws of the samples that are kept."""
-        return Draws(self.num_samples, self.seed, SAMPLE_STREAM)
+        return Draws(self.num_samples, self.seed, Stream.SAMPLES)
 
     def ggn(self, mode_outputs: Tensor | None = None) -> GGN:
         """`M`, with the curvature at the network's outputs or at those of the mode, whichever the task asks for.

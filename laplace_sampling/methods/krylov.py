@@ -101,9 +101,9 @@ class Krylov(SolverMethod):
         )
         return CG(error, preconditioner=preconditioner)
 
-    def in_groups(self, solver: Solver, task: Task, num_samples: int) -> Solver:
+    def em_rows(self, solver: Solver, memory: Memory, num_samples: int, in_em: int) -> int:
         # A Krylov basis is of all rows together, and bounds its own memory.
-        return solver if isinstance(solver, BlockKrylov) else super().in_groups(solver, task, num_samples)
+        return in_em if isinstance(solver, BlockKrylov) else super().em_rows(solver, memory, num_samples, in_em)
 
     def tune_by_evidence(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
         solver = self.make_solver(task, tuning.tolerance, None)

@@ -14,12 +14,12 @@ from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost
-from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.methods.budget import Estimate
-from laplace_sampling.methods.fit import PRIOR_STREAM, Fit, Task, Tuned
+from laplace_sampling.methods.fit import Fit, Task, Tuned
 from laplace_sampling.methods.plan import Rung
 from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.predictions.covariance_path import CovariancePath
@@ -294,7 +294,7 @@ class Method(ABC):
     def build_prior(self, problem: Problem, model: LinearModel, memory: Memory) -> GaussianPrior:
         """The prior, whose scale, if it has one, is that of the curvature."""
         ggn = self.ggn_of_prior(problem, model, memory)
-        probes = Draws(getattr(problem.prior, "num_probes", 1), problem.seed, PRIOR_STREAM)
+        probes = Draws(getattr(problem.prior, "num_probes", 1), problem.seed, Stream.PRIOR_SCALE)
         return problem.prior.build(ggn, problem.layers(), probes.noise(model.features.num_outputs))
 
     def ggn_of_prior(self, problem: Problem, model: LinearModel, memory: Memory) -> GGN:

@@ -37,17 +37,17 @@ from laplace_sampling.evidence.fixed_point import PathResult, fit_path
 from laplace_sampling.evidence.krylov_curves import evidence_path, traces_at_network
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.linear_model.cost import Cost
-from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.mode_objective import Mode, linear_model_mode
 from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
 from laplace_sampling.methods import as_method
 from laplace_sampling.methods.budget import Estimate
-from laplace_sampling.methods.fit import EM_STREAM, PATH_STREAM, Fit, Task, Tuned
+from laplace_sampling.methods.fit import Fit, Task, Tuned
 from laplace_sampling.methods.method import Choice, Method, Tuning
 from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.methods.verification import disagreements
 from laplace_sampling.predictions.covariance_path import CovariancePath
-from laplace_sampling.solvers.solver import InGroups, Minimum, Solver
+from laplace_sampling.solvers.solver import Minimum, Solver
 
 __all__ = [
     "BASIS_STACKS",
@@ -61,9 +61,8 @@ __all__ = [
 ]
 
 _ALL = 2**31  # more samples than anybody asks for
-# Vectors alive for each row of EM that is not being solved at the moment: the peak of a fit in float32
-# (a linear layer of 9,003 weights). At half a fit that may take 100 vectors takes 136; at twice it has fewer samples.
-_EM_STACKS = 12
+# Vectors that EM holds of each sample that is not being solved for at the moment: its warm start, and room to move.
+_EM_STACKS = 2
 # Vectors held for each of a Krylov basis (itself, its product, and room to move), and for each row of a solve: see
 # `Krylov.stacks`.
 BASIS_STACKS, _KRYLOV_STACKS = 3, 16
@@ -127,10 +126,9 @@ class SolverMethod(Method):
         """Vectors that making the preconditioner takes."""
         return self.preconditioner_vectors(memory, num_samples)
 
-    def in_groups(self, solver: Solver, task: Task, num_samples: int) -> Solver:
-        """The solver for EM, on as many rows at a time as memory holds beside those of EM itself."""
-        rows = self.rows(task.memory, task.num_samples, _EM_STACKS * num_samples)
-        return solver if rows >= num_samples else InGroups(solver, rows)
+    def em_rows(self, solver: Solver, memory: Memory, num_samples: int, in_em: int) -> int:
+        """The samples of EM to solve for together: as many as memory holds beside what EM keeps of each."""
+        return min(in_em, self.rows(memory, num_samples, _EM_STACKS * in_em))
 
     def covariance_path(self, task: Task) -> CovariancePath:
         """That of a random part of the data within memory, which is close enough to choose a precision by."""
@@ -176,8 +174,9 @@ class SolverMethod(Method):
         result = fit_em(
             task.model,
             task.prior,
-            Draws(held, task.seed, EM_STREAM),
-            self.in_groups(solver.within(task.budget.for_tuning), task, held),
+            Draws(held, task.seed, Stream.EM),
+            solver.within(task.budget.for_tuning),
+            rows=self.em_rows(solver, task.memory, task.num_samples, held),
             mode=None if task.start is None else task.start.mode_in(task.prior.scale),
             max_steps=tuning.max_steps,
             **_search_settings(task, tuning),
@@ -215,7 +214,7 @@ class SolverMethod(Method):
 
 def _probes(task: Task, wanted: int) -> tuple[Draws, int]:
     max_basis = basis_that_fits(task.memory, task.num_samples)
-    return Draws(max(1, min(wanted, max_basis // 4)), task.seed, PATH_STREAM), max_basis
+    return Draws(max(1, min(wanted, max_basis // 4)), task.seed, Stream.EVIDENCE), max_basis
 
 
 def _verified(fit: Fit) -> Fit:
@@ -232,7 +231,7 @@ def follow_path(task: Task, tuning: Tuning, **options: Any) -> PathResult:
         task.model,
         task.prior,
         task.seed,
-        PATH_STREAM,
+        Stream.EVIDENCE,
         mode=None if task.start is None else task.start.mode_in(task.prior.scale),
         max_rounds=tuning.max_steps,
         **_search_settings(task, tuning),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from laplace_sampling.linear_model.cost import Cost
-from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
 from laplace_sampling.linear_model.priors.prior import overall_precision
 from laplace_sampling.linear_model.random_rows import RandomRows
@@ -36,7 +36,6 @@ __all__ = ["Subset", "SubsetFit"]
 # 10,000 images of Fashion-MNIST and a network of 26,178 weights self-consistency gives 840, with half of them 770, with
 # twice 730.
 _PILOT = 512
-_STREAM = 2**20 + 4
 # A part is too small where its correction (`linear_model.sketch`) is less: it has hardly more rows than the data decide
 # directions. On MNIST and 3,866 weights the symmetrised Kullback-Leibler divergence from the exact posterior is 58, 7,
 # 2.3, .3 and .5 times that of Kronecker factors with corrections of .003, .04, .20, .24 and .39.
@@ -126,7 +125,9 @@ class Subset(SolverMethod):
 
     def _growth(self, task: Task, bytes_: float | None = None) -> Growth:
         beside_samples = task.memory.bytes - task.num_samples * task.memory.vector
-        return Growth(RandomRows(task.scaled_ggn(), task.seed, _STREAM), beside_samples if bytes_ is None else bytes_)
+        return Growth(
+            RandomRows(task.scaled_ggn(), task.seed, Stream.SUBSET), beside_samples if bytes_ is None else bytes_
+        )
 
     def _grown(self, task: Task, growth: Growth, tolerance: float, alpha: float) -> Sketch:
         """The part that is accurate at a precision, by what an earlier fit found out if there was one."""

@@ -8,7 +8,7 @@ from functools import cache
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
@@ -23,7 +23,7 @@ from laplace_sampling.solvers.root import falling_root
 __all__ = ["LossRise"]
 
 # Draws of the function, each with its opposite, so that no term of first order is left.
-_DRAWS, _STREAM = 32, 2**20 + 2
+_DRAWS = 32
 # Numbers of the draws in memory, where a datum has many outputs.
 _NUMBERS = 2**24
 # Of `log α` of the evidence: predicted standard deviations go with its half.
@@ -69,7 +69,7 @@ class LossRise(Selection):
         weight_norm: float,
         near: float | None = None,
     ) -> Selected:
-        looks, draws = self.looks(model.features), Draws(_DRAWS, seed, _STREAM)
+        looks, draws = self.looks(model.features), Draws(_DRAWS, seed, Stream.LOSS_RISE)
         some = some_of(model.features, looks.num_data, None if self.in_order else seed)
         lowest = _of_evidence(path, weight_norm, bounds)
         alphas = _down_to(lowest, grid(path, SomeFeatures(model.features, some), bounds))

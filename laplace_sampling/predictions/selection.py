@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.some_features import SomeFeatures
@@ -26,7 +26,7 @@ __all__ = ["Selected", "Selection", "grid", "nearest"]
 # or ten times the largest eigenvalue of the curvature, above which the prior decides, down to where the data decide.
 _A_DECADE, _HIGHEST_VARIANCE, _LOWEST = 3, 0.01, 1e-8
 # Data whose variance under the prior says where it starts, and random weights by which it is estimated.
-_FEW, _PROBES, _STREAM = 16, 4, 2**20 + 4
+_FEW, _PROBES = 16, 4
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def grid(path: CovariancePath, features: Features, bounds: tuple[float, float]) 
         bounds: within which the precision is kept.
     """
     few = SomeFeatures(features, torch.arange(0, features.num_data, math.ceil(features.num_data / _FEW)))
-    unit = path.prior_variance(few, Draws(_PROBES, 0, _STREAM))
+    unit = path.prior_variance(few, Draws(_PROBES, 0, Stream.RULE))
     high = max(10 * path.largest_eigenvalue, unit / _HIGHEST_VARIANCE, 1e-300)
     low = _LOWEST * max(path.largest_eigenvalue, 1e-6 * high)
     number = math.ceil(_A_DECADE * math.log10(high / low)) + 1

@@ -18,7 +18,7 @@ from torch.distributions import MultivariateNormal, Normal
 
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.some_features import SomeFeatures
@@ -30,7 +30,7 @@ from laplace_sampling.predictions.selection import Selected, Selection, grid, ne
 __all__ = ["Validation", "check_finite", "held_out_looks"]
 
 # Draws of the function for each datum, each with its opposite.
-_DRAWS, _STREAM = 16, 2**20 + 3
+_DRAWS = 16
 # Nats a datum by which a part of the data is less likely than at its best where no smaller precision is tried.
 _FAR = 0.05
 # Nats a datum that error bars may cost (`docs/decisions/choice-of-precision.md`): a third of it brings half as much for
@@ -68,13 +68,13 @@ class Validation(Selection):
         near: float | None = None,
     ) -> Selected:
         # One product with all of these data: an infinite variance would leave no precision to try.
-        check_finite(self.outputs, torch.tensor(path.prior_variance(self.features, Draws(1, seed, _STREAM))))
+        check_finite(self.outputs, torch.tensor(path.prior_variance(self.features, Draws(1, seed, Stream.VALIDATION))))
         alphas, products = grid(path, self.features, bounds), float(self.features.num_data)
         if isinstance(model.likelihood, Gaussian):
             alpha, likelihood, calibration = self._of_regression(model.likelihood, path, alphas)
             products += self.features.num_data * self.features.num_outputs
         else:
-            alpha, calibration, spent = self._of_labels(path, alphas, Draws(_DRAWS, seed, _STREAM), near)
+            alpha, calibration, spent = self._of_labels(path, alphas, Draws(_DRAWS, seed, Stream.VALIDATION), near)
             likelihood, products = model.likelihood, products + spent
         return Selected(
             alpha,

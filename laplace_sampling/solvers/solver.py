@@ -21,7 +21,6 @@ from laplace_sampling.solvers.operator import Congruent, Operator, geometric_mea
 __all__ = [
     "Afford",
     "ConvergenceWarning",
-    "InGroups",
     "IterativeSolver",
     "Minimum",
     "Objective",
@@ -162,50 +161,6 @@ class IterativeSolver(Solver):
 
     def within(self, afford: Afford) -> Solver:
         return replace(self, afford=afford)
-
-
-@dataclass(frozen=True)
-class InGroups(Solver):
-    """Another solver applied to a few rows at a time, which takes less memory."""
-
-    solver: Solver
-    rows: int
-
-    def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
-        parts = []
-        # One group after the other, so that the memory of one is in use at a time.
-        for start in range(0, len(problem.centre), self.rows):
-            rows = slice(start, start + self.rows)
-            part = replace(problem, centre=problem.centre[rows], linear=problem.linear[rows])
-            parts.append(self.solver.solve(part, None if init is None else init[rows], description=description))
-        return _joined(parts)
-
-    def within(self, afford: Afford) -> Solver:
-        return replace(self, solver=self.solver.within(afford))
-
-    def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
-        """An objective has one row: the other solver minimises it."""
-        return self.solver.minimise(objective, init, description=description)
-
-
-def _joined(parts: list[Solution]) -> Solution:
-    """The solution of all rows from those of groups of rows."""
-
-    def stacked(name: str) -> Tensor:
-        return torch.cat([getattr(part, name) for part in parts])
-
-    exact = parts[0].exact
-    return Solution(
-        stacked("value"),
-        stacked("delta"),
-        stacked("residual"),
-        # An exact diagonal is the same for every group.
-        parts[0].leverage if exact else stacked("leverage"),
-        sum(part.passes for part in parts),
-        all(part.converged for part in parts),
-        exact,
-        error=stacked("error"),
-    )
 
 
 def relative_residual(fit: Float[Tensor, "K P"], pull: Float[Tensor, "K P"]) -> Float[Tensor, " K"]:

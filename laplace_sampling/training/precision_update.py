@@ -227,7 +227,7 @@ def _with_noise(task: Task, gamma: Float[Tensor, " G"]) -> Likelihood:
     if not (isinstance(likelihood, Gaussian) and likelihood.learn):
         return likelihood
     # One precision for all outputs takes no samples.
-    found = noise_update(task.model, task.ggn(), outputs[:0], gamma, outputs)
+    found = noise_update(task.model, gamma, outputs)
     return likelihood.with_precision(clamped(float(found), NOISE_BOUNDS))
 
 

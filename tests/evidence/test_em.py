@@ -10,8 +10,10 @@ from torch import nn
 from torch.testing import assert_close
 
 from laplace_sampling.evidence.em import (
+    dimensions_by_output,
     effective_dimension,
     fit_em,
+    leverage_of,
     noise_update,
 )
 from laplace_sampling.evidence.step import Step
@@ -54,11 +56,11 @@ def test_effective_dimension_is_unbiased_and_of_the_variance_of_its_formula() ->
     ggn = model.ggn(model.network_outputs)
     # 1000 repeats of K = 8 exact samples.
     solution = sample_posterior(ggn, prior, Draws(8000, seed=0), Dense())
-    gamma = float(effective_dimension(solution, prior)[0])
+    gamma = float(effective_dimension(leverage_of(solution, prior), solution.exact)[0])
     leverage = solution.value * ggn.matmul(solution.value)
     sampled = replace(solution, leverage=leverage, exact=False)
     parts = [replace(sampled, leverage=rows) for rows in leverage.split(8)]
-    estimates = torch.tensor([float(effective_dimension(part, prior)[0]) for part in parts])
+    estimates = torch.tensor([float(effective_dimension(leverage_of(part, prior), part.exact)[0]) for part in parts])
     assert abs(float(estimates.mean()) - gamma) < 5 * float(estimates.std()) / 1000**0.5
     assert (estimates >= 0).all()
     spectrum = torch.linalg.eigvalsh(make_dense(ggn)).clamp_min(0)
@@ -75,12 +77,12 @@ def test_standard_error_covers_the_truth() -> None:
     for seed in range(100):
         solution = sample_posterior(ggn, prior, Draws(16, seed), Dense())
         sampled = replace(solution, leverage=solution.value * ggn.matmul(solution.value), exact=False)
-        gamma, error = effective_dimension(sampled, prior)
+        gamma, error = effective_dimension(leverage_of(sampled, prior), sampled.exact)
         deviations.append(float((gamma - truth) / error))
     # A t distribution with 15 degrees of freedom: mean square 15/13, its standard error about 0.2.
     assert 0.5 < float(torch.tensor(deviations).square().mean()) < 2.0
     one = replace(sampled, value=sampled.value[:1], leverage=sampled.leverage[:1])
-    assert math.isnan(float(effective_dimension(one, prior)[1]))
+    assert math.isnan(float(effective_dimension(leverage_of(one, prior), one.exact)[1]))
 
 
 @covering(indirect=["case"], case=CASES, recipe=[IsotropicPrior(), GPrior(), LayerwisePrior()])
@@ -93,9 +95,9 @@ def test_effective_dimension_by_group_equals_the_dense_trace(case: Case, recipe)
     dense = prior.grouped(torch.linalg.solve(M + A, M).diagonal())
     scaled = replace(ggn, features=ScaledFeatures(ggn.features, prior.scale))
     solution = sample_posterior(ggn, prior, Draws(4000, 0), Dense())
-    assert_close(effective_dimension(solution, prior)[0], dense, rtol=1e-6, atol=1e-8)
+    assert_close(effective_dimension(leverage_of(solution, prior), solution.exact)[0], dense, rtol=1e-6, atol=1e-8)
     sampled = replace(solution, leverage=solution.value * scaled.matmul(solution.value), exact=False)
-    gamma, error = effective_dimension(sampled, prior)
+    gamma, error = effective_dimension(leverage_of(sampled, prior), sampled.exact)
     assert ((gamma - dense).abs() < 5 * error).all()
 
 
@@ -139,10 +141,10 @@ def test_per_output_noise_reaches_the_maximum_of_each_output() -> None:
     S = torch.linalg.inv(make_dense(ggn) + torch.eye(ggn.size).double())
     gamma = torch.einsum("ncp,pq,ncq->c", J, S, J) * b
     expected = (len(J) - gamma) / ((mode_outputs - case.y) ** 2).sum(0)
-    update = noise_update(model, ggn, samples, gamma.sum()[None], mode_outputs)
+    update = noise_update(model, dimensions_by_output(model, ggn, samples, mode_outputs).mean(0), mode_outputs)
     assert_close(update, expected, rtol=0.05, atol=0)
     scalar = model.with_likelihood(Gaussian(1.0, noise_at="mode"))
-    update = noise_update(scalar, ggn, samples, gamma.sum()[None], mode_outputs)
+    update = noise_update(scalar, gamma.sum()[None], mode_outputs)
     assert_close(update, (J.shape[0] * 3 - gamma.sum()) / ((mode_outputs - case.y) ** 2).sum())
 
 

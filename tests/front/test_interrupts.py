@@ -16,8 +16,7 @@ from snapshot import assert_unchanged, snapshot
 
 from laplace_sampling import ConvergenceWarning, LinearisedLaplace, NotFittedError, Step
 from laplace_sampling.linear_model import sampling
-from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.methods.fit import SAMPLE_STREAM
+from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.methods.solver_method import SolverMethod
 from laplace_sampling.networks.held_module import precisions
 
@@ -175,7 +174,7 @@ def test_groups_of_samples_that_are_drawn_are_kept(
     interrupted = 3
 
     def counted(ggn: Any, prior: Any, draws: Draws, *others: Any, **settings: Any) -> Any:
-        if draws.stream == SAMPLE_STREAM:
+        if draws.stream == Stream.SAMPLES:
             groups.append(draws.first)
             if len(groups) == interrupted:
                 raise KeyboardInterrupt

@@ -10,7 +10,7 @@ from problems import trained
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling import ConvergenceWarning, Dual, Gaussian, LinearisedLaplace
+from laplace_sampling import ConvergenceWarning, Dual, Gaussian, LayerwisePrior, LinearisedLaplace
 from laplace_sampling.methods.verification import disagreements
 
 # Seed, data, inputs, units and steps of training of problems where EM went to its upper bound, or oscillated.
@@ -146,3 +146,22 @@ def test_a_dual_solve_that_does_not_converge_names_its_residual(call: str) -> No
     assert not la.diagnose().ok
     with pytest.warns(ConvergenceWarning, match="samples"):
         la.sample(2)
+
+
+def test_samples_and_hyperparameters_do_not_depend_on_memory() -> None:
+    net, x, y = small_regression(1, 120, 3, 100, 300)
+    num_weights = sum(p.numel() for p in net.parameters())
+    much, little = (
+        LinearisedLaplace(
+            net,
+            "regression",
+            prior=LayerwisePrior(),
+            method=Dual(max_memory=None if vectors is None else 8 * vectors * num_weights),
+            num_samples=16,
+        ).fit_hyperparameters([(x, y)], progress=False, budget=None)
+        for vectors in (None, 60)
+    )
+    # 60 vectors are memory for one sample at a time: both are within the tolerance of the solver.
+    assert_close(little.prior_precision_, much.prior_precision_, rtol=2e-3, atol=0)
+    assert_close(little.noise_precision_, much.noise_precision_, rtol=1e-4, atol=0)
+    assert float((little.samples_ - much.samples_).norm() / much.samples_.norm()) < 1e-2

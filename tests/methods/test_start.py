@@ -8,14 +8,13 @@ from tangent_problems import build, dense_model
 from torch.testing import assert_close
 
 from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.held_samples import HeldSamples
 from laplace_sampling.linear_model.sampling import draw, sample_posterior
-from laplace_sampling.methods.fit import SAMPLE_STREAM
 from laplace_sampling.methods.start import Start
 from laplace_sampling.solvers.krylov import BlockKrylov
 
-DRAWS = Draws(6, 1, SAMPLE_STREAM)
+DRAWS = Draws(6, 1, Stream.SAMPLES)
 
 
 def start_at(prior, samples=None) -> Start:
@@ -52,11 +51,11 @@ def test_other_draws_have_no_start() -> None:
     model = dense_model("classification")
     prior = build("isotropic", model, 1.0)
     start = start_at(prior, HeldSamples.whole(torch.zeros(6, len(prior.scale), dtype=torch.float64)))
-    assert start.delta(Draws(6, 1, SAMPLE_STREAM + 1), prior) is None
-    assert start.delta(Draws(6, 2, SAMPLE_STREAM), prior) is None
-    assert start.delta(Draws(8, 1, SAMPLE_STREAM), prior) is None
+    assert start.delta(Draws(6, 1, Stream.SAMPLES + 1), prior) is None
+    assert start.delta(Draws(6, 2, Stream.SAMPLES), prior) is None
+    assert start.delta(Draws(8, 1, Stream.SAMPLES), prior) is None
     assert start_at(prior).delta(DRAWS, prior) is None
-    assert start.delta(Draws(2, 1, SAMPLE_STREAM, first=4), prior).shape == (2, len(prior.scale))
+    assert start.delta(Draws(2, 1, Stream.SAMPLES, first=4), prior).shape == (2, len(prior.scale))
 
 
 def test_the_noise_is_carried_over_where_it_is_learnt() -> None:
