@@ -142,7 +142,6 @@ class _Rounds:
         self._record(
             run.path,
             alpha,
-            before,
             noise_precision=noise,
             mode_residual=gradient,
             passes=passes,
@@ -271,12 +270,12 @@ class _Rounds:
         elif self.quadratic or outcome.unsure or moved <= 3 * schedule.target:
             schedule.refine()
 
-    def _record(self, path: EvidencePath, alpha: float, before: float, **measured) -> None:
+    def _record(self, path: EvidencePath, alpha: float, **measured) -> None:
         at = torch.tensor([alpha], dtype=torch.float64)
         gamma, gamma_se = path.effective_dimension(at)
         step = Step(
             step=len(self.history) + 1,
-            prior_precision=[before],
+            prior_precision=[alpha],
             new_prior_precision=self.prior.precision.tolist(),
             effective_dimension=gamma.tolist(),
             effective_dimension_se=None if path.exact else gamma_se.tolist(),

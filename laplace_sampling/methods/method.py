@@ -93,12 +93,12 @@ def tuned_by_selection(
     weights = task.trained_weights.double() / task.prior.scale.to(task.trained_weights.device).double()
     norm = float(weights.square().sum())
     selected = selection.select(task.model, path, tuning.precision_bounds, task.seed, norm, near)
-    noise, outputs = task.model.likelihood.noise_precisions(), task.model.network_outputs
+    model = task.model.with_likelihood(selected.likelihood)
+    noise, loss = model.likelihood.noise_precisions(), model.total_loss(model.network_outputs)
     prior = task.prior.with_precision(torch.tensor([selected.alpha], dtype=torch.float64))
-    loss = task.model.total_loss(outputs)
     step = Step(
         step=1,
-        prior_precision=task.prior.precision.tolist(),
+        prior_precision=prior.precision.tolist(),
         new_prior_precision=prior.precision.tolist(),
         noise_precision=None if noise is None else noise.reshape(-1).tolist(),
         effective_dimension=[selected.effective_dimension],
@@ -120,7 +120,7 @@ def tuned_by_selection(
         criterion=selection.name,
         calibration=selected.calibration,
     )
-    return replace(task, model=task.model.with_likelihood(selected.likelihood), prior=prior), tuned
+    return replace(task, model=model, prior=prior), tuned
 
 
 @dataclass(frozen=True)

@@ -295,11 +295,11 @@ def tuned_by(result: EMResult | PathResult, task: Task, tuning: Tuning, solver: 
 def tuned_by_gram_matrix(optimum: Any, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
     """As `tuned_by`, for a `GramOptimum`; the posterior is the `work`."""
     posterior, model, likelihood = optimum.posterior, task.model, optimum.likelihood
-    fitted, noise = model.with_likelihood(likelihood), model.likelihood.noise_precisions()
+    fitted, noise = model.with_likelihood(likelihood), likelihood.noise_precisions()
     prior = task.prior.with_precision(torch.tensor([posterior.precisions[0]], dtype=torch.float64))
     step = Step(
         step=1,
-        prior_precision=task.prior.precision.tolist(),
+        prior_precision=prior.precision.tolist(),
         new_prior_precision=prior.precision.tolist(),
         noise_precision=None if noise is None else noise.reshape(-1).tolist(),
         effective_dimension=[posterior.effective_dimension],

@@ -6,8 +6,9 @@ import pytest
 import torch
 from cases import Case, make_case
 from flat_settings import laplace_of
+from problems import trained
 
-from laplace_sampling import LinearisedLaplace
+from laplace_sampling import Gaussian, IsotropicPrior, LinearisedLaplace
 from laplace_sampling.methods.fit import Fit
 
 METHODS = ["exact", "krylov", pytest.param("svrg", marks=pytest.mark.slow), "kfac", "diagonal"]
@@ -140,3 +141,21 @@ def test_criteria_that_are_not_possible() -> None:
         tune(case, criterion="self_consistency", hessian_at="mode")
     with pytest.raises(ValueError, match="noise precision"):
         tune(case, criterion="self_consistency", prior="layerwise")
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [*(("regression", method) for method in ("exact", "krylov", "dual", "kfac")), ("classification", "exact")],
+)
+def test_a_step_has_the_effective_dimension_of_its_own_precisions(kind: str, method: str) -> None:
+    case = trained() if kind == "regression" else make_case("classification_many_data")
+    la = LinearisedLaplace(case.model, kind, prior=IsotropicPrior(), method=method, num_samples=8)
+    la.fit_hyperparameters(case.batches, max_steps=30, progress=False, budget=None)
+    for step in (la.history_[0], la.history_[-1]):
+        likelihood = kind if step.noise_precision is None else Gaussian(step.noise_precision[0], learn=False)
+        prior = IsotropicPrior(precision=step.prior_precision[0])
+        # Kronecker factors have an effective dimension of their own; those of others are estimates of the exact one.
+        same = LinearisedLaplace(case.model, likelihood, prior=prior, method="kfac" if method == "kfac" else "exact")
+        same.fit(case.batches, progress=False)
+        allowed = {"krylov": 0.02, "kfac": 0.3}.get(method, 1e-4)
+        assert step.effective_dimension[0] == pytest.approx(float(same.effective_dimension_), rel=allowed)

@@ -149,7 +149,7 @@ def test_a_dual_solve_that_does_not_converge_names_its_residual(call: str) -> No
 
 
 def test_samples_and_hyperparameters_do_not_depend_on_memory() -> None:
-    net, x, y = small_regression(1, 120, 3, 100, 300)
+    net, x, y = small_regression(1, 60, 2, 40, 300)
     num_weights = sum(p.numel() for p in net.parameters())
     much, little = (
         LinearisedLaplace(
