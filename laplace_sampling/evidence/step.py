@@ -24,7 +24,8 @@ class Step:
         prior_precision: `α` to which all other values of the step belong: the one from which a step of EM starts, or
             the one that a step finds on a curve along `α`; `new_prior_precision` is that of the next step.
         noise_precision: `b` to which they belong, of a Gaussian likelihood.
-        effective_dimension: `γ` at this `α` and `b`; `effective_dimension_se` is its standard error, of methods that estimate it.
+        effective_dimension: `γ` at this `α` and `b`; `effective_dimension_se` is its standard error, of methods that
+            estimate it.
         mode_norm: `‖θ̄‖²` in the scaled coordinates of the prior.
         loss: `Σ_i ℓ(y_i, h(θ̄, x_i))`, or that of the network where no mode is needed; `network_loss` is the same sum
             for the network itself.

@@ -209,18 +209,18 @@ class Factored(SolverMethod):
             return super().fit(task, tuned, tolerance)
         solver = self.make_solver(task, tolerance, None)
         assert isinstance(solver, FactoredSampler)
-        held = _at_noise(tuned.work, tuned.history[-1].noise_precision, task.model)
+        held = _at_noise(tuned.work, tuned.noise_before, task.model)
         return super().fit(task, replace(tuned, work=replace(solver, held=held)), tolerance)
 
 
-def _at_noise(curvature: FactoredCurvature, before: list[float] | None, model: LinearModel) -> FactoredCurvature | None:
+def _at_noise(curvature: FactoredCurvature, before: Tensor | None, model: LinearModel) -> FactoredCurvature | None:
     """`M̂` with the noise of the model, which that of a regression is proportional to; `None` for noises by output."""
     noise = model.likelihood.noise_precisions()
     if noise is None or before is None:
         return curvature
-    if noise.numel() > 1 or len(before) > 1:
+    if noise.numel() > 1 or before.numel() > 1:
         return None
-    root = (float(noise) / before[0]) ** 0.5
+    root = float(noise / before) ** 0.5
     return curvature.congruent(torch.full((model.features.size,), root, device=model.features.device))
 
 

@@ -139,6 +139,7 @@ class Tuned:
         path: curves of the evidence at the end.
         mode: where the search for the mode may start, `[P]`, unscaled.
         work: what the method made while tuning and needs again: a solver with its preconditioner, or a decomposition.
+        noise_before: noise precisions at which the curvature of `work` was taken.
         criterion: what chose the hyperparameters: `"evidence"`, or the name of a `Selection`; `""` if nothing did.
         calibration: of predictions, if the hyperparameters were chosen together with it.
     """
@@ -150,6 +151,7 @@ class Tuned:
     path: EvidencePath | None = None
     mode: Float[Tensor, " P"] | None = None
     work: Any = None
+    noise_before: Tensor | None = None
     criterion: str = ""
     calibration: Calibration | None = None
 

@@ -117,6 +117,7 @@ def tuned_by_selection(
         at_bounds=at_bounds.names,
         problems=[*at_bounds.problems, *selected.problems],
         work=path.work,
+        noise_before=task.model.likelihood.noise_precisions(),
         criterion=selection.name,
         calibration=selected.calibration,
     )
