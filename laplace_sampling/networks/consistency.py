@@ -7,8 +7,8 @@ they say that something is wrong: a unit of almost no input may be on in one pas
 """
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from laplace_sampling.data.batches import num_rows, place, take
 from laplace_sampling.networks.held_module import HeldModule
-from laplace_sampling.networks.plain_gradient import plain_gradient
+from laplace_sampling.networks.plain_gradient import gradients_apart, plain_gradient
 from laplace_sampling.networks.wrong_rules import wrong_forward_rule
 from laplace_sampling.solvers.placement import normal
 
-__all__ = ["RowCheck", "check_consistency"]
+__all__ = ["RowCheck", "check_consistency", "check_weights"]
 
 # The constants were tried on an MLP, a CNN, a transformer and 12 instance normalisations in three precisions.
 
@@ -87,9 +87,9 @@ def check_consistency(network: _Network, x: Any) -> None:
 
     A datum by itself must have the outputs and the product `φ v` that it has behind another one, to 5 %. `φᵀu` must be
     the gradient that the module by itself has in its own parameters. For random `u` and `v` it must be that
-    `⟨u, φv⟩ = ⟨φᵀu, v⟩`, of two data and of one: torch has kernels whose derivatives are wrong for one only. Products
-    are not counted. Where an operation is found whose forward derivative is wrong, products take two reverse passes from
-    here on, and a notice says so.
+    `⟨u, φv⟩ = ⟨φᵀu, v⟩`, of two data and of one: torch has kernels whose derivatives are wrong for one only. Where an
+    operation is found whose forward derivative is wrong, products take two reverse passes from here on, and a notice
+    says so. Products of the check are not counted.
 
     Args:
         network: the linearised network.
@@ -100,8 +100,7 @@ def check_consistency(network: _Network, x: Any) -> None:
             raised as it is.
     """
     pair = take(x, slice(0, 2))
-    counts = dict(network.products)
-    try:
+    with _trial(network):
         try:
             problem = _confirmed(network, pair)
         except _FailsOnFewData as failure:
@@ -110,10 +109,19 @@ def check_consistency(network: _Network, x: Any) -> None:
         if isinstance(problem, _TwoJacobians) and (origin := _wrong_rule(network, pair)) is not None:
             network.take_two_pullbacks(origin, "a wrong forward derivative")
             problem = _confirmed(network, pair)
-    finally:
-        network.products.update(counts)
     if problem is not None:
         raise ValueError(problem)
+
+
+@contextmanager
+def _trial(network: _Network) -> Iterator[None]:
+    """Products inside are not counted, and their backward passes leave nothing in the parameters."""
+    counts = dict(network.products)
+    try:
+        with gradients_apart(network.module):
+            yield
+    finally:
+        network.products.update(counts)
 
 
 class _FailsOnFewData(Exception):
@@ -162,13 +170,11 @@ def _problem(network: _Network, x: Any) -> str | None:
             f"{name} runs on the first batch of the data, but not on one or two of them: {type(error).__name__}, "
             f"{error} {_INDEPENDENT}"
         ) from error
-    dtype = network.module_dtype if network.autocast is None else network.autocast
-    rounding = torch.finfo(dtype).eps ** _ROUNDING_EXPONENT
+    rounding = _rounding(network)
     u = normal(2, *outputs.shape, seed=generator, dtype=network.dtype, device=network.device)
     pulled = network.vjp(x, u)
-    if unreached := _unreached(network, x, u[0], pulled[0], rounding):
-        named = ", ".join(f"`{name}`" for name in unreached[:_NUM_NAMED])
-        return _UNREACHED.format(name, named + (", …" if len(unreached) > _NUM_NAMED else ""))
+    if problem := _missed_weights(network, x, u[0], pulled[0]):
+        return problem
     # Two vectors also try what products of several take; of the datum by itself one says as much.
     product, single_product = network.jvp(x, v), network.jvp(second, v[:1])
     if not all(bool(values.isfinite().all()) for values in (outputs, single_output, product, single_product)):
@@ -190,23 +196,46 @@ def _problem(network: _Network, x: Any) -> str | None:
     )
 
 
-def _unreached(network: _Network, x: Any, u: Tensor, pulled: Tensor, rounding: float) -> list[str]:
-    """The weights in which `pulled`, `φᵀu`, is not the gradient of the module by itself."""
+def check_weights(network: _Network, x: Any) -> None:
+    """Raises if reverse products miss weights: where the module takes them from elsewhere than from its parts.
+
+    It is for those who take nothing but rows of Jacobians; `check_consistency` checks this as well.
+
+    Args:
+        network: the linearised network.
+        x: inputs, of which the first two are taken.
+    """
+    pair = take(x, slice(0, 2))
+    with _trial(network):
+        outputs = network(pair).reshape(num_rows(pair), -1)
+        u = normal(1, *outputs.shape, seed=0, dtype=network.dtype, device=network.device)
+        problem = _missed_weights(network, pair, u[0], network.vjp(pair, u)[0])
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def _missed_weights(network: _Network, x: Any, u: Tensor, pulled: Tensor) -> str | None:
+    """Names the weights in which `pulled`, `φᵀu`, is not the gradient of the module by itself."""
     if network.held.shards is not None:
-        return []  # they have no gradient outside of the hooks of FSDP
+        return None  # weights that are shared out have no gradient outside of the hooks of FSDP
     gradient = dict(zip(network.held.names, plain_gradient(network.held, x, u).split(network.held.sizes), strict=True))
-    random = network.unflatten(torch.ones_like(pulled))  # elements of a parameter may be known
-    difference = {
-        name: (gradient[name].reshape(part.shape) - part) * random[name]
-        for name, part in network.unflatten(pulled).items()
-    }
+    random = network.unflatten(torch.ones_like(pulled))  # of a parameter some elements may be known
     # Where a gradient is zero but for rounding, as before a normalisation, it is compared with that of all weights.
-    size = torch.stack([part.norm() for part in gradient.values()]).norm()
-    return [
-        name
-        for name, part in difference.items()
-        if part.norm() > rounding * gradient[name].norm() and part.norm() > rounding**2 * size
-    ]
+    rounding, size = _rounding(network), torch.stack([part.norm() for part in gradient.values()]).norm()
+    missed = []
+    for name, part in network.unflatten(pulled).items():
+        difference = ((gradient[name].reshape(part.shape) - part) * random[name]).norm()
+        if difference > rounding * gradient[name].norm() and difference > rounding**2 * size:
+            missed.append(f"`{name}`")
+    if not missed:
+        return None
+    named = ", ".join(missed[:_NUM_NAMED]) + (", …" if len(missed) > _NUM_NAMED else "")
+    return _MISSED.format(type(network.module).__name__, named)
+
+
+def _rounding(network: _Network) -> float:
+    dtype = network.module_dtype if network.autocast is None else network.autocast
+    return torch.finfo(dtype).eps ** _ROUNDING_EXPONENT
 
 
 def _not_adjoint(
@@ -229,13 +258,13 @@ _INDEPENDENT = (
     "`BatchNorm(track_running_stats=False)`, and give what belongs together as one datum, graphs as "
     "[graphs, nodes, ...]."
 )
-_UNREACHED = (
-    "{} does not take the weights {} from where they are registered, so that Jacobian products, which put others there, "
-    "have another derivative in them than `torch.autograd.grad` of the model. So it is where a function of autograd "
-    "runs a part of the model again in its backward pass, as `torchdiffeq.odeint_adjoint` and reversible layers do, and "
-    "where a tensor that was computed of a weight, such as a view, is kept. Let the forward pass compute all from the "
-    "registered parameters by operations that torch differentiates (`odeint` in place of `odeint_adjoint`), or take "
-    "these weights as known: `parameters=` with a leading `!` leaves them out."
+_MISSED = (
+    "{} does not take the weights {} from where they are registered: `torch.autograd.grad` of the model has another "
+    "derivative in them than Jacobian products, which put other weights there. So it is with functions of autograd "
+    "that run a part of the model again in their backward pass, as `torchdiffeq.odeint_adjoint` and reversible layers "
+    "do, or that take a weight from a list; and with tensors that were once computed of a weight and kept, as views. "
+    "Let the forward pass compute all from the registered parameters (`odeint` in place of `odeint_adjoint`), or "
+    "choose others with `parameters=`: those after such a function, or all but those kept elsewhere."
 )
 _OTHER_DERIVATIVE = (
     "Some operation has another derivative in one of them, as by a custom `autograd.Function` or a gradient hook."

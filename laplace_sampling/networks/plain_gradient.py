@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace_sampling.networks.derivative_rules import forward_mode_kernels
 from laplace_sampling.networks.evaluation_mode import evaluation_mode
 from laplace_sampling.networks.held_module import HeldModule
+from laplace_sampling.networks.undisturbed import undisturbed
 
-__all__ = ["plain_gradient"]
+__all__ = ["gradients_apart", "plain_gradient"]
 
 
 def plain_gradient(held: HeldModule, x: Any, u: Float[Tensor, "N C"]) -> Float[Tensor, " Q"]:
@@ -24,47 +25,51 @@ def plain_gradient(held: HeldModule, x: Any, u: Float[Tensor, "N C"]) -> Float[T
 
     Gradients that a function of autograd adds to the parameters itself, in its backward pass, count as well.
     """
-    with torch.enable_grad(), evaluation_mode(held), forward_mode_kernels(layers=False), _as_leaves(held) as parameters:
-        outputs = held(None, x, composed=True)
-        gradients: tuple[Tensor | None, ...] = (None,) * len(parameters)
-        if outputs.requires_grad:
-            u = u.to(outputs.dtype).reshape(outputs.shape)
-            gradients = torch.autograd.grad(outputs, parameters, u, allow_unused=True)
-        parts = [
-            sum((g.reshape(-1) for g in (gradient, p.grad) if g is not None), torch.zeros_like(p).reshape(-1))
-            for gradient, p in zip(gradients, parameters, strict=True)
-        ]
-    return torch.cat([part.detach().to(held.dtype) for part in parts])
+    own = dict(held.module.named_parameters())
+    parameters = [own[name] for name in held.names]
+    required = [p.requires_grad for p in parameters]
+    with torch.enable_grad(), evaluation_mode(held), forward_mode_kernels(layers=False), gradients_apart(held.module):
+        try:
+            for p in parameters:
+                p.requires_grad_()
+            outputs = held(None, x, composed=True)
+            gradients: tuple[Tensor | None, ...] = (None,) * len(parameters)
+            if outputs.requires_grad:
+                u = u.to(outputs.dtype).reshape(outputs.shape)
+                gradients = torch.autograd.grad(outputs, parameters, u, allow_unused=True)
+            parts = [
+                sum((g for g in (gradient, p.grad) if g is not None), torch.zeros_like(p))
+                for gradient, p in zip(gradients, parameters, strict=True)
+            ]
+        finally:
+            for p, of_user in zip(parameters, required, strict=True):
+                p.requires_grad_(of_user)
+    return torch.cat([part.detach().reshape(-1).to(held.dtype) for part in parts])
 
 
 @contextmanager
-def _as_leaves(held: HeldModule) -> Iterator[list[Tensor]]:
-    """The parameters that have random weights, which require a gradient inside; none of the module has one or hooks.
+def gradients_apart(module: nn.Module) -> Iterator[None]:
+    """Gradients that backward passes inside add to the parameters are dropped at the end, and meet no hooks.
 
-    Hooks may mask or clip what training takes a step by, or take the step.
+    Hooks may mask or clip gradients, which is of the optimisation, or take its step.
     """
-    parameters = dict(held.module.named_parameters())
-    random = [parameters[name] for name in held.names]
-    requiring = [p.requires_grad for p in random]
-    gradients = [p.grad for p in parameters.values()]
-    hooks = [
-        (of_parameter, of_parameter.copy())
-        for p in parameters.values()
-        for of_parameter in (p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None))
-        if of_parameter
-    ]
-    try:
-        for of_parameter, _ in hooks:
-            of_parameter.clear()
-        for p in parameters.values():
-            p.grad = None
-        for p in random:
-            p.requires_grad_()
-        yield random
-    finally:
-        for p, required in zip(random, requiring, strict=True):
-            p.requires_grad_(required)
-        for p, gradient in zip(parameters.values(), gradients, strict=True):
-            p.grad = gradient
-        for of_parameter, before in hooks:
-            of_parameter.update(before)
+    with undisturbed:
+        parameters = list(module.parameters())
+        gradients = [p.grad for p in parameters]
+        hooks = [
+            (of_parameter, of_parameter.copy())
+            for p in parameters
+            for of_parameter in (p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None))
+            if of_parameter
+        ]
+        try:
+            for of_parameter, _ in hooks:
+                of_parameter.clear()
+            for p in parameters:
+                p.grad = None
+            yield
+        finally:
+            for p, gradient in zip(parameters, gradients, strict=True):
+                p.grad = gradient
+            for of_parameter, before in hooks:
+                of_parameter.update(before)
