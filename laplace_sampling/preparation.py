@@ -90,7 +90,8 @@ def _check_alike(settings: "Settings", network: Linearisation) -> None:
 
 def _cost(network: Linearisation, tangent: TangentModel) -> Cost:
     """What products of the network take, and a gradient of all its trainable weights."""
-    whole = Linearisation(network.module)
+    trained = any(p.requires_grad and p.is_floating_point() for p in network.module.parameters())
+    whole = Linearisation(network.module, None if trained else network.names)
     # What products have found out about the network: it need not run again for that.
     whole.ways, whole.batching = network.ways, network.batching
     features, counts = NetworkFeatures(whole, tangent.data, tangent.layout), dict(network.products)

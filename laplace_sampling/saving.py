@@ -220,6 +220,7 @@ def state_of(
         "history": [asdict(step) for step in posterior.history],
         "parameters": network.selection,
         "last_layer": isinstance(network, LastLayer) and not network.named,
+        "lacking": network.lacking,
         "observed": settings.observation is not None,
         "settings": {
             "likelihood": recipe_of_likelihood(settings.likelihood),
@@ -289,6 +290,8 @@ def posterior_of(
     if isinstance(network, LastLayer):
         network.take_over(how["parameters"])
     _check_selection(how["parameters"], network.selection)
+    if (origin := how.get("lacking")) is not None:  # a wrong derivative is found at a fit only
+        network.take_two_pullbacks(origin)
     _check_likelihood(saved["likelihood"], settings)
     _check_observed(how["observed"], settings.observation is not None)
     function = {name.removeprefix(_FUNCTION): t for name, t in state.items() if name.startswith(_FUNCTION)}

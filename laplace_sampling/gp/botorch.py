@@ -37,6 +37,7 @@ from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.network_features import features_at
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, unit_variance
 from laplace_sampling.linear_model.row_blocks import row_blocks
+from laplace_sampling.networks.consistency import check_weights
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.checks import check_whole
 from laplace_sampling.solvers.solver import ConvergenceWarning
@@ -132,7 +133,9 @@ class TangentSurrogate(TensorState, Model):
         self, train_X: Float[Tensor, "N D"], train_Y: Float[Tensor, "N C"], likelihood: Gaussian
     ) -> LinearModel:
         """The tangent model on the observations, with the prior mean as its offset."""
-        features = features_at(self.network, shape_inputs(self.network, train_X, self._input_shape))
+        inputs = shape_inputs(self.network, train_X, self._input_shape)
+        check_weights(self.network, inputs)
+        features = features_at(self.network, inputs)
         if features.num_outputs != train_Y.shape[1]:
             raise ValueError(f"`train_Y` has {train_Y.shape[1]} outputs, but the network has {features.num_outputs}.")
         with torch.no_grad():

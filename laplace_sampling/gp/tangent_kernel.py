@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from laplace_sampling.gp.linear_operators import LinearOperator, gpytorch
 from laplace_sampling.gp.tangent_operator import BLOCK, TangentKernelOperator, to_network
+from laplace_sampling.networks.consistency import check_weights
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.checks import as_numbers, check_positive
 
@@ -112,11 +113,14 @@ class TangentKernel(gpytorch.kernels.Kernel):
     def num_outputs_per_input(self, x1: Tensor, x2: Tensor) -> int:
         """`C`."""
         if self._num_outputs is None:
-            row = x1.detach().reshape(-1, x1.shape[-1])[:1]
+            rows = x1.detach().reshape(-1, x1.shape[-1])[:2]
             # A sum of kernels asks with all columns, the kernel itself with those that are active.
             active = cast(Tensor | None, self.active_dims)
-            row = row if active is None or row.shape[1] == len(active) else row.index_select(1, active)
-            self._num_outputs = self.network(shape_inputs(self.network, row, self.input_shape)).numel()
+            rows = rows if active is None or rows.shape[1] == len(active) else rows.index_select(1, active)
+            inputs = shape_inputs(self.network, rows, self.input_shape)
+            with torch.inference_mode(False):
+                check_weights(self.network, inputs.clone())
+            self._num_outputs = self.network(inputs[:1]).numel()
         return self._num_outputs
 
     def expand_batch(self, *sizes: Any) -> "TangentKernel":

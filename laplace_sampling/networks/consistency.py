@@ -1,23 +1,26 @@
 """Checks of a network's derivatives: torch has some that are wrong, and nothing says so.
 
-`check_consistency` is made once before a fit: is the network a function of each datum, with one derivative? `RowCheck`
-is made at the first rows of a Jacobian, since torch's derivatives under `vmap` over data may be wrong by themselves.
-Both compare forward mode with reverse mode, and both ask in float64 before they say that something is wrong: a unit of
-almost no input may be on in one pass and off in another.
+`check_consistency` is made once before a fit: is the network a function of each datum, with one derivative, in the
+weights that training changes? `RowCheck` is made at the first rows of a Jacobian, since torch's derivatives under
+`vmap` over data may be wrong by themselves. Both compare forward mode with reverse mode, and both ask in float64 before
+they say that something is wrong: a unit of almost no input may be on in one pass and off in another.
 """
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from laplace_sampling.data.batches import num_rows, place, take
+from laplace_sampling.networks.held_module import HeldModule
+from laplace_sampling.networks.plain_gradient import gradients_apart, plain_gradient
+from laplace_sampling.networks.wrong_rules import wrong_forward_rule
 from laplace_sampling.solvers.placement import normal
 
-__all__ = ["RowCheck", "check_consistency"]
+__all__ = ["RowCheck", "check_consistency", "check_weights"]
 
 # The constants were tried on an MLP, a CNN, a transformer and 12 instance normalisations in three precisions.
 
@@ -33,6 +36,8 @@ _COUPLING = 0.05
 _ROW_DIFFERENCE = 0.05
 # Data whose rows are compared. It is not tuned: a wrong rule for batches shows in any two data.
 _COMPARED_DATA = 16
+# Weights that an error names.
+_NUM_NAMED = 4
 
 
 class _Ways(Protocol):
@@ -47,6 +52,7 @@ class _Network(Protocol):
 
     products: dict[str, int]
     num_parameters: int
+    held: HeldModule
 
     @property
     def module(self) -> nn.Module: ...
@@ -65,6 +71,8 @@ class _Network(Protocol):
     def __call__(self, x: Any) -> Tensor: ...
     def jvp(self, x: Any, v: Tensor) -> Tensor: ...
     def vjp(self, x: Any, u: Tensor) -> Tensor: ...
+    def unflatten(self, v: Tensor) -> dict[str, Tensor]: ...
+    def take_two_pullbacks(self, origin: str, having: str = "") -> None: ...
     def in_float64(self) -> Self: ...
 
 
@@ -75,11 +83,13 @@ Network = TypeVar("Network", bound=_Network)
 
 
 def check_consistency(network: _Network, x: Any) -> None:
-    r"""Raises if rows of a batch act on each other, or if products by forward and reverse mode are not adjoint.
+    r"""Raises if rows of a batch act on each other, if products miss weights, or are not of one Jacobian by both modes.
 
-    A datum by itself must have the outputs and the product `φ v` that it has behind another one, to 5 %. For random
-    `u` and `v` it must be that `⟨u, φv⟩ = ⟨φᵀu, v⟩`, of two data and of one: torch has kernels whose derivatives are
-    wrong for one only. Products are not counted.
+    A datum by itself must have the outputs and the product `φ v` that it has behind another one, to 5 %. `φᵀu` must be
+    the gradient that the module by itself has in its own parameters. For random `u` and `v` it must be that
+    `⟨u, φv⟩ = ⟨φᵀu, v⟩`, of two data and of one: torch has kernels whose derivatives are wrong for one only. Where an
+    operation is found whose forward derivative is wrong, products take two reverse passes from here on, and a notice
+    says so. Products of the check are not counted.
 
     Args:
         network: the linearised network.
@@ -90,23 +100,60 @@ def check_consistency(network: _Network, x: Any) -> None:
             raised as it is.
     """
     pair = take(x, slice(0, 2))
-    counts = dict(network.products)
-    try:
+    with _trial(network):
         try:
-            problem = _problem(network, pair)
+            problem = _confirmed(network, pair)
         except _FailsOnFewData as failure:
             network(x)
             raise ValueError(str(failure)) from failure.__cause__
-        if problem is not None and network.dtype != torch.float64:
-            problem = _problem_in_float64(network, pair, problem)
-    finally:
-        network.products.update(counts)
+        if isinstance(problem, _TwoJacobians) and (origin := _wrong_rule(network, pair)) is not None:
+            network.take_two_pullbacks(origin, "a wrong forward derivative")
+            problem = _confirmed(network, pair)
     if problem is not None:
         raise ValueError(problem)
 
 
+@contextmanager
+def _trial(network: _Network) -> Iterator[None]:
+    """Products inside are not counted, and their backward passes leave nothing in the parameters."""
+    counts = dict(network.products)
+    try:
+        with gradients_apart(network.module):
+            yield
+    finally:
+        network.products.update(counts)
+
+
 class _FailsOnFewData(Exception):
     """The network does not run on one or two data."""
+
+
+class _TwoJacobians(str):
+    """The problem that products by forward and by reverse mode are not of the same Jacobian."""
+
+
+def _confirmed(network: _Network, x: Any) -> str | None:
+    """What is wrong with a network in float64 as well, where it can be computed so; `None` if nothing is."""
+    problem = _problem(network, x)
+    if problem is None or network.dtype == torch.float64:
+        return problem
+    try:
+        precise = network.in_float64()
+        wide = place(x, network.device, torch.float64)
+        if precise(wide).dtype != torch.float64:
+            return problem
+        return _problem(precise, wide)
+    except Exception:  # a network may hold anything: one that cannot be copied or computes in its own dtype
+        return problem
+
+
+def _wrong_rule(network: _Network, x: Any) -> str | None:
+    """The operation whose forward derivative is wrong, and its module; `None` if it is not found."""
+    try:
+        precise = network if network.module_dtype == torch.float64 else network.in_float64()
+        return wrong_forward_rule(precise.held, place(x, network.device, torch.float64))
+    except Exception:  # as for `_confirmed`
+        return None
 
 
 def _problem(network: _Network, x: Any) -> str | None:
@@ -123,12 +170,15 @@ def _problem(network: _Network, x: Any) -> str | None:
             f"{name} runs on the first batch of the data, but not on one or two of them: {type(error).__name__}, "
             f"{error} {_INDEPENDENT}"
         ) from error
+    rounding = _rounding(network)
+    u = normal(2, *outputs.shape, seed=generator, dtype=network.dtype, device=network.device)
+    pulled = network.vjp(x, u)
+    if problem := _missed_weights(network, x, u[0], pulled[0]):
+        return problem
     # Two vectors also try what products of several take; of the datum by itself one says as much.
     product, single_product = network.jvp(x, v), network.jvp(second, v[:1])
     if not all(bool(values.isfinite().all()) for values in (outputs, single_output, product, single_product)):
         return None  # the fit itself says what is not finite
-    dtype = network.module_dtype if network.autocast is None else network.autocast
-    rounding = torch.finfo(dtype).eps ** _ROUNDING_EXPONENT
     coupling = max(rounding, _COUPLING)
     for quantity, of_pair, of_second, single in (
         ("outputs", outputs, outputs[-1:], single_output),
@@ -140,21 +190,63 @@ def _problem(network: _Network, x: Any) -> str | None:
                 f"What {name} gives for a datum depends on the other data of its batch: the {quantity} of the second "
                 f"datum by itself and beside the first differ by {difference:.2g} of their size. {_INDEPENDENT}"
             )
-    u = normal(*product.shape, seed=generator, dtype=product.dtype, device=product.device)
-    for data, pushed, cotangents in ((x, product, u), (second, single_product, u[:1, -1:])):
-        problem = _not_adjoint(network, data, v[: len(pushed)], pushed, cotangents, rounding)
-        if problem is not None:
-            return problem
-    return None
+    single_u = u[:1, -1:]
+    return _not_adjoint(network, v, product, u, pulled, rounding) or _not_adjoint(
+        network, v[:1], single_product, single_u, network.vjp(second, single_u), rounding
+    )
 
 
-def _not_adjoint(network: _Network, x: Any, v: Tensor, pushed: Tensor, u: Tensor, rounding: float) -> str | None:
-    """Compares `⟨u, φv⟩`, `pushed` being `φv`, with `⟨φᵀu, v⟩`."""
-    forward, reverse = (u * pushed).sum((1, 2)), (v * network.vjp(x, u)).sum(1)
+def check_weights(network: _Network, x: Any) -> None:
+    """Raises if reverse products miss weights: where the module takes them from elsewhere than from its parts.
+
+    It is for those who take nothing but rows of Jacobians; `check_consistency` checks this as well.
+
+    Args:
+        network: the linearised network.
+        x: inputs, of which the first two are taken.
+    """
+    pair = take(x, slice(0, 2))
+    with _trial(network):
+        outputs = network(pair).reshape(num_rows(pair), -1)
+        u = normal(1, *outputs.shape, seed=0, dtype=network.dtype, device=network.device)
+        problem = _missed_weights(network, pair, u[0], network.vjp(pair, u)[0])
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def _missed_weights(network: _Network, x: Any, u: Tensor, pulled: Tensor) -> str | None:
+    """Names the weights in which `pulled`, `φᵀu`, is not the gradient of the module by itself."""
+    if network.held.shards is not None:
+        return None  # weights that are shared out have no gradient outside of the hooks of FSDP
+    gradient = dict(zip(network.held.names, plain_gradient(network.held, x, u).split(network.held.sizes), strict=True))
+    random = network.unflatten(torch.ones_like(pulled))  # of a parameter some elements may be known
+    # Where a gradient is zero but for rounding, as before a normalisation, it is compared with that of all weights.
+    rounding, size = _rounding(network), torch.stack([part.norm() for part in gradient.values()]).norm()
+    missed = []
+    for name, part in network.unflatten(pulled).items():
+        difference = ((gradient[name].reshape(part.shape) - part) * random[name]).norm()
+        if difference > rounding * gradient[name].norm() and difference > rounding**2 * size:
+            missed.append(f"`{name}`")
+    if not missed:
+        return None
+    named = ", ".join(missed[:_NUM_NAMED]) + (", …" if len(missed) > _NUM_NAMED else "")
+    return _MISSED.format(type(network.module).__name__, named)
+
+
+def _rounding(network: _Network) -> float:
+    dtype = network.module_dtype if network.autocast is None else network.autocast
+    return torch.finfo(dtype).eps ** _ROUNDING_EXPONENT
+
+
+def _not_adjoint(
+    network: _Network, v: Tensor, pushed: Tensor, u: Tensor, pulled: Tensor, rounding: float
+) -> str | None:
+    """Compares `⟨u, φv⟩`, `pushed` being `φv`, with `⟨φᵀu, v⟩`, `pulled` being `φᵀu`."""
+    forward, reverse = (u * pushed).sum((1, 2)), (v * pulled).sum(1)
     if _near(forward, reverse, pushed, rounding):
         return None
     reason = _OTHER_DERIVATIVE if network.lacking is None else _LACKING.format(network.lacking)
-    return (
+    return _TwoJacobians(
         f"The Jacobian products of {type(network.module).__name__} by forward and by reverse mode are not of the same "
         f"Jacobian: ⟨u, φv⟩ = {float(forward[0]):.6g}, but ⟨φᵀu, v⟩ = {float(reverse[0]):.6g} for random u and v. "
         f"{reason} Replace it, or choose weights after it with `parameters=`."
@@ -165,6 +257,14 @@ _INDEPENDENT = (
     "Rows must be independent data: leave out what is taken over the batch, such as means over its first axis or "
     "`BatchNorm(track_running_stats=False)`, and give what belongs together as one datum, graphs as "
     "[graphs, nodes, ...]."
+)
+_MISSED = (
+    "{} does not take the weights {} from where they are registered: `torch.autograd.grad` of the model has another "
+    "derivative in them than Jacobian products, which put other weights there. So it is with functions of autograd "
+    "that run a part of the model again in their backward pass, as `torchdiffeq.odeint_adjoint` and reversible layers "
+    "do, or that take a weight from a list; and with tensors that were once computed of a weight and kept, as views. "
+    "Let the forward pass compute all from the registered parameters (`odeint` in place of `odeint_adjoint`), or "
+    "choose others with `parameters=`: those after such a function, or all but those kept elsewhere."
 )
 _OTHER_DERIVATIVE = (
     "Some operation has another derivative in one of them, as by a custom `autograd.Function` or a gradient hook."
@@ -177,18 +277,6 @@ _LACKING = (
 
 def _near(a: Tensor, b: Tensor, scale: Tensor, allowed: float) -> bool:
     return float((a - b).norm()) <= allowed * float(scale.norm())
-
-
-def _problem_in_float64(network: _Network, x: Any, problem: str) -> str | None:
-    """The problem that there is in float64 as well, where the network can be computed so."""
-    try:
-        precise = network.in_float64()
-        wide = place(x, network.device, torch.float64)
-        if precise(wide).dtype != torch.float64:
-            return problem
-        return _problem(precise, wide)
-    except Exception:  # a network may hold anything: one that cannot be copied or computes in its own dtype
-        return problem
 
 
 # Rows of Jacobians ----------------------------------------------------------------------------------------------------

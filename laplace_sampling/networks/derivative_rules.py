@@ -1,12 +1,14 @@
 """The derivatives that Jacobian products take, switched inside contexts only.
 
-Three things are not as a Jacobian product needs them in torch:
+Four things are not as a Jacobian product needs them in torch:
 
 - Some layers have no forward derivative (fused attention, recurrent layers on oneDNN and cuDNN, fused weight
   normalisation, embedding bags), or two derivatives that are not the same. The functions of `elementary_layers` take
   their places.
 - Forward derivatives pass through `torch.no_grad()`, where reverse ones stop. Here both stop, else the two products
   would not be adjoint.
+- Reentrant checkpoints and the weights that a product gives to a module know nothing of each other: see
+  `_no_reentrant_checkpoints`.
 - The forward derivative of a product is `ȧ b + a ḃ`, and torch multiplies zeros where a factor has no tangent, such as
   inputs and weights that are not random. That is a third of the forward derivative of a frozen layer, of the first
   layer, and of one that takes the adjacency matrix of a graph. The rules of this file leave these products out.
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
 from torch.autograd.forward_ad import make_dual, unpack_dual
@@ -59,11 +62,32 @@ def forward_mode_kernels(layers: bool = True) -> Iterator[None]:
     fastpath, forward = torch.backends.mha.get_fastpath_enabled(), torch._C._is_fwd_grad_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
-        with sdpa_kernel([SDPBackend.MATH]), ComposedLayers() if layers else nullcontext():
+        with (
+            sdpa_kernel([SDPBackend.MATH]),
+            _no_reentrant_checkpoints(),
+            ComposedLayers() if layers else nullcontext(),
+        ):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fastpath)
         torch._C._set_fwd_grad_enabled(forward)
+
+
+@contextmanager
+def _no_reentrant_checkpoints() -> Iterator[None]:
+    """Reentrant checkpoints keep the graph of their part, so that it has the weights that it ran with.
+
+    Their backward pass runs the part again, with the weights that the module has then, and adds gradients to these.
+    """
+    kind = torch.utils.checkpoint.CheckpointFunction
+    outermost = "apply" not in vars(kind)
+    try:
+        if outermost:
+            kind.apply = staticmethod(lambda part, preserve_rng_state, *args: part(*args))
+        yield
+    finally:
+        if outermost:
+            del kind.apply
 
 
 @contextmanager

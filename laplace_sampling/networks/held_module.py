@@ -1,6 +1,7 @@
 """The network as a function of its random weights, and the precision of products around its calls.
 
-The module is held, never changed: weights are given to it by `torch.func.functional_call`, and its own state is put
+The module is held, never changed: weights are given to it by `torch.func.functional_call`, and where it takes its own
+from elsewhere than its parts, from a list or a closure, operations are given others in their place. Its state is put
 back after each call (`evaluation_mode`).
 """
 
@@ -15,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 from laplace_sampling.data.batches import Layout, arguments, batched, num_rows, read
 from laplace_sampling.data.digest import digest
@@ -70,6 +72,7 @@ class HeldModule:
         composed_layers: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
         self.module, self.names, self.autocast, self._composed_layers = module, names, autocast, composed_layers
+        self._copied_from: HeldModule | None = None
         self.shards = Shards.of(module, names)
         self.shapes = {name: parameter.shape for name, parameter in self._random().items()}
         self._path = names[0].split(".")
@@ -156,11 +159,11 @@ class HeldModule:
         dtype = self.module_dtype
         return torch.float32 if dtype in HALF else dtype
 
-    def __call__(self, weights: Weights, x: Any, *, composed: bool = False) -> Float[Tensor, "N ..."]:
+    def __call__(self, weights: Weights | None, x: Any, *, composed: bool = False) -> Float[Tensor, "N ..."]:
         """`f(w, x)` for some of the weights by name; those of several heads flat.
 
         Args:
-            weights: in place of those of the module.
+            weights: in place of those of the module; `None` for its own.
             x: inputs.
             composed: whether layers without forward derivatives are replaced for this call.
         """
@@ -171,10 +174,35 @@ class HeldModule:
         # A mode that replaces layers takes time for every call of torch, so only the network is called inside of it.
         graph = nullcontext() if self.shards is None else self.shards.graph()
         with lowered, cpu_out_of_memory, graph, self._composed_layers() if composed else nullcontext():
-            tied = self._state is None or self._state.tied
-            output = functional_call(self.module, weights, args, kwargs, tie_weights=tied)
+            if weights is None:
+                output = self.module(*args, **kwargs)
+            else:
+                tied = self._state is None or self._state.tied
+                with self._weights_elsewhere(weights):
+                    output = functional_call(self.module, weights, args, kwargs, tie_weights=tied)
         output = read(output, num_rows(x))[0]
         return output if output.dtype == dtype else output.to(dtype)  # even a `to` without effect takes time
+
+    @contextmanager
+    def _weights_elsewhere(self, weights: Weights) -> Iterator[None]:
+        """Operations inside also take these weights where the module holds its own in a list or a closure, say.
+
+        A mode takes time for every call of torch, so it is left out from the second call on if the first needed none.
+        """
+        state = self._state
+        # Who holds a weight of `fully_shard` elsewhere holds a part of it, with which the module itself cannot run.
+        if self.shards is not None or (state is not None and state.weights_elsewhere is False):
+            yield
+            return
+        held, in_place_of = self, dict[int, Tensor]()
+        while held is not None:  # a closure in a copy of a module still has the weights of the module
+            parameters = held.module.named_parameters()
+            in_place_of |= {id(p): weights[name] for name, p in parameters if name in weights}
+            held = held._copied_from
+        with _Substitution(in_place_of) as mode:
+            yield
+        if state is not None:
+            state.weights_elsewhere = mode.needed or bool(state.weights_elsewhere)
 
     def outputs(self, x: Any) -> Callable[..., Float[Tensor, "N C"]]:
         """`w ↦ f(w, x)` of the random weights, from layers with forward derivatives."""
@@ -279,7 +307,9 @@ class HeldModule:
         """A copy of the module in float64, without `autocast`."""
         with LOCK:
             module = copy.deepcopy(self.module).double() if self.shards is None else self.shards.in_float64()
-        return HeldModule(module, self.names, composed_layers=self._composed_layers)
+        held = HeldModule(module, self.names, composed_layers=self._composed_layers)
+        held._copied_from = self
+        return held
 
     def fingerprint(self) -> Tensor:
         """SHA-256 of all weights and buffers, `[32]` bytes: tells whether a network is the one that was fitted.
@@ -298,6 +328,32 @@ class HeldModule:
                 "batch normalisation: send those of one process to all, by `torch.distributed.broadcast`."
             )
         return torch.frombuffer(bytearray(found), dtype=torch.uint8)
+
+
+class _Substitution(TorchFunctionMode):
+    """Functions of torch take other tensors in place of some, by identity.
+
+    Attributes:
+        needed: whether one of these tensors was met.
+    """
+
+    def __init__(self, in_place_of: dict[int, Tensor]) -> None:
+        super().__init__()
+        self._in_place_of, self.needed = in_place_of, False
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*self._replaced(args), **self._replaced(kwargs or {}))
+
+    def _replaced(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            other = self._in_place_of.get(id(value))
+            self.needed = self.needed or other is not None
+            return value if other is None else other
+        if type(value) in (list, tuple):
+            return type(value)(map(self._replaced, value))
+        return {key: self._replaced(item) for key, item in value.items()} if type(value) is dict else value
 
 
 def _is_of_torch(error: Exception) -> bool:

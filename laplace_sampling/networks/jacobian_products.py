@@ -29,7 +29,7 @@ from laplace_sampling.networks.undisturbed import LOCK, handle_signals
 if TYPE_CHECKING:
     from laplace_sampling.networks.batching import Batching
 
-__all__ = ["JacobianProducts", "jacobian_rows", "vjp_with_graph", "vjps_of_each_datum"]
+__all__ = ["JacobianProducts", "jacobian_rows", "origin_of", "vjp_with_graph", "vjps_of_each_datum"]
 
 Function = Callable[[Weights], Tensor]
 
@@ -121,7 +121,7 @@ class JacobianProducts:
             if errors:
                 self._settle_on(way, errors[-1])
             return result if graph else result.detach()
-        forward, reverse = _origin_of(errors[0], self.module), _origin_of(errors[-1], self.module)
+        forward, reverse = origin_of(errors[0], self.module), origin_of(errors[-1], self.module)
         raise RuntimeError(
             f"{type(self.module).__name__} has no Jacobian-vector product. By forward mode: {forward}. By reverse "
             f"mode: {reverse}. Replace this operation by one that torch differentiates, or choose weights after it "
@@ -136,15 +136,25 @@ class JacobianProducts:
 
     def _settle_on(self, way: Callable, error: Exception) -> None:
         """Drops the ways before this one, and says why."""
-        self._pushes = self._pushes[self._pushes.index(way) :]
-        origin = _origin_of(error, self.module)
+        origin = origin_of(error, self.module)
         if way == self._push_each:
-            how = "takes one vector at a time, which is slower"
+            self._pushes = self._pushes[self._pushes.index(way) :]
+            message = f"takes one vector at a time, which is slower: {origin}"
+            warnings.warn(f"The Jacobian-vector product of {type(self.module).__name__} {message}.", stacklevel=2)
         else:
-            how = "has no forward derivative; two reverse passes are taken instead, which is slower"
-            self.lacking = origin
-        message = f"The Jacobian-vector product of {type(self.module).__name__} {how}: {origin}."
-        warnings.warn(message, stacklevel=2)
+            self.take_two_pullbacks(origin, "no forward derivative")
+
+    def take_two_pullbacks(self, origin: str, having: str = "") -> None:
+        """From here on `push` takes two reverse passes.
+
+        Args:
+            origin: the operation that is the reason, and its module.
+            having: what a notice says that the product has; there is none without it.
+        """
+        self._pushes, self.lacking = [self._push_by_two_pullbacks], origin
+        if having:
+            how = f"has {having}; two reverse passes are taken instead, which is slower"
+            warnings.warn(f"The Jacobian-vector product of {type(self.module).__name__} {how}: {origin}.", stacklevel=2)
 
     def _push_together(self, f: Function, weights: Weights, tangents: Weights, largest: float, graph: bool) -> Tensor:
         like = next(iter(tangents.values()))
@@ -279,7 +289,7 @@ class JacobianProducts:
                 return rows
         rows = [alone(n) for n in range(num)]
         if error is not None:
-            self.take_data_alone(_origin_of(error, self.module))
+            self.take_data_alone(origin_of(error, self.module))
         return {name: torch.stack([row[n] for row in rows]) for n, name in enumerate(weights)}
 
     def take_data_alone(self, reason: str) -> None:
@@ -374,15 +384,15 @@ def vjp_with_graph(held: HeldModule, x: Any, u: Float[Tensor, "K N C"], chunk_si
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 
-def _origin_of(error: BaseException, module: nn.Module) -> str:
+def origin_of(error: BaseException, module: nn.Module) -> str:
     """An error's first sentence, and the innermost part of a module, or of a copy of it, that it came from."""
-    names: dict[int, str] = {}
+    names = {id(m): name for name, m in module.named_modules()}
     part, line = module, ""
     traceback: TracebackType | None = error.__traceback__
     while traceback is not None:
         owner, code = traceback.tb_frame.f_locals.get("self"), traceback.tb_frame.f_code
-        if not names and isinstance(owner, type(module)):
-            names = {id(m): name for name, m in owner.named_modules()}
+        if isinstance(owner, type(module)) and id(owner) not in names:
+            names |= {id(m): name for name, m in owner.named_modules()}
         if isinstance(owner, nn.Module) and id(owner) in names:
             part = owner
             # The line is shown for the module's own code: torch does not name custom functions.

@@ -221,6 +221,14 @@ class LastLayer(Linearisation):
     def _hold_head(self, name: str, z: Any) -> None:
         self._head_name, self.head = name, self._part(name, z)
         self.head.products = self.products
+        if self.lacking is not None:
+            self.head.take_two_pullbacks(self.lacking)
+
+    def take_two_pullbacks(self, origin: str, having: str = "") -> None:
+        """As `Linearisation` does."""
+        super().take_two_pullbacks(origin, having)
+        if self.head is not None:
+            self.head.take_two_pullbacks(origin)
 
     @property
     def _output_is_changed(self) -> str:

@@ -139,8 +139,12 @@ class Linearisation:
 
     @property
     def lacking(self) -> str | None:
-        """The operation without a forward derivative and its module, if one was met."""
+        """The operation without a right forward derivative and its module, if one was met."""
         return self.ways.lacking
+
+    def take_two_pullbacks(self, origin: str, having: str = "") -> None:
+        """Jacobian-vector products take two reverse passes from here on, as `JacobianProducts` does."""
+        self.ways.take_two_pullbacks(origin, having)
 
     @property
     def selection(self) -> Any:

@@ -24,6 +24,7 @@ class ModuleState:
         training: the parts that are in training mode.
         tied: whether some weight has two names.
         buffers: of all parts.
+        weights_elsewhere: whether operations take weights that they do not have from the parts; `None` before a run.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -50,6 +51,7 @@ class ModuleState:
         # To look for weights of two names at each call takes as long as a small network.
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         self.tied = len(list(module.parameters())) < len(names)
+        self.weights_elsewhere: bool | None = None
         self.training = [part for part in self._parts if part.training]
         self.buffers = [b for part in self._parts for b in part._buffers.values() if b is not None]
 

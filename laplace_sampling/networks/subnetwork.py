@@ -68,7 +68,7 @@ class Subnetwork(Linearisation):
         self.whole = Linearisation(module, list(chosen), chunk_size=chunk_size, autocast=autocast, compile=compile)
         self.compile = compile
         self.whole.batching = self.batching
-        self.whole.products = self.products
+        self.whole.products, self.whole.ways = self.products, self.ways
         starts = torch.tensor([0, *self.held.sizes]).cumsum(0).tolist()
         index = torch.cat([chosen[name] + start for name, start in zip(self.names, starts, strict=False)])
         self.index, self.num_parameters = index.to(self.device), len(index)
