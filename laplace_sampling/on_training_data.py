@@ -23,8 +23,14 @@ from laplace_sampling.predictions.calibration import (
     parts_of,
     with_labels,
 )
+from laplace_sampling.predictions.diagnosis import NEARLY_ALL
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
-from laplace_sampling.predictions.left_out import SCALES, left_out_classification, left_out_regression
+from laplace_sampling.predictions.left_out import (
+    SCALES,
+    left_out_classification,
+    left_out_log_probs,
+    left_out_regression,
+)
 from laplace_sampling.solvers.recorded import recorded
 
 __all__ = ["OnTrainingData", "calibration_of", "deviations_of", "enough", "some_of"]
@@ -112,8 +118,11 @@ class OnTrainingData:
         arguments = likelihood, self._targets, self._outputs, mode_outputs, self.deviations
         return left_out_classification(*arguments, full=full, scales=scales)
 
-    def problems(self, calibration: Calibration) -> list[str]:
-        """Whether next to nothing is left of what the network knows of these data, if it knows anything."""
+    def problems(self, calibration: Calibration, held_out: bool) -> list[str]:
+        """Whether next to nothing is left of what the network knows of these data, if it knows anything.
+
+        Nothing with its error bars; or, unless held-out data have a say, of data that are predicted from the others.
+        """
         likelihood, y, f = self.fit.model.likelihood, self._targets, self._outputs
         if isinstance(likelihood, Gaussian):
             y, noise = y.reshape(f.shape).double(), calibration.noise / likelihood.precision(f)
@@ -139,13 +148,43 @@ class OnTrainingData:
             constant = _without_inputs(labels, likelihood.unweighted_targets(y), counts)
         else:
             return []
-        if own <= constant or ours >= constant + _LEFT * (own - constant):
+        least = constant + _LEFT * (own - constant)
+        if own <= constant:
+            return []
+        if ours < least:
+            return [
+                f"With its error bars the posterior predicts the training data hardly better, with a mean "
+                f"log-likelihood of {ours:.3g}, than one would without inputs ({constant:.3g}; the network alone has "
+                f"{own:.3g}): they are too wide to be of use. Train the network to its end, try another `prior`, or "
+                "pass `val_loader`."
+            ]
+        known = None if held_out else self._known_by_heart(calibration.scale, least)
+        if known is None:
             return []
         return [
-            f"With its error bars the posterior predicts the training data hardly better, with a mean log-likelihood "
-            f"of {ours:.3g}, than one would without inputs ({constant:.3g}; the network alone has {own:.3g}): they are "
-            "too wide to be of use. Train the network to its end, try another `prior`, or pass `val_loader`."
+            f"The network knows its training data by heart, or they are too few: {known}. Their mean log-likelihood "
+            f"is {own:.3g} by the network, and {constant:.3g} without inputs. Intervals may contain far "
+            "fewer targets than their level says. Train with weight decay, stop early, give more data, or pass "
+            "`val_loader`, data that the network was not trained on, which choose the noise."
         ]
+
+    def _known_by_heart(self, scale: float, least: float) -> str | None:
+        """What says that the noise of a regression is not that of new data; the least log-likelihood that says so not.
+
+        That of data that are predicted from the others, where these predictions are known, else their number alone.
+        """
+        fit, likelihood = self.fit, self.fit.model.likelihood
+        if not (isinstance(likelihood, Gaussian) and likelihood.learn):
+            return None
+        if (left_out := self._left_out) is None:
+            assert fit.sampled is not None
+            gamma, numbers = float(fit.sampled.effective_dimension()[0].sum()), fit.model.features.num_observations
+            many = gamma > NEARLY_ALL * numbers
+            return f"they determine {gamma:.4g} directions of weight space, of {numbers:,} targets" if many else None
+        y = fit.model.features.whole(fit.model.targets).reshape(left_out.mean.shape).to(left_out.mean)
+        noise = (1 / likelihood.precision(left_out.mean)).expand(left_out.mean.shape)
+        found = float(left_out_log_probs(left_out, y, noise, scale)[self.some].mean())
+        return None if found >= least else f"predicted from the others, each has {found:.3g} on average"
 
 
 def deviations_of(features: Features, samples: HeldSamples, some: Tensor) -> Float[Tensor, "K n C"]:
@@ -212,4 +251,4 @@ def calibration_of(
         return given or Calibration(), []
     trained = OnTrainingData.of(fit, tangent, _needed(fit, held_out))
     calibration = Calibration() if held_out else trained.calibration(given)
-    return calibration, trained.problems(calibration)
+    return calibration, trained.problems(calibration, held_out)
