@@ -346,7 +346,11 @@ class Fit(ABC):
         if sampled is None:
             return found
         if not sampled.converged and self.tolerable:
-            found.append(f"{self.unconverged(sampled)} {self.advice}")
+            moved, tolerance = self.accuracy.unfinished, self.judge(sampled)[1]
+            found.append(
+                f"What is left out moves standard deviations by about {100 * moved:.2g} %, more than the tolerance of "
+                f"{100 * tolerance:.2g} %. {self.advice}"
+            )
         gamma = float(sampled.effective_dimension()[0].sum())
         if gamma < 1 and labels is not None and self.tuned.criterion not in ("", "validation"):
             found.append(

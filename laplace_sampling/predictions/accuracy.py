@@ -42,9 +42,14 @@ class Accuracy:
         return 1 / math.sqrt(2 * self.num_samples)
 
     @property
+    def unfinished(self) -> float:
+        """What solves leave and data that were left out would change, together."""
+        return math.hypot(self.solves, self.left_out)
+
+    @property
     def matters(self) -> bool:
-        """Whether what solves and data that were left out add is more than the error of a few samples, or NaN."""
-        return not math.hypot(self.solves, self.left_out) <= 1 / math.sqrt(2 * FEW_SAMPLES)
+        """Whether that is more than the error of a few samples, or NaN."""
+        return not self.unfinished <= 1 / math.sqrt(2 * FEW_SAMPLES)
 
     @property
     def total(self) -> float:

@@ -146,10 +146,8 @@ class Diagnosis:
                 f"{number(self.tolerance)}, the largest is {number(float(self.residuals.max()))}."
             )
         if self.tolerable and self.accuracy is not None:
-            about = percent(math.hypot(self.accuracy.solves, self.accuracy.left_out))
-            return Problem(
-                what, f"Error bars are off by about {about} more than by chance.", self.advice, serious=False
-            )
+            why = f"Standard deviations are off by about {percent(self.accuracy.unfinished)}, which matters little."
+            return Problem(what, why, self.advice, serious=False)
         return Problem(
             what,
             "Directions that the data determine weakly keep part of the prior's variance, and error bars "
