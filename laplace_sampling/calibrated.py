@@ -16,7 +16,7 @@ from laplace_sampling.methods.fit import Fit
 from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.subnetwork import of_some_weights
-from laplace_sampling.on_training_data import deviations_of, enough, some_of
+from laplace_sampling.on_training_data import deviations_of, enough, held_out_problems, some_of
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predict import predict
 from laplace_sampling.predictions.calibration import (
@@ -118,7 +118,8 @@ class CalibratedModel(FittedModel):
             held_out = HeldOut.read(val_loader, self.network, self.settings, unpack, num_data)
             posterior = calibrated(held_out, self.network, posterior, fitted.fit)
         self._fitted = replace(fitted, posterior=posterior)
-        warn_of([], self._fitted.posterior.calibration.problems, stacklevel=5)
+        problems = held_out_problems(held_out, fitted.tangent, posterior.calibration)
+        warn_of([], [*problems, *posterior.calibration.problems], stacklevel=5)
         return self
 
     @solver_call

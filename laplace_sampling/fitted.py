@@ -132,8 +132,8 @@ class FittedModel:
             stream = Stream.SAMPLES + fitted.num_draws
         with self.settings.processes.telling():
             sampled = fitted.fit.draw(Draws(num_samples, self.settings.seed, stream))
-        if not sampled.converged:
-            problem = f"{fitted.fit.unconverged(sampled)} {fitted.fit.method.advice}"
+        if not (sampled.converged or fitted.fit.tolerable):
+            problem = f"{fitted.fit.unconverged(sampled)} {fitted.fit.advice}"
             warnings.warn(problem, ConvergenceWarning, stacklevel=3)
         return sampled.samples.full()
 
@@ -305,9 +305,11 @@ class FittedModel:
         return head + f", prior_precision_={{{alpha}}}, effective_dimension_={gamma:.1f}{floored})"
 
     def __str__(self) -> str:
-        """As `repr`, and what the fit has cost and how accurate it is."""
+        """As `repr`, what else there is to know, and what the fit has cost and how accurate it is."""
         fit = None if self._fitted is None else self._fitted.fit
-        return repr(self) if fit is None or fit.sampled is None else f"{self!r}\n{fit.task.budget}; {fit.accuracy}."
+        if fit is None or fit.sampled is None:
+            return repr(self)
+        return "\n".join([repr(self), *fit.remarks, f"{fit.task.budget}; {fit.accuracy}."])
 
     def _require(self, what: str) -> Fitted:
         """What was fitted, or a `NotFittedError`."""

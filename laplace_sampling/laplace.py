@@ -20,7 +20,7 @@ from laplace_sampling.methods.fit import Tuned
 from laplace_sampling.methods.method import Method, Tuning
 from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.random_weights import Subset
-from laplace_sampling.on_training_data import calibration_of
+from laplace_sampling.on_training_data import calibration_of, held_out_problems
 from laplace_sampling.planning import PlannedModel
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predict import check_options, checked_inputs, predict, samples_for
@@ -226,6 +226,7 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
             posterior = Posterior.of(fit, problem.tangent, self.network, calibration, noise_variances is not None)
             if held_out is not None and tuned.calibration is None:
                 posterior = calibrated(held_out, self.network, posterior, fit)
+            problems = [*problems, *held_out_problems(held_out, problem.tangent, posterior.calibration)]
             kept.done(fit)
         return self._store(posterior, fit, problem.tangent, problems)
 

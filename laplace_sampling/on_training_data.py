@@ -9,8 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Normal
 
+from laplace_sampling.held_out import HeldOut
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.held_samples import HeldSamples
 from laplace_sampling.linear_model.tangent_model import TangentModel
@@ -20,14 +22,21 @@ from laplace_sampling.predictions.calibration import (
     Labelled,
     label_losses,
     labelled,
+    labels_of,
     parts_of,
     with_labels,
 )
+from laplace_sampling.predictions.diagnosis import NEARLY_ALL
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
-from laplace_sampling.predictions.left_out import SCALES, left_out_classification, left_out_regression
+from laplace_sampling.predictions.left_out import (
+    SCALES,
+    left_out_classification,
+    left_out_log_probs,
+    left_out_regression,
+)
 from laplace_sampling.solvers.recorded import recorded
 
-__all__ = ["OnTrainingData", "calibration_of", "deviations_of", "enough", "some_of"]
+__all__ = ["OnTrainingData", "calibration_of", "deviations_of", "enough", "held_out_problems", "some_of"]
 
 # Training data that are looked at, as the scale is one number; and numbers of their deviations in memory.
 _ENOUGH, _NUMBERS = 4096, 2**24
@@ -36,6 +45,11 @@ _ENOUGH, _NUMBERS = 4096, 2**24
 _FEW, _SHARE = 256, 0.2
 # Of what the network's log-likelihood of them gains over that without inputs, the part that must be left.
 _LEFT = 0.1
+# A network knows its data by heart if they determine more directions than this part of their number, and less than the
+# rest of that gain is left where each is predicted from the others. Of 44 small networks of noisy data (12 to 300 data)
+# these are eight of the nine whose intervals of 90 % contained less than 83 % of new data, and six of the 35 others.
+# With a half the ninth as well, and five more of the others; with nine tenths six of the nine, and four others.
+_BY_HEART = 0.75
 
 
 @dataclass(frozen=True)
@@ -112,8 +126,11 @@ class OnTrainingData:
         arguments = likelihood, self._targets, self._outputs, mode_outputs, self.deviations
         return left_out_classification(*arguments, full=full, scales=scales)
 
-    def problems(self, calibration: Calibration) -> list[str]:
-        """Whether next to nothing is left of what the network knows of these data, if it knows anything."""
+    def problems(self, calibration: Calibration, held_out: bool) -> list[str]:
+        """Whether next to nothing is left of what the network knows of these data, if it knows anything.
+
+        Nothing with its error bars; or, unless held-out data have a say, of data that are predicted from the others.
+        """
         likelihood, y, f = self.fit.model.likelihood, self._targets, self._outputs
         if isinstance(likelihood, Gaussian):
             y, noise = y.reshape(f.shape).double(), calibration.noise / likelihood.precision(f)
@@ -139,13 +156,89 @@ class OnTrainingData:
             constant = _without_inputs(labels, likelihood.unweighted_targets(y), counts)
         else:
             return []
-        if own <= constant or ours >= constant + _LEFT * (own - constant):
+        least = constant + _LEFT * (own - constant)
+        if own <= constant:
+            return []
+        if ours < least:
+            return [
+                f"With its error bars the posterior predicts the training data hardly better, with a mean "
+                f"log-likelihood of {ours:.3g}, than one would without inputs ({constant:.3g}; the network alone has "
+                f"{own:.3g}): they are too wide to be of use. Train the network to its end, try another `prior`, or "
+                "pass `val_loader`."
+            ]
+        known = None if held_out else self._known_by_heart(calibration.scale, constant, own)
+        if known is None:
             return []
         return [
-            f"With its error bars the posterior predicts the training data hardly better, with a mean log-likelihood "
-            f"of {ours:.3g}, than one would without inputs ({constant:.3g}; the network alone has {own:.3g}): they are "
-            "too wide to be of use. Train the network to its end, try another `prior`, or pass `val_loader`."
+            f"The network knows its training data by heart, or they are too few: {known}. Their mean log-likelihood "
+            f"is {own:.3g} by the network, and {constant:.3g} without inputs. Intervals may contain far "
+            "fewer targets than their level says. Train with weight decay, stop early, give more data, or pass "
+            "`val_loader`, data that the network was not trained on, which choose the noise."
         ]
+
+    def _known_by_heart(self, scale: float, constant: float, own: float) -> str | None:
+        """What says that the noise of a regression is not that of new data, in words.
+
+        The data determine nearly as many directions as there are targets, and little of what the network's
+        log-likelihood of them, `own`, gains over that without inputs, `constant`, is left where each is predicted from
+        the others. Where these predictions are not known, the directions say so alone.
+        """
+        fit, likelihood = self.fit, self.fit.model.likelihood
+        if not (isinstance(likelihood, Gaussian) and likelihood.learn):
+            return None
+        assert fit.sampled is not None
+        gamma, numbers = float(fit.sampled.effective_dimension()[0].sum()), fit.model.features.num_observations
+        known = f"they determine {gamma:.4g} directions of weight space, of {numbers:,} targets"
+        if (left_out := self._left_out) is None:
+            return known if gamma > NEARLY_ALL * numbers else None
+        y = fit.model.features.whole(fit.model.targets).reshape(left_out.mean.shape).to(left_out.mean)
+        noise = (1 / likelihood.precision(left_out.mean)).expand(left_out.mean.shape)
+        found = float(left_out_log_probs(left_out, y, noise, scale)[self.some].mean())
+        if gamma <= _BY_HEART * numbers or found >= constant + (1 - _BY_HEART) * (own - constant):
+            return None
+        return f"{known}, and predicted from the others each has a log-likelihood of {found:.3g} on average"
+
+
+def held_out_problems(held_out: HeldOut | None, tangent: TangentModel | None, calibration: Calibration) -> list[str]:
+    """Whether held-out data are predicted no better than without inputs, by what training targets are on average."""
+    found = calibration.log_likelihood
+    if held_out is None or tangent is None or tangent.weights is not None or found is None or not calibration.num_data:
+        return []
+    model, y = tangent.model, held_out.targets
+    trained = model.features.whole(model.targets)
+    constant = float(_log_probs_without_inputs(model.likelihood, trained, held_out.likelihood, y).mean())
+    mean = found / calibration.num_data
+    if not mean < constant + 1 / calibration.num_data:  # a nat of all of them is nothing
+        return []
+    return [
+        f"{calibration.num_data:,} data of `val_loader` are predicted no better, with a mean log-likelihood of "
+        f"{mean:.3g}, than without inputs by the targets of the training data ({constant:.3g}). Check that they belong "
+        "to the task that the network was trained for and are prepared like its training data; a few may be so by "
+        "chance: pass more."
+    ]
+
+
+def _log_probs_without_inputs(
+    trained_by: Likelihood, trained: Tensor, likelihood: Likelihood, y: Tensor
+) -> Float[Tensor, " n"]:
+    """Log-likelihoods of targets by mean and variance of the training targets, or by the frequencies of these labels.
+
+    NaN where training targets are constant.
+    """
+    if (labels := labelled(likelihood)) is None:
+        trained, y = trained.flatten(1).double(), y.flatten(1).double()
+        variance = trained.var(0, correction=0)
+        return Normal(trained.mean(0), torch.where(variance > 0, variance.sqrt(), math.nan)).log_prob(y).sum(1)
+    own, y = labels_of(trained_by), likelihood.unweighted_targets(y)
+    trained, weights = trained_by.unweighted_targets(trained), trained_by.weights(trained)[:, None]
+    counts, given = weights * own.given(trained), labels.given(y)
+    trained, y = trained.reshape(counts.shape), y.reshape(given.shape)
+    if not isinstance(labels, Categorical):
+        ones = (counts * trained.double().nan_to_num()).sum(0) / counts.sum(0)
+        return torch.where(given, torch.where(y > 0.5, ones, 1 - ones).log(), 0).sum(1)
+    classes = int(torch.cat([y[given], trained[counts > 0]]).max()) + 1
+    frequencies = trained[counts > 0].long().bincount(counts[counts > 0], minlength=classes) / counts.sum()
+    return torch.where(given, frequencies.log()[torch.where(given, y, 0).long()], 0).sum(1)
 
 
 def deviations_of(features: Features, samples: HeldSamples, some: Tensor) -> Float[Tensor, "K n C"]:
@@ -212,4 +305,4 @@ def calibration_of(
         return given or Calibration(), []
     trained = OnTrainingData.of(fit, tangent, _needed(fit, held_out))
     calibration = Calibration() if held_out else trained.calibration(given)
-    return calibration, trained.problems(calibration)
+    return calibration, trained.problems(calibration, held_out)

@@ -7,6 +7,7 @@ from typing import Any
 from laplace_sampling.criterion import with_selection
 from laplace_sampling.fitted import FittedModel
 from laplace_sampling.held_out import HeldOut, check_calibration, check_scale
+from laplace_sampling.methods.budget import counted_in
 from laplace_sampling.methods.method import Method
 from laplace_sampling.methods.plan import Plan, rung_of
 from laplace_sampling.methods.problem import Problem
@@ -75,4 +76,5 @@ def _plan_of(problem: Problem, asked: Method) -> Plan:
     stops = budget.epochs is not None and choice.method.predicted(problem, cost).least is not None
     epochs = min(chosen.epochs, budget.allowed / budget.epoch) if stops else chosen.epochs
     reason = choice.shortfall or choice.reason
-    return Plan(choice.method.name, epochs, chosen.bytes, reason, budget.epochs, budget.epoch, rungs)
+    remark = counted_in(chosen.dense) + budget.excess(epochs * budget.epoch)
+    return Plan(choice.method.name, epochs, chosen.bytes, reason, budget.epochs, budget.epoch, rungs, remark)

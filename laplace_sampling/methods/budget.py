@@ -8,7 +8,7 @@ from functools import partial
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.solvers.solver import Afford
 
-__all__ = ["Budget", "Estimate", "Strict"]
+__all__ = ["Budget", "Estimate", "Strict", "counted_in"]
 
 # Floating-point operations that are never refused, a second or so: an epoch of a tiny network takes microseconds. At
 # half and twice networks up to half and twice as large may do what they like.
@@ -19,6 +19,12 @@ _FREE = 1e10
 _DENSE = 3.0
 # The part of what is left that a search for hyperparameters may take: the rest is for the samples.
 _TUNING = 0.5
+
+
+def counted_in(dense: bool) -> str:
+    """Which operations are in a count of epochs."""
+    with_dense = "and of dense algebra" if dense else "without dense algebra"
+    return f"counted in products with the network {with_dense}, not in seconds"
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,7 @@ class Budget:
     others: float = 0.0
     refused: bool = field(default=False, init=False)
     _before: dict[str, int] = field(init=False, repr=False)
+    _dense: bool = field(default=False, init=False, repr=False)
     _ended: float | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -135,10 +142,22 @@ class Budget:
     def add(self, operations: float = 0.0, dense: float = 0.0) -> None:
         """Count operations that are no products, and those of dense algebra."""
         self.others += operations + dense / _DENSE
+        self._dense = self._dense or dense > 0
 
     def __str__(self) -> str:
         allowed = "" if self.epochs is None else f" of {self.epochs:g}"
-        return f"The fit took {self.spent:.2g}{allowed} training epochs of operations"
+        text = f"The fit took {self.spent:.2g}{allowed} training epochs of operations, {counted_in(self._dense)}"
+        return text + self.excess(self.operations)
+
+    def excess(self, operations: float) -> str:
+        """Why so many operations are more than the budget; empty if they are not."""
+        if self.epochs is None or self.cost is None or operations <= self.epochs * self.epoch:
+            return ""
+        if operations <= (1 + 1e-9) * self.allowed:  # whatever rounding does
+            return (
+                "; 10¹⁰ operations, a second or so, are always allowed, and are more than the budget of this small fit"
+            )
+        return "; what has begun, and a closed form, goes on where the budget ends"
 
     def end(self) -> None:
         """Stop counting, and allow everything: what is asked of a posterior later is asked for."""

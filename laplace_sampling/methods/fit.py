@@ -21,7 +21,7 @@ from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_pr
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.budget import Budget
 from laplace_sampling.predictions.accuracy import Accuracy
-from laplace_sampling.predictions.calibration import Calibration
+from laplace_sampling.predictions.calibration import Calibration, labelled
 from laplace_sampling.predictions.diagnosis import Diagnosis
 from laplace_sampling.predictions.energy_tests import TestResult, chi_squared_test, data_energy_test
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
@@ -57,6 +57,7 @@ class Task:
         trained_weights: `w̄`, `[P]`.
         budget: what the fit may cost, and has cost.
         shortfall: in words, what the budget does not pay for; empty if it pays for the method that was asked for.
+        limit: likewise, what the budget makes smaller than the settings of the method say.
         precise: makes the linear model with products in float64.
         start: the posterior to start from, in a warm fit.
         selection: the rule for the prior precision, where it is not the evidence.
@@ -78,6 +79,7 @@ class Task:
     trained_weights: Float[Tensor, " P"]
     budget: Budget = field(default_factory=Budget)
     shortfall: str = ""
+    limit: str = ""
     precise: Callable[[], LinearModel] | None = None
     start: "Start | None" = None
     selection: "Selection | None" = None
@@ -315,11 +317,42 @@ class Fit(ABC):
         unsolved = []
         if self.known_mode and not (minimum := self.mode.minimum).converged:
             unsolved.append(f"The mode of the linear model has not converged: residual {minimum.residual:.2g}.")
-        if self.sampled is not None and not self.sampled.converged:
+        if self.sampled is not None and not self.sampled.converged and not self.tolerable:
             unsolved.append(self.unconverged(self.sampled))
         solving = self.sampled is None or not self.sampled.interrupted
-        advice = [self.task.budget.advice or self.method.advice] if unsolved and solving else []
+        advice = [self.advice] if unsolved and solving else []
         return [*filter(None, [self.task.shortfall]), *self.tuned.problems, *unsolved, *advice]
+
+    @property
+    def tolerable(self) -> bool:
+        """Whether samples that miss their tolerance are off so little that `remarks` say so, and no warning."""
+        return False
+
+    @property
+    def advice(self) -> str:
+        """What to do about samples or a mode that have not converged."""
+        return self.task.budget.advice or self.method.advice
+
+    @property
+    def remarks(self) -> list[str]:
+        """What else users may want to know, a sentence or two each; nothing that they must act on."""
+        found, sampled, labels = [], self.sampled, labelled(self.model.likelihood)
+        if sampled is None:
+            return found
+        if not sampled.converged and self.tolerable:
+            moved, tolerance = self.accuracy.unfinished, self.judge(sampled)[1]
+            found.append(
+                f"What is left out moves standard deviations by about {100 * moved:.2g} %, more than the tolerance of "
+                f"{100 * tolerance:.2g} %. {self.advice}"
+            )
+        gamma = float(sampled.effective_dimension()[0].sum())
+        if gamma < 1 and labels is not None and self.tuned.criterion not in ("", "validation"):
+            found.append(
+                f"Error bars are negligible: at the prior precision that the training data choose they determine only "
+                f"{gamma:.2g} directions of weight space. Some 500 data that the network was not trained on, as "
+                "`val_loader`, may choose wider ones."
+            )
+        return found
 
     def unconverged(self, sampled: PosteriorSamples) -> str:
         """Which samples have not converged, and how far they are off."""
@@ -354,7 +387,8 @@ class Fit(ABC):
             linear_model=linear_model,
             method=self.method.name,
             reason=self.task.reason,
-            advice=self.method.advice,
+            advice=self.advice,
+            tolerable=self.tolerable,
             residual_kind=self.method.residual_kind,
             residuals=residuals.cpu(),
             tolerance=tolerance,

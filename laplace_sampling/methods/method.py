@@ -134,6 +134,7 @@ class Choice:
         reason: in words.
         cost: of products, if it was measured.
         shortfall: what the budget does not pay for.
+        limit: what the budget makes smaller than the settings of the method say.
     """
 
     method: "Method"
@@ -141,6 +142,7 @@ class Choice:
     reason: str = "as asked for"
     cost: Cost | None = None
     shortfall: str = ""
+    limit: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +284,7 @@ class Method(ABC):
             trained_weights=problem.tangent.network.weights,
             budget=problem.budget,
             shortfall=choice.shortfall,
+            limit=choice.limit,
             precise=problem.tangent.in_float64,
             selection=problem.selection,
             holding=problem.holding,

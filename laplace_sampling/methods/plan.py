@@ -25,6 +25,7 @@ class Rung:
         bytes: predicted, of memory.
         affordable: whether both are there.
         reason: in words.
+        dense: whether dense algebra is counted, too.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Rung:
     bytes: float
     affordable: bool
     reason: str
+    dense: bool
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Plan:
         budget: training epochs that are allowed; `None` for any number.
         epoch: floating-point operations of a training epoch.
         rungs: all methods that were looked at, from the best posterior down.
+        remark: which operations are counted, and why they may be more than the budget.
         gathered: memory of the network itself in this process, if `fully_shard` has shared out its weights.
     """
 
@@ -57,6 +60,7 @@ class Plan:
     budget: float | None
     epoch: float
     rungs: tuple[Rung, ...]
+    remark: str = ""
     gathered: GatheredBytes | None = None
 
     def __str__(self) -> str:
@@ -65,6 +69,7 @@ class Plan:
             f'method="{self.method}": about {_epochs(self.epochs)} training epochs ({allowed}; one takes '
             f"{self.epoch:.2g} operations) and {_size(self.bytes)}, {self.reason}"
         )
+        head += f"\nEpochs are {self.remark}." if self.remark else ""
         rows = [
             (rung.name, f'"{rung.method.name}"', _epochs(rung.epochs), _size(rung.bytes), rung.reason)
             for rung in self.rungs
@@ -93,7 +98,8 @@ def rung_of(name: str, method: "Method", problem: "Problem", cost: "Cost") -> Ru
         fits = False
     pays = budget.affords(estimate.total)
     epochs = estimate.total / (cost.gradient * problem.features.num_data)
-    return Rung(name, method, epochs, estimate.bytes, fits and pays, _reason(fits, pays, epochs, problem))
+    reason = _reason(fits, pays, epochs, problem)
+    return Rung(name, method, epochs, estimate.bytes, fits and pays, reason, estimate.dense > 0)
 
 
 def _reason(fits: bool, pays: bool, epochs: float, problem: "Problem") -> str:

@@ -107,7 +107,14 @@ class Subset(SolverMethod):
 
     def paid_for(self, problem: Problem, choice: Choice) -> Choice:
         """The choice, with as many rows as the budget pays for."""
-        return choice if problem.cost is None else replace(choice, method=self.within(problem, problem.cost))
+        if problem.cost is None:
+            return choice
+        method, budget = self.within(problem, problem.cost), problem.budget
+        asked = choice.asked.max_rows if isinstance(choice.asked, Subset) else Subset.max_rows
+        if method.max_rows >= asked:
+            return replace(choice, method=method)
+        limit = f"The budget of {budget.epochs:g} training epochs pays for {method.max_rows:,} rows"
+        return replace(choice, method=method, limit=limit)
 
     def within(self, problem: Problem, cost: Cost) -> "Subset":
         """The same with as many rows as the budget pays for, in powers of two, and with a few at least."""
@@ -267,6 +274,23 @@ class SubsetFit(FactoredFit):
         assert isinstance(self.solver, SketchSampler)
         assert self.sampled is not None
         return Accuracy(len(self.sampled.energies), left_out=self.solver.part.sketch.change)
+
+    @property
+    def tolerable(self) -> bool:
+        return not self.accuracy.matters
+
+    @property
+    def advice(self) -> str:
+        assert isinstance(self.solver, SketchSampler)
+        assert isinstance(self.method, Subset)
+        if told := self.task.budget.advice:
+            return told
+        growth, rows = self.solver.part.growth, self.solver.part.sketch.num_rows
+        if growth.reachable(2 * rows) <= rows:
+            return f"Memory holds {rows:,} rows: raise `max_memory`."
+        if self.task.limit:
+            return f"{self.task.limit}: raise `budget`, or give `budget=None`."
+        return f"For a larger part of the data give `method=Subset(max_rows={2 * self.method.max_rows})`."
 
     def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
         sampled, solver = super().draw(draws, description), self.solver

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["Accuracy"]
+__all__ = ["FEW_SAMPLES", "Accuracy"]
+
+# Fewer samples deserve a word, and so does an error that is larger than theirs, `1/√(2K)`, 18 %: a definition.
+FEW_SAMPLES = 16
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,16 @@ class Accuracy:
     def samples(self) -> float:
         """`1/√(2K)`, the standard error of a standard deviation from so many samples."""
         return 1 / math.sqrt(2 * self.num_samples)
+
+    @property
+    def unfinished(self) -> float:
+        """What solves leave and data that were left out would change, together."""
+        return math.hypot(self.solves, self.left_out)
+
+    @property
+    def matters(self) -> bool:
+        """Whether that is more than the error of a few samples, or NaN."""
+        return not self.unfinished <= 1 / math.sqrt(2 * FEW_SAMPLES)
 
     @property
     def total(self) -> float:

@@ -81,7 +81,8 @@ class Calibration:
         noise: multiplies the noise variance of a regression.
         log_likelihood: of these data with error bars, at these factors; `None` if no data were looked at.
         network_log_likelihood: likewise of the network alone, without error bars, temperature and factor of the noise.
-        standard_error: of the difference of the two, over the data.
+        standard_error: of the difference of the two, over the data; `None` for training data of a regression, whose
+            difference is no estimate of that of new data.
         num_data: how many data were looked at.
         data: `"left out"`, training data; `"held out"`, those of `val_loader`; or `""`.
         at_bounds: factors that ended at a bound of their search.

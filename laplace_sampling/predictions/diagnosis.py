@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.predictions.accuracy import Accuracy
+from laplace_sampling.predictions.accuracy import FEW_SAMPLES, Accuracy
 from laplace_sampling.predictions.diagnosis_page import Problem, Row, listed, number, page, percent, plus_minus
 from laplace_sampling.predictions.energy_tests import SHIFT, SIGNIFICANT, TestResult
 
-__all__ = ["Diagnosis"]
+__all__ = ["NEARLY_ALL", "Diagnosis"]
 
 # Definitions of what deserves a word: differences in standard errors, samples, and shares of the whole.
 _STANDARD_ERRORS = 3.0
-_FEW_SAMPLES = 16
-_NEARLY_ALL = 0.9
+NEARLY_ALL = 0.9
 _MANY_FLOORED = 0.2
 _FAR_OFFSET = 0.5
 
@@ -55,6 +54,7 @@ class Diagnosis:
         passes: Jacobian products spent, in units of all data and one vector.
         epochs: what the fit has cost in training epochs, counted in operations; NaN if that was not counted.
         accuracy: of predicted standard deviations (`Accuracy`).
+        tolerable: whether samples that miss their tolerance are off by no more than matters little.
         max_rank: the rank that `M` can have where it is below `N·C`: `N(C − 1)` for class labels.
         advice: what to do about a solve that did not converge, a sentence or two.
         residual_kind: what the residuals of the samples measure.
@@ -89,6 +89,7 @@ class Diagnosis:
     residual_kind: str = "relative gradient"
     epochs: float = math.nan
     accuracy: Accuracy | None = None
+    tolerable: bool = False
 
     @property
     def problems(self) -> list[Problem]:
@@ -144,6 +145,9 @@ class Diagnosis:
                 f"The samples have not converged: {above} of {self.num_samples} residuals are above "
                 f"{number(self.tolerance)}, the largest is {number(float(self.residuals.max()))}."
             )
+        if self.tolerable and self.accuracy is not None:
+            why = f"Standard deviations are off by about {percent(self.accuracy.unfinished)}, which matters little."
+            return Problem(what, why, self.advice, serious=False)
         return Problem(
             what,
             "Directions that the data determine weakly keep part of the prior's variance, and error bars "
@@ -181,10 +185,10 @@ class Diagnosis:
         )
 
     def _few_samples(self) -> Problem | None:
-        if self.num_samples >= _FEW_SAMPLES:
+        if self.num_samples >= FEW_SAMPLES:
             return None
         return Problem(
-            f"There are fewer than {_FEW_SAMPLES} samples: {self.num_samples}.",
+            f"There are fewer than {FEW_SAMPLES} samples: {self.num_samples}.",
             f"An error bar has a relative standard error of {percent(1 / math.sqrt(2 * self.num_samples))}, "
             "and the tests can find gross errors only.",
             "Raise `num_samples`.",
@@ -239,25 +243,26 @@ class Diagnosis:
             f"The data determine almost nothing: γ = {number(gamma)} is below 1.",
             "The posterior is nearly the prior. Either α is far too large, or the loss has no curvature at "
             "the outputs where it is taken, as for a network that is certain of its labels.",
-            'Use `hessian_at="mode"`, or start the fit from a smaller `prior_precision`.',
+            "Pass `val_loader`, some 500 data that the network was not trained on, which choose another α; or "
+            'use `hessian_at="mode"`.',
         )
 
     def _everything_determined(self) -> Problem | None:
         gamma, rank = self.effective_dimension, self._rank
-        if not gamma > _NEARLY_ALL * min(self.num_parameters, rank):
+        if not gamma > NEARLY_ALL * min(self.num_parameters, rank):
             return None
         # Near the rank of the data the model interpolates, and noise and α are not identified; near the number of
         # weights it is a classical regression, which is no fault.
         if rank <= self.num_parameters:
             return Problem(
-                f"The effective dimension is above {percent(_NEARLY_ALL)} of the rank that the data can "
+                f"The effective dimension is above {percent(NEARLY_ALL)} of the rank that the data can "
                 f"give: γ = {number(gamma)} of {number(rank)}.",
                 "The linear model can fit any targets, so neither the noise nor α is well determined.",
                 "Give more data or fewer random weights (`parameters=`), or fix the noise "
                 "(`Gaussian(b, learn=False)`).",
             )
         return Problem(
-            f"The effective dimension is above {percent(_NEARLY_ALL)} of the number of weights: "
+            f"The effective dimension is above {percent(NEARLY_ALL)} of the number of weights: "
             f"γ = {number(gamma)} of {number(self.num_parameters)}.",
             "The data determine nearly every weight and the prior hardly matters, as for a small model with many data.",
             "Nothing, if the model is small; else see whether α went far too low.",

@@ -5,6 +5,7 @@ direction in which its logits move without a datum, at the size of the network's
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -16,7 +17,14 @@ from laplace_sampling.predictions.calibration import LOG_SCALE, Calibration, Lab
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
 from laplace_sampling.predictions.without_datum import without_datum
 
-__all__ = ["MOST_LEVERAGE", "SCALES", "left_out_classification", "left_out_outputs", "left_out_regression"]
+__all__ = [
+    "MOST_LEVERAGE",
+    "SCALES",
+    "left_out_classification",
+    "left_out_log_probs",
+    "left_out_outputs",
+    "left_out_regression",
+]
 
 # Scales that are tried, four a decade: error bars never vanish.
 SCALES = torch.logspace(-2, 2, 17, dtype=torch.float64)
@@ -111,14 +119,25 @@ def left_out_regression(
 ) -> Calibration:
     """A scale with the log-likelihoods of targets that are predicted from the others.
 
+    Their difference has no standard error. By the linear model, whose features have seen each datum, the network alone
+    predicts it better than new data: on four ReLU networks that were trained with weight decay it was ahead by 10 nats
+    of 200 data where 200 test data were ahead by 1 to 2 with error bars.
+
     Args:
         left_out: predictions of the targets, with noise.
         targets: `y`.
         noise_variance: of each.
         scale: of the covariance without the noise.
     """
+    with_error_bars = left_out_log_probs(left_out, targets, noise_variance, scale)
+    alone = left_out_log_probs(left_out, targets, noise_variance, 0.0)
+    return replace(Calibration(scale=scale).scored("left out", with_error_bars, alone), standard_error=None)
+
+
+def left_out_log_probs(
+    left_out: LeaveOneOut, targets: Float[Tensor, "N C"], noise_variance: Float[Tensor, "N C"], scale: float
+) -> Float[Tensor, " N"]:
+    """The log-likelihood of each datum that is predicted from the others; arguments are those above."""
     noise = torch.diag_embed(noise_variance)
     covariance = scale * (left_out.covariance - noise) + noise
-    with_error_bars = torch.distributions.MultivariateNormal(left_out.mean, covariance).log_prob(targets)
-    alone = torch.distributions.Normal(left_out.mean, noise_variance.sqrt()).log_prob(targets).sum(1)
-    return Calibration(scale=scale).scored("left out", with_error_bars, alone)
+    return torch.distributions.MultivariateNormal(left_out.mean, covariance).log_prob(targets)

@@ -113,8 +113,8 @@ def _down_to(lowest: float, alphas: Float[Tensor, " A"]) -> Float[Tensor, " A"]:
 
 def _problem(bound: LossBound, alpha: float) -> str:
     return (
-        f"{bound.nowhere} at any prior precision that was tried: the largest, {alpha:.3g}, is taken. Look at the "
-        "network's outputs on the training data."
+        f"{bound.nowhere} at any prior precision that was tried: the largest, {alpha:.3g}, is taken, and error bars "
+        "are negligible. Pass `val_loader`, or look at the network's outputs on the training data."
     )
 
 

@@ -1,0 +1,216 @@
+"""A warning is for what users should act on; what else there is to know is a line of `print(la)`."""
+
+import copy
+import warnings
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from laplace_sampling import CalibrationWarning, ConvergenceWarning, Gaussian, IsotropicPrior, LinearisedLaplace
+from laplace_sampling.methods.subset import Subset
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+@cache
+def _data() -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs of which one or two matter, noisy targets, and labels."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1200, 8, generator=generator, dtype=torch.float64)
+    y = (2 * x[:, :1]).sin() + 0.3 * torch.randn(1200, 1, generator=generator, dtype=torch.float64)
+    return x, y, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+
+
+@cache
+def _trained(kind: str, num: int, width: int, steps: int, decay: float) -> nn.Module:
+    x, y, labels = _data()
+    loss, targets, outputs = (mse_loss, y, 1) if kind == "regression" else (cross_entropy, labels, 3)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, outputs)).double()
+    optimiser = torch.optim.Adam(model.parameters(), 0.02, weight_decay=decay)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        loss(model(x[:num]), targets[:num]).backward()
+        optimiser.step()
+    return model
+
+
+def trained(kind: str, num: int = 200, width: int = 16, steps: int = 100, decay: float = 0.0) -> tuple:
+    """A network, the batches that it was trained on, and other ones."""
+    x, y, labels = _data()
+    targets = y if kind == "regression" else labels
+    model = copy.deepcopy(_trained(kind, num, width, steps, decay))
+    return model, [(x[:num], targets[:num])], [(x[600:], targets[600:])]
+
+
+def coverage(la: LinearisedLaplace, batches: Batches) -> float:
+    (x, y) = batches[0]
+    low, high = la.predict(x).interval(0.9)
+    return float(((low < y) & (y < high)).double().mean())
+
+
+@pytest.mark.parametrize("method", ["auto", "krylov", "dual"])
+def test_a_network_that_knows_its_data_by_heart_is_told_with_its_cures(method: str) -> None:
+    model, train, test = trained("regression", width=32, steps=500)
+    la = LinearisedLaplace(model, "regression", method=method)
+    with pytest.warns(CalibrationWarning, match=r"by heart.*weight decay.*early.*`val_loader`") as told:
+        la.fit_hyperparameters(train, progress=False)
+    assert len(told) == 1
+    covered = coverage(la, test)
+    print(f"γ {float(la.effective_dimension_):.1f} of 200; intervals of 90 % cover {covered:.2f} of 600 data, ± 0.02")
+    assert covered < 0.8
+
+
+def test_the_cures_are_no_longer_warned_of() -> None:
+    """Warnings are errors: weight decay, or data that choose the noise."""
+    model, train, test = trained("regression", width=32, steps=500)
+    LinearisedLaplace(model, "regression").fit_hyperparameters(train, test, progress=False)
+    model, train, test = trained("regression", width=32, steps=500, decay=0.02)
+    la = LinearisedLaplace(model, "regression").fit_hyperparameters(train, progress=False)
+    covered = coverage(la, test)
+    print(f"with weight decay intervals of 90 % cover {covered:.2f}")
+    assert covered > 0.8
+
+
+def test_too_few_data_are_told() -> None:
+    model, train, _ = trained("regression", num=12, steps=300)
+    with pytest.warns(CalibrationWarning, match="too few"):
+        LinearisedLaplace(model, "regression").fit_hyperparameters(train, progress=False)
+
+
+def test_a_network_without_noise_that_is_right_is_no_problem() -> None:
+    """It knows more than nine tenths of its data, and predicts others as well."""
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64)[:, None]
+    model = nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 1)).double()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for layer in (model[0], model[2]):
+            nn.init.normal_(layer.weight)
+            nn.init.normal_(layer.bias)
+    noise = 1e-3 * torch.randn(12, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    LinearisedLaplace(model, "regression").fit_hyperparameters([(x, model(x).detach() + noise)], progress=False)
+
+
+@pytest.mark.parametrize("kind", ["regression", "classification"])
+@pytest.mark.parametrize("criterion", ["auto", "evidence"])
+def test_validation_data_of_another_task_are_told(kind: str, criterion: str) -> None:
+    model, train, [(x, y)] = trained(kind)
+    la = LinearisedLaplace(model, kind, num_samples=16)
+    la.fit_hyperparameters(train, [(x[:5], y[:5])], criterion=criterion, progress=False)
+    la.fit_hyperparameters(train, [(x[:200], y[:200])], criterion=criterion, progress=False)
+    shuffled = y[torch.randperm(len(y), generator=torch.Generator().manual_seed(0))]
+    for stale in ((x[:200], shuffled[:200]), (x[:200].flip(1), y[:200])):
+        with pytest.warns(CalibrationWarning, match=r"val_loader.*without inputs.*prepared"):
+            la.fit_hyperparameters(train, [stale], criterion=criterion, progress=False)
+    with pytest.warns(CalibrationWarning, match="without inputs"):
+        la.calibrate([stale])
+    # Log-likelihoods of 200 targets by mean and variance, or by frequencies, of those of the training data.
+    (_, trained_on), calibration = train[0], la.calibration_
+    if kind == "regression":
+        constant = torch.distributions.Normal(trained_on.mean(), trained_on.std(correction=0)).log_prob(y[:200])
+    else:
+        constant = (trained_on.bincount() / len(trained_on)).log()[y[:200]]
+    assert calibration.log_likelihood is not None
+    assert calibration.log_likelihood < float(constant.sum()) + 1
+
+
+@pytest.mark.slow
+def test_data_left_out_of_the_linear_model_do_not_judge_error_bars() -> None:
+    """By them the network alone is ahead by far more than by test data; so nothing is said."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.rand(1700, 3, generator=generator) * 2 - 1
+    f = torch.sin(3 * x[:, :1]) * x[:, 1:2] + torch.exp(-(x[:, 2:] ** 2))
+    y = f + 0.15 * torch.randn(1700, 1, generator=generator)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()
+        model = nn.Sequential(*layers, nn.Linear(64, 1))
+    optimiser = torch.optim.Adam(model.parameters(), 0.01, weight_decay=0.02)
+    for _ in range(600):
+        optimiser.zero_grad()
+        (0.5 * mse_loss(model(x[:200]), y[:200])).backward()
+        optimiser.step()
+    la = LinearisedLaplace(model, "regression").fit_hyperparameters([(x[:200], y[:200])], progress=False)
+    predicted, noise = la.predict(x[200:]), la.noise_precision_
+    assert noise is not None
+    alone = torch.distributions.Normal(predicted.mean, noise**-0.5).log_prob(y[200:])
+    gain = (predicted.log_prob(y[200:]).reshape(-1) - alone.reshape(-1)).double()
+    error = float(gain.std()) / len(gain) ** 0.5
+    found = la.calibration_
+    print(f"error bars gain {float(gain.mean()):.4f} ± {error:.4f} nats a test datum; left out {found}")
+    assert found.log_likelihood is not None
+    assert found.network_log_likelihood is not None
+    left_out = (found.log_likelihood - found.network_log_likelihood) / found.num_data
+    assert left_out < float(gain.mean()) - 5 * error
+    assert float(gain.mean()) > -2 * error
+    assert found.standard_error is None
+
+
+def test_a_part_of_the_data_that_is_accurate_enough_is_a_line() -> None:
+    model, train, _ = trained("regression", num=600)
+    prior = IsotropicPrior(precision=10.0)
+    la = LinearisedLaplace(model, Gaussian(10.0), prior=prior, method=Subset(max_rows=400))
+    la.fit(train, progress=False)
+    accuracy = la.diagnose().accuracy
+    assert accuracy is not None
+    print(f"a part is off by {accuracy.left_out:.3f}")
+    assert 0.015 < accuracy.left_out < 0.17
+    assert not la.converged_
+    assert "more than the tolerance of 1.5 %" in str(la)
+    assert "max_rows=800" in str(la)
+    assert la.diagnose().ok
+    la.sample(2)  # warns of nothing either
+    rough = LinearisedLaplace(model, Gaussian(10.0), prior=prior, method=Subset(max_rows=8))
+    with pytest.warns(ConvergenceWarning, match="max_rows=16"):
+        rough.fit(train, progress=False)
+    assert not rough.diagnose().ok
+    with pytest.warns(ConvergenceWarning, match="max_rows=16"):
+        rough.sample(2)
+
+
+def test_a_budget_that_ends_too_early_is_told() -> None:
+    """A part of the data is all that it pays for."""
+    x = torch.randn(600, 400, generator=torch.Generator().manual_seed(0))
+    y = (x[:, :4] + 0.5 * torch.randn(600, 4, generator=torch.Generator().manual_seed(1))).argmax(1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(400, 100), nn.Tanh(), nn.Linear(100, 4))
+    la = LinearisedLaplace(model, "classification", method="subset", num_samples=8)
+    with pytest.warns(ConvergenceWarning, match=r"budget of 0\.1 training epochs pays for 512 rows: raise `budget`"):
+        la.fit(([(x, y)]), budget=0.1, progress=False)
+
+
+def test_a_classification_without_error_bars_says_so() -> None:
+    model, train, test = trained("classification", num=60, steps=400)
+    la = LinearisedLaplace(model, "classification").fit_hyperparameters(train, progress=False)
+    gamma = float(la.effective_dimension_)
+    print(f"γ {gamma:.2g}")
+    assert gamma < 1
+    assert "Error bars are negligible" in str(la)
+    assert "`val_loader`" in str(la)
+    la.fit_hyperparameters(train, test, progress=False)
+    print(f"γ with held-out data {float(la.effective_dimension_):.3g}")
+    assert "negligible" not in str(la)
+
+
+def test_the_line_of_the_cost_says_what_is_counted() -> None:
+    model, train, _ = trained("regression")
+    la = LinearisedLaplace(model, "regression")
+    plan = str(la.plan(train))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CalibrationWarning)
+        la.fit_hyperparameters(train, progress=False)
+    for text in (plan, str(la)):  # of an exact fit, more epochs than the budget has
+        assert "products with the network and of dense algebra" in text
+        assert "a second or so, are always allowed" in text
+    (x, _), labels = train[0], trained("classification")[1]
+    last = LinearisedLaplace(nn.Linear(8, 3).double(), "classification", parameters="last_layer")
+    for text in (str(last.plan(labels)), str(last.fit([(x, labels[0][1])], progress=False))):
+        assert "without dense algebra" in text
+        assert "always allowed" not in text
+    free = LinearisedLaplace(model, "regression").fit_hyperparameters(train, budget=None, progress=False)
+    assert "always allowed" not in str(free)
