@@ -15,8 +15,7 @@ from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.networks.subnetwork import of_some_weights
-from laplace_sampling.on_training_data import deviations_of, enough, held_out_problems, some_of
+from laplace_sampling.on_training_data import enough, held_out_problems
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predict import predict
 from laplace_sampling.predictions.calibration import (
@@ -24,15 +23,10 @@ from laplace_sampling.predictions.calibration import (
     held_out_classification,
     held_out_regression,
 )
-from laplace_sampling.predictions.conformal import FullConformal, SplitConformal
+from laplace_sampling.predictions.conformal import SplitConformal
 from laplace_sampling.predictions.validation import check_finite
 
 __all__ = ["CalibratedModel", "calibrated"]
-
-# The part of the training targets that a network may know for full conformal intervals of 90 % to contain them: MLPs of
-# 50 units on 40 and 100 data contained 0.88 to 0.90 where it was a sixth to a third, 0.84 where it was 0.4, and 0.81
-# where it was 0.73.
-_KNOWN_BY_HEART = 1 / 3
 
 
 def calibrated(held_out: HeldOut, network: Linearisation, posterior: Posterior, fit: Fit | None) -> Posterior:
@@ -125,22 +119,13 @@ class CalibratedModel(FittedModel):
     @solver_call
     @together
     def calibrate_conformal(
-        self,
-        val_loader: Iterable[Any] | None = None,
-        *,
-        unpack: Unpack | None = None,
-        num_data: int | None = None,
+        self, val_loader: Iterable[Any], *, unpack: Unpack | None = None, num_data: int | None = None
     ) -> Self:
         """Makes `interval` and `prediction_set` of predictions contain a share of the targets, whatever is wrong.
 
-        With `val_loader` by split conformal prediction: the guarantee holds for new data of the same distribution, on
-        average over them, with any network and posterior. The data must be seen by nothing else: neither by training
-        nor by `fit_hyperparameters` or `calibrate`, whose `val_loader` are others. Without it, for a regression, by
-        full conformal prediction of the linear model on the training data, at most 4,096 of them: the guarantee is
-        approximate, and all data serve for training; a `CalibrationWarning` says where it is known not to hold: of a
-        part of the weights, by a method that leaves out correlations, and of a network that knows its training data by
-        heart. Covariances are those of the samples: where inputs are far from the data, ends may be infinite or far
-        away that more samples would bring nearer. See `predictions.conformal`.
+        By split conformal prediction (`predictions.conformal`): the guarantee holds for new data of the same
+        distribution, on average over them, with any network and posterior. The data must be seen by nothing else:
+        neither by training nor by `fit_hyperparameters` or `calibrate`, whose `val_loader` are others.
 
         A later fit or `calibrate` takes it back. Files keep it.
 
@@ -150,64 +135,17 @@ class CalibratedModel(FittedModel):
             num_data: of an `IterableDataset`, likewise.
 
         Raises:
-            NotFittedError: before a fit; without `val_loader` for a loaded posterior.
+            NotFittedError: before a fit.
             TypeError, ValueError: as of `calibrate`; for a likelihood other than of a regression or a classification;
-                for outputs whose shape is not the same for all data; without `val_loader` for anything but a Gaussian
-                likelihood, and after a fit with `weights`.
+                for outputs whose shape is not the same for all data.
         """
         call = "calibrate_conformal"
         fitted = self._drawn(call)
-        posterior, doubts = fitted.posterior, []
+        posterior = fitted.posterior
         self._check_network(call)
         check_calibration(f"{call}(val_loader)", self.settings.observation, posterior.unequal_noise)
         with self.settings.processes.telling():
-            if val_loader is None:
-                conformal, doubts = self._full_conformal(call), self._doubts(call)
-            else:
-                held_out = HeldOut.read(val_loader, self.network, self.settings, unpack, num_data)
-                conformal = split_conformal(held_out, self.network, posterior, fitted.fit)
+            held_out = HeldOut.read(val_loader, self.network, self.settings, unpack, num_data)
+            conformal = split_conformal(held_out, self.network, posterior, fitted.fit)
         self._fitted = replace(fitted, posterior=replace(posterior, conformal=conformal))
-        warn_of([], doubts, stacklevel=5)
         return self
-
-    def _full_conformal(self, call: str) -> FullConformal:
-        posterior = self._require(call).posterior
-        if not isinstance(posterior.likelihood, Gaussian):
-            raise ValueError(
-                f"`{call}()` without `val_loader` is for a regression, but the likelihood is "
-                f"{posterior.likelihood.name!r}: pass data that the network was not trained on."
-            )
-        fit, tangent = self._with_data(call)
-        if tangent.weights is not None:
-            raise ValueError(
-                f"`{call}()` without `val_loader` needs training data that count alike, but the fit was given "
-                "`weights`: pass data that the network was not trained on."
-            )
-        samples, num_outputs = posterior.samples, fit.model.features.num_outputs
-        some = some_of(tangent, len(samples) * num_outputs)
-        deviations = posterior.calibration.scale**0.5 * deviations_of(fit.model.features, samples, some)
-        outputs = fit.model.network_outputs_of(some)
-        residuals = fit.model.targets_of(some).reshape(-1, num_outputs).to(outputs) - outputs
-        return FullConformal(residuals, deviations)
-
-    def _doubts(self, call: str) -> list[str]:
-        """Why the influence of a datum on the network may be more than that on the linear model."""
-        fit, _ = self._with_data(call)
-        gamma = float(self._require(call).posterior.effective_dimension.sum())
-        known = gamma / (fit.model.features.num_data * fit.model.features.num_outputs)
-        reasons = []
-        if of_some_weights(self.network):
-            reasons.append("the posterior is of some weights only, and the training data have changed others, too")
-        if fit.approximate:
-            reasons.append(f'method="{fit.task.method.name}" leaves out correlations')
-        if known > _KNOWN_BY_HEART:
-            reasons.append(
-                f"the data determine {gamma:.3g} directions of weight space, {100 * known:.0f} % of the number of "
-                "targets, so that the network knows most of them by heart"
-            )
-        if not reasons:
-            return []
-        return [
-            f"`{call}()` without `val_loader`: intervals may contain far fewer targets than their level says, since "
-            f"{'; and '.join(reasons)}. Pass `val_loader`, data that the network was not trained on."
-        ]

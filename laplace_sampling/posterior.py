@@ -20,7 +20,7 @@ from laplace_sampling.methods.fit import Fit
 from laplace_sampling.networks.function_fingerprint import FunctionFingerprint
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predictions.calibration import Calibration
-from laplace_sampling.predictions.conformal import Conformal
+from laplace_sampling.predictions.conformal import SplitConformal
 from laplace_sampling.solvers.preconditioners import Factored
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Posterior:
     unequal_noise: bool = False
     exact: dict[str, Tensor] = field(default_factory=dict)
     calibration: Calibration = field(default_factory=Calibration)
-    conformal: Conformal | None = None
+    conformal: SplitConformal | None = None
 
     def drawn(self, fit: Fit) -> "Posterior":
         """The same with the samples of its fit."""

@@ -6,8 +6,7 @@ of interval, continues where an earlier run stopped, and prints a Markdown table
 Kinds of intervals, at a level of 90 %:
 
 - `network, split`: `f(x)` plus and minus one number, the quantile of the absolute errors of validation data;
-- `ours, split`: after `calibrate_conformal(val_loader)` with the same validation data;
-- `ours, full`: after `calibrate_conformal()`, which sees no validation data.
+- `ours, split`: after `calibrate_conformal(val_loader)` with the same validation data.
 
 The standard error of a coverage follows from `q(1 − q)(1/m + 1/(n + 2))` of each split: `m` test data by which it is
 counted, and the variance of the coverage that the rank of one of `n` scores has, `q(1 − q)/(n + 2)`.
@@ -52,25 +51,21 @@ def network_alone(problem: Problem) -> Interval:
     return f - half, f + half
 
 
-def ours(held_out: bool) -> Callable[[Problem], Interval]:
-    def interval(problem: Problem) -> Interval:
-        data = problem.data
-        la = LinearisedLaplace(problem.network, "regression", seed=problem.seed)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            la.fit_hyperparameters(data.train.loader(BATCH), progress=False)
-        la.calibrate_conformal(data.validation.loader(BATCH) if held_out else None)
-        predictions: list[Any] = [la.predict(x) for x in data.test.x.split(BATCH)]
-        parts = [prediction.interval(LEVEL) for prediction in predictions]
-        return torch.cat([low for low, _ in parts]), torch.cat([high for _, high in parts])
-
-    return interval
+def ours(problem: Problem) -> Interval:
+    data = problem.data
+    la = LinearisedLaplace(problem.network, "regression", seed=problem.seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        la.fit_hyperparameters(data.train.loader(BATCH), progress=False)
+    la.calibrate_conformal(data.validation.loader(BATCH))
+    predictions: list[Any] = [la.predict(x) for x in data.test.x.split(BATCH)]
+    parts = [prediction.interval(LEVEL) for prediction in predictions]
+    return torch.cat([low for low, _ in parts]), torch.cat([high for _, high in parts])
 
 
 KINDS: dict[str, Callable[[Problem], Interval]] = {
     "network, split": network_alone,
-    "ours, split": ours(held_out=True),
-    "ours, full": ours(held_out=False),
+    "ours, split": ours,
 }
 
 
@@ -84,10 +79,9 @@ def intervals(problem: Problem, kind: str) -> dict[str, float]:
     low, high = KINDS[kind](problem)
     y = problem.data.test.y
     width = (high - low).flatten().double() / problem.data.train.y.std()
-    seen = problem.data.train if kind == "ours, full" else problem.data.validation
     return {
         "coverage": float(((low <= y) & (y <= high)).double().mean()),
-        "standard_error": standard_error(LEVEL, len(y), len(seen.y)),
+        "standard_error": standard_error(LEVEL, len(y), len(problem.data.validation.y)),
         "width": float(width.mean()),
         "median_width": float(width.median()),
         "unbounded": float(width.isinf().double().mean()),

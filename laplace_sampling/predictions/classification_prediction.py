@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
-from laplace_sampling.predictions.conformal import SplitConformal
+from laplace_sampling.predictions.conformal import rounding
 from laplace_sampling.predictions.prediction import SampledPrediction
 
 __all__ = ["ClassificationPrediction"]
@@ -115,7 +115,6 @@ class ClassificationPrediction(SampledPrediction):
             # A class belongs to the set if those before it do not reach the level.
             belongs = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order, ordered.cumsum(-1) - ordered < level)
         else:
-            assert isinstance(conformal, SplitConformal)
             belongs = -log_probs <= conformal.largest(level).to(log_probs)[:, None]
         if isinstance(self._bound, Bernoulli):
             return belongs.reshape(*self.outputs.shape, 2)
@@ -133,7 +132,10 @@ class ClassificationPrediction(SampledPrediction):
     def scores_of(self, targets: Tensor) -> Float[Tensor, "N S"]:
         labels, given = targets.reshape(len(targets), -1).long(), self._bound.given(targets)
         chosen = self._class_log_probs.gather(-1, labels.where(given, 0)[..., None].to(self.outputs.device))[..., 0]
-        return -chosen.where(given.to(chosen.device), torch.nan)
+        # A log probability moves by twice as much as the logits, at most.
+        of_outputs, of_deviations = rounding(self.outputs)
+        raised = 2 * (of_outputs + of_deviations * float(self.deviations.abs().max())) - chosen
+        return raised.where(given.to(chosen.device), torch.nan)
 
     @property
     def entropy(self) -> Tensor:

@@ -16,7 +16,7 @@ from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.multi_task import MultiTask
 from laplace_sampling.likelihoods.poisson import Poisson
 from laplace_sampling.predictions.classification_prediction import ClassificationPrediction
-from laplace_sampling.predictions.conformal import Conformal
+from laplace_sampling.predictions.conformal import SplitConformal
 from laplace_sampling.predictions.count_prediction import CountPrediction
 from laplace_sampling.predictions.function_covariance import FunctionCovariance, OfOutputs
 from laplace_sampling.predictions.multi_task_prediction import MultiTaskPrediction
@@ -76,7 +76,7 @@ def make_prediction(
     likelihood: Likelihood,
     *,
     function: FunctionCovariance | None = None,
-    conformal: Conformal | None = None,
+    conformal: SplitConformal | None = None,
     **noise: Any,
 ) -> Prediction:
     """The prediction of the kind that a likelihood has.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laplace_sampling.data.batches import Layout, as_tensors, flaw_of
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.predictions.conformal import Conformal, check_level
+from laplace_sampling.predictions.conformal import SplitConformal, check_level
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 
 __all__ = ["Prediction", "SampledPrediction"]
@@ -37,7 +37,7 @@ class Prediction(ABC):
     deviations: Tensor
     likelihood: Likelihood
     function: FunctionCovariance | None = field(default=None, kw_only=True)
-    conformal: Conformal | None = field(default=None, kw_only=True)
+    conformal: SplitConformal | None = field(default=None, kw_only=True)
 
     @cached_property
     def samples(self) -> Float[Tensor, "K N *C"]:
@@ -116,7 +116,7 @@ class Prediction(ABC):
             f"{self.likelihood.name!r}."
         )
 
-    def _conformal_at(self, call: str, level: float, num_targets: int) -> Conformal | None:
+    def _conformal_at(self, call: str, level: float, num_targets: int) -> SplitConformal | None:
         """What `calibrate_conformal` left, if it is of predictions with as many samples and targets."""
         check_level(call, level)
         if self.conformal is not None and self.conformal.num_samples != len(self.deviations):

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributions import LowRankMultivariateNormal, MultivariateNormal
 
 from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.predictions.conformal import rounding
 from laplace_sampling.predictions.prediction import Prediction, SampledPrediction
 
 __all__ = ["HeteroscedasticPrediction", "RegressionPrediction"]
@@ -52,16 +53,14 @@ class _Intervals(Prediction):
         if conformal is None:
             half = math.sqrt(2) * torch.erfinv(torch.tensor(level, dtype=torch.float64)).to(variance) * variance.sqrt()
             return mean - half, mean + half
-        deviations = self.samples - mean
-        flat = (
-            v.reshape(len(v), -1) for v in (variance - self.noise_variance, self.noise_variance.expand_as(variance))
-        )
-        below, above = conformal.errors(level, deviations.reshape(*deviations.shape[:2], -1), *flat)
-        return mean + below.reshape(mean.shape), mean + above.reshape(mean.shape)
+        half = conformal.largest(level).to(variance).reshape(mean.shape[1:]) * variance.sqrt()
+        return mean - half, mean + half
 
     def scores_of(self, targets: Tensor) -> Float[Tensor, "N D"]:
         error = (targets.to(self.mean).reshape(self.mean.shape) - self.mean).abs()
-        return (error / self.observation_variance.sqrt()).double().reshape(len(error), -1)
+        of_outputs, of_deviations = rounding(self.mean)
+        scores = (error + of_outputs).double() / self.observation_variance.sqrt().double() * (1 + of_deviations)
+        return scores.reshape(len(error), -1)
 
 
 @dataclass(frozen=True)

@@ -147,13 +147,14 @@ def held_out_looks(num_data: int, likelihood: Likelihood) -> Looks:
 
 
 def _widest(log_likelihood: Callable[[int], float], start: int, number: int, price: float) -> int:
-    """The index of the smallest precision, of so many from large to small, that is hardly less likely than others.
+    """The index of the smallest precision, of so many from large to small, that is hardly less likely than the best.
 
-    From the start it goes to larger ones while these are more likely by more than a price, and then to smaller ones
-    while they are within that price of the best that was passed.
+    From the start it climbs to larger precisions while these are more likely, and then goes to smaller ones while they
+    are within a price of the best that was passed. Steps up count however little they gain: a search that starts where
+    another one ended, a price below the best, would else take its start for the best, and end a price further down.
     """
     best = start
-    while best > 0 and log_likelihood(best - 1) > log_likelihood(best) + price:
+    while best > 0 and log_likelihood(best - 1) > log_likelihood(best):
         best -= 1
     largest = log_likelihood(best)
     while best + 1 < number and log_likelihood(best + 1) >= largest - price:

@@ -37,7 +37,7 @@ def is_possible(*parts: str) -> bool:
     if likelihood is not None:
         if {"validation", "calibrate", "conformal"} & {*parts} and not (regression or isinstance(likelihood, LABELS)):
             return False
-        if not regression and {"dual", "full conformal"} & {*parts}:
+        if not regression and "dual" in parts:
             return False
         if regression and "self_consistency" in parts:
             return False
@@ -53,9 +53,7 @@ def is_possible(*parts: str) -> bool:
         return False
     if "leave one out" in parts and ({*parts} & {*METHODS}) - {"exact"}:
         return False
-    if "dual" in parts and {"leave_one_out", "self_consistency"} & {*parts}:
-        return False
-    return not ("full conformal" in parts and {"leave_one_out", "self_consistency"} & {*parts})
+    return not ("dual" in parts and {"leave_one_out", "self_consistency"} & {*parts})
 
 
 @cache

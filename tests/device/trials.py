@@ -160,11 +160,6 @@ def _conformal(s: Session) -> None:
     s.see("conformal", *(pred.interval(0.5) if isinstance(s.likelihood, Gaussian) else [pred.prediction_set(0.5)]))
 
 
-def _full_conformal(s: Session) -> None:
-    s.la.calibrate_conformal()
-    s.see("full conformal", *s.la.predict(s.x).interval(0.5))
-
-
 def _diagnose(s: Session) -> None:
     s.see("diagnosis", str(s.la.diagnose()).partition("\n")[0])
 
@@ -216,7 +211,6 @@ ACTIONS: dict[str, Callable[[Session], None]] = {
     "leave one out": _leave_one_out,
     "calibrate": _calibrate,
     "conformal": _conformal,
-    "full conformal": _full_conformal,
     "diagnose": _diagnose,
     "evidence": _evidence,
     "export": _export,

@@ -125,7 +125,7 @@ def _observed() -> dict[str, Tensor]:
 def _noise_by_output() -> dict[str, Tensor]:
     likelihood = Gaussian(torch.tensor([10.0, 20.0], dtype=torch.float64), learn=True)
     la, found = results(network(2), likelihood, values(), method=Krylov())
-    la.calibrate_conformal()
+    la.calibrate_conformal([(inputs(), values())])
     lower, upper = la.predict(inputs()[:2]).interval(0.8)
     return found | {"lower": lower, "upper": upper}
 

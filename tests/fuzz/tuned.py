@@ -66,7 +66,7 @@ def dense_at(case: Problem, la: LinearisedLaplace) -> Dense:
 
 @dataclass
 class _Evidence:
-    """`log p(y)` of a regression, from the eigenvalues of its kernel."""
+    """`log p(y)` of a regression, from the eigenvalues of its kernel `JJᵀ`."""
 
     values: Tensor
     squares: Tensor
@@ -76,9 +76,12 @@ class _Evidence:
         """`variances` are those of the noise at `b = 1`, `[N, C]`."""
         root = variances.rsqrt()
         J = (dense.J * dense.scale * root[..., None]).flatten(0, 1)
-        values, vectors = torch.linalg.eigh(J @ J.mT)
+        # Squares of singular values: zeros of the kernel, at rounding, would pass for variance beside a tiny noise.
+        vectors, singular, _ = torch.linalg.svd(J)
+        values = torch.zeros(len(J), dtype=J.dtype)
+        values[: len(singular)] = singular.square()
         residual = ((y.reshape(root.shape).double() - dense.offset) * root).flatten()
-        return cls(values.clamp_min(0), (vectors.mT @ residual).square())
+        return cls(values, (vectors.mT @ residual).square())
 
     def __call__(self, log_alpha: Tensor | float, log_noise: Tensor | float) -> Tensor:
         alpha, noise = torch.as_tensor(log_alpha).exp()[..., None], torch.as_tensor(log_noise).exp()[..., None]

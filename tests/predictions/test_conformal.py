@@ -1,7 +1,6 @@
-"""Conformal intervals and sets: ranks, brute force, coverage, files and messages."""
+"""Conformal intervals and sets: ranks, coverage, equal data, files and messages."""
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -9,12 +8,11 @@ from scipy import stats
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling import CalibrationWarning, LinearisedLaplace, NotFittedError
+from laplace_sampling import LinearisedLaplace, NotFittedError
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.predictions import conformal
-from laplace_sampling.predictions.conformal import FullConformal, SplitConformal, conformal_of
+from laplace_sampling.predictions.conformal import SplitConformal, conformal_of
 from laplace_sampling.predictions.make_prediction import make_prediction
 
 
@@ -43,51 +41,6 @@ def test_targets_that_are_not_given_are_not_counted() -> None:
     assert found.largest(0.7).tolist() == [3.0, math.inf]
 
 
-def ridge(x: Tensor, y: Tensor, alpha: float, noise: float) -> Tensor:
-    return torch.linalg.solve(noise * x.T @ x + alpha * torch.eye(x.shape[1]).to(x), noise * x.T @ y)
-
-
-@pytest.mark.parametrize(
-    "level", [pytest.param(0.5, marks=pytest.mark.slow), pytest.param(0.8, marks=pytest.mark.slow), 0.9]
-)
-def test_full_intervals_are_those_of_refits_with_each_candidate(level: float) -> None:
-    """Ridge regression is trained again with every candidate of a fine grid."""
-    alpha, noise, num = 0.3, 4.0, 30
-    x, new = normal(num, 3), normal(5, 3, seed=1)
-    y = x @ torch.tensor([1.0, -2.0, 0.5]).double() + 0.5 * normal(num, seed=2)
-    weights = ridge(x, y, alpha, noise)
-    # Samples whose second moments are exact: the columns of a root of the covariance.
-    covariance = torch.linalg.inv(noise * x.T @ x + alpha * torch.eye(3).double())
-    samples = torch.linalg.cholesky(covariance).T * math.sqrt(3)
-    full = FullConformal((y - x @ weights)[:, None], (samples @ x.T)[..., None])
-    deviations = (samples @ new.T)[..., None]
-    variance = deviations.square().mean(0)
-    below, above = full.errors(level, deviations, variance, torch.full_like(variance, 1 / noise))
-    candidates = torch.linspace(-8, 8, 4001, dtype=torch.float64)
-    for i, point in enumerate(new):
-        inside = []
-        for candidate in candidates:
-            both = torch.cat([x, point[None]]), torch.cat([y, candidate[None]])
-            residuals = (both[1] - both[0] @ ridge(*both, alpha, noise)).abs()
-            p_value = float((residuals >= residuals[-1] - 1e-9).double().mean())
-            inside.append(p_value > 1 - level + 1e-9)
-        kept, mean = candidates[torch.tensor(inside)], float(point @ weights)
-        step = float(candidates[1] - candidates[0])
-        assert_close(float(mean + below[i]), float(kept[0]), atol=step, rtol=0)
-        assert_close(float(mean + above[i]), float(kept[-1]), atol=step, rtol=0)
-
-
-def test_full_intervals_have_no_end_where_a_datum_decides_its_neighbour() -> None:
-    full = FullConformal(torch.ones(1, 1).double(), torch.full((1, 1, 1), 3.0).double())
-    below, above = full.errors(0.5, torch.ones(1, 1, 1).double(), torch.ones(1, 1).double(), torch.ones(1, 1).double())
-    # a = ½ and c = 3/2: a positive residual falls faster than that of the new datum.
-    assert_close(above, torch.full_like(above, 0.5))
-    assert below.isneginf().all()
-    below, above = full.errors(0.9, *(torch.ones(1, 1).double().expand(s) for s in ((1, 1, 1), (1, 1), (1, 1))))
-    assert below.isneginf().all()
-    assert above.isposinf().all()
-
-
 def linear_data(num: int, seed: int) -> tuple[Tensor, Tensor]:
     x = normal(num, 2, seed=seed)
     # Noise with long tails and a spread that grows, which the model does not have.
@@ -105,8 +58,7 @@ def trained_linear(x: Tensor, y: Tensor) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("split", [True, False])
-def test_intervals_of_a_wrong_model_cover_what_they_promise(split: bool) -> None:
+def test_intervals_of_a_wrong_model_cover_what_they_promise() -> None:
     """60 training sets, 100 new data each; a normal distribution with the wrong noise covers far less."""
     covered, own, level = [], [], 0.8
     for seed in range(40):
@@ -117,7 +69,7 @@ def test_intervals_of_a_wrong_model_cover_what_they_promise(split: bool) -> None
         new_x, new_y = linear_data(100, 3 * seed + 1)
         lower, upper = la.predict(new_x).interval(level)
         own.append(float(((new_y >= lower) & (new_y <= upper)).double().mean()))
-        la.calibrate_conformal([linear_data(39, 3 * seed + 2)] if split else None)
+        la.calibrate_conformal([linear_data(39, 3 * seed + 2)])
         lower, upper = la.predict(new_x).interval(level)
         covered.append(float(((new_y >= lower) & (new_y <= upper)).double().mean()))
     found = torch.tensor(covered)
@@ -125,16 +77,6 @@ def test_intervals_of_a_wrong_model_cover_what_they_promise(split: bool) -> None
     assert abs(float(found.mean()) - level) < 3 * error
     assert error < 0.015
     assert sum(own) / len(own) < level - 0.2
-
-
-@pytest.mark.parametrize("method", ["exact", "krylov"])
-def test_training_data_are_seen_as_they_are_predicted(method: str) -> None:
-    x, y = linear_data(30, 0)
-    la = LinearisedLaplace(trained_linear(x, y), "regression", method=method, num_samples=8)
-    full = la.fit([(x, y)], scale=4.0, progress=False).calibrate_conformal().predict(x).conformal
-    assert isinstance(full, FullConformal)
-    assert_close(full.deviations, la.predict(x).deviations)
-    assert_close(full.residuals, y - la.predict(x).mean)
 
 
 def test_intervals_without_calibration_are_those_of_the_predictive_distribution() -> None:
@@ -222,12 +164,11 @@ def test_scores_of_labels_are_negative_log_probabilities() -> None:
     assert_close(maps.scores_of(y), -maps.probs.gather(1, y[:, None])[:, 0].log())
 
 
-@pytest.mark.parametrize("full", [True, False])
-def test_files_keep_what_was_calibrated(full: bool, tmp_path) -> None:
+def test_files_keep_what_was_calibrated(tmp_path) -> None:
     x, y = linear_data(30, 0)
     model = trained_linear(x, y)
     la = LinearisedLaplace(model, "regression", num_samples=8).fit([(x, y)], progress=False)
-    la.calibrate_conformal(None if full else [linear_data(30, 1)])
+    la.calibrate_conformal([linear_data(30, 1)])
     expected = la.predict(x[:3]).interval(0.8)
     la.save(tmp_path / "la.pt")
     again = LinearisedLaplace.load(tmp_path / "la.pt", model)
@@ -258,17 +199,15 @@ def test_a_variance_that_the_network_gives_is_corrected_as_well() -> None:
     assert abs(float(((new_y >= lower) & (new_y <= upper)).double().mean()) - 0.8) < 0.1
 
 
-@pytest.mark.parametrize("full", [True, False])
-def test_outputs_without_an_axis(full: bool) -> None:
+def test_outputs_without_an_axis() -> None:
     x, y = linear_data(30, 0)
     settings = {"method": "exact", "num_samples": 8}
     plain, flat = trained_linear(x, y), nn.Sequential(trained_linear(x, y), nn.Flatten(0))
     la = LinearisedLaplace(plain, "regression", **settings).fit([(x, y)], progress=False)
     of_flat = LinearisedLaplace(flat, "regression", **settings).fit([(x, y[:, 0])], progress=False)
     held_x, held_y = linear_data(30, 1)
-    expected = la.calibrate([(held_x, held_y)]).calibrate_conformal(None if full else [(held_x, held_y)])
-    found = of_flat.calibrate([(held_x, held_y[:, 0])])
-    found = found.calibrate_conformal(None if full else [(held_x, held_y[:, 0])])
+    expected = la.calibrate([(held_x, held_y)]).calibrate_conformal([(held_x, held_y)])
+    found = of_flat.calibrate([(held_x, held_y[:, 0])]).calibrate_conformal([(held_x, held_y[:, 0])])
     for ours, theirs in zip(found.predict(x).interval(0.8), expected.predict(x).interval(0.8), strict=True):
         assert_close(ours, theirs[:, 0])
 
@@ -312,81 +251,46 @@ def test_messages() -> None:
         la.predict(x).interval(0)
     with pytest.raises(ValueError, match="probability"):
         la.predict(x).interval(95)
-    la.fit([(x, y)], weights=torch.ones(30), progress=False)
-    with pytest.raises(ValueError, match="`weights`"):
-        la.calibrate_conformal()
     la.fit([(x, y)], noise_variances=torch.ones(30), progress=False)
     with pytest.raises(ValueError, match="noise_variances"):
         la.calibrate_conformal([(x, y)])
-    classifier = LinearisedLaplace(sure_classifier(), "classification", num_samples=8)
-    classifier.fit([labels_with_noise(30, 0)], progress=False)
-    with pytest.raises(ValueError, match="classification"):
-        classifier.calibrate_conformal()
     counts = LinearisedLaplace(nn.Linear(2, 1).double(), "poisson", num_samples=8, method="exact")
     counts.fit([(x, y.abs().round())], progress=False)
     with pytest.raises(ValueError, match="poisson"):
         counts.calibrate_conformal([(x, y.abs().round())])
 
 
-def trained_mlp(num: int, decay: float = 0.0) -> tuple[nn.Module, Tensor, Tensor]:
-    x = normal(num, 2)
-    y = x.sum(1, keepdim=True).sin() + 0.3 * normal(num, 1, seed=1)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 50), nn.Tanh(), nn.Linear(50, 1)).double()
-    optimiser = torch.optim.Adam(model.parameters(), 0.01)
-    for _ in range(500):
-        optimiser.zero_grad()
-        penalty = decay * sum(p.square().sum() for p in model.parameters())
-        ((model(x) - y).square().mean() + penalty).backward()
-        optimiser.step()
-    return model, x, y
+def test_a_level_of_next_to_nothing_is_that_of_the_smallest_score() -> None:
+    assert SplitConformal.of(torch.tensor([[1.0], [2.0]]), 8).largest(1e-12).tolist() == [1.0]
 
 
-@pytest.mark.parametrize(
-    ("settings", "num", "decay", "doubt"),
-    [
-        ({}, 60, 0.003, None),
-        ({"method": "kfac"}, 60, 0.003, 'method="kfac" leaves out correlations'),
-        ({"parameters": "last_layer"}, 60, 0.003, "some weights only"),
-        ({}, 20, 0.0, "% of the number of targets, so that the network knows most of them by heart"),
-    ],
-)
-def test_full_intervals_that_are_too_narrow_are_told(
-    settings: dict[str, str], num: int, decay: float, doubt: str | None
-) -> None:
-    model, x, y = trained_mlp(num, decay)
-    la = LinearisedLaplace(model, "regression", **settings).fit_hyperparameters([(x, y)], progress=False)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        la.calibrate_conformal()
-    assert [w.category for w in caught] == [CalibrationWarning] * (doubt is not None)
-    if doubt is not None:
-        assert doubt in str(caught[0].message)
-        assert caught[0].filename == __file__
-    # Held-out data have their guarantee whatever the posterior is.
-    la.calibrate_conformal([(x, y)])
-
-
-def test_weights_that_are_not_trained_are_no_reason_for_doubt() -> None:
-    model, x, y = trained_mlp(60, 0.003)
-    for parameter in model[0].parameters():
-        parameter.requires_grad_(False)
-    la = LinearisedLaplace(model, "regression", parameters="last_layer")
-    la.fit_hyperparameters([(x, y)], progress=False).calibrate_conformal()
-
-
-def test_full_intervals_in_parts_are_those_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    full = FullConformal(normal(12, 2), 0.3 * normal(8, 12, 2, seed=1))
-    deviations = 0.3 * normal(8, 7, 2, seed=2)
-    arguments = deviations, deviations.square().mean(0), torch.full((7, 2), 0.2, dtype=torch.float64)
-    whole = full.errors(0.8, *arguments)
-    monkeypatch.setattr(conformal, "_NUMBERS", 3 * 24)
-    for found, expected in zip(full.errors(0.8, *arguments), whole, strict=True):
-        assert_close(found, expected)
-    # A rank of zero is that of the smallest score, as of held-out data.
-    assert (full.errors(1e-12, *arguments)[1] > 0).all()
-    scores = SplitConformal.of(torch.tensor([[1.0], [2.0]]), 8)
-    assert scores.largest(1e-12).tolist() == [1.0]
+@pytest.mark.parametrize("method", ["exact", pytest.param("krylov", marks=pytest.mark.slow), "kfac"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["regression", "classification"])
+def test_equal_data_keep_their_guarantee(kind: str, dtype: torch.dtype, method: str) -> None:
+    """Of few inputs that are equally frequent, one has the largest score, at which its targets are exactly."""
+    outputs = 1 if kind == "regression" else 3
+    x = normal(80, 3).to(dtype)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(3, 30), nn.Tanh(), nn.Linear(30, outputs)).to(dtype)
+    y = x[:, :1].sin() if kind == "regression" else (3 * x[:, 0]).round().long() % 3
+    la = LinearisedLaplace(model, kind, method=method, num_samples=16).fit([(x, y)], progress=False)
+    for num in (2, 4):
+        few = normal(num, 3, seed=num).to(dtype)
+        labels = few[:, :1].sin() + 0.3 if kind == "regression" else torch.arange(num) % 3
+        calibration = torch.arange(40 // num * num) % num
+        la.calibrate_conformal([(few[calibration], labels[calibration])])
+        for batch in (1, 3):
+            covered = []
+            for some in (torch.arange(batch * num) % num).split(batch):
+                prediction = la.predict(few[some])
+                if kind == "regression":
+                    lower, upper = prediction.interval(0.9)
+                    covered.append(((lower <= labels[some]) & (labels[some] <= upper))[:, 0])
+                else:
+                    covered.append(prediction.prediction_set(0.9).gather(1, labels[some][:, None])[:, 0])
+            assert float(torch.cat(covered).double().mean()) >= 0.9
 
 
 def test_a_level_is_a_number() -> None:
