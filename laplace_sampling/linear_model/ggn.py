@@ -84,6 +84,10 @@ class GGN(Operator):
     def like(self) -> Features:
         return self.features
 
+    @property
+    def num_rows(self) -> int:
+        return self.num_data * self.features.num_outputs
+
     def matmul(self, v: Tensor, batch: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         total = torch.zeros_like(v)
         if batch is not None:
