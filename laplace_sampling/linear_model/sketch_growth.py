@@ -25,7 +25,7 @@ __all__ = ["NUM_PROBES", "Growth", "bytes_of_rows", "grow", "rows_that_fit"]
 # 0.24 in eleven of twelve sets of so many data, and 0.44 in one; of half as many it was 0.15 to 0.27, of twice as many
 # 0.16 to 0.26, and 0.34 in one.
 NUM_PROBES = 256
-# Rows of the first part, whose double is the first that can be compared.
+# Rows of the first part at most, whose double is the first that can be compared.
 _FIRST = 256
 # Rows whose sum of products is formed together, where they are not held.
 _TOGETHER = 1024
@@ -87,9 +87,24 @@ class Growth:
         # A sum of products of rows needs none of them in memory.
         return num_rows if self._sums and num_rows > self.size else min(num_rows, self._held)
 
+    def starting(self, most: int, max_rows: int) -> int:
+        """A number of rows, `most` at most, whose doubles end at the largest part, so that its half has been made."""
+        limit = self.reachable(max_rows)
+        if limit == self.sequence.most:
+            return self.reachable(most)  # the last part is `M` itself, and needs no half
+        while limit > 1 and (limit > most or 2 * limit > self.reachable(max_rows)):
+            limit //= 2
+        return limit
+
     def following(self, max_rows: int) -> int:
-        """The next number of rows: twice as many."""
-        return self.reachable(min(2 * self.num_rows, max_rows))
+        """The next number of rows: twice as many, or all; the same number if there is no larger part."""
+        limit = self.reachable(max_rows)
+        # A part that is compared with more than its half would seem to be more accurate than it is.
+        if limit < min(2 * self.num_rows, self.sequence.most):
+            return self.num_rows
+        double = min(2 * self.num_rows, limit)
+        # Between the rows that are held and those of which there is a sum there is nothing.
+        return double if self.reachable(double) == double else min(self.size + 1, limit)
 
     def sketch(self, num_rows: int) -> Sketch:
         """The sketch of so many rows, more than before, which is kept together with the one before it."""
@@ -183,9 +198,10 @@ class Growth:
 def grow(growth: Growth, shifts: Callable[[Sketch], Float[Tensor, " A"]], tolerance: float, *, max_rows: int) -> Sketch:
     """Doubles the rows until predicted standard deviations change by less than a tolerance, or a limit is reached.
 
-    The error of the part that is returned is less than the change. It falls nearly as `1/m`, since most of it is the
-    bias that the correction leaves: on 10,000 images and a LeNet of 3,206 weights, with 512 to 2,048 rows at `α` of 10,
-    100 and 1,000, the error on test data was 0.29 to 0.62 of the change.
+    The error of the part that is returned is less than the change, nearly always: rows that are sure to be drawn are in
+    a part and its half, and both have them exactly; of the others, the two differ by as much as they are off at least.
+    Of 24 fits to networks that are sure of most labels the error was 0.02 to 0.4 of the change, of classifications of
+    3 to 8 classes 0.1 to 0.85.
 
     Args:
         growth: what has been made so far.
@@ -195,7 +211,7 @@ def grow(growth: Growth, shifts: Callable[[Sketch], Float[Tensor, " A"]], tolera
         max_rows: at most so many rows; memory may hold fewer.
     """
     if not growth.made:
-        growth.sketch(growth.reachable(min(_FIRST, max_rows)))
+        growth.sketch(growth.starting(_FIRST, max_rows))
     while True:
         sketch = growth.made[-1]
         sketch.change = growth.change(shifts(sketch))

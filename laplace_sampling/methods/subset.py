@@ -163,9 +163,11 @@ class Subset(SolverMethod):
 
     def _pilot(self, growth: Growth) -> Sketch:
         """A small part, enough to know where precisions will be; and its half, with which it can be compared."""
-        for num_rows in (_PILOT // 2, _PILOT):
-            if (reachable := growth.reachable(min(num_rows, self.most_rows(growth.sequence.ggn.features)))) > growth.num_rows:
-                growth.sketch(reachable)
+        most = self.most_rows(growth.sequence.ggn.features)
+        if not growth.made:
+            growth.sketch(growth.starting(_PILOT // 2, most))
+        if growth.num_rows < _PILOT and (more := growth.following(most)) > growth.num_rows:
+            growth.sketch(more)
         return growth.made[-1]
 
     def tune(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
