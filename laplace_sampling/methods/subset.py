@@ -36,6 +36,8 @@ __all__ = ["Subset", "SubsetFit"]
 # 10,000 images of Fashion-MNIST and a network of 26,178 weights self-consistency gives 840, with half of them 770, with
 # twice 730.
 _PILOT = 512
+# Rows, or weights, of the largest matrix by default: its eigenvectors take about a minute.
+_MOST = 4096
 # A part is too small where its correction (`linear_model.sketch`) is less: it has hardly more rows than the data decide
 # directions. On MNIST and 3,866 weights the symmetrised Kullback-Leibler divergence from the exact posterior is 58, 7,
 # 2.3, .3 and .5 times that of Kronecker factors with corrections of .003, .04, .20, .24 and .39.
@@ -46,21 +48,30 @@ _LEAST_CORRECTION = 0.2
 class Subset(SolverMethod):
     """The full covariance, all correlations between weights, of random rows of a random part of the data.
 
-    Each datum that is drawn gives one random combination of its outputs, and counts for those that are not. The part
-    doubles until predicted standard deviations change by less than the tolerance (`linear_model.sketch_growth`), and
-    with more rows than data it goes on to further combinations, up to all outputs of all data: then it is exact. The
-    mode is that of all data, by conjugate gradients that the part preconditions.
+    A row is one column `φ_iᵀL_i e_k` of a root of the curvature of one datum, drawn by its size, and counts for those
+    that are not drawn (`linear_model.random_rows`). The part doubles until predicted standard deviations change by less
+    than the tolerance (`linear_model.sketch_growth`); with the rows of all outputs of all data it is exact. The mode is
+    that of all data, by conjugate gradients that the part preconditions.
 
     Args:
-        max_rows: at most so many rows. A row takes one VJP of a datum, `P` numbers of memory, and `m` rows about `m²P`
-            multiplications, which for more rows soon are most of the work.
+        max_rows: at most so many rows. A row takes one VJP of a datum, `P` numbers of memory, and `m` rows about
+            `mP min(m, P)` multiplications and `9 min(m, P)³` operations. By default 4,096, and all rows of a network of
+            no more weights, whose matrix does not grow with them; fewer where the budget does not pay for these.
     """
 
-    max_rows: int = 4096
+    max_rows: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("`Subset(max_rows=...)`", self.max_rows, 2)
+        if self.max_rows is not None:
+            check_whole("`Subset(max_rows=...)`", self.max_rows, 2)
+
+    def most_rows(self, features: Features) -> int:
+        """The largest part."""
+        of_all = features.num_data * features.num_outputs
+        if self.max_rows is not None:
+            return min(self.max_rows, of_all)
+        return of_all if features.size <= _MOST else min(_MOST, of_all)
 
     @property
     def name(self) -> str:
@@ -79,8 +90,8 @@ class Subset(SolverMethod):
         return problem.num_samples + 8
 
     def predicted(self, problem: Problem, cost: Cost) -> Estimate:
-        """As if the part grew to `max_rows`."""
-        features, rows = problem.features, min(self.max_rows, problem.num_observations)
+        """As if the part grew to its most rows."""
+        features, rows = problem.features, self.most_rows(problem.features)
         memory = problem.memory_of(self.max_memory)
         of_samples = problem.num_samples * memory.vector
         bytes_ = min(of_samples + bytes_of_rows(rows, features.size, features.dtype.itemsize), memory.bytes)
@@ -100,33 +111,39 @@ class Subset(SolverMethod):
         of_rule = 0.0
         if selection is not None:
             looks = selection.looks(features)
-            of_rule = 0.0 if at_once else min(_PILOT, rows) * looks.vectors(features)
-            of_rule += rows * looks.vectors(features, rough=False) if rows > _PILOT or at_once else 0
-        products = 2.0 * features.size * (rows * (rows + 2 * num_samples) + of_rule)
-        return products + (9.0 if at_once else 10.3) * rows**3
+            of_rule = 0.0 if at_once else min(_PILOT, rows, features.size) * looks.vectors(features)
+            of_rule += (
+                min(rows, features.size) * looks.vectors(features, rough=False) if rows > _PILOT or at_once else 0
+            )
+        # With more rows than weights the matrix is that of the weights.
+        order = min(rows, features.size)
+        products = 2.0 * features.size * (rows * order + 2 * order * num_samples + of_rule)
+        return products + (9.0 if at_once else 10.3) * order**3
 
     def paid_for(self, problem: Problem, choice: Choice) -> Choice:
         """The choice, with as many rows as the budget pays for."""
         if problem.cost is None:
             return choice
         method, budget = self.within(problem, problem.cost), problem.budget
-        asked = choice.asked.max_rows if isinstance(choice.asked, Subset) else Subset.max_rows
-        if method.max_rows >= asked:
+        rows = method.most_rows(problem.features)
+        asked = choice.asked if isinstance(choice.asked, Subset) else Subset()
+        if rows >= asked.most_rows(problem.features):
             return replace(choice, method=method)
-        limit = f"The budget of {budget.epochs:g} training epochs pays for {method.max_rows:,} rows"
+        limit = f"The budget of {budget.epochs:g} training epochs pays for {rows:,} rows"
         return replace(choice, method=method, limit=limit)
 
     def within(self, problem: Problem, cost: Cost) -> "Subset":
-        """The same with as many rows as the budget pays for, in powers of two, and with a few at least."""
-        method = self
-        while method.max_rows > _PILOT and not problem.budget.affords(method.predicted(problem, cost).total):
-            method = replace(method, max_rows=max(_PILOT, method.max_rows // 2))
+        """The same with as many rows as the budget pays for, of powers of two and the most, and with a few at least."""
+        method, rows = self, self.most_rows(problem.features)
+        while rows > _PILOT and not problem.budget.affords(method.predicted(problem, cost).total):
+            rows = 2 ** ((rows - 1).bit_length() - 1)
+            method = replace(method, max_rows=rows)
         return method
 
     def is_held(self, problem: Problem, cost: Cost) -> bool:
         """Whether memory holds a part that is large enough to choose a precision by."""
         features, memory = problem.features, problem.memory_of(self.max_memory)
-        few = min(self.max_rows, _PILOT, problem.num_observations)
+        few = min(_PILOT, self.most_rows(features))
         needed = bytes_of_rows(few, features.size, features.dtype.itemsize)
         return problem.num_samples * memory.vector + needed <= memory.bytes
 
@@ -138,14 +155,15 @@ class Subset(SolverMethod):
 
     def _grown(self, task: Task, growth: Growth, tolerance: float, alpha: float) -> Sketch:
         """The part that is accurate at a precision, by what an earlier fit found out if there was one."""
+        most = self.most_rows(task.model.features)
         if task.start is not None and len(growth.made) < 2 and (earlier := _part_of(task.start)) is not None:
-            sketch = earlier.continued(growth, task.start.prior, task.start.likelihood, alpha, self.max_rows)
-            following = growth.following(self.max_rows)
+            sketch = earlier.continued(growth, task.start.prior, task.start.likelihood, alpha, most)
+            following = growth.following(most)
             if sketch.change <= tolerance or following <= sketch.num_rows:
                 return sketch
             growth.sketch(following)
         shift = torch.tensor([alpha], dtype=torch.float64)
-        return grow(growth, lambda _: shift, tolerance, max_rows=self.max_rows)
+        return grow(growth, lambda _: shift, tolerance, max_rows=most)
 
     def covariance_path(self, task: Task) -> CovariancePath:
         """That of a small part, which chooses a precision for other methods, before there are samples."""
@@ -156,9 +174,11 @@ class Subset(SolverMethod):
 
     def _pilot(self, growth: Growth) -> Sketch:
         """A small part, enough to know where precisions will be; and its half, with which it can be compared."""
-        for num_rows in (_PILOT // 2, _PILOT):
-            if (reachable := growth.reachable(min(num_rows, self.max_rows))) > growth.num_rows:
-                growth.sketch(reachable)
+        most = self.most_rows(growth.sequence.ggn.features)
+        if not growth.made:
+            growth.sketch(growth.starting(_PILOT // 2, most))
+        if growth.num_rows < _PILOT and (more := growth.following(most)) > growth.num_rows:
+            growth.sketch(more)
         return growth.made[-1]
 
     def tune(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
@@ -206,7 +226,8 @@ class Subset(SolverMethod):
             of_rule += found[1].history[0].passes - sketch.passes
         assert found is not None
         task, tuned = found
-        sketch = growth.made[-1]
+        # The precision has moved after the part was last judged: it grows if it is not accurate at the new one.
+        sketch = self._grown(task, growth, tuning.tolerance, overall_precision(task.prior))
         step = replace(tuned.history[0], passes=sketch.passes + of_rule)
         if tuning.callback is not None:
             tuning.callback(step)
@@ -223,7 +244,7 @@ class Subset(SolverMethod):
             task, tuned = self.tune_by_em(task, tuning, solver)
             history += tuned.history
             # The part has grown at the precision that the search began with.
-            part.grow(task.ggn(), task.prior, self.max_rows)
+            part.grow(task.ggn(), task.prior, self.most_rows(task.model.features))
             if part.sketch.num_rows == rows:
                 return task, replace(tuned, history=history)
 
@@ -249,7 +270,7 @@ class Subset(SolverMethod):
             return other.method.fit(other, replace(tuned, work=None), tolerance)
         task.budget.add(dense=self._dense_operations(features, rows, task.num_samples, task.selection, at_once))
         reason = (
-            f"{task.reason}; {rows} random rows of {min(rows, num_data)} of {num_data} data, "
+            f"{task.reason}; {rows} random rows of {part.growth.sequence.num_seen(rows)} of {num_data} data, "
             f"half of which change predicted standard deviations by {100 * sketch.change:.2g} %"
         )
         if at_once and task.start is not None:
@@ -282,7 +303,6 @@ class SubsetFit(FactoredFit):
     @property
     def advice(self) -> str:
         assert isinstance(self.solver, SketchSampler)
-        assert isinstance(self.method, Subset)
         if told := self.task.budget.advice:
             return told
         growth, rows = self.solver.part.growth, self.solver.part.sketch.num_rows
@@ -290,7 +310,14 @@ class SubsetFit(FactoredFit):
             return f"Memory holds {rows:,} rows: raise `max_memory`."
         if self.task.limit:
             return f"{self.task.limit}: raise `budget`, or give `budget=None`."
-        return f"For a larger part of the data give `method=Subset(max_rows={2 * self.method.max_rows})`."
+        return f"For a larger part of the data give `method=Subset(max_rows={2 * rows})`."
+
+    @property
+    def approximate(self) -> bool:
+        # With the rows of all outputs of all data `M̂` is `M`.
+        assert isinstance(self.solver, SketchSampler)
+        part = self.solver.part
+        return part.sketch.num_rows < part.growth.sequence.most
 
     def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
         sampled, solver = super().draw(draws, description), self.solver

@@ -74,6 +74,11 @@ class Operator(ABC):
         return self.like.size
 
     @property
+    def num_rows(self) -> int:
+        """The number of rows of `root_rows`."""
+        return self.like.num_rows
+
+    @property
     def device(self) -> torch.device:
         return self.like.device
 

@@ -217,8 +217,20 @@ class Nystrom(Preconditioner):
             generator: of the rows.
         """
         rows = _weighted_rows(operator, data, weights, generator)
+        return cls._of_factor(rows, max_rank, len(data) / (2 * operator.num_data))
+
+    @classmethod
+    def of_root(cls, operator: Operator, *, max_rank: int) -> "Nystrom":
+        """The leading eigenvectors of `M` itself, from all its rows, for few data: half a pass for each output."""
+        rows = torch.cat(list(operator.root_rows()))
+        return cls._of_factor(rows, max_rank, len(rows) / (2 * operator.num_data))
+
+    @classmethod
+    def _of_factor(cls, rows: Float[Tensor, "n P"], max_rank: int, passes: float) -> "Nystrom":
+        """The leading eigenvectors of `RᵀR`."""
+        num_rows, size, dtype = *rows.shape, rows.dtype
         # The smaller of the two Gram matrices; both have the eigenvalues of the sum.
-        wide = len(rows) <= operator.size
+        wide = num_rows <= size
         gram = (rows @ rows.T if wide else rows.T @ rows).double()
         if not wide:
             rows = rows[:0].clone()  # frees memory: the decomposition takes several times that of `gram`
@@ -229,14 +241,14 @@ class Nystrom(Preconditioner):
         eigenvalues, vectors = symmetric_eigen(gram)
         eigenvalues = eigenvalues.flip(-1)
         # Rounding errors of the Gram matrix are of the size eps·λ_1: smaller eigenvalues are noise.
-        large = eigenvalues > 10 * torch.finfo(operator.dtype).eps * eigenvalues[0]
+        large = eigenvalues > 10 * torch.finfo(dtype).eps * eigenvalues[0]
         rank = max(1, min(max_rank, int(large.sum())))
         eigenvalues, vectors = eigenvalues[:rank], vectors[:, -rank:].flip(-1).T
         if wide:
             # From left to right singular vectors.
             root = eigenvalues.sqrt()[:, None]
             vectors = (vectors / torch.where(root > 0, root, 1.0)).to(rows) @ rows
-        return cls(vectors.to(operator.dtype), eigenvalues.to(operator.dtype), len(data) / (2 * operator.num_data))
+        return cls(vectors.to(dtype), eigenvalues.to(dtype), passes)
 
     def solve(self, v: Tensor, shift: float) -> Tensor:
         return self._apply(v, 1 / (self.eigenvalues + shift))

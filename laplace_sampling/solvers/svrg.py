@@ -56,7 +56,8 @@ class SVRG(IterativeSolver):
     inverse: most data of a good classifier have next to no curvature, and a few have nearly all of it.
 
     The preconditioner `P` has the leading eigenvectors of an estimate of `M` from one random row of some data
-    (`Nystrom.of_rows`); `hold` keeps it between solves. Steps are `δ ← δ − η_t P⁻¹ g_b(δ)` with
+    (`Nystrom.of_rows`), or those of `M` itself where all its rows are no more (`Nystrom.of_root`); `hold` keeps it
+    between solves. Steps are `δ ← δ − η_t P⁻¹ g_b(δ)` with
     `η_t = min(step/λ, 2/(t + 2))`; `λ` is the largest eigenvalue of `P⁻¹H` estimated on a mini-batch, over a few of
     them. At `P = H` the second makes `δ_t` solve the equation in which `Mζ` is the mean of the estimates of batches,
     weighted by `t`; over a stage, in which each datum comes as often as it should, their noise sums to nearly zero.
@@ -123,9 +124,14 @@ class SVRG(IterativeSolver):
     ) -> tuple[Nystrom, float]:
         """A preconditioner of `white`, which is `operator` in coordinates `v / undo`, and the passes that it took."""
         # Four times as many rows as the rank: the small eigenvalues of a sample are mostly noise.
-        drawn = sampler.batches(1, min(4 * self.max_rank, white.num_data))[0]
+        most = 4 * self.max_rank
+        drawn = sampler.batches(1, min(most, white.num_data))[0]
 
         def build(generator: torch.Generator) -> Nystrom:
+            # One row of each of few data spans a part of what they decide, and `P` is as large elsewhere as within: the
+            # error in the norm of `P⁻¹` would say nothing. All rows are no more than those of many data.
+            if white.num_rows <= most:
+                return Nystrom.of_root(white, max_rank=self.max_rank)
             return Nystrom.of_rows(white, *drawn, max_rank=self.max_rank, generator=generator)
 
         if self.held is None:
@@ -331,7 +337,8 @@ class HeldNystrom:
             build: builds the preconditioner.
         """
         if self.preconditioner is None:
-            self._data = data[:_SIGNATURE].clone()
+            # Several rows of each of few data: one row of one datum would be a multiple of any other, whatever `B` is.
+            self._data = data.repeat(-(-_SIGNATURE // len(data)))[:_SIGNATURE]
         # The products of the rows with each other need little memory, and show both a factor and a rotation.
         rows = operator.random_rows(self._data, torch.Generator().manual_seed(0)).double()
         signature, passes = rows @ rows.T, len(rows) / (2 * operator.num_data)

@@ -161,7 +161,7 @@ def test_a_part_and_its_half_have_the_same_draws() -> None:
 def test_growth_stops_at_the_tolerance() -> None:
     ggn, shift = classifier(3000), torch.tensor([1.0], dtype=torch.float64)
     sizes = []
-    for tolerance in (1.0, 0.05, 0.0):
+    for tolerance in (1.0, 0.02, 0.0):
         growth = Growth(RandomRows(ggn, 0))
         sketch = grow(growth, lambda _: shift, tolerance, max_rows=4000)
         sizes.append(sketch.num_rows)
@@ -169,7 +169,7 @@ def test_growth_stops_at_the_tolerance() -> None:
             assert sketch.change <= tolerance
     assert sizes[0] < sizes[1] < sizes[2]
     asked = []
-    grow(Growth(RandomRows(ggn, 0)), lambda s: asked.append(s.num_rows) or shift, 0.05, max_rows=4000)
+    grow(Growth(RandomRows(ggn, 0)), lambda s: asked.append(s.num_rows) or shift, 0.02, max_rows=4000)
     assert asked[-1] == sizes[1]
 
 
@@ -181,15 +181,16 @@ def test_growth_ends_at_its_limits() -> None:
     bytes_ = bytes_of_rows(100, 500, 8)
     assert rows_that_fit(500, 8, bytes_) in (99, 100)
     sketch = grow(Growth(RandomRows(ggn, 0), bytes_), lambda _: shift, 0.0, max_rows=10_000)
-    assert sketch.num_rows == rows_that_fit(500, 8, bytes_)
+    assert sketch.num_rows in (rows_that_fit(500, 8, bytes_), rows_that_fit(500, 8, bytes_) - 1)
 
 
 @pytest.mark.parametrize("bytes_", [1e9, 60_000])
 def test_all_rows_are_exact_whatever_is_held(bytes_: float) -> None:
-    """Also where memory holds 30 of 360 rows: `M̂` is then accumulated in rounds over all data."""
+    """Also where memory holds 30 of 360 rows: `M̂` is then a sum of products of rows, none of which is kept."""
     ggn, shift = classifier(120), torch.tensor([0.1], dtype=torch.float64)
     growth = Growth(RandomRows(ggn, 0), bytes_)
-    assert growth.reachable(100) == (100 if bytes_ == 1e9 else 30)
+    assert growth.reachable(35) == (35 if bytes_ == 1e9 else 30)
+    assert growth.reachable(100) == 100
     sketch = grow(growth, lambda _: shift, 0.0, max_rows=10_000)
     assert (sketch.num_rows, sketch.change, sketch.chance) == (360, 0.0, 0.0)
     M = make_dense(ggn)
@@ -200,7 +201,7 @@ def test_all_rows_are_exact_whatever_is_held(bytes_: float) -> None:
 
 
 def test_more_rows_are_nearer_to_the_exact_posterior() -> None:
-    """Rows of 0.1, 0.5, 1 and 2 rounds, and all outputs: each more accurate, and at last exact."""
+    """Each larger part is more accurate, and the last one exact."""
     ggn = classifier(500, num_outputs=4)
     M, alpha = make_dense(ggn), 0.3
     phi = ggn.features.rows(torch.arange(100))
@@ -238,11 +239,11 @@ def test_a_part_is_compared_with_its_half_under_the_noise_that_is_asked_for(nois
         Growth(RandomRows(replace(ggn, features=ScaledFeatures(ggn.features, prior.scale)), 0))
         for ggn in (first, asked)
     )
-    for num_rows in (4, 8):
+    for num_rows in (3, 6):
         sketch = growth.sketch(num_rows)
         expected.sketch(num_rows)
     part = Part(growth, sketch, tolerance=math.inf)
-    part.grow(asked, prior, 8)
+    part.grow(asked, prior, 6)
     assert part.sketch.change == pytest.approx(expected.change(prior.precision))
     # The correction of both is that of the precision.
     eye = torch.eye(asked.size, dtype=torch.float64)
