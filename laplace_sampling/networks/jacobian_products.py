@@ -35,8 +35,9 @@ Function = Callable[[Weights], Tensor]
 
 # The share of free memory that frozen weights may take which processes share out. It is not tuned.
 _SHARE = 0.5
-# Exceptions of operations that lack a derivative or a rule for batches.
-_LACKING = (RuntimeError, NotImplementedError, KeyError)
+# Exceptions of operations that lack a derivative or a rule for batches; the last two are of operations that call
+# functions, as `cond` (torch 2.14).
+_LACKING = (RuntimeError, NotImplementedError, KeyError, TypeError, AssertionError)
 
 
 def _attempt(way: Callable[[], Any], plain: Callable[[], Any]) -> tuple[Any, Exception | None]:
@@ -345,7 +346,7 @@ def _rows_alone(held: HeldModule, x: Any, u: Tensor | None, graph: bool = False)
     """`φᵀ u_k` of one datum, by weight `[k, ...]`; of the unit vectors, which give its Jacobian, without `u`."""
     with torch.enable_grad():
         weights = held.leaves()
-        outputs = held({**(held.fixed() if graph else {}), **weights}, x).reshape(-1)
+        outputs = held({**held.fixed(), **weights}, x).reshape(-1)
         cotangents = torch.eye(len(outputs)).to(outputs) if u is None else u.to(outputs.dtype)
         pulled = [
             torch.autograd.grad(
