@@ -26,6 +26,7 @@ from torch.autograd.forward_ad import make_dual, unpack_dual
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from laplace_sampling.networks.branches import QUESTIONS
 from laplace_sampling.networks.control_flow import CONTROL_FLOW
 from laplace_sampling.networks.elementary_layers import (
     ELEMENTARY_LAYERS,
@@ -291,6 +292,7 @@ _REPLACED: dict[Callable, Callable] = {
     torch.addmm: addmm,
     torch.einsum: einsum,
     F.multi_head_attention_forward: _attention,
+    **QUESTIONS,
     **{operation: _composed(function) for operation, function in CONTROL_FLOW.items()},
     F.batch_norm: batch_norm,
     **dict.fromkeys((torch.batch_norm, torch.ops.aten.batch_norm.default), _torch_batch_norm),
