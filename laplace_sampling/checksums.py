@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_sampling.data.batches import as_plain
 from laplace_sampling.data.digest import digest
 from laplace_sampling.data.processes import ALONE, Processes
 
@@ -26,7 +27,7 @@ def with_checksums(tensors: dict[str, Tensor], how: dict[str, Any], processes: P
         how: they were made, as JSON.
         processes: each of which may have some of the samples in its state.
     """
-    state = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    state = {name: as_plain(tensor.detach()).clone() for name, tensor in tensors.items()}
     own = {name: digest([(name, tensor)]).hex() for name, tensor in state.items()}
     # What all of them have is written by the first one.
     parts = reversed(processes.gathered_samples(lambda: own))

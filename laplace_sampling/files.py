@@ -10,6 +10,9 @@ from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from laplace_sampling.data.batches import as_plain
 
 __all__ = ["File", "check_target", "explained", "read", "replace_file", "target_of", "write"]
 
@@ -129,12 +132,30 @@ def _save(state: dict[str, Tensor], file: IO[bytes]) -> None:
 
 
 def _load(file: IO[bytes], name: str) -> Any:
+    start = file.tell() if file.seekable() else None
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        loaded = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # of zip files, of pickles, of memory: a damaged file may look like anything
+        if classes := _other_classes(file, start):
+            raise ValueError(
+                f"`load`: {name} holds objects of {', '.join(classes)}, and `load` reads plain tensors only, since "
+                "others may run code. If `save` wrote it and you trust it, allow these classes by "
+                "`torch.serialization.add_safe_globals([...])`, load it, and save it again; or fit and save again."
+            ) from error
         raise ValueError(
             f"`load`: {name} is damaged, cut off, or no file of `save`. Take another copy of it, or fit and save again."
         ) from error
+    return tree_map_only(Tensor, as_plain, loaded)
+
+
+def _other_classes(file: IO[bytes], start: int | None) -> list[str]:
+    """The classes and functions in a file that `torch.load` refuses; none of a damaged one."""
+    if start is None:
+        return []
+    with suppress(Exception):
+        file.seek(start)
+        return torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    return []
 
 
 def explained(error: OSError, sentence: str) -> OSError:

@@ -97,12 +97,19 @@ def _cost(network: Linearisation, tangent: TangentModel) -> Cost:
     features, counts = NetworkFeatures(whole, tangent.data, tangent.layout), dict(network.products)
 
     def gradient(batch: Tensor) -> None:
-        if network.held.shards is not None and whole.names != network.names:
-            # All weights would be whole at once: a backward pass counts as two forward ones.
-            for _ in range(3):
-                features.network(features.inputs(batch)[0])
-            return
-        features.vjp(torch.ones(1, len(batch), features.num_outputs, dtype=network.dtype, device=network.device), batch)
+        others, passes = whole.names != network.names, 3  # a backward pass counts as two forward ones
+        # Weights that processes share out would all be whole at once.
+        if network.held.shards is None or not others:
+            u = torch.ones(1, len(batch), features.num_outputs, dtype=network.dtype, device=network.device)
+            try:
+                features.vjp(u, batch)
+                return
+            except (RuntimeError, ValueError, TypeError):
+                if not others:
+                    raise
+                passes = 2  # other weights need not be differentiable, and the forward pass has been counted
+        for _ in range(passes):
+            features.network(features.inputs(batch)[0])
 
     everything = type(network) is Linearisation and network.num_parameters == whole.num_parameters
     cost = measure(tangent.model.features, None if everything else gradient)

@@ -17,12 +17,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 __all__ = [
     "Layout",
     "arguments",
+    "as_plain",
     "as_tensors",
     "batched",
     "concatenate",
@@ -134,8 +135,19 @@ def plain(x: Any) -> Any:
     return tree_map(lambda leaf: plain(leaf) if isinstance(leaf, Mapping) else leaf, x)
 
 
+def as_plain(tensor: Tensor) -> Tensor:
+    """A tensor of torch's own class with the numbers of one of another, such as a MetaTensor of MONAI.
+
+    Subclasses that are made of other tensors, and have operations of their own, stay what they are.
+    """
+    if type(tensor) in (Tensor, nn.Parameter) or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():  # some keep their class in every function
+        return tensor.as_subclass(Tensor)
+
+
 def as_tensors(x: Any) -> Any:
-    """The same with tensors in place of numpy's arrays, which share their memory.
+    """The same with plain tensors in place of subclasses and of numpy's arrays; they share their memory.
 
     Raises:
         TypeError: for an array of what torch has no tensors of, as of words.
@@ -143,14 +155,14 @@ def as_tensors(x: Any) -> Any:
 
     def tensor(leaf: Any) -> Any:
         if not isinstance(leaf, np.ndarray):
-            return leaf
+            return as_plain(leaf) if isinstance(leaf, Tensor) else leaf
         try:
             # torch does not take negative strides, and warns of arrays that are read-only.
             return torch.from_numpy(np.require(leaf, requirements=["C", "W"]))
         except TypeError as error:
             raise TypeError(f"There is no tensor of an array of {leaf.dtype}; give one of numbers.") from error
 
-    return x if isinstance(x, Tensor) else tree_map(tensor, plain(x))
+    return tensor(x) if isinstance(x, Tensor) else tree_map(tensor, plain(x))
 
 
 def flaw_of(x: Any) -> str | None:

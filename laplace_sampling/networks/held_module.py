@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from laplace_sampling.data.batches import Layout, arguments, batched, num_rows, read
+from laplace_sampling.data.batches import Layout, arguments, as_plain, batched, num_rows, read
 from laplace_sampling.data.digest import digest
 from laplace_sampling.networks.allocator import cpu_out_of_memory
 from laplace_sampling.networks.module_state import ModuleState
@@ -100,7 +100,9 @@ class HeldModule:
     def random(self) -> Weights:
         """The random weights of the module, without a graph; whole, also if they are shared out over processes."""
         weights = self._random()
-        return {n: w.detach() for n, w in weights.items()} if self.shards is None else self.shards.random(weights)
+        return (
+            {n: _plain(w.detach()) for n, w in weights.items()} if self.shards is None else self.shards.random(weights)
+        )
 
     def _random(self) -> Weights:
         with LOCK:
@@ -128,7 +130,8 @@ class HeldModule:
             return {}
         with LOCK:
             parameters = self.module.named_parameters()
-            return {name: p.detach() for name, p in parameters if name not in self.shapes and not is_dtensor(p)}
+            fixed = {name: p.detach() for name, p in parameters if name not in self.shapes and not is_dtensor(p)}
+        return {name: _plain(p) for name, p in fixed.items()}
 
     def _some_weight(self) -> Tensor:
         """One of the random weights; a walk through the module would take as long as a small layer."""
@@ -180,7 +183,7 @@ class HeldModule:
                 tied = self._state is None or self._state.tied
                 with self._weights_elsewhere(weights):
                     output = functional_call(self.module, weights, args, kwargs, tie_weights=tied)
-        output = read(output, num_rows(x))[0]
+        output = _plain(read(output, num_rows(x))[0])
         return output if output.dtype == dtype else output.to(dtype)  # even a `to` without effect takes time
 
     @contextmanager
@@ -223,7 +226,8 @@ class HeldModule:
         args, kwargs = arguments(self._copied(x))
         try:
             with cpu_out_of_memory:
-                return read(self.module(*args, **kwargs), num_rows(x))
+                output, layout = read(self.module(*args, **kwargs), num_rows(x))
+                return as_plain(output), layout
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
             explained = self._explained(error, x)
             if explained is error:
@@ -354,6 +358,16 @@ class _Substitution(TorchFunctionMode):
         if type(value) in (list, tuple):
             return type(value)(map(self._replaced, value))
         return {key: self._replaced(item) for key, item in value.items()} if type(value) is dict else value
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """A plain tensor in place of one whose class changes nothing that is computed; others may be what a layer needs."""
+    kind = type(tensor)
+    if kind is Tensor:
+        return tensor
+    function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    usual = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)
+    return as_plain(tensor) if function in usual else tensor
 
 
 def _is_of_torch(error: Exception) -> bool:

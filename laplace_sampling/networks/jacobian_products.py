@@ -20,6 +20,7 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import jacrev, jvp, vjp, vmap
 
 from laplace_sampling.data.batches import batched, num_rows, take
+from laplace_sampling.networks.branches import by_branch
 from laplace_sampling.networks.derivative_rules import ComposedLayers
 from laplace_sampling.networks.held_module import HeldModule, Weights
 from laplace_sampling.networks.resources import free_memory
@@ -35,8 +36,9 @@ Function = Callable[[Weights], Tensor]
 
 # The share of free memory that frozen weights may take which processes share out. It is not tuned.
 _SHARE = 0.5
-# Exceptions of operations that lack a derivative or a rule for batches.
-_LACKING = (RuntimeError, NotImplementedError, KeyError)
+# Exceptions of operations that lack a derivative or a rule for batches; the last two are of operations that call
+# functions, as `cond` (torch 2.14).
+_LACKING = (RuntimeError, NotImplementedError, KeyError, TypeError, AssertionError)
 
 
 def _attempt(way: Callable[[], Any], plain: Callable[[], Any]) -> tuple[Any, Exception | None]:
@@ -317,13 +319,12 @@ def vjps_of_each_datum(held: HeldModule, ways: JacobianProducts, x: Any, u: Floa
     tensors, rebuild = batched(x)
 
     # Each datum is a batch of one, so that the network sees the axis that it expects.
-    def of_datum(weights: Weights, x_n: list[Tensor], u_n: Tensor) -> Weights:
-        datum = rebuild([t[None] for t in x_n])
-        return vjp(lambda w: held({**fixed, **w}, datum).reshape(-1), weights)[1](u_n)[0]
+    def of_datum(x_n: list[Tensor]) -> Weights:
+        datum = rebuild([t[None] for t in x_n[:-1]])
+        return vjp(lambda w: held({**fixed, **w}, datum).reshape(-1), weights)[1](x_n[-1])[0]
 
-    together = vmap(of_datum, in_dims=(None, 0, 0), chunk_size=4 * ways.batching.chunk_size)
     gradients = ways.of_each_datum(
-        lambda: together(weights, tensors, u.to(held.dtype)),
+        lambda: by_branch(vmap(of_datum), [*tensors, u.to(held.dtype)], 4 * ways.batching.chunk_size),
         lambda n: [rows[0] for rows in _rows_alone(held, take(x, slice(n, n + 1)), u[n : n + 1])],
         weights,
         num,
@@ -337,12 +338,12 @@ def jacobian_rows(held: HeldModule, ways: JacobianProducts, x: Any, *, graph: bo
     weights, fixed = held.random(), held.fixed()
     tensors, rebuild = batched(x)
 
-    def outputs(weights: Weights, x_n: list[Tensor]) -> Tensor:
-        return held({**fixed, **weights}, rebuild([t[None] for t in x_n])).reshape(-1)
+    def of_datum(x_n: list[Tensor]) -> Weights:
+        datum = rebuild([t[None] for t in x_n])
+        return jacrev(lambda w: held({**fixed, **w}, datum).reshape(-1))(weights)
 
-    together = vmap(jacrev(outputs), in_dims=(None, 0))
     rows = ways.of_each_datum(
-        lambda: together(weights, tensors),
+        lambda: by_branch(vmap(of_datum), tensors, num_rows(x)),
         lambda n: _rows_alone(held, take(x, slice(n, n + 1)), None, graph),
         weights,
         num_rows(x),
@@ -355,7 +356,7 @@ def _rows_alone(held: HeldModule, x: Any, u: Tensor | None, graph: bool = False)
     """`φᵀ u_k` of one datum, by weight `[k, ...]`; of the unit vectors, which give its Jacobian, without `u`."""
     with torch.enable_grad():
         weights = held.leaves()
-        outputs = held({**(held.fixed() if graph else {}), **weights}, x).reshape(-1)
+        outputs = held({**held.fixed(), **weights}, x).reshape(-1)
         cotangents = torch.eye(len(outputs)).to(outputs) if u is None else u.to(outputs.dtype)
         pulled = [
             torch.autograd.grad(

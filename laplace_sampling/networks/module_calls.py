@@ -6,7 +6,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from laplace_sampling.data.batches import num_rows, read
+from laplace_sampling.data.batches import as_tensors, num_rows, read
 
 __all__ = ["ModuleCall", "inputs_of_call", "returns"]
 
@@ -62,7 +62,7 @@ def inputs_of_call(args: tuple, kwargs: dict) -> Any:
         num_rows(x)
     except (TypeError, ValueError):
         return None
-    return x
+    return as_tensors(x)
 
 
 def _version(output: Any) -> int | None:

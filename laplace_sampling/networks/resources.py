@@ -1,10 +1,13 @@
 """What computations take: operations and bytes of tensors, which are counted, and memory, which is free or not."""
 
 import os
+from collections.abc import Callable
+from functools import cache
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator, OperatorBase, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace_sampling.networks.undisturbed import undisturbed
@@ -15,6 +18,8 @@ __all__ = ["Operations", "TensorBytes", "free_memory"]
 class _Counting(TorchDispatchMode):
     """A mode in which other threads wait: torch has one flag in a process that says whether there is such a mode."""
 
+    supports_higher_order_operators = True  # those that call functions, as `cond`, `scan` and `flex_attention`
+
     def __enter__(self) -> Self:
         undisturbed.__enter__()
         return super().__enter__()
@@ -24,6 +29,34 @@ class _Counting(TorchDispatchMode):
             super().__exit__(*error)
         finally:
             undisturbed.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # torch leaves the mode for an operation, and so for those that it calls.
+        if isinstance(func, HigherOrderOperator):
+            args = [self._within(arg) if callable(arg) and not isinstance(arg, OperatorBase) else arg for arg in args]
+        elif _is_composite(func):
+            return self._within(func.decompose)(*args, **kwargs)
+        out = func(*args, **kwargs)
+        self._see(func, args, kwargs, out)
+        return out
+
+    def _see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """An operation that was run."""
+        raise NotImplementedError
+
+    def _within(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def within(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return within
+
+
+@cache
+def _is_composite(func: OpOverload) -> bool:
+    """Whether an operation consists of others, as `linear`; a mode sees it only in what another operation calls."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 class Operations(_Counting):
@@ -40,14 +73,12 @@ class Operations(_Counting):
         self.count = 0.0
         self._counters = flop_registry
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        counter = self._counters.get(func._overloadpacket)
-        if func._overloadpacket == torch.ops.aten.convolution_backward:
+    def _see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        operation = getattr(func, "_overloadpacket", func)
+        if operation == torch.ops.aten.convolution_backward:
             self.count += _of_convolution_backward(*args)
-        elif counter is not None:
-            self.count += counter(*args, **(kwargs or {}), out_val=out)
-        return out
+        elif (counter := self._counters.get(operation)) is not None:
+            self.count += counter(*args, **kwargs, out_val=out)
 
 
 def _of_convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> float:
@@ -59,19 +90,15 @@ def _of_convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any
 class TensorBytes(_Counting):
     """Records the bytes of each new tensor, in the order in which they are made."""
 
-    supports_higher_order_operators = True  # such as `flex_attention`
-
     def __init__(self) -> None:
         super().__init__()
         self.sizes: list[int] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def _see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         # Views share the storage of an argument: they are no new tensors.
         given = {t.untyped_storage()._cdata for t in _dense_tensors(args, kwargs)}
         new = [t for t in _dense_tensors(out) if t.untyped_storage()._cdata not in given]
         self.sizes += [t.numel() * t.element_size() for t in new]
-        return out
 
 
 def _dense_tensors(*tree: Any) -> list[Tensor]:

@@ -21,7 +21,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("example of Hugging Face
 def example() -> dict:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft calls what transformers deprecates
-        warnings.filterwarnings("ignore", ".* take one datum at a time")  # masks depend on values
         return runpy.run_path(str(Path(__file__).parents[2] / "examples" / "lora.py"))
 
 

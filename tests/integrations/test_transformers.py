@@ -357,7 +357,6 @@ def sentences(num: int, vocabulary: int, language_model: bool) -> list[dict[str,
     return [{"input_ids": row, "labels": row if language_model else row[0] % 3} for row in ids]
 
 
-@pytest.mark.filterwarnings("ignore:.* take one datum at a time")  # masks depend on values
 @pytest.mark.parametrize("language_model", [False, True], ids=["bert", "gpt2"])
 def test_models_of_transformers_train_as_without_fits(tmp_path: Path, language_model: bool) -> None:
     make_model, vocabulary = (tiny_gpt2, 7) if language_model else (tiny_bert, 20)
