@@ -84,6 +84,8 @@ def noise_update(
 ) -> Tensor:
     r"""MacKay's update of the noise precision, `b ← (N·C − γ)/Σ‖y − h(θ̄)‖²`; one an output if `b` is a vector.
 
+    `N·C` is the number of targets.
+
     Per output `c`, `γ_c = (1/K) Σ_k Σ_i b_c (φ_ic ζ_k)²`, which takes a pass of JVPs; `of_all` as in
     `effective_dimension`.
     """
@@ -93,12 +95,11 @@ def noise_update(
     errors = model.squared_errors(outputs)
     # γ of samples that have not converged may exceed the number of observations: a hundredth of them stays free.
     if torch.as_tensor(likelihood.noise_precision).dim() == 0:
-        num = model.features.num_observations
+        num = model.num_observations
         return (num - gamma.sum()).clamp_min(0.01 * num).cpu() / errors.sum()
     used = of_all(_dimensions_by_output(model, ggn, samples, mode_outputs)).mean(0)
-    num_data = model.features.num_data
-    free = num_data - used.clamp_max(0.99 * num_data)
-    return free.cpu() / errors
+    num = model.num_targets()
+    return (num - used.cpu().minimum(0.99 * num)) / errors
 
 
 @recorded
@@ -198,7 +199,7 @@ class _Iteration:
         gamma, gamma_se = (t.cpu() for t in effective_dimension(solution, prior, self._of_all))
         if not solution.exact:
             sizes = torch.bincount(prior.groups, minlength=len(prior.names)).cpu()
-            gamma = _possible(gamma, gamma_se, sizes, 0.99 * ggn.features.num_observations)
+            gamma = _possible(gamma, gamma_se, sizes, 0.99 * model.num_observations)
         mode_norm = prior.grouped(self.mode[0].double() ** 2).cpu()
         samples = solution.value * prior.scale
         residual, passes = float(self._of_all(solution.residual).max()), solution.passes

@@ -55,7 +55,8 @@ class Diagnosis:
         passes: Jacobian products spent, in units of all data and one vector.
         epochs: what the fit has cost in training epochs, counted in operations; NaN if that was not counted.
         accuracy: of predicted standard deviations (`Accuracy`).
-        max_rank: the rank that `M` can have where it is below `N·C`: `N(C − 1)` for class labels.
+        max_rank: the rank that `M` can have where it is below `N·C`: `N(C − 1)` for class labels, less where
+            targets are missing.
         advice: what to do about a solve that did not converge, a sentence or two.
         residual_kind: what the residuals of the samples measure.
     """

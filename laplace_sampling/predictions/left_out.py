@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.likelihoods.gaussian import log_density
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.predictions.calibration import LOG_SCALE, Calibration, Labelled, label_losses, labels_of, parts_of
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
@@ -113,12 +114,13 @@ def left_out_regression(
 
     Args:
         left_out: predictions of the targets, with noise.
-        targets: `y`.
+        targets: `y`, NaN where they are missing: data without any do not count.
         noise_variance: of each.
         scale: of the covariance without the noise.
     """
-    noise = torch.diag_embed(noise_variance)
-    covariance = scale * (left_out.covariance - noise) + noise
-    with_error_bars = torch.distributions.MultivariateNormal(left_out.mean, covariance).log_prob(targets)
-    alone = torch.distributions.Normal(left_out.mean, noise_variance.sqrt()).log_prob(targets).sum(1)
-    return Calibration(scale=scale).scored("left out", with_error_bars, alone)
+    noise, error = torch.diag_embed(noise_variance), targets - left_out.mean
+    covariance, given = scale * (left_out.covariance - noise) + noise, ~error.isnan()
+    with_error_bars = log_density(error, covariance)
+    alone = torch.distributions.Normal(0.0, noise_variance.sqrt()).log_prob(error.nan_to_num()).where(given, 0).sum(1)
+    some = given.any(1)
+    return Calibration(scale=scale).scored("left out", with_error_bars[some], alone[some])

@@ -70,7 +70,7 @@ class LossRise(Selection):
         near: float | None = None,
     ) -> Selected:
         looks, draws = self.looks(model.features), Draws(_DRAWS, seed, _STREAM)
-        some = some_of(model.features, looks.num_data, None if self.in_order else seed)
+        some = model.with_targets(some_of(model.features, looks.num_data, None if self.in_order else seed))
         lowest = _of_evidence(path, weight_norm, bounds)
         alphas = _down_to(lowest, grid(path, SomeFeatures(model.features, some), bounds))
         used, products = self._used(model, path.prior, seed)
