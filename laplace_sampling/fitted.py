@@ -189,7 +189,8 @@ class FittedModel:
 
         `log_prob`, `[N]`, is `log p(y_i | y_{−i})`, joint over the outputs of a datum that have a target; `mean` and
         `covariance` are those of the *linear model*, in the units of the targets. From the decomposition of an exact
-        fit, without fitting again (Rasmussen & Williams 2006, eq. 5.10–5.12); weights and features stay those of all data.
+        fit, without fitting again (Rasmussen & Williams 2006, eq. 5.10–5.12); weights and features stay those of all
+        data.
 
         Raises:
             ValueError: if the fit is not by the exact method.
