@@ -129,7 +129,7 @@ class RegressionPrediction(_Intervals):
         factor, noise = distribution.cov_factor * given[..., None], distribution.cov_diag.where(given, 1)
         error = error.where(given, 0)
         joint = LowRankMultivariateNormal(torch.zeros_like(error), factor, noise).log_prob(error)
-        return joint + 0.5 * math.log(2 * math.pi) * (~given).sum(1)
+        return joint + 0.5 * math.log(2 * math.pi) * (~given).sum(1).to(joint)
 
 
 @dataclass(frozen=True)
