@@ -42,6 +42,7 @@ def calibrated(held_out: HeldOut, network: Linearisation, posterior: Posterior, 
     posterior = replace(posterior, calibration=Calibration(), conformal=None)
     num, total = enough(len(posterior.samples) * held_out.layout.size), held_out.data.num_data
     some = torch.arange(0, total, 1 if held_out.data.in_order else math.ceil(total / num))[:num]
+    some = held_out.with_targets(some)
     predictions = [
         predict(network, posterior, fit, held_out.data.inputs(batch)) for batch in some.split(posterior.rows)
     ]

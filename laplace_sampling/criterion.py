@@ -89,6 +89,7 @@ def _validation(problem: Problem, held_out: HeldOut) -> Validation:
     some = torch.arange(most)
     if not data.in_order:
         some = some * data.num_data // most
+    some = held_out.with_targets(some)
     features = SomeFeatures(NetworkFeatures(network, data, held_out.layout), some)
     outputs = []
     for batch in some.split(data.batch_size):

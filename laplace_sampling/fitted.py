@@ -187,9 +187,10 @@ class FittedModel:
     def leave_one_out(self) -> LeaveOneOut:
         r"""Each training datum predicted from all others, noise included, at the fitted hyperparameters.
 
-        `log_prob`, `[N]`, is `log p(y_i | y_{−i})`, joint over the outputs of a datum; `mean` and `covariance` are
-        those of the *linear model*, in the units of the targets. From the decomposition of an exact fit, without
-        fitting again (Rasmussen & Williams 2006, eq. 5.10–5.12); weights and features stay those of all data.
+        `log_prob`, `[N]`, is `log p(y_i | y_{−i})`, joint over the outputs of a datum that have a target; `mean` and
+        `covariance` are those of the *linear model*, in the units of the targets. From the decomposition of an exact
+        fit, without fitting again (Rasmussen & Williams 2006, eq. 5.10–5.12); weights and features stay those of all
+        data.
 
         Raises:
             ValueError: if the fit is not by the exact method.
@@ -197,8 +198,10 @@ class FittedModel:
         fit, tangent = self._with_data("leave_one_out")
         with self.settings.processes.telling():
             prediction = fit.leave_one_out()
-            weights = None if tangent.weights is None else tangent.model.features.whole(tangent.weights)
-        return prediction if weights is None else prediction.scaled(1 / weights)
+            if tangent.weights is None:
+                return prediction
+            weights, given = (tangent.model.features.whole(v) for v in (tangent.weights, tangent.model.observed()))
+        return prediction.scaled(1 / weights, given)
 
     @solver_call
     def diagnose(self) -> Diagnosis:

@@ -18,6 +18,7 @@ from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predictions.calibration import labelled
 from laplace_sampling.predictions.prediction import Prediction
 from laplace_sampling.predictions.regression_prediction import RegressionPrediction
+from laplace_sampling.solvers.placement import chosen
 
 if TYPE_CHECKING:
     from laplace_sampling.settings import Settings
@@ -71,13 +72,24 @@ class HeldOut:
         num_data: int | None,
     ) -> "HeldOut":
         likelihood, drawn_by = settings.likelihood, settings.processes
-        data = TrainingData(loader, unpack=unpack, num_data=num_data, fill=likelihood.fill, drawn_by=drawn_by)
+        data = TrainingData(
+            loader,
+            unpack=unpack,
+            num_data=num_data,
+            fill=likelihood.fill,
+            missing=likelihood.takes_missing,
+            drawn_by=drawn_by,
+        )
         _check_alike(data, drawn_by)
         some = torch.arange(data.num_data).split(data.batch_size) if data.ragged else [torch.arange(1)]
         inputs = (place(data.inputs(batch), network.device, network.dtype) for batch in some)
         layout = reduce(Layout.union, (network.evaluate(x)[1] for x in inputs))
         likelihood, targets = likelihood.prepare(layout, data.targets)
         return cls(data, targets.to(network.device), likelihood, layout)
+
+    def with_targets(self, some: Tensor) -> Tensor:
+        """The indices of those data that have a target at any output."""
+        return chosen(some, self.likelihood.observed(self.targets[some], self.layout.size).any(1))
 
     def wide(self, flat: Tensor, found: Prediction | RegressionPrediction) -> Tensor:
         """What was predicted of padded data, as wide as the longest of them."""

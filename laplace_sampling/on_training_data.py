@@ -24,15 +24,14 @@ from laplace_sampling.predictions.calibration import (
     labelled,
     labels_of,
     parts_of,
-    with_labels,
 )
 from laplace_sampling.predictions.diagnosis import NEARLY_ALL
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
 from laplace_sampling.predictions.left_out import (
     SCALES,
     left_out_classification,
-    left_out_log_probs,
     left_out_regression,
+    regression_log_probs,
 )
 from laplace_sampling.solvers.recorded import recorded
 
@@ -70,8 +69,7 @@ class OnTrainingData:
     def of(cls, fit: Fit, tangent: TangentModel, most: int) -> "OnTrainingData":
         """On some of the data, as many as memory holds; the first ones of data that are read in order."""
         some = some_of(tangent, fit.task.num_samples * fit.model.features.num_outputs, most)
-        if labelled(fit.model.likelihood) is not None:
-            some = with_labels(fit.model, some)
+        some = fit.model.with_targets(some)
         weights = None if tangent.weights is None else tangent.model.features.whole(tangent.weights)
         return cls(fit, some, weights)
 
@@ -86,14 +84,16 @@ class OnTrainingData:
         return self.fit.known_leave_one_out()
 
     def _spread(self) -> Float[Tensor, "n C"]:
-        r"""Variances of the function: of the samples, or, from `P_ii⁻¹`, those of `K − KPK = R − RPR`."""
+        r"""Variances of the function: of the samples, or `V = (I + V⁻B)⁻¹V⁻` from those `V⁻` without each datum."""
         if self._left_out is None:
             return self.deviations.double().square().mean(0)
-        mean, likelihood = self._left_out.mean, self.fit.model.likelihood
+        mean, likelihood = self._left_out.mean[self.some], self.fit.model.likelihood
         assert isinstance(likelihood, Gaussian)
-        noise = (1 / likelihood.precision(mean)).expand(mean.shape)[self.some]
-        inverse = torch.linalg.inv(self._left_out.covariance[self.some]).diagonal(dim1=1, dim2=2)
-        return (noise - noise**2 * inverse).clamp_min(0)
+        precision = likelihood.precision(mean).expand(mean.shape)
+        without = self._left_out.covariance[self.some] - torch.diag_embed(1 / precision)
+        B = precision.where(self.fit.model.observed(self._targets), 0)
+        eye = torch.eye(mean.shape[1], dtype=mean.dtype, device=mean.device)
+        return torch.linalg.solve(eye + without * B[:, None], without).diagonal(dim1=1, dim2=2).clamp_min(0)
 
     @cached_property
     def _targets(self) -> Tensor:
@@ -111,7 +111,7 @@ class OnTrainingData:
             noise = 1 / likelihood.precision(left_out.mean)
             unit = torch.ones_like(left_out.mean) if self.weights is None else 1 / self.weights.to(left_out.mean)
             scale = 1.0 if given is None else given.scale
-            return left_out_regression(left_out.scaled(unit), y.to(unit) * unit, noise * unit**2, scale)
+            return left_out_regression(left_out.scaled(unit, ~y.isnan()), y.to(unit) * unit, noise * unit**2, scale)
         if labelled(likelihood) is None:
             return given or Calibration()
         scales, full = SCALES if given is None else torch.tensor([given.scale]), None
@@ -135,10 +135,15 @@ class OnTrainingData:
         if isinstance(likelihood, Gaussian):
             y, noise = y.reshape(f.shape).double(), calibration.noise / likelihood.precision(f)
             spread = calibration.scale * self._spread()
-            ours, own, constant = (
-                float(Normal(mean, variance.clamp_min(1e-300).sqrt()).log_prob(y).sum(1).mean())
-                for mean, variance in ((f, spread + noise), (f, noise + 0 * f), (y.mean(0), y.var(0, correction=0)))
-            )
+            given, centre = ~y.isnan(), y.nanmean(0).nan_to_num()
+            variance = (y - centre).square().nanmean(0).nan_to_num()
+
+            def mean_log_prob(mean: Tensor, variance: Tensor) -> float:
+                normal = Normal(mean, variance.clamp_min(1e-300).sqrt())
+                return float(normal.log_prob(y.where(given, mean)).where(given, 0).sum(1).mean())
+
+            ours, own = mean_log_prob(f, spread + noise), mean_log_prob(f, noise + 0 * f)
+            constant = mean_log_prob(centre.expand_as(f), variance.expand_as(f))
         elif (labels := labelled(likelihood)) is not None:
             T, weights = calibration.temperature, likelihood.weights(y)[:, None]
             counts = weights * labels.given(likelihood.unweighted_targets(y))
@@ -187,13 +192,13 @@ class OnTrainingData:
         if not (isinstance(likelihood, Gaussian) and likelihood.learn):
             return None
         assert fit.sampled is not None
-        gamma, numbers = float(fit.sampled.effective_dimension()[0].sum()), fit.model.features.num_observations
+        gamma, numbers = float(fit.sampled.effective_dimension()[0].sum()), fit.model.num_observations
         known = f"they determine {gamma:.4g} directions of weight space, of {numbers:,} targets"
         if (left_out := self._left_out) is None:
             return known if gamma > NEARLY_ALL * numbers else None
         y = fit.model.features.whole(fit.model.targets).reshape(left_out.mean.shape).to(left_out.mean)
         noise = (1 / likelihood.precision(left_out.mean)).expand(left_out.mean.shape)
-        found = float(left_out_log_probs(left_out, y, noise, scale)[self.some].mean())
+        found = float(regression_log_probs(left_out, y, noise, scale)[self.some].mean())
         if gamma <= _BY_HEART * numbers or found >= constant + (1 - _BY_HEART) * (own - constant):
             return None
         return f"{known}, and predicted from the others each has a log-likelihood of {found:.3g} on average"
@@ -260,13 +265,17 @@ def _own_deviations(features: Features, samples: HeldSamples, some: Tensor) -> F
 
 def _without_inputs(labels: Labelled, y: Tensor, counts: Float[Tensor, "n S"]) -> float:
     """Mean log-likelihood of labels by their frequencies: of classes, or of ones at each output."""
-    y = y.reshape(counts.shape)
     if isinstance(labels, Categorical):
-        given = counts > 0
-        frequencies = y[given].long().bincount(counts[given]) / counts.sum()
+        if labels.is_soft(y):
+            frequencies = (labels.weights_of_classes(y).double() * counts[..., None]).sum((0, 1)) / counts.sum()
+        else:
+            given = counts > 0
+            frequencies = y.reshape(counts.shape)[given].long().bincount(counts[given]) / counts.sum()
         return -float(torch.special.entr(frequencies).sum())
-    ones = (counts * y.double()).sum(0) / counts.sum(0)
-    return -float((torch.special.entr(ones) + torch.special.entr(1 - ones)).mean())
+    totals = counts.sum(0)
+    ones = (counts * y.reshape(counts.shape).double().nan_to_num()).sum(0) / totals.clamp_min(1e-300)
+    entropies = torch.special.entr(ones) + torch.special.entr(1 - ones)
+    return -float((totals * entropies).sum() / totals.sum())
 
 
 def some_of(tangent: TangentModel, numbers: int, most: int | None = None) -> Tensor:

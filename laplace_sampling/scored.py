@@ -18,7 +18,6 @@ from laplace_sampling.networks.subnetwork import of_some_weights
 from laplace_sampling.on_training_data import deviations_of, enough
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predict import covariance_of
-from laplace_sampling.predictions.calibration import labelled, with_labels
 from laplace_sampling.predictions.left_out import MOST_LEVERAGE
 from laplace_sampling.predictions.model_score import Score, summary_of
 from laplace_sampling.predictions.without_datum import left_out_log_probs, sampling_bias, without_datum
@@ -40,6 +39,8 @@ class ScoredModel(FittedModel):
 
         Scores of networks of any architecture that were fitted to the same data can be compared; `compare` does.
 
+        A datum without a target does not count, and one with some missing counts as one datum.
+
         - `"evidence"`: `log p(y)/N` by Laplace's approximation at the network's own weights and outputs, with the
           precisions of prior and noise at their maximum (`evidence.network_evidence`). `log_marginal_likelihood()` is
           that of the linear model at its mode, which ranks networks less well.
@@ -60,7 +61,7 @@ class ScoredModel(FittedModel):
 
         Raises:
             NotFittedError: before a fit, or for a posterior that was loaded without its data.
-            ValueError: for another kind; if no datum has a label.
+            ValueError: for another kind; if no datum that is looked at has a target.
         """
         if not isinstance(kind, str):
             raise TypeError(
@@ -76,22 +77,22 @@ class ScoredModel(FittedModel):
             if kind == "loo":
                 return replace(self._left_out_score(fit, tangent, num_data), of_some_weights=some)
             alpha, evidence = best_network_evidence(fit)
-        num, nothing = fit.model.features.num_data, torch.zeros(0)
+        num, nothing = fit.model.num_data, torch.zeros(0)
         value, error = (evidence.value - tangent.log_scale) / num, evidence.standard_error / num
         # Where the curvature moves, factors are of that at the mode, and the evidence takes a run at the network.
         without = fit.approximate and not fit.task.moves
         targets = summary_of(_targets(fit, tangent), in_order=False)
-        return Score(kind, value, error, num, nothing, nothing.long(), alpha, num, without, targets, some)
+        size = fit.model.features.num_data
+        return Score(kind, value, error, num, nothing, nothing.long(), alpha, size, without, targets, some)
 
     def _left_out_score(self, fit: Fit, tangent: TangentModel, num_data: int) -> Score:
         posterior = self._require("score").posterior
         features, model, calibration = fit.model.features, fit.model, posterior.calibration
         num = min(num_data, features.num_data, enough(fit.task.num_samples * features.num_outputs))
         some = some_of(features, num, None if tangent.in_order else self.settings.seed)
-        if labelled(model.likelihood) is not None:
-            some = with_labels(model, some)
+        some = model.with_targets(some)
         if not len(some):
-            raise ValueError("`score`: no training datum that was looked at has a label.")
+            raise ValueError("`score`: no training datum that was looked at has a target.")
         root, most, noisy = self._root(fit, posterior, some)
         y, f, at = model.targets_of(some), model.network_outputs_of(some), fit.ggn.outputs_of(some)
         mean, rows = without_datum(model.likelihood, y, f, root, most, at)
@@ -100,7 +101,7 @@ class ScoredModel(FittedModel):
             calibration.likelihood(model.likelihood), y, mean / T, rows * math.sqrt(calibration.scale) / T
         )
         if (row_weights := tangent.weights_of(some)) is not None:
-            log_probs = log_probs + row_weights.to(log_probs).log().sum(1)
+            log_probs = log_probs + row_weights.to(log_probs).log().where(model.observed(y), 0).sum(1)
         # A datum of weight two counts as two.
         weights = model.likelihood.weights(y).to(log_probs)
         score = Score.of("loo", (log_probs * weights / weights.mean()).cpu(), some, fit.alpha, features.num_data)

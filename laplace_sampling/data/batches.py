@@ -165,15 +165,23 @@ def as_tensors(x: Any) -> Any:
     return tensor(x) if isinstance(x, Tensor) else tree_map(tensor, plain(x))
 
 
-def flaw_of(x: Any) -> str | None:
-    """What a batch holds that no network is differentiated on, in words; `None` for a batch of finite numbers."""
+def flaw_of(x: Any, missing: bool = False) -> str | None:
+    """What a batch holds that no network is differentiated on, in words; `None` for a batch of finite numbers.
+
+    Args:
+        x: the batch.
+        missing: whether NaN is no flaw, but says that a number is missing.
+    """
     for tensor in batched(x)[0]:
         if tensor.is_meta:
             return "tensors on the device 'meta' (they hold no numbers)"
         if tensor.layout != torch.strided:
             return "sparse tensors (`to_dense()` makes them dense)"
         if (tensor.is_floating_point() or tensor.is_complex()) and not _is_finite(tensor):
-            return "NaN or infinity"
+            if not missing:
+                return "NaN or infinity"
+            if bool(tensor.isinf().any()):
+                return "infinity"
     return None
 
 

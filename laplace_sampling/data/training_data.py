@@ -6,6 +6,7 @@ has no index but its order, which must repeat.
 """
 
 import copy
+import math
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ class TrainingData:
         loader: a `DataLoader`, a dataset, or any iterable of batches that can be read again.
         unpack: `batch -> (inputs, targets)`; by default batches are pairs, or mappings with `labels`.
         num_data: how many data of a stream there are.
+        missing: whether NaN in targets says that they are missing; in inputs it is an error.
         fill: pads targets of different length, if the likelihood knows such a label.
         cache_bytes: inputs larger than this are read from the dataset at each pass instead of being kept.
         processes: those that share out the data: each reads its part of a dataset, the whole of a stream, or a stream
@@ -72,6 +74,7 @@ class TrainingData:
         unpack: Unpack | None = None,
         num_data: int | None = None,
         fill: int | None = None,
+        missing: bool = False,
         cache_bytes: float = DEFAULT_CACHE_BYTES,
         processes: Processes = ALONE,
         drawn_by: Processes | None = None,
@@ -80,7 +83,7 @@ class TrainingData:
         with randomness.borrowed():
             source = source_of(loader, num_data, unpacking(unpack), processes, drawn_by or processes)
             check_repeatable(source, processes)
-            read = _Read(source, cache_bytes)
+            read = _Read(source, cache_bytes, missing)
             everywhere = processes.gathered(read.look) if source.shared else [read.look()]
             check_same_stream(source, processes)
         if isinstance(source, Stream) and source.divided:
@@ -234,8 +237,8 @@ class _Seen:
 class _Read:
     """The batches that a process reads: their targets, and inputs that are kept."""
 
-    def __init__(self, source: Source, cache_bytes: float) -> None:
-        self.source, self.cache_bytes = source, cache_bytes
+    def __init__(self, source: Source, cache_bytes: float, missing: bool) -> None:
+        self.source, self.cache_bytes, self.missing = source, cache_bytes, missing
         self.targets: list[Any] = []
         self.inputs: list[Any] = []
         self.num_data = 0
@@ -246,7 +249,7 @@ class _Read:
         source, nothing = self.source, None
         for number, (x, y) in source.own():
             _check_finite(x, "inputs", number)
-            _check_finite(y, "targets", number)
+            _check_finite(y, "targets", number, self.missing)
             if num_rows(x) != num_rows(y):
                 raise ValueError(f"Batch {number} has {num_rows(x)} inputs and {num_rows(y)} targets.")
             fixed = _same_constants(fixed, constants(x), f"batch {number}")
@@ -367,7 +370,9 @@ def _padded(targets: list[Any], shapes: Shapes, fill: int | None) -> Any:
         y = y if y.is_floating_point() or y.dtype == torch.bool else y.long()  # bytes do not hold every label
         # `F.pad` takes the last axis first: nothing before, what is missing behind.
         lengths = zip(reversed(y.shape[1:]), reversed(sizes), strict=True)
-        return F.pad(y, [n for length, size in lengths for n in (0, size - length)], value=fill)
+        # Probabilities of labels are missing where they are NaN.
+        value = math.nan if y.is_floating_point() else fill
+        return F.pad(y, [n for length, size in lengths for n in (0, size - length)], value=value)
 
     return torch.cat([padded(y) for y in targets])
 
@@ -382,6 +387,6 @@ def _check_parts(counts: list[int], num_data: int | None) -> None:
         )
 
 
-def _check_finite(x: Any, what: str, number: int) -> None:
-    if (flaw := flaw_of(x)) is not None:
+def _check_finite(x: Any, what: str, number: int, missing: bool = False) -> None:
+    if (flaw := flaw_of(x, missing)) is not None:
         raise ValueError(f"Batch {number} (counted from 0) has {flaw} in its {what}; clean the data first.")

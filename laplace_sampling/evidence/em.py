@@ -81,6 +81,8 @@ def effective_dimension(
 def noise_update(model: LinearModel, gamma: Tensor, mode_outputs: Float[Tensor, "N C"]) -> Tensor:
     r"""MacKay's update of the noise precision, `b ← (N·C − γ)/Σ‖y − h(θ̄)‖²`; one an output if `b` is a vector.
 
+    `N·C` is the number of targets.
+
     Args:
         model: the linear model.
         gamma: `γ`, of each group of the prior; or `γ_c` of each output, if `b` is a vector; see `dimensions_by_output`.
@@ -92,11 +94,10 @@ def noise_update(model: LinearModel, gamma: Tensor, mode_outputs: Float[Tensor, 
     errors = model.squared_errors(outputs)
     # γ of samples that have not converged may exceed the number of observations: a hundredth of them stays free.
     if torch.as_tensor(likelihood.noise_precision).dim() == 0:
-        num = model.features.num_observations
+        num = model.num_observations
         return (num - gamma.sum()).clamp_min(0.01 * num).cpu() / errors.sum()
-    num_data = model.features.num_data
-    free = num_data - gamma.clamp_max(0.99 * num_data)
-    return free.cpu() / errors
+    num = model.num_targets()
+    return (num - gamma.cpu().minimum(0.99 * num)) / errors
 
 
 @recorded
@@ -194,7 +195,7 @@ class _Iteration:
         gamma, gamma_se = (t.cpu() for t in effective_dimension(leverage, exact, self._of_all))
         if not exact:
             sizes = torch.bincount(prior.groups, minlength=len(prior.names)).cpu()
-            gamma = _possible(gamma, gamma_se, sizes, 0.99 * ggn.features.num_observations)
+            gamma = _possible(gamma, gamma_se, sizes, 0.99 * model.num_observations)
         mode_norm = prior.grouped(self.mode[0].double() ** 2).cpu()
         residual, own = float(self._of_all(residuals).max()), passes
         if processes.shares_samples(num):

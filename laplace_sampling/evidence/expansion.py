@@ -133,7 +133,7 @@ def _path_without_spectrum(model: LinearModel, point: Point, alpha: float) -> Ev
         traces=unknown,
         fit=unknown,
         loss=point.loss,
-        num_outputs=model.features.num_observations,
+        num_outputs=model.num_observations,
         size=point.theta.shape[1],
         noise_precision=_one_noise(model.likelihood),
         at=alpha,

@@ -93,7 +93,7 @@ def _newton_step(
     model, h = point.model, point.outputs
     likelihood, targets = model.likelihood, model.targets
     gaussian, b = isinstance(likelihood, Gaussian), point.newton_target
-    rhs = targets.reshape(h.shape) - model.offset.double() if gaussian else _kernel_product(model, variance, b)[1]
+    rhs = model.residuals(model.offset.double()) if gaussian else _kernel_product(model, variance, b)[1]
     rhs = likelihood.root_transpose(h, rhs[None], targets).flatten(1)
     # In whitened coordinates the matrix is `I + S`: its eigenvalues are at least one, also where `B` is singular.
     S = WhitenedGram(variance, model.ggn(h))

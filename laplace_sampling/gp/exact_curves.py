@@ -65,7 +65,7 @@ def classification_curves(exact: ExactPosterior) -> EvidencePath:
         exact.eigenvalues.cpu(),
         Quadrature(values.cpu(), weights, weights),
         loss=mode.loss + float((slope * change).sum()),
-        num_outputs=change.numel(),
+        num_outputs=problem.model.num_observations,
         size=problem.model.features.size,
         noise_precision=None,
         at=alpha,

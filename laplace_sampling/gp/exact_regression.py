@@ -10,6 +10,7 @@ and the evidence of `regression_evidence`. Everything is in float64.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -24,7 +25,7 @@ from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision, unit_variance
-from laplace_sampling.predictions.leave_one_out import LeaveOneOut
+from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
 from laplace_sampling.solvers.lapack import symmetric_eigen
 
 __all__ = ["ExactRegression", "noise_scale", "overall_noise", "overall_precisions"]
@@ -37,14 +38,16 @@ _NUMBERS = 2**20
 class ExactRegression(RegressionEvidence):
     """The eigendecomposition of a regression in observation space; see the equations of the module.
 
+    Outputs without a target have no row in it.
+
     The arguments `precision` and `noise_precision` of its methods are those of `RegressionEvidence`, `α` and `b`.
 
     Attributes:
         model: the linear model on the training data.
         prior: its precisions in ratio are those of `A₁`.
-        eigenvalues: `λ`, rising, `[N·C]`.
-        vectors: `U`, `[N·C, N·C]`.
-        rotated: `c`, `[N·C]`.
+        eigenvalues: `λ`, rising, one for each of `n` targets.
+        vectors: `U`, `[n, n]`.
+        rotated: `c`, `[n]`.
         noise_scale: `R`, `[N, C]`.
         block_bytes: memory for rows of the Jacobian.
     """
@@ -56,6 +59,10 @@ class ExactRegression(RegressionEvidence):
     rotated: Float[Tensor, " NC"]
     noise_scale: Float[Tensor, "N C"]
     block_bytes: float = BLOCK_BYTES
+
+    @cached_property
+    def observed(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _places(self.model)
 
     @classmethod
     def of(
@@ -99,29 +106,50 @@ class ExactRegression(RegressionEvidence):
         block_bytes: float = BLOCK_BYTES,
     ) -> "ExactRegression":
         """From a Gram matrix at `α = 1`, which is overwritten."""
-        root = noise_scale.flatten().sqrt()
+        root, observed = noise_scale.flatten().sqrt(), _places(model)
+        if observed is not None:
+            K, root = K[observed][:, observed], root[observed]
         # In place: a quotient by `root ⊗ root` would be one more matrix in memory.
         K /= root
         K /= root[:, None]
         values, vectors = symmetric_eigen(K)
         # The noise is white in these coordinates, so that one decomposition is diagonal for all `α` and `b` together.
-        residual = (model.targets.reshape(model.offset.shape) - model.offset).double().flatten()
-        return cls(model, prior, values, vectors, vectors.T @ (residual / root), noise_scale, block_bytes)
+        return cls.known(model, prior, values, vectors, noise_scale, block_bytes)
+
+    @classmethod
+    def known(
+        cls,
+        model: LinearModel,
+        prior: GaussianPrior,
+        eigenvalues: Float[Tensor, " n"],
+        vectors: Float[Tensor, "n n"],
+        noise_scale: Float[Tensor, "N C"],
+        block_bytes: float = BLOCK_BYTES,
+    ) -> "ExactRegression":
+        """From a decomposition."""
+        residual, observed = (model.residuals(model.offset) / noise_scale.sqrt()).flatten(), _places(model)
+        residual = residual if observed is None else residual[observed]
+        return cls(model, prior, eigenvalues, vectors, vectors.T @ residual, noise_scale, block_bytes)
 
     def coefficients(self, precision: float, noise_precision: float) -> Float[Tensor, "N C"]:
-        """`(K/α + R/b)⁻¹ (y − o)`."""
+        """`(K/α + R/b)⁻¹ (y − o)`, zero where there is no target."""
         _, _, v = self._terms(precision, noise_precision)
-        return (self.vectors @ (self.rotated / v)).reshape(self.noise_scale.shape) / self.noise_scale.sqrt()
+        return self._of_outputs(self.vectors @ (self.rotated / v)) / self.noise_scale.sqrt()
 
     def mode(self, precision: float, noise_precision: float) -> Float[Tensor, " P"]:
         """`θ̄ = A⁻¹Φᵀ (K/α + R/b)⁻¹ (y − o)`, unscaled: the mode of the linear model."""
         return self._to_weights(self.coefficients(precision, noise_precision)[None], precision)[0]
 
     def mode_outputs(self, precision: float, noise_precision: float) -> Float[Tensor, "N C"]:
-        """`h(θ̄, x_i) = y − (R/b) (K/α + R/b)⁻¹ (y − o)`, without a pass over the data."""
+        """`h(θ̄, x_i) = y − (R/b) (K/α + R/b)⁻¹ (y − o)`, without a pass over the data where all have targets."""
         # From the residual of the targets: `o + K(…)` would need `K`, which the decomposition has overwritten.
         targets = self.model.targets.reshape(self.noise_scale.shape).double()
-        return targets - self.noise_scale / noise_precision * self.coefficients(precision, noise_precision)
+        outputs = targets - self.noise_scale / noise_precision * self.coefficients(precision, noise_precision)
+        if self.observed is None:
+            return outputs
+        features = self.model.features
+        predicted = features.outputs(self.mode(precision, noise_precision)[None].to(features.dtype))[0]
+        return outputs.where(~targets.isnan(), (self.model.offset + predicted).double())
 
     def free_data(self, precision: float, noise_precision: float) -> Float[Tensor, " C"]:
         """`N − γ_c` for each output `c`, with `γ_c` its part of the effective dimension: the diagonal of `(R/b) P`."""
@@ -130,7 +158,7 @@ class ExactRegression(RegressionEvidence):
         # A block of rows at a time: the squares of all are one more matrix in memory.
         rows = self.vectors.split(max(1, _NUMBERS // self.size))
         diagonal = torch.cat([part**2 @ weights for part in rows])
-        return diagonal.reshape(self.noise_scale.shape).sum(0)
+        return self._of_outputs(diagonal).sum(0)
 
     def _to_weights(self, u: Float[Tensor, "K N C"], precision: float) -> Float[Tensor, "K P"]:
         """`A⁻¹Φᵀu`."""
@@ -153,8 +181,8 @@ class ExactRegression(RegressionEvidence):
         root = self.noise_scale.sqrt()
         # Prior samples go through the features: a root of `K` would give the outputs only, not the weights.
         outputs = features.outputs(samples).double() / root
-        solved = ((white - outputs).flatten(1) @ self.vectors / v) @ self.vectors.T
-        add_transposed_(samples, features, solved.reshape(outputs.shape) / root, variance)
+        solved = (self._of_targets(white - outputs) @ self.vectors / v) @ self.vectors.T
+        add_transposed_(samples, features, self._of_outputs(solved) / root, variance)
         return samples
 
     def leave_one_out(self, precision: float, noise_precision: float) -> LeaveOneOut:
@@ -163,6 +191,8 @@ class ExactRegression(RegressionEvidence):
         With `P = (K/α + R/b)⁻¹` and `a = P(y − o)`, by blocks of the outputs of a datum (Rasmussen & Williams 2006,
         eq. 5.10–5.12).
         """
+        if self.observed is not None:
+            return self._leave_some_out(precision, noise_precision)
         _, _, v = self._terms(precision, noise_precision)
         (N, C), root = self.noise_scale.shape, self.noise_scale.sqrt()
         rows, covariances = self.vectors.reshape(N, C, -1), []
@@ -177,12 +207,24 @@ class ExactRegression(RegressionEvidence):
         mean = self.model.targets.reshape(N, C).double() - residual
         return LeaveOneOut.gaussian(mean, covariance, mean + residual)
 
+    def _leave_some_out(self, precision: float, noise_precision: float) -> LeaveOneOut:
+        """The same where outputs have no target, from the covariance of all outputs of a datum."""
+        covariance = self.at(self.model.features).covariance(precision, noise_precision)
+        root, targets = self.noise_scale.sqrt(), self.model.targets.reshape(self.noise_scale.shape).double()
+        # In units in which the noise is the same everywhere.
+        outputs = self.mode_outputs(precision, noise_precision) / root
+        covariance = covariance / root[:, :, None] / root[:, None]
+        found = leave_one_out(Gaussian(noise_precision), targets / root, outputs, outputs, covariance)
+        return found.scaled(root, ~targets.isnan())
+
     def at(self, features: Features, *, products: str = "auto") -> ExactPrediction:
         """The posterior at other inputs, of as many outputs or of others (`features_at` makes features of inputs)."""
         variance = unit_variance(self.prior)
         K = cross_gram(features, self.model.features, variance, products=products, block_bytes=self.block_bytes)
         # Columns belong to training data, whose noise was made white; rows belong to the new inputs and stay.
-        K /= self.noise_scale.flatten().sqrt()
+        if self.observed is not None:
+            K = K[:, self.observed]
+        K /= self._of_targets(self.noise_scale).sqrt()
         return ExactPrediction(features, variance, K @ self.vectors, self.eigenvalues, self.rotated, self.block_bytes)
 
     def fit(
@@ -209,6 +251,12 @@ class ExactRegression(RegressionEvidence):
         learn = (learn_precision, likelihood.learn if learn_noise is None else learn_noise)
         start = overall_precisions(self.model, self.prior)
         return largest_evidence(self, start, learn, precision_bounds, noise_bounds)
+
+
+def _places(model: LinearModel) -> Tensor | None:
+    """Places of the targets among the `N·C` outputs; `None` where each output has one."""
+    observed = model.observed()
+    return None if bool(observed.all()) else observed.flatten().nonzero()[:, 0]
 
 
 def overall_precisions(model: LinearModel, prior: GaussianPrior) -> tuple[float, float]:

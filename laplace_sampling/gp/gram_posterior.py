@@ -177,8 +177,7 @@ class GramRegression(GramPosterior):
     def restore(cls, model: LinearModel, prior: GaussianPrior, tensors: dict[str, Tensor]) -> "GramRegression":
         values, vectors, noise_scale = (tensors[name] for name in ("eigenvalues", "vectors", "noise_scale"))
         # `c` costs one product with the eigenvectors, so that files need not hold it.
-        residual = (model.targets.reshape(noise_scale.shape) - model.offset).double() / noise_scale.sqrt()
-        exact = ExactRegression(model, prior, values, vectors, vectors.T @ residual.flatten(), noise_scale)
+        exact = ExactRegression.known(model, prior, values, vectors, noise_scale)
         alpha, noise_precision = tensors["precisions"].tolist()
         return cls(exact, (alpha, noise_precision))
 

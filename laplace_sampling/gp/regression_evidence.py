@@ -79,9 +79,10 @@ class RegressionEvidence(ABC):
     `b`. Both may be tensors, which are broadcast, and have gradients.
 
     Attributes:
-        eigenvalues: `λ`, rising, `[N·C]`.
-        rotated: `c`, `[N·C]`.
+        eigenvalues: `λ`, rising, one for each target.
+        rotated: `c`, likewise.
         noise_scale: `R`, `[N, C]`.
+        observed: places of the targets among the `N·C` outputs; `None` where each output has one.
     """
 
     eigenvalues: Float[Tensor, " NC"]
@@ -89,9 +90,26 @@ class RegressionEvidence(ABC):
     noise_scale: Float[Tensor, "N C"]
 
     @property
+    def observed(self) -> Tensor | None:
+        return None
+
+    @property
     def size(self) -> int:
-        """`N·C`."""
+        """`N·C`, the number of targets."""
         return len(self.eigenvalues)
+
+    def _of_targets(self, rows: Float[Tensor, "*K N C"]) -> Float[Tensor, "*K n"]:
+        """The entries of outputs that have a target."""
+        flat = rows.flatten(-2)
+        return flat if self.observed is None else flat[..., self.observed]
+
+    def _of_outputs(self, values: Float[Tensor, "*K n"]) -> Float[Tensor, "*K N C"]:
+        """Numbers of targets at their outputs, zero elsewhere."""
+        if self.observed is not None:
+            flat = values.new_zeros(*values.shape[:-1], self.noise_scale.numel())
+            flat[..., self.observed] = values
+            values = flat
+        return values.reshape(*values.shape[:-1], *self.noise_scale.shape)
 
     def _terms(self, precision: float | Tensor, noise_precision: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`λ/α`, `1/b` and `v`, with the broadcast shape of the precisions before the axis of eigenvalues."""
@@ -103,7 +121,7 @@ class RegressionEvidence(ABC):
     def log_evidence(self, precision: float | Tensor, noise_precision: float | Tensor) -> Tensor:
         """`log p(y)`, a sum over the data."""
         _, _, v = self._terms(precision, noise_precision)
-        constant = 0.5 * self.noise_scale.log().sum() + 0.5 * self.size * math.log(2 * math.pi)
+        constant = 0.5 * self._of_targets(self.noise_scale).log().sum() + 0.5 * self.size * math.log(2 * math.pi)
         return -0.5 * (v.log() + self.rotated**2 / v).sum(-1) - constant
 
     def log_evidence_gradient(self, precision: float | Tensor, noise_precision: float | Tensor) -> Float[Tensor, "* 2"]:

@@ -217,7 +217,5 @@ def _log_update(posterior: ExactRegression, optimum: Optimum) -> Float[Tensor, "
 
 
 def _squared_errors(posterior: ExactRegression, outputs: Float[Tensor, "N C"]) -> Float[Tensor, "N C"]:
-    """`(y − outputs)²/R`."""
-    shape = posterior.noise_scale.shape
-    errors = (posterior.model.targets.reshape(shape) - outputs.reshape(shape)).double()
-    return errors**2 / posterior.noise_scale
+    """`(y − outputs)²/R`, zero where there is no target."""
+    return posterior.model.residuals(outputs) ** 2 / posterior.noise_scale

@@ -140,7 +140,7 @@ class SampledLaplace(SampledPredictions):
         if self.likelihood == "regression":
             # Half of the squared errors: the loss at a noise of one, without the constant of its density.
             model, constant = model.with_likelihood(Gaussian(1.0)), 0.5 * math.log(2 * math.pi)
-        loss = model.total_loss(model.network_outputs.double()) - constant * model.features.num_observations
+        loss = model.total_loss(model.network_outputs.double()) - constant * model.num_observations
         self.loss = torch.tensor(loss, device=self._device, dtype=self._dtype)
 
     def _unfitted(self) -> LinearisedLaplace:

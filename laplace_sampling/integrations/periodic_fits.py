@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from laplace_sampling.data.batches import take
+from laplace_sampling.data.batches import batched, take
 from laplace_sampling.data.processes import Processes
 from laplace_sampling.data.random_state import BorrowedRandomness
 from laplace_sampling.data.training_data import TrainingData
@@ -220,7 +220,13 @@ class PeriodicFits:
     def _predicted(self, la: LinearisedLaplace, val_loader: Iterable[Any]) -> dict[str, float]:
         """The log loss and the user's metrics of held-out data."""
         likelihood, processes = la.settings.likelihood, la.settings.processes
-        data = TrainingData(val_loader, unpack=self._options.get("unpack"), fill=likelihood.fill, processes=processes)
+        data = TrainingData(
+            val_loader,
+            unpack=self._options.get("unpack"),
+            fill=likelihood.fill,
+            missing=likelihood.takes_missing,
+            processes=processes,
+        )
         metrics = {"val_log_loss": _log_loss, **self.metrics}
         sums = dict.fromkeys(metrics, 0.0)
         streams = {name: metric for name, metric in metrics.items() if hasattr(metric, "compute")}
@@ -229,7 +235,12 @@ class PeriodicFits:
         # Those that share out the weights predict together, of the same data.
         apart = la.network.held.shards is None
         part, all_targets = (data.part, data.targets) if apart else (range(data.num_data), data.all_targets())
+        num_data = 0
         for batch in torch.arange(part.start, part.stop).split(data.batch_size):
+            batch = batch[_have_targets(take(all_targets, batch - part.start))]
+            if not len(batch):
+                continue
+            num_data += len(batch)
             with processes.apart() if apart else nullcontext():
                 x = data.inputs(batch)
             prediction = la.predict(x)
@@ -241,10 +252,10 @@ class PeriodicFits:
                 else:
                     values = torch.as_tensor(metric(prediction, targets), dtype=torch.float64)
                     sums[name] += float(values.mean()) * len(batch)
-        totals = torch.tensor(list(sums.values()), dtype=torch.float64)
+        totals = torch.tensor([*sums.values(), num_data], dtype=torch.float64)
         if apart:
             processes.sum(totals)
-        means = dict(zip(sums, (totals / data.num_data).tolist(), strict=True))
+        means = dict(zip(sums, (totals[:-1] / totals[-1]).tolist(), strict=True))
         # Metrics of torchmetrics put together what each process has seen.
         return means | {name: float(metric.compute()) for name, metric in streams.items()}
 
@@ -330,6 +341,12 @@ def _named(name: str, parts: Iterable[Any], values: Tensor) -> dict[str, float]:
     """One number by its name; several with the names of their parts."""
     numbers = values.flatten().tolist()
     return {name if len(numbers) == 1 else f"{name}/{p}": v for p, v in zip(parts, numbers, strict=True)}
+
+
+def _have_targets(targets: Any) -> Tensor:
+    """Which data have a target that is not NaN."""
+    tensors = batched(targets)[0]
+    return torch.stack([~y.cpu().reshape(len(y), -1).isnan().all(1) for y in tensors]).any(0)
 
 
 def _log_loss(prediction: Any, targets: Any) -> Tensor:

@@ -1,5 +1,6 @@
 """Labels of classes, one for each datum or for each of its positions (pixels, tokens)."""
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -32,10 +33,15 @@ class Categorical(Likelihood):
 
     `B = diag(p) − p pᵀ`, `L u = √p ⊙ (u − √p ⟨√p, u⟩)`.
 
+    Targets are labels, integers, or probabilities of the classes, floating-point numbers in the shape of the outputs,
+    as of `torch.nn.functional.cross_entropy`: a datum of the probabilities `y` has the loss `−Σ_c y_c log p_c`, and
+    counts as one datum of each class with the weight `y_c`.
+
     Args:
         class_dim: the axis of the outputs that holds the classes: 1 for `[N, C]` and segmentation, `[N, C, H, W]`; -1
             for labels of tokens, `[N, T, C]`. Targets have the other axes.
         ignore_index: the label of positions without information, such as padding: they have neither loss nor curvature.
+            Probabilities are NaN there.
         shape: shape of the outputs of a datum; `bind` sets it. By default there is one axis, the classes.
     """
 
@@ -43,6 +49,8 @@ class Categorical(Likelihood):
     ignore_index: int = -100
     shape: tuple[int, ...] | None = field(default=None, repr=False, compare=False)
     name: str = field(default="classification", init=False)
+
+    takes_missing = True
 
     def __post_init__(self) -> None:
         check_whole("`Categorical(class_dim=...)`", self.class_dim)
@@ -94,6 +102,15 @@ class Categorical(Likelihood):
         """Probabilities."""
         return self.flat(_softmax(self.positions(f)))
 
+    def is_soft(self, y: Tensor) -> bool:
+        """Whether targets are probabilities of the classes, of which there are at least two: else there are labels."""
+        width = y.shape[1:].numel()
+        return width > 1 if self.shape is None else width == torch.Size(self.shape).numel()
+
+    def weights_of_classes(self, y: Tensor) -> Float[Tensor, "N S c"]:
+        """The probabilities of soft labels by positions; zero where they are missing."""
+        return self.positions(y.reshape(len(y), y.shape[1:].numel())).nan_to_num()
+
     def _labels(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Labels `[N, S]`, and which of them count; ignored labels are 0."""
         labels = y.reshape(len(y), y.shape[1:].numel()).long()
@@ -104,26 +121,52 @@ class Categorical(Likelihood):
     def _probabilities(self, f: Tensor, u: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
         """`p` and `u` by positions; `p` is zero where labels are ignored, and so is each product with it."""
         p = self.positions(f).softmax(-1).to(u)
-        return p if y is None else p * self._labels(y)[1][..., None], self.positions(u)
+        return p if y is None else p * self.given(y)[..., None], self.positions(u)
 
     def given(self, y: Tensor) -> Bool[Tensor, "N S"]:
         """Marks the labels that are not ignored."""
+        if self.is_soft(y):
+            return ~self.positions(y.reshape(len(y), y.shape[1:].numel())).isnan().any(-1)
         return self._labels(y)[1]
+
+    def observed(self, y: Tensor, num_outputs: int) -> Bool[Tensor, "N C"]:
+        given = self.given(y)
+        return self.flat(given[..., None].expand(*given.shape, num_outputs // given.shape[1]))
 
     def losses(self, f: Float[Tensor, "*K N C"], y: Tensor) -> Float[Tensor, "*K N S"]:
         """`−log p` of each label, 0 where it is ignored."""
+        if self.is_soft(y):
+            return -(self.weights_of_classes(y).to(f) * self.positions(f).log_softmax(-1)).sum(-1)
         labels, counts = self._labels(y)
         # The logarithm of the softmax would be −∞ where a probability underflows.
         log_p = self.positions(f).log_softmax(-1)
         chosen = log_p.gather(-1, labels.expand(log_p.shape[:-1])[..., None])[..., 0]
         return -chosen.where(counts, 0)
 
+    def mean_losses(self, f: Float[Tensor, "K N C"], y: Tensor) -> Float[Tensor, "N S"]:
+        """`−log (1/K) Σ_k p` of each label by itself; of a soft one the mean over its classes."""
+        if not self.is_soft(y):
+            return math.log(len(f)) - (-self.losses(f, y)).logsumexp(0)
+        logs = self.positions(f).log_softmax(-1).logsumexp(0) - math.log(len(f))
+        return -(self.weights_of_classes(y).to(logs) * logs).sum(-1)
+
+    def log_parts(self, f: Float[Tensor, "K N C"], y: Tensor) -> Float[Tensor, "K N j"]:
+        positions = self.positions(f)
+        if positions.shape[-2] > 1 or not self.is_soft(y):
+            return super().log_parts(f, y)
+        return positions[..., 0, :].log_softmax(-1)
+
+    def together(self, logs: Float[Tensor, "N j"], y: Tensor) -> Float[Tensor, " N"]:
+        return logs[:, 0] if logs.shape[1] == 1 else (self.weights_of_classes(y)[:, 0].to(logs) * logs).sum(-1)
+
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
         return self.losses(f, y).sum(-1)
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
-        labels, counts = self._labels(y)
         p = self.positions(f).softmax(-1)
+        if self.is_soft(y):
+            return self.flat((p - self.weights_of_classes(y).to(p)) * self.given(y)[..., None])
+        labels, counts = self._labels(y)
         index = labels.expand(p.shape[:-1])[..., None]
         # `p − onehot(y)`, without the memory of a one-hot tensor.
         return self.flat(p.scatter_add(-1, index, torch.full_like(p[..., :1], -1)) * counts[..., None])
@@ -145,8 +188,14 @@ class Categorical(Likelihood):
 
     def check_targets(self, output_shape: torch.Size, y: Tensor) -> None:
         axis = self._check_class_axis(output_shape)
+        if y.is_floating_point() and y.shape == output_shape:
+            self._check_probabilities(axis, y)
+            return
         if y.is_floating_point() or y.dtype == torch.bool:
-            raise TypeError(f"Class labels must be integers, but have dtype {y.dtype}; call `y.long()`.")
+            raise TypeError(
+                f"Class labels must be integers, but have dtype {y.dtype}; call `y.long()`. Probabilities of the "
+                f"classes must have the shape of the outputs, {list(output_shape)}, but these are {list(y.shape)}."
+            )
         self._check_label_shape(output_shape, axis, y)
         self._check_label_range(output_shape[axis], y)
 
@@ -173,6 +222,25 @@ class Categorical(Likelihood):
             f"Class labels must have shape {shape} for outputs {list(output_shape)} with the classes on axis "
             f"{axis}, but have {list(y.shape)}.{cure}"
         )
+
+    @staticmethod
+    def _check_probabilities(axis: int, y: Tensor) -> None:
+        missing = y.isnan().any(axis, keepdim=True)
+        if bool((missing & ~y.isnan()).any()):
+            raise ValueError(
+                "Probabilities of classes are NaN for some classes of a datum or position, and not for others: give "
+                "NaN for all of them where the label is missing."
+            )
+        # Half of the digits, of float32 at least, from which probabilities may have come.
+        rounding = max(torch.finfo(y.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
+        sums = y.double().sum(axis, keepdim=True)[~missing]
+        if bool((y < 0).any()) or bool(((sums - 1).abs() > rounding).any()):
+            low, high = (float(v) for v in (sums.min(), sums.max()))
+            raise ValueError(
+                f"Probabilities of classes must be at least 0 and sum to 1 over axis {axis}, but the smallest is "
+                f"{float(y[~y.isnan()].min()):g} and sums range from {low:g} to {high:g}; logits become probabilities "
+                f"by `y.softmax({axis})`."
+            )
 
     def _check_label_range(self, classes: int, y: Tensor) -> None:
         labels = y[y != self.ignore_index]

@@ -5,18 +5,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
+from torch.distributions import MultivariateNormal
 
-from laplace_sampling.likelihoods.likelihood import Likelihood, check_target_shape
+from laplace_sampling.likelihoods.likelihood import Likelihood, check_target_shape, masked, residuals
 from laplace_sampling.likelihoods.measurement import Observation, check_observation
 from laplace_sampling.solvers.checks import as_numbers, check_flag
 
-__all__ = ["Gaussian"]
+__all__ = ["Gaussian", "log_density"]
 
 
 @dataclass(frozen=True)
 class Gaussian(Likelihood):
     r"""`y ~ N(f, diag(b)⁻¹)`: `ℓ = ½ b‖y − f‖² − ½ log b + ½ log 2π`, `B = diag(b)`.
+
+    A target of NaN is missing: its output counts nowhere.
 
     Args:
         noise_precision: `b = 1/σ²`, a number, or a tensor `[C]` of one precision for each (flattened) output.
@@ -31,9 +35,12 @@ class Gaussian(Likelihood):
     learn: bool = True
     noise_at: str = "network"
     observe: Observation | None = field(default=None, repr=False, compare=False, kw_only=True)
+    # Whether some data have targets at some of their outputs only, so that `B` differs between data; fits set it.
+    partly: bool = field(default=False, repr=False, compare=False, kw_only=True)
     name: str = field(default="regression", init=False)
 
     quadratic = True
+    takes_missing = True
 
     def __post_init__(self) -> None:
         # Hyperparameters are kept in float64 on the CPU, whatever the network computes in.
@@ -76,16 +83,17 @@ class Gaussian(Likelihood):
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
         # Normalised, so that losses of different `b` compare: the evidence of the noise precision needs `log b`.
         b = self.precision(f)
-        return 0.5 * (b * (f - y.reshape(f.shape[-2:])) ** 2 - b.log() + math.log(2 * math.pi)).sum(-1)
+        error, given = residuals(f, y)
+        return 0.5 * (b * error**2 + (math.log(2 * math.pi) - b.log()).where(given, 0)).sum(-1)
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
-        return self.precision(f) * (f - y.reshape(f.shape[-2:]))
+        return self.precision(f) * residuals(f, y)[0]
 
     def curvature(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
-        return self.precision(u) * u
+        return masked(self.precision(u), y) * u
 
     def root(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
-        return self.precision(u).sqrt() * u
+        return masked(self.precision(u).sqrt(), y) * u
 
     root_transpose = root
 
@@ -98,3 +106,14 @@ class Gaussian(Likelihood):
             raise ValueError(
                 f"`noise_precision` has {len(b)} entries, but the model has {output_shape[1:].numel()} outputs."
             )
+
+
+def log_density(error: Float[Tensor, "N C"], covariance: Float[Tensor, "N C C"]) -> Float[Tensor, " N"]:
+    """`log N(e | 0, S)` of each datum, joint over the outputs whose error is not NaN."""
+    given = ~error.isnan()
+    # Outputs without a target are independent, with an error of zero and a variance of one, which is taken away again.
+    eye = torch.eye(error.shape[-1], dtype=covariance.dtype, device=covariance.device)
+    covariance = covariance.where(given[:, :, None] & given[:, None], eye)
+    error = error.where(given, 0)
+    joint = MultivariateNormal(torch.zeros_like(error), covariance).log_prob(error)
+    return joint + 0.5 * math.log(2 * math.pi) * (~given).sum(-1).to(joint)

@@ -4,9 +4,10 @@ import math
 from dataclasses import dataclass, field
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
-from laplace_sampling.likelihoods.likelihood import Likelihood, check_target_shape
+from laplace_sampling.likelihoods.likelihood import Likelihood, check_target_shape, has_targets, residuals
 
 __all__ = ["HeteroscedasticGaussian"]
 
@@ -16,31 +17,41 @@ class HeteroscedasticGaussian(Likelihood):
     r"""`y ~ N(m, diag(eˢ))` for outputs `f = (m, s)`: axis 1 of `[N, 2D, ...]` holds `D` means, then `D` log variances.
 
     `ℓ = ½ (y − m)² e⁻ˢ + ½ s + ½ log 2π`, summed over `D`. Its Hessian is indefinite; `B` is its mean over `y`, the
-    Fisher matrix `diag(e⁻ˢ, ½)`.
+    Fisher matrix `diag(e⁻ˢ, ½)`. A target of NaN is missing: its mean and its log variance count nowhere.
     """
 
     name: str = field(default="heteroscedastic", init=False)
 
+    takes_missing = True
+
     def loss(self, f: Tensor, y: Tensor) -> Tensor:
         m, s = f.chunk(2, -1)
-        return 0.5 * ((y.reshape(m.shape[-2:]).to(f) - m) ** 2 * (-s).exp() + s + math.log(2 * math.pi)).sum(-1)
+        error, given = residuals(m, y)
+        return 0.5 * (error**2 * (-s).exp() + s + math.log(2 * math.pi)).where(given, 0).sum(-1)
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         m, s = f.chunk(2, -1)
         # `e⁻ˢ`, not `1 / eˢ`: no overflow for large log variances.
-        error, precision = m - y.reshape(m.shape[-2:]).to(f), (-s).exp()
-        return torch.cat([error * precision, 0.5 - 0.5 * error**2 * precision], dim=-1)
+        (error, given), precision = residuals(m, y), (-s).exp()
+        return torch.cat([error * precision, (0.5 - 0.5 * error**2 * precision).where(given, 0)], dim=-1)
 
     # The Fisher matrix is diagonal: mean and log variance are orthogonal parameters of a normal distribution.
     def curvature(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
         s = f.chunk(2, -1)[1].to(u)
-        return torch.cat([(-s).exp(), torch.full_like(s, 0.5)], dim=-1) * u
+        return self._masked(torch.cat([(-s).exp(), torch.full_like(s, 0.5)], dim=-1), y) * u
 
     def root(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
         s = f.chunk(2, -1)[1].to(u)
-        return torch.cat([(-s / 2).exp(), torch.full_like(s, 0.5**0.5)], dim=-1) * u
+        return self._masked(torch.cat([(-s / 2).exp(), torch.full_like(s, 0.5**0.5)], dim=-1), y) * u
 
     root_transpose = root
+
+    def _masked(self, diagonal: Tensor, y: Tensor | None) -> Tensor:
+        return diagonal if y is None else diagonal.where(self.observed(y, diagonal.shape[-1]), 0)
+
+    def observed(self, y: Tensor, num_outputs: int) -> Bool[Tensor, "N C"]:
+        given = has_targets(y)
+        return torch.cat([given, given], 1)
 
     def check_targets(self, output_shape: torch.Size, y: Tensor) -> None:
         if len(output_shape) < 2 or output_shape[1] % 2:

@@ -5,17 +5,26 @@ per datum. `B = ∂²ℓ/∂f²`, or its mean over `y ~ p(y | f)` where that dif
 likelihood applies it, and a root `L` with `L Lᵀ = B`, in closed form.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from laplace_sampling.data.batches import Layout
 
-__all__ = ["Likelihood", "NothingToLearnError", "check_target_shape"]
+__all__ = [
+    "Likelihood",
+    "NothingToLearnError",
+    "check_some_given",
+    "check_target_shape",
+    "has_targets",
+    "masked",
+    "residuals",
+]
 
 
 class NothingToLearnError(ValueError):
@@ -32,6 +41,8 @@ class Likelihood(ABC):
     Attributes:
         name: in messages, `repr` and saved files.
         fill: the label that is ignored; targets of different length are padded with it. `None`: there is none.
+        takes_missing: whether NaN in targets says that there is none: such an output has neither loss, gradient nor
+            curvature, and counts nowhere.
         quadratic: whether the loss is `½ Σ_c b_c (y_c − f_c)²` with `b` from `noise_precisions`: then `B = diag(b)` is
             the same for all outputs, and the posterior of a linear model is exactly Gaussian.
         learns_noise: whether `fit_hyperparameters` updates `b`.
@@ -39,6 +50,7 @@ class Likelihood(ABC):
 
     name: str
     fill: int | None = None
+    takes_missing: bool = False
     quadratic: bool = False
 
     @property
@@ -123,8 +135,14 @@ class Likelihood(ABC):
         if y.dim() == 0 or y.is_complex():
             kind = f"complex numbers, in {y.dtype}" if y.is_complex() else "a single number without an axis"
             raise TypeError(f"Targets must be a tensor [N, ...] of real numbers, but are {kind}.")
+        if not self.takes_missing and bool(y.isnan().any()):
+            raise ValueError(
+                f"Targets contain NaN, but the likelihood {self.name!r} has no missing targets: clean the data first. "
+                "A loss of your own takes another mark, as `torch.where(y == mark, 0, loss)`."
+            )
         try:
             self.check_targets(torch.Size((len(y), *layout.shape)), y)
+            check_some_given(self, y)
         except NothingToLearnError as error:
             if silent is None:
                 raise
@@ -133,6 +151,28 @@ class Likelihood(ABC):
 
     def check_curvature(self, f: Float[Tensor, "N C"], y: Tensor) -> None:  # noqa: B027
         """Raise if `B` is not positive semi-definite, for likelihoods where that depends on the outputs."""
+
+    def observed(self, y: Tensor, num_outputs: int) -> Bool[Tensor, "N C"]:
+        """Marks the outputs that have a target."""
+        if not self.takes_missing:
+            return torch.ones(len(y), num_outputs, dtype=torch.bool, device=y.device)
+        return has_targets(y)
+
+    # A mean over samples of one likelihood is not a sum over those of the labels that a soft one is made of.
+    def log_parts(self, f: Float[Tensor, "K N C"], y: Tensor) -> Float[Tensor, "K N j"]:
+        """`log p(y_j | f)` of all `y_j` that a target is made of: of itself, or of each class of a soft label."""
+        return -self.loss(f, y)[..., None]
+
+    def together(self, logs: Float[Tensor, "N j"], y: Tensor) -> Float[Tensor, " N"]:
+        """The log probability of targets from that of what they are made of, as by `log_parts`."""
+        return logs[:, 0]
+
+    def mean_log_prob(self, f: Float[Tensor, "K N C"], y: Tensor) -> Float[Tensor, " N"]:
+        """`log (1/K) Σ_k p(y_n | f_kn)`, joint over the outputs of a datum.
+
+        Of one soft label it is the mean over its classes.
+        """
+        return self.together(self.log_parts(f, y).logsumexp(0) - math.log(len(f)), y)
 
     def rank(self, num_outputs: int) -> int:
         """An upper bound on the rank of `B`."""
@@ -159,6 +199,32 @@ class Likelihood(ABC):
         # A root gives the covariance exactly, also where B is singular and has no Cholesky factor.
         white = torch.randn(num, *f.shape, generator=generator, dtype=f.dtype)
         return self.root(f, white.to(f.device), y)
+
+
+def has_targets(y: Tensor) -> Bool[Tensor, "N C"]:
+    """Marks the targets that are not NaN."""
+    return ~y.reshape(len(y), y.shape[1:].numel()).isnan()
+
+
+def residuals(f: Float[Tensor, "*K N C"], y: Tensor) -> tuple[Float[Tensor, "*K N C"], Bool[Tensor, "N C"]]:
+    """`f − y`, zero where there is no target, and where there is one."""
+    y = y.reshape(f.shape[-2:]).to(f)
+    given = ~y.isnan()
+    return (f - y).where(given, 0), given
+
+
+def masked(diagonal: Tensor, y: Tensor | None) -> Tensor:
+    """The diagonal of `B`, zero where there is no target."""
+    # Not a product: where a rate overflows it would be NaN.
+    return diagonal if y is None else diagonal.where(has_targets(y), 0)
+
+
+def check_some_given(likelihood: Likelihood, y: Tensor) -> None:
+    """Raise if all targets are missing."""
+    if likelihood.takes_missing and y.is_floating_point() and not bool(has_targets(y).any()):
+        raise NothingToLearnError(
+            "All targets are NaN, which says that they are missing: there is nothing to learn from."
+        )
 
 
 def check_target_shape(kind: str, output_shape: torch.Size, y: Tensor, what: str = "the model's output") -> None:

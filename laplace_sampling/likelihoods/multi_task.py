@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from laplace_sampling.data.batches import Layout
@@ -57,6 +58,10 @@ class MultiTask(Likelihood):
         # The network's order, in which outputs are flattened, need not be that of the user's dictionary.
         order = self.heads if self.layout is None else self.layout.names
         return {name: self.heads[name] for name in order}
+
+    @property
+    def takes_missing(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return any(head.takes_missing for head in self.heads.values())
 
     def settings(self) -> dict[str, Any]:
         return {"heads": self.likelihoods}
@@ -111,6 +116,11 @@ class MultiTask(Likelihood):
     def check_curvature(self, f: Tensor, y: Tensor) -> None:
         for head, g, t in self._parts(f, y=y):
             head.check_curvature(g, t)
+
+    def observed(self, y: Tensor, num_outputs: int) -> Bool[Tensor, "N C"]:
+        assert self.layout is not None
+        parts = zip(self.likelihoods.values(), y.split(self.widths, dim=-1), self.layout.sizes, strict=True)
+        return torch.cat([head.observed(t, size) for head, t, size in parts], dim=1)
 
     def rank(self, num_outputs: int) -> int:
         assert self.layout is not None

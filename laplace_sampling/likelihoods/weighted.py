@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from laplace_sampling.likelihoods.likelihood import Likelihood
@@ -19,6 +19,10 @@ class Weighted(Likelihood):
     """
 
     base: Likelihood
+
+    @property
+    def takes_missing(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.base.takes_missing
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -59,6 +63,9 @@ class Weighted(Likelihood):
 
     def check_curvature(self, f: Tensor, y: Tensor) -> None:
         self.base.check_curvature(f, y[:, :-1])
+
+    def observed(self, y: Tensor, num_outputs: int) -> Bool[Tensor, "N C"]:
+        return self.base.observed(y[:, :-1], num_outputs)
 
     def rank(self, num_outputs: int) -> int:
         return self.base.rank(num_outputs)

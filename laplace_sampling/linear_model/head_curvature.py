@@ -1,9 +1,10 @@
 r"""The curvature of a linear last layer from its inputs `h`, where `φ = I ⊗ h`: no product with the network.
 
 `M = Σ_i B_i ⊗ h_i h_iᵀ` is accumulated as it is for few weights. For a Gaussian likelihood `B_i = diag(b)` is the same
-for all data, so that `M = diag(b) ⊗ Σ_i h_i h_iᵀ` itself is a Kronecker product: one decomposition of `[D, D]` serves
-any number of outputs. Other likelihoods have, with the eigenvectors `U` and `V` of the partial traces of `M`, the
-diagonal of `M` in these coordinates,
+for all data, but for those whose targets are missing, so that `M = diag(b) ⊗ Σ_i h_i h_iᵀ` itself is a Kronecker
+product: one decomposition of `[D, D]` serves any number of outputs. Other likelihoods, and data with targets at some of
+their outputs only, have, with the eigenvectors `U` and `V` of the partial traces of `M`, the diagonal of `M` in these
+coordinates,
 
     G = Σ_i ‖h_i‖² B_i,        A = Σ_i Tr(B_i) h_i h_iᵀ,
 
@@ -59,7 +60,7 @@ def head_curvature(ggn: GGN, scale: Float[Tensor, " P"] | None = None) -> Factor
         ggn: `M`, of the features of a linear layer.
         scale: `s`, by default ones.
     """
-    if isinstance(ggn.likelihood, Gaussian) or not is_exact(ggn):
+    if is_product(ggn) or not is_exact(ggn):
         return head_kronecker(ggn, scale)
     matrix = head_matrix(ggn if scale is None else replace(ggn, features=ScaledFeatures(ggn.features, scale)))
     assert matrix is not None
@@ -68,12 +69,17 @@ def head_curvature(ggn: GGN, scale: Float[Tensor, " P"] | None = None) -> Factor
 
 def is_exact(ggn: GGN) -> bool:
     """Whether `head_curvature` is `M` itself."""
-    return isinstance(ggn.likelihood, Gaussian) or ggn.size <= _MOST_WEIGHTS
+    return is_product(ggn) or ggn.size <= _MOST_WEIGHTS
+
+
+def is_product(ggn: GGN) -> bool:
+    """Whether `M` is a Kronecker product: for a Gaussian likelihood, if no datum has targets at some outputs only."""
+    return isinstance(ggn.likelihood, Gaussian) and not ggn.likelihood.partly
 
 
 def head_block(ggn: GGN) -> KroneckerBlock | None:
     """`M` of a linear layer and a Gaussian likelihood, as a Kronecker product; `None` of anything else."""
-    if not isinstance(ggn.likelihood, Gaussian):
+    if not is_product(ggn):
         return None
     if isinstance(ggn.features, ScaledFeatures) and head_of(ggn.features.features) is not None:
         return head_kronecker(replace(ggn, features=ggn.features.features), ggn.features.scale).blocks[0]
@@ -95,7 +101,7 @@ def head_kronecker(ggn: GGN, scale: Float[Tensor, " P"] | None = None) -> Kronec
     (of_outputs,), (of_inputs,) = outer_factors(scales)
     G, A = partial_traces_of_head(ggn, of_outputs, of_inputs)
     (g, U_G), (a, U_A) = torch.linalg.eigh(G), torch.linalg.eigh(A)
-    if isinstance(ggn.likelihood, Gaussian):
+    if is_product(ggn):
         eigenvalues = g.clamp_min(0)[:, None] * a.clamp_min(0) / G.trace()
     else:
         eigenvalues = _corrected(ggn, of_outputs[:, None] * U_G, of_inputs[:, None] * U_A)

@@ -3,12 +3,13 @@
 from dataclasses import dataclass, field, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.solvers.placement import chosen
 
 __all__ = ["LinearModel"]
 
@@ -51,13 +52,36 @@ class LinearModel:
         """`Σ_i ℓ(y_i, h_i)` at some outputs."""
         return float(self.features.total("loss", outputs, lambda: self.losses(outputs).double().sum()))
 
+    def residuals(self, outputs: Float[Tensor, "N C"]) -> Float[Tensor, "N C"]:
+        """`y_i − h_i` of a regression in float64, zero where there is no target."""
+        targets = self.targets.reshape(outputs.shape)
+        return (targets - outputs).double().where(~targets.isnan(), 0)
+
     def squared_errors(self, outputs: Float[Tensor, "N C"]) -> Float[Tensor, " C"]:
         """`Σ_i (y_i − h_i)²` of each output of a regression, in float64."""
+        return self.features.total("squared errors", outputs, lambda: self.residuals(outputs).square().sum(0))
 
-        def own() -> Tensor:
-            return (outputs - self.targets.reshape(outputs.shape)).double().square().sum(0)
+    def observed(self, targets: Tensor | None = None) -> Bool[Tensor, "n C"]:
+        """Which outputs have a target, by default of the data of `features.part`."""
+        return self.likelihood.observed(self.targets if targets is None else targets, self.features.num_outputs)
 
-        return self.features.total("squared errors", outputs, own)
+    def num_targets(self) -> Float[Tensor, " C"]:
+        """How many data have a target at each output."""
+        return self.features.total("targets", self.targets, lambda: self.observed().double().sum(0))
+
+    @property
+    def num_observations(self) -> int:
+        """`N·C`, without the outputs that have no target."""
+        return int(self.num_targets().sum())
+
+    @property
+    def num_data(self) -> int:
+        """How many data have a target."""
+        return int(self.features.total("data", self.targets, lambda: self.observed().any(1).double().sum()))
+
+    def with_targets(self, some: Tensor) -> Tensor:
+        """The indices of those data that have a target at any output."""
+        return chosen(some, self.observed(self.targets_of(some)).any(1))
 
     def losses(self, outputs: Float[Tensor, "N C"]) -> Float[Tensor, " N"]:
         """`ℓ(y_i, h_i)`, a few data at a time, for a loss makes numbers of the size of the outputs."""

@@ -47,11 +47,15 @@ class TangentModel:
 
     @property
     def log_scale(self) -> float:
-        """`½ Σ log R`: what the loss of the targets has on top of the loss of the model."""
+        """`½ Σ log R` over the targets: what the loss of the targets has on top of the loss of the model."""
         weights = self.weights
         if weights is None:
             return 0.0
-        return -float(self.model.features.total("log weights", weights, lambda: weights.log().sum()))
+
+        def own() -> Tensor:
+            return weights.log().where(self.model.observed(), 0).sum()
+
+        return -float(self.model.features.total("log weights", weights, own))
 
     def weights_of(self, some: Tensor) -> Float[Tensor, "n C"] | None:
         """`R^{-1/2}` of some data, as by `Features.pick`."""

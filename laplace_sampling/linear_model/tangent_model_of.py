@@ -12,7 +12,8 @@ from torch import Tensor
 from laplace_sampling.data.batches import Layout, batched, place
 from laplace_sampling.data.processes import ALONE, Processes
 from laplace_sampling.data.training_data import TrainingData, Unpack
-from laplace_sampling.likelihoods.likelihood import Likelihood, NothingToLearnError
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood, NothingToLearnError, check_some_given
 from laplace_sampling.likelihoods.measurement import Observation
 from laplace_sampling.likelihoods.weighted import check_weights, weighted
 from laplace_sampling.linear_model.features import Features
@@ -58,7 +59,14 @@ def tangent_model_of(
     Raises:
         TypeError, ValueError: for data that do not fit the model or the likelihood, or that cannot be read twice.
     """
-    data = TrainingData(loader, unpack=unpack, num_data=num_data, fill=likelihood.fill, processes=processes)
+    data = TrainingData(
+        loader,
+        unpack=unpack,
+        num_data=num_data,
+        fill=likelihood.fill,
+        missing=likelihood.takes_missing,
+        processes=processes,
+    )
     if noise_variances is not None and not likelihood.quadratic:
         raise ValueError(
             f"`noise_variances` are of a regression, but the likelihood is {likelihood.name!r}, which has no noise "
@@ -73,7 +81,7 @@ def tangent_model_of(
             # Weights of a Gaussian likelihood are precisions: as noise variances they keep its loss quadratic.
             weights, noise_variances = None, _as_variances(weights, noise_variances)
     features, outputs = _features(network, data)
-    model = _with_targets(features, outputs, likelihood, data, observation, weights)
+    model = _with_missing(_with_targets(features, outputs, likelihood, data, observation, weights))
     row_weights = None
     if noise_variances is not None:
         shape = data.num_data, model.network_outputs.shape[1]
@@ -159,6 +167,10 @@ def _checked(
         model = observe(model, observation, model.targets)
         targets = model.targets
         model.likelihood.check_targets(model.network_outputs.shape, targets)
+        try:
+            check_some_given(model.likelihood, targets)
+        except NothingToLearnError as error:
+            reasons.append(str(error))
     else:
         # Labels of one of several processes may all be ignored ones, which is no error.
         if features.in_parts:
@@ -181,6 +193,26 @@ def _checked(
     except NothingToLearnError as error:
         reasons.append(str(error))
     return model, reasons
+
+
+def _with_missing(model: LinearModel) -> LinearModel:
+    """The model of a regression, whose likelihood knows whether some data have targets at some outputs only.
+
+    Raises:
+        ValueError: for an output without any target whose noise is to be learnt.
+    """
+    likelihood = model.likelihood
+    if not isinstance(likelihood, Gaussian):
+        return model
+    num = model.num_targets()
+    if likelihood.learn and likelihood.noise_precisions().dim() and not bool(num.all()):
+        raise ValueError(
+            f"Output {int(num.argmin())} has no target at any datum, so that its noise precision cannot be learnt: "
+            "give one for all outputs, `Gaussian(b)`, or `Gaussian(..., learn=False)`."
+        )
+    observed = model.observed()
+    partly = model.features.total("partly", model.targets, lambda: (observed != observed[:, :1]).any(1).double().sum())
+    return model.with_likelihood(replace(likelihood, partly=bool(partly > 0)))
 
 
 def _as_variances(weights: Tensor, noise_variances: Tensor | None) -> Tensor:

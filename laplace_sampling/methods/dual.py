@@ -88,7 +88,7 @@ class Dual(SolverMethod):
         from laplace_sampling.gp.dual_cg import DualCG
         from laplace_sampling.gp.whitened_gram import WhitenedGram
 
-        rows = task.model.features.num_observations
+        rows = task.model.num_observations
         held = max(1, min(_RANK, rows, int(_SHARE * task.memory.bytes / (8 * rows))))
         solver = DualCG(
             tolerance=min(2 * tolerance, 0.5) if self.accuracy is None else self.accuracy,
@@ -162,9 +162,9 @@ def _at_evidence_of_leading_part(task: Task, tuning: Tuning, held: Any) -> Task:
 
     model = task.model
     assert isinstance(model.likelihood, Gaussian)
-    residual = (model.targets.reshape(model.offset.shape) - model.offset).double().flatten()
+    residual = model.residuals(model.offset).flatten()
     inside = held.vectors.mT @ residual
-    num_outside = len(residual) - len(inside)
+    num_outside = model.num_observations - len(inside)
     outside = (residual.square().sum() - inside.square().sum()).clamp_min(0)
     values = held.eigenvalues / float(torch.as_tensor(model.likelihood.noise_precision))
     spectrum = ExactRegression(

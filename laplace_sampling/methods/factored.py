@@ -345,7 +345,7 @@ class FactoredFit(SolverFit):
             traces=self._traces(),
             fit=Quadrature(zero, weight, weight),
             loss=self.model.total_loss(mode.outputs) + energy,
-            num_outputs=self.model.features.num_observations,
+            num_outputs=self.model.num_observations,
             size=self.ggn.size,
             noise_precision=None if noise is None or noise.dim() else float(noise),
             at=self.alpha,

@@ -378,6 +378,7 @@ class Fit(ABC):
         moments = self._moments()
         minimum = self.mode.minimum if self.known_mode else None
         network_outputs, rank = self.model.network_outputs, self.model.likelihood.rank(features.num_outputs)
+        rank_of_all = self.model.num_observations * rank // features.num_outputs
         linear_outputs = features.outputs(weights[None].to(features.dtype))[0]
         return Diagnosis(
             num_samples=len(sampled.energies),
@@ -409,7 +410,7 @@ class Fit(ABC):
             passes=sampled.passes + (minimum.passes if minimum else 0) + sum(s.passes for s in self.tuned.history),
             accuracy=self.accuracy,
             epochs=self.task.budget.spent,
-            max_rank=features.num_data * rank if rank < features.num_outputs else None,
+            max_rank=rank_of_all if rank_of_all < features.num_observations else None,
         )
 
     def _moments(self) -> tuple[float, float, float] | None:

@@ -31,7 +31,7 @@ def path_of(task: Task, eigenvalues: Float[Tensor, " m"]) -> EvidencePath:
         traces=Quadrature.of_eigenvalues(eigenvalues.clamp_min(0)),
         fit=nothing,
         loss=0.0,
-        num_outputs=task.model.features.num_observations,
+        num_outputs=task.model.num_observations,
         size=len(task.trained_weights),
         noise_precision=None if noise is None or noise.dim() else float(noise),
         at=overall_precision(task.prior),

@@ -79,7 +79,6 @@ def _balances(fit: Fit) -> Iterator[_Balance]:
     likelihood = fit.model.likelihood
     if isinstance(likelihood, Gaussian) and likelihood.learn and torch.as_tensor(likelihood.noise_precision).dim() == 0:
         outputs = fit.mode.outputs if likelihood.noise_at == "mode" else fit.model.network_outputs
-        features = fit.model.features
         squares = float(fit.model.squared_errors(outputs).sum())
-        noise, free = float(likelihood.noise_precision), features.num_observations - float(gamma.sum())
+        noise, free = float(likelihood.noise_precision), fit.model.num_observations - float(gamma.sum())
         yield _Balance("the noise precision", noise, free, noise * squares, float(error.norm()), _OF_NOISE)

@@ -77,17 +77,19 @@ def plot_reliability(
 
 
 def _claims(pred: ClassificationPrediction, y: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The probability that each label is claimed with, and whether it is as claimed; labels to ignore are left out."""
+    """The probability that each label is claimed with, and how far it is as claimed; missing labels are left out."""
     likelihood, targets = pred._prepared(y, _CALL)
     assert isinstance(likelihood, Categorical | Bernoulli)
     targets = targets.to(pred.outputs.device)
-    probs, labels = likelihood.positions(pred.probs.reshape(len(targets), -1)), targets.reshape(len(targets), -1)
+    probs, given = likelihood.positions(pred.probs.reshape(len(targets), -1)), likelihood.given(targets)
     if isinstance(likelihood, Bernoulli):
-        claimed, right = probs[..., 0], labels
+        claimed, right = probs[..., 0], targets.reshape(given.shape)
     else:
         claimed, predicted = probs.max(-1)
-        right = predicted == labels
-    given = likelihood.given(targets)
+        if likelihood.is_soft(targets):
+            right = likelihood.weights_of_classes(targets).gather(-1, predicted[..., None])[..., 0]
+        else:
+            right = predicted == targets.reshape(given.shape)
     return as_array(claimed[given]), as_array(right[given])
 
 
@@ -115,4 +117,5 @@ def _draw_coverage(
 
 
 def _coverage(targets: Tensor, low: Tensor, high: Tensor) -> float:
-    return float(((targets >= low) & (targets <= high)).to(torch.float64).mean())
+    inside = (targets >= low) & (targets <= high)
+    return float(inside[~targets.isnan()].to(torch.float64).mean())

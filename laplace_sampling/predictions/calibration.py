@@ -15,11 +15,9 @@ from torch import Tensor
 
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
-from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.gaussian import Gaussian, log_density
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.solvers.checks import check_positive
-from laplace_sampling.solvers.placement import chosen
 
 __all__ = [
     "LOG_SCALE",
@@ -34,7 +32,6 @@ __all__ = [
     "own_temperature",
     "parts_of",
     "tempered",
-    "with_labels",
 ]
 
 # Numbers of deviations that are worked on at once: a definition, 1 MiB.
@@ -172,20 +169,17 @@ def labels_of(likelihood: Likelihood) -> Labelled:
     return labels
 
 
-def with_labels(model: LinearModel, some: Tensor) -> Tensor:
-    """The indices of those data that have a label at any output."""
-    given = labels_of(model.likelihood).given(model.likelihood.unweighted_targets(model.targets_of(some)))
-    return chosen(some, given.any(1))
-
-
 def label_losses(
     likelihood: Likelihood, targets: Tensor, outputs: Tensor, deviations: Tensor, scale: Tensor | float
 ) -> Float[Tensor, "N S"]:
-    """Negative log-likelihood of each label under the mean of its probabilities at samples `f ± φζ`, times weights."""
+    """Negative log-likelihood of each label under the mean of its probabilities at samples `f ± φζ`, times weights.
+
+    A soft label is the mean over its classes.
+    """
     labels, y = labels_of(likelihood), likelihood.unweighted_targets(targets)
     scaled = torch.as_tensor(scale, dtype=torch.float64, device=outputs.device).sqrt() * deviations.double()
-    logs = -labels.losses(torch.cat([outputs + scaled, outputs - scaled]), y)
-    return likelihood.weights(targets)[:, None] * (math.log(len(logs)) - logs.logsumexp(0))
+    losses = labels.mean_losses(torch.cat([outputs + scaled, outputs - scaled]), y)
+    return likelihood.weights(targets)[:, None] * losses
 
 
 def parts_of(deviations: Float[Tensor, "K N C"]) -> tuple[Tensor, ...]:
@@ -315,7 +309,7 @@ def held_out_regression(
     Their logarithms have normal priors of standard deviations 2 and 1.
 
     Args:
-        targets: of the held-out data.
+        targets: of the held-out data, NaN where they are missing.
         outputs: of the network.
         covariance: of the function, of each datum.
         noise_variance: of each output.
@@ -324,7 +318,7 @@ def held_out_regression(
 
     def log_probs(scale: Tensor | float, factor: Tensor | float) -> Float[Tensor, " N"]:
         total = scale * S + torch.diag_embed(factor * noise)
-        return torch.distributions.MultivariateNormal(torch.zeros_like(error), total).log_prob(error)
+        return log_density(error, total)
 
     def losses(logs: Tensor) -> Iterator[Float[Tensor, " N"]]:
         yield -log_probs(logs[0].exp(), logs[1].exp())

@@ -55,7 +55,8 @@ class Diagnosis:
         epochs: what the fit has cost in training epochs, counted in operations; NaN if that was not counted.
         accuracy: of predicted standard deviations (`Accuracy`).
         tolerable: whether samples that miss their tolerance are off by no more than matters little.
-        max_rank: the rank that `M` can have where it is below `N·C`: `N(C − 1)` for class labels.
+        max_rank: the rank that `M` can have where it is below `N·C`: `N(C − 1)` for class labels, less where
+            targets are missing.
         advice: what to do about a solve that did not converge, a sentence or two.
         residual_kind: what the residuals of the samples measure.
     """

@@ -10,10 +10,10 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.gaussian import Gaussian, log_density
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.solvers.placement import normal
 
@@ -30,7 +30,7 @@ class LeaveOneOut:
     Attributes:
         mean: predicted targets, `[N, C]`; predicted outputs where the likelihood is not Gaussian.
         covariance: of these, `[N, C, C]`; it includes the noise for a Gaussian likelihood.
-        log_prob: log density of each datum, joint over its outputs, `[N]`.
+        log_prob: log density of each datum, joint over those of its outputs that have a target, `[N]`.
     """
 
     mean: Float[Tensor, "N C"]
@@ -42,13 +42,12 @@ class LeaveOneOut:
         cls, mean: Float[Tensor, "N C"], covariance: Float[Tensor, "N C C"], targets: Float[Tensor, "N C"]
     ) -> "LeaveOneOut":
         """Predictions of Gaussian targets, with their log density; the covariance includes the noise."""
-        normal = torch.distributions.MultivariateNormal(mean, covariance)
-        return cls(mean, covariance, normal.log_prob(targets))
+        return cls(mean, covariance, log_density(targets - mean, covariance))
 
-    def scaled(self, unit: Float[Tensor, "N C"]) -> "LeaveOneOut":
-        """The predictions of targets that are multiplied by `unit`."""
+    def scaled(self, unit: Float[Tensor, "N C"], given: Bool[Tensor, "N C"]) -> "LeaveOneOut":
+        """The predictions of targets that are multiplied by `unit`; `given` says which there are."""
         covariance = self.covariance * unit[:, :, None] * unit[:, None]
-        return LeaveOneOut(self.mean * unit, covariance, self.log_prob - unit.log().sum(1))
+        return LeaveOneOut(self.mean * unit, covariance, self.log_prob - unit.log().where(given, 0).sum(1))
 
 
 def leave_one_out(
@@ -88,9 +87,10 @@ def leave_one_out(
     root = (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT
     # The log density is that of one observation: a weight says how often a datum counts, not how likely it is.
     unweighted, targets = likelihood.unweighted, likelihood.unweighted_targets(targets)
-    generator, losses = torch.Generator().manual_seed(seed), []
+    generator, logs = torch.Generator().manual_seed(seed), []
     for part in torch.arange(num_samples).split(_SAMPLES):
         white = normal(len(part), N, C, seed=generator, dtype=root.dtype, device=root.device, drawn_in=torch.float64)
-        losses.append(unweighted.loss(mean + torch.einsum("ncd,knd->knc", root, white), targets))
-    log_prob = (-torch.cat(losses)).logsumexp(0) - math.log(num_samples)
+        drawn = mean + torch.einsum("ncd,knd->knc", root, white)
+        logs.append(unweighted.log_parts(drawn, targets).logsumexp(0))
+    log_prob = unweighted.together(torch.stack(logs).logsumexp(0) - math.log(num_samples), targets)
     return LeaveOneOut(mean, left_out, log_prob)

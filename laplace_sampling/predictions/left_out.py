@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.likelihoods.gaussian import log_density
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.predictions.calibration import LOG_SCALE, Calibration, Labelled, label_losses, labels_of, parts_of
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
@@ -21,9 +22,9 @@ __all__ = [
     "MOST_LEVERAGE",
     "SCALES",
     "left_out_classification",
-    "left_out_log_probs",
     "left_out_outputs",
     "left_out_regression",
+    "regression_log_probs",
 ]
 
 # Scales that are tried, four a decade: error bars never vanish.
@@ -125,19 +126,18 @@ def left_out_regression(
 
     Args:
         left_out: predictions of the targets, with noise.
-        targets: `y`.
+        targets: `y`, NaN where they are missing: data without any do not count.
         noise_variance: of each.
         scale: of the covariance without the noise.
     """
-    with_error_bars = left_out_log_probs(left_out, targets, noise_variance, scale)
-    alone = left_out_log_probs(left_out, targets, noise_variance, 0.0)
+    some = ~targets.isnan().all(1)
+    with_error_bars, alone = (regression_log_probs(left_out, targets, noise_variance, by)[some] for by in (scale, 0.0))
     return replace(Calibration(scale=scale).scored("left out", with_error_bars, alone), standard_error=None)
 
 
-def left_out_log_probs(
+def regression_log_probs(
     left_out: LeaveOneOut, targets: Float[Tensor, "N C"], noise_variance: Float[Tensor, "N C"], scale: float
 ) -> Float[Tensor, " N"]:
-    """The log-likelihood of each datum that is predicted from the others; arguments are those above."""
+    """The log-likelihood of the targets of each datum, predicted from the others; arguments are those above."""
     noise = torch.diag_embed(noise_variance)
-    covariance = scale * (left_out.covariance - noise) + noise
-    return torch.distributions.MultivariateNormal(left_out.mean, covariance).log_prob(targets)
+    return log_density(targets - left_out.mean, scale * (left_out.covariance - noise) + noise)

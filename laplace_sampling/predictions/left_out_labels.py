@@ -32,7 +32,7 @@ from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.some_features import some_of
-from laplace_sampling.predictions.calibration import labelled, labels_of, with_labels
+from laplace_sampling.predictions.calibration import labelled, labels_of
 from laplace_sampling.predictions.loss_bound import LossBound, Used, cost_of_error_bars
 from laplace_sampling.solvers.recorded import recorded
 
@@ -76,7 +76,7 @@ class LeftOutLabels(LossBound):
 
     def used(self, model: LinearModel, prior: GaussianPrior, seed: int, in_order: bool) -> Used:
         some = some_of(model.features, self.num_vjps(model.features), None if in_order else seed)
-        some = with_labels(model, some)
+        some = model.with_targets(some)
         return partial(_used, model, self.an_error * self._errors(model, prior, some, seed))
 
     @recorded
@@ -85,8 +85,9 @@ class LeftOutLabels(LossBound):
         labels = _labels(model.likelihood, model.targets_of(some))
         kernel = _kernel(model.features, prior, some, seed)
         left_out = _left_out(kernel, labels, _RIDGE * float(kernel.diagonal().mean()))
+        # A soft label counts as labels of several classes.
         wrong, own = (
-            float((found.argmax(1) != labels.argmax(1)).double().mean())
+            1 - float(labels.gather(1, found.argmax(1)[:, None]).mean())
             for found in (left_out, _scores(model.likelihood, model.network_outputs_of(some)))
         )
         chance = math.sqrt(wrong * (1 - wrong) / len(some))
@@ -114,8 +115,11 @@ def _scores(likelihood: Likelihood, f: Float[Tensor, "n C"]) -> Float[Tensor, "n
 
 
 def _labels(likelihood: Likelihood, targets: Tensor) -> Float[Tensor, "n c"]:
-    """Ones for the label of each datum."""
-    y = likelihood.unweighted_targets(targets).flatten().long()
+    """Ones for the label of each datum, or the probabilities of a soft one."""
+    labels, y = labels_of(likelihood), likelihood.unweighted_targets(targets)
+    if labels.is_soft(y):
+        return labels.weights_of_classes(y)[:, 0].double()
+    y = y.flatten().long()
     return F.one_hot(y, max(2, int(y.max()) + 1)).double()
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from jaxtyping import Float
@@ -70,7 +70,8 @@ class LossRise(Selection):
         near: float | None = None,
     ) -> Selected:
         looks, draws = self.looks(model.features), Draws(_DRAWS, seed, Stream.LOSS_RISE)
-        some = some_of(model.features, looks.num_data, None if self.in_order else seed)
+        some = model.with_targets(some_of(model.features, looks.num_data, None if self.in_order else seed))
+        looks = replace(looks, num_data=len(some))
         lowest = _of_evidence(path, weight_norm, bounds)
         alphas = _down_to(lowest, grid(path, SomeFeatures(model.features, some), bounds))
         used, products = self._used(model, path.prior, seed)

@@ -103,7 +103,10 @@ class Prediction(ABC):
 
     @abstractmethod
     def log_prob(self, y: Any) -> Float[Tensor, " N"]:
-        """`log p(y_n)` of each datum, joint over its outputs."""
+        """`log p(y_n)` of each datum, joint over those of its outputs that have a target; 0 for a datum without any.
+
+        A mean over data is one over those that have a target: leave the others out of it.
+        """
 
     def scores_of(self, targets: Tensor) -> Float[Tensor, "N S"]:
         """How unlike its prediction each target of a datum is, NaN where it is not given; see `conformal`.
@@ -143,10 +146,11 @@ class Prediction(ABC):
         """
         try:
             y = as_tensors(y)
-            flaw, num = flaw_of(y), len(self.outputs)
+            flaw, num = flaw_of(y, self.likelihood.takes_missing), len(self.outputs)
             if flaw is not None:
                 raise ValueError(f"the targets contain {flaw}.")
-            likelihood, targets = self.likelihood.prepare(self._layout, y)
+            # Where all targets are missing, they have the probability one.
+            likelihood, targets = self.likelihood.prepare(self._layout, y, [])
             if len(targets) != num:
                 raise ValueError(f"there are {len(targets)} targets for predictions of {num} data.")
         except (TypeError, ValueError) as error:
@@ -162,8 +166,13 @@ class SampledPrediction(Prediction):
     """
 
     def log_prob(self, y: Any) -> Float[Tensor, " N"]:
-        """`log p(y_n)` of each datum, the mean over the samples; joint over the outputs of a datum."""
-        return self._log_likelihoods(y).logsumexp(0) - math.log(2 * len(self.deviations))
+        """`log p(y_n)` of each datum, of the mean over the samples; joint over those of its outputs that have a target.
+
+        It is 0 for a datum without any. Of one soft label it is `Σ_c y_c log p_c` with the mean probabilities `p`,
+        minus the cross-entropy; of several, as of pixels, the mean over samples is of the exponentials of their sum.
+        """
+        draws, likelihood, targets = self._drawn(y)
+        return likelihood.mean_log_prob(draws, targets)
 
     def joint_log_prob(self, y: Any) -> Tensor:
         """`log (1/2K) Σ_k Σ_± Π_n p(y_n | f(x_n) ± φ(x_n)ζ_k)`: all targets jointly, a scalar (paper G.2.1)."""
@@ -171,6 +180,11 @@ class SampledPrediction(Prediction):
         return self._log_likelihoods(y).sum(-1).logsumexp(0) - math.log(2 * len(self.deviations))
 
     def _log_likelihoods(self, y: Any) -> Float[Tensor, "2K N"]:
+        draws, likelihood, targets = self._drawn(y)
+        return -likelihood.loss(draws, targets)
+
+    def _drawn(self, y: Any) -> tuple[Float[Tensor, "2K N C"], Likelihood, Tensor]:
+        """Draws of the flattened outputs, the likelihood of these, and targets."""
         likelihood, targets = self._prepared(y, "log_prob(y)")
         draws = self._mirrored
-        return -likelihood.loss(draws.reshape(*draws.shape[:2], -1), targets.to(self.outputs.device))
+        return draws.reshape(*draws.shape[:2], -1), likelihood, targets.to(self.outputs.device)

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import LowRankMultivariateNormal, MultivariateNormal
 
-from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.gaussian import Gaussian, log_density
 from laplace_sampling.predictions.conformal import rounding
 from laplace_sampling.predictions.prediction import Prediction, SampledPrediction
 
@@ -106,14 +106,29 @@ class RegressionPrediction(_Intervals):
         return self.variance + self.noise_variance
 
     def log_prob(self, y: Tensor) -> Float[Tensor, " N"]:
-        """Log density of each observation, noise included, joint over its outputs. `y` has the shape of `mean`."""
+        """Log density of each observation, noise included, joint over its outputs; `y` has the shape of `mean`.
+
+        Targets of NaN are missing: the density is of the others, and its logarithm 0 for a datum without any. A mean
+        over data is one over those that have a target: leave the others out of it.
+        """
         targets = self._prepared(y, "log_prob(y)")[1].to(self.outputs)
+        given = ~targets.isnan()
         if self._flat.shape[-1] == 1:
             # Of one output the variance is all there is: no matrix to factorise, which fails where it is infinite.
             variance = self.observation_variance
             squares = (targets.reshape(self.outputs.shape) - self.outputs) ** 2
-            return -0.5 * (squares / variance + variance.log() + math.log(2 * math.pi)).flatten()
-        return self.distribution().log_prob(targets.reshape(len(targets), -1))
+            return -0.5 * (squares / variance + variance.log() + math.log(2 * math.pi)).where(given, 0).flatten()
+        error, distribution = (targets - self.outputs).reshape(len(targets), -1), self.distribution()
+        if bool(given.all()):
+            return distribution.log_prob(targets.reshape(len(targets), -1))
+        if isinstance(distribution, MultivariateNormal):
+            return log_density(error, distribution.covariance_matrix)
+        # As `log_density`, without matrices of all outputs.
+        given = given.reshape(error.shape)
+        factor, noise = distribution.cov_factor * given[..., None], distribution.cov_diag.where(given, 1)
+        error = error.where(given, 0)
+        joint = LowRankMultivariateNormal(torch.zeros_like(error), factor, noise).log_prob(error)
+        return joint + 0.5 * math.log(2 * math.pi) * (~given).sum(1).to(joint)
 
 
 @dataclass(frozen=True)

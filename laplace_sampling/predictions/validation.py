@@ -14,9 +14,9 @@ from functools import cache
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.distributions import MultivariateNormal, Normal
+from torch.distributions import Normal
 
-from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.gaussian import Gaussian, log_density
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.features import Features
@@ -124,18 +124,21 @@ class Validation(Selection):
     ) -> tuple[float, Likelihood, Calibration]:
         """`α` and `b` of the widest `N(f, (b₀V(α₀; b₀) + I)/b)`, `α = α₀ b/b₀`, within the price."""
         error = (self.targets.reshape(self.outputs.shape) - self.outputs).double()
+        # An output without a target has an error of zero and independent noise, whose density is taken away again.
+        given = ~error.isnan()
+        error, num = error.where(given, 0), int(given.sum())
         before, eye = float(likelihood.noise_precision), torch.eye(error.shape[1]).to(error)
         tried: list[tuple[float, float, Tensor]] = []
         for alpha, covariance in zip(alphas.tolist(), path.covariances(self.features, alphas), strict=True):
-            unit = before * covariance + eye
+            unit = (before * covariance).where(given[:, :, None] & given[:, None], 0) + eye
             squares = float((torch.linalg.solve(unit, error[..., None])[..., 0] * error).sum())
-            noise = error.numel() / max(squares, 1e-300) if likelihood.learn else before
-            log_probs = MultivariateNormal(torch.zeros_like(error), unit / noise).log_prob(error)
+            noise = num / max(squares, 1e-300) if likelihood.learn else before
+            log_probs = log_density(error.where(given, torch.nan), unit / noise)
             tried.append((alpha * noise / before, noise, log_probs))
         least = max(float(log_probs.sum()) for _, _, log_probs in tried) - _PRICE * len(error)
         alpha, noise, log_probs = [found for found in tried if float(found[2].sum()) >= least][-1]
-        own = error.numel() / max(float(error.square().sum()), 1e-300) if likelihood.learn else before
-        alone = Normal(0.0, own**-0.5).log_prob(error).sum(1)
+        own = num / max(float(error.square().sum()), 1e-300) if likelihood.learn else before
+        alone = Normal(0.0, own**-0.5).log_prob(error).where(given, 0).sum(1)
         fitted = likelihood.with_precision(torch.tensor(noise)) if likelihood.learn else likelihood
         return alpha, fitted, Calibration().scored("held out", log_probs, alone)
 

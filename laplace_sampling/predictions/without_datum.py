@@ -9,13 +9,11 @@ It is exact for a linear model with Gaussian noise whose mode is at `f`; in gene
 of Rad and Maleki (2020, "A scalable estimate of the out-of-sample prediction error") for a network at a minimum.
 """
 
-import math
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.gaussian import Gaussian, log_density
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.solvers.placement import normal
 
@@ -104,12 +102,11 @@ def left_out_log_probs(
     if isinstance(likelihood, Gaussian):
         noise = (1 / likelihood.precision(mean)).expand(mean.shape)
         covariance = rows.mT @ rows + torch.diag_embed(noise)
-        return torch.distributions.MultivariateNormal(mean, covariance).log_prob(targets.reshape(mean.shape).to(mean))
+        return log_density(targets.reshape(mean.shape).to(mean) - mean, covariance)
     unweighted, y = likelihood.unweighted, likelihood.unweighted_targets(targets)
     log_probs = []
     white = normal(_DRAWS, rank, seed=seed, dtype=rows.dtype, device=rows.device, drawn_in=torch.float64)
     for part in torch.arange(num, device=rows.device).split(max(1, _NUMBERS // (_DRAWS * size))):
         z = torch.einsum("km,nmc->knc", white, rows[part])
-        losses = unweighted.loss(torch.cat([mean[part] + z, mean[part] - z]), y[part.to(y.device)])
-        log_probs.append((-losses).logsumexp(0) - math.log(2 * _DRAWS))
+        log_probs.append(unweighted.mean_log_prob(torch.cat([mean[part] + z, mean[part] - z]), y[part.to(y.device)]))
     return torch.cat(log_probs)

@@ -232,7 +232,7 @@ class _Run:
         def closure() -> Any:
             self.optimiser.zero_grad()
             output, layout = read(self.model(*args, **kwargs), num_rows(x))
-            of_outputs, targets = likelihood.prepare(layout, y)
+            of_outputs, targets = likelihood.prepare(layout, y, [])  # a batch may have no targets
             loss = of_outputs.loss(output.reshape(len(output), -1), targets).mean() / loss_unit(likelihood)
             penalty = sum(value * weights[name].square().sum() for name, value in decay.items())
             loss = loss + 0.5 * penalty
