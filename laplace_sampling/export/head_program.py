@@ -45,7 +45,7 @@ class HeadProgram(nn.Module):
             self.body.set_submodule(name, nn.Identity())
         else:
             self.body = nn.Identity()
-        self.layer, self.num_outputs = copied(layer.module), layer.index.shape[0]
+        self.layer, self.shape = copied(layer.module), (len(samples), layer.index.shape[0])
         extended = samples[:, layer.index].flatten(0, 1)
         self.register_buffer("matrix", extended[:, : layer.num_inputs].contiguous())
         self.register_buffer("bias", extended[:, -1].contiguous() if layer.has_bias else None)
@@ -55,7 +55,7 @@ class HeadProgram(nn.Module):
     def forward(self, x: Any) -> tuple[Tensor, Float[Tensor, "K N C"], Float[Tensor, "N C"] | None]:
         args, kwargs = arguments(x)
         z = read(self.body(*args, **kwargs), num_rows(x))[0]
-        rows = nn.functional.linear(z, self.matrix, self.bias).unflatten(1, (-1, self.num_outputs))
+        rows = nn.functional.linear(z, self.matrix, self.bias).unflatten(1, self.shape)
         # Squares of what a body in half precision gives may leave its range.
         dtype = torch.promote_types(z.dtype, torch.float32)
         variance = None

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from laplace_sampling.data.batches import flattened
 from laplace_sampling.likelihoods.likelihood import Likelihood, check_target_shape
 
 __all__ = ["Bernoulli"]
@@ -28,7 +29,7 @@ class Bernoulli(Likelihood):
 
     def given(self, y: Tensor) -> Bool[Tensor, "N C"]:
         """Marks the targets that are not ignored, here all of them."""
-        return torch.ones_like(y.reshape(len(y), -1), dtype=torch.bool)
+        return torch.ones_like(flattened(y), dtype=torch.bool)
 
     def losses(self, f: Float[Tensor, "*K N C"], y: Tensor) -> Float[Tensor, "*K N C"]:
         """`−log p` of each target."""

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import LowRankMultivariateNormal, MultivariateNormal
 
+from laplace_sampling.data.batches import flattened
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.predictions.prediction import Prediction, SampledPrediction
 
@@ -48,20 +49,18 @@ class _Intervals(Prediction):
                 those that `calibrate_conformal` saw.
         """
         mean, variance = self.mean, self.observation_variance
-        conformal = self._conformal_at("interval(level)", level, mean[0].numel())
+        conformal = self._conformal_at("interval(level)", level, mean.shape[1:].numel())
         if conformal is None:
             half = math.sqrt(2) * torch.erfinv(torch.tensor(level, dtype=torch.float64)).to(variance) * variance.sqrt()
             return mean - half, mean + half
         deviations = self.samples - mean
-        flat = (
-            v.reshape(len(v), -1) for v in (variance - self.noise_variance, self.noise_variance.expand_as(variance))
-        )
-        below, above = conformal.errors(level, deviations.reshape(*deviations.shape[:2], -1), *flat)
+        flat = map(flattened, (variance - self.noise_variance, self.noise_variance.expand_as(variance)))
+        below, above = conformal.errors(level, flattened(deviations, 2), *flat)
         return mean + below.reshape(mean.shape), mean + above.reshape(mean.shape)
 
     def scores_of(self, targets: Tensor) -> Float[Tensor, "N D"]:
         error = (targets.to(self.mean).reshape(self.mean.shape) - self.mean).abs()
-        return (error / self.observation_variance.sqrt()).double().reshape(len(error), -1)
+        return flattened((error / self.observation_variance.sqrt()).double())
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,9 @@ class RegressionPrediction(_Intervals):
         noise = noise.reshape(shape) if self.noise_scale is not None else noise.flatten().expand(shape)
         if self.function is not None:
             return MultivariateNormal(mean, self._blocks + torch.diag_embed(noise))
-        return LowRankMultivariateNormal(mean, self._flat.permute(1, 2, 0) / math.sqrt(len(self.deviations)), noise)
+        factor = self._flat.permute(1, 2, 0) / math.sqrt(len(self.deviations))
+        # Torch's checks of arguments fail for a batch of no data.
+        return LowRankMultivariateNormal(mean, factor, noise, validate_args=None if len(mean) else False)
 
     @property
     def observation_variance(self) -> Float[Tensor, "N *C"]:
@@ -114,7 +115,9 @@ class RegressionPrediction(_Intervals):
             variance = self.observation_variance
             squares = (targets.reshape(self.outputs.shape) - self.outputs) ** 2
             return -0.5 * (squares / variance + variance.log() + math.log(2 * math.pi)).flatten()
-        return self.distribution().log_prob(targets.reshape(len(targets), -1))
+        if not len(targets):  # which torch's densities of several outputs do not take
+            return targets.new_zeros(0)
+        return self.distribution().log_prob(flattened(targets))
 
 
 @dataclass(frozen=True)
