@@ -59,11 +59,11 @@ _PRECISIONS = ("prior_precision", "noise_precision")
 class TangentSurrogate(TensorState, Model):
     r"""A BoTorch model of one or several outputs: a Gaussian process with the tangent kernel of a network.
 
-    **Of a network that was trained on the observations, Bayesian optimisation makes hardly any progress**, no more than
-    random search: it fits so few data exactly, by features that training has bent to them, and the evidence takes that
-    for knowledge, so that error bars are too narrow by a factor of five or more (`docs/published.md`, "tangent after
-    training"). Take BoTorch's `SingleTaskGP`, or the tangent of a network with random weights, which is about as good
-    on three test functions there. A trained network is for predictions near data that it was not trained on.
+    **Of a network that was trained on the observations, Bayesian optimisation makes hardly any progress**, on two of
+    three test functions no more than random search (`docs/published.md`, "tangent after training"): it fits so few data
+    exactly, by features that training has bent to them, and the evidence takes that for knowledge, so that error bars
+    are too narrow by a factor of five or more. Take BoTorch's `SingleTaskGP`, or the tangent of a network with random
+    weights, which is level with it there, or behind by a standard error.
 
     Unless they are given, the prior precision and the noise precision are those of largest evidence, exactly. The rows
     of the Jacobian at the observations are kept, `[N·C, P]`: for some hundreds of observations.
