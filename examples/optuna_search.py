@@ -47,7 +47,7 @@ def objective(trial: optuna.Trial) -> float:
             optimiser.zero_grad()
             nn.functional.mse_loss(model(x), y).backward()
             optimiser.step()
-        if fits.due(epoch):
+        if fits.due(epoch, last=epoch == EPOCHS):
             found = fits.fit(model, loader, epoch=epoch)
             trial.report(found["val_log_loss"], epoch)
             if trial.should_prune():

@@ -285,7 +285,8 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         they are asked for, by `C` VJPs a datum; samples are there as well.
 
         Args:
-            x: inputs as the model takes them, `[N, ...]`: a tensor, or a tuple or dictionary of arguments.
+            x: inputs as the model takes them, `[N, ...]`: a tensor, or a tuple or dictionary of arguments. Of no data,
+                `[0, ...]`, predictions have no rows.
             num_samples: use only the first so many of `samples_`.
             accuracy: use as few as give standard deviations a relative standard error of this, `1/√(2K)`.
             noise_variances: `R` at these inputs, `[N]` or `[N, ...]`, if the noise is not the same everywhere.

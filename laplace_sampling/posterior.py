@@ -78,6 +78,13 @@ class Posterior:
         """The same with samples in half precision, divided by the largest number of each."""
         return replace(self, samples=self.samples.in_half(dtype))
 
+    def without_data(self) -> "Posterior":
+        """The same without inputs and targets, and without covariances that take them: those of the samples are left.
+
+        What is left of the training data are sums over them; of those of `calibrate_conformal` their scores.
+        """
+        return replace(self, function=None, exact={} if "inputs" in self.exact else self.exact)
+
     @classmethod
     def of(
         cls, fit: Fit, tangent: TangentModel, network: Linearisation, calibration: Calibration, unequal_noise: bool

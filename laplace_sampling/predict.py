@@ -10,7 +10,17 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.data import DataLoader, Dataset
 
-from laplace_sampling.data.batches import Layout, as_tensors, batched, concatenate, flaw_of, num_rows, place, split
+from laplace_sampling.data.batches import (
+    Layout,
+    as_tensors,
+    batched,
+    concatenate,
+    flattened,
+    flaw_of,
+    num_rows,
+    place,
+    split,
+)
 from laplace_sampling.data.digest import digest
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.measurement import as_measurement
@@ -52,9 +62,9 @@ def checked_inputs(x: Any) -> Any:
         )
     if not tensors and not isinstance(x, Tensor):
         raise TypeError(f"`predict(x)` needs a tensor, or a tuple or dictionary of them, but got {type(x).__name__}.")
-    if not tensors or num_rows(x) == 0:
+    if not tensors:
         shape = list((tensors or [x])[0].shape)
-        raise ValueError(f"`predict(x)` needs a batch of inputs [N, ...] with N of at least 1, got {shape}.")
+        raise ValueError(f"`predict(x)` needs a batch of inputs [N, ...], got {shape}.")
     if (flaw := flaw_of(x)) is not None:
         raise ValueError(f"`predict(x)`: x contains {flaw}.")
     return x
@@ -134,16 +144,18 @@ def predict(
         _check_alike(posterior, x, num_samples)
     outputs, layout, network, x = _evaluated(network, x, posterior.rows * _DATA_OF_OUTPUTS)
     _check_axes(outputs, layout, fitted_layout)
-    deviations = _deviations(network, posterior, x, num_samples, outputs)
+    num_outputs = layout.size
+    deviations = _deviations(network, posterior, x, num_samples, outputs, num_outputs)
     features: Features = features_at(network, x, posterior.rows, layout)
     observation = getattr(posterior.likelihood, "observe", None)
     if observed and observation is not None:
         measurement = as_measurement(observation, features.num_outputs, outputs.dtype)
         features = ObservedFeatures(features, measurement)
-        outputs, deviations = measurement.apply(outputs.reshape(len(outputs), -1)), measurement.apply(deviations)
+        outputs, deviations = measurement.apply(flattened(outputs)), measurement.apply(deviations)
         layout = Layout.single(outputs.shape[1:])
     deviations = deviations.reshape(len(deviations), *outputs.shape)
-    function = covariance_of(posterior, fit, features)
+    # Of no data that of the samples has the right shape.
+    function = covariance_of(posterior, fit, features) if len(outputs) else None
     if function is not None:
         function = Guarded(function, check)
     if posterior.calibration.factors != Calibration().factors:
@@ -191,14 +203,21 @@ def _outputs(network: Linearisation, x: Any, rows: int) -> tuple[Tensor, Layout]
 
 
 def _deviations(
-    network: Linearisation, posterior: Posterior, x: Any, num_samples: int | None, outputs: Float[Tensor, "N *C"]
+    network: Linearisation,
+    posterior: Posterior,
+    x: Any,
+    num_samples: int | None,
+    outputs: Float[Tensor, "N *C"],
+    num_outputs: int,
 ) -> Float[Tensor, "K N C"]:
     """`φ(x) ζ_k`, of some samples and some data at once, written to where they stay."""
     held = posterior.samples
     num = len(held) if num_samples is None else num_samples
+    if not len(outputs):
+        return outputs.new_zeros(num, 0, num_outputs)
     if num <= held.block and len(outputs) <= posterior.rows and not held.are_shared:
         return network.jvp(x, next(held.blocks(num))[1])
-    deviations = outputs.new_zeros(num, len(outputs), outputs[0].numel())
+    deviations = outputs.new_zeros(num, len(outputs), num_outputs)
     for numbers, samples in held.blocks(num):
         columns = deviations[numbers].split(posterior.rows, 1)
         for part, into in zip(_pieces(x, posterior.rows), columns, strict=True):
@@ -221,5 +240,5 @@ def covariance_of(posterior: Posterior, fit: Fit | None, features: Features) -> 
 
 
 def _noise_scale(noise_variances: Tensor, outputs: Float[Tensor, "N *C"]) -> Float[Tensor, "N *C"]:
-    weights = noise_weights(noise_variances, (len(outputs), outputs[0].numel()))
+    weights = noise_weights(noise_variances, (len(outputs), outputs.shape[1:].numel()))
     return (weights**-2).to(outputs).reshape(outputs.shape)

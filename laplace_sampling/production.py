@@ -173,13 +173,14 @@ def _inputs(batch: Any) -> Any:
 def _joined(name: str, parts: list[Tensor]) -> Tensor:
     if not parts:
         raise ValueError("`predict_loader(loader)` got a loader without a batch.")
-    shapes = sorted({tuple(part[0].shape) if name not in _SAMPLED else tuple(part[0, 0].shape) for part in parts})
+    axis = 1 if name in _SAMPLED else 0
+    shapes = sorted({tuple(part.shape[axis + 1 :]) for part in parts})
     if len(shapes) > 1:
         raise ValueError(
             f"`predict_loader(outputs={[name]})` needs outputs of one shape, but those of a datum are of {shapes}: "
             "call `predict(x)` for each batch."
         )
-    return torch.cat(parts, dim=1 if name in _SAMPLED else 0)
+    return torch.cat(parts, dim=axis)
 
 
 @torch.no_grad()

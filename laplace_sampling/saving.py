@@ -54,23 +54,42 @@ class SavableModel(FittedModel):
     """A fitted model that can be written to a file, and read."""
 
     @together
-    def state_dict(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    def state_dict(self, dtype: torch.dtype | None = None, *, include_data: bool = True) -> dict[str, Tensor]:
         """All that predictions need, as tensors only: loads with `torch.load(..., weights_only=True)`.
+
+        Of the data it holds
+
+        - the inputs of at most four training data, by which `load` sees whether a network computes what it did at the
+          fit, and `to_module` traces it;
+        - after an exact fit in observation space all training data, inputs, targets and their weights or noise
+          variances, of which its covariances are made;
+        - after `calibrate_conformal` the scores of its data, a number for each target, without inputs and targets.
+
+        All else is made of sums over the data.
 
         Args:
             dtype: of the samples: `torch.float16` or `torch.bfloat16` for half the memory, also of the object that
                 takes them over; `None` as they are. Numbers are divided by the largest of their sample, and rounded to
                 2⁻¹¹ or 2⁻⁸ of themselves: standard deviations of a LeNet move by at most 5e-4 and 5e-3 of themselves.
+            include_data: with `False` it holds no inputs and targets. Then a network with the weights of the fit that
+                computes something else, as with another activation, is not refused; `to_module` needs `example=`; and
+                variances and covariances of an exact fit in observation space are those of its samples, which have a
+                relative error of `√(2/K)`, and its `sample`, evidence and leave-one-out need another fit.
 
         Raises:
             ValueError: for another `dtype`.
         """
         if self.settings.holding.processes.samples_stay:
-            self.settings.holding.processes.of_samples.check_call("state_dict", {"`dtype`": dtype})
-        return self._state(dtype, "state_dict")
+            given = {"`dtype`": dtype, "`include_data`": include_data}
+            self.settings.holding.processes.of_samples.check_call("state_dict", given)
+        return self._state(dtype, include_data, "state_dict")
 
-    def _state(self, dtype: torch.dtype | None, call: str, in_parts: bool = False) -> dict[str, Tensor]:
+    def _state(
+        self, dtype: torch.dtype | None, include_data: bool, call: str, in_parts: bool = False
+    ) -> dict[str, Tensor]:
         posterior = self._drawn(call).posterior
+        if not include_data:
+            posterior = posterior.without_data()
         if dtype is not None:
             if dtype not in HALF:
                 raise ValueError(
@@ -115,8 +134,8 @@ class SavableModel(FittedModel):
         )
         self._fitted, self._unfinished = Fitted(posterior), ()
 
-    def save(self, path: File, dtype: torch.dtype | None = None) -> None:
-        """Write `state_dict()` to a file.
+    def save(self, path: File, dtype: torch.dtype | None = None, *, include_data: bool = True) -> None:
+        """Write `state_dict()` to a file, which holds the inputs of a few training data, or all data: see there.
 
         With an axis `"shared_samples"` of `mesh`, all processes write a folder of `torch.distributed.checkpoint`, each
         its own samples. It has to be on a disk that all of them share, and takes the place of an earlier one.
@@ -128,6 +147,7 @@ class SavableModel(FittedModel):
         Args:
             path: of the file or folder; or an open file in binary mode, which is written to as it is.
             dtype: of the samples, as for `state_dict`.
+            include_data: with `False` the file holds no inputs and targets, and less can be done with it, as there.
 
         Raises:
             NotFittedError: before a fit.
@@ -136,14 +156,14 @@ class SavableModel(FittedModel):
         """
         processes = self.settings.holding.processes
         if not processes.samples_stay:
-            write(self._state(dtype, "save"), path)
+            write(self._state(dtype, include_data, "save"), path)
             return
         with processes.telling():
             if hasattr(path, "write"):
                 raise TypeError("`save`: samples that are shared out are written to a folder: give its path.")
             folder = target_of(cast(str, path))
-            processes.check_call("save", {"`path`": folder, "`dtype`": dtype})
-            write_folder(self._state(dtype, "save", in_parts=True), folder, processes)
+            processes.check_call("save", {"`path`": folder, "`dtype`": dtype, "`include_data`": include_data})
+            write_folder(self._state(dtype, include_data, "save", in_parts=True), folder, processes)
 
     @classmethod
     def load(

@@ -28,6 +28,7 @@ __all__ = [
     "batched",
     "concatenate",
     "constants",
+    "flattened",
     "flaw_of",
     "num_bytes",
     "num_rows",
@@ -238,6 +239,11 @@ def _each(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return rebuild([change(tensor) for tensor in tensors])
 
 
+def flattened(tensor: Tensor, lead: int = 1) -> Tensor:
+    """The axes behind the first ones as one, also of no data, for which `reshape(N, -1)` fails, and of no such axes."""
+    return tensor.reshape(*tensor.shape[:lead], tensor.shape[lead:].numel())
+
+
 def take(x: Any, indices: Tensor | slice) -> Any:
     """Some of the data of a batch."""
     return _each(x, lambda tensor: tensor[indices])
@@ -305,7 +311,7 @@ def read(output: Any, num: int) -> tuple[Float[Tensor, "N ..."], Layout]:
     for head in output.values():
         _check_rows(head, num)
     # One matrix for all heads, so that products, curvatures and solvers need not know of heads.
-    flat = torch.cat([head.reshape(num, -1) for head in output.values()], dim=1)
+    flat = torch.cat([flattened(head) for head in output.values()], dim=1)
     return flat, Layout(tuple((str(name), tuple(head.shape[1:])) for name, head in output.items()))
 
 

@@ -45,7 +45,7 @@ class HeadProgram(nn.Module):
             self.body.set_submodule(name, nn.Identity())
         else:
             self.body = nn.Identity()
-        self.layer, self.num_outputs = copied(layer.module), layer.index.shape[0]
+        self.layer, self.shape = copied(layer.module), (len(samples), layer.index.shape[0])
         extended = samples[:, layer.index].flatten(0, 1)
         self.register_buffer("matrix", extended[:, : layer.num_inputs].contiguous())
         self.register_buffer("bias", extended[:, -1].contiguous() if layer.has_bias else None)
@@ -55,13 +55,15 @@ class HeadProgram(nn.Module):
     def forward(self, x: Any) -> tuple[Tensor, Float[Tensor, "K N C"], Float[Tensor, "N C"] | None]:
         args, kwargs = arguments(x)
         z = read(self.body(*args, **kwargs), num_rows(x))[0]
-        rows = nn.functional.linear(z, self.matrix, self.bias).unflatten(1, (-1, self.num_outputs))
+        rows = nn.functional.linear(z, self.matrix, self.bias).unflatten(1, self.shape)
+        # Squares of what a body in half precision gives may leave its range.
+        dtype = torch.promote_types(z.dtype, torch.float32)
         variance = None
         if self.root is not None and self.mixing is not None:
             # Of an input with a one for the bias, without forming it.
             scaled = z @ self.root[: z.shape[1]] + (0 if self.bias is None else self.root[-1])
-            variance = scaled.square() @ self.mixing
-        return self.layer(z), rows.transpose(0, 1), variance
+            variance = scaled.to(dtype).square() @ self.mixing.to(dtype)
+        return self.layer(z).to(dtype), rows.transpose(0, 1).to(dtype), variance
 
 
 def head_root(

@@ -50,8 +50,9 @@ def group_norm(
     func: Callable, x: Any, weight: Any, bias: Any, N: int, C: int, size: int, groups: int, eps: float
 ) -> tuple[Dual, None, None]:
     value, tangents = parts_of(x)
-    shape, grouped = value.shape, value.reshape(N, groups, -1)
-    x = grouped if tangents is None else Dual(grouped, tangents.reshape(len(tangents), N, groups, -1))
+    shape, grouped = value.shape, (N, groups, C * size // groups)
+    of_value = value.reshape(grouped)
+    x = of_value if tangents is None else Dual(of_value, tangents.reshape(len(tangents), *grouped))
     value, tangents = _normalised(x, [-1], eps)
     tangents = None if tangents is None else tangents.reshape(len(tangents), *shape)
     return _scaled(value.reshape(shape), tangents, weight, bias, (-1, *[1] * (len(shape) - 2))), None, None

@@ -11,7 +11,7 @@ from torch.export import Dim
 
 from laplace_sampling.data.batches import Layout
 from laplace_sampling.export.head_program import HeadProgram, copied, head_root
-from laplace_sampling.export.program import Program, quietly, two_rows
+from laplace_sampling.export.program import FormulaProgram, quietly, two_rows
 from laplace_sampling.export.tangent_program import tangent_program
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.multi_task import MultiTask
@@ -34,7 +34,8 @@ class PosteriorModule(nn.Module):
     """A network with error bars: `module(x)` is a dictionary of what `predict(x)` gives, by name.
 
     Weights and samples are buffers of the module, and scale, temperature and noise are inside: it holds neither
-    training data nor the fit. It takes a batch of any size, `[N, ...]`, on the device and in the dtype of the network.
+    training data nor the fit. It takes a batch of any size, `[N, ...]`, of no rows as well, on the device and in the
+    dtype of the network, which `module.to(...)`, `.half()` and `.double()` change; results are in float32 at least.
     A call changes nothing in it, so that threads may call it at the same time. `LinearisedLaplace.to_module` makes it.
 
     Attributes:
@@ -52,7 +53,7 @@ class PosteriorModule(nn.Module):
         # As a program of plain operations the formulas are for all compilers, which do not know the classes of Python.
         sizes = ({0: Dim.DYNAMIC}, {1: Dim.DYNAMIC}, {0: Dim.DYNAMIC} if self.exact else None)
         with quietly():
-            self.formulas = Program(torch.export.export(formulas, parts, dynamic_shapes=sizes, strict=False))
+            self.formulas = FormulaProgram(torch.export.export(formulas, parts, dynamic_shapes=sizes, strict=False))
 
     def forward(self, x: Any) -> dict[str, Tensor]:
         return self.formulas(*self.program(x))
@@ -142,7 +143,8 @@ class _Traced(nn.Module):
 
     def forward(self, x: Any) -> tuple[Tensor, Tensor, None]:
         outputs, deviations = self.program(self.state.tensors(), self.samples.tensors(), x)
-        return outputs.to(self.dtype), deviations.to(self.dtype), None
+        dtype = torch.promote_types(outputs.dtype, self.dtype)
+        return outputs.to(dtype), deviations.to(dtype), None
 
 
 class _Buffers(nn.Module):

@@ -1,7 +1,7 @@
 """`Program`: what `torch.export` made of a function of tensors, as a module that can be copied and pickled."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from laplace_sampling.data.batches import batched
 
-__all__ = ["Program", "batch_sizes", "quietly", "two_rows"]
+__all__ = ["FormulaProgram", "Program", "batch_sizes", "quietly", "two_rows"]
 
 
 class Program(nn.Module):
@@ -42,6 +42,39 @@ class Program(nn.Module):
         leaves = iter(tree_flatten(args)[0])
         values = [next(leaves) if name is None else getattr(self, name) for name in self.constants]
         return tree_unflatten(list(self.graph(*values)), self.out_spec)
+
+
+class FormulaProgram(Program):
+    """Formulas on the device, and in the precision, of what they are given.
+
+    `torch.export` writes down where tensors were, and in which precision, wherever one becomes like another
+    (`a.to(b)`). Numbers of the formulas stay in their own precision: a noise precision may be larger than half
+    precision holds.
+    """
+
+    def __init__(self, exported: ExportedProgram) -> None:
+        super().__init__(exported)
+        graph = self.graph.graph
+        for node in list(graph.nodes):
+            if node.target == torch.ops.aten._assert_tensor_metadata.default:
+                graph.erase_node(node)
+            elif node.target == torch.ops.aten.to.device:
+                source, _, dtype = node.args
+                if source.meta["val"].dtype == dtype:
+                    node.replace_all_uses_with(source)
+                    graph.erase_node(node)
+                else:
+                    node.target, node.args = torch.ops.aten.to.dtype, (source, dtype)
+        self.graph.recompile()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FormulaProgram":
+        kept = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, tensor in kept.items():
+            moved = self._buffers[name]
+            if tensor is not None and moved is not None:
+                self._buffers[name] = tensor.to(moved.device)
+        return self
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 r"""The tangent model as a surrogate of BoTorch: `pip install laplace_sampling[botorch]`.
 
-A trained network is the prior mean, or its linearisation is; observations correct it through the tangent kernel
+A network is the prior mean, or its linearisation is; observations correct it through the tangent kernel
 `k(x, x') = φ(x) A⁻¹ φ(x')ᵀ`. Posterior mean and covariance at `x` are
 
     m(x) + φ(x) θ̄,    φ(x) A⁻¹ φ(x)ᵀ − Rᵀ R,    R = F⁻¹ k(X, x),    F Fᵀ = K/α + I/b,
@@ -58,7 +58,13 @@ _PRECISIONS = ("prior_precision", "noise_precision")
 
 
 class TangentSurrogate(TensorState, Model):
-    r"""A BoTorch model of one or several outputs: a Gaussian process with the tangent kernel of a trained network.
+    r"""A BoTorch model of one or several outputs: a Gaussian process with the tangent kernel of a network.
+
+    **Of a network that was trained on the observations, Bayesian optimisation makes hardly any progress**, on two of
+    three test functions no more than random search (`docs/published.md`, "tangent after training"): it fits so few data
+    exactly, by features that training has bent to them, and the evidence takes that for knowledge, so that error bars
+    are too narrow by a factor of five or more. Take BoTorch's `SingleTaskGP`, or the tangent of a network with random
+    weights, which is level with it there, or behind by a standard error.
 
     Unless they are given, the prior precision and the noise precision are those of largest evidence, exactly. The rows
     of the Jacobian at the observations are kept, `[N·C, P]`: for some hundreds of observations.

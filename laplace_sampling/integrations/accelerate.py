@@ -59,7 +59,7 @@ class AcceleratedFits(PeriodicFits):
         >>> model, loader = accelerator.prepare(torch.nn.Linear(1, 1), loader)
         >>> for epoch in range(1, 5):
         ...     pass  # train for an epoch
-        ...     if fits.due(epoch):
+        ...     if fits.due(epoch, last=epoch == 4):
         ...         metrics = fits.fit(model, loader, epoch=epoch)
         >>> len(fits.history_)
         2

@@ -34,11 +34,12 @@ class LaplaceCallback(Callback):
     """Fits error bars every few epochs of a training by Lightning, and logs what they say.
 
     Fits are at the end of an epoch, after its validation, and start from the one before (`PeriodicFits`); the last
-    epoch has one. Training goes on bit for bit as without them. Metrics are logged with `laplace_` before their names,
-    and may be monitored by `ModelCheckpoint(save_on_train_epoch_end=True)` and
-    `EarlyStopping(check_on_train_epoch_end=True)`. The state of the callback is in Lightning's checkpoints, so that a
-    training that is resumed goes on from its last fit, also with other numbers of processes; any other training begins
-    anew. Several processes fit together: they share out the data, all have the result, and the first one logs it.
+    epoch has one, and one that `budget` leaves out is logged with the reason. Training goes on bit for bit as without
+    them. Metrics are logged with `laplace_` before their names, and may be monitored by
+    `ModelCheckpoint(save_on_train_epoch_end=True)` and `EarlyStopping(check_on_train_epoch_end=True)`. The state of the
+    callback is in Lightning's checkpoints, so that a training that is resumed goes on from its last fit, also with
+    other numbers of processes; any other training begins anew. Several processes fit together: they share out the data,
+    all have the result, and the first one logs it.
 
     Args:
         likelihood: as of `LinearisedLaplace`.
@@ -78,6 +79,8 @@ class LaplaceCallback(Callback):
         self.fits = PeriodicFits(likelihood, every_n_epochs=every_n_epochs, **how, **options)
         self.train_loader, self.val_loader, self.module = train_loader, val_loader, module
         self._anew = self.fits.state_dict()
+        # The epoch that training has come to, if it has no fit.
+        self._unfitted: int | None = None
 
     @property
     def laplace_(self) -> LinearisedLaplace:
@@ -119,13 +122,25 @@ class LaplaceCallback(Callback):
         epoch = trainer.current_epoch + 1
         # Predictions are asked for when training has ended.
         last = epoch == trainer.max_epochs or trainer.should_stop or 0 < trainer.max_steps <= trainer.global_step
-        if last or self.fits.due(epoch):
+        due = self.fits.due(epoch, last)
+        self._unfitted = None if due else epoch
+        if due:
             found = self.fits.fit(self._network(pl_module), *self._loaders(trainer), epoch=epoch)
             for name, value in found.items():
                 # All processes have the same number, which callbacks on each of them may monitor, so that nothing is
                 # reduced; that it is "synchronised" tells Lightning not to warn that it might differ.
                 how = {"on_epoch": True, "batch_size": 1, "sync_dist": True, "rank_zero_only": True}
                 pl_module.log(PREFIX + name, value, **how)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The fit of a last epoch that was not known to be it, as `EarlyStopping` comes after other callbacks."""
+        if self._unfitted is None:
+            return
+        epoch, self._unfitted = self._unfitted, None
+        found = self.fits.fit(self._network(pl_module), *self._loaders(trainer), epoch=epoch)
+        # A module logs nothing here any more.
+        for logger in trainer.loggers:
+            logger.log_metrics({f"{PREFIX}{name}": value for name, value in found.items()}, trainer.global_step - 1)
 
     def _network(self, pl_module: LightningModule) -> nn.Module:
         name = type(pl_module).__name__

@@ -6,6 +6,7 @@ Training goes on bit for bit as without fits: data are read by index in a random
 """
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["AUTO", "BUDGET", "PREFIX", "PeriodicFits"]
+
+_log = logging.getLogger(__name__)
 
 # Stands for the processes of the training, which callbacks do not know before it begins.
 AUTO = "auto"
@@ -59,15 +62,16 @@ class PeriodicFits:
 
     Args:
         likelihood: as of `LinearisedLaplace`.
-        every_n_epochs: a fit after every so many epochs; fewer, where `budget` leaves some out.
+        every_n_epochs: a fit after every so many epochs, and after the last one; fewer, where `budget` leaves some out.
         val_loader: data for metrics, which training does not see; `criterion="validation"` fits to them, too.
         metrics: what is computed of predictions of `val_loader`, by name: a function `(prediction, targets) -> number`
             or `-> [N]` of what `LinearisedLaplace.predict` returns of a batch, averaged over the data; or a metric of
             torchmetrics, which gets `prediction.probs`, or `prediction.mean` of a regression.
         budget: training epochs, counted in operations, that the first fit may take; each later one half of what the
             first took. A fit after which all fits and one more at the end of training would cost more than the training
-            so far is left out, but for the first. `None`: no limit, and none is left out. Where there are few data,
-            fits cost more: Kronecker factors are of 250 gradients at least, and rules for `α` look at 50 data.
+            so far is left out, but for the first and the last one, and `logging` says so with the costs. `None`: no
+            limit, and none is left out. Where there are few data, fits cost more: Kronecker factors are of 250
+            gradients at least, and rules for `α` look at 50 data.
         process_group: the processes of `torch.distributed` that share out the data of the fits and of the metrics: all
             of them make the same calls (`docs/distributed.md`). Their buffers may differ, as the running means of
             `BatchNorm` do: fits are of those of the first process, and each process has its own ones back afterwards.
@@ -93,7 +97,7 @@ class PeriodicFits:
         >>> fits = PeriodicFits("regression", every_n_epochs=2, budget=None)  # data so few cost little
         >>> for epoch in range(1, 5):
         ...     pass  # train for an epoch
-        ...     if fits.due(epoch):
+        ...     if fits.due(epoch, last=epoch == 4):
         ...         metrics = fits.fit(model, loader, epoch=epoch)
         >>> len(fits.history_)
         2
@@ -134,12 +138,26 @@ class PeriodicFits:
             )
         return self._laplace
 
-    def due(self, epoch: int) -> bool:
-        """Whether a fit is due after so many epochs of training, counted from one; there may be one more at its end."""
+    def due(self, epoch: int, last: bool = False) -> bool:
+        """Whether a fit is due after these epochs of training; one that `budget` leaves out is logged with its reason.
+
+        Args:
+            epoch: epochs of training so far, counted from one.
+            last: whether no more will follow. The network that training leaves has a fit, whatever that costs.
+        """
+        if last or epoch % self.every_n_epochs:
+            return last
         costs = [record["cost"] for record in self.history_]
         # The next one is taken to cost what the last one did, and so is one at the end of training.
-        paid_for = self.budget is None or sum(costs + 2 * costs[-1:]) <= epoch
-        return epoch % self.every_n_epochs == 0 and paid_for
+        total = sum(costs + 2 * costs[-1:])
+        paid_for = self.budget is None or total <= epoch
+        if not paid_for:
+            _tell(
+                f"No fit after epoch {epoch}: the {len(costs)} so far cost {sum(costs):.3g} training epochs, and with "
+                f"this one and one at the end of training they would cost {total:.3g}, which is more than the training "
+                "so far. `budget=None` leaves none out."
+            )
+        return paid_for
 
     def fit(
         self, model: nn.Module, train_loader: Iterable[Any], val_loader: Iterable[Any] | None = None, *, epoch: int
@@ -157,7 +175,7 @@ class PeriodicFits:
             `noise_precision` of a regression, likewise with the number of the output; `effective_dimension`;
             `converged`, one or zero; `score`, the evidence for each datum in nats, of exact and factored posteriors;
             of the `val_loader` `val_log_loss`, in nats for each datum, and the `metrics`; `cost`, in training epochs.
-            Nothing of a fit that a callback has stopped with `StopFit`: the last one is kept.
+            Nothing of a fit that a callback has stopped with `StopFit`: the last one is kept, and `logging` says so.
 
         Raises:
             TypeError, ValueError, FloatingPointError: as of `fit_hyperparameters`. The last fit is kept.
@@ -172,6 +190,7 @@ class PeriodicFits:
             with _buffers_of_first(la.network.module, processes):
                 la.fit_hyperparameters(train_loader, held_out, budget=budget, warm_start=True, **self._options)
                 if la._unfinished:  # by `StopFit`
+                    _tell(f"No fit after epoch {epoch}: a callback has stopped it by `StopFit`; the last one is kept.")
                     return {}
                 self._laplace, self._state = la, None
                 fit = la._require("fit").fit
@@ -292,6 +311,12 @@ class PeriodicFits:
                 return False
         self._laplace, self._state = la, None
         return True
+
+
+def _tell(message: str) -> None:
+    """Log why there is no fit, once for all processes."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+        _log.warning(message)
 
 
 def _parted(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -43,6 +43,8 @@ _IGNORED = -100
 class LaplaceTrainerCallback(TrainerCallback):
     r"""Fits error bars every few epochs of a `Trainer`, and once more at the end if its weights are others then.
 
+    A fit that `budget` leaves out is logged with the reason.
+
     Training goes on bit for bit as without: see `PeriodicFits`. What a fit finds is in `trainer.state.log_history`,
     as `laplace_…`. Each checkpoint has the last posterior in it, in a file `laplace_sampling.pt`, which goes when the
     checkpoint goes, and with which `trainer.train(resume_from_checkpoint=...)` continues. A checkpoint that is not in
@@ -135,7 +137,9 @@ class LaplaceTrainerCallback(TrainerCallback):
         if control.should_training_stop and not float(state.epoch).is_integer():
             return
         epoch, history = math.ceil(state.epoch), self.fits.history_
-        if self.fits.due(epoch) and not (history and history[-1]["epoch"] >= epoch):
+        # The fit of the end is in the last checkpoint, unless it is that of the best model, which is loaded later.
+        last = state.global_step >= state.max_steps and not args.load_best_model_at_end
+        if not (history and history[-1]["epoch"] >= epoch) and self.fits.due(epoch, last):
             self._fit(state, control, state.global_step, **kwargs)
         self.on_step_end(args, state, control, **kwargs)
 

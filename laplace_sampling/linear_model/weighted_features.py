@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.data.batches import flattened
 from laplace_sampling.linear_model.features import DerivedFeatures, Features
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.solvers.checks import as_numbers
@@ -74,7 +75,7 @@ def noise_weights(noise_variances: Tensor, shape: tuple[int, int], rows: slice =
         )
     if not bool((variances > 0).all()) or not bool(variances.isfinite().all()):
         raise ValueError("`noise_variances` must be positive and finite.")
-    return variances.reshape(shape[0], -1)[rows].expand(-1, shape[1]).rsqrt()
+    return flattened(variances)[rows].expand(-1, shape[1]).rsqrt()
 
 
 def weigh(model: LinearModel, weights: Float[Tensor, "N C"]) -> LinearModel:

@@ -71,14 +71,14 @@ class Batching:
         self._proportional: bool | None = None
 
     def in_parts(self, num: int, product: Callable[[slice], T]) -> list[T]:
-        """`product` of parts of `num` data that memory holds, one after the other.
+        """`product` of parts of `num` data that memory holds, one after the other; one part of no data.
 
         Raises:
             torch.OutOfMemoryError: if memory does not hold a single datum.
         """
         parts: list[T] = []
         start = 0
-        while start < num:
+        while start < num or not parts:
             size = min(num - start, self.max_rows or num)
             # The size is halved outside of `except`, where the error would still hold what was allocated.
             part = self._attempt(slice(start, start + size), product)

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from laplace_sampling.data.batches import flattened
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.predictions.conformal import rounding
@@ -53,7 +54,7 @@ class ClassificationPrediction(SampledPrediction):
         return bound
 
     def _link(self, logits: Tensor) -> Tensor:
-        flat = logits.reshape(*logits.shape[: logits.dim() - len(self._layout.shape)], -1)
+        flat = flattened(logits, logits.dim() - len(self._layout.shape))
         return self._bound.link(flat).reshape(logits.shape)
 
     def _bridge(self) -> Tensor:
@@ -93,7 +94,7 @@ class ClassificationPrediction(SampledPrediction):
         """Logits with the classes last, by positions."""
         bound = self._bound
         assert isinstance(bound, Categorical)
-        return bound.positions(f.reshape(*f.shape[: f.dim() - len(self._layout.shape)], -1))
+        return bound.positions(flattened(f, f.dim() - len(self._layout.shape)))
 
     def prediction_set(self, level: float = 0.95) -> Bool[Tensor, "N *C"]:
         """Which classes belong to a set that contains the label with this probability.
@@ -123,13 +124,13 @@ class ClassificationPrediction(SampledPrediction):
     @cached_property
     def _class_log_probs(self) -> Float[Tensor, "N S c"]:
         """Of each class, by positions; of labels of zero and one both."""
-        draws = self._mirrored.double()
-        logits = self._bound.positions(draws.reshape(*draws.shape[:2], -1))
+        logits = self._bound.positions(flattened(self._mirrored.double(), 2))
         if isinstance(self._bound, Bernoulli):
             logits = torch.cat([torch.zeros_like(logits), logits], -1)
         return logits.log_softmax(-1).logsumexp(0) - math.log(len(logits))
 
     def scores_of(self, targets: Tensor) -> Float[Tensor, "N S"]:
+<<<<<<< HEAD
         if self._bound.is_soft(targets):
             raise ValueError(
                 "`calibrate_conformal` needs labels, of which its guarantee is, but these targets are probabilities: "
@@ -137,6 +138,9 @@ class ClassificationPrediction(SampledPrediction):
             )
         given = self._bound.given(targets)
         labels = targets.nan_to_num().reshape(given.shape).long()
+=======
+        labels, given = flattened(targets).long(), self._bound.given(targets)
+>>>>>>> h7
         chosen = self._class_log_probs.gather(-1, labels.where(given, 0)[..., None].to(self.outputs.device))[..., 0]
         # A log probability moves by twice as much as the logits, at most.
         of_outputs, of_deviations = rounding(self.outputs)

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.data.batches import Layout, as_tensors, flaw_of
+from laplace_sampling.data.batches import Layout, as_tensors, flattened, flaw_of
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.predictions.conformal import SplitConformal, check_level
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
@@ -70,12 +70,11 @@ class Prediction(ABC):
     @property
     def _total_stddev(self) -> Float[Tensor, " N"]:
         """The root of the sum of the variances of all outputs of a datum."""
-        # The first length of a shape stays a symbol where torch traces it; `len` makes it a number.
-        return self.variance.reshape(self.outputs.shape[0], -1).sum(1).sqrt()
+        return flattened(self.variance).sum(1).sqrt()
 
     @property
     def _flat(self) -> Float[Tensor, "K N C"]:
-        return self.deviations.reshape(*self.deviations.shape[:2], -1)
+        return flattened(self.deviations, 2)
 
     def covariance(self) -> Float[Tensor, "N C C"]:
         """Covariance of the function between the (flattened) outputs of each input, without observation noise."""
@@ -149,8 +148,13 @@ class Prediction(ABC):
             flaw, num = flaw_of(y, self.likelihood.takes_missing), len(self.outputs)
             if flaw is not None:
                 raise ValueError(f"the targets contain {flaw}.")
+<<<<<<< HEAD
             # Where all targets are missing, they have the probability one.
             likelihood, targets = self.likelihood.prepare(self._layout, y, [])
+=======
+            # That no target says anything is an error, but of none.
+            likelihood, targets = self.likelihood.prepare(self._layout, y, None if num else [])
+>>>>>>> h7
             if len(targets) != num:
                 raise ValueError(f"there are {len(targets)} targets for predictions of {num} data.")
         except (TypeError, ValueError) as error:
@@ -186,5 +190,9 @@ class SampledPrediction(Prediction):
     def _drawn(self, y: Any) -> tuple[Float[Tensor, "2K N C"], Likelihood, Tensor]:
         """Draws of the flattened outputs, the likelihood of these, and targets."""
         likelihood, targets = self._prepared(y, "log_prob(y)")
+<<<<<<< HEAD
         draws = self._mirrored
         return draws.reshape(*draws.shape[:2], -1), likelihood, targets.to(self.outputs.device)
+=======
+        return -likelihood.loss(flattened(self._mirrored, 2), targets.to(self.outputs.device))
+>>>>>>> h7

@@ -102,6 +102,31 @@ def test_every_quantity_in_float64(likelihood: str, settings: dict) -> None:
     assert_predicts(found, la, x, 1e-9)
 
 
+@pytest.mark.parametrize("likelihood", ["regression", pytest.param("classification", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("settings", [LAST, pytest.param({}, marks=pytest.mark.slow)], ids=["last", "all"])
+def test_it_changes_its_precision_and_its_device(likelihood: str, settings: dict) -> None:
+    la, x = fitted("mlp", likelihood, **settings)
+    module = la.to_module(outputs=QUANTITIES[likelihood])
+    expected = module(x)
+    # What rounding of inputs, weights and samples makes of probabilities and standard deviations of about one.
+    for dtype, tolerance in ((torch.float64, 1e-5), (torch.float16, 2e-2), (torch.bfloat16, 0.2)):
+        for name, value in copy.deepcopy(module).to(dtype)(x.to(dtype)).items():
+            assert value.dtype == torch.promote_types(dtype, torch.float32)
+            assert_close(value, expected[name], rtol=tolerance, atol=tolerance, check_dtype=False)
+    elsewhere = copy.deepcopy(module).to("meta")(x.to("meta"))
+    assert all(value.is_meta and value.shape == expected[name].shape for name, value in elsewhere.items())
+
+
+def test_a_noise_precision_beyond_half_precision() -> None:
+    """Of targets in small units."""
+    model, x = nn.Linear(5, 1), torch.randn(12, 5)
+    la = LinearisedLaplace(model, Gaussian(1e7, learn=False), method="krylov", num_samples=4, **LAST)
+    la.fit([(x, model(x).detach())], progress=False)
+    module = la.to_module(outputs=["observation_variance"])
+    expected = module(x)["observation_variance"]
+    assert_close(module.half()(x.half())["observation_variance"], expected, rtol=1e-2, atol=0)
+
+
 def test_temperature_noise_and_scale_of_validation_data_are_inside() -> None:
     la, x = fitted("mlp")
     labels = torch.randint(3, (40,), generator=torch.Generator().manual_seed(1))

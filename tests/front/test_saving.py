@@ -4,6 +4,7 @@ import copy
 import pickle
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from cases import Case, make_case
 from flat_settings import QUICK, fitted, laplace_of, loader
 from problems import trained
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from laplace_sampling import (
     ConvergenceWarning,
@@ -294,3 +296,75 @@ def test_a_few_training_inputs_are_in_the_file(activated) -> None:
     state = la.state_dict()
     assert torch.equal(state["function.inputs.0"], x[::3])
     assert not any(name.startswith("exact.") for name in state)
+
+
+@pytest.mark.parametrize("half", [None, torch.float16])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "krylov"},
+        {"method": "kfac"},
+        {"method": "exact"},
+        {"method": "exact", "parameters": "last_layer"},
+        {"method": "exact", "parameters": ["2.bias"]},
+    ],
+    ids=["krylov", "kfac", "observation space", "last layer", "weight space"],
+)
+def test_a_file_without_data_holds_no_row_of_them(settings: dict, half: Any, tmp_path) -> None:
+    case = make_case("regression_per_output")
+    x, y = case.x[:6], case.y[:6].double()  # 18 numbers, for 21 weights in the last layer
+    la = LinearisedLaplace(case.model, "regression", num_samples=50, **settings).fit([(x, y)], progress=False)
+    with torch.no_grad():
+        of_the_layer = case.model[:2](x)
+    x_new = 2 * x
+
+    def held(include_data: bool) -> list[int]:
+        """How many data of each kind are in the file."""
+        la.save(tmp_path / "la.pt", dtype=half, include_data=include_data)
+        content = (tmp_path / "la.pt").read_bytes()
+        return [sum(row.numpy().tobytes() in content for row in kind) for kind in (x, of_the_layer, y)]
+
+    whole = settings["method"] == "exact" and settings.get("parameters") != ["2.bias"]
+    # At most four inputs; all data where exact covariances are made of them.
+    assert held(True) == [6 if whole else 4, 0, 6 if whole else 0]
+    expected = LinearisedLaplace.load(tmp_path / "la.pt", case.model).predict(x_new)
+    stddev = expected.stddev
+    assert held(False) == [0, 0, 0]
+    found = LinearisedLaplace.load(tmp_path / "la.pt", case.model).predict(x_new)
+    assert_close(found.deviations, expected.deviations)
+    if whole:  # by samples, of which there are 50
+        assert_close(found.variance, (found.deviations**2).mean(0))
+        assert 0 < float((found.stddev / stddev - 1).abs().max()) < 5 * 100**-0.5
+    else:
+        assert_close(found.stddev, stddev)
+
+
+def test_what_a_file_without_data_cannot_do(activated, tmp_path) -> None:
+    la, x = activated
+    la.save(tmp_path / "la.pt", include_data=False)
+    other = Rectified()
+    other.load_state_dict(la.network.module.state_dict())
+    LinearisedLaplace.load(tmp_path / "la.pt", other)  # has no data on which the two differ
+    again = LinearisedLaplace.load(tmp_path / "la.pt", la.network.module)
+    with pytest.raises(ValueError, match="example="):
+        again.to_module()
+    exact = LinearisedLaplace(la.network.module, "regression", method="exact").fit([(x, x[:, :1])], progress=False)
+    exact.load_state_dict(exact.state_dict(include_data=False))
+    for call in ("sample", "log_marginal_likelihood", "leave_one_out"):
+        with pytest.raises(NotFittedError, match=rf"`{call}` needs the training data.*fit\(loader\)"):
+            getattr(exact, call)(*([1] if call == "sample" else []))
+    with torch.no_grad():
+        la.network.module.last.bias += 1
+    with pytest.raises(ValueError, match="buffers"):
+        LinearisedLaplace.load(tmp_path / "la.pt", la.network.module)
+
+
+def test_scores_of_a_calibration_stay_without_its_data(tmp_path) -> None:
+    """One number for each target, so that intervals keep their guarantee."""
+    case = make_case("regression")
+    la = LinearisedLaplace(case.model, "regression", method="krylov").fit(loader(case), progress=False)
+    la.calibrate_conformal(loader(case))
+    la.save(tmp_path / "la.pt", include_data=False)
+    again = LinearisedLaplace.load(tmp_path / "la.pt", case.model)
+    for found, expected in zip(again.predict(case.x).interval(0.6), la.predict(case.x).interval(0.6), strict=True):
+        assert torch.equal(found, expected)

@@ -228,6 +228,27 @@ def test_the_last_epoch_has_a_fit_whatever_it_costs() -> None:
     laplace.laplace_.predict(torch.zeros(1, 3))
 
 
+def test_a_fit_that_is_left_out_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    trained([callback(budget=5.0)], epochs=3)
+    (message,) = [r.getMessage() for r in caplog.records if r.name.startswith("laplace_sampling")]
+    assert "No fit after epoch 2" in message
+    assert "`budget=None`" in message
+
+
+@pytest.mark.parametrize("options", [{"every_n_epochs": 4}, {"budget": 5.0}], ids=["schedule", "budget"])
+def test_the_last_epoch_has_a_fit_where_callbacks_that_come_later_make_it_the_last(options: dict) -> None:
+    """`EarlyStopping` looks at the metrics of an epoch when other callbacks are done."""
+    stop = EarlyStopping("val_loss", patience=1, min_delta=10.0, check_on_train_epoch_end=True)
+    laplace = callback(**options)
+    _, trainer = trained([stop, laplace], epochs=6)
+    assert trainer.current_epoch == laplace.fits.history_[-1]["epoch"] == 2
+    laplace.laplace_.predict(torch.zeros(1, 3))
+    assert isinstance(trainer.logger, Records)
+    logged = [record for record in trainer.logger.records if "laplace_cost" in record]
+    assert logged[-1]["laplace_cost"] == laplace.fits.history_[-1]["cost"]
+    assert [record["step"] for record in logged][-1] == trainer.global_step - 1
+
+
 def test_a_training_of_so_many_steps_has_a_fit_at_its_end() -> None:
     fits = callback(every_n_epochs=2)
     _, trainer = trained([fits], max_steps=1)

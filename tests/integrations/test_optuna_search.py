@@ -4,6 +4,7 @@ import importlib.util
 import math
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -43,3 +44,23 @@ def test_bad_trials_end_early(example: ModuleType) -> None:
         if trial.state == TrialState.COMPLETE:
             assert trial.value == reports[example.EPOCHS]
             assert math.isfinite(trial.user_attrs["score"])
+
+
+def test_the_value_of_a_trial_is_that_of_its_last_epoch_whatever_fits_may_cost(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A budget that leaves fits out leaves the last one in, and logs the others."""
+
+    class Limited(example.PeriodicFits):
+        def __init__(self, *args: Any, budget: None, **options: Any) -> None:
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(example, "PeriodicFits", Limited)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = example.new_study()
+    example.search(study, trials=1, threads=1)
+    reports = study.trials[0].intermediate_values
+    left_out = [record.getMessage() for record in caplog.records if record.name.startswith("laplace_sampling")]
+    assert study.trials[0].value == reports[example.EPOCHS]
+    assert len(reports) + len(left_out) == example.EPOCHS // example.EVERY
+    assert left_out

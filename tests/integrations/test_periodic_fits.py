@@ -179,6 +179,19 @@ def test_fits_are_left_out_where_they_cost_more_than_training() -> None:
     assert next(epoch for epoch in range(1, 100) if dear.due(epoch)) == int(np.ceil(3 * cost))
 
 
+def test_the_last_epoch_has_a_fit_and_others_that_are_left_out_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    training, fits = Training(), PeriodicFits("regression", every_n_epochs=2)
+    for epoch in range(1, 8):
+        training.epoch()
+        if fits.due(epoch, last=epoch == 7):
+            fits.fit(training.model, training.loader, epoch=epoch)
+    assert [record["epoch"] for record in fits.history_] == [2, 7]
+    messages = [record.getMessage() for record in caplog.records]
+    assert [message.split(":")[0] for message in messages] == ["No fit after epoch 4", "No fit after epoch 6"]
+    cost = fits.history_[0]["cost"]
+    assert all(f"{cost:.3g} training epochs" in message and f"{3 * cost:.3g}" in message for message in messages)
+
+
 def test_what_is_logged_is_what_the_fit_says() -> None:
     training = Training("regression", 2).run(5)
     options: dict[str, Any] = {"prior": "layerwise", "method": "exact", "num_samples": 32, "seed": 2, "max_steps": 50}
@@ -316,7 +329,7 @@ def test_a_fit_that_fails_keeps_the_last_one() -> None:
     assert len(fits.history_) == 1
 
 
-def test_a_fit_that_is_stopped_keeps_the_last_one() -> None:
+def test_a_fit_that_is_stopped_keeps_the_last_one(caplog: pytest.LogCaptureFixture) -> None:
     def stop(step: Step) -> None:
         if stopping:
             raise StopFit
@@ -326,6 +339,7 @@ def test_a_fit_that_is_stopped_keeps_the_last_one() -> None:
     assert fits.fit(training.model, training.loader, epoch=1) == {}
     with pytest.raises(NotFittedError):
         fits.laplace_  # noqa: B018
+    assert "epoch 1: a callback has stopped it" in caplog.text
     stopping = False
     fits.fit(training.model, training.loader, epoch=2)
     stopping, alpha = True, fits.laplace_.prior_precision_

@@ -308,6 +308,18 @@ def test_the_last_fit_is_of_the_model_that_training_leaves(tmp_path: Path) -> No
     best.laplace_.predict({"x": Rows().x})
 
 
+def test_a_fit_that_is_left_out_is_logged_and_the_end_has_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also the last checkpoint has that of the end."""
+    fits = callback(every_n_epochs=1, budget=1.0)
+    trainer = make_trainer(tmp_path, fits)
+    trainer.train()
+    assert [entry["epoch"] for entry in logged(trainer)] == [1, NUM_EPOCHS]
+    messages = [r.getMessage() for r in caplog.records if r.name.startswith("laplace_sampling")]
+    assert [message.split(":")[0] for message in messages] == [f"No fit after epoch {n}" for n in (2, 3)]
+    state = torch.load(tmp_path / f"checkpoint-{NUM_EPOCHS * STEPS}" / FILE, weights_only=True)
+    assert [record["epoch"] for record in state["history"]] == [1, NUM_EPOCHS]
+
+
 def test_a_second_training_begins_anew(tmp_path: Path) -> None:
     fits = callback()
     first = make_trainer(tmp_path / "a", fits)
