@@ -8,12 +8,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-<<<<<<< HEAD
-from laplace_sampling.likelihoods.likelihood import Likelihood, check_target_shape, has_targets, masked
-=======
 from laplace_sampling.data.batches import flattened
-from laplace_sampling.likelihoods.likelihood import Likelihood, check_target_shape
->>>>>>> h7
+from laplace_sampling.likelihoods.likelihood import Likelihood, check_target_shape, has_targets, masked
 
 __all__ = ["Bernoulli"]
 
@@ -40,7 +36,6 @@ class Bernoulli(Likelihood):
         return g[..., 0]
 
     def given(self, y: Tensor) -> Bool[Tensor, "N C"]:
-<<<<<<< HEAD
         """Marks the targets that are there."""
         return has_targets(y)
 
@@ -50,12 +45,8 @@ class Bernoulli(Likelihood):
 
     def weights_of_classes(self, y: Tensor) -> Float[Tensor, "N C 2"]:
         """How much each target counts as a zero and as a one; nothing where it is missing."""
-        y = y.reshape(len(y), y.shape[1:].numel()).double()
+        y = flattened(y).double()
         return torch.stack([1 - y, y], -1).nan_to_num()
-=======
-        """Marks the targets that are not ignored, here all of them."""
-        return torch.ones_like(flattened(y), dtype=torch.bool)
->>>>>>> h7
 
     def losses(self, f: Float[Tensor, "*K N C"], y: Tensor) -> Float[Tensor, "*K N C"]:
         """`−log p` of each target, 0 where it is missing."""

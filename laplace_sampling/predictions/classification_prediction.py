@@ -130,17 +130,12 @@ class ClassificationPrediction(SampledPrediction):
         return logits.log_softmax(-1).logsumexp(0) - math.log(len(logits))
 
     def scores_of(self, targets: Tensor) -> Float[Tensor, "N S"]:
-<<<<<<< HEAD
         if self._bound.is_soft(targets):
             raise ValueError(
                 "`calibrate_conformal` needs labels, of which its guarantee is, but these targets are probabilities: "
                 "draw a label of each, as by `torch.distributions.Categorical(probs).sample()`."
             )
-        given = self._bound.given(targets)
-        labels = targets.nan_to_num().reshape(given.shape).long()
-=======
-        labels, given = flattened(targets).long(), self._bound.given(targets)
->>>>>>> h7
+        labels, given = flattened(targets).nan_to_num().long(), self._bound.given(targets)
         chosen = self._class_log_probs.gather(-1, labels.where(given, 0)[..., None].to(self.outputs.device))[..., 0]
         # A log probability moves by twice as much as the logits, at most.
         of_outputs, of_deviations = rounding(self.outputs)

@@ -148,13 +148,8 @@ class Prediction(ABC):
             flaw, num = flaw_of(y, self.likelihood.takes_missing), len(self.outputs)
             if flaw is not None:
                 raise ValueError(f"the targets contain {flaw}.")
-<<<<<<< HEAD
             # Where all targets are missing, they have the probability one.
             likelihood, targets = self.likelihood.prepare(self._layout, y, [])
-=======
-            # That no target says anything is an error, but of none.
-            likelihood, targets = self.likelihood.prepare(self._layout, y, None if num else [])
->>>>>>> h7
             if len(targets) != num:
                 raise ValueError(f"there are {len(targets)} targets for predictions of {num} data.")
         except (TypeError, ValueError) as error:
@@ -190,9 +185,4 @@ class SampledPrediction(Prediction):
     def _drawn(self, y: Any) -> tuple[Float[Tensor, "2K N C"], Likelihood, Tensor]:
         """Draws of the flattened outputs, the likelihood of these, and targets."""
         likelihood, targets = self._prepared(y, "log_prob(y)")
-<<<<<<< HEAD
-        draws = self._mirrored
-        return draws.reshape(*draws.shape[:2], -1), likelihood, targets.to(self.outputs.device)
-=======
-        return -likelihood.loss(flattened(self._mirrored, 2), targets.to(self.outputs.device))
->>>>>>> h7
+        return flattened(self._mirrored, 2), likelihood, targets.to(self.outputs.device)

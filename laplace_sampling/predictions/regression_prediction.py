@@ -10,13 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import LowRankMultivariateNormal, MultivariateNormal
 
-<<<<<<< HEAD
+from laplace_sampling.data.batches import flattened
 from laplace_sampling.likelihoods.gaussian import Gaussian, log_density
 from laplace_sampling.predictions.conformal import rounding
-=======
-from laplace_sampling.data.batches import flattened
-from laplace_sampling.likelihoods.gaussian import Gaussian
->>>>>>> h7
 from laplace_sampling.predictions.prediction import Prediction, SampledPrediction
 
 __all__ = ["HeteroscedasticPrediction", "RegressionPrediction"]
@@ -58,7 +54,6 @@ class _Intervals(Prediction):
         if conformal is None:
             half = math.sqrt(2) * torch.erfinv(torch.tensor(level, dtype=torch.float64)).to(variance) * variance.sqrt()
             return mean - half, mean + half
-<<<<<<< HEAD
         half = conformal.largest(level).to(variance).reshape(mean.shape[1:]) * variance.sqrt()
         return mean - half, mean + half
 
@@ -66,17 +61,7 @@ class _Intervals(Prediction):
         error = (targets.to(self.mean).reshape(self.mean.shape) - self.mean).abs()
         of_outputs, of_deviations = rounding(self.mean)
         scores = (error + of_outputs).double() / self.observation_variance.sqrt().double() * (1 + of_deviations)
-        return scores.reshape(len(error), -1)
-=======
-        deviations = self.samples - mean
-        flat = map(flattened, (variance - self.noise_variance, self.noise_variance.expand_as(variance)))
-        below, above = conformal.errors(level, flattened(deviations, 2), *flat)
-        return mean + below.reshape(mean.shape), mean + above.reshape(mean.shape)
-
-    def scores_of(self, targets: Tensor) -> Float[Tensor, "N D"]:
-        error = (targets.to(self.mean).reshape(self.mean.shape) - self.mean).abs()
-        return flattened((error / self.observation_variance.sqrt()).double())
->>>>>>> h7
+        return flattened(scores)
 
 
 @dataclass(frozen=True)
@@ -135,11 +120,12 @@ class RegressionPrediction(_Intervals):
             # Of one output the variance is all there is: no matrix to factorise, which fails where it is infinite.
             variance = self.observation_variance
             squares = (targets.reshape(self.outputs.shape) - self.outputs) ** 2
-<<<<<<< HEAD
             return -0.5 * (squares / variance + variance.log() + math.log(2 * math.pi)).where(given, 0).flatten()
-        error, distribution = (targets - self.outputs).reshape(len(targets), -1), self.distribution()
+        if not len(targets):  # which torch's densities of several outputs do not take
+            return targets.new_zeros(0)
+        error, distribution = flattened(targets - self.outputs), self.distribution()
         if bool(given.all()):
-            return distribution.log_prob(targets.reshape(len(targets), -1))
+            return distribution.log_prob(flattened(targets))
         if isinstance(distribution, MultivariateNormal):
             return log_density(error, distribution.covariance_matrix)
         # As `log_density`, without matrices of all outputs.
@@ -148,12 +134,6 @@ class RegressionPrediction(_Intervals):
         error = error.where(given, 0)
         joint = LowRankMultivariateNormal(torch.zeros_like(error), factor, noise).log_prob(error)
         return joint + 0.5 * math.log(2 * math.pi) * (~given).sum(1).to(joint)
-=======
-            return -0.5 * (squares / variance + variance.log() + math.log(2 * math.pi)).flatten()
-        if not len(targets):  # which torch's densities of several outputs do not take
-            return targets.new_zeros(0)
-        return self.distribution().log_prob(flattened(targets))
->>>>>>> h7
 
 
 @dataclass(frozen=True)
