@@ -62,7 +62,11 @@ _NAMES = {"scale": "scale_", "temperature": "temperature_", "noise": "calibratio
 
 
 class CalibrationWarning(UserWarning):
-    """Error bars make predictions worse than the network's alone, end at a bound, or contain too few targets."""
+    """Error bars make predictions worse than the network's alone, end at a bound, or contain too few targets.
+
+    So they may where a network knows its training data by heart; or held-out data are predicted as badly as without
+    inputs.
+    """
 
 
 @dataclass(frozen=True)

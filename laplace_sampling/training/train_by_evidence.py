@@ -111,7 +111,12 @@ def train_by_evidence(
     progress: bool = True,
     callback: Callable[[int, PrecisionUpdate], object] | None = None,
 ) -> TrainedByEvidence:
-    r"""Trains a network with a weight decay for each layer that the evidence finds; no validation data are needed.
+    r"""Trains with a weight decay for each layer that the evidence finds, for networks that overfit without one.
+
+    No validation data are needed, and where there are some they are the better judge: the evidence charges for each
+    direction that the data determine, and takes more decay than test data ask for. So it helps where training without
+    decay fits the training data far better than others, and costs where it does not, as of few epochs, small steps or
+    clean labels (figures in `docs/decisions/training-by-evidence.md`).
 
     **This function trains the model**, unlike all others of this library. Its loss is
 

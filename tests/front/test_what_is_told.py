@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from laplace_sampling import CalibrationWarning, ConvergenceWarning, Gaussian, IsotropicPrior, LinearisedLaplace
+from laplace_sampling import (
+    CalibrationWarning,
+    ConvergenceWarning,
+    Gaussian,
+    IsotropicPrior,
+    LinearisedLaplace,
+    RegressionPrediction,
+)
 from laplace_sampling.methods.subset import Subset
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -49,7 +56,9 @@ def trained(kind: str, num: int = 200, width: int = 16, steps: int = 100, decay:
 
 def coverage(la: LinearisedLaplace, batches: Batches) -> float:
     (x, y) = batches[0]
-    low, high = la.predict(x).interval(0.9)
+    predicted = la.predict(x)
+    assert isinstance(predicted, RegressionPrediction)
+    low, high = predicted.interval(0.9)
     return float(((low < y) & (y < high)).double().mean())
 
 
@@ -88,9 +97,8 @@ def test_a_network_without_noise_that_is_right_is_no_problem() -> None:
     model = nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 1)).double()
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        for layer in (model[0], model[2]):
-            nn.init.normal_(layer.weight)
-            nn.init.normal_(layer.bias)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
     noise = 1e-3 * torch.randn(12, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     LinearisedLaplace(model, "regression").fit_hyperparameters([(x, model(x).detach() + noise)], progress=False)
 
@@ -137,6 +145,7 @@ def test_data_left_out_of_the_linear_model_do_not_judge_error_bars() -> None:
     la = LinearisedLaplace(model, "regression").fit_hyperparameters([(x[:200], y[:200])], progress=False)
     predicted, noise = la.predict(x[200:]), la.noise_precision_
     assert noise is not None
+    assert isinstance(predicted, RegressionPrediction)
     alone = torch.distributions.Normal(predicted.mean, noise**-0.5).log_prob(y[200:])
     gain = (predicted.log_prob(y[200:]).reshape(-1) - alone.reshape(-1)).double()
     error = float(gain.std()) / len(gain) ** 0.5
