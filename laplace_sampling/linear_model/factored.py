@@ -85,13 +85,13 @@ def kronecker_operations(network: Linearisation, num_vectors: float, num_gradien
 
     The gradient of a datum in the weights of a linear layer is the product of two vectors, which are turned instead.
     """
-    weights, total = dict(network.module.named_parameters()), 0.0
-    for name in network.names:
-        if weights[name].dim() > 1:
-            num_out = len(weights[name])
-            num_in = weights[name].numel() / num_out
+    total = 0.0
+    for shape in network.shapes.values():
+        if len(shape) > 1:
+            num_out = shape[0]
+            num_in = shape.numel() / num_out
             of_vector = 2 * num_in * num_out * (num_in + num_out)
-            of_gradient = 2 * (num_in**2 + num_out**2) if weights[name].dim() == 2 else of_vector
+            of_gradient = 2 * (num_in**2 + num_out**2) if len(shape) == 2 else of_vector
             total += 9 * (num_in**3 + num_out**3) + num_vectors * of_vector + num_gradients * of_gradient
     return total
 

@@ -128,6 +128,11 @@ def _prelu(input: Tensor, weight: Tensor) -> Tensor:
     return torch.where(input > 0, input, slopes.to(input.dtype) * input)
 
 
+def _view_as_complex(pairs: Tensor) -> Tensor:
+    """`torch.view_as_complex`, which fails on tangents that are parts of a larger tensor, as those of samples are."""
+    return torch.complex(*pairs.unbind(-1))
+
+
 def instance_norm(
     input: Tensor,
     running_mean: Tensor | None = None,
@@ -200,6 +205,7 @@ ELEMENTARY_LAYERS: dict[Callable, Callable] = {
     F.embedding_bag: _embedding_bag,
     **dict.fromkeys((torch.cdist, torch.ops.aten.cdist.default), _cdist),
     **dict.fromkeys((torch.prelu, Tensor.prelu, torch.ops.aten.prelu.default), _prelu),
+    torch.view_as_complex: _view_as_complex,
     F.instance_norm: instance_norm,
     **dict.fromkeys((torch.instance_norm, torch.ops.aten.instance_norm.default), _torch_instance_norm),
 }

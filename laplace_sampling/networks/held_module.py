@@ -35,6 +35,7 @@ __all__ = [
     "HALF",
     "HeldModule",
     "precisions",
+    "real_shape",
     "solver_call",
     "solving",
     "users_precision",
@@ -74,7 +75,8 @@ class HeldModule:
         self.module, self.names, self.autocast, self._composed_layers = module, names, autocast, composed_layers
         self._copied_from: HeldModule | None = None
         self.shards = Shards.of(module, names)
-        self.shapes = {name: parameter.shape for name, parameter in self._random().items()}
+        self._complex = [name for name, parameter in self._random().items() if parameter.is_complex()]
+        self.shapes = {name: real_shape(parameter) for name, parameter in self._random().items()}
         self._path = names[0].split(".")
         self.sizes = [shape.numel() for shape in self.shapes.values()]
         self._all_random = len(names) == len(dict(module.named_parameters()))
@@ -98,11 +100,16 @@ class HeldModule:
         return self._state
 
     def random(self) -> Weights:
-        """The random weights of the module, without a graph; whole, also if they are shared out over processes."""
+        """The random weights of the module, without a graph; whole, also if they are shared out over processes.
+
+        Complex ones are pairs of real numbers, `[..., 2]`.
+        """
         weights = self._random()
-        return (
-            {n: _plain(w.detach()) for n, w in weights.items()} if self.shards is None else self.shards.random(weights)
-        )
+        if self.shards is None:
+            weights = {name: _plain(w.detach()) for name, w in weights.items()}
+        else:
+            weights = self.shards.random(weights)
+        return weights | {name: torch.view_as_real(weights[name].resolve_conj()) for name in self._complex}
 
     def _random(self) -> Weights:
         with LOCK:
@@ -153,8 +160,8 @@ class HeldModule:
 
     @property
     def module_dtype(self) -> torch.dtype:
-        """The dtype of the weights."""
-        return self._some_weight().dtype
+        """The dtype of the weights; of complex ones that of their parts."""
+        return self._some_weight().dtype.to_real()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -171,6 +178,8 @@ class HeldModule:
             composed: whether layers without forward derivatives are replaced for this call.
         """
         handle_signals()
+        if self._complex and weights is not None:
+            weights = weights | {n: torch.complex(*weights[n].unbind(-1)) for n in self._complex if n in weights}
         args, kwargs = arguments(self._copied(x))
         dtype = self.dtype
         lowered = torch.autocast(self.device.type, self.autocast, self.autocast is not None, cache_enabled=False)
@@ -311,6 +320,8 @@ class HeldModule:
         """A copy of the module in float64, without `autocast`."""
         with LOCK:
             module = copy.deepcopy(self.module).double() if self.shards is None else self.shards.in_float64()
+            # `double` leaves complex numbers as they are.
+            module._apply(lambda t: t.to(torch.complex128) if t.is_complex() else t)
         held = HeldModule(module, self.names, composed_layers=self._composed_layers)
         held._copied_from = self
         return held
@@ -358,6 +369,11 @@ class _Substitution(TorchFunctionMode):
         if type(value) in (list, tuple):
             return type(value)(map(self._replaced, value))
         return {key: self._replaced(item) for key, item in value.items()} if type(value) is dict else value
+
+
+def real_shape(weight: Tensor) -> torch.Size:
+    """The shape of a weight as real numbers, which a complex one is a pair of."""
+    return torch.Size((*weight.shape, 2)) if weight.is_complex() else weight.shape
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -44,7 +44,9 @@ def plain_gradient(held: HeldModule, x: Any, u: Float[Tensor, "N C"]) -> Float[T
         finally:
             for p, of_user in zip(parameters, required, strict=True):
                 p.requires_grad_(of_user)
-    return torch.cat([part.detach().reshape(-1).to(held.dtype) for part in parts])
+    # The gradient in a complex number has those in its two parts as its parts.
+    real = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
+    return torch.cat([part.detach().reshape(-1).to(held.dtype) for part in real])
 
 
 @contextmanager

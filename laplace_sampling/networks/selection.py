@@ -27,7 +27,7 @@ def select(module: nn.Module, selection: Selection) -> list[str]:
         names = _matching(module, _patterns(selection))
     if not names:
         raise ValueError(f"`parameters` selects nothing; the model has {list(parameters)}.")
-    fixed = [name for name in names if not parameters[name].is_floating_point()]
+    fixed = [name for name in names if not _has_derivatives(parameters[name])]
     if fixed:
         raise ValueError(f"Parameters {fixed} are not floating point; leave them out with `parameters=`.")
     return names
@@ -36,7 +36,7 @@ def select(module: nn.Module, selection: Selection) -> list[str]:
 def _trained(module: nn.Module) -> list[str]:
     """All that require a gradient; a notice names those that cannot be random."""
     parameters = dict(module.named_parameters())
-    fixed = [name for name, p in parameters.items() if not p.is_floating_point()]
+    fixed = [name for name, p in parameters.items() if not _has_derivatives(p)]
     if fixed:
         warnings.warn(
             f"Parameters {fixed} are not floating point: they are left out and stay as they are.", stacklevel=5
@@ -52,7 +52,11 @@ def _trained(module: nn.Module) -> list[str]:
 
 def _require_gradient(module: nn.Module) -> list[str]:
     # Weights that were frozen in training are not at a mode of the loss in their own directions.
-    return [name for name, p in module.named_parameters() if p.requires_grad and p.is_floating_point()]
+    return [name for name, p in module.named_parameters() if p.requires_grad and _has_derivatives(p)]
+
+
+def _has_derivatives(parameter: nn.Parameter) -> bool:
+    return parameter.is_floating_point() or parameter.is_complex()
 
 
 def _patterns(selection: Sequence[str] | str) -> list[str]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from laplace_sampling.data.batches import split, take
 from laplace_sampling.networks.batching import DEFAULT_CHUNK
+from laplace_sampling.networks.held_module import real_shape
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.undisturbed import LOCK
 from laplace_sampling.networks.unwrapping import unwrapped
@@ -148,7 +149,7 @@ def _indices(module: nn.Module, elements: Elements) -> dict[str, Tensor]:
             f"`parameters={{...}}` has masks for {unknown}, which are no parameters of the model; it has "
             f"{list(parameters)}."
         )
-    indices = {name: _index(name, parameters[name].shape, of_name) for name, of_name in elements.items()}
+    indices = {name: _index(name, real_shape(parameters[name]), of_name) for name, of_name in elements.items()}
     indices = {name: index for name, index in indices.items() if len(index)}
     if not indices:
         raise ValueError("`parameters={...}` selects nothing: all masks are empty.")
