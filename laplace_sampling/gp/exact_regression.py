@@ -25,7 +25,7 @@ from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision, unit_variance
-from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
+from laplace_sampling.predictions.leave_one_out import LeaveOneOut
 from laplace_sampling.solvers.lapack import symmetric_eigen
 
 __all__ = ["ExactRegression", "noise_scale", "overall_noise", "overall_precisions"]
@@ -208,14 +208,25 @@ class ExactRegression(RegressionEvidence):
         return LeaveOneOut.gaussian(mean, covariance, mean + residual)
 
     def _leave_some_out(self, precision: float, noise_precision: float) -> LeaveOneOut:
-        """The same where outputs have no target, from the covariance of all outputs of a datum."""
-        covariance = self.at(self.model.features).covariance(precision, noise_precision)
-        root, targets = self.noise_scale.sqrt(), self.model.targets.reshape(self.noise_scale.shape).double()
-        # In units in which the noise is the same everywhere.
-        outputs = self.mode_outputs(precision, noise_precision) / root
-        covariance = covariance / root[:, :, None] / root[:, None]
-        found = leave_one_out(Gaussian(noise_precision), targets / root, outputs, outputs, covariance)
-        return found.scaled(root, ~targets.isnan())
+        """The same where outputs have no target: what is predicted there is from the covariance of all outputs."""
+        noise, targets = self.noise_scale / noise_precision, self.model.targets.reshape(self.noise_scale.shape).double()
+        given, eye = ~targets.isnan(), torch.eye(noise.shape[1]).to(noise)
+        S = self.at(self.model.features).covariance(precision, noise_precision)
+        outputs = self.mode_outputs(precision, noise_precision)
+        B = torch.diag_embed((1 / noise).where(given, 0))
+        # What is left without a datum, `S (I − BS)⁻¹`.
+        left_out = S @ torch.linalg.inv_ex(eye - B @ S).inverse
+        slope = (B @ (outputs - targets).nan_to_num()[..., None])[..., 0]
+        mean = outputs + (left_out @ slope[..., None])[..., 0]
+        # Of targets `P_ii⁻¹`, which stays positive where rounding leaves nothing of this difference.
+        _, _, v = self._terms(precision, noise_precision)
+        rows = self._of_outputs(self.vectors.T) / self.noise_scale.sqrt()
+        P = torch.einsum("jnc,j,jnd->ncd", rows, 1 / v, rows)
+        inverse = torch.linalg.inv(P + torch.diag_embed((~given).double()))
+        residual = (inverse @ self.coefficients(precision, noise_precision)[..., None])[..., 0]
+        covariance = inverse.where(given[:, :, None] & given[:, None], left_out + torch.diag_embed(noise))
+        covariance, mean = (covariance + covariance.mT) / 2, (targets - residual).where(given, mean)
+        return LeaveOneOut.gaussian(mean, covariance, targets)
 
     def at(self, features: Features, *, products: str = "auto") -> ExactPrediction:
         """The posterior at other inputs, of as many outputs or of others (`features_at` makes features of inputs)."""

@@ -31,8 +31,9 @@ def has_head_covariances(curvature: Factored) -> bool:
     """Whether `head_covariances` is for a curvature."""
     if not isinstance(curvature, Kronecker):
         return isinstance(curvature, DenseCurvature)
-    # A block that is one matrix row has eigenvectors of its own, as `kfac` makes them for few weights.
-    return len(curvature.blocks) == 1 and not len(curvature.rest) and curvature.blocks[0].index.shape[1] > 1
+    # A block that is one matrix row has eigenvectors of its own, as `kfac` makes them for few weights; a row for each
+    # output is of targets that are missing at some of them.
+    return len(curvature.blocks) == 1 and not len(curvature.rest) and curvature.blocks[0].index.shape[:2] != (1, 1)
 
 
 def head_covariances(
@@ -67,6 +68,12 @@ def _of_rows(h: Tensor, vectors: Float[Tensor, "C D P"], eigenvalues: Tensor, sh
 
 
 def _of_block(block: KroneckerBlock, h: Tensor, scales: Float[Tensor, "C D"], shifts: Tensor) -> Tensor:
+    if block.index.shape[1] == 1:
+        inverse, variances = 1 / (block.eigenvalues[:, 0] + shifts[:, None, None]), []
+        for part in h.split(max(1, _NUMBERS // scales.numel())):
+            squares = ((part * scales[:, None]) @ block.U_A).square()
+            variances.append(torch.einsum("cne,ace->anc", squares, inverse))
+        return torch.diag_embed(torch.cat(variances, 1))
     (of_outputs,), (of_inputs,) = outer_factors(scales[None])
     squares, U = ((h * of_inputs) @ block.U_A[0]).square(), of_outputs[:, None] * block.U_G[0]
     inverse = 1 / (block.eigenvalues + shifts[:, None, None])

@@ -2,9 +2,9 @@ r"""The curvature of a linear last layer from its inputs `h`, where `φ = I ⊗ 
 
 `M = Σ_i B_i ⊗ h_i h_iᵀ` is accumulated as it is for few weights. For a Gaussian likelihood `B_i = diag(b)` is the same
 for all data, but for those whose targets are missing, so that `M = diag(b) ⊗ Σ_i h_i h_iᵀ` itself is a Kronecker
-product: one decomposition of `[D, D]` serves any number of outputs. Other likelihoods, and data with targets at some of
-their outputs only, have, with the eigenvectors `U` and `V` of the partial traces of `M`, the diagonal of `M` in these
-coordinates,
+product: one decomposition of `[D, D]` serves any number of outputs; where data have targets at some of their outputs
+only, each output has one. Other likelihoods have, with the eigenvectors `U` and `V` of the partial traces of `M`, the
+diagonal of `M` in these coordinates,
 
     G = Σ_i ‖h_i‖² B_i,        A = Σ_i Tr(B_i) h_i h_iᵀ,
 
@@ -60,7 +60,7 @@ def head_curvature(ggn: GGN, scale: Float[Tensor, " P"] | None = None) -> Factor
         ggn: `M`, of the features of a linear layer.
         scale: `s`, by default ones.
     """
-    if is_product(ggn) or not is_exact(ggn):
+    if isinstance(ggn.likelihood, Gaussian) or not is_exact(ggn):
         return head_kronecker(ggn, scale)
     matrix = head_matrix(ggn if scale is None else replace(ggn, features=ScaledFeatures(ggn.features, scale)))
     assert matrix is not None
@@ -69,17 +69,12 @@ def head_curvature(ggn: GGN, scale: Float[Tensor, " P"] | None = None) -> Factor
 
 def is_exact(ggn: GGN) -> bool:
     """Whether `head_curvature` is `M` itself."""
-    return is_product(ggn) or ggn.size <= _MOST_WEIGHTS
-
-
-def is_product(ggn: GGN) -> bool:
-    """Whether `M` is a Kronecker product: for a Gaussian likelihood, if no datum has targets at some outputs only."""
-    return isinstance(ggn.likelihood, Gaussian) and not ggn.likelihood.partly
+    return isinstance(ggn.likelihood, Gaussian) or ggn.size <= _MOST_WEIGHTS
 
 
 def head_block(ggn: GGN) -> KroneckerBlock | None:
-    """`M` of a linear layer and a Gaussian likelihood, as a Kronecker product; `None` of anything else."""
-    if not is_product(ggn):
+    """`M` of a linear layer and a Gaussian likelihood, as Kronecker products; `None` of anything else."""
+    if not isinstance(ggn.likelihood, Gaussian):
         return None
     if isinstance(ggn.features, ScaledFeatures) and head_of(ggn.features.features) is not None:
         return head_kronecker(replace(ggn, features=ggn.features.features), ggn.features.scale).blocks[0]
@@ -96,17 +91,37 @@ def head_kronecker(ggn: GGN, scale: Float[Tensor, " P"] | None = None) -> Kronec
     """
     layer = head_of(ggn.features)
     assert layer is not None
+    nothing = torch.zeros(0, dtype=torch.long, device=ggn.device)
+    if isinstance(ggn.likelihood, Gaussian) and ggn.likelihood.partly:
+        index = layer.index[:, None]
+        scales = torch.ones_like(index, dtype=torch.float64)[:, 0] if scale is None else scale.double()[layer.index]
+        eigenvalues, U = torch.linalg.eigh(scales[..., None] * _of_each_output(ggn) * scales[:, None])
+        block = KroneckerBlock(index, torch.ones_like(U[:, :1, :1]), U, eigenvalues.clamp_min(0)[:, None])
+        return Kronecker([block], nothing, nothing.double(), 0.0)
     index = layer.index[None]
     scales = torch.ones(index.shape, dtype=torch.float64, device=ggn.device) if scale is None else scale.double()[index]
     (of_outputs,), (of_inputs,) = outer_factors(scales)
     G, A = partial_traces_of_head(ggn, of_outputs, of_inputs)
     (g, U_G), (a, U_A) = torch.linalg.eigh(G), torch.linalg.eigh(A)
-    if is_product(ggn):
+    if isinstance(ggn.likelihood, Gaussian):
         eigenvalues = g.clamp_min(0)[:, None] * a.clamp_min(0) / G.trace()
     else:
         eigenvalues = _corrected(ggn, of_outputs[:, None] * U_G, of_inputs[:, None] * U_A)
-    nothing = torch.zeros(0, dtype=torch.long, device=ggn.device)
     return Kronecker([KroneckerBlock(index, U_G[None], U_A[None], eigenvalues[None])], nothing, nothing.double(), 0.0)
+
+
+@recorded
+def _of_each_output(ggn: GGN) -> Float[Tensor, "C D D"]:
+    """The blocks of `M` of a Gaussian likelihood, one for the weights of each output."""
+    layer = head_of(ggn.features)
+    assert layer is not None
+    num_outputs, num_inputs = layer.index.shape
+    total = torch.zeros(num_outputs, num_inputs, num_inputs, dtype=torch.float64, device=ggn.device)
+    with ggn.features.summing(total):
+        for h, B in inputs_and_blocks(ggn):
+            for c in range(num_outputs):
+                total[c] += (h.T * B[:, c, c]) @ h
+    return total
 
 
 @recorded

@@ -149,20 +149,41 @@ def test_outputs_without_targets_count_nowhere(kind: str, method: str) -> None:
         assert torch.allclose(variance, reference.predict(every).variance.flatten(), rtol=1e-4, atol=1e-9)
 
 
-@pytest.mark.parametrize("noise_at", ["network", "mode"])
-def test_each_output_has_the_noise_of_its_targets(noise_at: str) -> None:
+def test_each_output_has_the_noise_of_its_targets() -> None:
     model, x, y = trained("regression", 3)
     x, y = x[9:20], with_some_missing(y)[9:20]  # fewer targets than weights: in observation space
-    la = LinearisedLaplace(model, Gaussian(torch.ones(3), noise_at=noise_at), prior="isotropic", method="exact")
+    la = LinearisedLaplace(model, Gaussian(torch.ones(3)), prior="isotropic", method="exact")
     la.fit_hyperparameters([(x, y)], progress=False)
     b, given = la.noise_precision_, ~y.isnan()
     assert b is not None
     free = given.sum(0) - (b * la.predict(x).variance * given).sum(0)
-    outputs = model(x).detach()
-    if noise_at == "mode":
-        outputs = dense_posterior(model, x, y, float(la.prior_precision_), b)[1]
-    errors = (y - outputs).nan_to_num().square().sum(0)
+    errors = (y - model(x).detach()).nan_to_num().square().sum(0)
     assert torch.allclose(b, free / errors, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_noise_that_vanishes_leaves_predictions_of_left_out_data() -> None:
+    model, x, y = trained("regression", 3)
+    x, y = x[20:32], with_some_missing(y)[20:32]
+    la = LinearisedLaplace(model, Gaussian(torch.ones(3), noise_at="mode"), prior="isotropic", method="exact")
+    la.fit_hyperparameters([(x, y)], progress=False)
+    assert bool(la.leave_one_out().log_prob.isfinite().all())
+
+
+def test_a_wide_last_layer_is_exact() -> None:
+    _, x, y = trained("regression", 3)
+    y = with_some_missing(y)
+    model = nn.Sequential(nn.Linear(3, 600), nn.Tanh(), nn.Linear(600, 3)).double()
+    prior = IsotropicPrior(precision=1.0)
+    head, exact = (
+        LinearisedLaplace(model, Gaussian(4.0), prior=prior, parameters="last_layer", method=method).fit(
+            [(x, y)], progress=False
+        )
+        for method in ("last_layer", "exact")
+    )
+    assert torch.allclose(head.predict(x).covariance(), exact.predict(x).covariance(), atol=1e-9)
+    # The mode of the head is found by iterations.
+    assert torch.allclose(head.leave_one_out().log_prob, exact.leave_one_out().log_prob, atol=1e-2)
 
 
 def dense_posterior(model: nn.Module, x: Tensor, y: Tensor, alpha: float, b: float | Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from laplace_sampling import Bernoulli, Categorical, IsotropicPrior, LinearisedL
 from laplace_sampling.predictions.classification_prediction import ClassificationPrediction
 
 NUM = 60
-METHODS = ["exact", "krylov", "kfac", "diagonal", "last_layer"]
+METHODS = ["exact", pytest.param("krylov", marks=pytest.mark.slow), "kfac", "diagonal", "last_layer"]
 
 
 def trained(kind: str) -> tuple[nn.Module, Tensor, Tensor]:
