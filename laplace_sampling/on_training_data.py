@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Normal
 
+from laplace_sampling.data.batches import flattened
 from laplace_sampling.held_out import HeldOut
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian
@@ -211,7 +213,8 @@ def held_out_problems(held_out: HeldOut | None, tangent: TangentModel | None, ca
         return []
     model, y = tangent.model, held_out.targets
     trained = model.features.whole(model.targets)
-    constant = float(_log_probs_without_inputs(model.likelihood, trained, held_out.likelihood, y).mean())
+    some = held_out.with_targets(torch.arange(len(y)))
+    constant = float(_log_probs_without_inputs(model.likelihood, trained, held_out.likelihood, y)[some].mean())
     mean = found / calibration.num_data
     if not mean < constant + 1 / calibration.num_data:  # a nat of all of them is nothing
         return []
@@ -228,22 +231,44 @@ def _log_probs_without_inputs(
 ) -> Float[Tensor, " n"]:
     """Log-likelihoods of targets by mean and variance of the training targets, or by the frequencies of these labels.
 
-    NaN where training targets are constant.
+    Missing targets count nowhere. NaN where training targets are constant.
     """
     if (labels := labelled(likelihood)) is None:
-        trained, y = trained.flatten(1).double(), y.flatten(1).double()
-        variance = trained.var(0, correction=0)
-        return Normal(trained.mean(0), torch.where(variance > 0, variance.sqrt(), math.nan)).log_prob(y).sum(1)
-    own, y = labels_of(trained_by), likelihood.unweighted_targets(y)
-    trained, weights = trained_by.unweighted_targets(trained), trained_by.weights(trained)[:, None]
-    counts, given = weights * own.given(trained), labels.given(y)
-    trained, y = trained.reshape(counts.shape), y.reshape(given.shape)
+        trained, y = flattened(trained).double(), flattened(y).double()
+        mean, given = trained.nanmean(0).nan_to_num(), ~y.isnan()
+        variance = (trained - mean).square().nanmean(0)
+        normal = Normal(mean, torch.where(variance > 0, variance.sqrt(), math.nan), validate_args=False)
+        return normal.log_prob(y.where(given, mean)).where(given, 0).sum(1)
+    own, unweighted = labels_of(trained_by), trained_by.unweighted_targets(trained)
+    counts = trained_by.weights(trained)[:, None] * own.given(unweighted)
+    return _log_frequencies(own, unweighted, counts, labels, likelihood.unweighted_targets(y)).sum(1)
+
+
+def _log_frequencies(
+    trained_by: Labelled, trained: Tensor, counts: Float[Tensor, "N S"], labels: Labelled, y: Tensor
+) -> Float[Tensor, "n S"]:
+    """Logarithms of the frequencies that labels have among others, which count so much; zero where they are missing.
+
+    Frequencies are those of classes at all positions together, or of ones at each output by itself.
+    """
+    given = labels.given(y)
     if not isinstance(labels, Categorical):
-        ones = (counts * trained.double().nan_to_num()).sum(0) / counts.sum(0)
-        return torch.where(given, torch.where(y > 0.5, ones, 1 - ones).log(), 0).sum(1)
-    classes = int(torch.cat([y[given], trained[counts > 0]]).max()) + 1
-    frequencies = trained[counts > 0].long().bincount(counts[counts > 0], minlength=classes) / counts.sum()
-    return torch.where(given, frequencies.log()[torch.where(given, y, 0).long()], 0).sum(1)
+        totals = counts.sum(0).clamp_min(1e-300)
+        ones = ((counts * trained.reshape(counts.shape).double().nan_to_num()).sum(0) / totals).clamp_max(1)
+        frequencies = torch.stack([1 - ones, ones], -1)
+        return torch.xlogy(labels.weights_of_classes(y), frequencies).sum(-1).where(given, 0)
+    if trained_by.is_soft(trained):
+        of_classes = (trained_by.weights_of_classes(trained).double() * counts[..., None]).sum((0, 1))
+    else:
+        there = counts > 0
+        of_classes = trained.reshape(counts.shape)[there].long().bincount(counts[there].double())
+    if labels.is_soft(y):
+        weights = labels.weights_of_classes(y).double()
+        of_classes = F.pad(of_classes, (0, max(0, weights.shape[-1] - len(of_classes))))
+        return torch.xlogy(weights, of_classes / counts.sum()).sum(-1).where(given, 0)
+    classes = y.reshape(given.shape).where(given, 0).long()
+    of_classes = F.pad(of_classes, (0, max(0, int(classes.max()) + 1 - len(of_classes))))
+    return (of_classes / counts.sum()).log()[classes].where(given, 0)
 
 
 def deviations_of(features: Features, samples: HeldSamples, some: Tensor) -> Float[Tensor, "K n C"]:
@@ -264,18 +289,9 @@ def _own_deviations(features: Features, samples: HeldSamples, some: Tensor) -> F
 
 
 def _without_inputs(labels: Labelled, y: Tensor, counts: Float[Tensor, "n S"]) -> float:
-    """Mean log-likelihood of labels by their frequencies: of classes, or of ones at each output."""
-    if isinstance(labels, Categorical):
-        if labels.is_soft(y):
-            frequencies = (labels.weights_of_classes(y).double() * counts[..., None]).sum((0, 1)) / counts.sum()
-        else:
-            given = counts > 0
-            frequencies = y.reshape(counts.shape)[given].long().bincount(counts[given]) / counts.sum()
-        return -float(torch.special.entr(frequencies).sum())
-    totals = counts.sum(0)
-    ones = (counts * y.reshape(counts.shape).double().nan_to_num()).sum(0) / totals.clamp_min(1e-300)
-    entropies = torch.special.entr(ones) + torch.special.entr(1 - ones)
-    return -float((totals * entropies).sum() / totals.sum())
+    """Mean log-likelihood of labels by their own frequencies."""
+    found = _log_frequencies(labels, y, counts, labels, y).where(counts > 0, 0)
+    return float((counts * found).sum() / counts.sum())
 
 
 def some_of(tangent: TangentModel, numbers: int, most: int | None = None) -> Tensor:
