@@ -141,7 +141,8 @@ def as_plain(tensor: Tensor) -> Tensor:
 
     Subclasses that are made of other tensors, and have operations of their own, stay what they are.
     """
-    if type(tensor) in (Tensor, nn.Parameter) or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    kind: Any = type(tensor)
+    if kind in (Tensor, nn.Parameter) or kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
         return tensor
     with torch._C.DisableTorchFunctionSubclass():  # some keep their class in every function
         return tensor.as_subclass(Tensor)
