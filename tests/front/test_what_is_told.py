@@ -161,7 +161,7 @@ def test_data_left_out_of_the_linear_model_do_not_judge_error_bars() -> None:
 
 def test_a_part_of_the_data_that_is_accurate_enough_is_a_line() -> None:
     model, train, _ = trained("regression", num=600)
-    prior = IsotropicPrior(precision=10.0)
+    prior = IsotropicPrior(precision=100.0)
     la = LinearisedLaplace(model, Gaussian(10.0), prior=prior, method=Subset(max_rows=400))
     la.fit(train, progress=False)
     accuracy = la.diagnose().accuracy

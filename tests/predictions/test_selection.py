@@ -330,9 +330,9 @@ def test_held_out_labels_are_likeliest_at_the_precision_and_temperature() -> Non
 
 def test_error_bars_are_as_wide_as_held_out_data_allow_for_a_price() -> None:
     losses = [0.0, 0.0, 0.1, 0.2, 0.6, 2.0, 5.0]
-    for start, end in ((0, 3), (2, 4), (3, 4), (5, 4), (6, 4)):
-        assert _widest(lambda i: -losses[i], start, len(losses), 0.5) == end
-    # Larger precisions that are more likely by more than the price are gone to.
+    # Where the search begins makes no difference to where it ends.
+    for start in range(len(losses)):
+        assert _widest(lambda i: -losses[i], start, len(losses), 0.5) == 3
     assert _widest(lambda i: -[0.0, 0.9, 1.5, 2.2][i], 3, 4, 0.5) == 0
     assert _widest(lambda i: 0.0, 0, 4, 0.5) == 3
 
@@ -355,7 +355,7 @@ def test_a_part_of_held_out_data_says_where_error_bars_begin_to_cost() -> None:
     _, path, rule = many()
     # Smaller outputs: error bars that the data do not speak against are wider than the likeliest. The likeliest
     # precision is the largest, and the next decade costs next to nothing.
-    rule = replace(rule, outputs=0.5 * rule.outputs)
+    rule = replace(rule, outputs=0.7 * rule.outputs)
     alphas, draws = grid(path, rule.features, BOUNDS), Draws(16, 0, 2**20 + 3)
     index, _ = rule._start(path, alphas, draws, _Tempered(rule))
     part, coarse = rule.looks(rule.features).part, decades(len(alphas))
