@@ -83,15 +83,15 @@ def test_with_what_calibration_and_noise_add() -> None:
     case = make_case("regression_per_output")
     la = LinearisedLaplace(case.model, Gaussian(observe=torch.ones(2, 3).double()), method="krylov", num_samples=4)
     la.fit([(case.x, case.x)], progress=False)
-    observed = [la.predict(x, observed=True, num_samples=3) for x in (case.x[:0], case.x)]
-    assert_predicts_nothing(*observed, case.x)
+    none, some = [la.predict(x, observed=True, num_samples=3) for x in (case.x[:0], case.x)]
+    assert_predicts_nothing(none, some, case.x)
     la = LinearisedLaplace(case.model, case.likelihood, method="krylov", num_samples=4)
     la.fit(loader(case), progress=False, scale=2.0)
     la.calibrate_conformal(loader(case))
     assert_predicts_nothing(la.predict(case.x[:0]), la.predict(case.x), case.y)
     la.fit(loader(case), noise_variances=torch.ones(8), progress=False)
-    noisy = [la.predict(x, noise_variances=torch.ones(len(x))) for x in (case.x[:0], case.x)]
-    assert_predicts_nothing(*noisy, case.y)
+    none, some = [la.predict(x, noise_variances=torch.ones(len(x))) for x in (case.x[:0], case.x)]
+    assert_predicts_nothing(none, some, case.y)
 
 
 def test_a_loader_with_a_batch_of_none() -> None:
