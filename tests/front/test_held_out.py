@@ -191,6 +191,7 @@ def padded(batch: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return pad(list(x), batch_first=True), pad(list(y), batch_first=True, padding_value=-100)
 
 
+# The network is not trained: it predicts worse than without inputs, and a warning says so.
 @pytest.mark.filterwarnings("ignore:.* of `val_loader` are predicted no better:laplace_sampling.CalibrationWarning")
 def test_held_out_sequences_of_different_length() -> None:
     """Of each batch as of one that is padded to the longest of all."""
@@ -234,6 +235,7 @@ def test_held_out_data_in_half_precision_and_as_a_stream(monkeypatch: pytest.Mon
         la.calibrate(stream)
 
 
+# The network is not trained: it predicts worse than without inputs, and a warning says so.
 @pytest.mark.filterwarnings("ignore:.* of `val_loader` are predicted no better:laplace_sampling.CalibrationWarning")
 def test_messages_of_calibrating() -> None:
     case = make_case("regression")
