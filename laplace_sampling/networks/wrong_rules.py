@@ -24,6 +24,8 @@ __all__ = ["wrong_forward_rule"]
 # Central differences are right to two thirds of the digits with steps of a third of them; derivatives that agree in a
 # third of the digits are the same.
 _STEP = _SAME = torch.finfo(torch.float64).eps ** (1 / 3)
+# What takes a dual number apart: its value alone has no forward derivative.
+_APART = torch._C._VariableFunctions._unpack_dual  # pyright: ignore
 
 
 class _WrongRule(Exception):
@@ -56,6 +58,8 @@ class _Rules(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func == _APART:
+            return func(*args, **(kwargs or {}))
         values, spec = tree_flatten((args, kwargs or {}))
         duals = {n: unpack_dual(value) for n, value in enumerate(values) if _has_numbers(value)}
         changing = [n for n, dual in duals.items() if dual.tangent is not None]
@@ -84,7 +88,7 @@ class _Rules(TorchFunctionMode):
                 return output
         except Exception:  # what has no reverse derivative, say
             return output
-        raise _WrongRule(f"`{resolve_name(func) or func}`")
+        raise _WrongRule(f"`{resolve_name(func) or func.__name__}`")
 
     def _reverse(self, at: Callable, points: list[Tensor], ways: list[Tensor], u: Tensor) -> Tensor:
         """`⟨∂f/∂a ᵀ u, ȧ⟩`."""

@@ -1,11 +1,14 @@
 """Networks whose rows act on each other, or whose two products are not adjoint, are refused at the fit."""
 
 import pytest
+import reference
 import torch
 from flat_settings import laplace_of
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.testing import assert_close
 
-from laplace_sampling import LinearisedLaplace
+from laplace_sampling import Gaussian, IsotropicPrior, LinearisedLaplace
 from laplace_sampling.networks.consistency import check_consistency
 from laplace_sampling.networks.linearisation import Linearisation
 
@@ -162,6 +165,112 @@ def test_a_derivative_that_cannot_be_differentiated_is_named() -> None:
         pytest.raises(ValueError, match=said),
     ):
         check(nn.Sequential(nn.Linear(3, 4), Square(), nn.Linear(4, 2)))
+
+
+class Cube(torch.autograd.Function):
+    """Derivatives by forward and by reverse mode are `3 x²` times factors of the call."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, of_forward, of_reverse):
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, *ctx.factors = inputs
+        ctx.save_for_backward(x)
+        ctx.save_for_forward(x)
+
+    @staticmethod
+    def jvp(ctx, tangent, *_):
+        return ctx.factors[0] * 3 * ctx.saved_tensors[0] ** 2 * tangent
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.factors[1] * 3 * ctx.saved_tensors[0] ** 2 * g, None, None
+
+
+def cube(x: Tensor, of_forward: float = 1.0, of_reverse: float = 1.0) -> Tensor:
+    """An operation that modes see, as those of torch."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(cube, (x,), x, of_forward, of_reverse)
+    return Cube.apply(x, of_forward, of_reverse)
+
+
+class Cubed(nn.Module):
+    def __init__(self, *factors: float) -> None:
+        super().__init__()
+        self.factors = factors
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cube(x, *self.factors)
+
+
+def cubed(*factors: float) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Cubed(*factors), nn.Linear(4, 1)).double()
+
+
+def laplace(model: nn.Module, x: Tensor, method: str, parameters=None) -> LinearisedLaplace:
+    settings = {"prior": IsotropicPrior(precision=1.0), "method": method, "num_samples": 16, "parameters": parameters}
+    la = LinearisedLaplace(model, Gaussian(25.0, learn=False), **settings)
+    return la.fit([(x, x[:, :1].sin())], progress=False, budget=None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("parameters", [None, {"0.weight": [1, 2, 5]}], ids=["all", "elements"])
+@pytest.mark.parametrize("method", ["exact", "krylov"])
+def test_a_wrong_forward_rule_is_named_and_not_taken(method: str, parameters, dtype: torch.dtype, tmp_path) -> None:
+    x = X.to(dtype)
+    expected = laplace(cubed().to(dtype), x, method, parameters).predict(x).stddev
+    model = cubed(0.9, 1.0).to(dtype)
+    with pytest.warns(UserWarning, match=r"wrong forward derivative; two reverse passes.*`cube`.* in `2`, a Cubed"):
+        la = laplace(model, x, method, parameters)
+    tolerance = {} if dtype == torch.float64 else {"rtol": 1e-3, "atol": 0}
+    assert_close(la.predict(x).stddev, expected, **tolerance)
+    # No fit finds it again where a posterior is read.
+    la.save(tmp_path / "posterior.pt")
+    loaded = LinearisedLaplace.load(tmp_path / "posterior.pt", model)
+    assert_close(loaded.predict(x).stddev, la.predict(x).stddev)
+
+
+def test_a_wrong_reverse_rule_is_refused() -> None:
+    with pytest.raises(ValueError, match="Jacobian"):
+        laplace(cubed(1.0, 0.9), X.double(), "exact")
+    with pytest.raises(ValueError, match="Jacobian"):
+        laplace(cubed(0.9, 0.9001), X.double(), "exact")
+
+
+class OfCovariance(nn.Module):
+    """A head that is `h ↦ hᵀ A⁻¹ h` for `A` by its Cholesky factor."""
+
+    def __init__(self, upper: bool) -> None:
+        super().__init__()
+        self.root, self.upper = nn.Parameter(torch.eye(4) + torch.arange(16.0).reshape(4, 4) / 16), upper
+
+    def forward(self, h: Tensor) -> Tensor:
+        factor = torch.linalg.cholesky(self.root @ self.root.T + torch.eye(4).to(h), upper=self.upper)
+        return (h @ torch.cholesky_inverse(factor, upper=self.upper) * h).sum(1, keepdim=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*has a wrong forward derivative.*cholesky_inverse")  # so it is in torch 2.14
+@pytest.mark.parametrize("upper", [False, True])
+@pytest.mark.parametrize("parameters", [None, "last_layer"], ids=["all", "last"])
+def test_inverses_by_cholesky_factors(parameters: str | None, upper: bool) -> None:
+    body = cubed()[:2]
+    model, x = nn.Sequential(body, OfCovariance(upper)).double(), X.double()
+    if parameters is not None:
+        body.requires_grad_(False)
+    J = reference.jacobian(model, x)[:, 0]
+    H = 25 * J.T @ J + torch.eye(J.shape[1], dtype=J.dtype)
+    expected = (J * torch.linalg.solve(H, J.T).T).sum(1).sqrt()
+    assert_close(laplace(model, x, "exact", parameters).predict(x).stddev[:, 0], expected)
+    if parameters is not None:
+        v = torch.ones(1, 16, dtype=J.dtype)
+        network = laplace(model, x, "krylov", parameters).network
+        assert_close(network.jvp(x, v)[0, :, 0], (J @ v.T)[:, 0])
 
 
 def conv() -> nn.Sequential:
