@@ -386,7 +386,7 @@ _LOADERS: dict[str, tuple[str, Callable[[], Any]]] = {
     "fewer targets": ("12 inputs and 4 targets", lambda: [(X, REAL[:4])]),
     "NaN in inputs": ("NaN", lambda: [(_nan, REAL)]),
     "infinity in inputs": ("infinity", lambda: [(_infinite, REAL)]),
-    "NaN in targets": ("targets", lambda: [(X, _nan[:, :1])]),
+    "NaN in all targets": ("All targets are NaN", lambda: [(X, REAL * math.nan)]),
     "infinity in targets": ("targets", lambda: [(X, _infinite[:, 1:])]),
     "flat targets": ("shape", lambda: [(X, REAL[:, 0])]),
     "wide targets": ("shape", lambda: [(X, PAIRS)]),
