@@ -728,11 +728,11 @@ for _kind in (*TARGETS, "heads"):
 
         _add(f"log_prob: {_kind}, {_name}", _words, _log_prob)
 for _kind, _targets in (
-    ("regression", REAL * math.nan),
-    ("heteroscedastic", PAIRS * math.nan),
+    ("regression", REAL * math.inf),
+    ("heteroscedastic", PAIRS * math.inf),
     ("classification", LABELS + 3),
-    ("binary", ONES * math.nan),
-    ("poisson", COUNTS * math.nan),
+    ("binary", ONES * math.inf),
+    ("poisson", COUNTS * math.inf),
 ):
     _add(f"log_prob: {_kind}, not possible", "log_prob", lambda k=_kind, y=_targets: _fitted(k).predict(X).log_prob(y))
     if _kind != "regression":
