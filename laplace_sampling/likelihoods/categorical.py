@@ -105,7 +105,8 @@ class Categorical(Likelihood):
     def is_soft(self, y: Tensor) -> bool:
         """Whether targets are probabilities of the classes, of which there are at least two: else there are labels."""
         width = y.shape[1:].numel()
-        return y.is_floating_point() and (width > 1 if self.shape is None else width == torch.Size(self.shape).numel())
+        wide = width > 1 if self.shape is None else width == torch.Size(self.shape).numel()
+        return wide and y.is_floating_point()  # columns of several heads are floating-point numbers, labels too
 
     def weights_of_classes(self, y: Tensor) -> Float[Tensor, "N S c"]:
         """The probabilities of soft labels by positions; zero where they are missing."""

@@ -315,7 +315,9 @@ def test_the_log_likelihood_without_inputs_is_that_of_frequencies() -> None:
     expected = 0.75 * math.log(0.75) + 0.25 * math.log(0.25)
     assert on_training_data._without_inputs(Categorical(), y, weights) == pytest.approx(expected)
     ones, weights = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[3.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
-    assert on_training_data._without_inputs(Bernoulli(), ones, weights) == pytest.approx((4 * expected + 2 * math.log(0.5)) / 6)
+    # The outputs have four and two labels.
+    expected = (4 * expected + 2 * math.log(0.5)) / 6
+    assert on_training_data._without_inputs(Bernoulli(), ones, weights) == pytest.approx(expected)
 
 
 def test_validation_data_that_are_looked_at_are_few_and_of_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -386,7 +386,7 @@ _LOADERS: dict[str, tuple[str, Callable[[], Any]]] = {
     "fewer targets": ("12 inputs and 4 targets", lambda: [(X, REAL[:4])]),
     "NaN in inputs": ("NaN", lambda: [(_nan, REAL)]),
     "infinity in inputs": ("infinity", lambda: [(_infinite, REAL)]),
-    "NaN in targets": ("targets", lambda: [(X, _nan[:, :1])]),
+    "NaN in all targets": ("All targets are NaN", lambda: [(X, REAL * math.nan)]),
     "infinity in targets": ("targets", lambda: [(X, _infinite[:, 1:])]),
     "flat targets": ("shape", lambda: [(X, REAL[:, 0])]),
     "wide targets": ("shape", lambda: [(X, PAIRS)]),
@@ -727,11 +727,11 @@ for _kind in (*TARGETS, "heads"):
 
         _add(f"log_prob: {_kind}, {_name}", _words, _log_prob)
 for _kind, _targets in (
-    ("regression", REAL * math.nan),
-    ("heteroscedastic", PAIRS * math.nan),
+    ("regression", REAL * math.inf),
+    ("heteroscedastic", PAIRS * math.inf),
     ("classification", LABELS + 3),
-    ("binary", ONES * math.nan),
-    ("poisson", COUNTS * math.nan),
+    ("binary", ONES * math.inf),
+    ("poisson", COUNTS * math.inf),
 ):
     _add(f"log_prob: {_kind}, not possible", "log_prob", lambda k=_kind, y=_targets: _fitted(k).predict(X).log_prob(y))
     if _kind != "regression":
