@@ -108,7 +108,8 @@ class Subset(SolverMethod):
         features: Features, rows: int, num_samples: int, selection: Selection | None, at_once: bool = False
     ) -> float:
         """A Gram matrix, its eigenvectors and, unless made at once, those of smaller parts, samples, and a rule."""
-        of_rule = 0.0
+        # With more rows than weights the matrix is that of the weights.
+        of_rule, order = 0.0, min(rows, features.size)
         if selection is not None:
             looks = selection.looks(features)
             of_rule = 0.0 if at_once else min(_PILOT, rows, features.size) * looks.vectors(features)

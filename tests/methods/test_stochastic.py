@@ -6,6 +6,7 @@ import pytest
 import torch
 from flat_settings import laplace_of
 from problems import linear_problem, trained, unsolved_problem
+from torch import nn
 
 from laplace_sampling import SGD, SVRG, ConvergenceWarning, IsotropicPrior, LinearisedLaplace, Stochastic
 from laplace_sampling.linear_model.cost import Cost
@@ -17,8 +18,8 @@ from laplace_sampling.solvers.preconditioners import Nystrom
 
 def test_svrg_makes_one_preconditioner_for_em_and_all_samples(monkeypatch) -> None:
     made, solves = [], []
-    of_rows, solve = Nystrom.of_rows.__func__, SVRG.solve
-    monkeypatch.setattr(Nystrom, "of_rows", classmethod(lambda *a, **k: made.append(1) or of_rows(*a, **k)))
+    of_root, solve = Nystrom.of_root.__func__, SVRG.solve
+    monkeypatch.setattr(Nystrom, "of_root", classmethod(lambda *a, **k: made.append(1) or of_root(*a, **k)))
     monkeypatch.setattr(SVRG, "solve", lambda *a, **k: solves.append(solve(*a, **k)) or solves[-1])
     monkeypatch.setattr(SVRG, "minimise", lambda _, *a, **k: Dense().minimise(*a, **k))  # the mode is found without
     model, data = linear_problem(inputs=10, num_data=40)
@@ -32,6 +33,26 @@ def test_svrg_makes_one_preconditioner_for_em_and_all_samples(monkeypatch) -> No
     la.sample(1)
     assert len(solves) == steps + 3 > 5
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("num_data", [1, 2, 4])
+def test_samples_of_very_few_data_are_right_under_a_weak_prior(num_data: int) -> None:
+    """One random row of each datum says little of what data of four outputs decide: beside exact samples."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(num_data, 2, generator=generator, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    for weight in model.parameters():
+        weight.data = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+    y = torch.randint(4, (num_data,), generator=generator)
+    found, exact = (
+        LinearisedLaplace(
+            model, "classification", prior=IsotropicPrior(precision=1e-3), method=method, num_samples=20
+        ).fit([(x, y)], progress=False)
+        for method in (Stochastic(solver=SVRG()), "exact")
+    )
+    expected = exact.predict(x).deviations
+    assert found.converged_
+    assert float((found.predict(x).deviations - expected).norm()) < 0.01 * float(expected.norm())
 
 
 def test_the_rank_is_what_memory_holds_and_what_was_asked_for() -> None:
