@@ -216,7 +216,7 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
             problem = prepare(self.settings, self.network, loader, progress, budget, **data)
             held_out = None if val_loader is None else HeldOut.read(val_loader, self.network, self.settings, unpack)
             problem = kept.begin(self.settings, self.network, problem, held_out, self._earlier(warm_start))
-            problem = with_selection(criterion, self.settings, problem, held_out)
+            problem = with_selection(criterion, self.settings, problem, held_out, noise_bounds)
             task = self._prepared(problem, warm_start)
             tuning = replace(tuning.shifted(problem.tangent.log_scale), criterion=criterion)
             task, tuned = task.method.tune(task, tuning)
