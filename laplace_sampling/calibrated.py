@@ -10,7 +10,7 @@ import torch
 from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.fitted import FittedModel, warn_of
 from laplace_sampling.fitting import together
-from laplace_sampling.held_out import HeldOut, check_calibration, check_scale
+from laplace_sampling.held_out import HeldOut, check_calibration
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.networks.held_module import solver_call
@@ -22,6 +22,8 @@ from laplace_sampling.predictions.calibration import (
     Calibration,
     held_out_classification,
     held_out_regression,
+    held_out_scale,
+    labelled,
 )
 from laplace_sampling.predictions.conformal import SplitConformal
 from laplace_sampling.predictions.validation import check_finite
@@ -58,7 +60,8 @@ def calibrated(held_out: HeldOut, network: Linearisation, posterior: Posterior, 
     deviations = torch.cat(
         [held_out.wide(p.deviations.reshape(*p.deviations.shape[:2], -1), p) for p in predictions], dim=1
     )
-    found = held_out_classification(held_out.likelihood, targets, outputs, deviations)
+    choose = held_out_scale if labelled(held_out.likelihood) is None else held_out_classification
+    found = choose(held_out.likelihood, targets, outputs, deviations)
     return replace(posterior, calibration=found)
 
 
@@ -91,7 +94,7 @@ class CalibratedModel(FittedModel):
         """The fitted or loaded posterior with the scale that held-out data choose, without another solve.
 
         Sets `scale_`, and with it in a classification the temperature of the outputs, `temperature_`, in a regression
-        the noise precision, `noise_precision_`, also one that was given, as `fit_hyperparameters(..., val_loader=...)`
+        the noise precision, `noise_precision_`, also one that was given, with any other likelihood nothing else, as `fit_hyperparameters(..., val_loader=...)`
         does; whatever scale and temperature there were are replaced. Samples and prior stay.
 
         Args:
@@ -108,7 +111,6 @@ class CalibratedModel(FittedModel):
         posterior = fitted.posterior
         self._check_network("calibrate")
         check_calibration("calibrate(val_loader)", self.settings.observation, posterior.unequal_noise)
-        check_scale(self.settings.likelihood)
         with self.settings.processes.telling():
             held_out = HeldOut.read(val_loader, self.network, self.settings, unpack, num_data)
             posterior = calibrated(held_out, self.network, posterior, fitted.fit)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from laplace_sampling.data.batches import place
+from laplace_sampling.evidence.bounds import NOISE_BOUNDS, Bounds
 from laplace_sampling.held_out import HeldOut
 from laplace_sampling.likelihoods.poisson import Poisson
 from laplace_sampling.linear_model.network_features import NetworkFeatures
@@ -29,7 +30,13 @@ CRITERIA = ("auto", "evidence", "leave_one_out", "self_consistency", "validation
 _MOST, _NUMBERS, _SHARE = 1000, 2**20, 0.25
 
 
-def with_selection(criterion: str, settings: "Settings", problem: Problem, held_out: HeldOut | None) -> Problem:
+def with_selection(
+    criterion: str,
+    settings: "Settings",
+    problem: Problem,
+    held_out: HeldOut | None,
+    noise_bounds: Bounds = NOISE_BOUNDS,
+) -> Problem:
     """The problem with the rule of a criterion, which looks at no more data than a part of the budget pays for.
 
     Raises:
@@ -65,7 +72,7 @@ def with_selection(criterion: str, settings: "Settings", problem: Problem, held_
     of_labels = labelled(settings.likelihood) is not None or isinstance(settings.likelihood, Poisson)
     if criterion == "validation" or (criterion == "auto" and held_out is not None):
         assert held_out is not None
-        return replace(problem, selection=_validation(problem, held_out))
+        return replace(problem, selection=_validation(problem, held_out, noise_bounds))
     if not (of_labels or criterion in ("leave_one_out", "self_consistency")):
         return problem
     bound = LeftOutLabels() if left_out and criterion != "self_consistency" else SelfConsistency()
@@ -81,7 +88,7 @@ def _paid_for(looks: Looks, problem: Problem) -> int:
     return looks.within(problem.features, problem.cost, _SHARE * problem.budget.left).num_data
 
 
-def _validation(problem: Problem, held_out: HeldOut) -> Validation:
+def _validation(problem: Problem, held_out: HeldOut, noise_bounds: Bounds) -> Validation:
     """The rule on a part of the held-out data."""
     data, network = held_out.data, problem.tangent.network
     most = max(1, min(data.num_data, _MOST, _NUMBERS // held_out.layout.size))
@@ -95,4 +102,4 @@ def _validation(problem: Problem, held_out: HeldOut) -> Validation:
     for batch in some.split(data.batch_size):
         found, layout = network.evaluate(place(data.inputs(batch), network.device, network.dtype))
         outputs.append(layout.widen(found.reshape(len(batch), -1), held_out.layout))
-    return Validation(features, torch.cat(outputs), held_out.targets[some], held_out.likelihood)
+    return Validation(features, torch.cat(outputs), held_out.targets[some], held_out.likelihood, noise_bounds)

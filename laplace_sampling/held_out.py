@@ -12,10 +12,8 @@ from laplace_sampling.data.batches import Layout, batched, place
 from laplace_sampling.data.digest import digest
 from laplace_sampling.data.processes import Processes
 from laplace_sampling.data.training_data import TrainingData, Unpack
-from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.predictions.calibration import labelled
 from laplace_sampling.predictions.prediction import Prediction
 from laplace_sampling.predictions.regression_prediction import RegressionPrediction
 from laplace_sampling.solvers.placement import chosen
@@ -23,7 +21,7 @@ from laplace_sampling.solvers.placement import chosen
 if TYPE_CHECKING:
     from laplace_sampling.settings import Settings
 
-__all__ = ["HeldOut", "check_calibration", "check_scale"]
+__all__ = ["HeldOut", "check_calibration"]
 
 
 @dataclass(frozen=True)
@@ -112,12 +110,3 @@ def check_calibration(call: str, observation: Any, unequal_noise: bool) -> None:
         raise ValueError(f"`{call}` does not go with `observe`: there is no scale for measurements.")
     if unequal_noise:
         raise ValueError(f"`{call}` does not go with `noise_variances`, which the fit was given.")
-
-
-def check_scale(likelihood: Likelihood) -> None:
-    """Raise if a likelihood has no scale that held-out data choose."""
-    if not isinstance(likelihood, Gaussian) and labelled(likelihood) is None:
-        raise ValueError(
-            f"`val_loader` calibrates a regression or a classification, but the likelihood is {likelihood.name!r}, "
-            "which has no scale that held-out data choose."
-        )

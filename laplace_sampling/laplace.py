@@ -13,7 +13,7 @@ from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.fitted import NotFittedError
 from laplace_sampling.fitting import fitting, together
-from laplace_sampling.held_out import HeldOut, check_calibration, check_scale
+from laplace_sampling.held_out import HeldOut, check_calibration
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.methods.fit import Tuned
@@ -208,7 +208,6 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         calibration = None if isinstance(scale, str) and scale == "auto" else Calibration.of_scale(scale)
         if val_loader is not None:
             check_calibration("val_loader", self.settings.observation, noise_variances is not None)
-            check_scale(self.settings.likelihood)
         # All data are read before anything is fitted.
         data = {"noise_variances": noise_variances, "weights": weights, "unpack": unpack, "num_data": num_data}
         asked = {**data, **vars(tuning), "criterion": criterion, "scale": scale}
@@ -217,7 +216,7 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
             problem = prepare(self.settings, self.network, loader, progress, budget, **data)
             held_out = None if val_loader is None else HeldOut.read(val_loader, self.network, self.settings, unpack)
             problem = kept.begin(self.settings, self.network, problem, held_out, self._earlier(warm_start))
-            problem = with_selection(criterion, self.settings, problem, held_out)
+            problem = with_selection(criterion, self.settings, problem, held_out, noise_bounds)
             task = self._prepared(problem, warm_start)
             tuning = replace(tuning.shifted(problem.tangent.log_scale), criterion=criterion)
             task, tuned = task.method.tune(task, tuning)

@@ -6,7 +6,7 @@ from typing import Any
 
 from laplace_sampling.criterion import with_selection
 from laplace_sampling.fitted import FittedModel
-from laplace_sampling.held_out import HeldOut, check_calibration, check_scale
+from laplace_sampling.held_out import HeldOut, check_calibration
 from laplace_sampling.methods.budget import counted_in
 from laplace_sampling.methods.method import Method
 from laplace_sampling.methods.plan import Plan, rung_of
@@ -50,7 +50,6 @@ class PlannedModel(FittedModel):
         try:
             if val_loader is not None:
                 check_calibration("val_loader", settings.observation, data.get("noise_variances") is not None)
-                check_scale(settings.likelihood)
             problem = prepare(settings, self.network, loader, budget=budget, **data)
             held_out = None
             if val_loader is not None:

@@ -1,9 +1,11 @@
 r"""The smallest prior precision that costs held-out data at most 0.001 nats each, with a temperature or the noise.
 
 For labels `p = (1/2K) Σ_k Σ_± σ((f ± z_k)/T)`, `z ~ N(0, V(α))`, and the best temperature `T` is found for each `α`
-that is tried: a part of the data at precisions a decade apart says where to look, and all data decide. For a Gaussian
-likelihood every precision of the path is tried. The covariance is `V₁(ρ)/b` with `ρ = α/b` and `V₁` that of unit noise,
-so that the best noise precision `b` is a closed form for each `ρ` where outputs are independent.
+that is tried: a part of the data at precisions a decade apart says where to look, and all data decide. So they do with
+other likelihoods, which have no temperature. For a Gaussian likelihood every precision of the path is tried. The covariance is `V₁(ρ)/b` with `ρ = α/b` and `V₁` that of unit noise,
+so that the likeliest noise precision `b` is a closed form for each `ρ`. Few data would choose it by chance, and so
+error bars of nothing: what the training data say of the noise counts as ten targets, and `log ρ` has half a normal
+prior, of standard deviation 2, above what the evidence of the network says.
 """
 
 import math
@@ -16,13 +18,23 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Normal
 
+from laplace_sampling.evidence.bounds import NOISE_BOUNDS, Bounds, clamped
 from laplace_sampling.likelihoods.gaussian import Gaussian, log_density
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.some_features import SomeFeatures
-from laplace_sampling.predictions.calibration import Calibration, own_temperature, tempered
+from laplace_sampling.predictions.calibration import (
+    LOG_SCALE,
+    NOISE_WORTH,
+    Calibration,
+    believed_variance,
+    labelled,
+    own_temperature,
+    plain,
+    tempered,
+)
 from laplace_sampling.predictions.covariance_path import CovariancePath
 from laplace_sampling.predictions.looks import DECADE, Looks, decades
 from laplace_sampling.predictions.selection import Selected, Selection, grid, nearest
@@ -47,6 +59,7 @@ class Validation(Selection):
         outputs: of the network.
         targets: as the likelihood takes them.
         likelihood: of the targets.
+        noise_bounds: within which the noise precision is kept.
     """
 
     name = "validation"
@@ -54,6 +67,7 @@ class Validation(Selection):
     outputs: Float[Tensor, "N C"]
     targets: Tensor
     likelihood: Likelihood
+    noise_bounds: Bounds = NOISE_BOUNDS
 
     def looks(self, features: Features) -> Looks:
         return held_out_looks(self.features.num_data, self.likelihood)
@@ -71,7 +85,7 @@ class Validation(Selection):
         check_finite(self.outputs, torch.tensor(path.prior_variance(self.features, Draws(1, seed, Stream.VALIDATION))))
         alphas, products = grid(path, self.features, bounds), float(self.features.num_data)
         if isinstance(model.likelihood, Gaussian):
-            alpha, likelihood, calibration = self._of_regression(model.likelihood, path, alphas)
+            alpha, likelihood, calibration = self._of_regression(model.likelihood, model, path, alphas, weight_norm)
             products += self.features.num_data * self.features.num_outputs
         else:
             alpha, calibration, spent = self._of_labels(path, alphas, Draws(_DRAWS, seed, Stream.VALIDATION), near)
@@ -88,7 +102,7 @@ class Validation(Selection):
         self, path: CovariancePath, alphas: Tensor, draws: Draws, near: float | None
     ) -> tuple[float, Calibration, float]:
         """`α`, temperature, and what they took."""
-        tempered_of, products, best = _Tempered(self), 0.0, None
+        tempered_of, products, best = self._calibrated_of(), 0.0, None
         everything, deviations = torch.arange(self.features.num_data), path.deviations(self.features, alphas, draws)
         calibration = cache(lambda index: tempered_of(deviations[index], everything))
 
@@ -105,7 +119,15 @@ class Validation(Selection):
             best = _widest(log_likelihood, start, len(alphas), price)
         return float(alphas[best]), calibration(best), products + deviations.products
 
-    def _start(self, path: CovariancePath, alphas: Tensor, draws: Draws, tempered_of: "_Tempered") -> tuple[int, float]:
+    def _calibrated_of(self) -> Callable[[Tensor, Tensor], Calibration]:
+        """What some of the data say of draws there, with the likeliest temperature of labels."""
+        if labelled(self.likelihood) is not None:
+            return _Tempered(self)
+        return lambda deviations, some: plain(self.likelihood, self.targets[some], self.outputs[some], deviations)
+
+    def _start(
+        self, path: CovariancePath, alphas: Tensor, draws: Draws, tempered_of: Callable[[Tensor, Tensor], Calibration]
+    ) -> tuple[int, float]:
         """The widest error bars of precisions a decade apart, by a part of the data, and what that took."""
         part, coarse = self.looks(self.features).part, decades(len(alphas))
         rough = path.deviations(SomeFeatures(self.features, part), alphas[coarse], draws, len(coarse))
@@ -120,7 +142,7 @@ class Validation(Selection):
         return start, rough.products
 
     def _of_regression(
-        self, likelihood: Gaussian, path: CovariancePath, alphas: Tensor
+        self, likelihood: Gaussian, model: LinearModel, path: CovariancePath, alphas: Tensor, weight_norm: float
     ) -> tuple[float, Likelihood, Calibration]:
         """`α` and `b` of the widest `N(f, (b₀V(α₀; b₀) + I)/b)`, `α = α₀ b/b₀`, within the price."""
         error = (self.targets.reshape(self.outputs.shape) - self.outputs).double()
@@ -128,19 +150,48 @@ class Validation(Selection):
         given = ~error.isnan()
         error, num = error.where(given, 0), int(given.sum())
         before, eye = float(likelihood.noise_precision), torch.eye(error.shape[1]).to(error)
-        tried: list[tuple[float, float, Tensor]] = []
+        expected, variance = self._expected(likelihood, model, path, alphas, weight_norm)
+
+        def noise_of(squares: float) -> float:
+            if not likelihood.learn:
+                return before
+            return clamped(1 / max(believed_variance(variance, squares, num), 1e-300), self.noise_bounds)
+
+        tried: list[tuple[float, float, float, Tensor]] = []
         for alpha, covariance in zip(alphas.tolist(), path.covariances(self.features, alphas), strict=True):
             unit = (before * covariance).where(given[:, :, None] & given[:, None], 0) + eye
-            squares = float((torch.linalg.solve(unit, error[..., None])[..., 0] * error).sum())
-            noise = num / max(squares, 1e-300) if likelihood.learn else before
+            noise = noise_of(float((torch.linalg.solve(unit, error[..., None])[..., 0] * error).sum()))
             log_probs = log_density(error.where(given, torch.nan), unit / noise)
-            tried.append((alpha * noise / before, noise, log_probs))
-        least = max(float(log_probs.sum()) for _, _, log_probs in tried) - _PRICE * len(error)
-        alpha, noise, log_probs = [found for found in tried if float(found[2].sum()) >= least][-1]
-        own = num / max(float(error.square().sum()), 1e-300) if likelihood.learn else before
-        alone = Normal(0.0, own**-0.5).log_prob(error).where(given, 0).sum(1)
+            believed = float(log_probs.sum())
+            if likelihood.learn:  # with the prior of the noise, and of error bars that are narrower than expected
+                believed += 0.5 * NOISE_WORTH * (math.log(noise) - noise * variance)
+                believed -= 0.5 * (max(0.0, math.log(alpha / expected)) / LOG_SCALE) ** 2
+            tried.append((alpha * noise / before, noise, believed, log_probs))
+        least = max(believed for _, _, believed, _ in tried) - _PRICE * len(error)
+        alpha, noise, _, log_probs = [found for found in tried if found[2] >= least][-1]
+        alone = Normal(0.0, noise_of(float(error.square().sum())) ** -0.5).log_prob(error).where(given, 0).sum(1)
         fitted = likelihood.with_precision(torch.tensor(noise)) if likelihood.learn else likelihood
         return alpha, fitted, Calibration().scored("held out", log_probs, alone)
+
+    @staticmethod
+    def _expected(
+        likelihood: Gaussian, model: LinearModel, path: CovariancePath, alphas: Tensor, weight_norm: float
+    ) -> tuple[float, float]:
+        """`α₀` of the grid and noise variance that the training data say, by the evidence of the network itself.
+
+        As in `evidence.network_evidence`: `α‖w̄‖² = γ` with `b = N·C/(Σ(y − f)² + ρ‖w̄‖²)`, `ρ = α/b`.
+        """
+        num, before = model.features.num_observations, float(likelihood.noise_precision)
+        squares = float(model.squared_errors(model.network_outputs).sum())
+        dimensions = [path.effective_dimension(alpha) for alpha in alphas.tolist()]
+
+        def distance(index: int) -> float:
+            energy = float(alphas[index]) / before * weight_norm
+            return abs(math.log(max(dimensions[index], 1e-300) * (squares + energy) / max(num * energy, 1e-300)))
+
+        index = min(range(len(alphas)), key=distance)
+        # Of a network that meets its data exactly nothing is left to tell the noise: a hundredth stays free.
+        return float(alphas[index]), squares / max(num - dimensions[index], 0.01 * num)
 
 
 def held_out_looks(num_data: int, likelihood: Likelihood) -> Looks:

@@ -1,9 +1,12 @@
 import math
 
 import pytest
+import torch
 from tangent_problems import build, dense_model, log_evidence, rows_of
+from torch import nn
 from torch.testing import assert_close
 
+from laplace_sampling import LinearisedLaplace
 from laplace_sampling.evidence.curves import FixedPoint
 from laplace_sampling.evidence.em import fit_em
 from laplace_sampling.evidence.fixed_point import _Rounds, fit_path
@@ -80,3 +83,29 @@ def test_curves_are_accurate_where_the_next_round_goes(
     rounds.history = [None]  # later rounds
     if not quadratic:
         assert rounds._sought(2.0, None).precision == pytest.approx(min(expected, 8.0))
+
+
+@pytest.mark.parametrize("method", ["exact", "krylov", "auto"])
+@pytest.mark.parametrize(("weak", "coefficient", "noise_precision"), [(1e-5, 0.03, 1e6), (1e-4, 0.03, 1e5)])
+def test_of_two_maxima_the_likelier_is_taken(
+    method: str, weak: float, coefficient: float, noise_precision: float
+) -> None:
+    """Strong features ask for `α = 1`, weak ones, which a noise that is far too small does not excuse, for `1e-7`."""
+    g = torch.Generator().manual_seed(0)
+    U = torch.linalg.qr(torch.randn(40, 8, generator=g, dtype=torch.float64))[0]
+    strengths, coefficients = (torch.ones(8, dtype=torch.float64) for _ in range(2))
+    strengths[4:], coefficients[4:] = weak, coefficient
+    y = U @ coefficients + 1e-3 * torch.randn(40, generator=g, dtype=torch.float64)
+    alphas = torch.logspace(-8, 3, 2001, dtype=torch.float64)
+    v = torch.cat([strengths.square(), torch.zeros(32, dtype=torch.float64)]) / alphas[:, None] + 1 / noise_precision
+    squares = torch.linalg.qr(U, mode="complete")[0].T @ y
+    evidence = -0.5 * (v.log() + squares.square() / v).sum(1)
+    inside = evidence[1:-1]
+    maxima = ((inside > evidence[:-2]) & (inside > evidence[2:])).nonzero()[:, 0] + 1
+    assert len(maxima) == 2
+    best = float(alphas[evidence.argmax()])
+    model = nn.Linear(8, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    la = LinearisedLaplace(model, Gaussian(noise_precision, learn=False), method=method)
+    la.fit_hyperparameters([(U * strengths, y[:, None])], criterion="evidence", progress=False)
+    assert float(la.prior_precision_) == pytest.approx(best, rel=0.03)

@@ -19,9 +19,12 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from laplace_sampling import (
     CalibrationWarning,
+    ConvergenceWarning,
+    IsotropicPrior,
     LinearisedLaplace,
     NotFittedError,
     criterion,
+    from_loss,
     held_out,
     on_training_data,
 )
@@ -282,9 +285,98 @@ def test_messages() -> None:
     for rule, data in (("evidence", far), ("validation", far), ("validation", [(1e200 * x[-1:], x[-1:])])):
         with pytest.raises(ValueError, match="outputs"):
             wide.fit_hyperparameters([(x, x + x**2)], val_loader=data, criterion=rule, progress=False)
-    counts = LinearisedLaplace(case.model, "poisson")
-    with pytest.raises(ValueError, match="poisson"):
-        counts.fit_hyperparameters([(case.x, case.y.abs().round())], val_loader=[(case.x, case.y.abs().round())])
+
+
+def regression_with_noise(num: int, seed: int) -> tuple[nn.Module, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """A linear model at least squares of 40 data, held-out data, and others to test it."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(40 + num, 6, generator=g, dtype=torch.float64)
+    y = x.sum(1, keepdim=True) + 0.3 * torch.randn(40 + num, 1, generator=g, dtype=torch.float64)
+    model = nn.Linear(6, 1).double()
+    joined = torch.cat([x, torch.ones_like(y)], 1)
+    solution = torch.linalg.lstsq(joined[:40], y[:40]).solution
+    with torch.no_grad():
+        model.weight.copy_(solution[:6].T)
+        model.bias.copy_(solution[6])
+    return model, (x[:40], y[:40]), (x[40:], y[40:])
+
+
+@pytest.mark.parametrize("criterion", ["validation", "evidence"])
+@pytest.mark.parametrize("num", [1, 3, 10])
+def test_few_validation_data_of_a_regression_do_not_choose_its_noise_alone(num: int, criterion: str) -> None:
+    for seed in range(6):
+        model, train, (x, y) = regression_with_noise(300, seed)
+        la = LinearisedLaplace(model, "regression", method="exact")
+        plain = float(la.fit_hyperparameters([train], progress=False).predict(x[num:]).log_prob(y[num:]).mean())
+        la.fit_hyperparameters([train], [(x[:num], y[:num])], criterion=criterion, progress=False)
+        assert float(la.predict(x[num:]).log_prob(y[num:]).mean()) > plain - 0.25
+        residual = float((y[num:] - model(x[num:]).detach()).square().mean().sqrt())
+        assert 0.5 < float(la.noise_precision_) ** -0.5 / residual < 2
+
+
+@pytest.mark.parametrize("criterion", ["validation", "evidence"])
+@pytest.mark.parametrize("num", [1, 30])
+def test_validation_targets_that_are_met_exactly_leave_noise(num: int, criterion: str) -> None:
+    model, train, (x, _) = regression_with_noise(num, 0)
+    la = LinearisedLaplace(model, "regression", method="exact")
+    own = float(la.fit_hyperparameters([train], progress=False).noise_precision_)
+    la.fit_hyperparameters([train], [(x, model(x).detach())], criterion=criterion, progress=False)
+    # What the training data say is worth ten targets.
+    assert float(la.noise_precision_) == pytest.approx(own * (1 + num / 10), rel=0.3)
+    assert math.isfinite(la.calibration_.log_likelihood)
+
+
+def test_a_noise_of_nothing_ends_at_its_bound() -> None:
+    model, (x, _), _ = regression_with_noise(1, 0)
+    exact, bounds = [(x, model(x).detach())], (1e-3, 1e6)
+    la = LinearisedLaplace(model, "regression", method="exact")
+    with pytest.warns(ConvergenceWarning, match="noise_bounds"):
+        la.fit_hyperparameters(exact, exact, noise_bounds=bounds, progress=False)
+    assert float(la.noise_precision_) == pytest.approx(1e6)
+
+
+def counts_of(seed: int) -> tuple[nn.Module, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(160, 3, generator=g, dtype=torch.float64)
+    model = nn.Linear(3, 1).double()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[0.5, -0.5, 0.2]]) + 0.5 * torch.randn(1, 3, generator=g))
+    return model, x, torch.poisson((0.5 * x[:, :1] - 0.5 * x[:, 1:2]).exp(), generator=g)
+
+
+@pytest.mark.parametrize("method", ["exact", "kfac"])
+@pytest.mark.parametrize("custom", [True, False])
+def test_validation_data_choose_the_precision_with_any_likelihood(custom: bool, method: str) -> None:
+    """The smallest precision of a grid whose loss on these data is within 0.001 nats each of the least."""
+    model, x, y = counts_of(0)
+    likelihood = from_loss(lambda f, t: (f.exp() - t * f + torch.lgamma(t + 1)).sum()) if custom else "poisson"
+    train, held = [(x[:40], y[:40])], (x[40:], y[40:])
+    la = LinearisedLaplace(model, likelihood, method=method, num_samples=512).fit_hyperparameters(
+        train, [held], progress=False
+    )
+    alpha = float(la.prior_precision_)
+    assert la.temperature_ == la.scale_ == 1.0
+    assert la.calibration_.data == "held out"
+
+    def loss(factor: float) -> float:
+        prior = IsotropicPrior(precision=factor * alpha)
+        of = LinearisedLaplace(model, likelihood, prior=prior, method=method, num_samples=512)
+        return -float(of.fit(train, progress=False).predict(held[0]).log_prob(held[1]).mean())
+
+    here, others = loss(1.0), [loss(factor) for factor in (1e-2, 0.1, 10.0, 100.0)]
+    assert here < min(others) + 0.002
+    # Those of error bars that are wider cost more, unless the data decide.
+    assert others[0] > here
+
+
+def test_validation_data_scale_error_bars_with_any_likelihood() -> None:
+    model, x, y = counts_of(0)
+    la = LinearisedLaplace(model, "poisson", method="exact", prior=IsotropicPrior(precision=1e-4), num_samples=64)
+    la.fit([(x[:8], y[:8])], progress=False)
+    before = la.predict(x[100:]).log_prob(y[100:]).mean()
+    la.calibrate([(x[8:100], y[8:100])])
+    assert la.temperature_ == 1.0
+    assert la.predict(x[100:]).log_prob(y[100:]).mean() > before
 
 
 def test_a_posterior_that_forgets_its_data_says_so() -> None:
