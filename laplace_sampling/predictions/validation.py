@@ -2,10 +2,11 @@ r"""The smallest prior precision that costs held-out data at most 0.001 nats eac
 
 For labels `p = (1/2K) Σ_k Σ_± σ((f ± z_k)/T)`, `z ~ N(0, V(α))`, and the best temperature `T` is found for each `α`
 that is tried: a part of the data at precisions a decade apart says where to look, and all data decide. So they do with
-other likelihoods, which have no temperature. For a Gaussian likelihood every precision of the path is tried. The covariance is `V₁(ρ)/b` with `ρ = α/b` and `V₁` that of unit noise,
-so that the likeliest noise precision `b` is a closed form for each `ρ`. Few data would choose it by chance, and so
-error bars of nothing: what the training data say of the noise counts as ten targets, and `log ρ` has half a normal
-prior, of standard deviation 2, above what the evidence of the network says.
+other likelihoods, which have no temperature. For a Gaussian likelihood every precision of the path is tried. The
+covariance is `V₁(ρ)/b` with `ρ = α/b` and `V₁` that of unit noise, so that the likeliest noise precision `b` is a
+closed form for each `ρ`. Few data would choose it by chance, and so error bars of nothing: what the training data say
+of the noise counts as ten targets, and `log ρ` has half a normal prior, of standard deviation 2, above what the
+evidence of the network says.
 """
 
 import math
