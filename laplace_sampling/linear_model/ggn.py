@@ -26,8 +26,8 @@ __all__ = ["GGN", "WhiteNoise"]
 # Numbers of the Jacobian in memory at once where it is computed row by row. The diagonal of 500 data with 10 and 200
 # outputs took the same and half the time at half the value, 0.8 and 1.4 times as long at twice the value.
 _BLOCK_NUMBERS = 2**24
-# Random signs for each trace, where there are more outputs. For confident outputs of 10 classes the error of `sizes` was
-# 5 %, with half as many signs 11 %, with twice as many 3 %; they only choose which data are sampled more often.
+# Random signs for each trace, where there are more outputs. For confident outputs of 10 classes the error of `sizes`
+# was 5 %, with half as many signs 11 %, with twice as many 3 %; they only choose which data are sampled more often.
 _SIGNS = 32
 # Parts of a product with all data whose sums whoever records them keeps, at most, and data of a part, at least: writing
 # numbers of a sum then takes much less time than computing them. No effect on the values.

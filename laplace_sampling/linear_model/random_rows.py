@@ -1,7 +1,7 @@
 r"""A sequence of rows of a GGN, of which every beginning estimates `M` without bias, and the last is `M` itself.
 
-A row is `g_ik = φ_iᵀL_i e_k`, datum `i` and column `k` of a root of its curvature, `L_iL_iᵀ = B_i`, so that all `N·C` of
-them are `M = Σ_ik g_ik g_ikᵀ`. Of a softmax, it is the gradient of the loss at label `k`, times `√p_k`.
+A row is `g_ik = φ_iᵀL_i e_k`, datum `i` and column `k` of a root of its curvature, `L_iL_iᵀ = B_i`, so that all `N·C`
+of them are `M = Σ_ik g_ik g_ikᵀ`. Of a softmax, it is the gradient of the loss at label `k`, times `√p_k`.
 
 Rows are drawn without replacement by priority sampling (Duffield, Lund and Thorup 2007, "Priority sampling for
 estimation of arbitrary subset sums"): with sizes `s_ik = ‖L_i e_k‖²` and uniform `u_ik` the order is that of falling
@@ -80,10 +80,8 @@ class RandomRows:
         """`s_ik/u_ik`, in units of the mean size; as many numbers as the outputs."""
         sizes = self.ggn.root_sizes().clamp_min(0)
         mean = float(sizes.mean(dtype=torch.float64))
-        if mean > 0 and math.isfinite(mean):
-            sizes = sizes.div_(mean).add_(_LEAST_SIZE)
-        else:
-            sizes = torch.ones_like(sizes)
+        known = mean > 0 and math.isfinite(mean)
+        sizes = sizes.div_(mean).add_(_LEAST_SIZE) if known else torch.ones_like(sizes)
         for data in torch.arange(self.num_data).split(max(1, _PRIORITIES // self.num_outputs)):
             sizes[data] = (sizes[data] / self._uniform(data)).to(sizes)
         return sizes.flatten()
