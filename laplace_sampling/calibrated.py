@@ -94,9 +94,9 @@ class CalibratedModel(FittedModel):
         """The fitted or loaded posterior with the scale that held-out data choose, without another solve.
 
         Sets `scale_`, and with it in a classification the temperature of the outputs, `temperature_`, in a regression
-        the noise precision, `noise_precision_`, also one that was given, and with any other likelihood nothing else, as
-        `fit_hyperparameters(..., val_loader=...)` does; whatever scale and temperature there were are replaced. Samples
-        and prior stay.
+        the noise precision, `noise_precision_`, also one that was given, as `fit_hyperparameters(..., val_loader=...)`
+        does with the evidence; other likelihoods have a scale only. Whatever scale and temperature there were are
+        replaced. Samples and prior stay.
 
         Args:
             val_loader: data that the network was not trained on, of the form of the training data. Those of a

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from laplace_sampling.data.batches import place
-from laplace_sampling.evidence.bounds import NOISE_BOUNDS, Bounds
 from laplace_sampling.held_out import HeldOut
 from laplace_sampling.likelihoods.poisson import Poisson
+from laplace_sampling.linear_model.bounds import NOISE_BOUNDS, Bounds
 from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.linear_model.some_features import SomeFeatures
 from laplace_sampling.methods.problem import Problem

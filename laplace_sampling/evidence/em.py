@@ -13,11 +13,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.evidence.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, check_bounds
 from laplace_sampling.evidence.damping import DampedSteps
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, check_bounds
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.linear_model import LinearModel

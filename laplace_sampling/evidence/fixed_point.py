@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.evidence.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, check_bounds, clamped
 from laplace_sampling.evidence.curves import EvidencePath, FixedPoint
 from laplace_sampling.evidence.dense_curves import DenseCurves, Spectrum
 from laplace_sampling.evidence.expansion import Expansion, Point, expand
@@ -24,6 +23,7 @@ from laplace_sampling.evidence.secant import TRUSTED_FACTOR, Secant
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, check_bounds, clamped
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.linear_model import LinearModel

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.evidence.bounds import Bounds
 from laplace_sampling.evidence.curves import EvidencePath, FixedPoint
 from laplace_sampling.evidence.expansion import Expansion, Point, expand
 from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.bounds import Bounds
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior

@@ -17,11 +17,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.evidence.bounds import PRECISION_BOUNDS, check_bounds, is_at_bound
 from laplace_sampling.gp.dual_point import DualPoint
 from laplace_sampling.gp.exact_prediction import ExactPrediction, PosteriorAt
 from laplace_sampling.gp.gram import MAX_MEMORY, add_transposed_, check_gram_size, cross_gram, gram, transposed
 from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.bounds import PRECISION_BOUNDS, check_bounds, is_at_bound
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
 from laplace_sampling.linear_model.linear_model import LinearModel

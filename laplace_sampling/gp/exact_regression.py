@@ -16,11 +16,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.evidence.bounds import NOISE_BOUNDS, PRECISION_BOUNDS
 from laplace_sampling.gp.exact_prediction import ExactPrediction
 from laplace_sampling.gp.gram import MAX_MEMORY, add_transposed_, check_gram_size, cross_gram, gram, transposed
 from laplace_sampling.gp.regression_evidence import Optimum, RegressionEvidence, largest_evidence
 from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.bounds import NOISE_BOUNDS, PRECISION_BOUNDS
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
 from laplace_sampling.linear_model.linear_model import LinearModel

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.evidence.bounds import (
+from laplace_sampling.linear_model.bounds import (
     NOISE_BOUNDS,
     PRECISION_BOUNDS,
     Bounds,

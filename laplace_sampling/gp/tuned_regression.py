@@ -16,12 +16,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.evidence.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, is_at_bound
 from laplace_sampling.evidence.damping import DampedSteps
 from laplace_sampling.gp.exact_regression import ExactRegression, noise_scale, overall_noise
 from laplace_sampling.gp.gram import MAX_MEMORY, check_gram_size, gram
 from laplace_sampling.gp.regression_evidence import Optimum
 from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, Bounds, is_at_bound
 from laplace_sampling.linear_model.features import BLOCK_BYTES
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision, unit_variance

@@ -6,10 +6,10 @@ linear model takes a search for the mode on all data at each precision that is t
 
 from dataclasses import dataclass
 
-from laplace_sampling.evidence.bounds import clamped
 from laplace_sampling.evidence.network_evidence import NetworkEvidence
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.bounds import clamped
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.methods.fit import Task

@@ -9,10 +9,10 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from laplace_sampling.evidence.bounds import AtBounds, check_bounds
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.bounds import AtBounds, check_bounds
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.ggn import GGN

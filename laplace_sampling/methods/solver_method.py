@@ -30,12 +30,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_sampling.evidence.bounds import AtBounds
 from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.em import EMResult, fit_em
 from laplace_sampling.evidence.fixed_point import PathResult, fit_path
 from laplace_sampling.evidence.krylov_curves import evidence_path, traces_at_network
 from laplace_sampling.evidence.step import Step
+from laplace_sampling.linear_model.bounds import AtBounds
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.mode_objective import Mode, linear_model_mode

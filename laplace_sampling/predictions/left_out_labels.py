@@ -82,7 +82,7 @@ class LeftOutLabels(LossBound):
     @recorded
     def _errors(self, model: LinearModel, prior: GaussianPrior, some: Tensor, seed: int) -> float:
         """The part of left-out data that is predicted wrongly, but for the network's own errors and standard errors."""
-        labels = _labels(model.likelihood, model.targets_of(some))
+        labels = _labels(model.likelihood, model.targets_of(some), model.features.num_outputs)
         kernel = _kernel(model.features, prior, some, seed)
         left_out = _left_out(kernel, labels, _RIDGE * float(kernel.diagonal().mean()))
         # A soft label counts as labels of several classes.
@@ -114,13 +114,12 @@ def _scores(likelihood: Likelihood, f: Float[Tensor, "n C"]) -> Float[Tensor, "n
     return f if isinstance(labels_of(likelihood), Categorical) else torch.cat([-f, f], 1)
 
 
-def _labels(likelihood: Likelihood, targets: Tensor) -> Float[Tensor, "n c"]:
+def _labels(likelihood: Likelihood, targets: Tensor, num_outputs: int) -> Float[Tensor, "n c"]:
     """Ones for the label of each datum, or the probabilities of a soft one."""
     labels, y = labels_of(likelihood), likelihood.unweighted_targets(targets)
     if labels.is_soft(y):
         return labels.weights_of_classes(y)[:, 0].double()
-    y = y.flatten().long()
-    return F.one_hot(y, max(2, int(y.max()) + 1)).double()
+    return F.one_hot(y.flatten().long(), max(2, num_outputs)).double()
 
 
 def _kernel(features: Features, prior: GaussianPrior, some: Tensor, seed: int) -> Float[Tensor, "n n"]:

@@ -19,9 +19,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Normal
 
-from laplace_sampling.evidence.bounds import NOISE_BOUNDS, Bounds, clamped
 from laplace_sampling.likelihoods.gaussian import Gaussian, log_density
 from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.bounds import NOISE_BOUNDS, Bounds, clamped
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.linear_model import LinearModel

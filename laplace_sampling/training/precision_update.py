@@ -19,12 +19,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_sampling.data.training_data import Unpack
-from laplace_sampling.evidence.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, clamped
 from laplace_sampling.evidence.curves import MarginalLikelihood
 from laplace_sampling.evidence.em import noise_update
 from laplace_sampling.evidence.network_evidence import NetworkEvidence
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, clamped
 from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
 from laplace_sampling.linear_model.priors.layerwise_prior import LayerwisePrior
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, Prior, overall_precision

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from laplace_sampling import Gaussian
-from laplace_sampling.evidence.bounds import AtBounds, bound_reached, check_bounds, clamped, is_at_bound
+from laplace_sampling.linear_model.bounds import AtBounds, bound_reached, check_bounds, clamped, is_at_bound
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 
 

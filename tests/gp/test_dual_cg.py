@@ -12,7 +12,7 @@ from problems import make_prior
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling.evidence.em import effective_dimension, fit_em
+from laplace_sampling.evidence.em import effective_dimension, fit_em, leverage_of
 from laplace_sampling.gp.dual_cg import DualCG
 from laplace_sampling.gp.dual_mode import dual_mode
 from laplace_sampling.gp.linear_operators import settings
@@ -73,7 +73,7 @@ def test_same_draws_give_the_samples_of_weight_space(case: Case, prior: str) -> 
     scaled = built.scale[:, None] * M * built.scale
     assert_close(found.leverage, found.value * (found.value @ scaled), rtol=1e-6, atol=1e-8)
     assert found.iterations <= ggn.outputs.numel() + 3
-    assert float(effective_dimension(found, built)[0].sum()) > 0
+    assert float(effective_dimension(leverage_of(found, built), found.exact)[0].sum()) > 0
 
 
 def test_samples_of_a_network_by_products() -> None:
@@ -307,7 +307,7 @@ def test_effective_dimension_of_few_samples_with_a_preconditioner(alpha: float) 
     print(f"γ = {exact:.3f}; {float(traces.mean()):.3f} ± {error:.3f}, variances {traces.var():.2g}, {plain.var():.2g}")
     assert abs(float(traces.mean()) - exact) < 5 * error
     assert traces.var() < 0.01 * plain.var()
-    gamma, gamma_se = effective_dimension(solution, prior)
+    gamma, gamma_se = effective_dimension(leverage_of(solution, prior), solution.exact)
     assert float(gamma) == pytest.approx(float(traces.mean()))
     assert float(gamma_se) == pytest.approx(error)
 
@@ -318,7 +318,7 @@ def test_effective_dimensions_of_groups_do_without_the_preconditioner() -> None:
     held = DualCG(rank=8).hold(WhitenedGram(1 / layers.diagonal(), ggn))
     solution = sample_posterior(ggn, layers, Draws(2, 0), held)
     assert solution.traces is None
-    assert len(effective_dimension(solution, layers)[0]) == len(layers.names) > 1
+    assert len(effective_dimension(leverage_of(solution, layers), solution.exact)[0]) == len(layers.names) > 1
     S = WhitenedGram(1 / layers.diagonal(), ggn)
     with pytest.raises(ValueError, match="`trace`"):
         randomised_svd(S, 8).traces(torch.ones(1, len(S)), torch.ones(1, len(S)))

@@ -296,12 +296,27 @@ def test_held_out_targets_are_likeliest_at_the_precisions_of_a_regression(name: 
     noise = float(found.likelihood.noise_precisions())  # pyright: ignore[reportArgumentType]
     best = float(log_probs(found.alpha, noise).sum())
     assert found.calibration.log_likelihood == pytest.approx(best, rel=1e-6)
-    own = Normal(0.0, float(error.square().mean().sqrt()) if learn else 2.0**-0.5)
+    # Noise of the network alone, with ten targets of what the evidence of the network says of training data.
+    alphas = grid(path, model.features, BOUNDS)
+    gammas = torch.tensor([path.effective_dimension(a) for a in alphas.tolist()], dtype=torch.float64)
+    squares, num = float(model.squared_errors(model.network_outputs).sum()), error.numel()
+    energies = alphas / 2.0
+    nearest_root = int((gammas * (squares + energies) / (num * energies)).log().abs().argmin())
+    training = squares / (num - float(gammas[nearest_root]))
+    believed = (10 * training + float(error.square().sum())) / (10 + num)
+    own = Normal(0.0, math.sqrt(believed) if learn else 2.0**-0.5)
     assert found.calibration.network_log_likelihood == pytest.approx(float(own.log_prob(error).sum()))
+    expected = float(alphas[nearest_root]) / 2.0
+
+    def prior(alpha: float, noise: float) -> float:
+        narrower = max(0.0, math.log(alpha / noise / expected))
+        return 5 * (math.log(noise) - noise * training) - 0.5 * (narrower / 2) ** 2 if learn else 0.0
+
+    best += prior(found.alpha, noise)
     noises = torch.logspace(-3, 3, 61).tolist() if learn else [2.0]
     alphas = [a for a in torch.logspace(-6, 6, 61).tolist() if float(grid(path, model.features, BOUNDS)[-1]) < a]
     # The grid of the rule is three a decade, which loses little of what the best has over the network alone.
-    others = max(float(log_probs(alpha, b).sum()) for alpha in alphas for b in noises)
+    others = max(float(log_probs(alpha, b).sum()) + prior(alpha, b) for alpha in alphas for b in noises)
     assert best > others - 0.05 * len(error)
     if not learn:
         assert noise == 2.0
@@ -330,7 +345,7 @@ def test_held_out_labels_are_likeliest_at_the_precision_and_temperature() -> Non
 
 def test_error_bars_are_as_wide_as_held_out_data_allow_for_a_price() -> None:
     losses = [0.0, 0.0, 0.1, 0.2, 0.6, 2.0, 5.0]
-    # Where the search begins makes no difference to where it ends.
+    # Wherever it starts: larger precisions that are more likely are gone to, also by less than the price.
     for start in range(len(losses)):
         assert _widest(lambda i: -losses[i], start, len(losses), 0.5) == 3
     assert _widest(lambda i: -[0.0, 0.9, 1.5, 2.2][i], 3, 4, 0.5) == 0
