@@ -20,6 +20,7 @@ from laplace_sampling.linear_model.held_samples import HeldSamples
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.predictions.calibration import (
+    NOISE_WORTH,
     Calibration,
     Labelled,
     label_losses,
@@ -209,7 +210,9 @@ class OnTrainingData:
 def held_out_problems(held_out: HeldOut | None, tangent: TangentModel | None, calibration: Calibration) -> list[str]:
     """Whether held-out data are predicted no better than without inputs, by what training targets are on average."""
     found = calibration.log_likelihood
-    if held_out is None or tangent is None or tangent.weights is not None or found is None or not calibration.num_data:
+    if held_out is None or tangent is None or tangent.weights is not None or found is None:
+        return []
+    if calibration.num_data < NOISE_WORTH:  # so few say less than what the training data do
         return []
     model, y = tangent.model, held_out.targets
     trained = model.features.whole(model.targets)

@@ -139,7 +139,9 @@ class SVRG(IterativeSolver):
             return preconditioner, preconditioner.passes
         # A generator of its own: mini-batches must not depend on whether the preconditioner is built in this solve.
         generator = torch.Generator().manual_seed(self.seed)
-        return self.held.of(operator, undo, sampler.sizes, drawn[0], lambda: build(generator))
+        # Several rows of each of few data: one row of one datum would be a multiple of any other, whatever `B` is.
+        some = drawn[0].repeat(-(-min(most, white.num_rows) // len(drawn[0])))[:_SIGNATURE]
+        return self.held.of(operator, undo, sampler.sizes, some, lambda: build(generator))
 
     def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
         """By `SGD`: a preconditioner costs more than it saves where there is one row."""
@@ -333,12 +335,11 @@ class HeldNystrom:
             operator: `M`.
             undo: see above.
             sizes: of the data.
-            data: indices; rows of the first ones are compared in all later solves.
+            data: indices of the data whose rows are compared in all later solves.
             build: builds the preconditioner.
         """
         if self.preconditioner is None:
-            # Several rows of each of few data: one row of one datum would be a multiple of any other, whatever `B` is.
-            self._data = data.repeat(-(-_SIGNATURE // len(data)))[:_SIGNATURE]
+            self._data = data
         # The products of the rows with each other need little memory, and show both a factor and a rotation.
         rows = operator.random_rows(self._data, torch.Generator().manual_seed(0)).double()
         signature, passes = rows @ rows.T, len(rows) / (2 * operator.num_data)

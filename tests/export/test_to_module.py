@@ -127,6 +127,8 @@ def test_a_noise_precision_beyond_half_precision() -> None:
     assert_close(module.half()(x.half())["observation_variance"], expected, rtol=1e-2, atol=0)
 
 
+# The networks are not trained.
+@pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
 def test_temperature_noise_and_scale_of_validation_data_are_inside() -> None:
     la, x = fitted("mlp")
     labels = torch.randint(3, (40,), generator=torch.Generator().manual_seed(1))

@@ -306,6 +306,7 @@ def test_held_out_data_without_targets_count_nowhere(kind: str) -> None:
         assert torch.allclose(ours.predict(x).interval(0.8)[0], theirs.predict(x).interval(0.8)[0])
 
 
+@pytest.mark.filterwarnings("ignore:Error bars make predictions worse:laplace_sampling.CalibrationWarning")
 def test_held_out_outputs_without_targets_count_nowhere() -> None:
     model, x, y = trained("regression", 3)
     val = with_some_missing(y[20:])

@@ -32,6 +32,8 @@ def small_regression(seed: int, num: int, inputs: int, units: int, steps: int) -
     return net, x, y
 
 
+# Some of them know their data by heart, and a warning says so.
+@pytest.mark.filterwarnings("ignore:The network knows its training data:laplace_sampling.CalibrationWarning")
 @pytest.mark.parametrize(("seed", "num", "inputs", "units", "steps"), SMALL)
 def test_hyperparameters_of_small_regressions_are_the_exact_ones(
     seed: int, num: int, inputs: int, units: int, steps: int
