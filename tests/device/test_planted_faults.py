@@ -42,7 +42,7 @@ FAULTS: dict[str, tuple[str, Function, str]] = {
     "networks": ("laplace_sampling.linear_model.network_features.place", not_placed, "auto"),
     "linear_model": ("laplace_sampling.predictions.left_out_labels.some_of", on_device, "kfac"),
     "likelihoods": ("laplace_sampling.likelihoods.categorical.Categorical.curvature", on_cpu, "krylov"),
-    "predictions": ("laplace_sampling.predictions.calibration.chosen", unmoved_mask, "kfac"),
+    "predictions": ("laplace_sampling.linear_model.linear_model.chosen", unmoved_mask, "kfac"),
 }
 
 

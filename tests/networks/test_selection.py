@@ -57,21 +57,6 @@ def test_patterns_of_names_classes_and_exclusions() -> None:
         names([])
 
 
-def test_complex_weights_are_left_out() -> None:
-    class Spectral(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.filter, self.head = nn.Parameter(torch.ones(3, dtype=torch.complex128)), nn.Linear(4, 2).double()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=4))
-
-    model, x = Spectral(), random(3, 4)
-    with pytest.warns(UserWarning, match="'filter'"):
-        network = Linearisation(model)
-    assert_close(network.jacobian(x), reference.jacobian(model.head, torch.fft.irfft(torch.fft.rfft(x), n=4)))
-
-
 def test_a_name_is_no_pattern() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
