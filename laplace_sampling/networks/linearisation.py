@@ -11,7 +11,8 @@ A product passes these policies, each in a file of its own:
 - `jacobian_products`: the ways of differentiating, of which the first that works is taken.
 - `derivative_rules`, `elementary_layers`: derivatives that torch lacks or has wrong.
 - `compiled_products`: programs of products of shapes that come again.
-- `consistency`: comparisons of forward with reverse mode.
+- `consistency`: comparisons of forward with reverse mode, and of both with the module itself (`plain_gradient`);
+  `wrong_rules` finds the operation whose forward derivative is wrong.
 """
 
 import copy

@@ -62,10 +62,10 @@ class _Rules(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         values, spec = tree_flatten((args, kwargs or {}))
         duals = {n: unpack_dual(value) for n, value in enumerate(values) if _has_numbers(value)}
-        changing = [n for n, dual in duals.items() if dual.tangent is not None]
+        changing = {n: dual.tangent for n, dual in duals.items() if dual.tangent is not None}
         # Operations in place change what they are given.
         given = [duals[n].primal.detach().clone() if n in duals else value for n, value in enumerate(values)]
-        ways = [duals[n].tangent.detach().clone() for n in changing]
+        ways = [tangent.detach().clone() for tangent in changing.values()]
         output = func(*args, **(kwargs or {}))
         found = [unpack_dual(value) for value in tree_flatten(output)[0] if _has_numbers(value)]
         if not changing or not found:

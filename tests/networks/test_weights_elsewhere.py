@@ -27,6 +27,8 @@ class Body(nn.Module):
     """`apply` is what a test puts in the place of the layer `fc`."""
 
     apply_fc: Callable[[Tensor], Tensor] | None = None
+    ws: list[Tensor]
+    cache: dict[str, Tensor]
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,8 +127,8 @@ def test_some_of_the_weights(parameters) -> None:
 def test_a_weight_that_is_used_in_both_ways() -> None:
     """As in an autoencoder whose decoder takes the transposed weight of its encoder."""
     model = Body()
-    model.tied = [model.fc.weight]
-    model.apply_fc = lambda h: model.fc(h).tanh() @ model.tied[0]
+    model.ws = [model.fc.weight]
+    model.apply_fc = lambda h: model.fc(h).tanh() @ model.ws[0]
     assert_close(deviations(model), dense(model))
 
 
