@@ -116,7 +116,7 @@ class CalibratedModel(FittedModel):
             held_out = HeldOut.read(val_loader, self.network, self.settings, unpack, num_data)
             posterior = calibrated(held_out, self.network, posterior, fitted.fit)
         self._fitted = replace(fitted, posterior=posterior)
-        problems = held_out_problems(held_out, fitted.tangent, posterior.calibration)
+        problems = held_out_problems(held_out, fitted.tangent, posterior.likelihood, posterior.calibration)
         warn_of([], [*problems, *posterior.calibration.problems], stacklevel=5)
         return self
 

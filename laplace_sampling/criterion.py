@@ -53,7 +53,8 @@ def with_selection(
     if criterion == "validation" and held_out is None:
         raise ValueError('`criterion="validation"` needs data that the network was not trained on: give `val_loader`.')
     features = problem.features
-    left_out = has_left_out_labels(problem.tangent.model.likelihood, features.num_data, features.num_outputs)
+    model = problem.tangent.model
+    left_out = has_left_out_labels(model.likelihood, model.num_data, features.num_outputs)
     if criterion == "leave_one_out" and not left_out:
         raise ValueError(
             '`criterion="leave_one_out"` is for classifications with one label for each datum, at least ten training '

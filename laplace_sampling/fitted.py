@@ -123,7 +123,7 @@ class FittedModel:
         check_whole("`sample(num_samples)`", num_samples, 1)
         if fitted.fit is None:
             raise NotFittedError(
-                "`sample` needs the training data, which a loaded posterior does not have: call `fit(loader)`, or use "
+                "`sample` needs the training data, which the file does not hold: call `fit(loader)`, or use "
                 "the samples that were saved, `samples_`."
             )
         self._check_network("sample")
@@ -329,9 +329,7 @@ class FittedModel:
     def _with_data(self, call: str) -> tuple[Fit, TangentModel]:
         fitted = self._require(call)
         if fitted.fit is None or fitted.tangent is None:
-            raise NotFittedError(
-                f"`{call}` needs the training data, which a loaded posterior does not have: call `fit(loader)`."
-            )
+            raise NotFittedError(f"`{call}` needs the training data, which the file does not hold: call `fit(loader)`.")
         self._check_network(call)
         return fitted.fit, fitted.tangent
 

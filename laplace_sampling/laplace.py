@@ -225,7 +225,10 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
             posterior = Posterior.of(fit, problem.tangent, self.network, calibration, noise_variances is not None)
             if held_out is not None and tuned.calibration is None:
                 posterior = calibrated(held_out, self.network, posterior, fit)
-            problems = [*problems, *held_out_problems(held_out, problem.tangent, posterior.calibration)]
+            problems = [
+                *problems,
+                *held_out_problems(held_out, problem.tangent, posterior.likelihood, posterior.calibration),
+            ]
             kept.done(fit)
         return self._store(posterior, fit, problem.tangent, problems)
 

@@ -179,7 +179,7 @@ class OnTrainingData:
             return []
         return [
             f"The network knows its training data by heart, or they are too few: {known}. Their mean log-likelihood "
-            f"is {own:.3g} by the network, and {constant:.3g} without inputs. Intervals may contain far "
+            f"is {own:.3g} by the network, and {constant:.3g} without inputs. Intervals may contain "
             "fewer targets than their level says. Train with weight decay, stop early, give more data, or pass "
             "`val_loader`, data that the network was not trained on, which choose the noise."
         ]
@@ -207,26 +207,51 @@ class OnTrainingData:
         return f"{known}, and predicted from the others each has a log-likelihood of {found:.3g} on average"
 
 
-def held_out_problems(held_out: HeldOut | None, tangent: TangentModel | None, calibration: Calibration) -> list[str]:
-    """Whether held-out data are predicted no better than without inputs, by what training targets are on average."""
-    found = calibration.log_likelihood
+def held_out_problems(
+    held_out: HeldOut | None, tangent: TangentModel | None, likelihood: Likelihood, calibration: Calibration
+) -> list[str]:
+    """Whether held-out data are predicted no better than without inputs, by what training targets are on average.
+
+    So they are where their noise in a regression is larger than the variance of the training targets; or where their
+    log-likelihood is not above that by mean and variance, or frequencies, of these.
+
+    Args:
+        held_out: the data, if there are any.
+        tangent: the linear model on the training data, if it is known.
+        likelihood: fitted.
+        calibration: by the held-out data.
+    """
+    found, num = calibration.log_likelihood, calibration.num_data
     if held_out is None or tangent is None or tangent.weights is not None or found is None:
         return []
-    if calibration.num_data < NOISE_WORTH:  # so few say less than what the training data do
+    if num < NOISE_WORTH:  # so few say less than what the training data do
         return []
     model, y = tangent.model, held_out.targets
     trained = model.features.whole(model.targets)
     some = held_out.with_targets(torch.arange(len(y)))
     constant = float(_log_probs_without_inputs(model.likelihood, trained, held_out.likelihood, y)[some].mean())
-    mean = found / calibration.num_data
-    if not mean < constant + 1 / calibration.num_data:  # a nat of all of them is nothing
+    if isinstance(likelihood, Gaussian):
+        deviations = flattened(trained).double() - flattened(trained).double().nanmean(0)
+        variance, noise = float(deviations.square().nanmean()), calibration.noise / likelihood.noise_precisions()
+        # Three standard errors of a mean of so many squares.
+        if float(noise.mean()) > (1 + 3 * math.sqrt(2 / num)) * variance:
+            said = (
+                f"with a noise of standard deviation {math.sqrt(float(noise.mean())):.3g}, where training targets have "
+            )
+            return [_NO_BETTER.format(num, f"{said}one of {math.sqrt(variance):.3g}")]
+    if not found / num < constant + 1 / num:  # a nat of all of them is nothing
         return []
-    return [
-        f"{calibration.num_data:,} data of `val_loader` are predicted no better, with a mean log-likelihood of "
-        f"{mean:.3g}, than without inputs by the targets of the training data ({constant:.3g}). Check that they belong "
-        "to the task that the network was trained for and are prepared like its training data; a few may be so by "
-        "chance: pass more."
-    ]
+    said = (
+        f"with a mean log-likelihood of {found / num:.3g}, where the targets of the training data give {constant:.3g}"
+    )
+    return [_NO_BETTER.format(num, said)]
+
+
+_NO_BETTER = (
+    "{:,} data of `val_loader` are predicted no better than without inputs: {}. Check that they belong to the task "
+    "that the network was trained for, in the same units, and are prepared like its training data. Else the network "
+    "has learnt nothing that holds for new data, or they are so by chance: pass more."
+)
 
 
 def _log_probs_without_inputs(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from laplace_sampling.data.batches import batched, take
+from laplace_sampling.data.batches import batched, flattened, take
 from laplace_sampling.data.processes import Processes
 from laplace_sampling.data.random_state import BorrowedRandomness
 from laplace_sampling.data.training_data import TrainingData
@@ -256,7 +256,7 @@ class PeriodicFits:
         part, all_targets = (data.part, data.targets) if apart else (range(data.num_data), data.all_targets())
         num_data = 0
         for batch in torch.arange(part.start, part.stop).split(data.batch_size):
-            batch = batch[_have_targets(take(all_targets, batch - part.start))]
+            batch = batch[_have_targets(take(all_targets, batch - part.start), la.settings.likelihood.fill)]
             if not len(batch):
                 continue
             num_data += len(batch)
@@ -368,10 +368,11 @@ def _named(name: str, parts: Iterable[Any], values: Tensor) -> dict[str, float]:
     return {name if len(numbers) == 1 else f"{name}/{p}": v for p, v in zip(parts, numbers, strict=True)}
 
 
-def _have_targets(targets: Any) -> Tensor:
-    """Which data have a target that is not NaN."""
-    tensors = batched(targets)[0]
-    return torch.stack([~y.cpu().reshape(len(y), -1).isnan().all(1) for y in tensors]).any(0)
+def _have_targets(targets: Any, fill: int | None) -> Tensor:
+    """Which data have a target that is neither NaN nor, where targets are labels, the one that is ignored."""
+    tensors = [flattened(y.cpu()) for y in batched(targets)[0]]
+    missing = (y.isnan() if y.is_floating_point() or fill is None else y == fill for y in tensors)
+    return torch.stack([~marks.all(1) for marks in missing]).any(0)
 
 
 def _log_loss(prediction: Any, targets: Any) -> Tensor:

@@ -21,6 +21,11 @@ _DENSE = 3.0
 _TUNING = 0.5
 
 
+def figure(number: float) -> str:
+    """Two digits, or whole numbers from a hundred on."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.2g}"
+
+
 def counted_in(dense: bool) -> str:
     """Which operations are in a count of epochs."""
     with_dense = "and of dense algebra" if dense else "without dense algebra"
@@ -146,7 +151,7 @@ class Budget:
 
     def __str__(self) -> str:
         allowed = "" if self.epochs is None else f" of {self.epochs:g}"
-        text = f"The fit took {self.spent:.2g}{allowed} training epochs of operations, {counted_in(self._dense)}"
+        text = f"The fit took {figure(self.spent)}{allowed} training epochs of operations, {counted_in(self._dense)}"
         return text + self.excess(self.operations)
 
     def excess(self, operations: float) -> str:
@@ -155,7 +160,8 @@ class Budget:
             return ""
         if operations <= (1 + 1e-9) * self.allowed:  # whatever rounding does
             return (
-                "; 10¹⁰ operations, a second or so, are always allowed, and are more than the budget of this small fit"
+                "; 10¹⁰ operations, a second or so, are always allowed: for this small network and these few data they "
+                "are more than the budget"
             )
         return "; what has begun, and a closed form, goes on where the budget ends"
 

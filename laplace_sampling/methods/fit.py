@@ -348,9 +348,9 @@ class Fit(ABC):
         gamma = float(sampled.effective_dimension()[0].sum())
         if gamma < 1 and labels is not None and self.tuned.criterion not in ("", "validation"):
             found.append(
-                f"Error bars are negligible: at the prior precision that the training data choose they determine only "
-                f"{gamma:.2g} directions of weight space. Some 500 data that the network was not trained on, as "
-                "`val_loader`, may choose wider ones."
+                "Error bars are negligible on the training data: at the prior precision that these choose, they "
+                f"determine only {gamma:.2g} directions of weight space. Some 500 data that the network was not "
+                "trained on, as `val_loader`, may choose wider ones."
             )
         return found
 

@@ -5,7 +5,7 @@ samples, covariances and evidence are closed forms for every prior precision. It
 few weights and for a regression, else a Kronecker product.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -23,6 +23,7 @@ from laplace_sampling.methods.fit import Task, Tuned
 from laplace_sampling.methods.method import Tuning, has_path
 from laplace_sampling.methods.problem import Problem
 from laplace_sampling.methods.solver_method import follow_path, tuned_by
+from laplace_sampling.predictions.accuracy import Accuracy
 from laplace_sampling.predictions.covariance_path import CovariancePath
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.head_covariance import HeadPath, factored_covariance
@@ -79,6 +80,10 @@ def _back(block: KroneckerBlock, turned: Float[Tensor, "K m"]) -> Float[Tensor, 
 @dataclass(frozen=True)
 class HeadFit(FactoredFit):
     """A posterior of a linear last layer."""
+
+    @property
+    def accuracy(self) -> Accuracy:
+        return replace(super().accuracy, approximate=self.approximate)
 
     @property
     def approximate(self) -> bool:

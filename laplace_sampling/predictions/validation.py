@@ -182,7 +182,7 @@ class Validation(Selection):
 
         As in `evidence.network_evidence`: `α‖w̄‖² = γ` with `b = N·C/(Σ(y − f)² + ρ‖w̄‖²)`, `ρ = α/b`.
         """
-        num, before = model.features.num_observations, float(likelihood.noise_precision)
+        num, before = model.num_observations, float(likelihood.noise_precision)
         squares = float(model.squared_errors(model.network_outputs).sum())
         dimensions = [path.effective_dimension(alpha) for alpha in alphas.tolist()]
 

@@ -45,7 +45,7 @@ def test_a_classification_is_self_consistent_and_needs_no_mode(method: str) -> N
 
 
 # The networks are not trained.
-@pytest.mark.filterwarnings("ignore:.* of `val_loader` are predicted no better:laplace_sampling.CalibrationWarning")
+@pytest.mark.filterwarnings("ignore:.* are predicted no better than without inputs:laplace_sampling.CalibrationWarning")
 @pytest.mark.parametrize("method", METHODS)
 def test_held_out_labels_choose_precision_and_temperature(method: str) -> None:
     case, other = make_case("classification_many_data"), make_case("classification_many_data")
@@ -61,7 +61,7 @@ def test_held_out_labels_choose_precision_and_temperature(method: str) -> None:
     assert by_evidence.calibration_.data == "held out"
 
 
-@pytest.mark.filterwarnings("ignore:.* of `val_loader` are predicted no better:laplace_sampling.CalibrationWarning")
+@pytest.mark.filterwarnings("ignore:.* are predicted no better than without inputs:laplace_sampling.CalibrationWarning")
 @pytest.mark.filterwarnings("ignore:`fit_hyperparameters` ended at one of:laplace_sampling.ConvergenceWarning")
 def test_a_regression_is_tuned_by_its_evidence_or_by_held_out_data() -> None:
     case = make_case("regression_many_data")

@@ -429,3 +429,39 @@ def test_errors_of_single_likelihoods() -> None:
         LinearisedLaplace(model, Poisson()).fit([(x, counts)], progress=False)
     with pytest.raises(ValueError, match=r"range from 0\.5 to 2\.5"):
         LinearisedLaplace(model, Bernoulli()).fit([(x, 4 * counts.cumsum(1) - 1.5)], progress=False)
+
+
+@pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
+@pytest.mark.parametrize("method", ["exact", "kfac"])
+def test_validation_data_and_rows_without_targets_choose_as_without_these_rows(method: str) -> None:
+    model, x, y = trained("regression", 1)
+    padded = y.clone()
+    padded[::4] = torch.nan
+    there = ~padded.isnan()[:, 0]
+    val = [(x[20:] + 0.1, y[20:])]
+    with_rows, without = (
+        LinearisedLaplace(model, "regression", method=method).fit_hyperparameters(
+            [data], val_loader=val, criterion="validation", progress=False
+        )
+        for data in ((x, padded), (x[there], y[there]))
+    )
+    assert with_rows.noise_precision_ is not None
+    assert without.noise_precision_ is not None
+    assert math.isclose(float(with_rows.noise_precision_), float(without.noise_precision_), rel_tol=1e-3)
+    assert math.isclose(float(with_rows.prior_precision_), float(without.prior_precision_), rel_tol=1e-2)
+
+
+def test_labels_that_are_ignored_do_not_choose_the_criterion() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(55, 3, dtype=torch.float64, generator=generator)
+    y = torch.randint(3, (55,), generator=generator)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    padded = y.clone()
+    padded[25:] = -100  # ten labels a class are needed to leave some of them out
+    with_rows, without = (
+        LinearisedLaplace(model, "classification", method="exact").fit_hyperparameters([data], progress=False)
+        for data in ((x, padded), (x[:25], y[:25]))
+    )
+    assert math.isclose(float(with_rows.prior_precision_), float(without.prior_precision_), rel_tol=0.01)

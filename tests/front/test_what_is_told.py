@@ -111,7 +111,8 @@ def test_validation_data_of_another_task_are_told(kind: str, criterion: str) -> 
     la.fit_hyperparameters(train, [(x[:5], y[:5])], criterion=criterion, progress=False)
     la.fit_hyperparameters(train, [(x[:200], y[:200])], criterion=criterion, progress=False)
     shuffled = y[torch.randperm(len(y), generator=torch.Generator().manual_seed(0))]
-    for stale in ((x[:200], shuffled[:200]), (x[:200].flip(1), y[:200])):
+    in_other_units = [(x[:200], 5 * y[:200] + 20), (x[:200], y[:200] + 2)] if kind == "regression" else []
+    for stale in ((x[:200], shuffled[:200]), *in_other_units, (x[:200].flip(1), y[:200])):
         with pytest.warns(CalibrationWarning, match=r"val_loader.*without inputs.*prepared"):
             la.fit_hyperparameters(train, [stale], criterion=criterion, progress=False)
     with pytest.warns(CalibrationWarning, match="without inputs"):

@@ -290,3 +290,21 @@ def test_reentrant_checkpoints(method: str, frozen: bool, parameters: list[str] 
         of_pair.stem.requires_grad_(not frozen)
     assert_close(deviations(model, method, parameters), deviations(plain, method, parameters))
     assert "apply" not in vars(CheckpointFunction)
+
+
+def test_weights_that_only_later_data_take_from_elsewhere() -> None:
+    """As experts of a mixture that are held in a list: the first batches go to none of them."""
+
+    class Routed(Body):
+        def forward(self, x: Tensor) -> Tensor:
+            h, taken = self.stem(x).tanh(), x[:, :1] > 0
+            return self.head(torch.where(taken, F.linear(h, *self.ws), h).tanh() if bool(taken.any()) else h.tanh())
+
+    model, order = Routed(), X[:, 0].argsort()
+    model.ws = [model.fc.weight, model.fc.bias]
+    x, y = X[order], Y[order]
+    la = LinearisedLaplace(model, Gaussian(25.0, learn=False), prior=IsotropicPrior(precision=1.0), method="exact")
+    la.fit([(x[:4], y[:4]), (x[4:], y[4:])], progress=False)
+    J = reference.jacobian(model, x)[:, 0] if reference.jacobian(model, x).dim() == 3 else reference.jacobian(model, x)
+    expected = (J @ torch.linalg.inv(25 * J.T @ J + torch.eye(J.shape[1]).double()) * J).sum(1).sqrt()
+    assert_close(la.predict(x).stddev[:, 0], expected, rtol=1e-6, atol=0)
