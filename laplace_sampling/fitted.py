@@ -112,6 +112,7 @@ class FittedModel:
         """Replace what was fitted before, at the very end, and say what is wrong."""
         fit.task.budget.end()
         self._keep(posterior, fit.without_samples(), tangent)
+        self.network.held.expect_weights_elsewhere(False)
         # The public method is behind the wrappers of `fitting` and `solver_call`.
         warn_of(fit.problems, [*problems, *posterior.calibration.problems], stacklevel=6)
         return self

@@ -199,7 +199,7 @@ class HeldModule:
     def _weights_elsewhere(self, weights: Weights) -> Iterator[None]:
         """Operations inside also take these weights where the module holds its own in a list or a closure, say.
 
-        A mode takes time for every call of torch, so it is left out once all training data have needed none.
+        A mode takes time for every call of torch, so it is left out after a fit in which no data needed it.
         """
         state = self._state
         # Who holds a weight of `fully_shard` elsewhere holds a part of it, with which the module itself cannot run.
@@ -216,10 +216,11 @@ class HeldModule:
         if state is not None and mode.needed:
             state.weights_elsewhere = True
 
-    def has_met_all_data(self) -> None:
-        """Weights that no operation has taken from elsewhere so far are not looked for any more."""
-        if self._state is not None and self._state.weights_elsewhere is None:
-            self._state.weights_elsewhere = False
+    def expect_weights_elsewhere(self, expected: bool) -> None:
+        """Whether they are looked for: from the start of a fit on; and after it where products have met any."""
+        state = self._state
+        if state is not None and not state.weights_elsewhere:
+            state.weights_elsewhere = None if expected else False
 
     def outputs(self, x: Any) -> Callable[..., Float[Tensor, "N C"]]:
         """`w ↦ f(w, x)` of the random weights, from layers with forward derivatives."""
@@ -240,22 +241,13 @@ class HeldModule:
         args, kwargs = arguments(self._copied(x))
         try:
             with cpu_out_of_memory:
-                output, layout = read(self._own_output(args, kwargs), num_rows(x))
+                output, layout = read(self.module(*args, **kwargs), num_rows(x))
                 return as_plain(output), layout
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
             explained = self._explained(error, x)
             if explained is error:
                 raise
             raise explained from error
-
-    def _own_output(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What the module gives; until all training data have been met, it is seen which weights it has elsewhere."""
-        if self.shards is not None or self._state is None or self._state.weights_elsewhere is not None:
-            return self.module(*args, **kwargs)
-        # The same weights as other tensors, so that one which is met under its own identity comes from elsewhere.
-        weights = {name: _plain(parameter.detach()) for name, parameter in self._random().items()}
-        with self._weights_elsewhere(weights):
-            return functional_call(self.module, weights, args, kwargs, tie_weights=self._state.tied)
 
     def _copied(self, x: Any) -> Any:
         """Inputs that the network may change in place, narrowed to its own precision if that is half."""

@@ -24,8 +24,8 @@ class ModuleState:
         training: the parts that are in training mode.
         tied: whether some weight has two names.
         buffers: of all parts.
-        weights_elsewhere: whether operations take weights that they do not have from the parts; `None` before all
-            training data have been met.
+        weights_elsewhere: whether operations take weights that they do not have from the parts; `None` before it
+            is known.
     """
 
     def __init__(self, module: nn.Module) -> None:

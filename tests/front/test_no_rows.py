@@ -48,8 +48,14 @@ def assert_predicts_nothing(none: Any, some: Any, targets: Any) -> None:
             assert_no_rows(getattr(none, call)(of), getattr(some, call)(of))
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("method", ["krylov", "kfac"])
+# One case for each likelihood and kind of prediction; the others are slow.
+KINDS = ["regression", "heteroscedastic", "classification", "binary", "poisson", "multi_task", "segmentation"]
+
+
+@pytest.mark.parametrize("method", ["krylov", pytest.param("kfac", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_every_quantity(name: str, method: str) -> None:
     case = make_case(name)
     la = LinearisedLaplace(case.model, case.given[0], method=method, num_samples=4)

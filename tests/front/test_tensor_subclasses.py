@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from grids import covering
 from torch import Tensor, nn
 
 from laplace_sampling import LinearisedLaplace
@@ -43,9 +44,12 @@ def _fitted(model: nn.Module, x: Any, y: Any, method: str, parameters: str | Non
     return la.fit([(x, y)], progress=False)
 
 
-@pytest.mark.parametrize("where", ["inputs", "targets", "weights", "buffers"])
-@pytest.mark.parametrize("kind", [Image, Named])
-@pytest.mark.parametrize(("method", "parameters"), [("exact", None), ("krylov", None), ("exact", "last_layer")])
+@covering(
+    where=["inputs", "targets", "weights", "buffers"],
+    kind=[Image, Named],
+    method=["exact", "krylov"],
+    parameters=[None, "last_layer"],
+)
 def test_they_count_as_plain_tensors(method: str, parameters: str | None, kind: type[Tensor], where: str) -> None:
     model, x, y = _problem()
     expected = _fitted(model, x, y, method, parameters).predict(x)

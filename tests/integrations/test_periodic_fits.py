@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from laplace_sampling import Gaussian, LinearisedLaplace, NotFittedError, Step, Stochastic, StopFit
+from laplace_sampling import Gaussian, Krylov, LinearisedLaplace, NotFittedError, Step, StopFit
 from laplace_sampling.integrations.periodic_fits import PeriodicFits
 
 
@@ -263,7 +263,12 @@ def test_held_out_data_choose_the_precision_if_they_are_to() -> None:
 
 def recorded(steps: list[Step]) -> dict[str, Any]:
     # Its steps are those of expectation maximisation, which have the precision that they start from.
-    return {"method": Stochastic(), "criterion": "evidence", "budget": None, "callback": steps.append}
+    return {
+        "method": Krylov(max_memory=4 * 60 * 200),
+        "criterion": "evidence",
+        "budget": None,
+        "callback": steps.append,
+    }
 
 
 @pytest.mark.parametrize("continued", ["same", pytest.param("copy", marks=pytest.mark.slow), "state"])

@@ -53,6 +53,7 @@ def test_root_transpose_is_the_transpose(case: Case, generator: torch.Generator)
     assert_close(left, (u * case.likelihood.root_transpose(f, v, case.y)).sum(-1))
 
 
+@pytest.mark.slow
 def test_no_data_have_no_loss_and_no_curvature(case: Case) -> None:
     f, y = outputs(case)[:0], case.y[:0]
     stack = f.expand(2, *f.shape)

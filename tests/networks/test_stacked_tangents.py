@@ -66,6 +66,7 @@ def test_products_of_small_networks(name: str, parameters: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_products_of_the_registry(name: str) -> None:
     case = make_case(name)
     network = Linearisation(case.model)

@@ -11,6 +11,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
+from grids import covering
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
@@ -213,8 +214,7 @@ def by_kept_view(model: Body) -> Callable[[Tensor], Tensor]:
 MISSED = [by_adjoint, by_reversible, by_function_of_a_kept_weight, by_kept_view]
 
 
-@pytest.mark.parametrize("method", ["exact", "krylov", "kfac"])
-@pytest.mark.parametrize("keep", MISSED)
+@covering(method=["exact", "krylov", "kfac"], keep=MISSED)
 def test_weights_that_products_miss_are_named(keep: Callable, method: str) -> None:
     model, _ = pair(keep)
     with pytest.raises(ValueError, match=r"`fc\.weight`.*registered.*odeint") as raised:
@@ -280,9 +280,7 @@ def test_kernels_of_gaussian_processes(keep: Callable) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("method", ["exact", "krylov", "kfac"])
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("parameters", [None, ["fc.*"]], ids=["all", "inside"])
+@covering(method=["exact", "krylov", "kfac"], frozen=[False, True], parameters=[None, ["fc.*"]])
 def test_reentrant_checkpoints(method: str, frozen: bool, parameters: list[str] | None) -> None:
     """Also behind a stem without gradients, where torch itself has none of the part."""
     model, plain = pair(lambda model: partial(checkpoint, model.fc, use_reentrant=True))
