@@ -90,7 +90,7 @@ def ladder(
     allowance = Budget(budget, cost, work.num_data, {"jvp": 0, "vjp": 0})
     # All data go through the network once before, as in `preparation.prepare`.
     allowance.add(work.num_data * cost.gradient / 3)
-    model = SimpleNamespace(features=features, likelihood=settings.likelihood)
+    model = SimpleNamespace(features=features, likelihood=settings.likelihood, num_data=work.num_data)
     tangent: Any = SimpleNamespace(model=model, network=None, in_order=False)
     problem = Problem(
         tangent,

@@ -326,8 +326,8 @@ class HeldModule:
         """A copy of the module in float64, without `autocast`."""
         with LOCK:
             module = copy.deepcopy(self.module).double() if self.shards is None else self.shards.in_float64()
-            # `double` leaves complex numbers as they are.
-            module._apply(lambda t: t.to(torch.complex128) if t.is_complex() else t)
+            if self._complex:  # which `double` leaves as they are
+                module._apply(lambda t: t.to(torch.complex128) if t.is_complex() else t)
         held = HeldModule(module, self.names, composed_layers=self._composed_layers)
         held._copied_from = self
         return held

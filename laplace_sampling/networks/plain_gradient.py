@@ -27,11 +27,12 @@ def plain_gradient(held: HeldModule, x: Any, u: Float[Tensor, "N C"]) -> Float[T
     """
     own = dict(held.module.named_parameters())
     parameters = [own[name] for name in held.names]
-    required = [p.requires_grad for p in parameters]
+    required = [(p, p.requires_grad) for p in own.values()]
     with torch.enable_grad(), evaluation_mode(held), forward_mode_kernels(layers=False), gradients_apart(held.module):
         try:
-            for p in parameters:
-                p.requires_grad_()
+            # Of the others none, since what is before the random weights may have no gradient at all.
+            for name, p in own.items():
+                p.requires_grad_(name in held.shapes)
             outputs = held(None, x, composed=True)
             gradients: tuple[Tensor | None, ...] = (None,) * len(parameters)
             if outputs.requires_grad:
@@ -42,7 +43,7 @@ def plain_gradient(held: HeldModule, x: Any, u: Float[Tensor, "N C"]) -> Float[T
                 for gradient, p in zip(gradients, parameters, strict=True)
             ]
         finally:
-            for p, of_user in zip(parameters, required, strict=True):
+            for p, of_user in required:
                 p.requires_grad_(of_user)
     # The gradient in a complex number has those in its two parts as its parts.
     real = [torch.view_as_real(part) if part.is_complex() else part for part in parts]

@@ -66,7 +66,7 @@ def test_standard_deviations_are_as_accurate_as_is_claimed(seed: int) -> None:
     assert any(not whole for *_, whole in found)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_claims_are_true_of_95_in_100_classifications() -> None:
     """Of each of the parts; with a true share of 0.99 the standard error of that of 100 is 0.01."""
     found = [[is_true(*each) for each in claims(seed)] for seed in range(100)]
