@@ -79,7 +79,7 @@ class Posterior:
         return replace(self, samples=self.samples.in_half(dtype))
 
     def without_data(self) -> "Posterior":
-        """The same without inputs and targets, and without covariances that take them: those of the samples are left.
+        """Leaves out inputs and targets, and covariances that take them, so that those of the samples are left.
 
         What is left of the training data are sums over them; of those of `calibrate_conformal` their scores.
         """

@@ -149,7 +149,7 @@ def as_plain(tensor: Tensor) -> Tensor:
 
 
 def as_tensors(x: Any) -> Any:
-    """The same with plain tensors in place of subclasses and of numpy's arrays; they share their memory.
+    """Plain tensors take the place of subclasses and of numpy's arrays, and share their memory.
 
     Raises:
         TypeError: for an array of what torch has no tensors of, as of words.

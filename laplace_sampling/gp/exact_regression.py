@@ -208,7 +208,7 @@ class ExactRegression(RegressionEvidence):
         return LeaveOneOut.gaussian(mean, covariance, mean + residual)
 
     def _leave_some_out(self, precision: float, noise_precision: float) -> LeaveOneOut:
-        """The same where outputs have no target: what is predicted there is from the covariance of all outputs."""
+        """Outputs without a target are predicted here by the covariance of all outputs."""
         noise, targets = self.noise_scale / noise_precision, self.model.targets.reshape(self.noise_scale.shape).double()
         given, eye = ~targets.isnan(), torch.eye(noise.shape[1]).to(noise)
         S = self.at(self.model.features).covariance(precision, noise_precision)

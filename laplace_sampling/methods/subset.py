@@ -134,7 +134,7 @@ class Subset(SolverMethod):
         return replace(choice, method=method, limit=limit)
 
     def within(self, problem: Problem, cost: Cost) -> "Subset":
-        """The same with as many rows as the budget pays for, of powers of two and the most, and with a few at least."""
+        """Limits the rows to what the budget pays for: a power of two or the most, and a few at least."""
         method, rows = self, self.most_rows(problem.features)
         while rows > _PILOT and not problem.budget.affords(method.predicted(problem, cost).total):
             rows = 2 ** ((rows - 1).bit_length() - 1)

@@ -43,13 +43,13 @@ class SplitConformal:
 
     @classmethod
     def of(cls, scores: Float[Tensor, "n S"], num_samples: int) -> "SplitConformal":
-        """Of scores in any order; NaN where a target is not given."""
+        """Takes scores in any order, NaN where a target is not given."""
         given = ~scores.isnan()
         return cls(scores.where(given, torch.inf).sort(0).values, given.sum(0), num_samples)
 
     @property
     def num_targets(self) -> int:
-        """Of each datum that was seen."""
+        """The number of targets of each datum."""
         return self.scores.shape[1]
 
     def tensors(self) -> dict[str, Tensor]:

@@ -437,7 +437,6 @@ _BAD_TARGETS: dict[str, dict[str, tuple[str, Any]]] = {
     "binary": {
         "two": ("0 or 1", ONES + 1),
         "minus one": ("0 or 1", 2 * ONES - 1),
-        "halves": ("0 or 1", ONES / 2),
         "flat": ("shape", ONES[:, 0]),
         "NaN": ("targets", ONES / 0),
         "complex": ("complex", ONES + 0j),
@@ -620,11 +619,6 @@ _add(
     "val_loader",
     lambda: _la().fit_hyperparameters([(X, REAL)], [(X, REAL)], noise_variances=torch.ones(12)),
 )
-_add(
-    "fit_hyperparameters: val_loader of counts",
-    "val_loader",
-    lambda: _la("poisson").fit_hyperparameters([(X, COUNTS)], [(X, COUNTS)], progress=False),
-)
 
 # Predictions ----------------------------------------------------------------------------------------------------------
 
@@ -636,7 +630,7 @@ _INPUTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "lists": ("list", lambda: [[1.0, 2.0]]),
     "too wide": ("Sequential", lambda: _wide),
     "without the axis of the batch": ("first axis", lambda: X[0]),
-    "one number": (r"batch of inputs \[N, ...\]", lambda: torch.tensor(1.0)),
+    "one number": ("batch of inputs [N, ...]", lambda: torch.tensor(1.0)),
     "NaN": ("NaN", lambda: _nan),
     "infinity": ("infinity", lambda: _infinite),
     "whole numbers": ("int64", lambda: X.long()),
