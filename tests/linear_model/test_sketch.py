@@ -263,3 +263,12 @@ def test_a_sketch_of_several_blocks_is_restored() -> None:
         restored = restored_curvature(kept)
         assert_close(restored.solve(v, 0.1), sketch.solve(v, 0.1))
         assert_close(restored.leverage(0.1), sketch.leverage(0.1))
+
+
+def test_the_correction_is_of_the_part_of_the_trace_that_is_estimated() -> None:
+    growth = Growth(RandomRows(classifier(300), 0))
+    found, sequence = growth.sketch(200), growth.sequence
+    squares = sequence.rows(0, 200).dense().double().square().sum(1)
+    weighted = float((sequence.weights(200) * squares).sum())
+    assert found.chance == pytest.approx(1 - float(squares.sum()) / weighted, rel=1e-6)
+    assert 0 < found.chance < 1

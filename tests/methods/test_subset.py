@@ -260,3 +260,17 @@ def test_half_of_a_part_is_enough_if_it_was_seen_to_be_accurate(change: float, h
     rows, expected = part_of_128_rows(change)[1]._enough()
     assert rows == (64 if halved else 128)
     assert expected == pytest.approx(1.6 * change if halved else change)
+
+
+def test_all_rows_of_a_small_network_are_within_the_default_budget() -> None:
+    """Their matrix is that of the weights, whose cube counts, and not that of the 10,000 rows."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2000, 5, generator=generator), torch.randint(5, (2000,), generator=generator)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 12), torch.nn.Tanh(), torch.nn.Linear(12, 5))
+    la = LinearisedLaplace(model, "classification", method="subset", num_samples=4).fit([(x, y)], progress=False)
+    accuracy = la.diagnose().accuracy
+    assert accuracy is not None
+    assert accuracy.left_out == 0
+    assert la.converged_ is not False

@@ -293,6 +293,26 @@ def test_equal_data_keep_their_guarantee(kind: str, dtype: torch.dtype, method: 
             assert float(torch.cat(covered).double().mean()) >= 0.9
 
 
+def test_rounding_of_large_outputs_keeps_the_guarantee_of_equal_data() -> None:
+    """Errors of a hundredth, of outputs of a thousand whose last digit is a ten thousandth."""
+    x = normal(80, 3).float()
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(3, 30), nn.Tanh(), nn.Linear(30, 1))
+    nn.init.constant_(model[2].bias, 1000.0)
+    la = LinearisedLaplace(model, "regression", method="exact").fit([(x, 1000 + x[:, :1].sin())], progress=False)
+    few = normal(4, 3, seed=4).float()
+    labels = la.predict(few).mean + 0.01
+    calibration = torch.arange(40) % 4
+    la.calibrate_conformal([(few[calibration], labels[calibration])])
+    for batch in (1, 3, 33):
+        covered = []
+        for some in (torch.arange(4 * batch) % 4).split(batch):
+            lower, upper = la.predict(few[some]).interval(0.9)
+            covered.append(((lower <= labels[some]) & (labels[some] <= upper))[:, 0])
+        assert float(torch.cat(covered).double().mean()) >= 0.9
+
+
 def test_a_level_is_a_number() -> None:
     prediction = make_prediction(normal(4, 1), normal(8, 4, 1), Gaussian(4.0))
     with pytest.raises(TypeError, match="Tensor"):

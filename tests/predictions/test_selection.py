@@ -413,3 +413,32 @@ def test_error_bars_of_a_regression_are_as_wide_as_the_price_allows() -> None:
     assert allowed[-1] > values.index(max(values))
     noise = float(found.likelihood.noise_precisions())  # pyright: ignore[reportArgumentType]
     assert found.alpha / noise == pytest.approx(alphas[allowed[-1]] / 2)
+
+
+@pytest.mark.parametrize("factor", [0.05, 8.0])
+def test_few_held_out_targets_choose_the_widest_error_bars_within_the_price_of_the_likeliest(factor: float) -> None:
+    """Of the rule's own precisions, by dense algebra, with the priors of noise and ratio."""
+    model, path = problem("regression_many_data")
+    model = replace(model, likelihood=Gaussian(2.0, learn=True))
+    path = replace(path, curvature=DenseCurvature.accumulated(model.ggn(model.network_outputs)))
+    rule = held_out(model)
+    targets = rule.outputs + factor * (rule.targets - rule.outputs)
+    rule = replace(rule, features=SomeFeatures(rule.features, torch.arange(3)), outputs=rule.outputs[:3])
+    rule = replace(rule, targets=targets[:3])
+    found = rule.select(model, path, BOUNDS, 0, 1.0)
+    error = (rule.targets - rule.outputs).double()
+    alphas, eye = grid(path, rule.features, BOUNDS), torch.eye(error.shape[1], dtype=torch.float64)
+    gammas = torch.tensor([path.effective_dimension(a) for a in alphas.tolist()], dtype=torch.float64)
+    squares, num = float(model.squared_errors(model.network_outputs).sum()), model.network_outputs.numel()
+    root = int((gammas * (squares + alphas / 2) / (num * alphas / 2)).log().abs().argmin())
+    training, ratio = squares / (num - float(gammas[root])), float(alphas[root])
+    tried = []
+    for alpha, V in zip(alphas.tolist(), path.covariances(rule.features, alphas), strict=True):
+        unit = 2 * V.double() + eye
+        whitened = float((error * torch.linalg.solve(unit, error[..., None])[..., 0]).sum())
+        noise = (10 + error.numel()) / (10 * training + whitened)
+        log_prob = float(MultivariateNormal(torch.zeros_like(error), unit / noise).log_prob(error).sum())
+        of_noise, narrower = 5 * (math.log(noise) - noise * training), max(0.0, math.log(alpha / ratio)) / 2
+        tried.append((alpha * noise / 2, log_prob + of_noise - 0.5 * narrower**2))
+    least = max(believed for _, believed in tried) - _PRICE * len(error)
+    assert found.alpha == pytest.approx([alpha for alpha, believed in tried if believed >= least][-1], rel=1e-6)
