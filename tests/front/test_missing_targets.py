@@ -465,3 +465,6 @@ def test_labels_that_are_ignored_do_not_choose_the_criterion() -> None:
         for data in ((x, padded), (x[:25], y[:25]))
     )
     assert math.isclose(float(with_rows.prior_precision_), float(without.prior_precision_), rel_tol=0.01)
+    for data in ((x, padded), (x[:25], y[:25])):
+        with pytest.raises(ValueError, match="leave_one_out"):
+            with_rows.fit_hyperparameters([data], criterion="leave_one_out", progress=False)

@@ -224,3 +224,14 @@ def test_the_line_of_the_cost_says_what_is_counted() -> None:
         assert "always allowed" not in text
     free = LinearisedLaplace(model, "regression").fit_hyperparameters(train, budget=None, progress=False)
     assert "always allowed" not in str(free)
+
+
+def test_an_exact_last_layer_leaves_no_correlations_out() -> None:
+    model, train, _ = trained("regression")
+    exact = LinearisedLaplace(model, "regression", method="exact", parameters="last_layer")
+    last = LinearisedLaplace(model, "regression", parameters="last_layer")
+    variances = [la.fit(train, progress=False).predict(train[0][0]).variance for la in (exact, last)]
+    torch.testing.assert_close(*variances)
+    assert "leaves out" not in str(last)
+    factors = LinearisedLaplace(model, "regression", method="kfac").fit(train, progress=False)
+    assert "correlations that the method leaves out" in str(factors)

@@ -486,3 +486,17 @@ def test_processes_that_share_out_the_weights_fit_together() -> None:
     assert {name: first[name] for name in alone if name != "cost"} == pytest.approx(
         {name: value for name, value in alone.items() if name != "cost"}, rel=1e-4
     )
+
+
+def test_labels_that_are_ignored_have_no_log_loss() -> None:
+    training = Training("classification", outputs=3)
+    training.run(1, PeriodicFits("classification"))
+    x, y = training.data.tensors
+    padded = y.clone()
+    padded[::3] = -100
+    there = padded != -100
+    losses = []
+    for data in ((x, padded), (x[there], y[there])):
+        fits = PeriodicFits("classification", budget=None)
+        losses.append(fits.fit(training.model, training.loader, epoch=1, val_loader=[data])["val_log_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
