@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from grids import covering
 from pretended_device import pretended_device
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -37,8 +38,7 @@ def problem(kind: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 @pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
 @pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
-@pytest.mark.parametrize("method", ["exact", "krylov", "kfac", "subset"])
-@pytest.mark.parametrize("kind", ["missing", "soft labels"])
+@covering(kind=["missing", "soft labels"], method=["exact", "krylov", "kfac", "subset"])
 def test_numbers_are_those_of_the_cpu(kind: str, method: str) -> None:
     model, x, y = problem(kind)
     likelihood = "regression" if kind == "missing" else "classification"

@@ -109,6 +109,7 @@ def assert_inverse_root(case: Case, prior: str) -> None:
     assert not solution.exact
 
 
+@pytest.mark.slow
 def test_samples_are_the_inverse_root_of_the_noise(case: Case) -> None:
     assert_inverse_root(case, "g-prior")
 
