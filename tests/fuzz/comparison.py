@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from fuzz.dense import Dense, Whitened
 from fuzz.random_problems import Example, Problem, problem
-from fuzz.tuned import dense_at, tuning_defects
+from fuzz.tuned import dense_at, tuning_defects, with_factored_scale
 from scipy.optimize import minimize_scalar
 from snapshot import assert_unchanged, snapshot
 from torch import Tensor, nn
@@ -99,10 +99,10 @@ def _fit_defects(case: Problem) -> list[Defect]:
     alpha = 10.0**case.example.log_precision
     la = case.laplace()
     defects = _call("fit", lambda: la.fit(case.batches, progress=False, **case.given))
-    posterior, known = None, False
+    posterior, known, dense = None, False, with_factored_scale(case, la)
     if la.converged_:
-        posterior, _, known = case.dense.posterior(alpha)
-    defects += prediction_defects(case, la, posterior if known else None, case.dense, alpha)
+        posterior, _, known = dense.posterior(alpha)
+    defects += prediction_defects(case, la, posterior if known else None, dense, alpha)
     if known and posterior is not None and not defects:
         defects += _paired_defects(case, la, posterior)
     return defects + saving_defects(case, la)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from laplace_sampling import LinearisedLaplace
 
-__all__ = ["dense_at", "tuning_defects"]
+__all__ = ["dense_at", "with_factored_scale", "tuning_defects"]
 
 # By how much the logarithm of the evidence may be below its maximum. Hyperparameters are claimed to 3 % of `α`, which
 # is much less where the data determine them; a step of EM is below its tolerance also where the evidence is flat.
@@ -56,12 +56,20 @@ def tuning_defects(case: Problem, la: LinearisedLaplace) -> list[Defect]:
 
 def dense_at(case: Problem, la: LinearisedLaplace) -> Dense:
     """The linear model at the hyperparameters of a fit; that of a layer-wise prior at an overall `α` of one."""
-    noise = la.noise_precision_
-    dense = case.dense if noise is None else replace(case.dense, loss=case.loss(noise.double()))
+    noise, dense = la.noise_precision_, with_factored_scale(case, la)
+    if noise is not None:
+        dense = replace(dense, loss=case.loss(noise.double()))
     alpha = la.prior_precision_.double()
     if len(alpha) > 1:
         dense = replace(dense, scale=alpha[la._require("groups").posterior.prior.groups].rsqrt())
     return dense
+
+
+def with_factored_scale(case: Problem, la: LinearisedLaplace) -> Dense:
+    """The linear model with the g-prior that a last layer in closed form has: a factor of outputs times one of inputs."""
+    if case.example.prior == "g-prior" and "→ 'last_layer'" in repr(la):
+        return replace(case.dense, scale=la.prior_scale_.double())
+    return case.dense
 
 
 @dataclass
