@@ -19,7 +19,7 @@ from torch import Tensor
 
 from laplace_sampling import LinearisedLaplace
 
-__all__ = ["dense_at", "with_factored_scale", "tuning_defects"]
+__all__ = ["dense_at", "tuning_defects", "with_factored_scale"]
 
 # By how much the logarithm of the evidence may be below its maximum. Hyperparameters are claimed to 3 % of `α`, which
 # is much less where the data determine them; a step of EM is below its tolerance also where the evidence is flat.
@@ -66,7 +66,7 @@ def dense_at(case: Problem, la: LinearisedLaplace) -> Dense:
 
 
 def with_factored_scale(case: Problem, la: LinearisedLaplace) -> Dense:
-    """The linear model with the g-prior that a last layer in closed form has: a factor of outputs times one of inputs."""
+    """The linear model with the g-prior of a last layer in closed form: a factor of outputs times one of inputs."""
     if case.example.prior == "g-prior" and "→ 'last_layer'" in repr(la):
         return replace(case.dense, scale=la.prior_scale_.double())
     return case.dense
