@@ -1,7 +1,7 @@
 """`Subset`: the full covariance, from a random part of the data that grows until predictions stay where they are."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -255,7 +255,8 @@ class Subset(SolverMethod):
         return self._solver(growth, self._grown(task, growth, tolerance, alpha), task, tolerance)
 
     def _solver(self, growth: Growth, sketch: Sketch, task: Task, tolerance: float) -> SketchSampler:
-        return SketchSampler(self.name, CG(min(2 * tolerance, 0.5)), task.seed, part=Part(growth, sketch, tolerance))
+        part = Part(growth, sketch, tolerance, task.num_samples)
+        return SketchSampler(self.name, CG(min(2 * tolerance, 0.5)), task.seed, part=part)
 
     def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
         assert isinstance(solver, SketchSampler)
@@ -319,6 +320,12 @@ class SubsetFit(FactoredFit):
         assert isinstance(self.solver, SketchSampler)
         part = self.solver.part
         return part.sketch.num_rows < part.growth.sequence.most
+
+    def without_samples(self) -> "SubsetFit":
+        solver = self.solver
+        assert isinstance(solver, SketchSampler)
+        held = replace(solver, part=solver.part.without_rows(), held=self.curvature)
+        return replace(cast("SubsetFit", super().without_samples()), solver=held)
 
     def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
         sampled, solver = super().draw(draws, description), self.solver
