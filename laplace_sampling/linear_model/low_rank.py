@@ -8,9 +8,9 @@ and the quotient has a closed form without the difference for the inverse, `−1
 
 **Where the spectrum is cut.** An eigenvector that is left out has the variance `1/s` in place of `1/(λ + s)`. So the
 variances at the training data, weighted by the curvature of the loss, whose sum is the effective dimension
-`γ = Σ_j λ_j/(λ_j + s)`, grow by `Σ_{j>r} λ_j²/(s(λ_j + s))`. `rank_for` takes the smallest `r` for which that is `2εγ`,
-so that standard deviations grow by the factor `1 + ε`. At 100 test images of Fashion-MNIST (a LeNet of 61,706 weights)
-they grew by twice that on average and by six times that at most, for `r` from 8 to 512.
+`γ = Σ_j λ_j/(λ_j + s)`, grow by `Σ_{j>r} λ_j²/(s(λ_j + s)) = 2εγ`, and standard deviations by the factor `1 + ε`. At 100
+test images of Fashion-MNIST (a LeNet of 61,706 weights) they grew by `2ε` on average and by `6ε` at most, for `r` from 8
+to 512.
 """
 
 import math
@@ -28,18 +28,16 @@ from laplace_sampling.solvers.preconditioners import Factored
 _COLUMNS = 2048
 
 
-def rank_for(eigenvalues: Float[Tensor, " m"], shift: float, accuracy: float) -> int:
-    """The number of leading eigenvectors with which standard deviations at a shift are right to a relative accuracy.
+def errors_by_rank(eigenvalues: Float[Tensor, " m"], shift: float) -> Float[Tensor, " m"]:
+    """`ε`, the relative error of standard deviations at a shift, of the first `r = 0, 1, …` eigenvectors.
 
     Args:
         eigenvalues: all of them, falling.
         shift: `s`, the prior precision.
-        accuracy: `ε`.
     """
     values = eigenvalues.double().clamp_min(0)
     shares = values / (values + shift)
-    missing = (values / shift * shares).flip(0).cumsum(0).flip(0)  # without eigenvectors r, r + 1, …
-    return max(1, int((missing > 2 * accuracy * shares.sum()).sum()))
+    return (values / shift * shares).flip(0).cumsum(0).flip(0) / (2 * shares.sum()).clamp_min(1e-300)
 
 
 class LowRank(Factored):
@@ -52,10 +50,13 @@ class LowRank(Factored):
         factor: `F`, `[r, P]`, orthogonal rows.
         spectrum: eigenvalues of the curvature, falling: those of the rows, and those that were cut off.
         passes: products that were spent on it, in units of all data and one vector.
+        error: `ε` of the eigenvectors that were cut off.
     """
 
-    def __init__(self, factor: Float[Tensor, "r P"], spectrum: Float[Tensor, " m"], passes: float = 0.0) -> None:
-        self.factor, self.spectrum, self.passes = factor, spectrum, passes
+    def __init__(
+        self, factor: Float[Tensor, "r P"], spectrum: Float[Tensor, " m"], passes: float = 0.0, error: float = 0.0
+    ) -> None:
+        self.factor, self.spectrum, self.passes, self.error = factor, spectrum, passes, error
         # The last shift that was not constant, and the curvature in coordinates in which it is one.
         self._scaled: tuple[Tensor, LowRank] | None = None
 
@@ -129,11 +130,13 @@ class LowRank(Factored):
     def congruent(self, w: Tensor) -> "LowRank":
         if bool((w == w[0]).all()):
             return self.times(float(w[0]) ** 2)
-        return LowRank.of(self.factor * w.to(self.factor), self.passes)
+        found = LowRank.of(self.factor * w.to(self.factor), self.passes)
+        found.error = self.error
+        return found
 
     def times(self, ratio: float) -> "LowRank":
         """`ratio · M̂`."""
-        return LowRank(self.factor * math.sqrt(ratio), self.spectrum * ratio, self.passes)
+        return LowRank(self.factor * math.sqrt(ratio), self.spectrum * ratio, self.passes, self.error)
 
     def adapted(self, operator: Operator) -> "LowRank":
         leading = self.factor[:1] / self.factor[:1].norm().clamp_min(1e-150)
@@ -153,9 +156,9 @@ class LowRank(Factored):
         return 1.0, self._scaled[1], shift.rsqrt()
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"factor": self.factor, "spectrum": self.spectrum}
+        return {"factor": self.factor, "spectrum": self.spectrum, "error": torch.tensor(self.error)}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> "LowRank":
         """The inverse of `tensors`."""
-        return cls(tensors["factor"], tensors["spectrum"])
+        return cls(tensors["factor"], tensors["spectrum"], error=float(tensors["error"]))

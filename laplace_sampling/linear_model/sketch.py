@@ -28,7 +28,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.linear_model.datum_rows import inner_products
-from laplace_sampling.linear_model.low_rank import LowRank, rank_for
+from laplace_sampling.linear_model.low_rank import LowRank, errors_by_rank
 from laplace_sampling.solvers.lapack import symmetric_eigen
 
 # Columns of rows that are copied to float64 together. It changes memory only.
@@ -125,20 +125,27 @@ class Sketch:
         inside = self.turned(products) / (-c * low * high * (low + high))
         return v / low + self._combine(inside, v.dtype)
 
-    def low_rank(self, shift: float | Tensor, accuracy: float, least: int = 1) -> LowRank:
+    def low_rank(self, shift: float | Tensor, accuracy: float, least: int = 1, bytes_: float = math.inf) -> LowRank:
         """The leading eigenvectors, with which standard deviations at a shift are right to a relative accuracy.
 
-        There are so many of them at least. They are in float64 where rounding would be more than the accuracy. A shift
-        for each weight, `[P]`, is taken as it is, without a correction.
+        They are in float64 where rounding would be more than the accuracy.
+
+        Args:
+            shift: a shift for each weight, `[P]`, is taken as it is, without a correction.
+            accuracy: of standard deviations at the training data.
+            least: so many eigenvectors are kept at least.
+            bytes_: memory for more than these.
         """
         if isinstance(shift, Tensor):
             scale = shift.rsqrt()
             scaled = Sketch([rows * scale.to(rows) for rows in self.rows], self.weights)
-            return scaled.low_rank(1.0, accuracy, least).congruent(1 / scale)
+            return scaled.low_rank(1.0, accuracy, least, bytes_).congruent(1 / scale)
         values, c = self.spectrum.flip(0).clamp_min(0), self.correction(shift)
-        rank = min(len(values), max(least, rank_for(values / c, shift, accuracy)))
-        dtype = self.rows[0].dtype
-        if torch.finfo(dtype).eps * float(values[0]) / (c * shift) > accuracy:
+        errors, dtype = errors_by_rank(values / c, shift), self.rows[0].dtype
+        most = max(least, int(bytes_ / (self.size * dtype.itemsize)) if bytes_ < math.inf else len(values))
+        rank = min(len(values), most, max(least, int((errors > accuracy).sum())))
+        rounding = torch.finfo(dtype).eps * float(values[0]) / (c * shift)
+        if rounding > accuracy and 8 * rank * self.size <= bytes_:
             dtype = torch.float64
         # `V_jᵀG` of the leading eigenvectors, a few columns at a time for copies in float64.
         of_rows = (self._eigen[1].flip(1)[:, :rank] * self.weights.sqrt()[:, None] / math.sqrt(c)).T.to(dtype)
@@ -146,7 +153,8 @@ class Sketch:
         for some in torch.arange(self.size, device=of_rows.device).split(_COLUMNS):
             parts = zip(of_rows.split([len(rows) for rows in self.rows], 1), self.rows, strict=True)
             columns.append(sum(coefficients @ rows[:, some].to(dtype) for coefficients, rows in parts))
-        return LowRank(torch.cat(columns, 1), values / c, self.passes)
+        error = float(errors[rank]) if rank < len(values) else 0.0
+        return LowRank(torch.cat(columns, 1), values / c, self.passes, error)
 
     def covariances(self, rows: Float[Tensor, "n C P"], shifts: Float[Tensor, " A"]) -> Float[Tensor, "A n C C"]:
         """`φ_i (M̂ + s_a)⁻¹ φ_iᵀ` in float64, `(φφᵀ − q(Λ + s)⁻¹qᵀ)/s` with `q = φGᵀV`: one rotation for all shifts."""

@@ -60,14 +60,10 @@ class Part:
             self._take(self.growth.sketch(self.sketch.num_rows))
             factor = 1.0
         sketch, alpha = self.sketch.times(factor), overall_precision(prior)
+        limits = (_CUT * self.tolerance, self.least_rank, self.growth.spare_bytes)
         if len(prior.names) > 1:
-            return sketch.at(alpha).low_rank(prior.spread().double(), self.cut, self.least_rank)
-        return sketch.low_rank(alpha, self.cut, self.least_rank)
-
-    @property
-    def cut(self) -> float:
-        """The relative error of standard deviations by eigenvectors that are left out."""
-        return _CUT * self.tolerance
+            return sketch.at(alpha).low_rank(prior.spread().double(), *limits)
+        return sketch.low_rank(alpha, *limits)
 
     def without_rows(self) -> "Part":
         """What a later fit needs of it: how many rows were enough, and their eigenvalues."""
