@@ -244,8 +244,7 @@ class Diagnosis:
             f"The data determine almost nothing: γ = {number(gamma)} is below 1.",
             "The posterior is nearly the prior. Either α is far too large, or the loss has no curvature at "
             "the outputs where it is taken, as for a network that is certain of its labels.",
-            "Pass `val_loader`, some 500 data that the network was not trained on, which choose another α; or "
-            'use `hessian_at="mode"`.',
+            "Pass `val_loader`, some 500 data that the network was not trained on, which choose another α.",
         )
 
     def _everything_determined(self) -> Problem | None:

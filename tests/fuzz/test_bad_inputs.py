@@ -228,10 +228,12 @@ def _construct(argument: str) -> Callable[[Any], object]:
 
 _add_values("LinearisedLaplace", "num_samples", _with(NOT_WHOLE, zero=0, one=1), _construct("num_samples"))
 _add_values("LinearisedLaplace", "seed", NOT_WHOLE, _construct("seed"))
-for _argument in ("linear_model", "hessian_at"):
-    _add_values(
-        "LinearisedLaplace", _argument, {"'x'": "x", "None": None, "3": 3, "[]": [], "{}": {}}, _construct(_argument)
-    )
+_add_values(
+    "LinearisedLaplace",
+    "linear_model",
+    {"'x'": "x", "None": None, "3": 3, "[]": [], "{}": {}},
+    _construct("linear_model"),
+)
 _add_values(
     "LinearisedLaplace",
     "prior",
