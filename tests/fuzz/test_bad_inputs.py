@@ -774,8 +774,6 @@ for _kind_of_method in (Auto, Exact, Krylov, Stochastic, Dual, Factored, Contour
     _add(f"{_name}: unknown keyword", "epochs", lambda k=_kind_of_method: k(epochs=3))
 for _name, _value in (("a word", "bfloat16"), ("float64", torch.float64), ("3", 3)):
     _add(f"Krylov: autocast={_name}", "autocast", lambda v=_value: _la(method=Krylov(autocast=v)))
-for _name, _value in (("3", 3), ("None", None), ("an unknown backend", "nothing")):
-    _add(f"Krylov: compile={_name}", "compile", lambda v=_value: _la(method=Krylov(compile=v)))
 _add("Krylov: by position", "positional", lambda: Krylov(1e9))  # pyright: ignore
 _add_values("Factored", "kind", {"'full'": "full", "None": None, "3": 3, "[]": []}, lambda v: Factored(kind=v))
 _add_values("Dual", "rank", NOT_WHOLE, lambda v: Dual(rank=v))
