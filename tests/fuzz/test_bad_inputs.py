@@ -32,7 +32,6 @@ from laplace_sampling import (
     Auto,
     Bernoulli,
     Categorical,
-    Contour,
     Dual,
     Exact,
     Factored,
@@ -765,7 +764,7 @@ for _name, _state_of in (("{}", {}), ("None", None), ("3", 3), ("a module's", nn
 
 # Methods, likelihoods, priors -----------------------------------------------------------------------------------------
 
-for _kind_of_method in (Auto, Exact, Krylov, Stochastic, Dual, Factored, Contour):
+for _kind_of_method in (Auto, Exact, Krylov, Stochastic, Dual, Factored):
     _name = _kind_of_method.__name__
     _memory = _with(NOT_POSITIVE, word="1GB")
     if _kind_of_method is not Auto:
@@ -780,10 +779,6 @@ _add_values("Dual", "rank", NOT_WHOLE, lambda v: Dual(rank=v))
 _add_values("Dual", "max_iterations", _with(NOT_WHOLE, zero=0), lambda v: Dual(max_iterations=v))
 _add_values("Dual", "max_refinements", NOT_WHOLE, lambda v: Dual(max_refinements=v))
 _add_values("Dual", "accuracy", NOT_POSITIVE, lambda v: Dual(accuracy=v))
-_add_values("Contour", "num_quadrature", _with(NOT_WHOLE, zero=0), lambda v: Contour(num_quadrature=v))
-_add_values("Contour", "max_iterations", _with(NOT_WHOLE, zero=0), lambda v: Contour(max_iterations=v))
-_add_values("Contour", "minres_tolerance", NOT_POSITIVE, lambda v: Contour(minres_tolerance=v))
-_add_values("Contour", "residual_tolerance", NOT_POSITIVE, lambda v: Contour(residual_tolerance=v))
 _add_values(
     "Stochastic", "solver", {"'adam'": "adam", "3": 3, "SGD": SGD, "SVRG": SVRG}, lambda v: Stochastic(solver=v)
 )

@@ -13,7 +13,7 @@ from problems import linear_problem, unsolved_problem
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling import SGD, SVRG, Auto, Contour, Dual, Exact, Factored, Krylov, LinearisedLaplace, Stochastic
+from laplace_sampling import SGD, SVRG, Auto, Dual, Exact, Factored, Krylov, LinearisedLaplace, Stochastic
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods import METHODS, as_method, method_from_recipe, recipe_of_method
 from laplace_sampling.methods.fit import Task
@@ -136,7 +136,7 @@ def test_too_little_memory_says_what_it_takes() -> None:
         la.fit(data, progress=False)
 
 
-@pytest.mark.parametrize(("name", "stacks"), [("krylov", 16), ("dual", 24), ("ciq", 80), ("diagonal", 0)])
+@pytest.mark.parametrize(("name", "stacks"), [("krylov", 16), ("dual", 24), ("diagonal", 0)])
 def test_a_method_needs_its_samples_and_one_solve(name: str, stacks: int) -> None:
     """And no more: with as many vectors it goes on, with one fewer it does not."""
     method, sizes = as_method(name), (500, 1000)
@@ -148,10 +148,6 @@ def test_a_method_needs_its_samples_and_one_solve(name: str, stacks: int) -> Non
 def test_settings_of_another_kind_are_refused() -> None:
     with pytest.raises(ValueError, match="max_memory"):
         Krylov(max_memory=True)
-    with pytest.raises(ValueError, match="num_quadrature"):
-        Contour(num_quadrature=0)
-    with pytest.raises(ValueError, match="minres_tolerance"):
-        Contour(minres_tolerance=0.0)
     with pytest.raises(TypeError, match="callback"):
         Tuning(1, 0.1, 1, (0.1, 1.0), (0.1, 1.0), "print")  # pyright: ignore[reportArgumentType]
 
