@@ -18,7 +18,6 @@ from benchmarks.data.glyphs import glyphs
 from benchmarks.solvers.glyph_networks import lenet, small_cnn, train
 from benchmarks.solvers.stored_features import StoredFeatures
 from laplace_sampling.__main__ import Data
-from laplace_sampling.gp.contour_quadrature import sample_contour
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures, Features, ScaledFeatures
@@ -172,34 +171,19 @@ def tests_of(ggn: GGN, prior: GaussianPrior, solution: Solution, reference: Tens
     return stats.kstest(total.cpu().numpy(), stats.chi2(ggn.size).cdf), stats.ks_2samp(fit.cpu(), reference.cpu())
 
 
-def samples(features: Features, f: Tensor, num_samples: int, precision: float, contour_rows: int, seeds: int) -> None:
+def samples(features: Features, f: Tensor, num_samples: int, precision: float, seeds: int) -> None:
     ggn = GGN(features, Categorical(), f)
     prior = IsotropicPrior(precision).build(ggn, ([], torch.zeros(0)), Draws(1, 0).noise(features.num_outputs))
     print(f"N = {features.num_data}, P = {features.size}, isotropic prior, α = {precision}, {num_samples} samples")
     reference, _ = energies(ggn, prior, sample_posterior(ggn, prior, Draws(num_samples, 1000), BlockKrylov()).value)
-    ours = 0.0
     for seed in range(seeds):
         solution = sample_posterior(ggn, prior, Draws(num_samples, seed), BlockKrylov())
-        ours = solution.passes / num_samples + 0.5
+        passes = solution.passes / num_samples + 0.5
         total, fit = tests_of(ggn, prior, solution, reference)
         bound = float(solution.error.max()) ** 2
         print(
             f"BlockKrylov, seed {seed}: p = {total.pvalue:.2f} of the total energy, {fit.pvalue:.2f} of that of the "
-            f"data; squared error at most {bound:.3%}, {ours:.2f} passes a row",
-            flush=True,
-        )
-    draws = Draws(contour_rows, 0)
-    # Single precision cannot reach much less than 1e-6.
-    accurate = None
-    for tolerance in (1e-6, 1e-4):
-        solution = sample_contour(ggn, prior, draws, num_quadrature=10, tolerance=tolerance)
-        accurate = solution.value if accurate is None else accurate
-        gap, _ = energies(ggn, prior, solution.value - accurate)
-        error = float(gap.sum() / energies(ggn, prior, accurate)[0].sum())
-        passes = solution.passes / contour_rows
-        print(
-            f"contour quadrature, 10 points, tolerance {tolerance:g}, {contour_rows} rows: {error:.2%} from the first, "
-            f"{passes:.0f} passes a row, {passes / ours:.0f} times ours",
+            f"data; squared error at most {bound:.3%}, {passes:.2f} passes a row",
             flush=True,
         )
 
@@ -212,7 +196,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--alpha", type=float, help="prior precision; by default 1 of the g-prior, 0.1 of the isotropic"
     )
-    parser.add_argument("--rows", type=int, help="that the solvers solve (4), or contour quadrature draws (2)")
+    parser.add_argument("--rows", type=int, help="that the solvers solve (4)")
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3, help="of the samples that are tested")
     parser.add_argument("--epochs", type=int, default=5, help="of training")
@@ -228,7 +212,7 @@ def main(arguments: list[str] | None = None) -> None:
         assert isinstance(model, nn.Sequential)
         stored = StoredFeatures(model, data.x)
         features, alpha = DenseFeatures.of(stored, torch.float32), options.alpha or 0.1
-        samples(features, stored.outputs_of_network, options.samples, alpha, options.rows or 2, options.seeds)
+        samples(features, stored.outputs_of_network, options.samples, alpha, options.seeds)
     else:
         solvers(model, data, options.alpha or 1.0, options.rows or 4, tuple(options.sgd_epochs))
 
