@@ -18,6 +18,7 @@ from laplace_sampling.methods.fit import Fit, Task
 from laplace_sampling.methods.method import Tuning
 from laplace_sampling.methods.network_score import network_evidence
 from laplace_sampling.methods.problem import Problem
+from laplace_sampling.methods.verification import diagnosis_of
 from laplace_sampling.networks.function_fingerprint import FunctionFingerprint, structure_of
 from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.linearisation import Linearisation
@@ -205,9 +206,9 @@ class FittedModel:
 
     @solver_call
     def diagnose(self) -> Diagnosis:
-        """Whether solves, samples and hyperparameters of the last fit are right; `print` it for one page in words.
+        """Checks solves, samples and hyperparameters of the last fit; `print` it for a table, and what to do.
 
-        The energies of the samples are tested against their distributions; see `predictions.energy_tests`.
+        The energies of the samples are tested against their distributions; see `predictions.diagnosis`.
         """
         fit = self._require("diagnose").fit
         if fit is None or fit.sampled is None:
@@ -215,7 +216,7 @@ class FittedModel:
         with self.settings.processes.telling():
             if not len(fit.sampled.energies):
                 fit = fit.with_samples()
-            return fit.diagnosis(self.network.weights, self.settings.linear_model)
+            return diagnosis_of(fit, self.network.weights, self.settings.linear_model)
 
     @property
     def prior_precision_(self) -> Float[Tensor, " G"]:

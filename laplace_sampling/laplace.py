@@ -63,8 +63,8 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         method: `"exact"`, dense algebra, for small problems; `"krylov"`, block Krylov on all data; `"stochastic"`,
             mini-batches, for many data; `"dual"`, conjugate gradients in observation space, for regressions; `"kfac"`
             and `"diagonal"`, which leave out correlations; `"subset"`, the full covariance of a part of the data;
-            `"ciq"`, samples by the inverse square root; `"auto"` takes the best that the budget of a fit pays for
-            (`plan`, `print`). Or a `Method` with settings of its own, such as `Krylov(max_memory=2e9)`.
+            `"auto"` takes the best that the budget of a fit pays for (`plan`, `print`). Or a `Method` with settings of
+            its own, such as `Krylov(max_memory=2e9)`.
         num_samples: posterior samples for predictions, `K`; of standard deviations the relative error is `1/√(2K)`.
         seed: of all randomness.
         linear_model: `"affine"`, `h = f + φ(θ − w̄)`; `"homogeneous"`, `h = φθ`; `"auto"`, affine for a Gaussian

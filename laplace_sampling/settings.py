@@ -92,7 +92,7 @@ class Settings:
 
     def linearise(self, model: nn.Module) -> Linearisation:
         """The network with these random weights."""
-        return linearise(model, self.parameters, autocast=self.method.autocast, compile=self.method.compile)
+        return linearise(model, self.parameters, autocast=self.method.autocast)
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

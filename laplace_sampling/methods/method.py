@@ -162,10 +162,6 @@ class Method(ABC):
         autocast: `torch.bfloat16` or `torch.float16`, to which `torch.autocast` lowers operations of the network inside
             Jacobian products, to about 1 %; sums over data, solvers and samples stay in float32, and so does the
             network's own output.
-        compile: whether Jacobian products are compiled by `torch.compile` (or the name of one of its backends), each
-            shape of batches and number of vectors when it comes for the fourth time: small networks are then up to a
-            few times faster, after tens of seconds for each. A program is first compared with the product that is not
-            compiled; where it is wrong or fails, a notice says so, and nothing more is compiled.
 
     Raises:
         ValueError: for settings that are not possible.
@@ -174,15 +170,12 @@ class Method(ABC):
     max_memory: float | None = None
     offload_samples: bool = field(default=False, kw_only=True)
     autocast: torch.dtype | None = None
-    compile: bool | str = field(default=False)
 
     def __post_init__(self) -> None:
         number = isinstance(self.max_memory, Real) and not isinstance(self.max_memory, bool)
         if self.max_memory is not None and not (number and self.max_memory > 0):
             raise ValueError(f"`max_memory` must be a positive number of bytes, but is {self.max_memory!r}.")
         check_flag("`offload_samples`", self.offload_samples)
-        if not isinstance(self.compile, bool | str):
-            raise TypeError(f"`compile` must be True, False or the name of a backend, but is {self.compile!r:.80}.")
 
     @property
     @abstractmethod

@@ -71,7 +71,7 @@ def results(
     if la.noise_precision_ is not None:
         found["noise"] = la.noise_precision_
     diagnosis = la.diagnose()
-    found["offset"] = torch.tensor(diagnosis.offset)
+    found["offset"] = torch.tensor(diagnosis["‖φw̄ − f‖"].value)
     return la, found
 
 

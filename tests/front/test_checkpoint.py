@@ -47,7 +47,6 @@ FITS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "diagonal": ("classification", "diagonal", {}),
     "subset": ("classification", "subset", {}),
     "dual": ("regression", "dual", {}),
-    "ciq": ("regression", "ciq", {}),
     "last_layer": ("classification", "last_layer", {"parameters": "last_layer"}),
 }
 

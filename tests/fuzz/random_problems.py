@@ -36,7 +36,7 @@ from laplace_sampling import (
 
 __all__ = ["METHODS", "Example", "Problem", "examples", "problem"]
 
-METHODS = ["exact", "krylov", "cg", "svrg", "sgd", "dual", "kfac", "diagonal", "ciq", "auto"]
+METHODS = ["exact", "krylov", "cg", "svrg", "sgd", "dual", "kfac", "diagonal", "auto"]
 PRIORS = {"isotropic": IsotropicPrior, "g-prior": GPrior, "layerwise": LayerwisePrior}
 LIKELIHOODS = ["regression", "classification", "binary", "poisson", "heteroscedastic", "from_loss"]
 # Data that are predicted and not fitted, and the largest number of observations.

@@ -32,7 +32,6 @@ from laplace_sampling import (
     Auto,
     Bernoulli,
     Categorical,
-    Contour,
     Dual,
     Exact,
     Factored,
@@ -767,7 +766,7 @@ for _name, _state_of in (("{}", {}), ("None", None), ("3", 3), ("a module's", nn
 
 # Methods, likelihoods, priors -----------------------------------------------------------------------------------------
 
-for _kind_of_method in (Auto, Exact, Krylov, Stochastic, Dual, Factored, Contour):
+for _kind_of_method in (Auto, Exact, Krylov, Stochastic, Dual, Factored):
     _name = _kind_of_method.__name__
     _memory = _with(NOT_POSITIVE, word="1GB")
     if _kind_of_method is not Auto:
@@ -776,18 +775,12 @@ for _kind_of_method in (Auto, Exact, Krylov, Stochastic, Dual, Factored, Contour
     _add(f"{_name}: unknown keyword", "epochs", lambda k=_kind_of_method: k(epochs=3))
 for _name, _value in (("a word", "bfloat16"), ("float64", torch.float64), ("3", 3)):
     _add(f"Krylov: autocast={_name}", "autocast", lambda v=_value: _la(method=Krylov(autocast=v)))
-for _name, _value in (("3", 3), ("None", None), ("an unknown backend", "nothing")):
-    _add(f"Krylov: compile={_name}", "compile", lambda v=_value: _la(method=Krylov(compile=v)))
 _add("Krylov: by position", "positional", lambda: Krylov(1e9))  # pyright: ignore
 _add_values("Factored", "kind", {"'full'": "full", "None": None, "3": 3, "[]": []}, lambda v: Factored(kind=v))
 _add_values("Dual", "rank", NOT_WHOLE, lambda v: Dual(rank=v))
 _add_values("Dual", "max_iterations", _with(NOT_WHOLE, zero=0), lambda v: Dual(max_iterations=v))
 _add_values("Dual", "max_refinements", NOT_WHOLE, lambda v: Dual(max_refinements=v))
 _add_values("Dual", "accuracy", NOT_POSITIVE, lambda v: Dual(accuracy=v))
-_add_values("Contour", "num_quadrature", _with(NOT_WHOLE, zero=0), lambda v: Contour(num_quadrature=v))
-_add_values("Contour", "max_iterations", _with(NOT_WHOLE, zero=0), lambda v: Contour(max_iterations=v))
-_add_values("Contour", "minres_tolerance", NOT_POSITIVE, lambda v: Contour(minres_tolerance=v))
-_add_values("Contour", "residual_tolerance", NOT_POSITIVE, lambda v: Contour(residual_tolerance=v))
 _add_values(
     "Stochastic", "solver", {"'adam'": "adam", "3": 3, "SGD": SGD, "SVRG": SVRG}, lambda v: Stochastic(solver=v)
 )

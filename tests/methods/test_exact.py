@@ -266,7 +266,7 @@ def test_bounds_are_kept_in_observation_space() -> None:
         la.fit_hyperparameters(case.batches, noise_bounds=(0.1, 2.0), progress=False)
     assert len([warning for warning in record if warning.category is ConvergenceWarning]) == 1
     assert float(la.noise_precision_) == 2.0
-    assert la.diagnose().at_bounds == ("noise",)
+    assert "for noise." in la.diagnose()["precisions at a bound"].sentence
     run = partial(la.fit_hyperparameters, case.batches, progress=False)
     with pytest.raises(ValueError, match="noise_bounds"):
         run(noise_bounds=(2.0, 1.0))

@@ -92,7 +92,7 @@ def test_the_part_and_its_accuracy_are_told() -> None:
         la.fit([(x, y)], progress=False)
     assert "20 random rows of 20 of 300 data" in str(la)
     diagnosis = la.diagnose()
-    assert diagnosis.residual_kind == "change of standard deviations from half of the part"
+    assert "change of standard deviations from half of the part" in diagnosis["largest residual"].name
     assert not la.converged_
     with pytest.raises(ValueError, match="max_rows"):
         Subset(max_rows=0)
