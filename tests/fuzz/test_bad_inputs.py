@@ -227,10 +227,12 @@ def _construct(argument: str) -> Callable[[Any], object]:
 
 _add_values("LinearisedLaplace", "num_samples", _with(NOT_WHOLE, zero=0, one=1), _construct("num_samples"))
 _add_values("LinearisedLaplace", "seed", NOT_WHOLE, _construct("seed"))
-for _argument in ("linear_model", "hessian_at"):
-    _add_values(
-        "LinearisedLaplace", _argument, {"'x'": "x", "None": None, "3": 3, "[]": [], "{}": {}}, _construct(_argument)
-    )
+_add_values(
+    "LinearisedLaplace",
+    "linear_model",
+    {"'x'": "x", "None": None, "3": 3, "[]": [], "{}": {}},
+    _construct("linear_model"),
+)
 _add_values(
     "LinearisedLaplace",
     "prior",
@@ -773,8 +775,6 @@ for _kind_of_method in (Auto, Exact, Krylov, Stochastic, Dual, Factored):
     _add(f"{_name}: unknown keyword", "epochs", lambda k=_kind_of_method: k(epochs=3))
 for _name, _value in (("a word", "bfloat16"), ("float64", torch.float64), ("3", 3)):
     _add(f"Krylov: autocast={_name}", "autocast", lambda v=_value: _la(method=Krylov(autocast=v)))
-for _name, _value in (("3", 3), ("None", None), ("an unknown backend", "nothing")):
-    _add(f"Krylov: compile={_name}", "compile", lambda v=_value: _la(method=Krylov(compile=v)))
 _add("Krylov: by position", "positional", lambda: Krylov(1e9))  # pyright: ignore
 _add_values("Factored", "kind", {"'full'": "full", "None": None, "3": 3, "[]": []}, lambda v: Factored(kind=v))
 _add_values("Dual", "rank", NOT_WHOLE, lambda v: Dual(rank=v))

@@ -101,7 +101,7 @@ def test_a_string_stands_for_a_method_with_its_defaults(name) -> None:
     [
         Krylov(max_memory=1e9),
         Stochastic(solver=SGD(epochs=3.0, seed=2)),
-        Stochastic(solver=SVRG(max_rank=10), compile="eager"),
+        Stochastic(solver=SVRG(max_rank=10)),
         Dual(rank=3, accuracy=1e-3),
         Factored(kind="diagonal", autocast=torch.float16),
     ],
@@ -146,8 +146,6 @@ def test_a_method_needs_its_samples_and_one_solve(name: str, stacks: int) -> Non
 
 
 def test_settings_of_another_kind_are_refused() -> None:
-    with pytest.raises(TypeError, match="compile"):
-        Krylov(compile=3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="max_memory"):
         Krylov(max_memory=True)
     with pytest.raises(TypeError, match="callback"):
