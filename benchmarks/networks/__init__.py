@@ -1,1 +1,1 @@
-"""Commands: `products`, `large_batches` (time of Jacobian products), `compatibility` (which networks work)."""
+"""Commands: `products` (time of Jacobian products), `compatibility` (which networks work)."""

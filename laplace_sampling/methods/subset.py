@@ -24,8 +24,8 @@ from laplace_sampling.methods.method import Choice, Method, Tuning, has_path, tu
 from laplace_sampling.methods.problem import Problem
 from laplace_sampling.methods.solver_method import SolverMethod
 from laplace_sampling.methods.start import Start
-from laplace_sampling.predictions.accuracy import Accuracy
 from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
+from laplace_sampling.predictions.diagnosis import Accuracy
 from laplace_sampling.predictions.selection import Selection
 from laplace_sampling.solvers.checks import check_whole
 from laplace_sampling.solvers.krylov import CG

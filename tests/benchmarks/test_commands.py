@@ -80,7 +80,6 @@ FEWER: dict[str, dict[str, Any]] = {
     },
     "methods.scale": {"CASES": (("wine", "MLP", "short"),), "RECIPES": {"short": SHORT}, "SEEDS": 1},
     "methods.selection": {"CHOICES": {"gap": ("gap", {str(n): Candidate(width=n, recipe=SHORT) for n in (2, 3)})}},
-    "networks.large_batches": {"BATCHES": {"LeNet": (64, 28)}},
     "solvers.digits": {"print_sgd": lambda *_: None, "print_precisions": lambda *_: None},
 }
 
