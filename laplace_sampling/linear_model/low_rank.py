@@ -8,9 +8,9 @@ and the quotient has a closed form without the difference for the inverse, `−1
 
 **Where the spectrum is cut.** An eigenvector that is left out has the variance `1/s` in place of `1/(λ + s)`. So the
 variances at the training data, weighted by the curvature of the loss, whose sum is the effective dimension
-`γ = Σ_j λ_j/(λ_j + s)`, grow by `Σ_{j>r} λ_j²/(s(λ_j + s)) = 2εγ`, and standard deviations by the factor `1 + ε`. At 100
-test images of Fashion-MNIST (a LeNet of 61,706 weights) they grew by `2ε` on average and by `6ε` at most, for `r` from 8
-to 512.
+`γ = Σ_j λ_j/(λ_j + s)`, grow by `Σ_{j>r} λ_j²/(s(λ_j + s)) = 2εγ`, and standard deviations by the factor `1 + ε`. At
+100 test images of Fashion-MNIST (a LeNet of 61,706 weights) they grew by `2ε` on average and by `6ε` at most, for `r`
+from 8 to 512.
 """
 
 import math
