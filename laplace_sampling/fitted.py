@@ -146,9 +146,8 @@ class FittedModel:
         With `at="network"` at the weights and outputs of the network; only that says how good it is, as `score` does.
 
         `−Σ_i ℓ(y_i, h(θ̄, x_i)) − ½ θ̄ᵀAθ̄ − ½ log|I + A⁻¹M|`: the log determinant exactly from the exact method, else by
-        stochastic Lanczos quadrature. For a loss that is not quadratic it is Laplace's approximation, and with
-        `hessian_at="mode"` no guide to the prior precision, as the curvature moves with it. What validation data
-        chose (`scale_`, and the noise of predictions) has no part in it.
+        stochastic Lanczos quadrature. For a loss that is not quadratic it is Laplace's approximation. What validation
+        data chose (`scale_`, and the noise of predictions) has no part in it.
         """
         if at not in ("mode", "network"):
             raise ValueError(f'`log_marginal_likelihood(at={at!r})` is not known; use "mode" or "network".')
@@ -297,7 +296,7 @@ class FittedModel:
         head = (
             f"LinearisedLaplace({type(self.network.module).__name__}, {settings.likelihood.name!r}, "
             f"P={self.network.num_parameters}, prior={type(settings.prior).__name__}, "
-            f"linear_model={settings.linear_model!r}, hessian_at={settings.hessian_at!r}, "
+            f"linear_model={settings.linear_model!r}, "
             f"method={settings.method.name!r}"
         )
         if fitted is None:

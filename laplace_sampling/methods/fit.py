@@ -61,7 +61,7 @@ class Task:
         selection: the rule for the prior precision, where it is not the evidence.
         holding: where samples are kept.
         replaceable: whether the method was chosen, not asked for, so that another one may take its place.
-        hessian_at: as of a `Problem`; likewise `num_samples`, `seed`, `dtype`, `progress`.
+        num_samples: as of a `Problem`; likewise `seed`, `dtype`, `progress`.
     """
 
     method: "Method"
@@ -69,7 +69,6 @@ class Task:
     prior: GaussianPrior
     memory: "Memory"
     reason: str
-    hessian_at: str
     num_samples: int
     seed: int
     dtype: torch.dtype
@@ -102,28 +101,17 @@ class Task:
         )
 
     @property
-    def moves(self) -> bool:
-        """Whether the curvature moves with the mode."""
-        return self.hessian_at == "mode" and not self.model.likelihood.quadratic
-
-    @property
     def draws(self) -> Draws:
         """The draws of the samples that are kept."""
         return Draws(self.num_samples, self.seed, Stream.SAMPLES)
 
-    def ggn(self, mode_outputs: Tensor | None = None) -> GGN:
-        """`M`, with the curvature at the network's outputs or at those of the mode, whichever the task asks for.
+    def ggn(self) -> GGN:
+        """`M`, with the curvature at the network's outputs."""
+        return self.model.ggn(self.model.network_outputs)
 
-        Before the mode is known its place is taken by outputs of zero, where `B` does not depend on `α`.
-        """
-        outputs = self.model.network_outputs
-        if self.hessian_at == "mode":
-            outputs = torch.zeros_like(outputs) if mode_outputs is None else mode_outputs
-        return self.model.ggn(outputs)
-
-    def scaled_ggn(self, mode_outputs: Tensor | None = None) -> GGN:
-        """The same in the scaled coordinates of the prior."""
-        ggn = self.ggn(mode_outputs)
+    def scaled_ggn(self) -> GGN:
+        """`M` in the scaled coordinates of the prior."""
+        ggn = self.ggn()
         return replace(ggn, features=ScaledFeatures(ggn.features, self.prior.scale.to(ggn.device, ggn.dtype)))
 
 
@@ -185,8 +173,8 @@ class Fit(ABC):
 
     @property
     def needs_mode(self) -> bool:
-        """Whether the posterior depends on it, or the hyperparameters are verified by it."""
-        return self.task.moves or self.tuned.criterion == "evidence"
+        """Whether the hyperparameters are verified by it."""
+        return self.tuned.criterion == "evidence"
 
     @property
     def method(self) -> "Method":
@@ -208,7 +196,7 @@ class Fit(ABC):
     @property
     def ggn(self) -> GGN:
         """`M`."""
-        return self.task.ggn(self.mode.outputs if self.task.moves else None)
+        return self.task.ggn()
 
     @property
     def path(self) -> EvidencePath | None:

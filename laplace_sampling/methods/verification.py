@@ -182,7 +182,7 @@ def _of_dimension(fit: Fit, gamma: float) -> Check:
     sentence = (
         "The data determine almost nothing, and the posterior is nearly the prior. Either α is far too large, or the "
         "loss has no curvature, as for a network that is certain of its labels. Pass `val_loader`, some 500 data that "
-        'the network was not trained on, which choose another α; or use `hessian_at="mode"`.'
+        "the network was not trained on, which choose another α."
         if gamma < 1
         else f"The data determine nearly all of the {rank:,} directions that they can, so that the linear model fits "
         "any targets, and neither the noise nor α is well determined. Give more data or fewer random weights "

@@ -37,7 +37,7 @@ def regression(num_data: int = 300) -> tuple[nn.Module, Tensor, Tensor]:
 @covering(name=["classification", "regression", "conv_batch_norm"], prior=["isotropic", "g-prior", "layerwise"])
 def test_all_rows_give_the_exact_posterior(name: str, prior: str) -> None:
     case = make_case(name)
-    settings = {"prior": prior, "prior_precision": 0.6, "hessian_at": "network", "num_samples": 1000}
+    settings = {"prior": prior, "prior_precision": 0.6, "num_samples": 1000}
     found, exact = (
         laplace_of(case.model, case.likelihood, method=method, **settings).fit(loader(case), progress=False)
         for method in (ALL, "exact")
@@ -188,7 +188,7 @@ def test_factors_in_place_of_a_part_are_those_at_the_noise_that_is_found(monkeyp
 @pytest.mark.parametrize("criterion", ["self_consistency", "evidence"])
 def test_a_classification_is_tuned_saved_and_loaded(criterion: str, tmp_path) -> None:
     case = make_case("classification_many_data")
-    settings = {"prior": "isotropic", "hessian_at": "network", "num_samples": 4}
+    settings = {"prior": "isotropic", "num_samples": 4}
     found, exact = (
         LinearisedLaplace(case.model, "classification", method=method, **settings).fit_hyperparameters(
             case.batches, progress=False, criterion=criterion
