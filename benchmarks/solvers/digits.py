@@ -6,7 +6,6 @@ exact and a product costs little; steps, epochs and products are as many as with
 """
 
 import argparse
-import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from benchmarks.solvers.published_recipe import AveragingSGD, SubsampledNoise
 from laplace_sampling.__main__ import cnn, digits, train
 from laplace_sampling.evidence.em import EMResult, fit_em
-from laplace_sampling.evidence.fixed_point import fit_path
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures
@@ -118,13 +116,6 @@ def recipe(p: Problem, start: float) -> EMResult:
     return fit_em(p.model, p.prior(start), Draws(16, 0), RECIPE, max_steps=8, tolerance=1e-6)
 
 
-def path_fit(p: Problem, start: float, seed: int = 0) -> tuple[float, float]:
-    """`α` by evidence paths, and the number of passes, modes included."""
-    result = fit_path(p.model, p.prior(start), seed, 0)
-    assert result.converged
-    return float(result.prior.precision), sum(step.passes for step in result.history)
-
-
 def dense_fixed_point(p: Problem, near: float, tolerance: float = 3e-3) -> float:
     """MacKay's fixed point by dense algebra in float64, from a starting point that only saves time."""
     features = p.model.features
@@ -187,13 +178,6 @@ def print_precisions(p: Problem) -> None:
         results = {start: em(p, start) for start in (100.0, 0.01)}
         truth = dense_fixed_point(p, float(results[100.0].prior.precision))
         print(f"dense {truth:.4g}", flush=True)
-        for start, seed in itertools.product((1.0, 100.0, 0.01), range(3)):
-            alpha, passes = path_fit(p, start, seed)
-            print(
-                f"  evidence path from {start}, seed {seed}: {alpha:.4g}, "
-                f"off by {alpha / truth - 1:+.1%}, {passes:.0f} passes",
-                flush=True,
-            )
         results = {f"EM from {start}": result for start, result in results.items()}
         for name, result in {**results, "the paper's recipe from 1": recipe(p, 1.0)}.items():
             alpha = float(result.prior.precision)

@@ -8,9 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.evidence.curves import EvidencePath
-from laplace_sampling.gp.exact_classification import ExactClassification, ExactPosterior
-from laplace_sampling.gp.exact_curves import classification_curves, regression_curves
+from laplace_sampling.evidence.curves import ModeCurve, interpolated, modes_along
+from laplace_sampling.gp.exact_classification import ExactClassification, ExactMode, ExactPosterior
 from laplace_sampling.gp.exact_prediction import ExactPrediction
 from laplace_sampling.gp.exact_regression import ExactRegression, overall_precisions
 from laplace_sampling.gp.regression_evidence import HyperparameterBounds
@@ -87,8 +86,8 @@ class GramPosterior(ABC):
         """The posterior of the function at other inputs."""
 
     @abstractmethod
-    def curves(self) -> EvidencePath:
-        """Evidence, `γ` and norm of the mode for every `α`."""
+    def mode_curve(self, alphas: Float[Tensor, " k"]) -> ModeCurve:
+        """Objective and norm of the mode along `α`, from the modes at some rising precisions."""
 
     @abstractmethod
     def leave_one_out(self) -> LeaveOneOut:
@@ -217,8 +216,14 @@ class GramRegression(GramPosterior):
     def predict(self, features: Features) -> ExactPrediction:
         return self.exact.at(features)
 
-    def curves(self) -> EvidencePath:
-        return regression_curves(self.exact, *self.precisions)
+    def mode_curve(self, alphas: Float[Tensor, " k"]) -> ModeCurve:
+        exact, b = self.exact, self.precisions[1]
+        losses = exact.model.likelihood.loss(exact.model.offset.double(), exact.model.targets)
+        constant = float(losses.sum() - 0.5 * b * exact.rotated.square().sum())
+        norms = exact.mode_norm(alphas, b).cpu()
+        return interpolated(
+            alphas, constant + 0.5 * b * exact.squared_error(alphas, b).cpu() + 0.5 * alphas * norms, norms
+        )
 
     def leave_one_out(self) -> LeaveOneOut:
         return self.exact.leave_one_out(*self.precisions)
@@ -305,8 +310,12 @@ class GramClassification(GramPosterior):
     def predict(self, features: Features) -> ExactPrediction:
         return self.exact.prediction_at(features)
 
-    def curves(self) -> EvidencePath:
-        return classification_curves(self.exact)
+    def mode_curve(self, alphas: Float[Tensor, " k"]) -> ModeCurve:
+        def find(alpha: float, start: ExactMode) -> tuple[ExactMode, float, float]:
+            mode = self.exact.problem.mode(alpha, start)
+            return mode, mode.loss + 0.5 * alpha * mode.norm, mode.norm
+
+        return modes_along(alphas, self.exact.mode, find)
 
     def leave_one_out(self) -> LeaveOneOut:
         return self.exact.leave_one_out()

@@ -105,6 +105,33 @@ class Search:
         )
 
 
+def regression_of_spectrum(
+    model: LinearModel, prior: GaussianPrior, values: Float[Tensor, " m"], inside: Float[Tensor, " m"]
+) -> ExactRegression:
+    """The evidence of a regression of which the leading part is known: its eigenvectors are not there.
+
+    Args:
+        model: the linear model, with one noise precision.
+        prior: with one precision.
+        values: leading eigenvalues of the Gram matrix, at `α = b = 1`; all others count as zero.
+        inside: the residuals `y − o` along their eigenvectors.
+    """
+    # With more weights than targets the smallest ones are zero.
+    kept = values.sort().indices[-model.num_observations :]
+    values, inside = values[kept], inside[kept]
+    num_outside = model.num_observations - len(values)
+    squares = model.residuals(model.offset).double().square().sum()
+    outside = (squares - inside.square().sum()).clamp_min(0)
+    return ExactRegression(
+        model,
+        prior,
+        torch.cat([values.new_zeros(num_outside), values]),
+        values.new_zeros(0, 0),
+        torch.cat([(outside / max(num_outside, 1)).sqrt().expand(num_outside), inside]),
+        torch.ones_like(model.offset, dtype=torch.float64),
+    )
+
+
 def fit_exact_regression(
     model: LinearModel,
     prior: GaussianPrior,

@@ -1,18 +1,18 @@
 """`Dual`: conjugate gradients in observation space, for regressions."""
 
-import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from laplace_sampling.evidence.curves import EvidencePath
+from laplace_sampling.evidence.curves import ModeCurve, Traces
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.sampling import PosteriorSamples
-from laplace_sampling.methods.fit import Fit, Task, Tuned
+from laplace_sampling.methods.fit import Task, Tuned
 from laplace_sampling.methods.method import Choice, Tuning, has_path
 from laplace_sampling.methods.problem import Problem, fits_in_observation_space
 from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, tuned_by_gram_matrix
@@ -111,11 +111,6 @@ class Dual(SolverMethod):
             task = _at_evidence_of_leading_part(task, tuning, solver.held)
         return self.tune_by_em(task, tuning, solver)
 
-    def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
-        fit = super().fit(task, tuned, tolerance)
-        precise = None if fit.solved or fit.cut_short else task.in_float64()
-        return fit if precise is None else super().fit(precise, replace(tuned, work=None), tolerance)
-
     def mode(self, task: Task, solver: Any, tuned: Tuned) -> Minimum:
         return solver.mode(task.model, task.prior)
 
@@ -139,7 +134,7 @@ def _precise(model: LinearModel) -> LinearModel:
 
 
 def _tune_by_gram_matrix(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
-    """The hyperparameters of the exact method; its curves go with them, and its matrices are freed."""
+    """The hyperparameters of the exact method; its matrices are freed."""
     from laplace_sampling.gp.gram_posterior import GramRegression
     from laplace_sampling.gp.regression_evidence import HyperparameterBounds
 
@@ -148,7 +143,7 @@ def _tune_by_gram_matrix(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
     optimum = GramRegression.tuned(_precise(task.model), prior, bounds)
     precise, tuned = tuned_by_gram_matrix(optimum, replace(task, prior=prior), tuning)
     task = replace(task, model=task.model.with_likelihood(precise.model.likelihood), prior=precise.prior)
-    return task, replace(tuned, work=None, path=tuned.work.curves())
+    return task, replace(tuned, work=None)
 
 
 def _at_evidence_of_leading_part(task: Task, tuning: Tuning, held: Any) -> Task:
@@ -157,23 +152,13 @@ def _at_evidence_of_leading_part(task: Task, tuning: Tuning, held: Any) -> Task:
     What the preconditioner leaves out counts as noise, in as many directions as there are. Where that has no maximum
     inside the bounds, EM would stay at the bound: the task is returned as it is.
     """
-    from laplace_sampling.gp.exact_regression import ExactRegression
-    from laplace_sampling.gp.tuned_regression import Search
+    from laplace_sampling.gp.tuned_regression import Search, regression_of_spectrum
 
     model = task.model
     assert isinstance(model.likelihood, Gaussian)
-    residual = model.residuals(model.offset).flatten()
-    inside = held.vectors.mT @ residual
-    num_outside = model.num_observations - len(inside)
-    outside = (residual.square().sum() - inside.square().sum()).clamp_min(0)
     values = held.eigenvalues / float(torch.as_tensor(model.likelihood.noise_precision))
-    spectrum = ExactRegression(
-        model,
-        task.prior,
-        torch.cat([values.new_zeros(num_outside), values]),
-        held.vectors,
-        torch.cat([(outside / max(num_outside, 1)).sqrt().expand(num_outside), inside]),
-        torch.ones_like(model.offset, dtype=torch.float64),
+    spectrum = regression_of_spectrum(
+        model, task.prior, values, held.vectors.mT @ model.residuals(model.offset).flatten()
     )
     optimum = Search(True, tuning.precision_bounds, tuning.noise_bounds).largest(spectrum)
     if optimum.at_bounds:
@@ -188,12 +173,18 @@ def _at_evidence_of_leading_part(task: Task, tuning: Tuning, held: Any) -> Task:
 class DualFit(SolverFit):
     """A fit in observation space: where the Gram matrix fits in memory, its evidence is exact."""
 
-    def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
-        from laplace_sampling.gp.exact_curves import regression_curves
-        from laplace_sampling.gp.exact_regression import ExactRegression, overall_precisions
+    @cached_property
+    def _gram(self) -> Any:
+        from laplace_sampling.gp.gram_posterior import GramRegression
 
         if not fits_in_observation_space(self.model.features, self.task.memory):
-            return super().evidence(decades)
-        prior = self.prior.to(self.model.features.device, torch.float64)
-        exact = ExactRegression.of(_precise(self.model), prior, max_memory=math.inf)
-        return regression_curves(exact, *overall_precisions(self.model, self.prior)), self.mode_problems
+            return None
+        return GramRegression.of(_precise(self.model), self.prior.to(self.model.features.device, torch.float64))
+
+    def traces(self, decades: float) -> Traces:
+        if self._gram is None:
+            return super().traces(decades)
+        return Traces.of_eigenvalues(self._gram.precisions[1] * self._gram.eigenvalues, self.alpha)
+
+    def mode_curve(self, alphas: Tensor) -> ModeCurve:
+        return super().mode_curve(alphas) if self._gram is None else self._gram.mode_curve(alphas)

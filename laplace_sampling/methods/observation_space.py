@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.evidence.curves import EvidencePath
+from laplace_sampling.evidence.curves import EvidencePath, ModeCurve, Traces
 from laplace_sampling.gp.exact_prediction import ExactPrediction
 from laplace_sampling.gp.gram_posterior import GramPosterior
 from laplace_sampling.likelihoods.gaussian import Gaussian
@@ -66,10 +66,7 @@ def _energies(samples: Float[Tensor, "K P"], diagonal: Float[Tensor, " P"]) -> F
 
 
 def observation_space_fit(task: Task, tuned: Tuned, posterior: GramPosterior) -> "ObservationSpaceFit":
-    fit = ObservationSpaceFit(task, tuned, posterior)
-    if fit.needs_mode:
-        fit.known_mode.append(fit.find_mode())
-    return fit
+    return ObservationSpaceFit(task, tuned, posterior).with_mode()
 
 
 @dataclass(frozen=True)
@@ -125,13 +122,15 @@ class ObservationSpaceFit(Fit):
             f"{min(100 * self._lost, 100):.0f} %. Raise the prior precision, or lower that of the noise.",
         ]
 
-    @property
-    def path(self) -> EvidencePath:
-        return self._curves
+    def traces(self, decades: float) -> Traces:
+        return Traces.of_eigenvalues(self.posterior.precisions[1] * self.posterior.eigenvalues, self.alpha)
 
-    @cached_property
-    def _curves(self) -> EvidencePath:
-        return self.posterior.curves()
+    @property
+    def known_traces(self) -> Traces:
+        return self.traces(0.0)
+
+    def mode_curve(self, alphas: Float[Tensor, " k"]) -> ModeCurve:
+        return self.posterior.mode_curve(alphas)
 
     @property
     def saves_data(self) -> bool:
@@ -182,13 +181,11 @@ class ObservationSpaceFit(Fit):
     def judge(self, sampled: PosteriorSamples) -> tuple[Tensor, float]:
         return sampled.residual, _RESIDUAL
 
-    def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
-        problems = []
-        if not (minimum := self.mode.minimum).converged:
-            problems.append(f"the mode, whose residual is {minimum.residual:.2g}, has not converged")
+    def evidence(self, decades: float) -> tuple[EvidencePath, list[str]]:
+        path, problems = super().evidence(decades)
         if self._lost > MOST_LOST:
             problems.append("the data determine the function better than float64 carries")
-        return self._curves, problems
+        return path, problems
 
     def leave_one_out(self) -> LeaveOneOut:
         return self.posterior.leave_one_out()

@@ -8,6 +8,7 @@ from functools import cache
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.linear_model.bounds import mackay_root
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.linear_model import LinearModel
@@ -18,7 +19,6 @@ from laplace_sampling.predictions.covariance_path import CovariancePath
 from laplace_sampling.predictions.looks import DECADE, Looks, decades
 from laplace_sampling.predictions.loss_bound import LossBound, Used
 from laplace_sampling.predictions.selection import Selected, Selection, grid, nearest
-from laplace_sampling.solvers.root import falling_root
 
 __all__ = ["LossRise"]
 
@@ -72,7 +72,8 @@ class LossRise(Selection):
         looks, draws = self.looks(model.features), Draws(_DRAWS, seed, Stream.LOSS_RISE)
         some = model.with_targets(some_of(model.features, looks.num_data, None if self.in_order else seed))
         looks = replace(looks, num_data=len(some))
-        lowest = _of_evidence(path, weight_norm, bounds)
+        # MacKay's fixed point with the trained weights in the place of the mode.
+        lowest, _ = mackay_root(path.effective_dimension, lambda alpha: alpha * weight_norm, 1.0, bounds, _ACCURACY)
         alphas = _down_to(lowest, grid(path, SomeFeatures(model.features, some), bounds))
         used, products = self._used(model, path.prior, seed)
         found = path.deviations(SomeFeatures(model.features, some), alphas, draws)
@@ -117,18 +118,6 @@ def _problem(bound: LossBound, alpha: float) -> str:
         f"{bound.nowhere} at any prior precision that was tried: the largest, {alpha:.3g}, is taken, and error bars "
         "are negligible. Pass `val_loader`, or look at the network's outputs on the training data."
     )
-
-
-def _of_evidence(path: CovariancePath, weight_norm: float, bounds: tuple[float, float]) -> float:
-    """MacKay's fixed point `α ‖w̄‖² = γ(α)` with the trained weights in the place of the mode."""
-
-    def excess(log_alpha: float) -> float:
-        alpha = math.exp(log_alpha)
-        return math.log(max(path.effective_dimension(alpha), 1e-300)) - math.log(max(alpha * weight_norm, 1e-300))
-
-    low, high = (math.log(bound) for bound in bounds)
-    root, _ = falling_root(excess, min(max(0.0, low), high), (low, high), _ACCURACY)
-    return math.exp(root)
 
 
 def most_data(features: Features) -> int:
