@@ -18,8 +18,8 @@ from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.methods.fit import Tuned
 from laplace_sampling.methods.method import Method, Tuning
-from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.random_weights import Subset
+from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.on_training_data import calibration_of, held_out_problems
 from laplace_sampling.planning import PlannedModel
 from laplace_sampling.posterior import Posterior

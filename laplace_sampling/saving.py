@@ -26,9 +26,9 @@ from laplace_sampling.linear_model.priors.prior import GaussianPrior, Prior
 from laplace_sampling.methods import method_from_recipe, recipe_of_method
 from laplace_sampling.methods.method import Method
 from laplace_sampling.networks.function_fingerprint import FunctionFingerprint
-from laplace_sampling.networks.held_module import HALF
 from laplace_sampling.networks.last_layer import LastLayer
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.networks.shell import HALF
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.conformal import conformal_of
@@ -112,9 +112,10 @@ class SavableModel(FittedModel):
     def _take_over(
         self, state: dict[str, Tensor], how: dict[str, Any], call: str, held: HeldSamples | None = None
     ) -> None:
-        posterior, settings = posterior_of(state, how, self.settings, self.network, call, held=held)
-        fit, tangent = restore_fit(settings, self.network, posterior)
-        self.settings, self._unfinished = settings, ()
+        network = self.network.renewed()
+        posterior, settings = posterior_of(state, how, self.settings, network, call, held=held)
+        fit, tangent = restore_fit(settings, network, posterior)
+        self.settings, self.network, self._unfinished = settings, network, ()
         self._keep(posterior, fit, tangent)
 
     @together

@@ -80,7 +80,7 @@ def contenders(
 ) -> dict[str, Callable[[], Tensor]]:
     """Functions that compute the product of the same `K` vectors, and one gradient."""
     network = Linearisation(module)
-    weights, f = network.held.random(), network(x)
+    weights, f = network.shell.random(), network(x)
     labels = torch.randint(f.shape[1], (len(x),), device=x.device)
     p = f.softmax(-1)
     v = torch.randn(K, network.num_parameters, device=x.device)
@@ -108,7 +108,7 @@ def contenders(
         "loop": torch.no_grad()(lambda: torch.stack([one({n: t[k] for n, t in tangents.items()}) for k in range(K)])),
         "vmap": torch.no_grad()(lambda: vmap(one, chunk_size=chunk)(tangents)),
     }
-    if K * network.batching.largest_tensor(network.held.forward, x) < MOST_BYTES:  # else memory is short
+    if K * network.batching.largest_tensor(network.shell.forward, x) < MOST_BYTES:  # else memory is short
         products["vmap of all"] = torch.no_grad()(lambda: vmap(one)(tangents))
     if compile:
         compiled = Linearisation(module, compile=True)

@@ -168,7 +168,7 @@ class SampledLaplace(SampledPredictions):
 
     def _take_weights(self, la: LinearisedLaplace) -> None:
         """The parameters that are random, of which a last layer is known after a run of the network."""
-        parameters = dict(la.network.module.named_parameters())
+        parameters = dict(la.network.source.named_parameters())
         self.params = [parameters[name] for name in la.network.names]
         self.n_params, self.n_layers = la.network.num_parameters, len(self.params)
 

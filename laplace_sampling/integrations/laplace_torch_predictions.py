@@ -10,8 +10,7 @@ from torch import Tensor
 
 from laplace_sampling.data.batches import place
 from laplace_sampling.linear_model.held_samples import HeldSamples
-from laplace_sampling.networks.evaluation_mode import evaluation_mode
-from laplace_sampling.networks.held_module import solver_call
+from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.predict import predict
 from laplace_sampling.predictions.classification_prediction import ClassificationPrediction
 from laplace_sampling.solvers.checks import check_whole
@@ -139,9 +138,9 @@ class SampledPredictions(ParametricLaplace):
         """`f(w̄ + ζ_k, x)`; the weights of the network stay as they are."""
         weights = self.sample(n_samples, generator)
         network = self._posterior().network
-        held, x = network.held, place(self._inputs(X), network.device, network.dtype)
-        with torch.no_grad(), evaluation_mode(held):
-            return torch.stack([held(held.fixed() | network.unflatten(w), x) for w in weights])
+        x = place(self._inputs(X), network.device, network.dtype)
+        with torch.no_grad(), network.shell.opened():
+            return torch.stack([network.shell(network.unflatten(w), x) for w in weights])
 
     def _nn_predictive_samples(
         self, X: Any, n_samples: int = 100, generator: torch.Generator | None = None, **model_kwargs: Any

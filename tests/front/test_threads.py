@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from laplace_sampling import LinearisedLaplace
-from laplace_sampling.networks.held_module import precisions
+from laplace_sampling.networks.solving import precisions
 from laplace_sampling.solvers.basis import Basis
 
 
