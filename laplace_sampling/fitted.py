@@ -18,6 +18,7 @@ from laplace_sampling.methods.fit import Fit, Task
 from laplace_sampling.methods.method import Tuning
 from laplace_sampling.methods.network_score import network_evidence
 from laplace_sampling.methods.problem import Problem
+from laplace_sampling.methods.verification import diagnosis_of
 from laplace_sampling.networks.function_fingerprint import FunctionFingerprint
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.solving import LOCK, solver_call
@@ -51,12 +52,14 @@ class Fitted:
         fit: with the training data; `None` for a posterior that was loaded without them, and so is `tangent`.
         tangent: the linear model on the training data.
         num_draws: how often new samples were drawn, so that each call draws others.
+        of_earlier_weights: whether the network may have been trained since, as after `start_from`.
     """
 
     posterior: Posterior
     fit: Fit | None = None
     tangent: TangentModel | None = None
     num_draws: int = 0
+    of_earlier_weights: bool = False
 
 
 class FittedModel:
@@ -133,9 +136,8 @@ class FittedModel:
         With `at="network"` at the weights and outputs of the network; only that says how good it is, as `score` does.
 
         `−Σ_i ℓ(y_i, h(θ̄, x_i)) − ½ θ̄ᵀAθ̄ − ½ log|I + A⁻¹M|`: the log determinant exactly from the exact method, else by
-        stochastic Lanczos quadrature. For a loss that is not quadratic it is Laplace's approximation, and with
-        `hessian_at="mode"` no guide to the prior precision, as the curvature moves with it. What validation data
-        chose (`scale_`, and the noise of predictions) has no part in it.
+        stochastic Lanczos quadrature. For a loss that is not quadratic it is Laplace's approximation. What validation
+        data chose (`scale_`, and the noise of predictions) has no part in it.
         """
         if at not in ("mode", "network"):
             raise ValueError(f'`log_marginal_likelihood(at={at!r})` is not known; use "mode" or "network".')
@@ -194,9 +196,9 @@ class FittedModel:
 
     @solver_call
     def diagnose(self) -> Diagnosis:
-        """Whether solves, samples and hyperparameters of the last fit are right; `print` it for one page in words.
+        """Checks solves, samples and hyperparameters of the last fit; `print` it for a table, and what to do.
 
-        The energies of the samples are tested against their distributions; see `predictions.energy_tests`.
+        The energies of the samples are tested against their distributions; see `predictions.diagnosis`.
         """
         fit = self._require("diagnose").fit
         if fit is None or fit.sampled is None:
@@ -204,7 +206,7 @@ class FittedModel:
         with self.settings.processes.telling():
             if not len(fit.sampled.energies):
                 fit = fit.with_samples()
-            return fit.diagnosis(self.network.weights, self.settings.linear_model)
+            return diagnosis_of(fit, self.network.weights, self.settings.linear_model)
 
     @property
     def prior_precision_(self) -> Float[Tensor, " G"]:
@@ -284,7 +286,7 @@ class FittedModel:
         head = (
             f"LinearisedLaplace({type(self.network.module).__name__}, {settings.likelihood.name!r}, "
             f"P={self.network.num_parameters}, prior={type(settings.prior).__name__}, "
-            f"linear_model={settings.linear_model!r}, hessian_at={settings.hessian_at!r}, "
+            f"linear_model={settings.linear_model!r}, "
             f"method={settings.method.name!r}"
         )
         if fitted is None:
@@ -323,8 +325,12 @@ class FittedModel:
         return fitted.fit, fitted.tangent
 
     def _check_network(self, call: str) -> None:
-        """Raise if weights that the fit shares with the model were changed in place."""
-        self._require(call)
+        """Raise if weights that the fit shares with the model were changed in place, or it is of earlier weights."""
+        fitted = self._require(call)
+        if fitted.of_earlier_weights:
+            network = self.network.renewed()
+            check_fingerprint(network, fitted.posterior.fingerprint, call)
+            self.network, fitted.of_earlier_weights = network, False
         self.network.shell.check(call)
 
 

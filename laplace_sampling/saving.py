@@ -133,7 +133,7 @@ class SavableModel(FittedModel):
         posterior, self.settings = posterior_of(
             state, described(state), self.settings, self.network, "start_from", of_this_network=False
         )
-        self._fitted, self._unfinished = Fitted(posterior), ()
+        self._fitted, self._unfinished = Fitted(posterior, of_earlier_weights=True), ()
 
     def save(self, path: File, dtype: torch.dtype | None = None, *, include_data: bool = True) -> None:
         """Write `state_dict()` to a file, which holds the inputs of a few training data, or all data: see there.
@@ -250,7 +250,6 @@ def state_of(
             "num_samples": settings.num_samples,
             "seed": settings.seed,
             "linear_model": settings.linear_model,
-            "hessian_at": settings.hessian_at,
         },
     }
     state = {
@@ -347,7 +346,7 @@ def posterior_of(
         exact={name.removeprefix(_EXACT): t.to(device) for name, t in state.items() if name.startswith(_EXACT)},
         conformal=conformal_of({n.removeprefix(_CONFORMAL): t for n, t in state.items() if n.startswith(_CONFORMAL)}),
     )
-    return posterior, replace(settings, linear_model=saved["linear_model"], hessian_at=saved["hessian_at"])
+    return posterior, replace(settings, linear_model=saved["linear_model"])
 
 
 def _held(state: dict[str, Tensor], holding: Holding, device: torch.device) -> HeldSamples:

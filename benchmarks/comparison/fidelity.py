@@ -38,7 +38,6 @@ KEY = ("study", "network", "seed", "method")
 NETWORKS = ("LeNet, small", "LeNet", "LeNet, large")
 SUITES = {"small": ("digits, n=300, noise 1", 3), "full": ("digits, n=1400, noise 1", 5)}
 DRAWS, TEST, SUBNETWORK = 4096, 200, 400
-HESSIAN_AT = "network"
 
 # Covariances of the logits of test data, `[N, C, C]`, and log-probabilities as predicted, `[N, C]`, if not those of the
 # Gaussians.
@@ -74,7 +73,6 @@ def ours(problem: Problem, precision: float, budget: float | None = None, **sett
         problem.likelihood,
         prior=IsotropicPrior(precision=precision),
         seed=problem.seed,
-        hessian_at=HESSIAN_AT,
         **settings,
     )
     with warnings.catch_warnings():
@@ -148,7 +146,7 @@ def reference_of(problem: Problem) -> Reference:
 
 
 def exact(problem: Problem) -> dict[str, Any]:
-    la = LinearisedLaplace(problem.network, problem.likelihood, method="exact", num_samples=2, hessian_at=HESSIAN_AT)
+    la = LinearisedLaplace(problem.network, problem.likelihood, method="exact", num_samples=2)
     # The default budget may end before the precision is found.
     la.fit_hyperparameters(
         problem.data.train.loader(BATCH), budget=None, criterion="evidence", scale=1.0, progress=False

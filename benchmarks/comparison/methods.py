@@ -47,20 +47,12 @@ def _ours() -> dict[str, Method]:
     ) -> Method:
         return Method(fit, sees, likelihoods, own=True, tier=tier)
 
-    tiers = {("g-prior", "mode"): 1, ("isotropic", "mode"): 0, ("layerwise", "mode"): 3, ("layerwise", "network"): 3}
-    pairs = [(prior, at) for prior in ("g-prior", "isotropic", "layerwise") for at in ("mode", "network")]
     return {
         "ours": own(ours.setting(), tier=0),
         "ours, not scaled": own(ours.setting(scale=1.0), classes, tier=0),
         "ours, validation": own(ours.with_validation, sees="validation", tier=0),
         "ours, trained with dropout, validation": own(ours.with_dropout, sees="validation", tier=1),
         "ours, scale by test oracle": own(ours.with_best_scale, sees="test", tier=0),
-        **{
-            f"ours, {prior}, B at the {at}": own(
-                ours.setting(prior=prior, hessian_at=at), classes, tier=tiers.get((prior, at), 2)
-            )
-            for prior, at in pairs
-        },
         "ours, last layer": own(ours.setting(parameters="last_layer"), tier=NAMED),
         "ours, last layer, validation": own(ours.validated(parameters="last_layer"), sees="validation", tier=NAMED),
         "ours, KFAC": own(ours.setting(method="kfac"), tier=NAMED),
@@ -68,8 +60,8 @@ def _ours() -> dict[str, Method]:
         "ours, evidence, not scaled": own(ours.setting(scale=1.0, criterion="evidence"), classes, tier=NAMED),
         "ours, self-consistency": own(ours.setting(criterion="self_consistency"), classes, tier=NAMED),
         "ours, affine": own(ours.setting(linear_model="affine"), classes),
-        "ours, g-prior": own(ours.setting(prior="g-prior"), numbers, tier=0),
-        "ours, layerwise": own(ours.setting(prior="layerwise"), numbers),
+        "ours, g-prior": own(ours.setting(prior="g-prior"), tier=0),
+        "ours, layerwise": own(ours.setting(prior="layerwise")),
         "ours, homogeneous": own(ours.setting(linear_model="homogeneous"), numbers),
         "ours, noise of the mode": own(ours.setting(noise_at="mode"), numbers),
         "ours, 16 samples": own(ours.setting(num_samples=16)),

@@ -131,9 +131,8 @@ FIRST = {
     **dict.fromkeys(("GP, RBF", "deep kernel"), 1),
     **dict.fromkeys(
         (
-            "ours, evidence", "ours, evidence, not scaled", "ours, self-consistency", "ours, isotropic, B at the mode",
-            "ours, g-prior, B at the network", "ours, layerwise, B at the network", "ours, g-prior", "ours, layerwise",
-            "ours, homogeneous", "ours, noise of the mode",
+            "ours, evidence", "ours, evidence, not scaled", "ours, self-consistency", "ours, g-prior",
+            "ours, layerwise", "ours, homogeneous", "ours, noise of the mode",
         ),
         2,
     ),

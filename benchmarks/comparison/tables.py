@@ -26,8 +26,6 @@ MAIN = (
     "temperature by test oracle",
     "ours",
     "ours, not scaled",
-    "ours, g-prior, B at the mode",
-    "ours, isotropic, B at the mode",
     "ours, g-prior",
     "ours, validation",
     "ours, trained with dropout, validation",

@@ -70,12 +70,10 @@ def alone(problem: Trained) -> float:
 
 
 @cache
-def fit(
-    name: str, seed: int, prior: str | None = None, hessian_at: str | None = None, linear_model: str | None = None
-) -> Outcome:
+def fit(name: str, seed: int, prior: str | None = None, linear_model: str | None = None) -> Outcome:
     """A fit with `α` by evidence, and the library's defaults for settings that are not given."""
     problem = trained(name, seed)
-    given = {"prior": prior, "hessian_at": hessian_at, "linear_model": linear_model}
+    given = {"prior": prior, "linear_model": linear_model}
     la = problem.laplace(**{k: v for k, v in given.items() if v is not None})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # it is in the outcome
@@ -132,10 +130,6 @@ def linear_models() -> Iterator[str]:
     yield from compared((*CLASSES, *NUMBERS), "linear_model", ("affine", "homogeneous"))
 
 
-def curvatures() -> Iterator[str]:
-    yield from compared(CLASSES, "hessian_at", ("mode", "network"))
-
-
 # Whose norm ----------------------------------------------------------------------------------------------------------
 
 
@@ -158,7 +152,6 @@ def norms() -> Iterator[str]:
             la = p.laplace(
                 likelihood=Gaussian(p.noise_precision) if p.likelihood == "regression" else p.likelihood,
                 prior=IsotropicPrior(precision=alpha),
-                hessian_at="network",
             ).fit(p.data.train.loader(200), progress=False)
             weights.append(Outcome((alpha,), log_likelihood(p, la), math.nan, True))
         modes = {

@@ -36,9 +36,7 @@ def rows(setup: Setup) -> list[Row]:
     epoch = operations_of(epoch_of(network, train.loader(BATCH)))
     found, before = [], float("inf")
     for budget in BUDGETS:
-        la = LinearisedLaplace(
-            network, "classification", prior=IsotropicPrior(precision=PRECISION), hessian_at="network", seed=setup.seed
-        )
+        la = LinearisedLaplace(network, "classification", prior=IsotropicPrior(precision=PRECISION), seed=setup.seed)
         spent = operations_of(partial(fit, la, train.loader(BATCH), budget)) / epoch
         off = distance(torch.cat([la.predict(part).stddev for part in x.split(50)]), exact)
         found += budget_rows(budget, spent, off, before, noise)

@@ -24,7 +24,6 @@ def rows(setup: Setup) -> list[Row]:
         "classification",
         prior=IsotropicPrior(precision=PRECISION),
         method="krylov",
-        hessian_at="network",
         num_samples=SAMPLES,
     )
     la.fit(train.loader(FITTED), progress=False)

@@ -91,7 +91,7 @@ def recipe_log_loss(network: nn.Module, train: Part, test: Part, seed: int) -> f
     model = LinearModel(features, torch.zeros_like(f), f, train.y, Categorical())
     ggn, draws = model.ggn(f), Draws(TUNING, seed)
     start = IsotropicPrior(START).build(ggn, Linearisation(network).layers(), draws.noise(f.shape[1]))
-    tuned = fit_em(model, start, draws, RECIPE, hessian_at="network", max_steps=STEPS, tolerance=1e-6)
+    tuned = fit_em(model, start, draws, RECIPE, max_steps=STEPS, tolerance=1e-6)
     samples = sample_posterior(ggn, tuned.prior, Draws(SAMPLES, seed, 1), RECIPE).value * tuned.prior.scale
     deviations = torch.einsum("ncp,kp->knc", features_of(network, test.x), samples)
     outputs = outputs_of(network, test.x)

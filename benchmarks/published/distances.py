@@ -38,9 +38,7 @@ def steps(problem: Problem, method: str) -> Rows:
     """The prior precision after each step of a fit by the evidence, from 16 samples where a method needs them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        la = LinearisedLaplace(
-            problem.network, "classification", method=method, seed=problem.seed, hessian_at="network", num_samples=2
-        )
+        la = LinearisedLaplace(problem.network, "classification", method=method, seed=problem.seed, num_samples=2)
         # The default budget ends before the first step is accurate.
         la.fit_hyperparameters(
             problem.data.train.loader(BATCH),

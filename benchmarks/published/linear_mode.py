@@ -27,7 +27,7 @@ NETWORKS = ("strided CNN, 3,866 weights", "strided CNN, small")
 NUM, EPOCHS, TEST, SEEDS = 60_000, 15, 10_000, 1
 MODE, WEIGHTS, ALONE = "evidence at the linear mode", "evidence at the trained weights", "network alone"
 PUBLISHED = {MODE: ("0.025 ± 0.000", ""), WEIGHTS: ("0.253 ± 0.001", "")}
-SETTINGS: dict[str, Any] = {"hessian_at": "network", "method": "exact", "linear_model": "homogeneous"}
+SETTINGS: dict[str, Any] = {"method": "exact", "linear_model": "homogeneous"}
 
 
 def precision_of_weights(la: LinearisedLaplace, decades: float = 3.0) -> float:

@@ -96,7 +96,6 @@ def ladder(
         tangent,
         settings.prior,
         layers=lambda: ([], torch.zeros(0)),
-        hessian_at="network",
         num_samples=num_samples,
         seed=0,
         dtype=torch.float32,

@@ -40,9 +40,9 @@ class Problem:
     layers: tuple[list[str], Tensor]
     test_features: Tensor
 
-    def prior(self, precision: float, hessian_at: str = "network") -> GaussianPrior:
+    def prior(self, precision: float) -> GaussianPrior:
         f = self.model.network_outputs
-        ggn = self.model.ggn(f if hessian_at == "network" else torch.zeros_like(f))
+        ggn = self.model.ggn(f)
         return GPrior(precision).build(ggn, self.layers, Draws(1, 0).noise(10))
 
     def ggn(self) -> GGN:
@@ -104,10 +104,8 @@ def jump(p: Problem, draws: Draws, before: float = 100.0, after: float = 0.1, mi
     }
 
 
-def em(p: Problem, start: float, hessian_at: str, num_samples: int = 32, max_steps: int = 8) -> EMResult:
-    return fit_em(
-        p.model, p.prior(start, hessian_at), Draws(num_samples, 0), SGD(), hessian_at=hessian_at, max_steps=max_steps
-    )
+def em(p: Problem, start: float, num_samples: int = 32, max_steps: int = 8) -> EMResult:
+    return fit_em(p.model, p.prior(start), Draws(num_samples, 0), SGD(), max_steps=max_steps)
 
 
 # The recipe of Antorán et al. (2023) for MNIST: 8 steps of EM, 16 samples by 20 epochs of SGD and a mode by 40 each,
@@ -115,28 +113,26 @@ def em(p: Problem, start: float, hessian_at: str, num_samples: int = 32, max_ste
 RECIPE = AveragingSGD(epochs=20, mode_epochs=40, finish_passes=0)
 
 
-def recipe(p: Problem, start: float, hessian_at: str) -> EMResult:
+def recipe(p: Problem, start: float) -> EMResult:
     """EM as published, up to its last step."""
-    return fit_em(
-        p.model, p.prior(start, hessian_at), Draws(16, 0), RECIPE, hessian_at=hessian_at, max_steps=8, tolerance=1e-6
-    )
+    return fit_em(p.model, p.prior(start), Draws(16, 0), RECIPE, max_steps=8, tolerance=1e-6)
 
 
-def path_fit(p: Problem, start: float, hessian_at: str, seed: int = 0) -> tuple[float, float]:
+def path_fit(p: Problem, start: float, seed: int = 0) -> tuple[float, float]:
     """`α` by evidence paths, and the number of passes, modes included."""
-    result = fit_path(p.model, p.prior(start, hessian_at), seed, 0, hessian_at=hessian_at)
+    result = fit_path(p.model, p.prior(start), seed, 0)
     assert result.converged
     return float(result.prior.precision), sum(step.passes for step in result.history)
 
 
-def dense_fixed_point(p: Problem, near: float, hessian_at: str, tolerance: float = 3e-3) -> float:
+def dense_fixed_point(p: Problem, near: float, tolerance: float = 3e-3) -> float:
     """MacKay's fixed point by dense algebra in float64, from a starting point that only saves time."""
     features = p.model.features
     assert isinstance(features, DenseFeatures)
     f = p.model.network_outputs.double()
     model = replace(p.model, features=DenseFeatures(features.matrix.double()), offset=0 * f, network_outputs=f)
-    prior = p.prior(near, hessian_at).to(f.device, torch.float64)
-    result = fit_em(model, prior, Draws(1, 0), Dense(), hessian_at=hessian_at, max_steps=30, tolerance=tolerance)
+    prior = p.prior(near).to(f.device, torch.float64)
+    result = fit_em(model, prior, Draws(1, 0), Dense(), max_steps=30, tolerance=tolerance)
     assert result.converged
     return float(result.prior.precision)
 
@@ -187,19 +183,19 @@ def print_samples(p: Problem, alpha: float, num_samples: int) -> None:
 
 def print_precisions(p: Problem) -> None:
     """Prior precisions and passes by evidence paths, EM, and the paper's recipe, against dense algebra."""
-    for hessian_at in ("network", "mode"):
-        results = {start: em(p, start, hessian_at) for start in (100.0, 0.01)}
-        truth = dense_fixed_point(p, float(results[100.0].prior.precision), hessian_at)
-        print(f"B at the {hessian_at}: dense {truth:.4g}", flush=True)
+    if True:
+        results = {start: em(p, start) for start in (100.0, 0.01)}
+        truth = dense_fixed_point(p, float(results[100.0].prior.precision))
+        print(f"dense {truth:.4g}", flush=True)
         for start, seed in itertools.product((1.0, 100.0, 0.01), range(3)):
-            alpha, passes = path_fit(p, start, hessian_at, seed)
+            alpha, passes = path_fit(p, start, seed)
             print(
                 f"  evidence path from {start}, seed {seed}: {alpha:.4g}, "
                 f"off by {alpha / truth - 1:+.1%}, {passes:.0f} passes",
                 flush=True,
             )
         results = {f"EM from {start}": result for start, result in results.items()}
-        for name, result in {**results, "the paper's recipe from 1": recipe(p, 1.0, hessian_at)}.items():
+        for name, result in {**results, "the paper's recipe from 1": recipe(p, 1.0)}.items():
             alpha = float(result.prior.precision)
             trace = " ".join(f"{s.new_prior_precision[0]:.3g}" for s in result.history)
             passes = sum(step.passes for step in result.history)

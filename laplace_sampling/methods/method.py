@@ -269,7 +269,6 @@ class Method(ABC):
             prior=self.build_prior(problem, model, memory) if prior is None else prior,
             memory=memory,
             reason=choice.reason + self.remark(problem, memory),
-            hessian_at=problem.hessian_at,
             num_samples=problem.num_samples,
             seed=problem.seed,
             dtype=problem.dtype,
@@ -295,12 +294,8 @@ class Method(ABC):
         return problem.prior.build(ggn, problem.layers(), probes.noise(model.features.num_outputs))
 
     def ggn_of_prior(self, problem: Problem, model: LinearModel, memory: Memory) -> GGN:
-        """`M` of which a g-prior takes the diagonal.
-
-        At the mode `B` depends on `α`, and the scale of a g-prior must not. So it is taken where all outputs are zero.
-        """
-        outputs = model.network_outputs
-        ggn = model.ggn(outputs if problem.hessian_at == "network" else torch.zeros_like(outputs))
+        """`M` of which a g-prior takes the diagonal."""
+        ggn = model.ggn(model.network_outputs)
         # A diagonal takes rows of the Jacobian: no more of them than memory holds.
         most = memory.vectors / (4 * model.features.num_outputs)
         return replace(ggn, features=model.features.in_chunks(int(min(most, model.features.num_data))))

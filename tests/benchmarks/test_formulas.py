@@ -169,9 +169,7 @@ def test_constants_of_made_up_timings_are_found() -> None:
 def test_the_dense_reference_of_prices_is_the_exact_posterior() -> None:
     torch.manual_seed(0)
     network, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double(), normal(30, 4).double()
-    la = LinearisedLaplace(
-        network, "classification", method="exact", prior=IsotropicPrior(2.0), hessian_at="network", num_samples=4
-    )
+    la = LinearisedLaplace(network, "classification", method="exact", prior=IsotropicPrior(2.0), num_samples=4)
     la.fit([(x, torch.arange(30) % 3)], progress=False)
     reference = Reference.of(network, x, 2.0)
     exact = reference.stddev(x[:7])

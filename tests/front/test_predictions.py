@@ -33,7 +33,7 @@ def test_predictions_of_half_samples(dtype: torch.dtype, name: str, parameters: 
     file = io.BytesIO()
     la.save(file, dtype=dtype)
     file.seek(0)
-    loaded = LinearisedLaplace.load(file, la.network.module)
+    loaded = LinearisedLaplace.load(file, la.network.source)
     stored = loaded._fitted.posterior.samples  # pyright: ignore
     assert stored.rows.dtype == dtype
     assert loaded.samples_.dtype == la.samples_.dtype
@@ -54,10 +54,10 @@ def test_predictions_of_half_samples(dtype: torch.dtype, name: str, parameters: 
 
 def test_half_samples_are_saved_again_as_they_are(tmp_path: Path) -> None:
     la, x = fitted(method="krylov")
-    half = LinearisedLaplace(la.network.module, la.settings.likelihood)
+    half = LinearisedLaplace(la.network.source, la.settings.likelihood)
     half.load_state_dict(la.state_dict(dtype=torch.float16))
     half.save(tmp_path / "again.pt")
-    again = LinearisedLaplace.load(tmp_path / "again.pt", la.network.module)
+    again = LinearisedLaplace.load(tmp_path / "again.pt", la.network.source)
     assert torch.equal(again.predict(x).deviations, half.predict(x).deviations)
     assert again._fitted.posterior.samples.rows.dtype == torch.float16  # pyright: ignore
     assert "samples" not in again.state_dict()

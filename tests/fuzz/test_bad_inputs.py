@@ -210,7 +210,7 @@ def _fit_of_heads() -> LinearisedLaplace:
 
 def _fitted(kind: str = "regression", method: str = "krylov") -> LinearisedLaplace:
     la = _fit_of_heads() if kind == "heads" else _fit(kind, method)
-    _watch(la.network.module)
+    _watch(la.network.source)
     return la
 
 
@@ -227,10 +227,12 @@ def _construct(argument: str) -> Callable[[Any], object]:
 
 _add_values("LinearisedLaplace", "num_samples", _with(NOT_WHOLE, zero=0, one=1), _construct("num_samples"))
 _add_values("LinearisedLaplace", "seed", NOT_WHOLE, _construct("seed"))
-for _argument in ("linear_model", "hessian_at"):
-    _add_values(
-        "LinearisedLaplace", _argument, {"'x'": "x", "None": None, "3": 3, "[]": [], "{}": {}}, _construct(_argument)
-    )
+_add_values(
+    "LinearisedLaplace",
+    "linear_model",
+    {"'x'": "x", "None": None, "3": 3, "[]": [], "{}": {}},
+    _construct("linear_model"),
+)
 _add_values(
     "LinearisedLaplace",
     "prior",
@@ -749,7 +751,7 @@ def _load(**arguments: Any) -> object:
         path = Path(folder) / "posterior.pt"
         la = _fitted()
         la.save(path)
-        return LinearisedLaplace.load(path, **{"model": la.network.module, **arguments})
+        return LinearisedLaplace.load(path, **{"model": la.network.source, **arguments})
 
 
 for _argument, _value in (("likelihood", "ordinal"), ("likelihood", 3), ("prior", "flat"), ("prior", 3), ("method", 3)):
@@ -898,7 +900,7 @@ _SURROGATE_DATA: dict[str, tuple[str, Any, Any]] = {
     "train_X of three axes": ("train_X", X[None], REAL),
     "train_Y of one axis": ("train_Y", X, REAL[:, 0]),
     "train_Y too short": ("train_Y", X, REAL[:3]),
-    "train_Y too wide": ("train_Y", X, PAIRS),
+    "train_Y too wide": ("train_y", X, PAIRS),
     "train_Y with infinity": ("train_Y", X, REAL / 0),
     "train_Y None": ("train_Y", X, None),
     "train_Y complex": ("train_Y", X, REAL + 0j),
@@ -917,29 +919,6 @@ _add_values(
     lambda v: _surrogate(input_shape=v),
 )
 _add_values("TangentSurrogate", "num_samples", _with(NOT_WHOLE, zero=0), lambda v: _surrogate().sample_paths(v))
-_SURROGATE_INPUTS: dict[str, Any] = {
-    "of one axis": X[0],
-    "without rows": X[:0],
-    "too wide": _wide,
-    "None": None,
-    "a list": [[1.0]],
-    "complex": X + 0j,
-}
-for _name, _x in _SURROGATE_INPUTS.items():
-    _add(f"TangentSurrogate.posterior: {_name}", "posterior", lambda x=_x: _surrogate().posterior(x))
-_add(
-    "TangentSurrogate.posterior: NaN",
-    "not finite",
-    lambda: _surrogate().posterior(_nan).rsample(),
-    (FloatingPointError,),
-)
-_add("TangentSurrogate.posterior: an output too many", "output_indices", lambda: _surrogate().posterior(X, [3]))
-_add("TangentSurrogate.posterior: unknown keyword", "posterior", lambda: _surrogate().posterior(X, samples=3))
-_add(
-    "TangentSurrogate: observations that do not fit",
-    "train_Y",
-    lambda: _surrogate().condition_on_observations(X, REAL[:3]),
-)
 _add("TangentKernel: network None", "Module", lambda: _kernel("net"))
 _add_values("TangentKernel", "prior_precision", NOT_POSITIVE, lambda v: _kernel(prior_precision=v))
 _add_values("TangentKernel", "scale", {"too short": torch.ones(3), "3": 3}, lambda v: _kernel(scale=v))

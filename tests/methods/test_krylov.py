@@ -26,7 +26,7 @@ def test_little_memory_gives_the_same_samples_with_one_preconditioner(prior: str
     of = Nystrom.of
     monkeypatch.setattr(Nystrom, "of", lambda *args, **kwargs: made.append(1) or of(*args, **kwargs))
     size = 8 * sum(p.numel() for p in model.parameters())
-    settings = {"prior": prior, "prior_precision": 0.1, "num_samples": 8, "method": "krylov", "hessian_at": "network"}
+    settings = {"prior": prior, "prior_precision": 0.1, "num_samples": 8, "method": "krylov"}
     plenty = laplace_of(model, "classification", **settings).fit(data, tolerance=1e-5, progress=False)
     assert made == []
     little = laplace_of(model, "classification", max_memory=100 * size, **settings)
