@@ -52,7 +52,7 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
     (Antorán, Padhy et al., ICLR 2023).
 
     Args:
-        model: the trained network. It is held and never changed.
+        model: the trained network. A fit copies it, and neither changes nor runs it: predictions are those of the fit.
         likelihood: `"regression"` (Gaussian), `"classification"` (categorical), `"binary"` (Bernoulli, one or several
             outputs), `"poisson"` (counts), `"heteroscedastic"` (means and log variances), a `Likelihood`, or a
             dictionary of these, one for each head of a network that returns a dictionary.

@@ -1,6 +1,7 @@
 """`private_copy`: the structure of a module once more, with weights that may be in the memory of others."""
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -64,9 +65,9 @@ def _copied_by_parts(parts: list[nn.Module], memo: dict[int, Any]) -> nn.Module:
     for part in parts:
         own = vars(memo[id(part)])
         for name, value in vars(part).items():
-            if name in ("_forward_hooks", "_forward_pre_hooks"):
-                kept = {key: hook for key, hook in value.items() if not is_of_fsdp(hook)}
-                own[name] = type(value)((key, _own(hook, memo)) for key, hook in kept.items())
+            if isinstance(value, dict) and type(value) in (dict, OrderedDict):
+                kept = {k: item for k, item in value.items() if "_hooks" not in name or not is_of_fsdp(item)}
+                own[name] = type(value)((k, _own(item, memo)) for k, item in kept.items())
             elif not name.startswith("__composable_api"):  # streams and process groups of FSDP
                 own[name] = _own(value, memo)
         if is_fsdp(part):
@@ -78,7 +79,7 @@ def _own(value: Any, memo: dict[int, Any]) -> Any:
     try:
         return copy.deepcopy(value, memo)
     except Exception:  # an object of a user's class may raise anything
-        return value
+        return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _own_function(function: Any, memo: dict[int, Any]) -> Any:
