@@ -12,7 +12,7 @@ from laplace_sampling.criterion import with_selection
 from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.fitted import NotFittedError
-from laplace_sampling.fitting import fitting, together
+from laplace_sampling.fitting import fitting
 from laplace_sampling.held_out import HeldOut, check_calibration
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.prior import Prior
@@ -36,7 +36,6 @@ from laplace_sampling.solvers.checks import check_positive
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["LinearisedLaplace", "NotFittedError"]
 
@@ -72,8 +71,6 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         hessian_at: where `B` is evaluated: `"network"`, at `f(w̄, x)`, which `"auto"` is; `"mode"`, at `h(θ̄, x)`.
         process_group: processes of `torch.distributed` that share out the data of fits (`docs/distributed.md`). Each
             makes the same calls, with a loader of all data; `predict` and `save` may be called by one alone.
-        mesh: likewise a `DeviceMesh`, with the axes `"data"`, `"samples"`, or both; along the second one each group of
-            processes draws its own samples, and keeps them to itself if that axis is named `"shared_samples"`.
 
     Raises:
         ValueError: for settings that are not known or do not go together.
@@ -117,7 +114,6 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         linear_model: str = "auto",
         hessian_at: str = "auto",
         process_group: "ProcessGroup | None" = None,
-        mesh: "DeviceMesh | None" = None,
     ) -> None:
         self.settings = Settings.of(
             likelihood,
@@ -129,7 +125,6 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
             linear_model=linear_model,
             hessian_at=hessian_at,
             process_group=process_group,
-            mesh=mesh,
         )
         self.network = self.settings.linearise(model)
 
@@ -271,7 +266,6 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         return self._fitted.posterior if warm_start and self._fitted is not None else None
 
     @solver_call
-    @together
     def predict(
         self,
         x: Any,

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from laplace_sampling.data.batches import place
-from laplace_sampling.linear_model.held_samples import HeldSamples
 from laplace_sampling.networks.evaluation_mode import evaluation_mode
 from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.predict import predict
@@ -130,9 +129,7 @@ class SampledPredictions(ParametricLaplace):
         """`f(w̄, x) + φ(x)ζ_k`."""
         la = self._posterior()
         la._check_network("functional_samples")
-        posterior = replace(
-            la._require("functional_samples").posterior, samples=HeldSamples.whole(deviations), exact={}
-        )
+        posterior = replace(la._require("functional_samples").posterior, samples=deviations, exact={})
         return predict(la.network, posterior, None, x).samples
 
     def _of_weights(self, X: Any, n_samples: int, generator: torch.Generator | None) -> Tensor:

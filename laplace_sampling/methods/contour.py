@@ -115,6 +115,5 @@ class ContourFit(SolverFit):
             _ContourSampler(method),
             rows=method.rows(self.task.memory, self.task.num_samples),
             dtype=self.task.dtype,
-            holding=self.task.holding,
             description=description,
         )
