@@ -24,7 +24,7 @@ from snapshot import assert_unchanged, snapshot
 from torch import Tensor, nn
 
 import laplace_sampling
-from benchmarks.time_limit import time_limit
+from fuzz.time_limit import time_limit
 from laplace_sampling import ConvergenceWarning, LinearisedLaplace, NotFittedError
 
 __all__ = ["check"]

@@ -10,10 +10,10 @@ import pytest
 import torch
 from cases import make_case
 from flat_settings import laplace_of
+from networks.registry.unusual_modules import Mixture
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from benchmarks.networks.unusual_modules import Mixture
 from laplace_sampling import LinearisedLaplace
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.subnetwork import Subnetwork
