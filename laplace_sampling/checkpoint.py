@@ -175,7 +175,6 @@ class Checkpoint:
             "`seed`": settings.seed,
             "`mesh`, which has an axis of samples": settings.processes.shape_of_mesh,
             "`linear_model`": settings.linear_model,
-            "`hessian_at`": settings.hessian_at,
             "the data of `val_loader`": None if held_out is None else _digest_of(held_out.data),
             "the posterior that it starts from": None if earlier is None else _digest_of_posterior(earlier),
         }

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from benchmarks.comparison import metrics
-from benchmarks.comparison.predictions import Classified, Regressed, prediction, targets
+from benchmarks.comparison.predictions import Classified, Regressed, prediction
 
 # Three data, two classes; the last is predicted wrongly.
 PROBS = torch.tensor([[0.9, 0.1], [0.4, 0.6], [0.2, 0.8]])

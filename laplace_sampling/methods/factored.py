@@ -39,9 +39,9 @@ from laplace_sampling.methods.network_score import path_of
 from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, basis_that_fits
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.predictions.accuracy import Accuracy
 from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
+from laplace_sampling.predictions.diagnosis import Accuracy
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.selection import Selection
 from laplace_sampling.solvers.checks import check_whole
@@ -197,15 +197,14 @@ class Factored(SolverMethod):
 
     def network_traces(self, fit: Fit, decades: float) -> EvidencePath:
         assert isinstance(fit, FactoredFit)
-        # At the mode the curvature is another one.
-        return super().network_traces(fit, decades) if fit.task.moves else path_of(fit.task, fit.eigenvalues)
+        return path_of(fit.task, fit.eigenvalues)
 
     def fit_of(self, *parts: Any) -> "FactoredFit":
         return FactoredFit(*parts)
 
     def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
         task.budget.add(dense=self._dense_spent(task))
-        if not isinstance(tuned.work, FactoredCurvature) or task.moves:
+        if not isinstance(tuned.work, FactoredCurvature):
             return super().fit(task, tuned, tolerance)
         solver = self.make_solver(task, tolerance, None)
         assert isinstance(solver, FactoredSampler)
@@ -328,7 +327,6 @@ class FactoredFit(SolverFit):
             self.prior,
             Draws(1, self.task.seed, Stream.EVIDENCE),
             self.scaled_mode,
-            hessian_at=self.task.hessian_at,
             accuracy=_ACCURACY,
             decades=decades,
         )

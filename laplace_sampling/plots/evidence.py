@@ -29,10 +29,9 @@ def plot_evidence(
 ) -> "Axes":
     r"""The log marginal likelihood `log p(y | α)` of the linear model against the prior precision `α`.
 
-    The curve is that of `evidence_path`, at the curvature of the fit. The band is two standard errors (the exact method
-    has none), and a vertical line marks the fitted `α`. That is where the curve is largest only if the evidence has
-    chosen it: `criterion="leave_one_out"` and validation data choose others, and a curvature that is taken at the mode
-    moves with `α`.
+    The curve is that of `evidence_path`. The band is two standard errors (the exact method has none), and a vertical
+    line marks the fitted `α`. That is where the curve is largest only if the evidence has chosen it:
+    `criterion="leave_one_out"` and validation data choose others.
 
     Args:
         la: a fitted `LinearisedLaplace` that has its training data.

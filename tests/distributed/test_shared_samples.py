@@ -91,7 +91,7 @@ def numbers(la: LinearisedLaplace, likelihood: str) -> dict[str, Any]:
         "deviations": pred.deviations,
         "deviations of few samples": few.deviations,
         "new samples": la.sample(5),
-        "energies": torch.tensor(la.diagnose().effective_dimension_se),
+        "energies": torch.tensor(la.diagnose()["energy"].value),
         "state": la.state_dict()["samples"],
         "in half": la.state_dict(dtype=torch.float16)["sample_scales"],
     }

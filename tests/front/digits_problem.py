@@ -37,9 +37,9 @@ class Problem:
     layers: tuple[list[str], Tensor]
     test_features: Tensor
 
-    def prior(self, precision: float, hessian_at: str = "network") -> GaussianPrior:
+    def prior(self, precision: float) -> GaussianPrior:
         f = self.model.network_outputs
-        ggn = self.model.ggn(f if hessian_at == "network" else torch.zeros_like(f))
+        ggn = self.model.ggn(f)
         return GPrior(precision).build(ggn, self.layers, Draws(1, 0).noise(10))
 
     def ggn(self) -> GGN:
@@ -131,26 +131,24 @@ def jump(p: Problem, draws: Draws, before: float = 100.0, after: float = 0.1, mi
     }
 
 
-def em(p: Problem, start: float, hessian_at: str, num_samples: int = 32, max_steps: int = 8) -> EMResult:
-    return fit_em(
-        p.model, p.prior(start, hessian_at), Draws(num_samples, 0), SGD(), hessian_at=hessian_at, max_steps=max_steps
-    )
+def em(p: Problem, start: float, num_samples: int = 32, max_steps: int = 8) -> EMResult:
+    return fit_em(p.model, p.prior(start), Draws(num_samples, 0), SGD(), max_steps=max_steps)
 
 
-def path_fit(p: Problem, start: float, hessian_at: str, seed: int = 0) -> tuple[float, float]:
+def path_fit(p: Problem, start: float, seed: int = 0) -> tuple[float, float]:
     """`α` by evidence paths, and the number of passes, modes included."""
-    result = fit_path(p.model, p.prior(start, hessian_at), seed, 0, hessian_at=hessian_at)
+    result = fit_path(p.model, p.prior(start), seed, 0)
     assert result.converged
     return float(result.prior.precision), sum(step.passes for step in result.history)
 
 
-def dense_fixed_point(p: Problem, near: float, hessian_at: str, tolerance: float = 3e-3) -> float:
+def dense_fixed_point(p: Problem, near: float, tolerance: float = 3e-3) -> float:
     """MacKay's fixed point by dense algebra in float64, from a starting point that only saves time."""
     features = p.model.features
     assert isinstance(features, DenseFeatures)
     f = p.model.network_outputs.double()
     model = replace(p.model, features=DenseFeatures(features.matrix.double()), offset=0 * f, network_outputs=f)
-    prior = p.prior(near, hessian_at).to(f.device, torch.float64)
-    result = fit_em(model, prior, Draws(1, 0), Dense(), hessian_at=hessian_at, max_steps=30, tolerance=tolerance)
+    prior = p.prior(near).to(f.device, torch.float64)
+    result = fit_em(model, prior, Draws(1, 0), Dense(), max_steps=30, tolerance=tolerance)
     assert result.converged
     return float(result.prior.precision)

@@ -1,7 +1,7 @@
 """Which networks work: the command runs each and writes the table of `docs/compatibility.md`.
 
-`PYTHONPATH=tests python -m networks.registry.compatibility [--only torch.nn MaxViT] [--missing] [--write]`. Networks are small and
-have random weights. For each, the command checks:
+`PYTHONPATH=tests python -m networks.registry.compatibility [--only torch.nn MaxViT] [--missing] [--write]`. Networks
+are small and have random weights. For each, the command checks:
 
 - in float64, `φv` against central differences or two reverse passes, and `φᵀu` against the module's own gradient;
 - a fit of a few samples on a few data, and a prediction, by `LinearisedLaplace`;
@@ -34,15 +34,12 @@ TABLE = Path(__file__).parents[3] / "docs" / "compatibility.md"
 TOLERANCE = 1e-5
 HEAD = """# Which networks work
 
-`PYTHONPATH=tests python -m networks.registry.compatibility --write` builds each network of this table with random weights, runs it
-and writes this page. Jacobian-vector products are compared in float64 with central differences. Two reverse passes
-replace the differences where a kink, such as that of a rectifier, lies within the step, and where a network detaches
-a part of itself from its derivatives, as DoRA does. `error` is relative to the largest entry; a network passes up to
-1e-5. Casts to float32 inside a network are skipped. Vector-Jacobian products equal the gradient that
-`loss.backward()` gives, to 1e-9, and so do rows of the Jacobian, which are computed for many data together;
-Jacobian-vector products are adjoint to it. Then `LinearisedLaplace` is fitted on a few data and predicts. Afterwards
-the module is the same in weights, buffers, modes, hooks and attributes, bit for bit. The last column names the slower
-way that is taken, or what failed.
+Each network of this table is built with random weights and run. Jacobian-vector products are compared in float64 with
+central differences, or with two reverse passes where a kink of the network lies within the step. `error` is relative to
+the largest entry; a network passes up to 1e-5. Vector-Jacobian products equal the gradient of `loss.backward()` to
+1e-9. Then `LinearisedLaplace` is fitted on a few data and predicts, and the module is the same afterwards, bit for bit.
+The last column names the slower way that is taken, or what failed. The command that writes this page is
+`tests/networks/registry/compatibility.py`; its networks need timm, transformers, peft and torch_geometric.
 
 | library | network | weights | against | error | fit and prediction | unchanged | notice or error |
 |---|---|---|---|---|---|---|---|
