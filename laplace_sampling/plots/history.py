@@ -39,7 +39,7 @@ def plot_history(la: "LinearisedLaplace", ax: "Axes | None" = None) -> "Axes":
         )
     ax = axes_of("plot_history", ax)
     # An interrupted run leaves its steps, and the posterior of an earlier one.
-    finished = not la._unfinished
+    finished = not la.stopped_
     noise = la.noise_precision_ if finished else None
     alpha = [step.prior_precision for step in steps] + ([la.prior_precision_.tolist()] if finished else [])
     gamma = [sum(step.effective_dimension) for step in steps]
