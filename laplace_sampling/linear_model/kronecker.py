@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.linear_model.dense_curvature import DenseCurvature
-from laplace_sampling.linear_model.sketch import Sketch
+from laplace_sampling.linear_model.low_rank import LowRank
 from laplace_sampling.solvers.preconditioners import Factored, Jacobi
 
 __all__ = ["CURVATURE", "Inverse", "Kronecker", "KroneckerBlock", "outer_factors", "restored_curvature"]
@@ -191,8 +191,8 @@ class Kronecker(Factored):
 
 def restored_curvature(tensors: dict[str, Tensor]) -> Factored:
     """`M̂` from its `tensors`."""
-    if "rows" in tensors or "rows_0" in tensors:
-        return Sketch.from_tensors(tensors)
+    if "factor" in tensors:
+        return LowRank.from_tensors(tensors)
     if "vectors" in tensors:
         return DenseCurvature.from_tensors(tensors)
     return Kronecker.from_tensors(tensors) if "rest" in tensors else Jacobi(tensors["diagonal"])

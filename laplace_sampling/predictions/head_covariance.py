@@ -55,6 +55,7 @@ class HeadPath(FactoredPath):
             found = head_inputs(features, batch)
             if found is None:  # validation data of a network whose layer was not found
                 return super().covariances(features, alphas)
+            assert isinstance(self.curvature, Factored)
             parts.append(head_covariances(self.curvature, *found, alphas, self.prior.scale))
         return torch.cat(parts, dim=1)
 
