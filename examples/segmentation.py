@@ -102,7 +102,6 @@ def run(
         model,
         Categorical(class_dim=1),
         parameters="head.*",
-        hessian_at="network",
         num_samples=16,
         method=Auto(max_memory=2**32),
     )

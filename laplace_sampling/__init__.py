@@ -21,7 +21,6 @@ from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
 from laplace_sampling.linear_model.priors.layerwise_prior import LayerwisePrior
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.methods.auto import Auto
-from laplace_sampling.methods.contour import Contour
 from laplace_sampling.methods.dual import Dual
 from laplace_sampling.methods.exact import Exact
 from laplace_sampling.methods.factored import Factored
@@ -52,7 +51,6 @@ __all__ = [
     "Categorical",
     "ClassificationPrediction",
     "Comparison",
-    "Contour",
     "ConvergenceWarning",
     "CountPrediction",
     "Diagnosis",

@@ -174,7 +174,6 @@ class Checkpoint:
             "`num_samples` of the constructor": settings.num_samples,
             "`seed`": settings.seed,
             "`linear_model`": settings.linear_model,
-            "`hessian_at`": settings.hessian_at,
             "the data of `val_loader`": None if held_out is None else _digest_of(held_out.data),
             "the posterior that it starts from": None if earlier is None else _digest_of_posterior(earlier),
         }

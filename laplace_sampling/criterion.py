@@ -61,13 +61,7 @@ def with_selection(
             'data for each class and at most a hundred classes: use "self_consistency", "evidence", or "validation" '
             "with a `val_loader`."
         )
-    at_mode = settings.hessian_at == "mode" and not quadratic
-    if at_mode and criterion in ("leave_one_out", "self_consistency", "validation"):
-        raise ValueError(
-            f'`criterion="{criterion}"` takes the curvature at the outputs of the network, one for every prior '
-            'precision, but `hessian_at="mode"`: leave that out, or use `criterion="evidence"`.'
-        )
-    if criterion == "evidence" or at_mode:
+    if criterion == "evidence":
         return problem
     # Other losses have a curvature that is a mean over targets, or a Gaussian part: their rises differ from the start.
     of_labels = labelled(settings.likelihood) is not None or isinstance(settings.likelihood, Poisson)

@@ -1,5 +1,6 @@
 """`Fitted`: what a fit leaves behind, and `FittedModel`: what one may ask of it, beside predictions."""
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from laplace_sampling.methods.fit import Fit, Task
 from laplace_sampling.methods.method import Tuning
 from laplace_sampling.methods.network_score import network_evidence
 from laplace_sampling.methods.problem import Problem
+from laplace_sampling.methods.verification import diagnosis_of
 from laplace_sampling.networks.function_fingerprint import FunctionFingerprint, structure_of
 from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.linearisation import Linearisation
@@ -144,9 +146,8 @@ class FittedModel:
         With `at="network"` at the weights and outputs of the network; only that says how good it is, as `score` does.
 
         `−Σ_i ℓ(y_i, h(θ̄, x_i)) − ½ θ̄ᵀAθ̄ − ½ log|I + A⁻¹M|`: the log determinant exactly from the exact method, else by
-        stochastic Lanczos quadrature. For a loss that is not quadratic it is Laplace's approximation, and with
-        `hessian_at="mode"` no guide to the prior precision, as the curvature moves with it. What validation data
-        chose (`scale_`, and the noise of predictions) has no part in it.
+        stochastic Lanczos quadrature. For a loss that is not quadratic it is Laplace's approximation. What validation
+        data chose (`scale_`, and the noise of predictions) has no part in it.
         """
         if at not in ("mode", "network"):
             raise ValueError(f'`log_marginal_likelihood(at={at!r})` is not known; use "mode" or "network".')
@@ -205,9 +206,9 @@ class FittedModel:
 
     @solver_call
     def diagnose(self) -> Diagnosis:
-        """Whether solves, samples and hyperparameters of the last fit are right; `print` it for one page in words.
+        """Checks solves, samples and hyperparameters of the last fit; `print` it for a table, and what to do.
 
-        The energies of the samples are tested against their distributions; see `predictions.energy_tests`.
+        The energies of the samples are tested against their distributions; see `predictions.diagnosis`.
         """
         fit = self._require("diagnose").fit
         if fit is None or fit.sampled is None:
@@ -215,7 +216,7 @@ class FittedModel:
         with self.settings.processes.shared_call():
             if not len(fit.sampled.energies):
                 fit = fit.with_samples()
-            return fit.diagnosis(self.network.weights, self.settings.linear_model)
+            return diagnosis_of(fit, self.network.weights, self.settings.linear_model)
 
     @property
     def prior_precision_(self) -> Float[Tensor, " G"]:
@@ -283,6 +284,25 @@ class FittedModel:
         return fitted.posterior.mode
 
     @property
+    def posterior_(self) -> Posterior:
+        """All that predictions need."""
+        return self._require("posterior_").posterior
+
+    @property
+    def epochs_(self) -> float:
+        """The cost of the fit, and of all that was asked of it since, in training epochs, counted in operations.
+
+        NaN for a posterior that was loaded.
+        """
+        fit = self._require("epochs_").fit
+        return math.nan if fit is None else fit.task.budget.spent_with_later
+
+    @property
+    def stopped_(self) -> bool:
+        """Whether the last `fit_hyperparameters` did not come to its end, as by `StopFit`: the posterior is older."""
+        return bool(self._unfinished)
+
+    @property
     def history_(self) -> list[Step]:
         return list(self._unfinished) or self._require("history_").posterior.history
 
@@ -291,7 +311,7 @@ class FittedModel:
         head = (
             f"LinearisedLaplace({type(self.network.module).__name__}, {settings.likelihood.name!r}, "
             f"P={self.network.num_parameters}, prior={type(settings.prior).__name__}, "
-            f"linear_model={settings.linear_model!r}, hessian_at={settings.hessian_at!r}, "
+            f"linear_model={settings.linear_model!r}, "
             f"method={settings.method.name!r}"
         )
         if fitted is None:

@@ -62,13 +62,12 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         method: `"exact"`, dense algebra, for small problems; `"krylov"`, block Krylov on all data; `"stochastic"`,
             mini-batches, for many data; `"dual"`, conjugate gradients in observation space, for regressions; `"kfac"`
             and `"diagonal"`, which leave out correlations; `"subset"`, the full covariance of a part of the data;
-            `"ciq"`, samples by the inverse square root; `"auto"` takes the best that the budget of a fit pays for
-            (`plan`, `print`). Or a `Method` with settings of its own, such as `Krylov(max_memory=2e9)`.
+            `"auto"` takes the best that the budget of a fit pays for (`plan`, `print`). Or a `Method` with settings of
+            its own, such as `Krylov(max_memory=2e9)`.
         num_samples: posterior samples for predictions, `K`; of standard deviations the relative error is `1/√(2K)`.
         seed: of all randomness.
         linear_model: `"affine"`, `h = f + φ(θ − w̄)`; `"homogeneous"`, `h = φθ`; `"auto"`, affine for a Gaussian
             likelihood and homogeneous for the others.
-        hessian_at: where `B` is evaluated: `"network"`, at `f(w̄, x)`, which `"auto"` is; `"mode"`, at `h(θ̄, x)`.
         process_group: processes of `torch.distributed` that share out the data of fits (`docs/distributed.md`). Each
             makes the same calls, with a loader of all data; `predict` and `save` may be called by one alone.
 
@@ -112,7 +111,6 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         num_samples: int = 64,
         seed: int = 0,
         linear_model: str = "auto",
-        hessian_at: str = "auto",
         process_group: "ProcessGroup | None" = None,
     ) -> None:
         self.settings = Settings.of(
@@ -123,7 +121,6 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
             num_samples=num_samples,
             seed=seed,
             linear_model=linear_model,
-            hessian_at=hessian_at,
             process_group=process_group,
         )
         self.network = self.settings.linearise(model)
@@ -170,7 +167,7 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
             num_samples: samples during EM, where a method needs it; `γ` has a relative error of about `√(2/(Kγ))`.
             criterion: what chooses the hyperparameters. `"auto"` is `"validation"` with a `val_loader`: `α` and a
                 temperature, or the noise, of the widest error bars that cost its data hardly anything; `"evidence"` for
-                a regression, several precisions, and `hessian_at="mode"`, for factors of a regression the network's
+                a regression and several precisions, for factors of a regression the network's
                 (`by_network_evidence`); `"leave_one_out"` (`predictions.left_out_labels`) for one label a datum, of at
                 most 100 classes with ten data each; `"self_consistency"` for other labels, and counts; else evidence.
             precision_bounds: within which `α` is kept.

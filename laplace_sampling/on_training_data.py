@@ -18,6 +18,7 @@ from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit
+from laplace_sampling.methods.verification import NEARLY_ALL
 from laplace_sampling.predictions.calibration import (
     NOISE_WORTH,
     Calibration,
@@ -27,7 +28,6 @@ from laplace_sampling.predictions.calibration import (
     labels_of,
     parts_of,
 )
-from laplace_sampling.predictions.diagnosis import NEARLY_ALL
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
 from laplace_sampling.predictions.left_out import (
     SCALES,

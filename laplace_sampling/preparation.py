@@ -145,7 +145,6 @@ def problem_of(settings: "Settings", network: Linearisation, tangent: TangentMod
         tangent=tangent,
         prior=settings.prior,
         layers=network.layers,
-        hessian_at=settings.hessian_at,
         num_samples=settings.num_samples,
         seed=settings.seed,
         dtype=network.dtype,

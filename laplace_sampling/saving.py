@@ -175,7 +175,6 @@ def state_of(posterior: Posterior, settings: "Settings", network: Linearisation)
             "num_samples": settings.num_samples,
             "seed": settings.seed,
             "linear_model": settings.linear_model,
-            "hessian_at": settings.hessian_at,
         },
     }
     state = {
@@ -263,7 +262,7 @@ def posterior_of(
         exact={name.removeprefix(_EXACT): t.to(device) for name, t in state.items() if name.startswith(_EXACT)},
         conformal=conformal_of({n.removeprefix(_CONFORMAL): t for n, t in state.items() if n.startswith(_CONFORMAL)}),
     )
-    return posterior, replace(settings, linear_model=saved["linear_model"], hessian_at=saved["hessian_at"])
+    return posterior, replace(settings, linear_model=saved["linear_model"])
 
 
 def arguments_of(how: dict[str, Any], **given: Any) -> dict[str, Any]:

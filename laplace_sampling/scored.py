@@ -79,11 +79,9 @@ class ScoredModel(FittedModel):
             alpha, evidence = best_network_evidence(fit)
         num, nothing = fit.model.num_data, torch.zeros(0)
         value, error = (evidence.value - tangent.log_scale) / num, evidence.standard_error / num
-        # Where the curvature moves, factors are of that at the mode, and the evidence takes a run at the network.
-        without = fit.approximate and not fit.task.moves
         targets = summary_of(_targets(fit, tangent), in_order=False)
         size = fit.model.features.num_data
-        return Score(kind, value, error, num, nothing, nothing.long(), alpha, size, without, targets, some)
+        return Score(kind, value, error, num, nothing, nothing.long(), alpha, size, fit.approximate, targets, some)
 
     def _left_out_score(self, fit: Fit, tangent: TangentModel, num_data: int) -> Score:
         posterior = self._require("score").posterior

@@ -19,7 +19,6 @@ from laplace_sampling.solvers.checks import check_whole
 __all__ = ["Settings"]
 
 _LINEAR_MODELS = ("auto", "affine", "homogeneous")
-_HESSIANS = ("auto", "network", "mode")
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,6 @@ class Settings:
     num_samples: int
     seed: int
     linear_model: str
-    hessian_at: str
     processes: Processes = field(default=ALONE, compare=False, repr=False)
 
     @classmethod
@@ -47,7 +45,6 @@ class Settings:
         num_samples: int = 64,
         seed: int = 0,
         linear_model: str = "auto",
-        hessian_at: str = "auto",
         process_group: Any = None,
     ) -> "Settings":
         """The settings of arguments, some of which are strings.
@@ -56,7 +53,6 @@ class Settings:
             TypeError, ValueError: for settings that are not known or do not go together.
         """
         _check_choice("linear_model", linear_model, _LINEAR_MODELS)
-        _check_choice("hessian_at", hessian_at, _HESSIANS)
         likelihood = as_likelihood(likelihood)
         # The affine model was better on small regressions, the homogeneous one on small classifications.
         default = "affine" if likelihood.quadratic else "homogeneous"
@@ -68,7 +64,6 @@ class Settings:
             num_samples=num_samples,
             seed=seed,
             linear_model=default if linear_model == "auto" else linear_model,
-            hessian_at="network" if hessian_at == "auto" else hessian_at,
             processes=ALONE if process_group is None else Processes(process_group),
         )
 
@@ -84,7 +79,7 @@ class Settings:
 
     def linearise(self, model: nn.Module) -> Linearisation:
         """The network with these random weights."""
-        return linearise(model, self.parameters, autocast=self.method.autocast, compile=self.method.compile)
+        return linearise(model, self.parameters, autocast=self.method.autocast)
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -30,7 +30,6 @@ def laplace_of(
     seed: int = 0,
     max_memory: float | None = None,
     autocast: Any = None,
-    compile: bool | str = False,
     **settings: Any,
 ) -> LinearisedLaplace:
     """`method` may also be `"sgd"` or `"svrg"`; `solver` the settings of these, or of `Dual` as a dictionary."""
@@ -41,7 +40,7 @@ def laplace_of(
     noise = {name: value for name, value in noise.items() if value is not None}
     if noise:
         likelihood = Gaussian(**noise) if likelihood == "regression" else replace(likelihood, **noise)
-    products = {"max_memory": max_memory, "autocast": autocast, "compile": compile}
+    products = {"max_memory": max_memory, "autocast": autocast}
     if method == "dual":
         method = Dual(**products, **(solver or {}))
     elif method in ("sgd", "svrg"):

@@ -133,7 +133,6 @@ def unsolved_problem(
         tangent=cast(TangentModel, SimpleNamespace(model=model, in_order=in_order)),
         prior=IsotropicPrior(),
         layers=([], torch.zeros(0)),
-        hessian_at="mode",
         num_samples=num_samples,
         seed=0,
         dtype=features.dtype,

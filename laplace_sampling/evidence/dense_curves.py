@@ -71,11 +71,9 @@ class DenseCurves:
         return self.spectrum.back((self.rhs / (self.values + alpha))[None]).to(self.white) * self.white
 
 
-def exact_path(
-    model: LinearModel, prior: GaussianPrior, mode: Float[Tensor, "1 P"], *, hessian_at: str
-) -> EvidencePath:
+def exact_path(model: LinearModel, prior: GaussianPrior, mode: Float[Tensor, "1 P"]) -> EvidencePath:
     """The curves around a mode in scaled coordinates; arguments as of `evidence_path`."""
-    return DenseCurves(expand(model, prior, Point.of(model, prior, mode), hessian_at)).path
+    return DenseCurves(expand(model, prior, Point.of(model, prior, mode))).path
 
 
 def dense_spectrum(operator: GGN) -> Spectrum:

@@ -140,7 +140,6 @@ class _Iteration:
     draws: Draws
     solver: Solver
     rows: int
-    hessian_at: str
     tolerance: float
     precision_bounds: Bounds
     noise_bounds: Bounds
@@ -185,7 +184,7 @@ class _Iteration:
         minimum = linear_model_mode(model, prior, self.solver, self.mode, description=self._label("mode"))
         self.mode = minimum.value
         mode_outputs = model.outputs(self.mode * prior.scale)[0]
-        ggn = model.ggn(mode_outputs if self.hessian_at == "mode" else model.network_outputs)
+        ggn = model.ggn(model.network_outputs)
         leverage, by_output, residuals, passes, exact = self._moments(ggn, mode_outputs)
         gamma, gamma_se = (t.cpu() for t in effective_dimension(leverage, exact))
         if not exact:
@@ -275,7 +274,6 @@ def fit_em(
     solver: Solver,
     *,
     rows: int | None = None,
-    hessian_at: str,
     mode: Float[Tensor, "1 P"] | None = None,
     max_steps: int = 10,
     tolerance: float = 0.03,
@@ -293,7 +291,6 @@ def fit_em(
         draws: frozen randomness. The prior sample `θ⁰` scales with `α^{-1/2}`, and iterates are `δ = ζ − θ⁰`.
         solver: for samples and for the mode.
         rows: number of samples that are solved for together; all by default.
-        hessian_at: `"network"`, `B` at `f(w̄, x)`; or `"mode"`, `B` at `h(θ̄, x)`, which moves with `α`.
         mode: where the search for the mode starts, in scaled coordinates; zero by default.
         max_steps: largest number of steps.
         tolerance: converged when `|Δ log α|` (and `|Δ log b|`) is below it for every group.
@@ -307,7 +304,7 @@ def fit_em(
     prior = prior.to(model.features.device, model.features.dtype)
     bounds = precision_bounds, noise_bounds
     rows = draws.num_samples if rows is None else rows
-    iteration = _Iteration(model, prior, draws, solver, rows, hessian_at, tolerance, *bounds, progress, mode)
+    iteration = _Iteration(model, prior, draws, solver, rows, tolerance, *bounds, progress, mode)
     with progress_bar("EM" if progress else None, total=max_steps, leave=True) as bar:
         while True:
             expectation = iteration.step()

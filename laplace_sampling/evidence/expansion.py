@@ -103,13 +103,13 @@ class Expansion:
         return product - self.gradient, replace(self.path, loss=loss)
 
 
-def expand(model: LinearModel, prior: GaussianPrior, point: Point, hessian_at: str) -> Expansion:
-    """The expansion around a point; `hessian_at` as for `fit_em`."""
+def expand(model: LinearModel, prior: GaussianPrior, point: Point) -> Expansion:
+    """The expansion around a point."""
     alpha, white = whitening(prior.spread(), overall_precision(prior))
     whitened = replace(model, features=ScaledFeatures(model.features, prior.scale * white))
     at_mode = whitened.ggn(point.outputs)
     # B of a Gaussian likelihood is the same everywhere.
-    same = isinstance(model.likelihood, Gaussian) or hessian_at == "mode"
+    same = isinstance(model.likelihood, Gaussian)
     operator = at_mode if same else whitened.ggn(model.network_outputs)
     path = _path_without_spectrum(model, point, alpha)
     return Expansion(at_mode, operator, point.theta / white, _gradient(whitened, point), white, path)

@@ -85,7 +85,6 @@ class _Rounds:
 
     model: LinearModel
     prior: GaussianPrior
-    hessian_at: str
     tolerance: float
     precision_bounds: Bounds
     noise_bounds: Bounds
@@ -105,7 +104,7 @@ class _Rounds:
         self.quadratic = isinstance(likelihood, Gaussian)
         self.learn = isinstance(likelihood, Gaussian) and likelihood.learn
         # B moves with the mode, and the mode with α.
-        self.moving = not self.quadratic and self.hessian_at == "mode"
+        self.moving = False
         self.secant = Secant(self.moving)
         self.warm = bool(self.mode.any())
         if self.warm:
@@ -122,7 +121,7 @@ class _Rounds:
 
     def play(self, seed: int, stream: int) -> None:
         started, before = time.perf_counter(), float(self.prior.precision)
-        expansion = expand(self.model, self.prior, self.point, self.hessian_at)
+        expansion = expand(self.model, self.prior, self.point)
         gradient = self._relative_gradient(expansion, before)
         run = self._run(expansion, before, seed, stream)
         self.path = run.path
@@ -293,7 +292,6 @@ def fit_path(
     seed: int,
     stream: int,
     *,
-    hessian_at: str,
     mode: Float[Tensor, "1 P"] | None = None,
     tolerance: float = 0.03,
     max_rounds: int = 12,
@@ -318,7 +316,6 @@ def fit_path(
         prior: starting point; its scale stays fixed.
         seed: of the probes.
         stream: likewise.
-        hessian_at: `"network"` or `"mode"`.
         mode: where the first round expands a loss that is not quadratic, in scaled coordinates; zero by default.
         tolerance: of `log α`.
         max_rounds: largest number of rounds.
@@ -342,7 +339,7 @@ def fit_path(
     # Around zero the start costs no product, and a quadratic is the same around every point.
     mode = zero if mode is None or model.likelihood.quadratic else mode.to(zero)
     settings = tolerance, precision_bounds, noise_bounds, exact, spectrum_of, schedule
-    rounds = _Rounds(model, prior, hessian_at, *settings, mode, afford)
+    rounds = _Rounds(model, prior, *settings, mode, afford)
     with progress_bar("evidence" if progress else None, total=max_rounds, leave=True) as bar:
         while len(rounds.history) < max_rounds and not (rounds.converged or rounds.full or rounds.rounded):
             if rounds.history and not afford(schedule.least_passes):

@@ -318,7 +318,6 @@ def evidence_path(
     draws: Draws,
     mode: Float[Tensor, "1 P"],
     *,
-    hessian_at: str,
     accuracy: float,
     decades: float | None = None,
     learn_noise: bool = False,
@@ -332,7 +331,6 @@ def evidence_path(
         prior: its precision is where the run is made; several groups are scaled together.
         draws: of the probes.
         mode: around which a loss that is not quadratic is expanded.
-        hessian_at: as for `fit_em`.
         accuracy: relative, of the change that further Lanczos steps would make: of `γ` and `‖θ̄‖²` at the fixed point;
             or, with `decades`, of the evidence at the precision of the prior and so many decades to both sides of it.
         decades: see `accuracy`.
@@ -349,7 +347,7 @@ def evidence_path(
         return path.fixed_point(bounds, learn_noise, follow=not isinstance(model.likelihood, Gaussian))
 
     goal = FixedPointGoal(fixed_point, accuracy) if decades is None else EvidenceGoal(ends, accuracy)
-    expansion = expand(model, prior, Point.of(model, prior, mode), hessian_at)
+    expansion = expand(model, prior, Point.of(model, prior, mode))
     run = run_curves(expansion, draws, goal, max_basis=max_basis)
     return run.path, run.mode
 
@@ -373,6 +371,6 @@ def traces_at_network(
         max_basis: largest number of vectors in memory.
     """
     at = Point.of(model, prior, torch.zeros_like(prior.scale)[None])
-    expansion = expand(model, prior, at, "network")
+    expansion = expand(model, prior, at)
     ends = expansion.path.at * torch.tensor([10.0**-decades, 1.0, 10.0**decades], dtype=torch.float64)
     return run_curves(expansion, draws, DeterminantGoal(ends, accuracy), max_basis=max_basis).path

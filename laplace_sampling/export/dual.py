@@ -9,8 +9,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["Dual", "aligned", "broadcast", "is_dual", "parts_of", "total", "value_of"]
-
 
 @dataclass(frozen=True)
 class Dual:

@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_any, tree_map
 from laplace_sampling.export.dual import Dual, aligned, broadcast, is_dual, parts_of, total, value_of
 from laplace_sampling.export.normalisation_rules import batch_norm, group_norm, instance_norm, layer_norm
 
-__all__ = ["pushed"]
-
 aten = torch.ops.aten
 
 

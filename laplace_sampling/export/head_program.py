@@ -15,8 +15,6 @@ from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.networks.linear_layer import LinearLayer
 from laplace_sampling.solvers.preconditioners import Factored
 
-__all__ = ["HeadProgram", "copied", "head_root"]
-
 
 class HeadProgram(nn.Module):
     """Outputs and deviations of a network whose outputs are those of a linear layer; and their variances.

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from laplace_sampling.export.dual import Dual, aligned, broadcast, parts_of, total, value_of
 
-__all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm"]
-
 
 def _normalised(x: Any, axes: list[int], eps: float) -> tuple[Tensor, Tensor | None]:
     """`(x − mean)/√(var + eps)` over some axes, counted from the end, and its tangents."""

@@ -9,8 +9,6 @@ from torch import nn
 from laplace_sampling.export.posterior_module import PosteriorModule
 from laplace_sampling.export.program import batch_sizes, quietly, two_rows
 
-__all__ = ["save_onnx"]
-
 
 def save_onnx(module: PosteriorModule, path: str | Path, x: Any) -> None:
     """Write a module as one ONNX file, for batches of any size; its outputs have the names of `module.outputs`.

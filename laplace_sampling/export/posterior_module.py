@@ -24,8 +24,6 @@ from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.make_prediction import make_prediction
 from laplace_sampling.solvers.preconditioners import Factored
 
-__all__ = ["PosteriorModule"]
-
 # Axes of outputs `[N, C]`.
 _MATRIX = 2
 

@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from laplace_sampling.data.batches import batched
 
-__all__ = ["FormulaProgram", "Program", "batch_sizes", "quietly", "two_rows"]
-
 
 class Program(nn.Module):
     """The operations of an exported module without weights, which takes the same arguments.

@@ -19,8 +19,6 @@ from laplace_sampling.export.forward_rules import pushed
 from laplace_sampling.export.program import Program, batch_sizes, quietly, two_rows
 from laplace_sampling.networks.derivative_rules import forward_mode_kernels
 
-__all__ = ["tangent_program"]
-
 Tensors = dict[str, Tensor]
 
 

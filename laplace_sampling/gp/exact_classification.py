@@ -27,7 +27,7 @@ from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision, unit_variance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
-from laplace_sampling.solvers.lapack import check_finite, inverse_, solve_, symmetric_eigen
+from laplace_sampling.solvers.lapack import check_finite, solve_, symmetric_eigen
 from laplace_sampling.solvers.root import falling_root
 
 __all__ = ["ExactClassification", "ExactMode", "ExactPosterior"]
@@ -81,7 +81,7 @@ class ExactPosterior:
 
     @cached_property
     def mode(self) -> ExactMode:
-        """`θ̄`, found when it is first needed where the curvature does not depend on it."""
+        """`θ̄`, found when it is first needed."""
         return self.problem.mode(self.precision) if self.known_mode is None else self.known_mode
 
     @property
@@ -128,7 +128,7 @@ class ExactPosterior:
         return PosteriorAt(mean, self.precision, self._prediction(features, K))
 
     def prediction_at(self, features: Features) -> ExactPrediction:
-        """The covariances of `at`, which take no mode where the curvature takes none."""
+        """The covariances of `at`, which take no mode."""
         return self._prediction(features, self._cross_gram(features))
 
     def _cross_gram(self, features: Features) -> Float[Tensor, "MC NC"]:
@@ -300,42 +300,29 @@ class ExactClassification:
         converged = residual <= max(tolerance, 1e-8)
         return ExactMode(a, h, loss, norm / precision, residual, converged)
 
-    def posterior(
-        self, precision: float, *, hessian_at: str = "mode", start: ExactMode | None = None
-    ) -> ExactPosterior:
-        """The posterior at a prior precision.
-
-        Args:
-            precision: `α`.
-            hessian_at: `"mode"`, `B` at `h(θ̄, x)`, or `"network"`, at `f(w̄, x)`.
-            start: a mode at another precision.
-        """
-        _check_place(hessian_at)
-        mode = self.mode(precision, start) if hessian_at == "mode" else None
-        outputs = self.model.network_outputs.double() if mode is None else mode.outputs
-        return ExactPosterior(self, precision, mode, outputs, *self._decomposed(outputs))
+    def posterior(self, precision: float) -> ExactPosterior:
+        """The posterior at a prior precision `α`, with the curvature `B` at the network's outputs."""
+        outputs = self.model.network_outputs.double()
+        return ExactPosterior(self, precision, None, outputs, *self._decomposed(outputs))
 
     def fit(
         self,
         *,
-        hessian_at: str = "mode",
         precision_bounds: tuple[float, float] = PRECISION_BOUNDS,
         tolerance: float = 1e-10,
     ) -> ExactPosterior:
         r"""The posterior at MacKay's fixed point `α = γ/θ̄ᵀA₁θ̄`, to rounding; the search starts at the prior's `α`.
 
-        With `B` at the network's outputs this is where the evidence has its derivative zero. With `B` at the mode it is
-        not, for then `B` moves with `α`, and the evidence is no guide.
+        There the derivative of the evidence is zero, since `B` is taken at the network's outputs for every `α`.
 
         Args:
-            hessian_at: `"mode"` or `"network"`.
             precision_bounds: within which `α` is kept.
             tolerance: of `log α`.
         """
-        _check_place(hessian_at)
         check_bounds(precision_bounds)
-        # The curvature at the network's outputs is the same for every α: one decomposition serves all.
-        fixed = self._decomposed(self.model.network_outputs.double()) if hessian_at == "network" else None
+        outputs = self.model.network_outputs.double()
+        # The curvature is the same for every α: one decomposition serves all.
+        values, vectors = self._decomposed(outputs)
         # Every mode starts from the one before: the root search moves `α` less and less.
         last: ExactMode | None = None
 
@@ -344,7 +331,7 @@ class ExactClassification:
             nonlocal last
             alpha = math.exp(log_precision)
             last = self.mode(alpha, last)
-            gamma = self._effective_dimension(last, alpha) if fixed is None else _effective_dimension(fixed[0], alpha)
+            gamma = _effective_dimension(values, alpha)
             return math.log(max(gamma, 1e-300)) - math.log(max(alpha * last.norm, 1e-300))
 
         # In `log α`, in which the update is smooth and the tolerance is a relative one.
@@ -353,8 +340,6 @@ class ExactClassification:
         root, inside = falling_root(excess, start, bounds, tolerance)
         alpha = math.exp(root) if inside else precision_bounds[bounds.index(root)]
         mode = self.mode(alpha, last)
-        outputs = mode.outputs if fixed is None else self.model.network_outputs.double()
-        values, vectors = fixed or self._decomposed(outputs)
         ended = is_at_bound(alpha, precision_bounds)
         at_bounds = ("precision",) if ended else ()
         return ExactPosterior(self, alpha, mode, outputs, values, vectors, at_bounds)
@@ -362,17 +347,6 @@ class ExactClassification:
     def _decomposed(self, outputs: Float[Tensor, "N C"]) -> tuple[Float[Tensor, " NC"], Float[Tensor, "NC NC"]]:
         return symmetric_eigen(self.whitened(outputs))
 
-    def _effective_dimension(self, mode: ExactMode, precision: float) -> float:
-        """`γ` with `B` at a mode, by an inverse: a third of the time of a decomposition."""
-        S = self._shifted(mode.outputs, precision)
-        inverse_(S)
-        return float((1 - S.diagonal()).sum())
-
 
 def _effective_dimension(eigenvalues: Float[Tensor, " NC"], precision: float) -> float:
     return float((eigenvalues / (eigenvalues + precision)).sum())
-
-
-def _check_place(hessian_at: str) -> None:
-    if hessian_at not in ("mode", "network"):
-        raise ValueError(f'`hessian_at={hessian_at!r}` is not known; use "mode" or "network".')

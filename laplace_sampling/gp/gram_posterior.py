@@ -100,14 +100,12 @@ class GramPosterior(ABC):
 
     @classmethod
     @abstractmethod
-    def of(cls, model: LinearModel, prior: GaussianPrior, hessian_at: str) -> "GramPosterior":
+    def of(cls, model: LinearModel, prior: GaussianPrior) -> "GramPosterior":
         """The posterior at the hyperparameters of a model and a prior."""
 
     @classmethod
     @abstractmethod
-    def tuned(
-        cls, model: LinearModel, prior: GaussianPrior, hessian_at: str, bounds: HyperparameterBounds
-    ) -> "GramOptimum":
+    def tuned(cls, model: LinearModel, prior: GaussianPrior, bounds: HyperparameterBounds) -> "GramOptimum":
         """The posterior at the hyperparameters of largest evidence."""
 
     @classmethod
@@ -143,14 +141,12 @@ class GramRegression(GramPosterior):
     precisions: tuple[float, float]
 
     @classmethod
-    def of(cls, model: LinearModel, prior: GaussianPrior, hessian_at: str) -> "GramRegression":
+    def of(cls, model: LinearModel, prior: GaussianPrior) -> "GramRegression":
         exact = ExactRegression.of(model, prior, max_memory=_UNLIMITED)
         return cls(exact, overall_precisions(model, prior))
 
     @classmethod
-    def tuned(
-        cls, model: LinearModel, prior: GaussianPrior, hessian_at: str, bounds: HyperparameterBounds
-    ) -> GramOptimum:
+    def tuned(cls, model: LinearModel, prior: GaussianPrior, bounds: HyperparameterBounds) -> GramOptimum:
         started = time.perf_counter()
         tuned = fit_exact_regression(
             model, prior, precision_bounds=bounds.precision, noise_bounds=bounds.noise, max_memory=_UNLIMITED
@@ -230,22 +226,20 @@ class GramRegression(GramPosterior):
 
 @dataclass(frozen=True)
 class GramClassification(GramPosterior):
-    """Of any other likelihood, whose curvature is taken at one mode."""
+    """Of any other likelihood, whose curvature is taken at the network's outputs."""
 
     exact: ExactPosterior
 
     @classmethod
-    def of(cls, model: LinearModel, prior: GaussianPrior, hessian_at: str) -> "GramClassification":
+    def of(cls, model: LinearModel, prior: GaussianPrior) -> "GramClassification":
         problem = ExactClassification.of(model, prior, max_memory=_UNLIMITED)
-        return cls(problem.posterior(overall_precision(prior), hessian_at=hessian_at))
+        return cls(problem.posterior(overall_precision(prior)))
 
     @classmethod
-    def tuned(
-        cls, model: LinearModel, prior: GaussianPrior, hessian_at: str, bounds: HyperparameterBounds
-    ) -> GramOptimum:
+    def tuned(cls, model: LinearModel, prior: GaussianPrior, bounds: HyperparameterBounds) -> GramOptimum:
         started = time.perf_counter()
         problem = ExactClassification.of(model, prior, max_memory=_UNLIMITED)
-        exact = problem.fit(hessian_at=hessian_at, precision_bounds=bounds.precision)
+        exact = problem.fit(precision_bounds=bounds.precision)
         # A mode that has not converged has a warning of its own.
         return GramOptimum(
             cls(exact), model.likelihood, converged=not exact.at_bounds, seconds=time.perf_counter() - started

@@ -6,6 +6,7 @@ held outside the parameters of these modules, which do not move it between devic
 """
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -78,7 +79,7 @@ class TangentKernel(gpytorch.kernels.Kernel):
         given = torch.ones(size, dtype=self.network.dtype) if scale is None else scale
         self.variance: Tensor
         self.register_buffer("variance", given.detach().to(self.network.device) ** 2)
-        self.input_shape = None if input_shape is None else tuple(input_shape)
+        self.input_shape = _shape(input_shape)
         self.dense_size = dense_size
         self.register_parameter(
             "raw_prior_precision", nn.Parameter(torch.zeros(*self.batch_shape, 1).to(self.variance))
@@ -94,6 +95,8 @@ class TangentKernel(gpytorch.kernels.Kernel):
         self.prior_precision = start
         # The matrix of the last inputs without gradient, and the tensors that it depends on.
         self._cached: tuple[tuple[Tensor, ...], Tensor] | None = None
+        # Likewise the rows of the Jacobian at the last inputs that all matrices of a batch had.
+        self._kept_rows: tuple[tuple[Tensor, ...], Tensor] | None = None
         self._num_outputs: int | None = None
 
     @property
@@ -139,7 +142,7 @@ class TangentKernel(gpytorch.kernels.Kernel):
     def _batch_of(self, choose: Callable[[Tensor], Tensor]) -> "TangentKernel":
         """A kernel with other entries of `α`, `[*B]`."""
         # Those of GPyTorch copy the network, and take the first axes of all buffers for those of the batch.
-        kept = {id(shared): shared for shared in (self.network, self._cached)}
+        kept = {id(shared): shared for shared in (self.network, self._cached, self._kept_rows)}
         kernel, raw = copy.deepcopy(self, kept), cast(Tensor, self.raw_prior_precision)
         kernel.raw_prior_precision = nn.Parameter(choose(raw.detach()[..., 0])[..., None].clone(), raw.requires_grad)
         kernel.batch_shape = kernel.raw_prior_precision.shape[:-1]
@@ -195,6 +198,16 @@ class TangentKernel(gpytorch.kernels.Kernel):
 
     def _rows(self, x: Float[Tensor, "B N D"]) -> Float[Tensor, "B NC P"]:
         """The Jacobian at the inputs of several matrices."""
+        if not x.requires_grad and bool((x == x[:1]).all()):
+            # The observations, which optimisers of acquisition functions pass with every batch of candidates.
+            key = (self.network.fingerprint(), x[0])
+            if self._kept_rows is None or not all(map(_equal, self._kept_rows[0], key)):
+                with torch.no_grad():
+                    self._kept_rows = tuple(t.clone() for t in key), self._compute_rows(x[:1])
+            return self._kept_rows[1].expand(len(x), -1, -1)
+        return self._compute_rows(x)
+
+    def _compute_rows(self, x: Float[Tensor, "B N D"]) -> Float[Tensor, "B NC P"]:
         inputs = shape_inputs(self.network, x.flatten(0, 1), self.input_shape)
         graph = torch.is_grad_enabled() and x.requires_grad
         rows = self.network.jacobian(inputs, graph=graph).to(self._variance(x))
@@ -250,7 +263,7 @@ class NetworkMean(gpytorch.means.Mean):
             raise ValueError(f"`NetworkMean(kind={kind!r})` is not known; use one of {list(MEANS)}.")
         self.network = network if isinstance(network, Linearisation) else Linearisation(network)
         self.kind = kind
-        self.input_shape = None if input_shape is None else tuple(input_shape)
+        self.input_shape = _shape(input_shape)
         self.active_dims = None if active_dims is None else torch.as_tensor(active_dims).tolist()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -369,6 +382,14 @@ class TangentGP(gpytorch.models.ExactGP):
         return gpytorch.distributions.MultivariateNormal(mean, covariance)
 
 
+def _shape(input_shape: Any) -> tuple[int, ...] | None:
+    if input_shape is None:
+        return None
+    if not isinstance(input_shape, Sequence) or not all(isinstance(length, int) for length in input_shape):
+        raise ValueError(f"`input_shape` must be whole numbers, but is {input_shape!r:.80}.")
+    return tuple(input_shape)
+
+
 def _outputs(count: int) -> str:
     return "one output" if count == 1 else f"{count} outputs"
 
@@ -379,4 +400,6 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 def shape_inputs(network: Linearisation, x: Float[Tensor, "N D"], input_shape: Sequence[int] | None) -> Tensor:
     """Rows as the network takes them."""
+    if input_shape is not None and math.prod(input_shape) != x.shape[-1]:
+        raise ValueError(f"`input_shape={input_shape!r}` is not that of rows of {x.shape[-1]} numbers.")
     return to_network(network, x if input_shape is None else x.reshape(-1, *input_shape))

@@ -1,7 +1,7 @@
 """How posteriors are found: each method is one file with a frozen settings object and one interface, `Method`.
 
-`Auto` chooses one; `Exact`, `Krylov`, `Stochastic`, `Dual`, `Factored`, `Subset`, `Head` and `Contour` fit. A new
-method is a file here and a line in `METHODS`.
+`Auto` chooses one; `Exact`, `Krylov`, `Stochastic`, `Dual`, `Factored`, `Subset` and `Head` fit. A new method is a
+file here and a line in `METHODS`.
 """
 
 from dataclasses import fields, is_dataclass
@@ -28,7 +28,6 @@ METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "last_layer": ("head", "Head", {}),
     "diagonal": ("factored", "Factored", {"kind": "diagonal"}),
     "subset": ("subset", "Subset", {}),
-    "ciq": ("contour", "Contour", {}),
 }
 
 

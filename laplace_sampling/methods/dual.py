@@ -145,7 +145,7 @@ def _tune_by_gram_matrix(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
 
     prior = task.prior.to(task.model.features.device, torch.float64)
     bounds = HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds)
-    optimum = GramRegression.tuned(_precise(task.model), prior, task.hessian_at, bounds)
+    optimum = GramRegression.tuned(_precise(task.model), prior, bounds)
     precise, tuned = tuned_by_gram_matrix(optimum, replace(task, prior=prior), tuning)
     task = replace(task, model=task.model.with_likelihood(precise.model.likelihood), prior=precise.prior)
     return task, replace(tuned, work=None, path=tuned.work.curves())

@@ -47,7 +47,6 @@ from laplace_sampling.methods.problem import (
     exact_bytes,
     exact_products,
     holds_rows,
-    moves_with_mode,
     space_of,
 )
 from laplace_sampling.methods.solver_method import (
@@ -125,7 +124,7 @@ class Exact(SolverMethod):
         products = exact_products(problem, space, cost) + problem.of_rule(cost)
         if space == "observations":
             products += problem.num_samples * features.num_data * cost.passes
-        dense = dense_operations(space, rows, features.size, moves_with_mode(problem))
+        dense = dense_operations(space, rows, features.size)
         return Estimate(products, exact_bytes(space, rows, features.size), dense)
 
     def paid_for(self, problem: Problem, choice: Choice) -> Choice:
@@ -143,8 +142,7 @@ class Exact(SolverMethod):
         ):
             # Each step of Newton's method would accumulate another `M`: the one at the network's outputs is close to
             # all of them, so that a few passes are enough.
-            at_network = replace(task, hessian_at="network").scaled_ggn()
-            solver = CG(_MODE_TOLERANCE, preconditioner=at_network.dense())
+            solver = CG(_MODE_TOLERANCE, preconditioner=task.scaled_ggn().dense())
         return super().mode(task, solver, tuned)
 
     def em_samples(self, memory: Memory, wanted: int, num_samples: int) -> int:
@@ -158,7 +156,7 @@ class Exact(SolverMethod):
             ggn = task.scaled_ggn()
             return FactoredPath(ggn.dense() or DenseCurvature.accumulated(ggn), task.prior)
         kind = gram_posterior_of(task.model.likelihood)
-        return GramPath(kind.of(task.model, task.prior, "network"), task.prior, task.model.features.num_outputs)
+        return GramPath(kind.of(task.model, task.prior), task.prior, task.model.features.num_outputs)
 
     def tune_by_evidence(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
         if not _in_weight_space(task):
@@ -170,19 +168,19 @@ class Exact(SolverMethod):
     def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
         features = task.model.features
         space, rows = "weights" if _in_weight_space(task) else "observations", features.num_data * features.num_outputs
-        task.budget.add(dense=dense_operations(space, rows, features.size, task.moves))
+        task.budget.add(dense=dense_operations(space, rows, features.size))
         if _in_weight_space(task):
             fit = super().fit(task, tuned, tolerance)
             return _rounded(fit, _cancellation(fit))
         posterior = tuned.work
-        if posterior is None or (tuned.criterion != "evidence" and task.moves):
-            posterior = gram_posterior_of(task.model.likelihood).of(task.model, task.prior, task.hessian_at)
+        if posterior is None:
+            posterior = gram_posterior_of(task.model.likelihood).of(task.model, task.prior)
         elif tuned.criterion != "evidence":
             posterior = posterior.at(task.model, task.prior)
         better = _with_better_rows(task, posterior)
         if better is not None:
             task = better
-            posterior = gram_posterior_of(task.model.likelihood).of(task.model, task.prior, task.hessian_at)
+            posterior = gram_posterior_of(task.model.likelihood).of(task.model, task.prior)
         fit = observation_space_fit(task, replace(tuned, work=None), posterior)
         return _rounded(fit.undrawn() if fit.draws_later else fit.with_samples(), fit.cancellation)
 
@@ -190,11 +188,9 @@ class Exact(SolverMethod):
         task = fit.task
         if not isinstance(fit, ObservationSpaceFit):
             start = Point.of(task.model, task.prior, torch.zeros_like(task.prior.scale)[None])
-            operator = expand(task.model, task.prior, start, "network").operator
+            operator = expand(task.model, task.prior, start).operator
             return path_of(task, dense_spectrum(operator).values)
         posterior = fit.posterior
-        if task.moves:
-            posterior = gram_posterior_of(task.model.likelihood).of(task.model, task.prior, "network")
         return path_of(task, posterior.precisions[1] * posterior.eigenvalues)
 
     def fit_of(self, *parts: Any) -> "WeightSpaceFit":
@@ -209,7 +205,7 @@ class Exact(SolverMethod):
         fit = RestoredFit(task, Tuned(), kind.restore(task.model, task.prior, tensors))
         if problem.features.dtype != torch.float64:
             # The decomposition may be that of other rows, which differ by roundings of the network.
-            fit.remade.append(lambda: kind.of(task.model, task.prior, task.hessian_at))
+            fit.remade.append(lambda: kind.of(task.model, task.prior))
         return fit
 
 
@@ -264,10 +260,10 @@ def _tune_in_observation_space(task: Task, tuning: Tuning) -> tuple[Task, Tuned]
     """Hyperparameters of largest evidence (a regression), or at MacKay's fixed point, to rounding, in one step."""
     bounds = HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds)
     kind = gram_posterior_of(task.model.likelihood)
-    optimum = kind.tuned(task.model, task.prior, task.hessian_at, bounds)
+    optimum = kind.tuned(task.model, task.prior, bounds)
     better = _with_better_rows(task, optimum.posterior)
     if better is not None:
-        task, optimum = better, kind.tuned(better.model, task.prior, task.hessian_at, bounds)
+        task, optimum = better, kind.tuned(better.model, task.prior, bounds)
     return tuned_by_gram_matrix(optimum, task, tuning)
 
 
@@ -292,5 +288,5 @@ class WeightSpaceFit(SolverFit):
         return leave_one_out(model.likelihood, whole(model.targets), mode_outputs, outputs, covariance)
 
     def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
-        path = exact_path(self.model, self.prior, self.scaled_mode, hessian_at=self.task.hessian_at)
+        path = exact_path(self.model, self.prior, self.scaled_mode)
         return path, self.mode_problems

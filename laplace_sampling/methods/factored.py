@@ -25,6 +25,7 @@ from laplace_sampling.linear_model.factored import (
     prior_of_factored,
 )
 from laplace_sampling.linear_model.features import Features
+from laplace_sampling.linear_model.head_curvature import head_operations
 from laplace_sampling.linear_model.kronecker import CURVATURE, Inverse
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.network_features import NetworkFeatures
@@ -38,9 +39,9 @@ from laplace_sampling.methods.network_score import path_of
 from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, basis_that_fits
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.predictions.accuracy import Accuracy
 from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
+from laplace_sampling.predictions.diagnosis import Accuracy
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.selection import Selection
 from laplace_sampling.solvers.checks import check_whole
@@ -121,9 +122,8 @@ class Factored(SolverMethod):
         vjps += min(C, PROBES) * features.num_data if self.kind == "diagonal" else 0
         searches = problem.by_evidence and not self._by_network(problem.tangent.model.likelihood, problem.criterion)
         passes = MODE_PASSES * features.num_data * cost.passes if searches else 0.0
-        dense = 0.0
-        if self.kind == "kfac":
-            dense = self._dense_operations(problem.tangent.network, features, problem.num_samples, problem.selection)
+        network = problem.tangent.network
+        dense = self._dense_operations(network, features, problem.num_samples, problem.selection)
         memory = problem.memory_of(self.max_memory)
         operations = vjps * cost.vjp + problem.of_rule(cost) + passes
         return Estimate(operations, problem.num_samples * memory.vector, dense)
@@ -154,15 +154,19 @@ class Factored(SolverMethod):
         rough: bool = True,
     ) -> float:
         """Eigenvectors of factors; gradients, samples and what a rule looks at, turned by them."""
+        if self.kind == "diagonal":
+            return 0.0
         looks = 0 if selection is None else selection.looks(features).vectors(features, rough=rough)
         num_vectors = num_samples + looks
+        if self.kind == "last_layer":
+            return head_operations(features, num_vectors)
         num_gradients = self._kronecker.num_gradients(features.num_data, features.num_outputs)
         return kronecker_operations(network, num_vectors, num_gradients)
 
     def _dense_spent(self, task: Task) -> float:
         """Operations of dense algebra of a fit."""
         features = task.ggn().features
-        if self.kind != "kfac" or not isinstance(features, NetworkFeatures):
+        if not isinstance(features, NetworkFeatures):
             return 0.0
         # From an earlier posterior a rule knows where to look.
         rough = task.start is None
@@ -196,15 +200,14 @@ class Factored(SolverMethod):
 
     def network_traces(self, fit: Fit, decades: float) -> EvidencePath:
         assert isinstance(fit, FactoredFit)
-        # At the mode the curvature is another one.
-        return super().network_traces(fit, decades) if fit.task.moves else path_of(fit.task, fit.eigenvalues)
+        return path_of(fit.task, fit.eigenvalues)
 
     def fit_of(self, *parts: Any) -> "FactoredFit":
         return FactoredFit(*parts)
 
     def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
         task.budget.add(dense=self._dense_spent(task))
-        if not isinstance(tuned.work, FactoredCurvature) or task.moves:
+        if not isinstance(tuned.work, FactoredCurvature):
             return super().fit(task, tuned, tolerance)
         solver = self.make_solver(task, tolerance, None)
         assert isinstance(solver, FactoredSampler)
@@ -323,7 +326,6 @@ class FactoredFit(SolverFit):
             self.prior,
             Draws(1, self.task.seed, Stream.EVIDENCE),
             self.scaled_mode,
-            hessian_at=self.task.hessian_at,
             accuracy=_ACCURACY,
             decades=decades,
         )

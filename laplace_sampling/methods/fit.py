@@ -19,10 +19,8 @@ from laplace_sampling.linear_model.mode_objective import Mode
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.budget import Budget
-from laplace_sampling.predictions.accuracy import Accuracy
 from laplace_sampling.predictions.calibration import Calibration, labelled
-from laplace_sampling.predictions.diagnosis import Diagnosis
-from laplace_sampling.predictions.energy_tests import TestResult, chi_squared_test, data_energy_test
+from laplace_sampling.predictions.diagnosis import Accuracy
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
 from laplace_sampling.solvers.checks import check_finite
@@ -61,7 +59,7 @@ class Task:
         start: the posterior to start from, in a warm fit.
         selection: the rule for the prior precision, where it is not the evidence.
         replaceable: whether the method was chosen, not asked for, so that another one may take its place.
-        hessian_at: as of a `Problem`; likewise `num_samples`, `seed`, `dtype`, `progress`.
+        num_samples: as of a `Problem`; likewise `seed`, `dtype`, `progress`.
     """
 
     method: "Method"
@@ -69,7 +67,6 @@ class Task:
     prior: GaussianPrior
     memory: "Memory"
     reason: str
-    hessian_at: str
     num_samples: int
     seed: int
     dtype: torch.dtype
@@ -101,28 +98,17 @@ class Task:
         )
 
     @property
-    def moves(self) -> bool:
-        """Whether the curvature moves with the mode."""
-        return self.hessian_at == "mode" and not self.model.likelihood.quadratic
-
-    @property
     def draws(self) -> Draws:
         """The draws of the samples that are kept."""
         return Draws(self.num_samples, self.seed, Stream.SAMPLES)
 
-    def ggn(self, mode_outputs: Tensor | None = None) -> GGN:
-        """`M`, with the curvature at the network's outputs or at those of the mode, whichever the task asks for.
+    def ggn(self) -> GGN:
+        """`M`, with the curvature at the network's outputs."""
+        return self.model.ggn(self.model.network_outputs)
 
-        Before the mode is known its place is taken by outputs of zero, where `B` does not depend on `α`.
-        """
-        outputs = self.model.network_outputs
-        if self.hessian_at == "mode":
-            outputs = torch.zeros_like(outputs) if mode_outputs is None else mode_outputs
-        return self.model.ggn(outputs)
-
-    def scaled_ggn(self, mode_outputs: Tensor | None = None) -> GGN:
-        """The same in the scaled coordinates of the prior."""
-        ggn = self.ggn(mode_outputs)
+    def scaled_ggn(self) -> GGN:
+        """`M` in the scaled coordinates of the prior."""
+        ggn = self.ggn()
         return replace(ggn, features=ScaledFeatures(ggn.features, self.prior.scale.to(ggn.device, ggn.dtype)))
 
 
@@ -184,8 +170,8 @@ class Fit(ABC):
 
     @property
     def needs_mode(self) -> bool:
-        """Whether the posterior depends on it, or the hyperparameters are verified by it."""
-        return self.task.moves or self.tuned.criterion == "evidence"
+        """Whether the hyperparameters are verified by it."""
+        return self.tuned.criterion == "evidence"
 
     @property
     def method(self) -> "Method":
@@ -207,7 +193,7 @@ class Fit(ABC):
     @property
     def ggn(self) -> GGN:
         """`M`."""
-        return self.task.ggn(self.mode.outputs if self.task.moves else None)
+        return self.task.ggn()
 
     @property
     def path(self) -> EvidencePath | None:
@@ -365,62 +351,3 @@ class Fit(ABC):
             f"The samples have not converged: residual {float(residuals.max()):.2g} at most, above the tolerance "
             f"{tolerance:.2g} for {which} of {len(residuals)}."
         )
-
-    def diagnosis(self, weights: Float[Tensor, " P"], linear_model: str) -> Diagnosis:
-        """See `LinearisedLaplace.diagnose`; `weights` are `w̄`, and `linear_model` is its name."""
-        sampled, features = self.sampled, self.model.features
-        assert sampled is not None
-        residuals, tolerance = self.judge(sampled)
-        gamma, gamma_se = sampled.effective_dimension()
-        moments = self._moments()
-        minimum = self.mode.minimum if self.known_mode else None
-        network_outputs, rank = self.model.network_outputs, self.model.likelihood.rank(features.num_outputs)
-        rank_of_all = self.model.num_observations * rank // features.num_outputs
-        linear_outputs = features.outputs(weights[None].to(features.dtype))[0]
-        return Diagnosis(
-            num_samples=len(sampled.energies),
-            num_parameters=len(weights),
-            num_data=features.num_data,
-            num_outputs=features.num_outputs,
-            linear_model=linear_model,
-            method=self.method.name,
-            reason=self.task.reason,
-            advice=self.advice,
-            tolerable=self.tolerable,
-            residual_kind=self.method.residual_kind,
-            residuals=residuals.cpu(),
-            tolerance=tolerance,
-            solver_converged=sampled.converged,
-            mode_residual=minimum.residual if minimum else None,
-            mode_converged=minimum is None or minimum.converged,
-            hyperparameters_converged=self.tuned.converged,
-            prior_precision=dict(zip(self.prior.names, self.prior.precision.tolist(), strict=True)),
-            at_bounds=self.tuned.at_bounds,
-            effective_dimension=float(gamma.sum()),
-            effective_dimension_se=float(gamma_se.square().sum().sqrt()),
-            gamma_reference=None if moments is None else moments[0],
-            gamma_reference_se=None if moments is None else moments[2],
-            total_test=chi_squared_test(sampled.energies.cpu(), len(weights)),
-            data_test=_data_test(sampled.data_energies.cpu(), moments),
-            offset=float(features.norm(linear_outputs - network_outputs) / features.norm(network_outputs)),
-            num_floored=self.prior.num_floored,
-            passes=sampled.passes + (minimum.passes if minimum else 0) + sum(s.passes for s in self.tuned.history),
-            accuracy=self.accuracy,
-            epochs=self.task.budget.spent,
-            max_rank=rank_of_all if rank_of_all < features.num_observations else None,
-        )
-
-    def _moments(self) -> tuple[float, float, float] | None:
-        """Mean and variance of `ζᵀMζ` by the curves of the evidence, and the standard error of the mean."""
-        if self.path is None:
-            return None
-        alpha = torch.tensor([self.alpha], dtype=torch.float64)
-        gamma, error = self.path.effective_dimension(alpha)
-        return float(gamma), 2 * float(self.path.squared_dimension(alpha)), float(error)
-
-
-def _data_test(energies: Tensor, moments: tuple[float, float, float] | None) -> TestResult | None:
-    if moments is not None and moments[0] > 0:
-        return data_energy_test(energies, *moments)
-    # Two numbers have no shape. Neither have energies that are all equal, as where the curvature vanishes.
-    return None if len(energies) <= 2 or float(energies.std()) == 0 else data_energy_test(energies)

@@ -3,7 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from numbers import Real
 
 import torch
@@ -160,10 +160,6 @@ class Method(ABC):
         autocast: `torch.bfloat16` or `torch.float16`, to which `torch.autocast` lowers operations of the network inside
             Jacobian products, to about 1 %; sums over data, solvers and samples stay in float32, and so does the
             network's own output.
-        compile: whether Jacobian products are compiled by `torch.compile` (or the name of one of its backends), each
-            shape of batches and number of vectors when it comes for the fourth time: small networks are then up to a
-            few times faster, after tens of seconds for each. A program is first compared with the product that is not
-            compiled; where it is wrong or fails, a notice says so, and nothing more is compiled.
 
     Raises:
         ValueError: for settings that are not possible.
@@ -171,14 +167,11 @@ class Method(ABC):
 
     max_memory: float | None = None
     autocast: torch.dtype | None = None
-    compile: bool | str = field(default=False)
 
     def __post_init__(self) -> None:
         number = isinstance(self.max_memory, Real) and not isinstance(self.max_memory, bool)
         if self.max_memory is not None and not (number and self.max_memory > 0):
             raise ValueError(f"`max_memory` must be a positive number of bytes, but is {self.max_memory!r}.")
-        if not isinstance(self.compile, bool | str):
-            raise TypeError(f"`compile` must be True, False or the name of a backend, but is {self.compile!r:.80}.")
 
     @property
     @abstractmethod
@@ -271,7 +264,6 @@ class Method(ABC):
             prior=self.build_prior(problem, model, memory) if prior is None else prior,
             memory=memory,
             reason=choice.reason + self.remark(problem, memory),
-            hessian_at=problem.hessian_at,
             num_samples=problem.num_samples,
             seed=problem.seed,
             dtype=problem.dtype,
@@ -296,12 +288,8 @@ class Method(ABC):
         return problem.prior.build(ggn, problem.layers(), probes.noise(model.features.num_outputs))
 
     def ggn_of_prior(self, problem: Problem, model: LinearModel, memory: Memory) -> GGN:
-        """`M` of which a g-prior takes the diagonal.
-
-        At the mode `B` depends on `α`, and the scale of a g-prior must not. So it is taken where all outputs are zero.
-        """
-        outputs = model.network_outputs
-        ggn = model.ggn(outputs if problem.hessian_at == "network" else torch.zeros_like(outputs))
+        """`M` of which a g-prior takes the diagonal."""
+        ggn = model.ggn(model.network_outputs)
         # A diagonal takes rows of the Jacobian: no more of them than memory holds.
         most = memory.vectors / (4 * model.features.num_outputs)
         return replace(ggn, features=model.features.in_chunks(int(min(most, model.features.num_data))))

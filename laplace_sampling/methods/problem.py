@@ -27,7 +27,6 @@ __all__ = [
     "fits_in_observation_space",
     "holds_rows",
     "jacobian_bytes",
-    "moves_with_mode",
     "space_of",
 ]
 
@@ -40,8 +39,6 @@ _GRAMS = 4
 _CURVATURES = 6
 # Operations of an eigendecomposition, in units of `n³`.
 _EIGEN = 9
-# Factorisations of a fit of hyperparameters that is no regression, and accumulations of `M` without a Jacobian.
-_FACTORISATIONS, _ROUNDS = 50, 6
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,6 @@ class Problem:
         tangent: the linear model, and what it comes from.
         prior: the family of the prior.
         layers: returns names of layers, and the layer of each random weight.
-        hessian_at: `"network"` or `"mode"`, where the curvature of the loss is taken.
         num_samples: `K`.
         seed: of all draws.
         dtype: of samples and mode.
@@ -88,7 +84,6 @@ class Problem:
     tangent: TangentModel
     prior: Prior
     layers: Callable[[], tuple[list[str], Tensor]]
-    hessian_at: str
     num_samples: int
     seed: int
     dtype: torch.dtype
@@ -112,8 +107,8 @@ class Problem:
 
     @property
     def by_evidence(self) -> bool:
-        """Whether the mode is needed: for hyperparameters of largest evidence, or a curvature that is taken there."""
-        return self.selection is None and (self.tangent.model.likelihood.quadratic or self.hessian_at == "mode")
+        """Whether the mode is needed: for hyperparameters of largest evidence."""
+        return self.selection is None and self.tangent.model.likelihood.quadratic
 
     def of_rule(self, cost: Cost, *, rough: bool = True) -> float:
         """Operations of the rule for the prior precision; `rough` as of its looks."""
@@ -151,37 +146,21 @@ def exact_products(problem: Problem, space: str, cost: Cost) -> float:
         # Pairs of blocks of rows of the Jacobian are multiplied; each is computed again for every other block.
         blocks = max(1.0, 16 * rows * features.size / BLOCK_BYTES)
         return rows * cost.vjp * (1 + blocks) / 2
-    rounds = _ROUNDS if is_accumulated(rows, features.size) and moves_with_mode(problem) else 1
-    return rounds * features.num_data * min(features.num_outputs * cost.vjp, features.size * cost.jvp)
+    return features.num_data * min(features.num_outputs * cost.vjp, features.size * cost.jvp)
 
 
-def dense_operations(space: str, rows: int, size: int, moves: bool) -> float:
-    """Operations of dense algebra in one of the spaces, to a factor of two or so.
-
-    Args:
-        space: of the exact method.
-        rows: `N·C`.
-        size: `P`.
-        moves: whether the curvature moves with the mode, and the mode with the prior precision.
-    """
+def dense_operations(space: str, rows: int, size: int) -> float:
+    """Operations of dense algebra for `N·C` rows and `P` weights in a space of the exact method, roughly."""
     if space == "observations":
-        # One decomposition; Newton's steps to the mode factorise at each precision as well.
-        return 2.0 * rows**2 * size + (_EIGEN + (_FACTORISATIONS / 3 if moves else 0)) * rows**3
+        return 2.0 * rows**2 * size + _EIGEN * rows**3
     smaller, larger = min(rows, size), max(rows, size)
-    if is_accumulated(rows, size) or not moves:
-        return (_ROUNDS if moves else 1) * (smaller**2 * larger + _EIGEN * smaller**3)
-    return _FACTORISATIONS * (2.0 * smaller**2 * larger + smaller**3 / 3)
-
-
-def moves_with_mode(problem: Problem) -> bool:
-    """Whether the curvature moves with the mode."""
-    return problem.hessian_at == "mode" and not problem.tangent.model.likelihood.quadratic
+    return smaller**2 * larger + _EIGEN * smaller**3
 
 
 def exact_operations(problem: Problem, space: str, cost: Cost) -> float:
     """Operations of products and of dense algebra in one of the spaces."""
     rows, size = problem.num_observations, problem.features.size
-    return exact_products(problem, space, cost) + dense_operations(space, rows, size, moves_with_mode(problem))
+    return exact_products(problem, space, cost) + dense_operations(space, rows, size)
 
 
 def space_of(problem: Problem) -> str:

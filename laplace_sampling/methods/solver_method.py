@@ -245,7 +245,6 @@ def _search_settings(task: Task, tuning: Tuning) -> dict[str, Any]:
     Where the prior decides, predicted standard deviations go with `α^{-1/2}`: `log α` is needed to twice their error.
     """
     return {
-        "hessian_at": task.hessian_at,
         "tolerance": 2 * tuning.tolerance,
         "precision_bounds": tuning.precision_bounds,
         "noise_bounds": tuning.noise_bounds,
@@ -380,7 +379,6 @@ class SolverFit(Fit):
             self.prior,
             draws,
             self.scaled_mode,
-            hessian_at=self.task.hessian_at,
             accuracy=_EVIDENCE_ACCURACY,
             decades=0.0 if decades is None else decades,
             max_basis=max_basis,

@@ -1,4 +1,4 @@
-r"""Whether fitted hyperparameters are where the mode and the samples at them say that they should be.
+r"""Whether a fit is right: its diagnosis, and whether its mode and samples agree with its hyperparameters.
 
 At a maximum of the evidence `γ_g = α_g ‖θ̄_g‖²` and `N·C − γ = b Σ(y − f)²`. A search finds it on curves, or on
 samples of earlier steps; the samples and the mode of the posterior itself are other estimates, by other solves. They
@@ -7,78 +7,185 @@ cost nothing more. An end that is an artefact of rounding, or of a search that w
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.methods.fit import Fit
-
-__all__ = ["disagreements"]
+from laplace_sampling.predictions.diagnosis import FEW_SAMPLES, Check, Diagnosis, dimension_check, energy_checks
 
 # Relative differences of the two sides that say nothing: a search ends within its tolerance. The noise is known better,
 # from all observations. Standard errors of `γ` that say nothing.
 _OF_PRECISION, _OF_NOISE, _ERRORS = 0.25, 0.1, 4.0
-
-
-@dataclass(frozen=True)
-class _Balance:
-    """Two sides of an equation that holds at the best value of a hyperparameter, to which the second is proportional.
-
-    Attributes:
-        what: the hyperparameter.
-        value: of it.
-        wanted: the side of `γ`.
-        found: the other side.
-        error: standard error of `wanted`.
-        tolerance: relative.
-    """
-
-    what: str
-    value: float
-    wanted: float
-    found: float
-    error: float
-    tolerance: float
-
-    @property
-    def holds(self) -> bool:
-        allowed = _ERRORS * self.error + self.tolerance * max(abs(self.wanted), abs(self.found))
-        return abs(self.wanted - self.found) <= allowed
+# The share of all directions that data may determine: above it the linear model fits any targets.
+NEARLY_ALL = 0.9
+# Shares that deserve a look: of weights without curvature, and of the outputs by which a homogeneous model is off.
+_MANY_FLOORED, _FAR_OFFSET = 0.2, 0.5
 
 
 def disagreements(fit: Fit) -> list[str]:
-    """What the mode and the samples of a fit say against its hyperparameters, if these were found and are no bounds."""
+    """What the mode and the samples of a fit say against its hyperparameters."""
+    return [check.sentence for check in _balances(fit) if not check.holds]
+
+
+def _balances(fit: Fit) -> Iterator[Check]:
+    """Compares both sides of the equations above, if hyperparameters were found by the evidence and are no bounds."""
     by_evidence = fit.tuned.criterion == "evidence"
     if fit.sampled is None or not (by_evidence and fit.solved and fit.tuned.converged) or fit.tuned.at_bounds:
-        return []
-    advice = (
-        "Bring inputs and targets to a common scale."
-        if fit.method.name == "exact"
-        else 'Raise `num_samples` and `max_steps` of `fit_hyperparameters`, or use method="exact".'
-    )
-    return [
-        f"`fit_hyperparameters` ended at {balance.what} {balance.value:.3g}, but the samples and the mode there ask "
-        f"for {balance.value * max(balance.wanted, 0.0) / max(balance.found, 1e-300):.3g}. {advice}"
-        for balance in _balances(fit)
-        if not balance.holds
-    ]
-
-
-def _balances(fit: Fit) -> Iterator[_Balance]:
-    assert fit.sampled is not None
+        return
     gamma, error = (t.cpu() for t in fit.sampled.effective_dimension())
     # The search has an error of its own.
     of_search = torch.tensor(fit.tuned.history[-1].effective_dimension_se or [0.0] * len(gamma), dtype=torch.float64)
     error = (error.nan_to_num(math.inf) ** 2 + of_search.nan_to_num(0) ** 2).sqrt()
     prior, scale = fit.prior, fit.prior.scale.double()
     found = prior.precision * prior.grouped((fit.mode.weights.to(scale) / scale) ** 2).cpu()
+    advice = (
+        "Bring inputs and targets to a common scale."
+        if fit.method.name == "exact"
+        else 'Raise `num_samples` and `max_steps` of `fit_hyperparameters`, or use method="exact".'
+    )
+
+    def balance(what: str, value: float, wanted: float, found: float, error: float, tolerance: float) -> Check:
+        allowed = _ERRORS * error + tolerance * max(abs(wanted), abs(found))
+        asked = value * max(wanted, 0.0) / max(found, 1e-300)
+        return Check(
+            f"balance of {what}",
+            wanted - found,
+            (-allowed, allowed),
+            f"`fit_hyperparameters` ended at {what} {value:.3g}, but the samples and the mode there ask for "
+            f"{asked:.3g}. {advice}",
+        )
+
     for group, name in enumerate(prior.names):
         sides = float(gamma[group]), float(found[group]), float(error[group])
-        yield _Balance(f"the prior precision ({name})", float(prior.precision[group]), *sides, _OF_PRECISION)
+        yield balance(f"the prior precision ({name})", float(prior.precision[group]), *sides, _OF_PRECISION)
     likelihood = fit.model.likelihood
     if isinstance(likelihood, Gaussian) and likelihood.learn and torch.as_tensor(likelihood.noise_precision).dim() == 0:
         outputs = fit.mode.outputs if likelihood.noise_at == "mode" else fit.model.network_outputs
         squares = float(fit.model.squared_errors(outputs).sum())
         noise, free = float(likelihood.noise_precision), fit.model.num_observations - float(gamma.sum())
-        yield _Balance("the noise precision", noise, free, noise * squares, float(error.norm()), _OF_NOISE)
+        yield balance("the noise precision", noise, free, noise * squares, float(error.norm()), _OF_NOISE)
+
+
+def diagnosis_of(fit: Fit, weights: Float[Tensor, " P"], linear_model: str) -> Diagnosis:
+    """The checks of a fit that has samples; `weights` are `w̄`, and `linear_model` is its name."""
+    sampled, features = fit.sampled, fit.model.features
+    assert sampled is not None
+    minimum = fit.mode.minimum if fit.known_mode else None
+    by_group, errors = sampled.effective_dimension()
+    gamma = float(by_group.sum()), float(errors.norm())
+    num, reference, outputs = len(sampled.energies), _reference(fit), fit.model.network_outputs
+    distance = features.outputs(weights[None].to(features.dtype))[0] - outputs
+    checks = [
+        *_of_solves(fit),
+        *_of_hyperparameters(fit),
+        Check(
+            "number of samples",
+            num,
+            (FEW_SAMPLES, math.inf),
+            f"An error bar of {num} samples has a relative standard error of {fit.accuracy.samples:.0%}, and these "
+            "tests find gross errors only. Raise `num_samples`.",
+        ),
+        *energy_checks(sampled.energies, len(weights), gamma[0] if reference is None else min(gamma[0], reference[0])),
+        *([] if reference is None else [dimension_check(gamma, reference)]),
+        *_balances(fit),
+        _of_dimension(fit, gamma[0]),
+        Check(
+            "weights floored",
+            fit.prior.num_floored,
+            (0, _MANY_FLOORED * len(weights)),
+            "Many weights have no curvature, as dead units and inputs that are constant, so that the floor of the "
+            'g-prior sets their variance. Compare with a larger `GPrior(floor=...)` or with `prior="isotropic"`.',
+            serious=False,
+        ),
+        Check(
+            "‖φw̄ − f‖ / ‖f‖",
+            float(features.norm(distance) / features.norm(outputs)),
+            # The affine model agrees with the network at its weights by definition.
+            (0, _FAR_OFFSET if linear_model == "homogeneous" else math.inf),
+            "The homogeneous linear model is far from the network, so that α, and the curvature where it is taken at "
+            "the mode, are those of another model. This is usual in networks without normalisation layers. Compare "
+            '`log_prob` on held-out data with that of `linear_model="affine"`.',
+            serious=False,
+        ),
+    ]
+    return Diagnosis(
+        checks,
+        method=fit.method.name,
+        reason=fit.task.reason,
+        num_samples=num,
+        num_parameters=len(weights),
+        num_data=features.num_data,
+        num_outputs=features.num_outputs,
+        passes=sampled.passes + (minimum.passes if minimum else 0) + sum(s.passes for s in fit.tuned.history),
+        epochs=fit.task.budget.spent,
+        accuracy=fit.accuracy,
+    )
+
+
+def _reference(fit: Fit) -> tuple[float, float] | None:
+    """`γ` by the curves of the evidence, and its standard error."""
+    if fit.path is None:
+        return None
+    gamma, error = fit.path.effective_dimension(torch.tensor([fit.alpha], dtype=torch.float64))
+    return float(gamma), float(error)
+
+
+def _of_solves(fit: Fit) -> Iterator[Check]:
+    assert fit.sampled is not None
+    residuals, tolerance = fit.judge(fit.sampled)
+    said = f"{int((~(residuals <= tolerance)).sum())} of {len(residuals)} residuals are above {tolerance:.2g}"
+    matters = (
+        'Error bars are too large where data determine little. Or use `method="exact"` where it fits.'
+        if not fit.tolerable
+        else f"Standard deviations are off by about {fit.accuracy.unfinished:.2g}, which matters little."
+    )
+    sentence = f"The samples have not converged: {said}. {fit.advice} {matters}"
+    name = f"largest residual of the samples ({fit.method.residual_kind})"
+    yield Check(name, float(residuals.max()), (-math.inf, tolerance), sentence, serious=not fit.tolerable)
+    # A solver may stop at its limit of steps with residuals that happen to be small.
+    converged = fit.sampled.converged or fit.tolerable
+    yield Check.question("samples converged, says the solver", converged, sentence)
+    if fit.known_mode:
+        sentence = f"The mode has not converged, but α, the noise, and maybe the curvature depend on it. {fit.advice}"
+        minimum = fit.mode.minimum
+        yield Check.question(f"mode converged (residual {minimum.residual:.2g})", minimum.converged, sentence)
+
+
+def _of_hyperparameters(fit: Fit) -> Iterator[Check]:
+    named = ", ".join(fit.tuned.at_bounds[:3]) + (", …" if len(fit.tuned.at_bounds) > 3 else "")
+    yield Check(
+        "precisions at a bound",
+        len(fit.tuned.at_bounds),
+        (0, 0),
+        f"The precision is at a bound for {named}. At the upper one of a prior precision the data show no effect of "
+        "these weights, at the lower one the prior fades out; at the upper one of the noise precision the linear model "
+        "fits the targets exactly. Check the data and the choice of weights, use a prior with fewer groups, or give "
+        "other `precision_bounds` or `noise_bounds`.",
+    )
+    if fit.tuned.converged is not None:
+        yield Check.question(
+            "hyperparameters converged",
+            fit.tuned.converged or bool(fit.tuned.at_bounds),
+            "The prior precision α, and all error bars with it, still moved when its fit stopped. Raise `max_steps` of "
+            "`fit_hyperparameters`, and look at `history_`.",
+        )
+
+
+def _of_dimension(fit: Fit, gamma: float) -> Check:
+    features, num_outputs = fit.model.features, fit.model.features.num_outputs
+    # Near the rank of the data the model interpolates; near the number of weights it is a classical regression.
+    rank = fit.model.num_observations * fit.model.likelihood.rank(num_outputs) // num_outputs
+    most = NEARLY_ALL * rank if rank <= features.size else math.inf
+    sentence = (
+        "The data determine almost nothing, and the posterior is nearly the prior. Either α is far too large, or the "
+        "loss has no curvature, as for a network that is certain of its labels. Pass `val_loader`, some 500 data that "
+        "the network was not trained on, which choose another α."
+        if gamma < 1
+        else f"The data determine nearly all of the {rank:,} directions that they can, so that the linear model fits "
+        "any targets, and neither the noise nor α is well determined. Give more data or fewer random weights "
+        "(`parameters=`), or fix the noise (`Gaussian(b, learn=False)`)."
+    )
+    return Check("effective dimension γ", gamma, (1.0, most), sentence)

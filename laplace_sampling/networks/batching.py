@@ -1,27 +1,24 @@
 """How many data and how many vectors go through a network at once.
 
-Three limits act on a product, and `Batching` holds all of them:
+Two limits act on a product, and `Batching` holds both:
 
 - Memory limits the data: after an out-of-memory error a batch goes in parts of half the size.
 - The caches of a CPU limit the vectors: their tensors are read again by the next operation while they are still there.
-- The allocator of the C library limits the data of large batches on a CPU: see `allocator`.
 
-The second and the third come from the sizes of the tensors of one forward pass, which are counted and not timed: a
-choice by measured seconds would differ on a busy machine, and the same seed would then give other numbers.
+The second comes from the sizes of the tensors of one forward pass, which are counted and not timed: a choice by
+measured seconds would differ on a busy machine, and the same seed would then give other numbers.
 """
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from laplace_sampling.data.batches import batched, num_rows, split
-from laplace_sampling.networks.allocator import LARGEST_KEPT, cpu_out_of_memory, num_pieces
+from laplace_sampling.data.batches import batched
 from laplace_sampling.networks.resources import TensorBytes
-
-__all__ = ["DEFAULT_CHUNK", "Batching"]
 
 T = TypeVar("T")
 Forward = Callable[[Any], Tensor]
@@ -45,12 +42,35 @@ _FEWEST_VECTORS = 4
 _PULLED_TOGETHER_BYTES = 2 * 10**6
 
 
+@cache
+def keep_freed_memory() -> None:
+    """Lets glibc keep freed blocks of less than 32 MiB, by freeing one; called by the first product of a process.
+
+    The system fills each page that it gives with zeros, which takes longer than the arithmetic on it: GGN products of 8
+    vectors on LeNet take 24 ms instead of 35. Where the user has set `MALLOC_` variables this changes nothing.
+    """
+    # `DEFAULT_MMAP_THRESHOLD_MAX` of mallopt(3), less what a block has around it. An untouched block takes no memory.
+    torch.UntypedStorage(2**25 - 2**14, device="cpu")
+
+
+class _CPUOutOfMemory:
+    """Raises `torch.OutOfMemoryError` also on a CPU, where torch raises a plain `RuntimeError`."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+            raise torch.OutOfMemoryError(str(error)) from error
+
+
+cpu_out_of_memory = _CPUOutOfMemory()
+
+
 class Batching:
     """Limits to the data and the vectors that go through one network at once.
 
     Args:
         chunk_size: how many vectors go through the network together, if its tensors are not small.
-        kept_bytes: the largest block that the C library keeps after it is freed.
 
     Attributes:
         max_rows: the most data at once, `None` for all that are given; halved after an out-of-memory error.
@@ -59,16 +79,14 @@ class Batching:
         ValueError: if `chunk_size` is not positive.
     """
 
-    def __init__(self, chunk_size: int = DEFAULT_CHUNK, kept_bytes: float = LARGEST_KEPT) -> None:
+    def __init__(self, chunk_size: int = DEFAULT_CHUNK) -> None:
         if chunk_size < 1:
             raise ValueError(f"`chunk_size` must be at least 1, but is {chunk_size}.")
-        self.chunk_size, self.kept_bytes = chunk_size, kept_bytes
+        self.chunk_size = chunk_size
         self.max_rows: int | None = None
         self._warned = False
-        # Bytes of each tensor of a forward pass, rising, and of its output, for each number in the inputs.
+        # Bytes of each tensor of a forward pass, rising, for each number in the inputs.
         self._bytes_per_input: list[float] = []
-        self._output_bytes_per_input = 0.0
-        self._proportional: bool | None = None
 
     def in_parts(self, num: int, product: Callable[[slice], T]) -> list[T]:
         """`product` of parts of `num` data that memory holds, one after the other; one part of no data.
@@ -118,9 +136,9 @@ class Batching:
         """
         inputs = _num_inputs(x)
         if not self._bytes_per_input:
-            sizes, output = _bytes_made(forward, x)
-            self._bytes_per_input = sorted(size / max(inputs, 1) for size in sizes or [0])
-            self._output_bytes_per_input = output.numel() * output.element_size() / max(inputs, 1)
+            with torch.no_grad(), TensorBytes() as made:
+                forward(x)
+            self._bytes_per_input = sorted(size / max(inputs, 1) for size in made.sizes or [0])
         return self._bytes_per_input[-1] * inputs
 
     def forward_bytes(self, x: Any) -> tuple[float, float]:
@@ -136,57 +154,14 @@ class Batching:
             device: of the network.
             largest: bytes of the largest tensor of a forward pass.
         """
-        most = self.max_vectors(device, largest)
-        return -(-num // -(-num // most))
-
-    def max_vectors(self, device: torch.device, largest: float) -> int:
-        """As many vectors as a CPU's caches hold."""
         fewest = min(_FEWEST_VECTORS, self.chunk_size) if device.type == "cpu" else self.chunk_size
-        return min(max(int(_CACHED_BYTES / max(largest, 1)), fewest), 4 * self.chunk_size)
+        most = min(max(int(_CACHED_BYTES / max(largest, 1)), fewest), 4 * self.chunk_size)
+        return -(-num // -(-num // most))
 
     def pullbacks_together(self, num: int, device: torch.device, largest: float) -> int:
         """How many of `num` cotangents are pulled back together."""
         alone = device.type == "cpu" and largest > _PULLED_TOGETHER_BYTES
         return 1 if alone else self.vectors_together(num, device, largest)
-
-    def pieces(self, forward: Forward, x: Any, num_vectors: int, weight_bytes: int, device: torch.device) -> list[Any]:
-        """A batch in the pieces in which products of so many vectors are fastest on a CPU."""
-        largest = self.largest_tensor(forward, x)
-        if device.type != "cpu" or self._proportional is False or _FEWEST_VECTORS * largest <= self.kept_bytes:
-            return [x]
-        num, together = num_rows(x), self.vectors_together(num_vectors, device, largest)
-        sizes = [size * _num_inputs(x) * together for size in self._bytes_per_input]
-        pieces = num_pieces(num, sizes, together * weight_bytes, self.kept_bytes)
-        parts = [x] if pieces == 1 else split(x, -(-num // pieces))
-        return parts if len(parts) == 1 or self._is_proportional(forward, parts[0]) else [x]
-
-    def curvature_in_pieces(self, pieces: list[Any], x: Any) -> bool:
-        """Whether the curvature, which is that of all data, may be applied once for each piece."""
-        return len(pieces) * self._output_bytes_per_input * _num_inputs(x) <= self.kept_bytes
-
-    def _is_proportional(self, forward: Forward, piece: Any) -> bool:
-        """Whether a piece makes smaller tensors than the batch, as many bytes as `largest_tensor` expects.
-
-        A graph or weights that belong to the module are as large for fewer data, and some networks fail on fewer.
-        """
-        if self._proportional is None:
-            try:
-                sizes, _ = _bytes_made(forward, piece)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception:  # a network may raise anything
-                sizes = []
-            inputs, expected = _num_inputs(piece), self._bytes_per_input
-            pairs = [(max(sizes, default=0), expected[-1]), (sum(sizes), sum(expected))]
-            self._proportional = all(2 / 3 < size / (each * inputs) < 1.5 for size, each in pairs)
-        return self._proportional
-
-
-def _bytes_made(forward: Forward, x: Any) -> tuple[list[int], Tensor]:
-    """The bytes of each tensor of a forward pass, and its output."""
-    with torch.no_grad(), TensorBytes() as made:
-        output = forward(x)
-    return made.sizes, output
 
 
 def _num_inputs(x: Any) -> int:

@@ -13,8 +13,6 @@ from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-__all__ = ["QUESTIONS", "by_branch"]
-
 Weights = dict[str, Tensor]
 
 

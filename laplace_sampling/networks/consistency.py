@@ -1,26 +1,21 @@
-"""Checks of a network's derivatives: torch has some that are wrong, and nothing says so.
+"""Checks of a network before a fit: is it a function of each datum, with one derivative, in its registered weights?
 
-`check_consistency` is made once before a fit: is the network a function of each datum, with one derivative, in the
-weights that training changes? `RowCheck` is made at the first rows of a Jacobian, since torch's derivatives under
-`vmap` over data may be wrong by themselves. Both compare forward mode with reverse mode, and both ask in float64 before
-they say that something is wrong: a unit of almost no input may be on in one pass and off in another.
+torch has derivatives that are wrong, and nothing says so. Forward mode is compared with reverse mode, and again in
+float64 before an error is raised: a unit of almost no input may be on in one pass and off in another.
 """
 
-import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, Self, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from laplace_sampling.data.batches import num_rows, place, take
-from laplace_sampling.networks.held_module import HeldModule
+from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.plain_gradient import gradients_apart, plain_gradient
 from laplace_sampling.networks.wrong_rules import wrong_forward_rule
 from laplace_sampling.solvers.placement import normal
-
-__all__ = ["RowCheck", "check_consistency", "check_weights"]
 
 # The constants were tried on an MLP, a CNN, a transformer and 12 instance normalisations in three precisions.
 
@@ -31,58 +26,11 @@ _ROUNDING_EXPONENT = 0.4
 # How far a datum by itself may be from one in a batch: layers quantised dynamically take their range from the batch,
 # and differed by 0.007. Half and twice of it accept the same networks.
 _COUPLING = 0.05
-# How far rows of a Jacobian may be from forward mode: in float32 a unit of almost no input is on in one and off in the
-# other. The networks differed by 0.015 in bfloat16 and 5e-7 in float32; half and twice of it accept them all.
-_ROW_DIFFERENCE = 0.05
-# Data whose rows are compared. It is not tuned: a wrong rule for batches shows in any two data.
-_COMPARED_DATA = 16
 # Weights that an error names.
 _NUM_NAMED = 4
 
 
-class _Ways(Protocol):
-    data_together: bool
-
-    def trial(self) -> AbstractContextManager[None]: ...
-    def take_data_alone(self, reason: str) -> None: ...
-
-
-class _Network(Protocol):
-    """The part of a `Linearisation` that the checks use."""
-
-    products: dict[str, int]
-    num_parameters: int
-    held: HeldModule
-
-    @property
-    def module(self) -> nn.Module: ...
-    @property
-    def autocast(self) -> torch.dtype | None: ...
-    @property
-    def module_dtype(self) -> torch.dtype: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def ways(self) -> _Ways: ...
-    @property
-    def lacking(self) -> str | None: ...
-    def __call__(self, x: Any) -> Tensor: ...
-    def jvp(self, x: Any, v: Tensor) -> Tensor: ...
-    def vjp(self, x: Any, u: Tensor) -> Tensor: ...
-    def unflatten(self, v: Tensor) -> dict[str, Tensor]: ...
-    def take_two_pullbacks(self, origin: str, having: str = "") -> None: ...
-    def in_float64(self) -> Self: ...
-
-
-Network = TypeVar("Network", bound=_Network)
-
-
-# Before a fit ---------------------------------------------------------------------------------------------------------
-
-
-def check_consistency(network: _Network, x: Any) -> None:
+def check_consistency(network: Linearisation, x: Any) -> None:
     r"""Raises if rows of a batch act on each other, if products miss weights, or are not of one Jacobian by both modes.
 
     A datum by itself must have the outputs and the product `φ v` that it has behind another one, to 5 %. `φᵀu` must be
@@ -114,7 +62,7 @@ def check_consistency(network: _Network, x: Any) -> None:
 
 
 @contextmanager
-def _trial(network: _Network) -> Iterator[None]:
+def _trial(network: Linearisation) -> Iterator[None]:
     """Products inside are not counted, and their backward passes leave nothing in the parameters."""
     counts = dict(network.products)
     try:
@@ -132,7 +80,7 @@ class _TwoJacobians(str):
     """The problem that products by forward and by reverse mode are not of the same Jacobian."""
 
 
-def _confirmed(network: _Network, x: Any) -> str | None:
+def _confirmed(network: Linearisation, x: Any) -> str | None:
     """What is wrong with a network in float64 as well, where it can be computed so; `None` if nothing is."""
     problem = _problem(network, x)
     if problem is None or network.dtype == torch.float64:
@@ -147,7 +95,7 @@ def _confirmed(network: _Network, x: Any) -> str | None:
         return problem
 
 
-def _wrong_rule(network: _Network, x: Any) -> str | None:
+def _wrong_rule(network: Linearisation, x: Any) -> str | None:
     """The operation whose forward derivative is wrong, and its module; `None` if it is not found."""
     try:
         precise = network if network.module_dtype == torch.float64 else network.in_float64()
@@ -156,7 +104,7 @@ def _wrong_rule(network: _Network, x: Any) -> str | None:
         return None
 
 
-def _problem(network: _Network, x: Any) -> str | None:
+def _problem(network: Linearisation, x: Any) -> str | None:
     """What is wrong with a network, as a sentence; `None` if nothing is."""
     name, generator = type(network.module).__name__, torch.Generator().manual_seed(0)
     v = normal(2, network.num_parameters, seed=generator, dtype=network.dtype, device=network.device)
@@ -196,7 +144,7 @@ def _problem(network: _Network, x: Any) -> str | None:
     )
 
 
-def check_weights(network: _Network, x: Any) -> None:
+def check_weights(network: Linearisation, x: Any) -> None:
     """Raises if reverse products miss weights: where the module takes them from elsewhere than from its parts.
 
     It is for those who take nothing but rows of Jacobians; `check_consistency` checks this as well.
@@ -214,7 +162,7 @@ def check_weights(network: _Network, x: Any) -> None:
         raise ValueError(problem)
 
 
-def _missed_weights(network: _Network, x: Any, u: Tensor, pulled: Tensor) -> str | None:
+def _missed_weights(network: Linearisation, x: Any, u: Tensor, pulled: Tensor) -> str | None:
     """Names the weights in which `pulled`, `φᵀu`, is not the gradient of the module by itself."""
     if network.held.shards is not None:
         return None  # weights that are shared out have no gradient outside of the hooks of FSDP
@@ -233,13 +181,13 @@ def _missed_weights(network: _Network, x: Any, u: Tensor, pulled: Tensor) -> str
     return _MISSED.format(type(network.module).__name__, named)
 
 
-def _rounding(network: _Network) -> float:
+def _rounding(network: Linearisation) -> float:
     dtype = network.module_dtype if network.autocast is None else network.autocast
     return torch.finfo(dtype).eps ** _ROUNDING_EXPONENT
 
 
 def _not_adjoint(
-    network: _Network, v: Tensor, pushed: Tensor, u: Tensor, pulled: Tensor, rounding: float
+    network: Linearisation, v: Tensor, pushed: Tensor, u: Tensor, pulled: Tensor, rounding: float
 ) -> str | None:
     """Compares `⟨u, φv⟩`, `pushed` being `φv`, with `⟨φᵀu, v⟩`, `pulled` being `φᵀu`."""
     forward, reverse = (u * pushed).sum((1, 2)), (v * pulled).sum(1)
@@ -277,80 +225,3 @@ _LACKING = (
 
 def _near(a: Tensor, b: Tensor, scale: Tensor, allowed: float) -> bool:
     return float((a - b).norm()) <= allowed * float(scale.norm())
-
-
-# Rows of Jacobians ----------------------------------------------------------------------------------------------------
-
-
-class RowCheck:
-    """Compares rows of a network's Jacobian with forward mode, once for each kind of them.
-
-    Rows of all data together and of one datum are two kinds, and so are whole Jacobians and `φ(x_n)ᵀ u_n`.
-    """
-
-    def __init__(self) -> None:
-        self._compared: set[tuple[bool, bool]] = set()
-
-    def rows(
-        self,
-        network: Network,
-        x: Any,
-        u: Tensor | None,
-        compute: Callable[[Network, Any], Tensor],
-        *,
-        graph: bool = False,
-    ) -> Tensor:
-        """`compute(network, x)`, from one datum at a time if the rows of all data together are wrong.
-
-        Args:
-            network: the linearised network.
-            x: inputs.
-            u: cotangents of the rows `φ(x_n)ᵀ u_n`; `None` for whole Jacobians.
-            compute: the rows.
-            graph: whether they are differentiable.
-        """
-        rows = compute(network, x)
-        # Jacobians of few weights are computed by forward mode themselves.
-        by_columns = u is None and not graph and network.num_parameters < rows.shape[1]
-        kind = (u is None, len(rows) > 1)
-        if by_columns or kind in self._compared or not network.ways.data_together:
-            return rows
-        counts = dict(network.products)
-        try:
-            difference = _row_difference(network, x, u, rows)
-            if difference is None:
-                return rows
-            self._compared.add(kind)
-            if difference <= _ROW_DIFFERENCE or _right_in_float64(network, x, u, compute):
-                return rows
-            network.ways.take_data_alone("torch's derivatives of many of them at once are wrong")
-            return compute(network, x)
-        finally:
-            network.products.update(counts)
-
-
-def _row_difference(network: _Network, x: Any, u: Tensor | None, rows: Tensor) -> float | None:
-    """The relative difference of rows times a random vector from forward mode; `None` if it cannot be computed."""
-    first = slice(0, _COMPARED_DATA)
-    try:
-        v = normal(1, network.num_parameters, seed=0, dtype=network.dtype, device=network.device)
-        with network.ways.trial():
-            pushed = network.jvp(x if num_rows(x) <= _COMPARED_DATA else take(x, first), v)[0]
-        pushed = pushed.reshape(len(rows[first]), -1)
-        expected = pushed if u is None else (u[first] * pushed).sum(-1)
-        difference, size = float((rows[first].detach().to(v) @ v[0] - expected).norm()), float(expected.norm())
-    except Exception:  # inside transforms of `torch.func`, or without any Jacobian-vector product
-        return None
-    return difference / size if size > 0 and math.isfinite(difference) else None
-
-
-def _right_in_float64(network: Network, x: Any, u: Tensor | None, compute: Callable[[Network, Any], Tensor]) -> bool:
-    """Whether rows differ in their own precision only, where rounding decides which way a unit goes."""
-    if network.module_dtype == torch.float64:
-        return False
-    try:
-        precise, wide = network.in_float64(), place(x, network.device, torch.float64)
-        difference = _row_difference(precise, wide, u, compute(precise, wide))
-    except Exception:  # a network may hold anything: one that cannot be copied or computes in its own dtype
-        return False
-    return difference is not None and difference <= _ROW_DIFFERENCE

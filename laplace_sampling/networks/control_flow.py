@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-__all__ = ["CONTROL_FLOW"]
-
 
 def _cond(pred: Tensor | bool, true_fn: Callable, false_fn: Callable, operands: Sequence[Any], **_: Any) -> Any:
     return (true_fn if pred else false_fn)(*operands)

@@ -39,9 +39,6 @@ from laplace_sampling.networks.elementary_layers import (
     layer_norm,
 )
 
-__all__ = ["ComposedLayers", "differentiable", "forward_mode_kernels"]
-
-
 # Contexts -------------------------------------------------------------------------------------------------------------
 
 

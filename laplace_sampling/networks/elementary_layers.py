@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["ELEMENTARY_LAYERS", "BatchNormCall", "group_norm", "instance_norm", "layer_norm"]
-
 
 @contextmanager
 def _composed_recurrence() -> Iterator[None]:

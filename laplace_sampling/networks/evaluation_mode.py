@@ -10,8 +10,6 @@ import torch
 from laplace_sampling.networks.held_module import HeldModule
 from laplace_sampling.networks.undisturbed import undisturbed
 
-__all__ = ["evaluation_mode"]
-
 
 def _eager() -> AbstractContextManager[Any]:
     """For parts that the user has compiled; the compiler takes a second to import, and each change of it 30 µs."""

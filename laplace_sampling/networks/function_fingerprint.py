@@ -24,7 +24,6 @@ from laplace_sampling.networks.module_state import COMMON_ATTRIBUTES
 if TYPE_CHECKING:
     from laplace_sampling.data.training_data import TrainingData
 
-__all__ = ["FunctionFingerprint", "structure_of"]
 
 # Data that are kept, fewer if they are larger than so many bytes, and outputs of each datum. The numbers are not tuned:
 # another activation shows at a single datum.
@@ -99,7 +98,7 @@ def _some_inputs(data: "TrainingData", most: int) -> Any:
 
 
 def _plain(network: Linearisation) -> Linearisation:
-    """Neither compiled nor with autocast, which are settings of the method: it may be another one after `load`."""
+    """Without autocast, which is a setting of the method: it may be another one after `load`."""
     plain = Linearisation(network.module, network.names, batching=network.batching)
     plain.ways = network.ways
     return plain

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from laplace_sampling.data.batches import Layout, arguments, as_plain, batched, num_rows, read
 from laplace_sampling.data.digest import digest
-from laplace_sampling.networks.allocator import cpu_out_of_memory
+from laplace_sampling.networks.batching import cpu_out_of_memory
 from laplace_sampling.networks.module_state import ModuleState
 from laplace_sampling.networks.sharded import Shards, agreed, is_dtensor, mesh_of, reshard, whole
 from laplace_sampling.networks.undisturbed import (
@@ -30,16 +30,6 @@ from laplace_sampling.networks.undisturbed import (
     signals_wait,
     undisturbed,
 )
-
-__all__ = [
-    "HALF",
-    "HeldModule",
-    "precisions",
-    "real_shape",
-    "solver_call",
-    "solving",
-    "users_precision",
-]
 
 Weights = dict[str, Tensor]
 Arguments = ParamSpec("Arguments")
@@ -291,8 +281,8 @@ class HeldModule:
             for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
         }
 
-    def write(self, gradients: Iterable[list[Tensor | None]], rows: Float[Tensor, "K P"], *, add: bool = False) -> None:
-        """Writes gradients by weight, of some vectors after others, to rows; or adds them to what is there."""
+    def write(self, gradients: Iterable[list[Tensor | None]], rows: Float[Tensor, "K P"]) -> None:
+        """Writes gradients by weight, of some vectors after others, to rows."""
         # Rows are written in place: a list of gradients that is stacked would take their memory twice.
         zero, start = rows.new_zeros(1, 1), 0
         for by_weight in gradients:
@@ -302,13 +292,7 @@ class HeldModule:
                 zero.expand(num, size) if gradient is None else gradient.reshape(num, -1)
                 for size, gradient in zip(self.sizes, by_weight, strict=True)
             ]
-            part = rows[start : start + num]
-            # Sums go weight by weight, which makes no copy of the gradients.
-            if add:
-                for row, gradient in zip(part.split(self.sizes, 1), flat, strict=True):
-                    row += gradient
-            else:
-                torch.cat(flat, 1, out=part)
+            torch.cat(flat, 1, out=rows[start : start + num])
             start += num
 
     def least(self, value: float) -> float:

@@ -8,10 +8,9 @@ notice says so once, but for stacked tangents, which are not much faster where t
 import linecache
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -20,17 +19,13 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import jacrev, jvp, vjp, vmap
 
 from laplace_sampling.data.batches import batched, num_rows, take
+from laplace_sampling.networks.batching import Batching
 from laplace_sampling.networks.branches import by_branch
 from laplace_sampling.networks.derivative_rules import ComposedLayers
 from laplace_sampling.networks.held_module import HeldModule, Weights
 from laplace_sampling.networks.resources import free_memory
 from laplace_sampling.networks.stacked_tangents import StackedTangents
-from laplace_sampling.networks.undisturbed import LOCK, handle_signals
-
-if TYPE_CHECKING:
-    from laplace_sampling.networks.batching import Batching
-
-__all__ = ["JacobianProducts", "jacobian_rows", "origin_of", "vjp_with_graph", "vjps_of_each_datum"]
+from laplace_sampling.networks.undisturbed import handle_signals
 
 Function = Callable[[Weights], Tensor]
 
@@ -73,24 +68,13 @@ class JacobianProducts:
         data_together: whether Jacobians of many data are computed together.
     """
 
-    def __init__(self, module: nn.Module, batching: "Batching") -> None:
+    def __init__(self, module: nn.Module, batching: Batching) -> None:
         self.module, self.batching = module, batching
         self._pushes = [self._push_together, self._push_each, self._push_by_two_pullbacks]
         self._pulls_together = self.data_together = True
         self._checked, self._dual_works = False, True
         self._stacks = StackedTangents()
         self.lacking: str | None = None
-
-    @contextmanager
-    def trial(self) -> Iterator[None]:
-        """Ways that fail inside give no notice, and are tried again afterwards."""
-        pushes, lacking = self._pushes, self.lacking
-        try:
-            with LOCK, warnings.catch_warnings():  # the filter is one for all threads
-                warnings.simplefilter("ignore")
-                yield
-        finally:
-            self._pushes, self.lacking = pushes, lacking
 
     def push(
         self, f: Function, weights: Weights, tangents: Weights, largest: float, *, graph: bool

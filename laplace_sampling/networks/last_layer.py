@@ -39,7 +39,6 @@ from laplace_sampling.solvers.placement import normal
 if TYPE_CHECKING:
     from laplace_sampling.data.training_data import TrainingData
 
-__all__ = ["LastLayer"]
 
 # Data that the network is run on to find the layer: networks with batch normalisation may not run on a single one.
 _DATA_OF_THE_RUN = 2

@@ -19,8 +19,6 @@ from laplace_sampling.networks.undisturbed import undisturbed
 from laplace_sampling.networks.weight_uses import Fold, Pair, Use, WeightUses, folds
 from laplace_sampling.solvers.placement import normal
 
-__all__ = ["Layer", "LayerRun", "layers_of"]
-
 
 @dataclass(frozen=True)
 class Layer:

@@ -4,7 +4,7 @@ The gradient of a linear layer's weights at a datum is an outer product `g aᵀ`
 that use their weights at several places, as convolutions, are summed over the places by one product of matrices.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -12,11 +12,7 @@ from torch import Tensor
 
 from laplace_sampling.data.batches import num_rows, rows_of
 from laplace_sampling.networks.layer_gradients import Layer, LayerRun, layers_of
-
-if TYPE_CHECKING:
-    from laplace_sampling.networks.linearisation import Linearisation
-
-__all__ = ["Outer", "vjp_by_layers"]
+from laplace_sampling.networks.linearisation import Linearisation
 
 # Positions of weights in the flat vector, `[m, k]`, and `g`, `[n, m]`, and `a`, `[n, k]`, of each datum.
 Outer = tuple[Tensor, Float[Tensor, "n m"], Float[Tensor, "n k"]]
@@ -24,7 +20,7 @@ Outer = tuple[Tensor, Float[Tensor, "n m"], Float[Tensor, "n k"]]
 _FEWEST, _TRIED = 2, 16
 
 
-def vjp_by_layers(network: "Linearisation", x: Any, u: Float[Tensor, "N C"]) -> list[Outer] | None:
+def vjp_by_layers(network: Linearisation, x: Any, u: Float[Tensor, "N C"]) -> list[Outer] | None:
     """`vjp_each` in factors; `None` for a network of which some random weights are in no layer.
 
     Layers are looked for among the first data; where others take another way through the network, it is `None` from
@@ -48,7 +44,7 @@ def vjp_by_layers(network: "Linearisation", x: Any, u: Float[Tensor, "N C"]) -> 
     ]
 
 
-def _of_some(network: "Linearisation", layers: list[Layer], x: Any, u: Tensor) -> list[Outer]:
+def _of_some(network: Linearisation, layers: list[Layer], x: Any, u: Tensor) -> list[Outer]:
     """The rows of data that go through the network at once; none where they take another way."""
     run, found = LayerRun(network, x, num_rows(x)), []
     if {layer.names: len(layer.folds) for layer in layers} != {n: len(of_n) for n, of_n in run.uses.items()}:
@@ -67,7 +63,7 @@ def _of_some(network: "Linearisation", layers: list[Layer], x: Any, u: Tensor) -
     return found
 
 
-def _found(network: "Linearisation", x: Any) -> list[Layer]:
+def _found(network: Linearisation, x: Any) -> list[Layer]:
     """The layers, if these hold all random weights."""
     positions = torch.arange(network.num_parameters, device=network.device).split(network.held.sizes)
     try:

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from laplace_sampling.networks.held_module import HALF
 from laplace_sampling.networks.linearisation import Linearisation
 
-__all__ = ["LinearLayer"]
-
 
 class LinearLayer(Linearisation):
     """A `torch.nn.Linear` with inputs `z`, `[N, d]`, all of whose weights are random.

@@ -10,7 +10,6 @@ A product passes these policies, each in a file of its own:
 - `batching`: how many data and vectors go through it at once.
 - `jacobian_products`: the ways of differentiating, of which the first that works is taken.
 - `derivative_rules`, `elementary_layers`: derivatives that torch lacks or has wrong.
-- `compiled_products`: programs of products of shapes that come again.
 - `consistency`: comparisons of forward with reverse mode, and of both with the module itself (`plain_gradient`);
   `wrong_rules` finds the operation whose forward derivative is wrong.
 """
@@ -21,15 +20,11 @@ from contextlib import contextmanager, suppress
 from typing import Any, Self, cast
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_sampling.data.batches import Layout, num_rows, rows_of, take
-from laplace_sampling.networks.allocator import keep_freed_memory
-from laplace_sampling.networks.batching import DEFAULT_CHUNK, Batching
-from laplace_sampling.networks.compiled_products import CompiledProducts
-from laplace_sampling.networks.consistency import RowCheck
+from laplace_sampling.networks.batching import DEFAULT_CHUNK, Batching, keep_freed_memory
 from laplace_sampling.networks.derivative_rules import ComposedLayers, differentiable, forward_mode_kernels
 from laplace_sampling.networks.evaluation_mode import evaluation_mode
 from laplace_sampling.networks.held_module import HeldModule, users_precision
@@ -42,8 +37,6 @@ from laplace_sampling.networks.jacobian_products import (
 from laplace_sampling.networks.selection import Selection, select
 from laplace_sampling.networks.undisturbed import LOCK
 from laplace_sampling.networks.unwrapping import unwrapped
-
-__all__ = ["Linearisation"]
 
 # `u ↦ Bu`, `[K, N, C]` both.
 Curvature = Callable[[Tensor], Tensor]
@@ -64,20 +57,17 @@ class Linearisation:
             tensors are small; on a CPU fewer, but no fewer than 4, where caches do not hold them.
         autocast: dtype of the operations that `torch.autocast` lowers, within Jacobian products only. Products are
             given and returned in `dtype`, and summed over data in it.
-        compile: whether products of shapes that come again are compiled by `torch.compile`, or by which of its
-            backends. Where that fails, or gives other products, they are not; a notice says so. Where it is slower
-            they are not either: GGN products of one vector, and on a CPU pullbacks through large tensors.
         batching: how many data and vectors go through the network at once, in place of `Batching(chunk_size)`.
 
     Attributes:
         num_parameters: `P`, the length of a flat weight vector.
         products: counts of `jvp` and `vjp`; the unit is one datum and one vector.
-        held, batching, ways, row_check, known_layers, compiled: the policies; `compiled` may be `None`.
+        held, batching, ways, known_layers: the policies.
 
     Raises:
         TypeError: if `module` is not an `nn.Module`.
         ValueError: if the selection names nothing, something unknown, or weights that are not floating point; for
-            an `autocast` that is not narrower than `dtype`; for `compile` with it, or of weights in several precisions.
+            an `autocast` that is not narrower than `dtype`.
     """
 
     def __init__(
@@ -87,7 +77,6 @@ class Linearisation:
         *,
         chunk_size: int = DEFAULT_CHUNK,
         autocast: torch.dtype | None = None,
-        compile: bool | str = False,
         batching: Batching | None = None,
     ) -> None:
         # Nothing here runs the network or changes the process: the first product does what products need.
@@ -98,8 +87,7 @@ class Linearisation:
         self.num_parameters, self.chunk_size = sum(self.held.sizes), self.batching.chunk_size
         self.products = {"jvp": 0, "vjp": 0}
         self.ways = JacobianProducts(module, self.batching)
-        self.row_check, self.known_layers = RowCheck(), cast(list[Any] | None, None)
-        self.compile, self.compiled = compile, CompiledProducts(self.held, compile) if compile else None
+        self.known_layers = cast(list[Any] | None, None)
 
     @property
     def module(self) -> nn.Module:
@@ -166,7 +154,7 @@ class Linearisation:
 
     def with_names(self, names: list[str]) -> "Linearisation":
         """The same network with other weights random; what was learnt about its products is shared."""
-        other = Linearisation(self.module, names, autocast=self.autocast, compile=self.compile, batching=self.batching)
+        other = Linearisation(self.module, names, autocast=self.autocast, batching=self.batching)
         # Operations without derivatives are those of the module, whichever weights are random.
         other.ways, other.products = self.ways, self.products
         return other
@@ -174,7 +162,7 @@ class Linearisation:
     def in_float64(self) -> Self:
         """The same on a copy of the module in float64; products are counted together."""
         other = copy.copy(self)
-        other.held, other.compile, other.compiled = self.held.in_float64(), False, None
+        other.held = self.held.in_float64()
         return other
 
     @contextmanager
@@ -250,29 +238,16 @@ class Linearisation:
 
     def vjp_each(self, x: Any, u: Float[Tensor, "N C"]) -> Float[Tensor, "N P"]:
         """`φ(x_n)ᵀ u_n` of each datum by itself: as many products as one cotangent of `vjp`."""
-
-        def product(rows: slice) -> Tensor:
-            cotangents = u[rows]
-            return self.row_check.rows(
-                self, rows_of(x, rows), cotangents, lambda network, part: network._vjp_each(part, cotangents)
-            )
-
-        return _joined(self.batching.in_parts(num_rows(x), product), 0)
+        return _joined(self.batching.in_parts(num_rows(x), lambda rows: self._vjp_each(rows_of(x, rows), u[rows])), 0)
 
     def jacobian(self, x: Any, *, graph: bool = False) -> Float[Tensor, "N C P"]:
         """`φ(x)` in full, `[N, C, P]`: for the exact method and for exact diagonals of small problems only.
 
         Without gradient; with `graph`, autograd differentiates it in `x`.
         """
-
-        def product(rows: slice) -> Tensor:
-            return self.row_check.rows(
-                self, rows_of(x, rows), None, lambda network, part: network._jacobian(part, graph), graph=graph
-            )
-
         if graph:
-            return product(slice(0, num_rows(x)))
-        return _joined(self.batching.in_parts(num_rows(x), product), 0)
+            return self._jacobian(x, graph)
+        return _joined(self.batching.in_parts(num_rows(x), lambda rows: self._jacobian(rows_of(x, rows), graph)), 0)
 
     # Products of data that go through the network at once - -----------------------------------------------
 
@@ -283,59 +258,26 @@ class Linearisation:
         with evaluation_mode(self.held), forward_mode_kernels(layers):
             yield
 
-    def _pieces(self, x: Any, num_vectors: int) -> list[Any]:
-        weight_bytes = self.num_parameters * self.dtype.itemsize
-        return self.batching.pieces(self.held.forward, x, num_vectors, weight_bytes, self.device)
-
     def _run(self, product: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         with self._differentiating(layers=False):
             return product(*args, **kwargs)
 
     def _push(self, x: Any, v: Tensor, *, graph: bool = False) -> Tensor:
+        weights, largest = self.held.random(), self.batching.largest_tensor(self.held.forward, x)
+        tangents = {name: t.to(weights[name].dtype) for name, t in self.unflatten(v).items()}
         with differentiable(graph):
-            pieces = [x] if graph else self._pieces(x, len(v))
-            product = _joined([self._push_piece(piece, v, graph) for piece in pieces], 1)
+            product = self.ways.push(self.held.outputs(x), weights, tangents, largest, graph=graph)
         self.products["jvp"] += len(v) * num_rows(x)
         return product
 
-    def _push_piece(self, x: Any, v: Tensor, graph: bool) -> Tensor:
-        weights, largest = self.held.random(), self.batching.largest_tensor(self.held.forward, x)
-
-        def push(v: Tensor) -> Tensor:
-            tangents = {name: t.to(weights[name].dtype) for name, t in self.unflatten(v).items()}
-            return self.ways.push(self.held.outputs(x), weights, tangents, largest, graph=graph)
-
-        # Programs are made without a graph, and so have no derivatives.
-        if graph or self.compiled is None:
-            return push(v)
-        most = self.batching.max_vectors(v.device, largest)
-        return self.compiled.push(self.held.fixed() | weights, x, v, most, push)
-
     def _pull(self, x: Any, u: Tensor) -> Tensor:
-        pieces, largest = self._pieces(x, 1), self.batching.largest_tensor(self.held.forward, x)
-        if self.compiled is None or not self.compiled.pays_to_pull(u.device, largest):
-            rows = self._pull_pieces(pieces, u)
-        else:
-            most, weights = self.batching.max_vectors(u.device, largest), self.held.fixed() | self.held.random()
-            rows = self.compiled.pull(weights, x, u.flatten(2), most, lambda u: self._pull_pieces(pieces, u))
+        rows, weights = u.new_empty(len(u), self.num_parameters), self.held.leaves()
+        largest = self.batching.largest_tensor(self.held.forward, x)
+        with torch.enable_grad():
+            outputs = self.held.outputs(x)(weights)
+            cotangents = u.to(outputs.dtype).reshape(len(u), *outputs.shape)
+            self.held.write(self.ways.pull(outputs, list(weights.values()), cotangents, largest), rows)
         self.products["vjp"] += len(u) * num_rows(x)
-        return rows
-
-    def _pull_pieces(self, pieces: list[Any], u: Tensor) -> Tensor:
-        several, num_constant = len(pieces) > 1, 0
-        rows = (u.new_zeros if several else u.new_empty)(len(u), self.num_parameters)
-        for piece, cotangents in zip(pieces, u.split([num_rows(piece) for piece in pieces], 1), strict=True):
-            weights, largest = self.held.leaves(), self.batching.largest_tensor(self.held.forward, piece)
-            with torch.enable_grad():
-                outputs = self.held.outputs(piece)(weights)
-                if several and not outputs.requires_grad:
-                    # It is enough that one of the pieces depends on the weights; for the last `pull` raises.
-                    num_constant += 1
-                    if num_constant < len(pieces):
-                        continue
-                cotangents = cotangents.to(outputs.dtype).reshape(len(u), *outputs.shape)
-                pulled = self.ways.pull(outputs, list(weights.values()), cotangents, largest)
-                self.held.write(pulled, rows, add=several)
         return rows
 
     def _ggn(self, x: Any, v: Tensor, curvature: Curvature) -> Tensor:
@@ -343,32 +285,16 @@ class Linearisation:
         return self._pull(x, curvature(self._push(x, v))) if rows is None else rows
 
     def _ggn_of_dual_numbers(self, x: Any, v: Tensor, curvature: Curvature) -> Tensor | None:
-        """The product of one vector by one forward pass; `None` where torch lacks a derivative.
-
-        It is not compiled, which would take two forward passes.
-        """
+        """The product of one vector by one forward pass; `None` where torch lacks a derivative."""
         weights, rows = self.held.random(), torch.empty_like(v)
         tangent = {name: t[0].to(weights[name].dtype) for name, t in self.unflatten(v).items()}
-        pieces, num, start = self._pieces(x, 1), num_rows(x), 0
-        # The curvature is applied to the outputs of all data, once for each piece.
-        if len(pieces) > 1 and not self.batching.curvature_in_pieces(pieces, x):
+        largest = self.batching.largest_tensor(self.held.forward, x)
+        gradients = self.ways.push_and_pull(self.held.outputs(x), weights, tangent, curvature, largest)
+        if gradients is None:
             return None
-        for piece in pieces:
-            stop = start + num_rows(piece)
-            try:
-                part = curvature if len(pieces) == 1 else _of_rows(curvature, start, stop, num)
-                largest = self.batching.largest_tensor(self.held.forward, piece)
-                gradients = self.ways.push_and_pull(self.held.outputs(piece), weights, tangent, part, largest)
-            except ValueError:  # a piece need not depend on the weights
-                if len(pieces) == 1:
-                    raise
-                return None
-            if gradients is None:
-                return None
-            self.held.write([gradients], rows, add=start > 0)
-            start = stop
-        self.products["jvp"] += num
-        self.products["vjp"] += num
+        self.held.write([gradients], rows)
+        self.products["jvp"] += num_rows(x)
+        self.products["vjp"] += num_rows(x)
         return rows
 
     def _vjp_each(self, x: Any, u: Tensor) -> Tensor:
@@ -393,11 +319,6 @@ class Linearisation:
             raise ValueError(
                 f"`{call}(x, v)` needs `v` of shape [K, P] with P = {self.num_parameters}, but got {list(v.shape)}."
             )
-
-
-def _of_rows(curvature: Curvature, start: int, stop: int, num: int) -> Curvature:
-    """The curvature of some of `num` data, by that of all data."""
-    return lambda u: curvature(F.pad(u, (0, 0, start, num - stop)))[:, start:stop]
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from laplace_sampling.data.batches import as_tensors, num_rows, read
 
-__all__ = ["ModuleCall", "inputs_of_call", "returns"]
-
 
 @dataclass(frozen=True)
 class ModuleCall:

@@ -11,8 +11,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["COMMON_ATTRIBUTES", "ModuleState"]
-
 # Attributes that every module has; others are its user's.
 COMMON_ATTRIBUTES = frozenset(nn.Module().__dict__)
 

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 from torch import nn
 
-__all__ = ["around", "has_matrix", "linear_layer_of", "names_of", "own_weights"]
-
 
 def own_weights(module: nn.Module, name: str) -> list[nn.Parameter]:
     """The floating-point weights of a part of a module itself, also those that it computes its weights from."""

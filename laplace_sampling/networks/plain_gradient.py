@@ -17,8 +17,6 @@ from laplace_sampling.networks.evaluation_mode import evaluation_mode
 from laplace_sampling.networks.held_module import HeldModule
 from laplace_sampling.networks.undisturbed import undisturbed
 
-__all__ = ["gradients_apart", "plain_gradient"]
-
 
 def plain_gradient(held: HeldModule, x: Any, u: Float[Tensor, "N C"]) -> Float[Tensor, " Q"]:
     """`Σ_n φ(x_n)ᵀ u_n` in all elements of the parameters that have random weights, without `functional_call`.

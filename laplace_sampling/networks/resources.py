@@ -12,8 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace_sampling.networks.undisturbed import undisturbed
 
-__all__ = ["Operations", "TensorBytes", "free_memory"]
-
 
 class _Counting(TorchDispatchMode):
     """A mode in which other threads wait: torch has one flag in a process that says whether there is such a mode."""

@@ -6,8 +6,6 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-__all__ = ["Selection", "select"]
-
 Selection = Sequence[str] | str | Callable[[str, nn.Parameter], bool] | None
 
 

@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as no_transforms
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["MANAGED", "GatheredBytes", "Shards", "agreed", "is_dtensor", "local", "mesh_of", "reshard", "whole"]
-
 MANAGED = "_is_fsdp_managed_module"  # an attribute of each part whose own parameters `fully_shard` shares out
 
 

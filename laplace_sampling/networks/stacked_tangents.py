@@ -21,8 +21,6 @@ from torch.func import jvp, vmap
 
 from laplace_sampling.networks.elementary_layers import BatchNormCall
 
-__all__ = ["StackedTangents"]
-
 Weights = dict[str, Tensor]
 Function = Callable[..., Tensor]
 

@@ -16,8 +16,6 @@ from laplace_sampling.networks.undisturbed import LOCK
 from laplace_sampling.networks.unwrapping import unwrapped
 from laplace_sampling.solvers.checks import as_numbers
 
-__all__ = ["Elements", "Subnetwork", "of_some_weights"]
-
 # For each parameter by name: a mask of its shape, or indices into its flattened elements.
 Elements = Mapping[str, Tensor | Sequence[int]]
 
@@ -43,7 +41,6 @@ class Subnetwork(Linearisation):
         elements: masks or indices by name of parameter.
         chunk_size: as for `Linearisation`.
         autocast: as for `Linearisation`.
-        compile: as for `Linearisation`.
 
     Attributes:
         index: of the random elements among those of the parameters in `names`, `[P]`, rising.
@@ -60,14 +57,12 @@ class Subnetwork(Linearisation):
         *,
         chunk_size: int = DEFAULT_CHUNK,
         autocast: torch.dtype | None = None,
-        compile: bool | str = False,
     ) -> None:
         with LOCK:
             module = unwrapped(module)
             chosen = _indices(module, elements)
         super().__init__(module, list(chosen), chunk_size=chunk_size, autocast=autocast)
-        self.whole = Linearisation(module, list(chosen), chunk_size=chunk_size, autocast=autocast, compile=compile)
-        self.compile = compile
+        self.whole = Linearisation(module, list(chosen), chunk_size=chunk_size, autocast=autocast)
         self.whole.batching = self.batching
         self.whole.products, self.whole.ways = self.products, self.ways
         starts = torch.tensor([0, *self.held.sizes]).cumsum(0).tolist()
@@ -136,7 +131,7 @@ class Subnetwork(Linearisation):
         """The same on a copy of the module in float64."""
         double = copy.copy(self)
         double.whole = self.whole.in_float64()
-        double.held, double.compile = double.whole.held, False
+        double.held = double.whole.held
         return double
 
 

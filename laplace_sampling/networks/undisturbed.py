@@ -25,8 +25,6 @@ from typing import Any, TypeVar
 import torch
 from torch._compile import _disable_dynamo
 
-__all__ = ["LOCK", "handle_signals", "outside_of_compiled_code", "signals_wait", "undisturbed"]
-
 Result = TypeVar("Result")
 
 # Held by the thread whose product, or reading of a module, others must not see.

@@ -8,8 +8,6 @@ from torch.nn.parameter import is_lazy
 
 from laplace_sampling.networks.sharded import MANAGED, is_dtensor, reshard
 
-__all__ = ["unwrapped"]
-
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module inside `torch.compile`, `DataParallel` and `DistributedDataParallel`, which share its weights.

@@ -24,8 +24,6 @@ from torch.overrides import TorchFunctionMode
 
 from laplace_sampling.networks.elementary_layers import BatchNormCall
 
-__all__ = ["Fold", "Pair", "Use", "WeightUses", "folds"]
-
 # `g`, `[n, q, m, T]`, and `a`, `[n, q, k, T]`.
 Pair = tuple[Tensor, Tensor]
 

@@ -24,8 +24,6 @@ from torch import Tensor, nn
 
 from laplace_sampling.networks.sharded import agreed, local, mesh_of
 
-__all__ = ["WeightsSeal"]
-
 # Numbers in one sum. With twice as many a change has to be 1.4 times as large to be seen; half as many make sums
 # of small tensors no faster. A product of such blocks runs at the speed of memory: 17 GB/s, SHA-256 at 1.5.
 _BLOCK = 4096

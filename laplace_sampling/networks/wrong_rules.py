@@ -19,8 +19,6 @@ from laplace_sampling.networks.held_module import HeldModule
 from laplace_sampling.networks.jacobian_products import origin_of
 from laplace_sampling.solvers.placement import normal
 
-__all__ = ["wrong_forward_rule"]
-
 # Central differences are right to two thirds of the digits with steps of a third of them; derivatives that agree in a
 # third of the digits are the same.
 _STEP = _SAME = torch.finfo(torch.float64).eps ** (1 / 3)

@@ -5,15 +5,14 @@
 - `Calibration`: factors of covariance, temperature and noise, from held-out data or left-out training data, and what
   these say about them.
 - `LeaveOneOut`: each training datum predicted from the others.
-- `Diagnosis`: one page about a fit; `TestResult` of the energies of its samples.
+- `Diagnosis`: a table of checks of a fit.
 """
 
 from laplace_sampling.predictions.calibration import Calibration, CalibrationWarning
 from laplace_sampling.predictions.classification_prediction import ClassificationPrediction
 from laplace_sampling.predictions.count_prediction import CountPrediction
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
-from laplace_sampling.predictions.diagnosis import Diagnosis
-from laplace_sampling.predictions.energy_tests import TestResult
+from laplace_sampling.predictions.diagnosis import Check, Diagnosis
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
 from laplace_sampling.predictions.make_prediction import make_prediction
@@ -24,6 +23,7 @@ from laplace_sampling.predictions.regression_prediction import HeteroscedasticPr
 __all__ = [
     "Calibration",
     "CalibrationWarning",
+    "Check",
     "ClassificationPrediction",
     "CountPrediction",
     "DenseCovariance",
@@ -35,6 +35,5 @@ __all__ = [
     "Prediction",
     "RegressionPrediction",
     "SampledPrediction",
-    "TestResult",
     "make_prediction",
 ]

@@ -105,7 +105,7 @@ class Solution:
         converged: whether all residuals are below the solver's tolerance.
         exact: whether `leverage` is the diagonal itself.
         error: one a row, a bound of the error of the function on the training data, `‖Φ(ζ − ζ*)‖_B / ‖Φζ‖_B`
-            (see `function_error`); of `SVRG` and contour quadrature an estimate.
+            (see `function_error`); of `SVRG` an estimate.
         traces: one a row, unbiased estimates of `Tr(H⁻¹M)` of less variance than the sums of `leverage`, if the solver
             has any.
     """

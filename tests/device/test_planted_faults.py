@@ -37,7 +37,7 @@ def unmoved_mask(function: Function, device: torch.device) -> Function:
 
 # In each room a function, by its name where it is used, a mistake, and the method of a fit that meets it.
 FAULTS: dict[str, tuple[str, Function, str]] = {
-    "solvers": ("laplace_sampling.solvers.operator.normal", on_cpu, "ciq"),
+    "solvers": ("laplace_sampling.solvers.operator.normal", on_cpu, "stochastic"),
     "data": ("laplace_sampling.linear_model.linear_model.LinearModel.targets_of", on_cpu, "kfac"),
     "networks": ("laplace_sampling.linear_model.network_features.place", not_placed, "auto"),
     "linear_model": ("laplace_sampling.predictions.left_out_labels.some_of", on_device, "kfac"),

@@ -31,7 +31,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "kfac": {"method": "kfac"},
     "diagonal": {"method": "diagonal"},
     "subset": {"method": "subset"},
-    "ciq": {"method": "ciq"},
     "last layer": {"parameters": "last_layer"},
 }
 # What chooses the hyperparameters; "given": they stay as they are.

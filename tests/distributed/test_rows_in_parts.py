@@ -71,7 +71,7 @@ def results(
     if la.noise_precision_ is not None:
         found["noise"] = la.noise_precision_
     diagnosis = la.diagnose()
-    found["offset"] = torch.tensor(diagnosis.offset)
+    found["offset"] = torch.tensor(diagnosis["‖φw̄ − f‖"].value)
     return la, found
 
 
@@ -137,7 +137,7 @@ def _flat_loss() -> dict[str, Tensor]:
 
 
 def _at_mode() -> dict[str, Tensor]:
-    return results(network(C), "classification", labels(), hessian_at="mode", method=Krylov())[1]
+    return results(network(C), "classification", labels(), method=Krylov())[1]
 
 
 def _self_consistent() -> dict[str, Tensor]:
@@ -221,7 +221,7 @@ def _of_noise() -> Any:
 
 
 def _of_mode() -> Any:
-    return network(C), "classification", labels(), {"method": Krylov(), "hessian_at": "mode"}
+    return network(C), "classification", labels(), {"method": Krylov()}
 
 
 def _with_file(case: str, path: Path, ends: bool) -> tuple[dict[str, Tensor], int] | None:

@@ -27,7 +27,7 @@ def test_a_curvature_without_eigenvalues_is_an_error(name: str, held: bool, monk
     if held:
         model = replace(model, features=model.features.holding_curvature(HeldCurvatures()))
     start = Point.of(model, prior, torch.zeros(1, model.features.size, dtype=torch.float64))
-    expansion = expand(model, prior, start, "network")
+    expansion = expand(model, prior, start)
     not_finite = replace(model, features=DenseFeatures(model.features.rows(torch.arange(6)) * math.nan))
     with pytest.raises(ValueError, match=said):
         DenseCurves(replace(expansion, operator=not_finite.ggn(model.network_outputs[:6])))
@@ -40,15 +40,14 @@ def test_a_curvature_without_eigenvalues_is_an_error(name: str, held: bool, monk
         DenseCurves(expansion)
 
 
-@pytest.mark.parametrize("hessian_at", ["network", "mode"])
 @pytest.mark.parametrize("name", ["classification", "classification_many_data"])
-def test_the_curves_are_those_of_a_complete_krylov_run(name: str, hessian_at: str) -> None:
+def test_the_curves_are_those_of_a_complete_krylov_run(name: str) -> None:
     model = dense_model(name)
     prior = build("g-prior", model, 0.5)
     mode = linear_model_mode(model, prior, Dense()).value
-    settings = {"hessian_at": hessian_at, "accuracy": 1e-12, "decades": 3.0}
+    settings = {"accuracy": 1e-12, "decades": 3.0}
     run, mode_of_run = evidence_path(model, prior, Draws(model.features.size, 0), mode, **settings)
-    curves = DenseCurves(expand(model, prior, Point.of(model, prior, mode), hessian_at))
+    curves = DenseCurves(expand(model, prior, Point.of(model, prior, mode)))
     alphas = torch.logspace(-3, 3, 7, dtype=torch.float64)
     for curve in ("mode_norm", "data_fit"):
         assert_close(getattr(run, curve)(alphas), getattr(curves.path, curve)(alphas), rtol=1e-5, atol=1e-6)

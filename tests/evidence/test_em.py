@@ -114,7 +114,7 @@ def log_evidence(model: LinearModel, alpha: float, beta: float, scale: torch.Ten
 def test_em_ends_at_a_maximum_of_the_dense_evidence(start: float) -> None:
     model = toy(60, width=10).with_likelihood(Gaussian(1.0, noise_at="mode"))
     prior = built(GPrior(), model, start)
-    result = fit_em(model, prior, Draws(4, 0), Dense(), hessian_at="network", max_steps=200, tolerance=1e-8)
+    result = fit_em(model, prior, Draws(4, 0), Dense(), max_steps=200, tolerance=1e-8)
     assert result.converged
     alpha, beta = float(result.prior.precision), float(result.likelihood.noise_precision)
     best = log_evidence(model, alpha, beta, prior.scale)
@@ -148,20 +148,18 @@ def test_per_output_noise_reaches_the_maximum_of_each_output() -> None:
     assert_close(update, (J.shape[0] * 3 - gamma.sum()) / ((mode_outputs - case.y) ** 2).sum())
 
 
-@pytest.mark.parametrize("hessian_at", ["network", "mode"])
 @pytest.mark.parametrize("name", ["classification_many_data", "classification", "multi_label"])
-def test_em_of_a_classifier_ends_at_the_dense_fixed_point(name: str, hessian_at: str) -> None:
+def test_em_of_a_classifier_ends_at_the_dense_fixed_point(name: str) -> None:
     case = make_case(name)
     model = case.linear_model()
     model = replace(model, features=DenseFeatures.of(model.features))
     prior = built(GPrior(), model, 1.0)
-    result = fit_em(model, prior, Draws(2, 0), Dense(), hessian_at=hessian_at, max_steps=300, tolerance=1e-7)
+    result = fit_em(model, prior, Draws(2, 0), Dense(), max_steps=300, tolerance=1e-7)
     alpha = float(result.prior.precision)
     J, f = reference.jacobian(case.model, case.x), model.network_outputs
     A = alpha / prior.scale**2
     theta = reference.mode(case.likelihood, J, torch.zeros_like(f), case.y, A)
-    at = f if hessian_at == "network" else J @ theta
-    gamma = reference.effective_dimension(reference.ggn(J, reference.curvature(case.likelihood, at, case.y)), A)
+    gamma = reference.effective_dimension(reference.ggn(J, reference.curvature(case.likelihood, f, case.y)), A)
     # The fixed point: α = γ/‖θ̄‖², with ‖·‖ in scaled coordinates.
     assert alpha == pytest.approx(gamma / float(((theta / prior.scale) ** 2).sum()), rel=1e-4)
     assert_close(result.mode, theta, rtol=1e-3, atol=1e-5)
@@ -170,7 +168,7 @@ def test_em_of_a_classifier_ends_at_the_dense_fixed_point(name: str, hessian_at:
 def test_layerwise_em_keeps_a_precision_a_layer() -> None:
     model = toy(60, width=10)
     prior = built(LayerwisePrior(), model, 1.0)
-    result = fit_em(model, prior, Draws(2, 0), Dense(), hessian_at="network", max_steps=60, tolerance=1e-3)
+    result = fit_em(model, prior, Draws(2, 0), Dense(), max_steps=60, tolerance=1e-3)
     last = result.history[-1]
     assert len(last.prior_precision) == len(last.effective_dimension) == 2
     for alpha, gamma, norm in zip(last.new_prior_precision, last.effective_dimension, last.mode_norm, strict=True):
@@ -183,9 +181,9 @@ def test_sgd_em_agrees_with_exact_em() -> None:
     model = case.linear_model()
     model = replace(model, features=DenseFeatures.of(model.features))
     prior = built(GPrior(), model, 1.0)
-    exact = fit_em(model, prior, Draws(2, 0), Dense(), hessian_at="mode", max_steps=100, tolerance=1e-5)
+    exact = fit_em(model, prior, Draws(2, 0), Dense(), max_steps=100, tolerance=1e-5)
     solver = SGD(min_steps=150, batch_size=25)
-    sgd = fit_em(model, prior, Draws(64, 0), solver, hessian_at="mode", max_steps=20, tolerance=0.02)
+    sgd = fit_em(model, prior, Draws(64, 0), solver, max_steps=20, tolerance=0.02)
     gamma, error = sgd.history[-1].effective_dimension[0], sgd.history[-1].effective_dimension_se[0]
     assert sgd.converged
     # α ∝ γ at the fixed point, so its relative error is that of γ, up to the slope of the iteration.
@@ -201,7 +199,6 @@ def test_bounds_callback_and_limits_are_applied() -> None:
         prior,
         Draws(2, 0),
         Dense(),
-        hessian_at="network",
         max_steps=3,
         tolerance=1e-12,
         precision_bounds=(5.0, 6.0),
@@ -213,14 +210,14 @@ def test_bounds_callback_and_limits_are_applied() -> None:
     assert all(5.0 <= s.new_prior_precision[0] <= 6.0 for s in seen)
     assert result.likelihood.noise_precision == 0.2
     fixed = model.with_likelihood(Gaussian(3.0, learn=False))
-    assert fit_em(fixed, prior, Draws(2, 0), Dense(), hessian_at="network", max_steps=2).likelihood == fixed.likelihood
+    assert fit_em(fixed, prior, Draws(2, 0), Dense(), max_steps=2).likelihood == fixed.likelihood
 
 
 def test_history_records_what_happened() -> None:
     model = toy(40, width=10)
     prior = built(GPrior(), model, 1.0)
     solver = SGD(epochs=5, batch_size=20)
-    first = fit_em(model, prior, Draws(4, 0), solver, hessian_at="network", max_steps=1).history[0]
+    first = fit_em(model, prior, Draws(4, 0), solver, max_steps=1).history[0]
     assert first.prior_precision == [1.0]
     assert first.noise_precision == [pytest.approx(100.0)]
     assert first.effective_dimension_se[0] > 0

@@ -27,7 +27,7 @@ ALPHAS = torch.logspace(-3, 3, 7, dtype=torch.float64)
 def complete(model: LinearModel, prior: GaussianPrior, mode: Tensor | None = None, **settings):
     """The curves with as many probes as weights and every Lanczos step."""
     mode = torch.zeros(1, model.features.size, dtype=torch.float64) if mode is None else mode
-    settings = {"hessian_at": "network", "accuracy": 1e-12} | settings
+    settings = {"accuracy": 1e-12} | settings
     return evidence_path(model, prior, Draws(model.features.size, 0), mode, **settings)
 
 
@@ -62,18 +62,17 @@ def test_regression_curves_equal_dense_ones_at_every_precision(name: str, recipe
 @covering(
     strength=2,
     name=["classification", "classification_many_data"],
-    hessian_at=["network", "mode"],
     at=[1e-3, 0.1, 10.0, 1e3],
 )
-def test_classification_curves_are_exact_where_the_run_is_made(name: str, hessian_at: str, at: float) -> None:
+def test_classification_curves_are_exact_where_the_run_is_made(name: str, at: float) -> None:
     model = dense_model(name)
     prior = build("isotropic", model, at)
     minimum = linear_model_mode(model, prior, Dense())
     mode = minimum.value
-    path, mode_at = complete(model, prior, mode, hessian_at=hessian_at, decades=3.0)
+    path, mode_at = complete(model, prior, mode, decades=3.0)
     assert path.at == pytest.approx(at)
     outputs = model.outputs(mode)[0]
-    M = make_dense(model.ggn(outputs if hessian_at == "mode" else model.network_outputs))
+    M = make_dense(model.ggn(model.network_outputs))
     alpha, eye = torch.tensor([at], dtype=torch.float64), torch.eye(model.features.size, dtype=torch.float64)
     loss = float(model.likelihood.loss(outputs, model.targets).sum())
     norm = float((mode**2).sum())
@@ -97,7 +96,7 @@ def test_a_mode_found_by_cg_gives_the_same_curves() -> None:
     alpha = torch.tensor([0.5], dtype=torch.float64)
     values = []
     for solver in (Dense(), CG(1e-8)):
-        path, _ = complete(model, prior, linear_model_mode(model, prior, solver).value, hessian_at="mode")
+        path, _ = complete(model, prior, linear_model_mode(model, prior, solver).value)
         values.append(torch.stack([*path.log_marginal_likelihood(alpha), path.mode_norm(alpha)]))
     assert_close(values[0], values[1], rtol=1e-6, atol=1e-7)
 
@@ -117,7 +116,6 @@ def test_standard_errors_cover_the_truth() -> None:
             prior,
             Draws(8, seed),
             torch.zeros(1, size, dtype=torch.float64),
-            hessian_at="network",
             accuracy=1e-4,
             decades=0.0,
         )
@@ -148,7 +146,7 @@ def test_standard_errors_cover_the_truth_when_the_basis_is_full(num_probes: int,
     truth = float((spectrum / (spectrum + alpha)).sum()), float((1 + spectrum / alpha).log().sum())
     within = []
     for seed in range(8):
-        settings = {"hessian_at": "network", "accuracy": 1e-4, "decades": 0.0, "max_basis": max_basis}
+        settings = {"accuracy": 1e-4, "decades": 0.0, "max_basis": max_basis}
         path, _ = evidence_path(model, prior, Draws(num_probes, seed), start, **settings)
         assert path.full
         pairs = (path.effective_dimension(a), path.log_determinant(a))
@@ -160,7 +158,7 @@ def test_standard_errors_cover_the_truth_when_the_basis_is_full(num_probes: int,
 def test_without_a_step_nothing_is_known_of_traces() -> None:
     model = dense_model("regression")
     zero = torch.zeros(1, model.features.size, dtype=torch.float64)
-    settings = {"hessian_at": "network", "accuracy": 1e-4, "decades": 0.0, "max_basis": 4}
+    settings = {"accuracy": 1e-4, "decades": 0.0, "max_basis": 4}
     path, _ = evidence_path(model, build("isotropic", model, 1.0), Draws(8, 0), zero, **settings)
     assert bool(path.effective_dimension(ALPHAS)[1].isinf().all())
     assert bool(path.log_marginal_likelihood(ALPHAS)[1].isinf().all())
@@ -185,7 +183,7 @@ def test_traces_of_a_multiple_of_the_identity(equal: int) -> None:
     )
     prior = build("isotropic", model, 1.0)
     zero = torch.zeros(1, 120, dtype=torch.float64)
-    path, _ = evidence_path(model, prior, Draws(16, 0), zero, hessian_at="mode", accuracy=2e-3, decades=3.0)
+    path, _ = evidence_path(model, prior, Draws(16, 0), zero, accuracy=2e-3, decades=3.0)
     spectrum = 10 * root**2
     for alpha in ALPHAS:
         gamma, se = path.effective_dimension(alpha[None])
@@ -196,7 +194,7 @@ def test_the_standard_error_of_evidence_is_half_that_of_the_log_determinant() ->
     model = dense_model("classification")
     prior = build("isotropic", model, 1.0)
     zero = torch.zeros(1, model.features.size, dtype=torch.float64)
-    path, _ = evidence_path(model, prior, Draws(2, 0), zero, hessian_at="network", accuracy=0.1, decades=1.0)
+    path, _ = evidence_path(model, prior, Draws(2, 0), zero, accuracy=0.1, decades=1.0)
     known = replace(path, fit=replace(path.fit, truncated=None))
     error = known.log_determinant(ALPHAS)[1]
     assert float(error.min()) > 0
@@ -217,7 +215,7 @@ def test_curves_of_another_noise_precision_are_those_of_a_run_there() -> None:
 def test_the_bound_of_the_error_of_a_mode_holds_and_says_what_is_missing() -> None:
     model = dense_model("classification")
     prior = build("isotropic", model, 0.01)
-    expansion = expand(model, prior, Point.of(model, prior, torch.zeros(1, model.features.size).double()), "network")
+    expansion = expand(model, prior, Point.of(model, prior, torch.zeros(1, model.features.size).double()))
     run = KrylovRun(expansion, Draws(1, 0).prior(model.features.size).double(), None, None)
     M = make_dense(expansion.at_mode)
     for alpha in (0.01, 1.0):
@@ -239,7 +237,7 @@ def test_the_part_of_the_mode_is_as_accurate_as_asked_for_at_both_ends(accuracy:
     model = LinearModel(ggn.features, zero, zero, y, Gaussian(1.0))
     prior = build("isotropic", model, 30.0)
     path, _ = evidence_path(
-        model, prior, Draws(1, 0), torch.zeros(1, 300, dtype=torch.float64), hessian_at="network", accuracy=accuracy,
+        model, prior, Draws(1, 0), torch.zeros(1, 300, dtype=torch.float64), accuracy=accuracy,
         decades=1.0,
     )  # fmt: skip
     ends = torch.tensor([3.0, 30.0, 300.0], dtype=torch.float64)
@@ -260,7 +258,7 @@ def test_a_mode_out_of_reach_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
     outputs, y = torch.zeros(900, 1), torch.randn(900, 1, generator=generator)
     model = LinearModel(DenseFeatures(rows), outputs, outputs, y, Gaussian(1.0))
     prior = build("isotropic", model, 1.0)
-    expansion = expand(model, prior.to(rows.device, rows.dtype), Point.of(model, prior, torch.zeros(1, 900)), "network")
+    expansion = expand(model, prior.to(rows.device, rows.dtype), Point.of(model, prior, torch.zeros(1, 900)))
     monkeypatch.setattr(EvidencePath, "remaining", lambda path, alpha: (0.0, 0.0))  # only the mode is at stake
     monkeypatch.setattr(KrylovRun, "fit_error", lambda run, alpha: 12.0)
 
@@ -294,7 +292,7 @@ def test_a_mode_that_is_found_at_one_precision_is_sought_at_others(dtype: torch.
     model = LinearModel(DenseFeatures(rows), zero, zero, y, Gaussian(1.0))
     prior = build("isotropic", model, 1000.0).to(rows.device, dtype)
     mode = torch.zeros(1, 400, dtype=dtype)
-    path, _ = evidence_path(model, prior, Draws(8, 0), mode, hessian_at="network", accuracy=1e-3, decades=3)
+    path, _ = evidence_path(model, prior, Draws(8, 0), mode, accuracy=1e-3, decades=3)
     at = torch.tensor([1.0, 1e3, 1e6], dtype=torch.float64)
     J, target = rows[:, 0].double(), y.double()
     for alpha, found in zip(at.tolist(), path.data_fit(at).tolist(), strict=True):

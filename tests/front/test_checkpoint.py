@@ -41,14 +41,12 @@ FITS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "krylov": ("classification", "krylov", {}),
     "krylov, g-prior": ("regression", "krylov", {"prior": "g-prior"}),
     "krylov, layer-wise": ("regression", "krylov", {"prior": "layerwise"}),
-    "krylov at the mode": ("classification", "krylov", {"hessian_at": "mode"}),
     "stochastic": ("classification", Stochastic(solver=SVRG(max_rank=16)), {}),
     "sgd": ("regression", SGD_, {}),
     "kfac": ("classification", "kfac", {}),
     "diagonal": ("classification", "diagonal", {}),
     "subset": ("classification", "subset", {}),
     "dual": ("regression", "dual", {}),
-    "ciq": ("regression", "ciq", {}),
     "last_layer": ("classification", "last_layer", {"parameters": "last_layer"}),
 }
 
@@ -257,7 +255,6 @@ OTHERWISE = {
     "constructor": {"num_samples": 5},
     "`seed`": {"seed": 1},
     "`linear_model`": {"linear_model": "affine"},
-    "`hessian_at`": {"hessian_at": "mode"},
     "batches": {"data": data(61)},
     "dtype": {"dtype": torch.float64},
     "`budget`": {"arguments": {"budget": 10.0}},

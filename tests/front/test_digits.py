@@ -1,11 +1,9 @@
-"""The figures that `benchmarks/solvers/digits.py` prints, on digits; EM on a smaller set than there."""
+"""Solvers, EM and evidence on digits, beside dense algebra."""
 
 import pytest
 import torch
 from flat_settings import laplace_of
-from torch.utils.data import DataLoader, TensorDataset
-
-from benchmarks.solvers.digits import (
+from front.digits_problem import (
     Problem,
     dense_fixed_point,
     em,
@@ -16,6 +14,8 @@ from benchmarks.solvers.digits import (
     problem,
     solve,
 )
+from torch.utils.data import DataLoader, TensorDataset
+
 from laplace_sampling.__main__ import cnn
 from laplace_sampling.__main__ import digits as digits_data
 from laplace_sampling.evidence.krylov_curves import evidence_path
@@ -63,31 +63,29 @@ def test_low_variance_objective_needs_an_eighth_of_the_batch(digits: Problem) ->
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("hessian_at", ["network", "mode"])
-def test_em_ends_near_the_dense_fixed_point_from_both_sides(few_digits: Problem, hessian_at: str) -> None:
+def test_em_ends_near_the_dense_fixed_point_from_both_sides(few_digits: Problem) -> None:
     # From one side each: the paths below come from both.
-    ends = [float(em(few_digits, 100.0 if hessian_at == "network" else 0.01, hessian_at).prior.precision)]
-    truth = dense_fixed_point(few_digits, ends[0], hessian_at)
+    ends = [float(em(few_digits, 100.0).prior.precision)]
+    truth = dense_fixed_point(few_digits, ends[0])
     print(f"EM: {ends}, dense {truth}")
     for end in ends:
         assert end == pytest.approx(truth, rel=0.05)
     for start, seed in ((1.0, 1), (100.0, 2), (0.01, 3)):
-        alpha, passes = path_fit(few_digits, start, hessian_at, seed)
+        alpha, passes = path_fit(few_digits, start, seed)
         print(f"evidence path from {start}: {alpha}, {passes} passes")
         assert alpha == pytest.approx(truth, rel=0.03)
         assert passes <= 400
 
 
-@pytest.mark.parametrize("hessian_at", [pytest.param("network", marks=pytest.mark.nightly), "mode"])
-def test_evidence_over_six_decades_is_the_dense_one(few_digits: Problem, hessian_at: str) -> None:
-    prior = few_digits.prior(4.0, hessian_at)
+def test_evidence_over_six_decades_is_the_dense_one(few_digits: Problem) -> None:
+    prior = few_digits.prior(4.0)
     model, alphas = few_digits.model, torch.logspace(-3, 3, 13, dtype=torch.float64) * 4
     mode = linear_model_mode(model, prior, CG(1e-4)).value
     # Dense algebra that shares nothing with the curves: the expansion at the mode is linear regression.
     features = model.features.rows(torch.arange(len(model.targets))).double() * prior.scale.double()
     roots = []
     outputs = model.outputs(mode * prior.scale)[0].double()
-    for at in (outputs, outputs if hessian_at == "mode" else model.network_outputs.double()):
+    for at in (outputs, model.network_outputs.double()):
         p = at.softmax(-1)
         weight, vectors = torch.linalg.eigh(torch.diag_embed(p) - p[:, :, None] * p[:, None])
         half = weight.clamp_min(0).sqrt()[:, :, None] * vectors.mT
@@ -105,7 +103,7 @@ def test_evidence_over_six_decades_is_the_dense_one(few_digits: Problem, hessian
         fit = loss + gradient @ move + 0.5 * (roots[0] @ move).square().sum()
         truth.append(-fit - 0.5 * alpha * (theta + move).square().sum() - 0.5 * (spectrum / alpha).log1p().sum())
     for seed in range(2):
-        path, _ = evidence_path(model, prior, Draws(24, seed), mode, hessian_at=hessian_at, accuracy=3e-3, decades=3.0)
+        path, _ = evidence_path(model, prior, Draws(24, seed), mode, accuracy=3e-3, decades=3.0)
         value, se = path.log_marginal_likelihood(alphas)
         error = value - torch.stack(truth)
         relative, sigmas = (error / torch.stack(truth)).abs().max(), (error.abs() / (se + 1e-6 * value.abs())).max()

@@ -28,7 +28,7 @@ def posterior_covariance(la: LinearisedLaplace) -> Tensor:
     """`H⁻¹` of what was fitted, dense."""
     prior = la._fitted.posterior.prior
     model = la._fitted.fit.model
-    ggn = model.ggn(la._fitted.fit.mode.outputs if la.settings.hessian_at == "mode" else model.network_outputs)
+    ggn = model.ggn(model.network_outputs)
     return torch.linalg.inv(make_dense(ggn) + torch.diag(prior.diagonal().double()))
 
 
@@ -52,33 +52,26 @@ def test_three_lines(case: Case) -> None:
 
 @pytest.mark.parametrize("prior", ["g-prior", "isotropic", "layerwise"])
 @pytest.mark.parametrize("linear_model", ["affine", "homogeneous"])
-@pytest.mark.parametrize("hessian_at", ["network", "mode"])
-def test_predictive_covariance_is_the_dense_one(prior: str, linear_model: str, hessian_at: str) -> None:
+def test_predictive_covariance_is_the_dense_one(prior: str, linear_model: str) -> None:
     case, num = make_case("classification"), 2000
-    la = fitted(
-        case, prior=prior, linear_model=linear_model, hessian_at=hessian_at, prior_precision=0.5, num_samples=num
-    )
+    la = fitted(case, prior=prior, linear_model=linear_model, prior_precision=0.5, num_samples=num)
     J = reference.jacobian(case.model, case.x[:3]).flatten(0, 1)
     expected = J @ posterior_covariance(la) @ J.T
     error = ((expected.diagonal()[:, None] * expected.diagonal() + expected**2) / num).sqrt()
     assert ((la.predict(case.x[:3]).joint_covariance() - expected).abs() < 5 * error).all()
-    # And the curvature was taken where it was asked for.
+    # And the curvature is that at the outputs of the network.
     J = reference.jacobian(case.model, case.x)
     f = case.model(case.x).detach()
-    theta = la.mode_
-    if linear_model == "affine":
-        theta = theta - la.network.weights
-    at = f if hessian_at == "network" else J @ theta + (f if linear_model == "affine" else 0)
-    B = reference.curvature(case.likelihood, at, case.y)
+    B = reference.curvature(case.likelihood, f, case.y)
     H = reference.ggn(J, B) + torch.diag(la._fitted.posterior.prior.diagonal())
     assert_close(torch.linalg.inv(H), posterior_covariance(la), rtol=1e-4, atol=1e-6)
 
 
 def test_auto_chooses_by_likelihood_and_size() -> None:
     regression = LinearisedLaplace(make_case("regression").model, "regression")
-    assert (regression.settings.linear_model, regression.settings.hessian_at) == ("affine", "network")
+    assert regression.settings.linear_model == "affine"
     classification = LinearisedLaplace(make_case("classification").model, "classification")
-    assert (classification.settings.linear_model, classification.settings.hessian_at) == ("homogeneous", "network")
+    assert classification.settings.linear_model == "homogeneous"
     assert "DenseFeatures" in type(fitted(make_case("classification_many_data"))._fitted.fit.model.features).__name__
     case = make_case("classification")
     assert "HeldRows" in type(fitted(case)._fitted.fit.model.features).__name__

@@ -45,7 +45,6 @@ def test_use_before_fit(use) -> None:
         ({"likelihood": "ordinal"}, "ordinal"),
         ({"prior": "flat"}, "flat"),
         ({"linear_model": "quadratic"}, "linear_model"),
-        ({"hessian_at": "map"}, "hessian_at"),
         ({"method": "adam"}, "adam"),
         ({"seed": -1}, "seed"),
         ({"num_samples": 1}, "num_samples"),

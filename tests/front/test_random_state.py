@@ -159,7 +159,7 @@ def states() -> tuple:
 @pytest.mark.parametrize(
     "method",
     [
-        *("exact", "krylov", "dual", "kfac", "diagonal", "ciq"),
+        *("exact", "krylov", "dual", "kfac", "diagonal"),
         pytest.param(Stochastic(solver=QUICK), marks=pytest.mark.slow),
     ],
 )

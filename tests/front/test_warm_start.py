@@ -21,7 +21,6 @@ METHODS = {
     "svrg": Stochastic(solver=SVRG(max_rank=32)),
     "kfac": "kfac",
     "diagonal": "diagonal",
-    "ciq": "ciq",
     "dual": "dual",
     "subset": "subset",
 }

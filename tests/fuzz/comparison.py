@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from fuzz.dense import Dense, Whitened
 from fuzz.random_problems import Example, Problem, problem
+from fuzz.time_limit import time_limit
 from fuzz.tuned import dense_at, tuning_defects, with_factored_scale
 from scipy.optimize import minimize_scalar
 from snapshot import assert_unchanged, snapshot
 from torch import Tensor, nn
 
 import laplace_sampling
-from benchmarks.time_limit import time_limit
 from laplace_sampling import ConvergenceWarning, LinearisedLaplace, NotFittedError
 
 __all__ = ["check"]
@@ -33,8 +33,8 @@ __all__ = ["check"]
 _LONGEST = 120.0
 # The logarithm of one over the probability of a false alarm of one comparison.
 _ALARM = math.log(1e9)
-# Claimed relative error of standard deviations (the default tolerance of a fit); contour quadrature claims a tenth.
-_TAU, _CLAIMED = 0.015, {"ciq": 0.1}
+# Claimed relative error of standard deviations: the default tolerance of a fit.
+_TAU = 0.015
 
 # What is wrong, in a few words that are the same for all examples, and in figures.
 Defect = tuple[str, str]
@@ -180,15 +180,14 @@ def prediction_defects(
     expected = torch.stack([posterior.covariance(rows) for rows in test])
     if pred.function is not None:
         defects += _covariance_defects(case, covariance, expected)
-    tau = _CLAIMED.get(name, _TAU)
     K = len(deviations)
     variance = expected.diagonal(dim1=1, dim2=2)
     for n, c in torch.cartesian_prod(torch.arange(len(test)), torch.arange(variance.shape[1])):
         squares, scale = float(deviations[:, n, c].square().sum()), float(variance[n, c])
         if scale > 1e-12 * float(variance.max()):  # else rounding decides
-            defects += _size_defect("a sample variance", squares, torch.full((K,), scale), tau)
+            defects += _size_defect("a sample variance", squares, torch.full((K,), scale), _TAU)
     total, leverage = _training_squares(la, posterior, dense), posterior.leverage
-    return [*defects[:1], *_size_defect("the size of the samples", total, leverage.repeat(K), tau)]
+    return [*defects[:1], *_size_defect("the size of the samples", total, leverage.repeat(K), _TAU)]
 
 
 def _training_squares(la: LinearisedLaplace, posterior: Whitened, dense: Dense) -> float:

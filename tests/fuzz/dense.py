@@ -139,7 +139,6 @@ class Dense:
         offset: of the linear model.
         loss: of all data.
         scale: `s` of the prior, `[P]`.
-        at_mode: whether `B` is taken at the mode.
     """
 
     J: Tensor
@@ -147,7 +146,6 @@ class Dense:
     offset: Tensor
     loss: Loss
     scale: Tensor
-    at_mode: bool
 
     def features(self, J: Tensor, alpha: float) -> Tensor:
         """`φ A^{-1/2}`."""
@@ -182,6 +180,6 @@ class Dense:
 
     def posterior(self, alpha: float, start: Tensor | None = None) -> tuple[Whitened, Tensor, bool]:
         """The posterior, the mode `A^{1/2}θ̄`, and whether that has converged."""
-        u, f, converged = self.mode(alpha, start)
-        B = curvature(self.loss, f if self.at_mode else self.network)
+        u, _, converged = self.mode(alpha, start)
+        B = curvature(self.loss, self.network)
         return Whitened.of(B, self.features(self.J, alpha)), u, converged

@@ -36,7 +36,7 @@ from laplace_sampling import (
 
 __all__ = ["METHODS", "Example", "Problem", "examples", "problem"]
 
-METHODS = ["exact", "krylov", "cg", "svrg", "sgd", "dual", "kfac", "diagonal", "ciq", "auto"]
+METHODS = ["exact", "krylov", "cg", "svrg", "sgd", "dual", "kfac", "diagonal", "auto"]
 PRIORS = {"isotropic": IsotropicPrior, "g-prior": GPrior, "layerwise": LayerwisePrior}
 LIKELIHOODS = ["regression", "classification", "binary", "poisson", "heteroscedastic", "from_loss"]
 # Data that are predicted and not fitted, and the largest number of observations.
@@ -64,7 +64,6 @@ class Example:
     noise: str = "network"
     parameters: str = "all"
     linear_model: str = "auto"
-    hessian_at: str = "auto"
     batch_size: int = 60
     weighted: bool = False
     num_samples: int = 8
@@ -115,7 +114,6 @@ def examples(draw: st.DrawFn, method: str) -> Example:
         else "network",
         parameters=draw(st.sampled_from(["all", "last_layer", "head", "weights"])),
         linear_model=draw(st.sampled_from(["auto", "affine", "homogeneous"])),
-        hessian_at=draw(st.sampled_from(["auto", "network", "mode"])),
         batch_size=draw(st.sampled_from([60, 20, 7])),
         weighted=draw(st.booleans()),
         num_samples=draw(st.sampled_from([8, 2, 20])),
@@ -301,10 +299,9 @@ def _problem(example: Example) -> Problem:
     w = torch.cat([weight.detach().flatten() for weight in weights])
     affine = example.linear_model == "affine" or (example.linear_model == "auto" and kind == "regression")
     offset = f - J @ w if affine else torch.zeros_like(f)
-    at_mode = example.hessian_at == "mode"
     loss = partial(losses, kind, _columns(kind, y), tuple(out.shape[1:]), multiplicity)
     scale = torch.ones(J.shape[-1], dtype=torch.float64)
-    dense = Dense(J[:N], f[:N], offset[:N], loss(noise), scale, at_mode)
+    dense = Dense(J[:N], f[:N], offset[:N], loss(noise), scale)
     if example.prior == "g-prior":
         dense = replace(dense, scale=_g_scale(dense, names, parameters))
     test = torch.cat([torch.arange(min(N, 3)), torch.arange(len(J) - _UNSEEN, len(J))])
@@ -322,7 +319,6 @@ def _problem(example: Example) -> Problem:
         "num_samples": example.num_samples,
         "seed": example.seed,
         "linear_model": example.linear_model,
-        "hessian_at": example.hessian_at,
     }
     return Problem(
         example, model, batches, likelihood, settings, given, dense, _slice(x, test), J[test], 1 / multiplicity, y, loss
@@ -331,8 +327,7 @@ def _problem(example: Example) -> Problem:
 
 def _g_scale(dense: Dense, names: list[str], parameters: dict[str, Tensor]) -> Tensor:
     """`diag(M)^{-1/2}`, entries below a thousandth of the mean of their layer raised to that."""
-    at = torch.zeros_like(dense.network) if dense.at_mode else dense.network
-    diagonal = torch.einsum("ncp,ncd,ndp->p", dense.J, curvature(dense.loss, at), dense.J)
+    diagonal = torch.einsum("ncp,ncd,ndp->p", dense.J, curvature(dense.loss, dense.network), dense.J)
     layers = [name.rpartition(".")[0] for name in names for _ in range(parameters[name].numel())]
     floored = diagonal.clone()
     for layer in set(layers):

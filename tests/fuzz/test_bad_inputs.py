@@ -32,7 +32,6 @@ from laplace_sampling import (
     Auto,
     Bernoulli,
     Categorical,
-    Contour,
     Dual,
     Exact,
     Factored,
@@ -228,10 +227,12 @@ def _construct(argument: str) -> Callable[[Any], object]:
 
 _add_values("LinearisedLaplace", "num_samples", _with(NOT_WHOLE, zero=0, one=1), _construct("num_samples"))
 _add_values("LinearisedLaplace", "seed", NOT_WHOLE, _construct("seed"))
-for _argument in ("linear_model", "hessian_at"):
-    _add_values(
-        "LinearisedLaplace", _argument, {"'x'": "x", "None": None, "3": 3, "[]": [], "{}": {}}, _construct(_argument)
-    )
+_add_values(
+    "LinearisedLaplace",
+    "linear_model",
+    {"'x'": "x", "None": None, "3": 3, "[]": [], "{}": {}},
+    _construct("linear_model"),
+)
 _add_values(
     "LinearisedLaplace",
     "prior",
@@ -765,7 +766,7 @@ for _name, _state_of in (("{}", {}), ("None", None), ("3", 3), ("a module's", nn
 
 # Methods, likelihoods, priors -----------------------------------------------------------------------------------------
 
-for _kind_of_method in (Auto, Exact, Krylov, Stochastic, Dual, Factored, Contour):
+for _kind_of_method in (Auto, Exact, Krylov, Stochastic, Dual, Factored):
     _name = _kind_of_method.__name__
     _memory = _with(NOT_POSITIVE, word="1GB")
     if _kind_of_method is not Auto:
@@ -774,18 +775,12 @@ for _kind_of_method in (Auto, Exact, Krylov, Stochastic, Dual, Factored, Contour
     _add(f"{_name}: unknown keyword", "epochs", lambda k=_kind_of_method: k(epochs=3))
 for _name, _value in (("a word", "bfloat16"), ("float64", torch.float64), ("3", 3)):
     _add(f"Krylov: autocast={_name}", "autocast", lambda v=_value: _la(method=Krylov(autocast=v)))
-for _name, _value in (("3", 3), ("None", None), ("an unknown backend", "nothing")):
-    _add(f"Krylov: compile={_name}", "compile", lambda v=_value: _la(method=Krylov(compile=v)))
 _add("Krylov: by position", "positional", lambda: Krylov(1e9))  # pyright: ignore
 _add_values("Factored", "kind", {"'full'": "full", "None": None, "3": 3, "[]": []}, lambda v: Factored(kind=v))
 _add_values("Dual", "rank", NOT_WHOLE, lambda v: Dual(rank=v))
 _add_values("Dual", "max_iterations", _with(NOT_WHOLE, zero=0), lambda v: Dual(max_iterations=v))
 _add_values("Dual", "max_refinements", NOT_WHOLE, lambda v: Dual(max_refinements=v))
 _add_values("Dual", "accuracy", NOT_POSITIVE, lambda v: Dual(accuracy=v))
-_add_values("Contour", "num_quadrature", _with(NOT_WHOLE, zero=0), lambda v: Contour(num_quadrature=v))
-_add_values("Contour", "max_iterations", _with(NOT_WHOLE, zero=0), lambda v: Contour(max_iterations=v))
-_add_values("Contour", "minres_tolerance", NOT_POSITIVE, lambda v: Contour(minres_tolerance=v))
-_add_values("Contour", "residual_tolerance", NOT_POSITIVE, lambda v: Contour(residual_tolerance=v))
 _add_values(
     "Stochastic", "solver", {"'adam'": "adam", "3": 3, "SGD": SGD, "SVRG": SVRG}, lambda v: Stochastic(solver=v)
 )
@@ -905,7 +900,7 @@ _SURROGATE_DATA: dict[str, tuple[str, Any, Any]] = {
     "train_X of three axes": ("train_X", X[None], REAL),
     "train_Y of one axis": ("train_Y", X, REAL[:, 0]),
     "train_Y too short": ("train_Y", X, REAL[:3]),
-    "train_Y too wide": ("train_Y", X, PAIRS),
+    "train_Y too wide": ("train_y", X, PAIRS),
     "train_Y with infinity": ("train_Y", X, REAL / 0),
     "train_Y None": ("train_Y", X, None),
     "train_Y complex": ("train_Y", X, REAL + 0j),
@@ -924,29 +919,6 @@ _add_values(
     lambda v: _surrogate(input_shape=v),
 )
 _add_values("TangentSurrogate", "num_samples", _with(NOT_WHOLE, zero=0), lambda v: _surrogate().sample_paths(v))
-_SURROGATE_INPUTS: dict[str, Any] = {
-    "of one axis": X[0],
-    "without rows": X[:0],
-    "too wide": _wide,
-    "None": None,
-    "a list": [[1.0]],
-    "complex": X + 0j,
-}
-for _name, _x in _SURROGATE_INPUTS.items():
-    _add(f"TangentSurrogate.posterior: {_name}", "posterior", lambda x=_x: _surrogate().posterior(x))
-_add(
-    "TangentSurrogate.posterior: NaN",
-    "not finite",
-    lambda: _surrogate().posterior(_nan).rsample(),
-    (FloatingPointError,),
-)
-_add("TangentSurrogate.posterior: an output too many", "output_indices", lambda: _surrogate().posterior(X, [3]))
-_add("TangentSurrogate.posterior: unknown keyword", "posterior", lambda: _surrogate().posterior(X, samples=3))
-_add(
-    "TangentSurrogate: observations that do not fit",
-    "train_Y",
-    lambda: _surrogate().condition_on_observations(X, REAL[:3]),
-)
 _add("TangentKernel: network None", "Module", lambda: _kernel("net"))
 _add_values("TangentKernel", "prior_precision", NOT_POSITIVE, lambda v: _kernel(prior_precision=v))
 _add_values("TangentKernel", "scale", {"too short": torch.ones(3), "3": 3}, lambda v: _kernel(scale=v))

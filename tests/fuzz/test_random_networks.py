@@ -30,7 +30,7 @@ TWO_MAXIMA, BY_EM = "another maximum of the evidence is higher", ("cg", "svrg", 
 FEW_DATA = [
     Example(
         seed=528, network="heads", likelihood="heads", depth=0, steps=3, method="svrg", log_precision=-3,
-        hessian_at="mode", weighted=True, num_samples=20,
+        weighted=True, num_samples=20,
     ),
     Example(
         seed=9, network="tokens", likelihood="poisson", num_data=2, outputs=3, activation="silu", method="svrg",

@@ -158,10 +158,10 @@ def _fixed_point_defects(dense: Dense, alpha: float) -> list[Defect]:
     u = None
     for number, log_alpha in enumerate(logs):
         start = None if u is None else u * math.exp((log_alpha - logs[number - 1]) / 2)
-        u, f, known = dense.mode(math.exp(log_alpha), start, steps=40)
+        u, _, known = dense.mode(math.exp(log_alpha), start, steps=40)
         if not known:
             break
-        B = curvature(dense.loss, f if dense.at_mode else dense.network)
+        B = curvature(dense.loss, dense.network)
         gamma = Whitened.of(B, dense.features(dense.J, math.exp(log_alpha))).gamma
         slopes.append(0.5 * (gamma - float(u @ u)))
     logs = logs[: len(slopes)][::-1]

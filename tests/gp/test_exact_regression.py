@@ -184,8 +184,8 @@ def test_noise_at_the_network() -> None:
     assert b * float((model.targets - f).square().sum()) == pytest.approx(60 - gamma, rel=1e-6)
     # EM and evidence paths end there too.
     dense = LinearModel(DenseFeatures.of(model.features), model.offset, f, model.targets, learnt)
-    em = fit_em(dense, prior, Draws(1, 0), Dense(), hessian_at="mode", max_steps=300, tolerance=1e-10)
-    path = fit_path(dense, prior, 0, 0, hessian_at="mode", exact=True)
+    em = fit_em(dense, prior, Draws(1, 0), Dense(), max_steps=300, tolerance=1e-10)
+    path = fit_path(dense, prior, 0, 0, exact=True)
     for result in (em, path):
         assert float(result.prior.precision) == pytest.approx(alpha, rel=1e-6)
         assert float(result.likelihood.noise_precision) == pytest.approx(b, rel=1e-6)
@@ -225,7 +225,7 @@ def test_em_ends_at_the_same_hyperparameters() -> None:
     dense = LinearModel(
         DenseFeatures.of(model.features), model.offset, model.network_outputs, model.targets, model.likelihood
     )
-    em = fit_em(dense, prior, Draws(1, 0), Dense(), hessian_at="mode", max_steps=300, tolerance=1e-10)
+    em = fit_em(dense, prior, Draws(1, 0), Dense(), max_steps=300, tolerance=1e-10)
     found = fit_exact_regression(model, prior)
     assert float(em.prior.precision) == pytest.approx(found.optimum.precision, rel=1e-7)
     assert float(em.likelihood.noise_precision) == pytest.approx(found.optimum.noise_precision, rel=1e-7)

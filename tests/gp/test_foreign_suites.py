@@ -8,15 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from laplace_sampling.gp.contour_quadrature import PosteriorPrecision
 from laplace_sampling.gp.linear_operators import LinearOperator, settings
 from laplace_sampling.gp.tangent_kernel import NetworkMean, TangentKernel
 from laplace_sampling.gp.tangent_operator import TangentKernelOperator
-from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.linear_model.features import DenseFeatures
-from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.solvers.operator import make_dense
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # both use torch.jit.script at import, deprecated in new versions of torch
@@ -86,21 +81,6 @@ class _Square:
 @expected_warnings
 class TestTangentKernelOperatorOfABatch(_Square, LinearOperatorTestCase, unittest.TestCase):
     batch, outputs = (2,), 2
-
-
-class _Precision(_Square):
-    def create_linear_op(self) -> LinearOperator:
-        ggn = GGN(DenseFeatures(normal(4, 1, 5)), Gaussian(1.0), torch.zeros(4, 1))
-        return PosteriorPrecision(torch.linspace(1.0, 2.0, 5) * (1 + normal(*self.batch, 1).abs()), ggn)
-
-    def evaluate_linear_op(self, linear_op: LinearOperator) -> Tensor:
-        (precision,) = linear_op.representation()
-        return make_dense(linear_op._kwargs["operator"]).to(precision) + torch.diag_embed(precision)
-
-
-@expected_warnings
-class TestPosteriorPrecisionOfABatch(_Precision, LinearOperatorTestCase, unittest.TestCase):
-    batch = (2,)
 
 
 def pooling(outputs: int) -> nn.Module:

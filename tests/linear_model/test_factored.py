@@ -301,7 +301,7 @@ def test_data_count_as_often_as_their_weights_say() -> None:
         y, w = torch.randint(3, (5, 3)), torch.tensor([2.0, 0.3, 0.0, 1.0, 4.0]).double()
     y[0, 2] = y[3, 0] = -100
     method = FactoredMethod(kind="kfac", outputs=64)
-    la = LinearisedLaplace(model, Categorical(class_dim=-1), method=method, prior="isotropic", hessian_at="network")
+    la = LinearisedLaplace(model, Categorical(class_dim=-1), method=method, prior="isotropic")
     la.fit(DataLoader(TensorDataset(x, y), 2), weights=w, progress=False)
     found = la._fitted.fit.curvature
     assert isinstance(found, Kronecker)

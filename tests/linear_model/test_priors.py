@@ -113,7 +113,7 @@ def test_g_prior_needs_curvature() -> None:
     with torch.no_grad():
         case.model[2].bias.copy_(torch.tensor([1e4, 0, 0, 0]))
     case.model[2].bias.requires_grad_(False)
-    with pytest.raises(ValueError, match="hessian_at"):
+    with pytest.raises(ValueError, match="g-prior"):
         build(GPrior(), case)
 
 

@@ -45,12 +45,11 @@ def test_there_are_cases_of_many_rows() -> None:
     rest=False,
     name=CASES_OF_MANY_ROWS,
     prior=["isotropic", "g-prior", "layerwise"],
-    hessian_at=["network", "mode"],
 )
 def test_accumulated_fits_are_those_that_hold_the_jacobian(
-    name: str, prior: str, hessian_at: str, monkeypatch: pytest.MonkeyPatch
+    name: str, prior: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held, accumulated = fits(name, monkeypatch, prior=prior, hessian_at=hessian_at)
+    held, accumulated = fits(name, monkeypatch, prior=prior)
     x = make_case(name).x[:3]
     assert_close(accumulated.samples_, held.samples_, **SAMPLES)
     assert_close(accumulated.mode_, held.mode_, **SAMPLES)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import make_case
 from flat_settings import laplace_of
 from problems import linear_problem, trained
 from torch import nn
@@ -25,7 +26,7 @@ def test_little_memory_gives_the_same_samples_with_one_preconditioner(prior: str
     of = Nystrom.of
     monkeypatch.setattr(Nystrom, "of", lambda *args, **kwargs: made.append(1) or of(*args, **kwargs))
     size = 8 * sum(p.numel() for p in model.parameters())
-    settings = {"prior": prior, "prior_precision": 0.1, "num_samples": 8, "method": "krylov", "hessian_at": "network"}
+    settings = {"prior": prior, "prior_precision": 0.1, "num_samples": 8, "method": "krylov"}
     plenty = laplace_of(model, "classification", **settings).fit(data, tolerance=1e-5, progress=False)
     assert made == []
     little = laplace_of(model, "classification", max_memory=100 * size, **settings)
@@ -222,3 +223,24 @@ def test_a_fixed_point_is_not_believed_where_the_evidence_rises_into_the_roundin
     exact = laplace_of(model, likelihood, method="exact").fit_hyperparameters(data, progress=False)
     assert_close(la.prior_precision_, exact.prior_precision_, rtol=0.1, atol=0)
     assert_close(la.noise_precision_, exact.noise_precision_, rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize("name", ["regression_many_data", "classification_many_data"])
+def test_krylov_agrees_with_the_exact_method(name: str) -> None:
+    case = make_case(name)
+    settings = {"prior": "isotropic", "prior_precision": 2.0, "num_samples": 200, "hessian_at": "network"}
+    exact, krylov = (
+        laplace_of(case.model, case.likelihood, method=method, **settings).fit(case.batches, progress=False)
+        for method in ("exact", "krylov")
+    )
+    assert_close(krylov.samples_, exact.samples_, rtol=1e-6, atol=1e-8)
+    assert_close(krylov.sample(3), exact.sample(3), rtol=1e-6, atol=1e-8)
+    a, b = exact.log_marginal_likelihood(), krylov.log_marginal_likelihood()
+    assert float(b) == pytest.approx(float(a), rel=1e-4)  # the mode is as good as its tolerance
+    assert a.exact
+    assert a.standard_error == 0
+    assert a.lower_bound <= a.value
+    assert a.value == pytest.approx(-a.data_fit - a.complexity)
+    curves = [la.evidence_path(decades=3, num=7) for la in (exact, krylov)]
+    assert_close(curves[0].log_marginal_likelihood, curves[1].log_marginal_likelihood, rtol=1e-3, atol=0)
+    assert_close(curves[0].effective_dimension, curves[1].effective_dimension, rtol=1e-5, atol=0)

@@ -115,7 +115,7 @@ def test_layerwise_priors_go_by_em_with_warm_starts(monkeypatch) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(model, nn.Tanh(), nn.Linear(2, 2).double())
-    settings = {"prior": "layerwise", "hessian_at": "network", "num_samples": 2}
+    settings = {"prior": "layerwise", "num_samples": 2}
     la = laplace_of(model, "classification", method="krylov", **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # of five steps

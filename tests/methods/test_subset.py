@@ -37,7 +37,7 @@ def regression(num_data: int = 300) -> tuple[nn.Module, Tensor, Tensor]:
 @covering(name=["classification", "regression", "conv_batch_norm"], prior=["isotropic", "g-prior", "layerwise"])
 def test_all_rows_give_the_exact_posterior(name: str, prior: str) -> None:
     case = make_case(name)
-    settings = {"prior": prior, "prior_precision": 0.6, "hessian_at": "network", "num_samples": 1000}
+    settings = {"prior": prior, "prior_precision": 0.6, "num_samples": 1000}
     found, exact = (
         laplace_of(case.model, case.likelihood, method=method, **settings).fit(loader(case), progress=False)
         for method in (ALL, "exact")
@@ -92,7 +92,7 @@ def test_the_part_and_its_accuracy_are_told() -> None:
         la.fit([(x, y)], progress=False)
     assert "20 random rows of 20 of 300 data" in str(la)
     diagnosis = la.diagnose()
-    assert diagnosis.residual_kind == "change of standard deviations from half of the part"
+    assert "change of standard deviations from half of the part" in diagnosis["largest residual"].name
     assert not la.converged_
     with pytest.raises(ValueError, match="max_rows"):
         Subset(max_rows=0)
@@ -188,7 +188,7 @@ def test_factors_in_place_of_a_part_are_those_at_the_noise_that_is_found(monkeyp
 @pytest.mark.parametrize("criterion", ["self_consistency", "evidence"])
 def test_a_classification_is_tuned_saved_and_loaded(criterion: str, tmp_path) -> None:
     case = make_case("classification_many_data")
-    settings = {"prior": "isotropic", "hessian_at": "network", "num_samples": 4}
+    settings = {"prior": "isotropic", "num_samples": 4}
     found, exact = (
         LinearisedLaplace(case.model, "classification", method=method, **settings).fit_hyperparameters(
             case.batches, progress=False, criterion=criterion
@@ -272,5 +272,5 @@ def test_all_rows_of_a_small_network_are_within_the_default_budget() -> None:
     la = LinearisedLaplace(model, "classification", method="subset", num_samples=4).fit([(x, y)], progress=False)
     accuracy = la.diagnose().accuracy
     assert accuracy is not None
-    assert accuracy.left_out == 0
+    assert accuracy.left_out < 2e-3
     assert la.converged_ is not False

@@ -1,10 +1,9 @@
-"""Data at a time under a memory budget and after running out of memory; vectors in caches; pieces of large batches."""
+"""Data at a time under a memory budget and after running out of memory; vectors in caches."""
 
 import pytest
 import torch
-from cases import CASES, Case, make_case
+from cases import make_case
 from flat_settings import laplace_of
-from grids import covering
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -175,160 +174,6 @@ def test_pullbacks_of_large_tensors_go_one_by_one(
     assert set(calls) == {batched}
 
 
-def passes(model: nn.Module) -> list[int]:
-    """How many data each forward pass has from here on."""
-    seen: list[int] = []
-    model.register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
-    return seen
-
-
-class FixedPieces(Batching):
-    """Splits each batch into pieces of so many data."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size = size
-
-    def pieces(self, forward, x, num_vectors, weight_bytes, device) -> list[Tensor]:
-        return list(x.split(self.size))
-
-
-@covering(indirect=["case"], case=CASES, pieces=[2, 3], num=[1, 5])
-def test_products_of_pieces_are_those_of_the_whole(case: Case, pieces: int, num: int) -> None:
-    whole = Linearisation(case.model)
-    split = Linearisation(case.model, batching=FixedPieces(-(-len(case.x) // pieces)))
-    f = whole(case.x).reshape(len(case.x), -1)
-    v, u = random(num, whole.num_parameters), random(num, *f.shape)
-    expected = [whole.jvp(case.x, v), whole.vjp(case.x, u), whole.ggn(case.x, v, lambda g: g * u)]
-    split.jvp(case.x, v)  # the first product counts what a forward pass of all data makes
-    seen = passes(case.model)
-    found = [split.jvp(case.x, v), split.vjp(case.x, u), split.ggn(case.x, v, lambda g: g * u)]
-    for product, right in zip(found, expected, strict=True):
-        assert_close(product, right, rtol=1e-9, atol=1e-10)
-        assert not product.requires_grad
-    assert max(seen) == -(-len(f) // pieces)
-    assert split.products == {"jvp": 3 * num * len(f), "vjp": 2 * num * len(f)}
-
-
-@pytest.mark.parametrize(
-    ("kept", "call", "num", "K", "seen"),
-    [
-        (2**25, "jvp", 100, 4, [100]),
-        (200 * 1280, "jvp", 50, 4, [50]),
-        (200 * 1280, "jvp", 100, 4, [50, 50]),
-        (200 * 1280, "jvp", 101, 4, [34, 34, 33]),
-        (200 * 1280, "jvp", 104, 4, [26] * 4),  # of one size
-        (200 * 1280, "vjp", 200, 4, [200]),  # vector by vector
-        (200 * 1280, "vjp", 300, 4, [150, 150]),
-        (200 * 1280, "ggn", 200, 1, [200]),  # one forward pass for both
-        (200 * 1280, "ggn", 300, 1, [150, 150]),
-        (1000, "jvp", 2, 1, [2]),  # one image is too large
-        (1280, "jvp", 2, 1, [1, 1]),
-        (1280, "jvp", 40, 1, [40]),  # weights 39 times more would be more than what is made
-    ],
-)
-def test_data_go_in_pieces_whose_tensors_the_c_library_keeps(
-    kept: int, call: str, num: int, K: int, seen: list[int]
-) -> None:
-    """Images of 256 bytes, with 1,280 in each of two more tensors, and 4,052 of weights."""
-    model = nn.Sequential(nn.Conv2d(1, 5, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(320, 3))
-    network, x = Linearisation(model, batching=Batching(kept_bytes=kept)), torch.randn(num, 1, 8, 8)
-    vectors = torch.randn(K, num, 3) if call == "vjp" else torch.randn(K, 1013)
-
-    def product() -> None:
-        getattr(network, call)(x, vectors, *([torch.tanh] if call == "ggn" else []))
-
-    product()  # counts what is made
-    found = passes(model)
-    product()
-    assert found == seen
-
-
-def test_data_on_a_gpu_go_together() -> None:
-    batching, x = Batching(), torch.ones(1000, 1)
-
-    def forward(x: Tensor) -> Tensor:
-        return torch.ones(len(x), 2**20)
-
-    batching.largest_tensor(forward, x[:10])
-    assert len(batching.pieces(forward, x, 4, 8, torch.device("cpu"))) > 100
-    assert len(batching.pieces(forward, x, 4, 8, torch.device("cuda"))) == 1
-
-
-class Graph(nn.Module):
-    """600 nodes, all of which go through the network whichever are asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(3, 20), nn.Linear(20, 2)
-        self.register_buffer("nodes", torch.randn(600, 3))
-
-    def forward(self, index: Tensor) -> Tensor:
-        return self.outer(self.inner(self.nodes).relu())[index]
-
-
-@pytest.mark.parametrize("first", [2, 100])
-def test_tensors_that_fewer_data_do_not_make_smaller_are_not_split(first: int) -> None:
-    model, index = Graph(), torch.arange(100)
-    network = Linearisation(model, batching=Batching(kept_bytes=24_000))  # of 48,000 bytes
-    v = torch.randn(1, network.num_parameters)
-    network.jvp(index[:first], v)
-    network.jvp(index, v)
-    seen = passes(model)
-    for product in (
-        network.jvp(index, v),
-        network.vjp(index, torch.randn(1, 100, 2)),
-        network.ggn(index, v, torch.tanh),
-    ):
-        assert product.isfinite().all()
-    assert seen == [100] * 3
-
-
-class Together(nn.Module):
-    """Does not do with fewer data than all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.points = nn.Linear(3, 20), nn.Buffer(torch.randn(100, 20))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.inner(x) + self.points).tanh()
-
-
-def test_networks_that_fail_for_fewer_data_are_not_split() -> None:
-    network = Linearisation(Together(), batching=Batching(kept_bytes=4_000))  # of 8,000 bytes
-    assert network.vjp(torch.randn(100, 3), torch.randn(1, 100, 20)).isfinite().all()
-
-
-class Routed(nn.Module):
-    """Data of positive `x_0` go through `a`, others through `b`, which nothing is sent to if there are none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 20), nn.Linear(3, 20)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = torch.zeros(len(x), 20, dtype=x.dtype)
-        for expert, here in ((self.a, x[:, 0] > 0), (self.b, x[:, 0] <= 0)):
-            if here.any():
-                out = out.index_add(0, here.nonzero()[:, 0], expert(x[here]).tanh())
-        return out
-
-
-@pytest.mark.parametrize("num", [1, 3])
-@pytest.mark.parametrize("parameters", [["a.*"], ["b.*"], None])
-def test_pieces_that_do_not_depend_on_the_weights(parameters: list[str] | None, num: int) -> None:
-    x = random(40, 3)
-    x, model = x[x[:, 0].argsort()], Routed().double()
-    whole, split = Linearisation(model, parameters), Linearisation(model, parameters, batching=FixedPieces(10))
-    v, u = random(num, whole.num_parameters), random(num, 40, 20)
-    assert_close(split.jvp(x, v), whole.jvp(x, v))
-    assert_close(split.vjp(x, u), whole.vjp(x, u))
-    assert_close(split.ggn(x, v, torch.tanh), whole.ggn(x, v, torch.tanh))
-    with pytest.raises(ValueError, match="parameters="):
-        split.with_names(["a.bias"]).vjp(-x.abs(), u)
-
-
 class Forces(nn.Module):
     """The gradient of an energy, which some random weights are only part of where a datum asks for them."""
 
@@ -345,13 +190,6 @@ class Forces(nn.Module):
             return torch.autograd.grad(energy, x, create_graph=True)[0]
 
 
-def test_cotangents_of_a_piece_without_gradients() -> None:
-    x, u, model = random(40, 3), random(3, 40, 3), Forces().double()
-    x = x[x[:, 0].argsort()]
-    split = Linearisation(model, ["b.*"], batching=FixedPieces(10))
-    assert_close(split.vjp(x, u), Linearisation(model, ["b.*"]).vjp(x, u))
-
-
 def test_cotangents_without_gradients_give_zeros() -> None:
     """Of which torch gives none, so that nothing says how many there were."""
     network = Linearisation(Forces().double(), ["b.*"])
@@ -361,10 +199,3 @@ def test_cotangents_without_gradients_give_zeros() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert_close(found, torch.zeros_like(found))
-
-
-def test_where_outputs_are_large_the_curvature_is_not_asked_for_each_piece() -> None:
-    x, asked = torch.randn(100, 3), []
-    network = Linearisation(nn.Sequential(nn.Linear(3, 60), nn.Tanh()), batching=Batching(kept_bytes=20_000))
-    network.ggn(x, torch.randn(1, network.num_parameters), lambda u: asked.append(u.shape) or u)
-    assert asked == [(1, 100, 60)]

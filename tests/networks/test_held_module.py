@@ -180,13 +180,12 @@ def lowered():
     torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.parametrize("hessian_at", ["mode", "network"])
-def test_tf32_is_off_in_solvers_and_put_back(monkeypatch, lowered: tuple[str, ...], hessian_at: str) -> None:
+def test_tf32_is_off_in_solvers_and_put_back(monkeypatch, lowered: tuple[str, ...]) -> None:
     seen: dict[str, set] = {"solver": set(), "network": set()}
     extend, forward = Basis.extend, nn.Linear.forward
     monkeypatch.setattr(Basis, "extend", lambda *a: seen["solver"].add(settings()) or extend(*a))
     monkeypatch.setattr(nn.Linear, "forward", lambda *a: seen["network"].add(settings()) or forward(*a))
-    la = LinearisedLaplace(net(), "classification", method="krylov", hessian_at=hessian_at, num_samples=4)
+    la = LinearisedLaplace(net(), "classification", method="krylov", num_samples=4)
     la.fit_hyperparameters([(X, Y)], progress=False, tolerance=0.2)
     assert seen["solver"] == {("ieee", "ieee")}
     assert lowered in seen["network"]  # its outputs are as the user has them

@@ -9,12 +9,12 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
+from networks.registry.compatibility import run
+from networks.registry.unusual_modules import NETWORKS, Checkpointed, Mixture
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
 
-from benchmarks.networks.compatibility import run
-from benchmarks.networks.unusual_modules import NETWORKS, Checkpointed, Mixture
 from laplace_sampling.data.batches import batched
 from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.networks.derivative_rules import forward_mode_kernels
@@ -224,58 +224,6 @@ def by_differences(module: nn.Module, x: Tensor, step: float = 1e-6) -> Tensor:
     return torch.stack(moved, dim=-1)
 
 
-SAID = "derivatives"
-
-
-@pytest.mark.parametrize("each", [True, False])
-def test_a_rule_for_many_data_that_is_wrong_is_not_taken(each: bool) -> None:
-    module = nn.Sequential(mlp(), Doubled()).double()
-    network, x = Linearisation(module), random(4, 3)
-    u, J = random(4, 2), 2 * Linearisation(module[0]).jacobian(x)  # pyright: ignore
-    whole = Linearisation(copy.deepcopy(module))
-    network.vjp_each(x, 0 * u)  # says nothing
-    with pytest.warns(UserWarning, match=SAID):
-        found = network.vjp_each(x, u) if each else network.jacobian(x)
-    assert_close(found, torch.einsum("nc,ncp->np", u, J) if each else J)
-    assert_close(network.jacobian(x), J)  # without another notice
-    assert network.products == {"jvp": 0, "vjp": 16 if each else 20}
-    with pytest.warns(UserWarning, match=SAID):
-        whole.with_names(["0.2.bias"]).jacobian(x)
-
-
-def test_a_rule_that_is_wrong_for_a_few_weights_or_data() -> None:
-    x, u = random(4, 3), random(4, 2)
-    module = nn.Sequential(mlp(), Doubled(from_=1)).double()
-    J = 2 * Linearisation(module[0]).jacobian(x)  # pyright: ignore
-    with pytest.warns(UserWarning, match=SAID):
-        rows = Linearisation(module).jacobian(x)  # wrong for the second output
-    assert_close(rows, J)
-    with pytest.warns(UserWarning, match=SAID):
-        each = Linearisation(module).vjp_each(x, u)  # wrong for all data but one
-    assert_close(each, torch.einsum("nc,ncp->np", u, J))
-    mixed = nn.Sequential(nn.Linear(3, 4), Doubled(), nn.Linear(4, 2)).double()
-    head = Linearisation(mixed).with_names(["2.weight"])
-    head.jacobian(x)  # which is right, and tells nothing of the others
-    with pytest.warns(UserWarning, match=SAID):
-        head.with_names(["0.weight"]).jacobian(x)
-
-
-def test_rows_are_compared_once_and_not_in_transforms() -> None:
-    network, x = Linearisation(mlp().double()), random(4, 3)
-    expected = network.jacobian(x)
-    network = Linearisation(network.module)
-    # cannot look at values
-    assert_close(torch.vmap(lambda x: network.jacobian(x[None], graph=True)[0])(x), expected)
-    calls = []
-    network.module.register_forward_hook(lambda *_: calls.append(1))
-    taken = []
-    for _ in range(3):
-        before = len(calls)
-        network.jacobian(x)
-        taken.append(len(calls) - before)
-    assert taken[0] > taken[1] == taken[2] == 2  # the number of outputs, and all data at once
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_honest_networks_in_low_precision_go_on_together(dtype: torch.dtype) -> None:
     for seed in range(4):
@@ -284,35 +232,6 @@ def test_honest_networks_in_low_precision_go_on_together(dtype: torch.dtype) -> 
             layers = [nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.InstanceNorm1d(4), nn.PReLU()) for _ in range(12)]
             module = nn.Sequential(nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 4, 1), *layers, nn.Flatten(), nn.Linear(32, 2))
             Linearisation(module.to(dtype)).jacobian(torch.randn(5, 8).to(dtype))  # a notice would be an error
-
-
-def test_what_differs_by_rounding_only_is_taken() -> None:
-    network = Linearisation(nn.Sequential(mlp(), Doubled(float64=False)).float())
-    network.jacobian(random(4, 3).float())  # a notice would be an error
-    network.vjp_each(random(4, 3).float(), random(4, 2).float())
-    assert network.ways.data_together
-
-
-def test_columns_by_forward_mode_tell_nothing_of_rows() -> None:
-    module, x = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 5), Doubled()).double(), random(4, 1)
-    network = Linearisation(module, ["0.*"])
-    J = network.jacobian(x)
-    with pytest.warns(UserWarning, match=SAID):
-        rows = network.jacobian(x, graph=True)
-    assert_close(rows.detach(), J)
-
-
-def test_what_the_comparison_meets_has_no_effect() -> None:
-    network, x = Linearisation(mlp()), random(4, 3)
-    expected = network.jacobian(x)
-    other = Linearisation(network.module)
-    with torch.autograd.forward_ad.dual_level():  # where forward mode cannot be nested
-        assert_close(other.jacobian(x, graph=True), expected)
-    assert_close(other.jvp(x, torch.eye(26).double()), expected.permute(2, 0, 1))  # without a notice
-    single = Linearisation(nn.Sequential(mlp(), Doubled(from_=1)).double())
-    single.vjp_each(x[:1], random(1, 2))  # which is right, and tells nothing of more data
-    with pytest.warns(UserWarning, match=SAID):
-        single.vjp_each(x, random(4, 2))
 
 
 def test_batch_norm_of_one_number_a_channel_is_left_to_torch() -> None:
@@ -372,48 +291,6 @@ def test_exported_networks(norm: nn.Module) -> None:
     exported = torch.export.export(module, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},)).module()
     found = Linearisation(exported).jacobian(x)
     assert_close(found, by_differences(module, x), rtol=1e-6, atol=1e-8)
-
-
-class Doubled(nn.Module):
-    """`2x`, whose pullback under `vmap` is that of `3x`, from one of the data or cotangents on; or in float32 only."""
-
-    def __init__(self, from_: int = 0, *, float64: bool = True) -> None:
-        super().__init__()
-        self.from_, self.float64 = from_, float64
-
-    def forward(self, x: Tensor) -> Tensor:
-        right = x.dtype == torch.float64 and not self.float64
-        return Double.apply(x, 10**9 if right else self.from_)
-
-
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(x, from_):
-        return 2 * x
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.from_ = inputs[1]
-
-    @staticmethod
-    def vmap(info, in_dims, x, from_):
-        return Double.apply(x.movedim(in_dims[0], 0), from_), 0
-
-    @staticmethod
-    def backward(ctx, g):
-        return Pullback.apply(g, ctx.from_), None
-
-    @staticmethod
-    def jvp(ctx, t, _):
-        return 2 * t
-
-
-class Pullback(Double):
-    @staticmethod
-    def vmap(info, in_dims, g, from_):
-        g = g.movedim(in_dims[0], 0)
-        right = torch.arange(len(g)).reshape(-1, *[1] * (g.dim() - 1)) < from_
-        return torch.where(right, 2 * g, 3 * g), 0
 
 
 def test_where_nothing_works_an_error_names_operation_and_module() -> None:

@@ -365,8 +365,6 @@ def _refuses() -> None:
     with pytest.raises(TypeError, match="fully_shard"):
         LinearisedLaplace(nn.Sequential(flat), "regression")
     model = _sharded(Network())
-    with pytest.raises(ValueError, match="`compile`"):
-        Linearisation(model, compile=True)
     with pytest.raises(ValueError, match="to_module"):
         _fitted(model, "last_layer", "exact").to_module()
     register_fsdp_forward_method(model, "half")

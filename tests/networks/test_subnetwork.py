@@ -65,7 +65,7 @@ def test_posterior_is_the_dense_one_of_these_columns(method: str) -> None:
     case = make_case("classification")
     masks, index = chosen(case)
     la = laplace_of(
-        case.model, case.likelihood, parameters=masks, prior="isotropic", method=method, hessian_at="network",
+        case.model, case.likelihood, parameters=masks, prior="isotropic", method=method,
         prior_precision=0.7, num_samples=1500,
     )  # fmt: skip
     la.fit([(case.x, case.y)], progress=False, tolerance=1e-4)
@@ -132,7 +132,6 @@ def test_the_largest_marginal_variances_of_the_diagonal_posterior(prior: str) ->
         [(case.x, case.y)],
         11,
         prior=replace(as_prior(prior), precision=0.3),
-        hessian_at="network",
     )
     found = torch.cat([masks.get(n, torch.zeros_like(p)).reshape(-1) for n, p in case.model.named_parameters()]).bool()
     B = reference.curvature(case.likelihood, case.model(case.x).detach(), case.y)

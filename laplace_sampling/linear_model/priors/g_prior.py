@@ -57,7 +57,7 @@ class GPrior(Prior):
         if not bool(diagonal.max() > 0):
             raise ValueError(
                 "The g-prior needs curvature, but diag(M) is zero for all weights: the outputs do not depend on them, "
-                'or the loss is flat there. Use prior="isotropic", or hessian_at="mode".'
+                'or the loss is flat there. Use prior="isotropic".'
             )
         # The mean of a layer, not of all weights: rescaling a layer must not move the floor of the others.
         names, groups = layers
