@@ -9,7 +9,6 @@ import torch
 
 from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.fitted import FittedModel, warn_of
-from laplace_sampling.fitting import together
 from laplace_sampling.held_out import HeldOut, check_calibration
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.methods.fit import Fit
@@ -71,7 +70,6 @@ class CalibratedModel(FittedModel):
     """A fitted model whose predictions held-out data correct."""
 
     @solver_call
-    @together
     def calibrate(
         self, val_loader: Iterable[Any], *, unpack: Unpack | None = None, num_data: int | None = None
     ) -> Self:
@@ -96,7 +94,7 @@ class CalibratedModel(FittedModel):
         posterior = fitted.posterior
         self._check_network("calibrate")
         check_calibration("calibrate(val_loader)", self.settings.observation, posterior.unequal_noise)
-        with self.settings.processes.telling():
+        with self.settings.processes.shared_call():
             held_out = HeldOut.read(val_loader, self.network, self.settings, unpack, num_data)
             posterior = calibrated(held_out, self.network, posterior, fitted.fit)
         self._fitted = replace(fitted, posterior=posterior)
@@ -105,7 +103,6 @@ class CalibratedModel(FittedModel):
         return self
 
     @solver_call
-    @together
     def calibrate_conformal(
         self, val_loader: Iterable[Any], *, unpack: Unpack | None = None, num_data: int | None = None
     ) -> Self:
@@ -132,7 +129,7 @@ class CalibratedModel(FittedModel):
         posterior = fitted.posterior
         self._check_network(call)
         check_calibration(f"{call}(val_loader)", self.settings.observation, posterior.unequal_noise)
-        with self.settings.processes.telling():
+        with self.settings.processes.shared_call():
             held_out = HeldOut.read(val_loader, self.network, self.settings, unpack, num_data)
             conformal = split_conformal(held_out, self.network, posterior, fitted.fit)
         self._fitted = replace(fitted, posterior=replace(posterior, conformal=conformal))

@@ -69,16 +69,16 @@ class HeldOut:
         unpack: Unpack | None,
         num_data: int | None,
     ) -> "HeldOut":
-        likelihood, drawn_by = settings.likelihood, settings.processes
+        likelihood = settings.likelihood
         data = TrainingData(
             loader,
             unpack=unpack,
             num_data=num_data,
             fill=likelihood.fill,
             missing=likelihood.takes_missing,
-            drawn_by=drawn_by,
+            sampled_by=settings.processes,
         )
-        _check_alike(data, drawn_by)
+        _check_alike(data, settings.processes)
         some = torch.arange(data.num_data).split(data.batch_size) if data.ragged else [torch.arange(1)]
         inputs = (place(data.inputs(batch), network.device, network.dtype) for batch in some)
         layout = reduce(Layout.union, (network.evaluate(x)[1] for x in inputs))
@@ -107,7 +107,7 @@ class HeldOut:
 
 def _check_alike(data: TrainingData, processes: Processes) -> None:
     """Raise if processes that share a fit have other held-out data, from which they would choose other numbers."""
-    if processes.are_several and processes.differing({"data": digest(("", y) for y in batched(data.targets)[0])}):
+    if processes.size > 1 and processes.differing({"data": digest(("", y) for y in batched(data.targets)[0])}):
         raise ValueError(
             "The processes have different held-out data: give each the same `val_loader` of all data, or one that "
             "differs by its sampler only, such as a DistributedSampler. A stream must be whole in each."

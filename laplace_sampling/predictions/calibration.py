@@ -25,7 +25,7 @@ from laplace_sampling.solvers.checks import check_positive
 _NUMBERS = 2**17
 # Standard deviations of normal priors of `log τ` and `log T`, which matter where data are few. Where error bars and a
 # temperature explain held-out data equally well, the error bars are believed: they tell data far from the training
-# data. docs/decisions/calibration.md has the trials of these and of the next two.
+# data. docs/decisions.md has the trials of these and of the next two.
 LOG_SCALE, _LOG_TEMPERATURE = 2.0, 0.5
 # Held-out targets that are worth what the training data say of the noise.
 NOISE_WORTH = 10.0
@@ -305,7 +305,7 @@ def _likeliest(
     bounds: Mapping[str, tuple[float, float]],
     prior: Callable[[Mapping[str, Tensor]], Tensor],
 ) -> dict[str, float]:
-    """The likeliest factors whose logarithms are within bounds: of one factor by a bounded search, of several by L-BFGS."""
+    """The likeliest factors with logarithms within bounds, by a bounded search of one, by L-BFGS of several."""
     from scipy.optimize import minimize, minimize_scalar  # slow to import
 
     def value(logs: Tensor) -> Iterator[Tensor]:
