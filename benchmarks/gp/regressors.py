@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.gp.processes import deep_kernel, gaussian_process
 from benchmarks.gp.regression_task import MEMBERS, Method, Outcome, Task, best_noise, gaussian, predict
-from laplace_sampling.gp.tuned_regression import TunedRegression, fit_exact_regression
+from laplace_sampling.gp.evidence import HyperparameterBounds, Optimum
+from laplace_sampling.gp.posterior import GramCovariance, GramPosterior, of_largest_evidence
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.linear_model import LinearModel
@@ -33,7 +34,7 @@ def map_held_out(task: Task) -> Outcome:
 
 
 @lru_cache(maxsize=8)
-def fit_tangent(task: Task, prior: str, linear_model: str, noise_at: str) -> TunedRegression:
+def fit_tangent(task: Task, prior: str, linear_model: str, noise_at: str) -> tuple[GramPosterior, Optimum]:
     """The tangent model with prior and noise precision from the evidence, exactly, in observation space."""
     network, features, _ = task.tangent
     f = network(task.x)
@@ -42,7 +43,7 @@ def fit_tangent(task: Task, prior: str, linear_model: str, noise_at: str) -> Tun
         offset = f - features.outputs(network.weights[None])[0]
     model = LinearModel(features, offset, f, task.y.reshape(f.shape), Gaussian(noise_at=noise_at))
     start = as_prior(prior).build(model.ggn(f), network.layers(), Draws(64, 0).noise(1))
-    return fit_exact_regression(model, start, noise_bounds=(1e-12, task.noise_floor**-2))
+    return of_largest_evidence(model, start, HyperparameterBounds(noise=(1e-12, task.noise_floor**-2)))
 
 
 def ours(prior: str, linear_model: str, *, noise_at: str = "network", mean: str = "network") -> Method:
@@ -50,21 +51,21 @@ def ours(prior: str, linear_model: str, *, noise_at: str = "network", mean: str 
 
     def method(task: Task) -> Outcome:
         network, _, features = task.tangent
-        fit = fit_tangent(task, prior, linear_model, noise_at)
-        alpha, b = fit.optimum.precision, fit.optimum.noise_precision
-        posterior = fit.posterior.at(features)
-        stddev, means = posterior.stddev(alpha, b)[:, 0], network(task.x_test)[:, 0]
+        posterior, optimum = fit_tangent(task, prior, linear_model, noise_at)
+        alpha, b = posterior.precisions
+        stddev = GramCovariance(posterior, features).variance()[:, 0].sqrt()
+        means = network(task.x_test)[:, 0]
         if mean == "tangent":
             offset = means - features.outputs(network.weights[None])[0, :, 0] if linear_model == "affine" else 0.0
-            means = offset + posterior.mean(alpha, b)[:, 0]
+            means = offset + features.outputs(posterior.mode_weights()[None])[0, :, 0]
         return gaussian(
             means,
             (stddev.square() + 1 / b).sqrt(),
             noise=b**-0.5,
             precision=alpha,
             function=float(stddev.mean()),
-            effective_dimension=float(fit.posterior.effective_dimension(alpha, b)),
-            log_evidence=fit.optimum.log_evidence / len(task.y),
+            effective_dimension=posterior.effective_dimension(),
+            log_evidence=optimum.log_evidence / len(task.y),
         )
 
     return method

@@ -23,7 +23,7 @@ NUM_SAMPLES, MAX_STEPS = 2, 5
 
 def run_em(task: Task, prior: str, seed: int, *, learn_noise: bool) -> tuple[list[float], list[float]]:
     """The ratios of `α` and `b` to the optimum, at the start of EM and after each of at most five steps."""
-    optimum = fit_tangent(task, prior, "affine", "mode").optimum
+    _, optimum = fit_tangent(task, prior, "affine", "mode")
     likelihood = Gaussian(1.0 if learn_noise else optimum.noise_precision, learn=learn_noise, noise_at="mode")
     la = LinearisedLaplace(task.map, likelihood, prior=prior, method="dual", num_samples=2, seed=seed)
     # By EM, as for more observations, whose Gram matrix is not decomposed.
