@@ -9,17 +9,15 @@ import pytest
 ROOT = Path(__file__).parent
 # The libraries that examples or imports of a file need beyond those of the tests: it is left out where one is missing.
 NEEDS = {
-    "docs/training_scripts.md": ("accelerate", "lightning", "sklearn", "skorch", "torchmetrics", "transformers"),
+    "docs/training_scripts.md": ("accelerate", "lightning", "sklearn", "torchmetrics", "transformers"),
     "docs/production.md": ("onnx", "onnxruntime", "onnxscript"),
     "docs/from_laplace_torch.md": ("laplace",),
     "docs/plots.md": ("matplotlib",),
     "laplace_sampling/gp/botorch.py": ("botorch",),
     "laplace_sampling/integrations/accelerate.py": ("accelerate",),
     "laplace_sampling/integrations/laplace_torch.py": ("laplace",),
-    "laplace_sampling/integrations/laplace_torch_predictions.py": ("laplace",),
     "laplace_sampling/integrations/lightning.py": ("lightning",),
-    "laplace_sampling/integrations/scikit_learn.py": ("sklearn", "skorch"),
-    "laplace_sampling/integrations/skorch_nets.py": ("sklearn", "skorch"),
+    "laplace_sampling/integrations/scikit_learn.py": ("sklearn",),
     "laplace_sampling/integrations/transformers.py": ("accelerate", "transformers"),
     "laplace_sampling/integrations/whole_weights.py": ("accelerate",),
 }

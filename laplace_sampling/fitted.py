@@ -1,5 +1,6 @@
 """`Fitted`: what a fit leaves behind, and `FittedModel`: what one may ask of it, beside predictions."""
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -286,6 +287,25 @@ class FittedModel:
                 fitted.posterior = replace(fitted.posterior, mode=fit.mode.weights.to(self.network.dtype))
         assert fitted.posterior.mode is not None
         return fitted.posterior.mode
+
+    @property
+    def posterior_(self) -> Posterior:
+        """All that predictions need."""
+        return self._require("posterior_").posterior
+
+    @property
+    def epochs_(self) -> float:
+        """The cost of the fit, and of all that was asked of it since, in training epochs, counted in operations.
+
+        NaN for a posterior that was loaded.
+        """
+        fit = self._require("epochs_").fit
+        return math.nan if fit is None else fit.task.budget.spent_with_later
+
+    @property
+    def stopped_(self) -> bool:
+        """Whether the last `fit_hyperparameters` did not come to its end, as by `StopFit`: the posterior is older."""
+        return bool(self._unfinished)
 
     @property
     def history_(self) -> list[Step]:

@@ -9,7 +9,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,30 +22,22 @@ from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.fitted import NotFittedError
 from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.methods.budget import Budget, Strict
+from laplace_sampling.methods.budget import Strict
 from laplace_sampling.methods.exact import Exact
 from laplace_sampling.methods.factored import Factored
 from laplace_sampling.settings import Settings
 from laplace_sampling.solvers.checks import check_positive, check_whole
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-__all__ = ["AUTO", "BUDGET", "PREFIX", "PeriodicFits"]
 
 _log = logging.getLogger(__name__)
 
 # Stands for the processes of the training, which callbacks do not know before it begins.
 AUTO = "auto"
 
-# Training epochs of the first fit. Half of it leaves Kronecker factors where this pays for a part of the data, and
-# twice as many are most of a training of 20 epochs.
-BUDGET = 5.0
-# What a fit that starts from another one may take of what that one took: an error bar that has not converged yet is
-# that of the last fit.
+# Training epochs of the first fit: twice as many are most of a training of 20 epochs.
+_BUDGET = 5.0
+# The share of the cost of the first fit that a later one may take, which starts from the one before.
 _WARM = 0.5
-# Factors cost little, and what is logged is of one kind from epoch to epoch. Standard deviations of 16 samples are
-# known to 18 %.
+# Factors cost little, and what is logged is of one kind from epoch to epoch.
 _DEFAULTS = {"method": "kfac", "num_samples": 16, "progress": False}
 # Before the names of metrics where trainers log them.
 PREFIX = "laplace_"
@@ -110,8 +102,8 @@ class PeriodicFits:
         every_n_epochs: int = 1,
         val_loader: Iterable[Any] | None = None,
         metrics: Mapping[str, Callable[..., Any]] | None = None,
-        budget: float | None = BUDGET,
-        process_group: "ProcessGroup | str | None" = None,
+        budget: float | None = _BUDGET,
+        process_group: dist.ProcessGroup | str | None = None,
         **options: Any,
     ) -> None:
         check_whole("`every_n_epochs`", every_n_epochs, 1)
@@ -189,22 +181,18 @@ class PeriodicFits:
             budget = self.budget and Strict(_WARM * self._first if warm else self.budget)
             with _buffers_of_first(la.network.module, processes):
                 la.fit_hyperparameters(train_loader, held_out, budget=budget, warm_start=True, **self._options)
-                if la._unfinished:  # by `StopFit`
+                if la.stopped_:
                     _tell(f"No fit after epoch {epoch}: a callback has stopped it by `StopFit`; the last one is kept.")
                     return {}
                 self._laplace, self._state = la, None
-                fit = la._require("fit").fit
-                assert fit is not None
-                cost = fit.task.budget
-                total = Budget(None, cost.cost, cost.num_data, la.network.products, others=cost.operations)
+                self._first = self._first or la.epochs_
                 found = self._found(la)
                 try:
                     if val_loader is not None:
                         with processes.telling(), processes.counting(la.network.products):
                             found |= self._predicted(la, val_loader)
                 finally:  # also of a fit whose metrics raise an error: the next ones are due by what all have cost
-                    found["cost"] = total.spent
-                    self._first = self._first or cost.spent
+                    found["cost"] = la.epochs_
                     self.history_.append({"epoch": epoch, **found})
         return found
 
@@ -226,14 +214,13 @@ class PeriodicFits:
 
     def _found(self, la: LinearisedLaplace) -> dict[str, float]:
         """What a fit says without other data."""
-        posterior = la._require("fit").posterior
-        prior, noise = posterior.prior, la.noise_precision_
+        prior, noise = la.posterior_.prior, la.noise_precision_
         found = _named("prior_precision", prior.names, prior.precision)
         if noise is not None:
             found |= _named("noise_precision", range(noise.numel()), noise)
         found |= {"effective_dimension": float(la.effective_dimension_.sum()), "converged": float(la.converged_)}
         # Other methods take as long for it as for a fit.
-        closed_form = isinstance(posterior.method, Exact | Factored)
+        closed_form = isinstance(la.posterior_.method, Exact | Factored)
         return found | ({"score": float(la.score())} if closed_form else {})
 
     def _predicted(self, la: LinearisedLaplace, val_loader: Iterable[Any]) -> dict[str, float]:

@@ -1,15 +1,18 @@
 r"""Estimators of scikit-learn with error bars: `pip install "laplace_sampling[scikit_learn]"`.
 
-`LaplaceRegressor` and `LaplaceClassifier` train a network, by skorch, and fit the linearised Laplace approximation
-to the same data. They work in pipelines, cross-validation and searches of scikit-learn.
+`LaplaceRegressor` and `LaplaceClassifier` train a network and fit the linearised Laplace approximation to the same
+data. They work in pipelines, cross-validation and searches of scikit-learn.
 
-What `predict(X, return_std=True)` returns includes the noise, which is learnt from the data. So it does for the
+What `predict(X, return_std=True)` returns includes the noise, which is learnt from the data. This is so for the
 estimators of scikit-learn that learn their noise, `BayesianRidge`, and `GaussianProcessRegressor` with a `WhiteKernel`;
 `GaussianProcessRegressor(alpha=...)`, to which the noise is given, returns the function without it, as `noise=False`
 does here.
 """
 
+import copy
+import itertools
 import math
+from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
@@ -22,22 +25,11 @@ try:
     from sklearn.utils import Tags, check_random_state
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import check_is_fitted, validate_data
-    from skorch import NeuralNet, NeuralNetBinaryClassifier
 except ImportError as error:  # pragma: no cover
     raise ImportError(
-        "`laplace_sampling.integrations.scikit_learn` needs scikit-learn and skorch: pip install "
-        '"laplace_sampling[scikit_learn]"'
+        '`laplace_sampling.integrations.scikit_learn` needs scikit-learn: pip install "laplace_sampling[scikit_learn]"'
     ) from error
 
-from laplace_sampling.integrations.skorch_nets import (
-    LIKELIHOODS,
-    Log,
-    Network,
-    initialised,
-    inputs_of,
-    outputs_of,
-    returns_probs,
-)
 from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.priors.prior import Prior
@@ -48,17 +40,25 @@ from laplace_sampling.predictions.prediction import Prediction
 from laplace_sampling.predictions.regression_prediction import RegressionPrediction
 from laplace_sampling.solvers.checks import check_positive, check_whole
 
-__all__ = ["LaplaceClassifier", "LaplaceRegressor"]
+# What an estimator takes.
+Network = nn.Module | Callable[[int, int], nn.Module]
 
+# The loss by which each likelihood is trained.
+_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "regression": nn.functional.mse_loss,
+    "binary": nn.functional.binary_cross_entropy_with_logits,
+    "classification": nn.functional.cross_entropy,
+}
+_WIDTH = 50  # units of a layer of the default network
 _LARGEST_SEED = 2**31 - 1
 
 
 class _LaplaceEstimator(BaseEstimator):
-    """What both estimators share: the network, its training by skorch, and the posterior."""
+    """What both estimators share: the network, its training, and the posterior."""
 
     def __init__(
         self,
-        net: Network | None = None,
+        network: Network | None = None,
         *,
         max_epochs: int = 200,
         lr: float = 0.001,
@@ -69,7 +69,7 @@ class _LaplaceEstimator(BaseEstimator):
         num_samples: int = 64,
         random_state: int | np.random.RandomState | None = 0,
     ) -> None:
-        self.net = net
+        self.network = network
         self.max_epochs = max_epochs
         self.lr = lr
         self.batch_size = batch_size
@@ -88,25 +88,18 @@ class _LaplaceEstimator(BaseEstimator):
         # Initial weights and the order of batches come from torch's global generators.
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             torch.manual_seed(seed)
-            net = initialised(
-                self.net,
-                x,
-                y if regression else None,
-                num_outputs,
-                max_epochs=self.max_epochs,
-                lr=self.lr,
-                batch_size=self.batch_size,
-            )
-            likelihood = self._likelihood(net, regression)
-            inputs = inputs_of(net.module_, x).cpu()
-            targets = self._targets(y, outputs_of(net.module_, x), likelihood, num_outputs)
-            if net is not self.net:
-                # This net flattens its outputs, and no other.
-                flat = isinstance(net, NeuralNetBinaryClassifier)
-                net.partial_fit(inputs, targets.flatten() if flat else targets)
-        self.net_ = net
+            network = self._made(x, y if regression else None, num_outputs)
+            inputs = _inputs(network, x)
+            with torch.no_grad():
+                outputs = network(inputs[:2])
+            if not isinstance(outputs, Tensor):
+                raise TypeError(f"The network must return a tensor, but returned a {type(outputs).__name__}: wrap it.")
+            likelihood = "regression" if regression else "binary" if outputs[0].numel() == 1 else "classification"
+            targets = self._targets(y, outputs, likelihood, num_outputs)
+            self._train(network, inputs, targets, _LOSSES[likelihood])
+        self.network_ = network
         self.laplace_ = LinearisedLaplace(
-            nn.Sequential(net.module_, Log()) if returns_probs(net) else net.module_,
+            network,
             Gaussian(torch.ones(num_outputs)) if regression and num_outputs > 1 else likelihood,
             prior=self.prior,
             parameters=self.parameters,
@@ -118,16 +111,20 @@ class _LaplaceEstimator(BaseEstimator):
         self.laplace_.fit_hyperparameters(loader, progress=False)
         return self
 
-    def _likelihood(self, net: NeuralNet, regression: bool) -> str:
-        """The likelihood of which the criterion of a net is the loss."""
-        known = {loss: name for loss, name in LIKELIHOODS.items() if (name == "regression") == regression}
-        found = type(net.criterion_)
-        if found not in known:
-            raise ValueError(
-                f"`{type(self).__name__}(net)` needs a net of skorch whose criterion is "
-                f"{' or '.join(loss.__name__ for loss in known)}, but it is {found.__name__}."
-            )
-        return known[found]
+    def _made(self, x: np.ndarray, targets: np.ndarray | None, num_outputs: int) -> nn.Module:
+        """The network before training, in evaluation mode: a copy of a module, or what a callable makes."""
+        if self.network is None:
+            network = _default_network(x, num_outputs, targets)
+        elif isinstance(self.network, nn.Module):
+            network = copy.deepcopy(self.network)
+        else:
+            network = self.network(x[0].size, num_outputs) if callable(self.network) else self.network
+            if not isinstance(network, nn.Module):
+                raise TypeError(
+                    "The network must be a `torch.nn.Module` or a callable `(num_inputs, num_outputs) -> nn.Module`, "
+                    f"but {'the callable returned' if callable(self.network) else 'is'} a {type(network).__name__}."
+                )
+        return network.eval()
 
     def _targets(self, y: np.ndarray, outputs: Tensor, likelihood: str, num_outputs: int) -> Tensor:
         """The targets in the shape of the outputs."""
@@ -138,36 +135,46 @@ class _LaplaceEstimator(BaseEstimator):
                 f"`{type(self).__name__}.fit(X, y)`: the number of outputs of the network for each datum is {found}, "
                 f"but that of {what} in `y` is {num_outputs}."
             )
+        targets = torch.tensor(y).to(outputs.device)
         if likelihood == "classification":
-            return torch.tensor(y)
-        return torch.tensor(y).to(outputs.dtype).reshape(len(y), *outputs.shape[1:])
+            return targets
+        return targets.to(outputs.dtype).reshape(len(y), *outputs.shape[1:])
+
+    def _train(self, network: nn.Module, x: Tensor, y: Tensor, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Minimises the mean loss by Adam, and leaves the network in evaluation mode."""
+        optimiser = torch.optim.Adam(network.parameters(), lr=self.lr)
+        network.train()
+        for _ in range(self.max_epochs):
+            for batch in torch.randperm(len(x)).split(self.batch_size):
+                optimiser.zero_grad()
+                loss(network(x[batch]), y[batch]).backward()
+                optimiser.step()
+        network.eval()
 
     def _predict(self, X: Any) -> Prediction:
         check_is_fitted(self)
         x: Any = validate_data(self, X, reset=False, dtype=np.float64, allow_nd=True)
-        return self.laplace_.predict(inputs_of(self.net_.module_, x))
+        return self.laplace_.predict(_inputs(self.network_, x))
 
 
 class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
     r"""A regression by a network, with error bars by the linearised Laplace approximation.
 
     Args:
-        net: the network: a `torch.nn.Module`, of which a copy is trained from the weights that it has; a callable
-            `(num_inputs, num_outputs) -> nn.Module`; a net of skorch, of which a copy is trained as it says; or a net
-            of skorch that is initialised (fitted, or with weights that were loaded), which is taken as it is, and must
-            have been trained on the data of `fit`: to copy it, as cross-validation does, is to forget its weights. By
-            default two layers of 50 units, in double precision, which standardise inputs and targets.
-        max_epochs: of the training of a module, by Adam; with 0 its weights stay what they are.
-        lr: of the same.
-        batch_size: of the same, and of the data that go through the network together.
-        prior: as of `LinearisedLaplace`, and so are `parameters`, `method` and `num_samples`.
-        parameters: which weights are random.
-        method: of the fit.
-        num_samples: of the posterior.
+        network: a `torch.nn.Module`, of which a copy is trained from the weights that it has; or a callable
+            `(num_inputs, num_outputs) -> nn.Module`. By default two layers of 50 units, in double precision, which
+            standardise inputs and targets.
+        max_epochs: epochs of the training, by Adam; with 0 the weights stay what they are.
+        lr: step size of the training.
+        batch_size: data of a step, and data that go through the network together.
+        prior: as in `LinearisedLaplace`.
+        parameters: which weights are random, as in `LinearisedLaplace`.
+        method: as in `LinearisedLaplace`.
+        num_samples: posterior samples.
         random_state: of initial weights, batches and samples.
 
     Attributes:
-        net_: the net of skorch that was trained.
+        network_: the network that was trained.
         laplace_: the fitted `LinearisedLaplace`, with all that it offers: `laplace_.predict(x)`, `laplace_.save(path)`.
         n_features_in_: columns of `X`.
 
@@ -190,7 +197,7 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
             y: targets, `[N]`, or `[N, D]` with a noise precision for each of the `D` columns.
 
         Raises:
-            ValueError: for data that are no finite numbers, and a network whose outputs or criterion do not fit them.
+            ValueError: for data that are no finite numbers, and a network whose outputs do not fit them.
         """
         x: Any
         x, y = validate_data(
@@ -255,7 +262,7 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
     r"""A classification by a network, with probabilities that know of error bars, as `ClassificationPrediction.probs`.
 
     Arguments and attributes are those of `LaplaceRegressor`. The network returns logits, one for each class, or for two
-    classes also a single one. That of a `NeuralNetClassifier` with `NLLLoss` returns probabilities, as skorch wants it.
+    classes also a single one.
 
     Attributes:
         classes_: the labels, of any kind, in the order of the columns of `predict_proba`.
@@ -279,7 +286,7 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
 
         Raises:
             ValueError: for data that are no finite numbers, labels that are no classes or of one class only, and a
-                network whose outputs or criterion do not fit them.
+                network whose outputs do not fit them.
         """
         x: Any
         x, y = validate_data(self, X, y, dtype=np.float64, allow_nd=True, ensure_min_samples=2)
@@ -304,3 +311,44 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
         """The most probable class of each input."""
         probs = self.predict_proba(X)
         return self.classes_[probs.argmax(1)]
+
+
+class _Affine(nn.Module):
+    """`scale ⊙ x + shift`, without weights."""
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, scale: Tensor, shift: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("scale", scale)
+        self.register_buffer("shift", shift)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x + self.shift
+
+
+def _default_network(x: np.ndarray, num_outputs: int, targets: np.ndarray | None) -> nn.Module:
+    """Two layers between inputs, and targets if they are numbers, that are standardised inside the network."""
+    mean, stddev = _moments(x)
+    widths = [len(mean), _WIDTH, _WIDTH]
+    hidden = [m for a, b in itertools.pairwise(widths) for m in (nn.Linear(a, b), nn.SiLU())]
+    layers = [nn.Flatten(), _Affine(1 / stddev, -mean / stddev), *hidden, nn.Linear(_WIDTH, num_outputs)]
+    if targets is not None:
+        mean, stddev = _moments(targets)
+        layers.append(_Affine(stddev, mean))
+    return nn.Sequential(*layers).double()
+
+
+def _moments(values: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each column; one for a column that is constant."""
+    columns = torch.tensor(values).reshape(len(values), -1)
+    stddev = columns.std(0, correction=0)
+    return columns.mean(0), stddev.where(stddev > 0, 1)
+
+
+def _inputs(network: nn.Module, x: np.ndarray) -> Tensor:
+    """Inputs in the precision of a network, and where it is."""
+    weights = (weight for weight in network.parameters() if weight.is_floating_point())
+    # Copied: arrays may be read-only, which tensors cannot be.
+    return torch.tensor(x).to(next(weights, torch.zeros(0)))

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.linear_model.dense_curvature import DenseCurvature
-from laplace_sampling.linear_model.sketch import Sketch
+from laplace_sampling.linear_model.low_rank import LowRank
 from laplace_sampling.solvers.preconditioners import Factored, Jacobi
 
 __all__ = ["CURVATURE", "Inverse", "Kronecker", "KroneckerBlock", "outer_factors", "restored_curvature"]
@@ -61,7 +61,8 @@ class KroneckerBlock:
 
     def apply(self, f: Callable[[Tensor], Tensor], v: Float[Tensor, "K P"]) -> Float[Tensor, "K q m k"]:
         """`f(M̂) v_k` at these positions."""
-        return self.U_G @ (self.turned(v.to(self.U_G)) * f(self.eigenvalues)) @ self.U_A.mT
+        # In the precision of the vectors: where many outputs share a layer, this is most of a sample's cost.
+        return self.U_G.to(v) @ (self.turned(v) * f(self.eigenvalues).to(v)) @ self.U_A.mT.to(v)
 
     def diagonal(self, f: Callable[[Tensor], Tensor]) -> Float[Tensor, "q m k"]:
         """The diagonal of `f(M̂)`."""
@@ -191,8 +192,8 @@ class Kronecker(Factored):
 
 def restored_curvature(tensors: dict[str, Tensor]) -> Factored:
     """`M̂` from its `tensors`."""
-    if "rows" in tensors or "rows_0" in tensors:
-        return Sketch.from_tensors(tensors)
+    if "factor" in tensors:
+        return LowRank.from_tensors(tensors)
     if "vectors" in tensors:
         return DenseCurvature.from_tensors(tensors)
     return Kronecker.from_tensors(tensors) if "rest" in tensors else Jacobi(tensors["diagonal"])

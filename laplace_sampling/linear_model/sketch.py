@@ -1,11 +1,8 @@
 r"""The full covariance of a part of the data: `M̂ = Σ_j w_j g_j g_jᵀ`, of as many rows as memory and operations allow.
 
-With the weighted rows `G`, `[m, P]`, and the eigenvalues `Λ` and eigenvectors `V` of the Gram matrix `GGᵀ`, a function
-of `M̂ + s` that is `f(s)` on what the rows do not span is
-
-    f(M̂ + s) = f(s) I + GᵀV diag((f(Λ + s) − f(s))/Λ) VᵀG,
-
-and the quotient has a closed form without the difference for the inverse, `−1/(s(Λ + s))`, and for its root.
+With the weighted rows `G`, `[m, P]`, and the eigenvalues `Λ` and eigenvectors `V` of the Gram matrix `GGᵀ`, the rows of
+`VᵀG` are orthogonal, and the leading ones are a `LowRank` curvature. A `Sketch` has what a search for the prior
+precision needs before these are formed.
 
 **The correction.** `M̂` is unbiased, but its inverse is not: `E[(M̂ + s)⁻¹] ≥ (M + s)⁻¹`. Random rows act as a larger
 shift. With `γ̂(s) = Tr M̂(M̂ + s)⁻¹` of `m` independent rows of equal leverage (Sherman and Morrison's formula for each
@@ -31,35 +28,30 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.linear_model.datum_rows import inner_products
+from laplace_sampling.linear_model.low_rank import LowRank, errors_by_rank
 from laplace_sampling.solvers.lapack import symmetric_eigen
-from laplace_sampling.solvers.operator import Operator, row_products
-from laplace_sampling.solvers.preconditioners import Factored
 
-__all__ = ["Sketch"]
-
-# Columns of rows that are rotated together: half and twice change memory only.
-_COLUMNS = 2048
+# Columns of rows that are copied to float64 together. It changes memory only.
+_COLUMNS = 2**14
 # The smallest correction, a floor where there are far fewer rows than directions that the data decide; and the steps
 # that find a correction to 10⁻¹¹, at half of them to 10⁻⁶.
 _LEAST_CORRECTION, _BISECTIONS = 1e-3, 40
 
 
-class Sketch(Factored):
+class Sketch:
     """`M̂ = Σ_j w_j g_j g_jᵀ` for some rows `g`.
 
     Building it from `m` rows takes `m²P` multiplications for the Gram matrix and about `9m³` operations for its
-    eigenvectors; a product, solve or sample `2mP`, and `m²`, multiplications; covariances `nCmP` for all shifts.
-    A shift may be a tensor `[P]`: where it is not constant, the rows are scaled, which takes a new decomposition. The
-    root is then not the symmetric one.
+    eigenvectors; covariances take `nCmP` for all shifts, and `r` leading eigenvectors `rmP`.
 
     With `chance` above zero all functions of a shift are those of the corrected sketch, `M̂/c`, whose `c` depends on the
-    shift; `at` gives it as a sketch of its own. The others, `matmul` and `eigenvalues`, are those of `M̂`.
+    shift; `at` gives it as a sketch of its own.
 
     Args:
         rows: `g`, in blocks, `[m, P]` in all.
         weights: `w`, `[m]`.
         products: `gᵢᵀgⱼ`, `[m, m]` in float64, if they are known.
-        passes: as of a `Preconditioner`.
+        passes: products that were spent on it, in units of all data and one vector.
         change: the relative change of predicted standard deviations from half of the rows to these, if it is known.
         chance: `ρ` of the correction: one for independent rows, zero for none.
     """
@@ -76,9 +68,8 @@ class Sketch(Factored):
         self.rows, self.weights = list(rows), weights.to(rows[0].device, torch.float64)
         self._products, self.passes, self.change, self.chance = products, passes, change, chance
         self.size, self.num_rows = rows[0].shape[1], len(weights)
-        # Eigenvalues and eigenvectors of the Gram matrix; the last shift that was not constant, and `_white` of it.
+        # Eigenvalues and eigenvectors of the Gram matrix.
         self._known: tuple[Tensor, Tensor] | None = None
-        self._scaled: tuple[Tensor, Sketch] | None = None
 
     @classmethod
     def of_eigenvectors(cls, values: Float[Tensor, " P"], vectors: Float[Tensor, "P P"], num_rows: int) -> "Sketch":
@@ -124,30 +115,46 @@ class Sketch(Factored):
             of_rows[0].to(self.rows[0]) @ self.rows[0],
         ).to(dtype)
 
-    def _apply(self, v: Tensor, outside: float, inside: Float[Tensor, " m"]) -> Tensor:
-        return outside * v + self._combine(self.project(v) * inside, v.dtype)
-
-    def solve(self, v: Tensor, shift: float | Tensor) -> Tensor:
-        s, white, scale = self._white(shift)
-        if scale is not None:
-            return white.solve(v * scale, s) * scale
-        c = self.correction(s)
-        return self._apply(v, 1 / s, -1 / (s * (self.spectrum + c * s)))
-
-    def solve_root(self, v: Tensor, shift: float | Tensor) -> Tensor:
-        s, white, scale = self._white(shift)
-        if scale is not None:
-            return white.solve_root(v, s) * scale
-        c = self.correction(s)
-        low, high = math.sqrt(s), (self.spectrum / c + s).sqrt()
+    def solve_root(self, v: Tensor, shift: float) -> Tensor:
+        """`(M̂ + s)^{-1/2} v_k`, the symmetric root."""
+        c = self.correction(shift)
+        low, high = math.sqrt(shift), (self.spectrum / c + shift).sqrt()
         # A sample is the difference of numbers as large as the prior's standard deviation, and a variance of those as
         # large as its square: float32 leaves `10⁻⁷` of the former, which is 10⁻⁴ of a posterior's that is 10⁻³ of it.
         products = torch.cat([v.to(rows) @ rows.T for rows in self.rows], 1).double()
         inside = self.turned(products) / (-c * low * high * (low + high))
         return v / low + self._combine(inside, v.dtype)
 
-    def matmul(self, v: Tensor) -> Tensor:
-        return self._apply(v, 0.0, torch.ones_like(self.spectrum))
+    def low_rank(self, shift: float | Tensor, accuracy: float, least: int = 1, bytes_: float = math.inf) -> LowRank:
+        """The leading eigenvectors, with which standard deviations at a shift are right to a relative accuracy.
+
+        They are in float64 where rounding would be more than the accuracy.
+
+        Args:
+            shift: a shift for each weight, `[P]`, is taken as it is, without a correction.
+            accuracy: of standard deviations at the training data.
+            least: so many eigenvectors are kept at least.
+            bytes_: memory for more than these.
+        """
+        if isinstance(shift, Tensor):
+            scale = shift.rsqrt()
+            scaled = Sketch([rows * scale.to(rows) for rows in self.rows], self.weights)
+            return scaled.low_rank(1.0, accuracy, least, bytes_).congruent(1 / scale)
+        values, c = self.spectrum.flip(0).clamp_min(0), self.correction(shift)
+        errors, dtype = errors_by_rank(values / c, shift), self.rows[0].dtype
+        most = max(least, int(bytes_ / (self.size * dtype.itemsize)) if bytes_ < math.inf else len(values))
+        rank = min(len(values), most, max(least, int((errors > accuracy).sum())))
+        rounding = torch.finfo(dtype).eps * float(values[0]) / (c * shift)
+        if rounding > accuracy and 8 * rank * self.size <= bytes_:
+            dtype = torch.float64
+        # `V_jᵀG` of the leading eigenvectors, a few columns at a time for copies in float64.
+        of_rows = (self._eigen[1].flip(1)[:, :rank] * self.weights.sqrt()[:, None] / math.sqrt(c)).T.to(dtype)
+        columns = []
+        for some in torch.arange(self.size, device=of_rows.device).split(_COLUMNS):
+            parts = zip(of_rows.split([len(rows) for rows in self.rows], 1), self.rows, strict=True)
+            columns.append(sum(coefficients @ rows[:, some].to(dtype) for coefficients, rows in parts))
+        error = float(errors[rank]) if rank < len(values) else 0.0
+        return LowRank(torch.cat(columns, 1), values / c, self.passes, error)
 
     def covariances(self, rows: Float[Tensor, "n C P"], shifts: Float[Tensor, " A"]) -> Float[Tensor, "A n C C"]:
         """`φ_i (M̂ + s_a)⁻¹ φ_iᵀ` in float64, `(φφᵀ − q(Λ + s)⁻¹qᵀ)/s` with `q = φGᵀV`: one rotation for all shifts."""
@@ -164,29 +171,9 @@ class Sketch(Factored):
         """`γ = Tr(M̂ + s)⁻¹M̂`."""
         return float((self.spectrum / (self.spectrum + self.correction(shift) * shift)).sum())
 
-    def variance(self, shift: float | Tensor) -> Tensor:
-        s, white, scale = self._white(shift)
-        if scale is not None:
-            return white.variance(s) * scale.double() ** 2
-        return (1 - self.leverage(s)) / s
-
-    def leverage(self, shift: float | Tensor) -> Tensor:
-        s, white, scale = self._white(shift)
-        if scale is not None:
-            return white.leverage(s)
-        # `M̂(M̂ + s)⁻¹ = GᵀV (Λ + s)⁻¹ VᵀG`, a few columns at a time: the rotated rows are as many numbers as the rows.
-        inner = self._eigen[1] / (self.spectrum + self.correction(s) * s).sqrt() * self.weights.sqrt()[:, None]
-        parts = inner.to(self.rows[0]).split([len(rows) for rows in self.rows])
-        columns = []
-        for some in torch.arange(self.size, device=inner.device).split(_COLUMNS):
-            rotated = sum(part.T @ rows[:, some] for part, rows in zip(parts, self.rows, strict=True))
-            columns.append(torch.as_tensor(rotated).double().square().sum(0))
-        return torch.cat(columns)
-
-    def eigenvalues(self) -> Tensor:
-        """All eigenvalues: those of the rows, and zeros."""
-        values = self.spectrum[-self.size :]
-        return torch.cat([values.new_zeros(self.size - len(values)), values])
+    def eigenvalues(self) -> Float[Tensor, " m"]:
+        """The eigenvalues that may not be zero, rising."""
+        return self.spectrum
 
     def correction(self, shift: float) -> float:
         """`c` at a shift; one without a correction."""
@@ -203,12 +190,10 @@ class Sketch(Factored):
         """The corrected sketch of this shift, `M̂/c`, without a correction of its own."""
         return self.times(1 / self.correction(shift), 0.0)
 
-    def congruent(self, w: Tensor) -> "Sketch":
-        if bool((w == w[0]).all()):
-            return self.times(float(w[0]) ** 2)
-        rows = [rows * w.to(rows) for rows in self.rows]
-        other = Sketch(rows, self.weights, None, self.passes, self.change, self.chance)
-        other.num_rows = self.num_rows
+    def without_rows(self) -> "Sketch":
+        """Its eigenvalues alone, for effective dimensions."""
+        other = Sketch([self.rows[0][:0]], self.weights[:0], None, self.passes, self.change, self.chance)
+        other._known, other.num_rows = (self.spectrum, self.spectrum.new_empty(0, 0)), self.num_rows
         return other
 
     def times(self, factor: float, chance: float | None = None) -> "Sketch":
@@ -217,40 +202,3 @@ class Sketch(Factored):
         other = Sketch(self.rows, self.weights * factor, self._products, self.passes, self.change, chance)
         other._known, other.num_rows = (self._eigen[0] * factor, self._eigen[1]), self.num_rows
         return other
-
-    def adapted(self, operator: Operator) -> "Sketch":
-        leading = torch.zeros_like(self.spectrum)[None]
-        leading[0, -1] = self.spectrum[-1].clamp_min(1e-300).rsqrt()
-        vector = self._combine(leading, self.rows[0].dtype)
-        ratio = float(row_products(vector, operator.matmul(vector))[0] / self.spectrum[-1].clamp_min(1e-300))
-        found = self.times(ratio if ratio > 0 else 1.0)
-        found.passes = self.passes + 1
-        return found
-
-    def _white(self, shift: float | Tensor) -> tuple[float, "Sketch", Tensor | None]:
-        """A shift as one number; where it is none, 1 with `A^{-1/2}M̂A^{-1/2}` and `A^{-1/2}`."""
-        if not isinstance(shift, Tensor) or shift.dim() == 0:
-            return float(shift), self, None
-        if bool((shift == shift[0]).all()):
-            return float(shift[0]), self, None
-        if self._scaled is None or not torch.equal(self._scaled[0], shift):
-            self._scaled = (shift, self.congruent(shift.rsqrt()))
-        return 1.0, self._scaled[1], shift.rsqrt()
-
-    def tensors(self) -> dict[str, Tensor]:
-        values, vectors = self._eigen
-        figures = torch.tensor([self.change, self.chance, self.num_rows], dtype=torch.float64)
-        # Blocks as they are: joined, they would be in memory twice.
-        blocks = {f"rows_{number}": rows for number, rows in enumerate(self.rows)}
-        return {**blocks, "weights": self.weights, "values": values, "vectors": vectors, "figures": figures}
-
-    @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor]) -> "Sketch":
-        """The inverse of `tensors`."""
-        change, chance, num_rows = tensors["figures"].tolist()
-        # Earlier files have all rows as one.
-        names = [name for name in tensors if name.startswith("rows")]
-        blocks = [tensors[name] for name in sorted(names, key=lambda name: int(name[5:] or 0))]
-        found = cls(blocks, tensors["weights"], None, 0.0, change, chance)
-        found._known, found.num_rows = (tensors["values"], tensors["vectors"]), int(num_rows)
-        return found

@@ -82,6 +82,15 @@ class Growth:
         self._together = max(1, int(_OF_CHUNK * rows))
         self._sums = 4 * 8 * self.size**2 <= self.bytes_
 
+    @property
+    def spare_bytes(self) -> float:
+        """Memory that the rows leave once no more are made."""
+        return self.bytes_ * (_OF_PROBES + 2 * _OF_CHUNK)
+
+    def without_rows(self) -> "Growth":
+        """The sizes of its sketches, without their rows."""
+        return Growth(self.sequence, self.bytes_, self.num_rows, [sketch.without_rows() for sketch in self.made])
+
     def reachable(self, num_rows: int) -> int:
         """The number of rows nearest below the wanted one with which there is a sketch."""
         num_rows = min(num_rows, self.sequence.most)

@@ -25,6 +25,7 @@ from laplace_sampling.linear_model.factored import (
     prior_of_factored,
 )
 from laplace_sampling.linear_model.features import Features
+from laplace_sampling.linear_model.head_curvature import head_operations
 from laplace_sampling.linear_model.held_samples import HeldSamples
 from laplace_sampling.linear_model.kronecker import CURVATURE, Inverse
 from laplace_sampling.linear_model.linear_model import LinearModel
@@ -122,9 +123,8 @@ class Factored(SolverMethod):
         vjps += min(C, PROBES) * features.num_data if self.kind == "diagonal" else 0
         searches = problem.by_evidence and not self._by_network(problem.tangent.model.likelihood, problem.criterion)
         passes = MODE_PASSES * features.num_data * cost.passes if searches else 0.0
-        dense = 0.0
-        if self.kind == "kfac":
-            dense = self._dense_operations(problem.tangent.network, features, problem.num_samples, problem.selection)
+        network = problem.tangent.network
+        dense = self._dense_operations(network, features, problem.num_samples, problem.selection)
         memory = problem.memory_of(self.max_memory)
         operations = vjps * cost.vjp + problem.of_rule(cost) + passes
         return Estimate(operations, problem.num_samples * memory.vector, dense)
@@ -155,15 +155,19 @@ class Factored(SolverMethod):
         rough: bool = True,
     ) -> float:
         """Eigenvectors of factors; gradients, samples and what a rule looks at, turned by them."""
+        if self.kind == "diagonal":
+            return 0.0
         looks = 0 if selection is None else selection.looks(features).vectors(features, rough=rough)
         num_vectors = num_samples + looks
+        if self.kind == "last_layer":
+            return head_operations(features, num_vectors)
         num_gradients = self._kronecker.num_gradients(features.num_data, features.num_outputs)
         return kronecker_operations(network, num_vectors, num_gradients)
 
     def _dense_spent(self, task: Task) -> float:
         """Operations of dense algebra of a fit."""
         features = task.ggn().features
-        if self.kind != "kfac" or not isinstance(features, NetworkFeatures):
+        if not isinstance(features, NetworkFeatures):
             return 0.0
         # From an earlier posterior a rule knows where to look.
         rough = task.start is None

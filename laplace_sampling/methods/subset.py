@@ -1,7 +1,7 @@
 """`Subset`: the full covariance, from a random part of the data that grows until predictions stay where they are."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
+from laplace_sampling.linear_model.low_rank import LowRank
 from laplace_sampling.linear_model.priors.prior import overall_precision
 from laplace_sampling.linear_model.random_rows import RandomRows
 from laplace_sampling.linear_model.sampling import PosteriorSamples
@@ -255,7 +256,8 @@ class Subset(SolverMethod):
         return self._solver(growth, self._grown(task, growth, tolerance, alpha), task, tolerance)
 
     def _solver(self, growth: Growth, sketch: Sketch, task: Task, tolerance: float) -> SketchSampler:
-        return SketchSampler(self.name, CG(min(2 * tolerance, 0.5)), task.seed, part=Part(growth, sketch, tolerance))
+        part = Part(growth, sketch, tolerance, task.num_samples)
+        return SketchSampler(self.name, CG(min(2 * tolerance, 0.5)), task.seed, part=part)
 
     def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
         assert isinstance(solver, SketchSampler)
@@ -295,7 +297,10 @@ class SubsetFit(FactoredFit):
     def accuracy(self) -> Accuracy:
         assert isinstance(self.solver, SketchSampler)
         assert self.sampled is not None
-        return Accuracy(len(self.sampled.energies), left_out=self.solver.part.sketch.change)
+        curvature = self.curvature
+        assert isinstance(curvature, LowRank)
+        # At inputs unlike the training data eigenvectors that are left out count about twice as much as at these.
+        return Accuracy(len(self.sampled.energies), left_out=self.solver.part.sketch.change + 2 * curvature.error)
 
     @property
     def tolerable(self) -> bool:
@@ -319,6 +324,12 @@ class SubsetFit(FactoredFit):
         assert isinstance(self.solver, SketchSampler)
         part = self.solver.part
         return part.sketch.num_rows < part.growth.sequence.most
+
+    def without_samples(self) -> "SubsetFit":
+        solver = self.solver
+        assert isinstance(solver, SketchSampler)
+        held = replace(solver, part=solver.part.without_rows(), held=self.curvature)
+        return replace(cast("SubsetFit", super().without_samples()), solver=held)
 
     def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
         sampled, solver = super().draw(draws, description), self.solver

@@ -12,6 +12,7 @@ from torch import Tensor
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.sketch import Sketch
 from laplace_sampling.solvers.preconditioners import Factored
 from laplace_sampling.solvers.recorded import recorded
 
@@ -123,7 +124,7 @@ class FactoredPath(CovariancePath):
         for_fit: whether a fit uses the curvature again; else it is freed once the precision is chosen.
     """
 
-    curvature: Factored
+    curvature: Factored | Sketch
     prior: GaussianPrior  # pyright: ignore[reportIncompatibleVariableOverride]
     block_bytes: float = BLOCK_BYTES
     for_fit: bool = True
@@ -137,7 +138,7 @@ class FactoredPath(CovariancePath):
         return self.curvature.passes
 
     @property
-    def work(self) -> Factored | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def work(self) -> Factored | Sketch | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.curvature if self.for_fit else None
 
     @recorded

@@ -199,6 +199,7 @@ def update_at(task: Task, network: Linearisation, settings: Settings) -> Precisi
     path, prior = settings.method.covariance_path(task), task.prior
     assert isinstance(path, FactoredPath)
     curvature = path.curvature
+    assert isinstance(curvature, Factored)
     gamma = prior.grouped(curvature.leverage(prior.spread())).cpu()
     norm = prior.grouped(task.trained_weights.double()[None] ** 2)[0].cpu()
     new_prior = prior.with_precision(prior.mackay_precision(gamma, norm, PRECISION_BOUNDS))

@@ -90,18 +90,15 @@ def test_a_surrogate_of_botorch() -> None:
 
 @pytest.mark.slow
 def test_an_estimator_of_scikit_learn() -> None:
-    pytest.importorskip("skorch")
-    from skorch import NeuralNetRegressor
-
+    pytest.importorskip("sklearn")
     from laplace_sampling.integrations.scikit_learn import LaplaceRegressor
 
     case = make_case("regression")
     x, y = case.x.float().numpy(), case.y.float().numpy()
 
     def estimator(model: nn.Module) -> dict[str, Tensor]:
-        device = str(next(model.parameters()).device)
-        net = NeuralNetRegressor(model.float(), device=device, train_split=None, max_epochs=1, verbose=0).initialize()
-        mean, deviation = LaplaceRegressor(net, num_samples=4).fit(x, y).predict(x, return_std=True)
+        regressor = LaplaceRegressor(model.float(), max_epochs=1, num_samples=4).fit(x, y)
+        mean, deviation = regressor.predict(x, return_std=True)
         return {"mean": torch.tensor(mean), "deviation": torch.tensor(deviation)}
 
     same_on_both(estimator, case.model)

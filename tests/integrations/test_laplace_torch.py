@@ -118,75 +118,55 @@ def test_predictions_and_evidence_are_those_of_the_full_covariance(problem: Prob
     assert_close(ours.log_likelihood, theirs.log_likelihood)
     assert_close(ours.mean, theirs.mean)
     assert (ours.n_data, ours.n_outputs, ours.n_params) == (theirs.n_data, theirs.n_outputs, theirs.n_params)
-    value = theirs.mean + 0.1 * torch.arange(len(theirs.mean))
-    assert_close(ours.log_prob(value), theirs.log_prob(value), **CLOSE)
-    assert_close(ours.log_prob(value, normalized=False), theirs.log_prob(value, normalized=False), **CLOSE)
 
 
 def test_fewer_observations_than_weights(problem: Problem) -> None:
     problem = Problem(problem.likelihood, num_data=6)
     theirs, ours = problem.pair()
     assert "space of the observations" in repr(ours.linearised)
-    for precision in (torch.tensor(0.7), torch.linspace(0.5, 2.0, 4), torch.linspace(0.5, 2.0, 33)):
+    for precision in (0.7, 0.02):
         theirs.prior_precision = ours.prior_precision = precision
         assert_same_predictions(theirs, ours, problem.x_new)
         assert_close(ours.log_marginal_likelihood(), theirs.log_marginal_likelihood(), **CLOSE)
 
 
-@pytest.mark.parametrize("structure", ["scalar", "layerwise", "diag"])
-def test_hyperparameters_mean_the_same(problem: Problem, structure: str) -> None:
+def test_hyperparameters_mean_the_same(problem: Problem) -> None:
     theirs, ours = problem.pair(temperature=0.6, prior_mean=0.2)
     assert_same_predictions(theirs, ours, problem.x_new)
-    number = {"scalar": 1, "layerwise": ours.n_layers, "diag": ours.n_params}[structure]
-    precision = torch.linspace(0.4, 5.0, number)
     for la in (theirs, ours):
-        la.prior_precision, la.temperature = precision, 1.7
+        la.prior_precision, la.temperature = 0.4, 1.7
         la.prior_mean = torch.linspace(-1, 1, ours.n_params)
         if problem.noise:
             la.sigma_noise = torch.tensor([0.8])
     assert_same_predictions(theirs, ours, problem.x_new)
     assert_close(ours.log_marginal_likelihood(), theirs.log_marginal_likelihood(), **CLOSE)
     assert_close(ours.log_det_posterior_precision, theirs.log_det_posterior_precision, **CLOSE)
-    assert_close(ours.log_prob(theirs.mean + 0.1), theirs.log_prob(theirs.mean + 0.1), **CLOSE)
 
 
-@pytest.mark.parametrize("number", [1, 4])
-def test_evidence_has_the_same_gradient(problem: Problem, number: int) -> None:
+@pytest.mark.parametrize("precision", [0.5, 1e-4])
+def test_evidence_has_the_same_gradient(problem: Problem, precision: float) -> None:
     theirs, ours = problem.pair(temperature=1.3)
-    values = {"prior_precision": torch.linspace(0.5, 2.0, number)}
+    values = {"prior_precision": torch.tensor([precision])}
     if problem.noise:
         values["sigma_noise"] = torch.tensor(0.45)
     for mine, other in zip(*(evidence_and_gradient(la, values) for la in (ours, theirs)), strict=True):
         assert_close(mine, other, **CLOSE)
 
 
-@pytest.mark.parametrize(("subset", "structure"), [("all", "scalar"), ("last_layer", "scalar"), ("all", "layerwise")])
-def test_marglik_chooses_the_same_prior_precision(problem: Problem, subset: str, structure: str) -> None:
+@pytest.mark.parametrize("subset", SUBSETS)
+def test_marglik_chooses_the_same_prior_precision(problem: Problem, subset: str) -> None:
     theirs, ours = problem.pair(subset)
-    steps = 10 if structure == "layerwise" else 100
     for la in (theirs, ours):
-        la.optimize_prior_precision(method="marglik", prior_structure=structure, n_steps=steps)
-    assert len(ours.prior_precision) == (1 if structure == "scalar" else 4)
+        la.optimize_prior_precision(method="marglik")
     assert_close(ours.prior_precision, theirs.prior_precision, **CLOSE)
     assert_same_predictions(theirs, ours, problem.x_new)
-    if structure == "scalar":  # at the maximum: γ = α‖w̄‖²
-        for _ in range(3):
-            ours.optimize_prior_precision(init_prior_prec=ours.prior_precision, lr=0.02)
-        ours(problem.x_new)
-        assert ours.linearised is not None
-        gamma = float(ours.linearised.effective_dimension_)
-        assert gamma == pytest.approx(float(ours.prior_precision * (ours.mean**2).sum()), rel=1e-2)
 
 
-def test_grid_search_chooses_the_same_and_leaves_the_model_in_its_mode(problem: Problem) -> None:
+def test_grid_search_chooses_the_same(problem: Problem) -> None:
     theirs, ours = problem.pair()
     validation = DataLoader(TensorDataset(problem.x + 0.1, problem.y), 10)
-    problem.model.train()
-    problem.model[1].eval()
     for la in (ours, theirs):
         la.optimize_prior_precision(method="gridsearch", val_loader=validation, grid_size=7, log_prior_prec_min=-2)
-        if la is ours:
-            assert [m.training for m in problem.model.modules()] == [True, True, False, True]
     assert_close(ours.prior_precision, theirs.prior_precision)
 
 
@@ -203,17 +183,6 @@ def test_named_last_layer_and_frozen_weights(likelihood: str) -> None:
         la.fit(problem.loader)
     assert_same_predictions(full, named, problem.x_new)
     assert_same_predictions(full, frozen, problem.x_new)
-
-
-def test_last_layer_takes_precisions_of_its_own_length() -> None:
-    problem = Problem("regression")
-    precision = torch.linspace(1, 2, 18)
-    theirs, ours = problem.pair("last_layer", prior_precision=precision, prior_mean=precision)
-    assert_close(ours.log_marginal_likelihood(), theirs.log_marginal_likelihood(), **CLOSE)
-    with pytest.raises(ValueError, match="prior precision"):
-        laplace.Laplace(problem.model, "regression", "last_layer", "sampled", prior_precision=torch.ones(33))
-    with pytest.raises(ValueError, match="prior mean"):
-        laplace.Laplace(problem.model, "regression", "last_layer", "sampled", prior_mean=torch.ones(33))
 
 
 # Samples --------------------------------------------------------------------------------------------------------------
@@ -312,30 +281,16 @@ def test_forms_of_samples(problem: Problem) -> None:
     assert all(torch.equal(p, weights[name]) for name, p in problem.model.named_parameters())
 
 
-def test_images_keep_their_shape_where_no_matrix_is_asked_for() -> None:
+def test_samples_of_images_keep_their_shape() -> None:
     model, x = nn.Conv2d(1, 2, 3, padding=1), torch.randn(6, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     ours = laplace.Laplace(model, "regression", "all", "sampled", method="exact")
     ours.fit(DataLoader(TensorDataset(x, model(x).detach() + 0.1), 3))
-    mean, variance = ours(x[:2], diagonal_output=True)
-    assert mean.shape == variance.shape == (2, 2, 4, 4)
-    flat, covariance = ours(x[:2])
-    assert_close(flat, mean.flatten(1))
-    assert_close(covariance.diagonal(dim1=1, dim2=2), variance.flatten(1))
+    mean, covariance = ours(x[:2])
+    assert_close(mean, model(x[:2]).detach().flatten(1))
+    assert covariance.shape == (2, 32, 32)
     assert ours.functional_samples(x[:2], n_samples=5).shape == (5, 2, 2, 4, 4)
-    ours = laplace.Laplace(model, "classification", "all", "sampled", method="exact")
-    ours.fit(DataLoader(TensorDataset(x, model(x).argmax(1)), 3))
-    for link in ("probit", "mc"):
-        assert_close(ours(x[:2], link_approx=link).sum(1), torch.ones(2, 4, 4))
-
-
-def test_a_draw_is_one_of_the_samples_or_its_mirror_image() -> None:
-    ours = Problem("regression").sampled(num_samples=2)
-    draws = torch.cat([ours.sample(1) for _ in range(40)]) - ours.mean
-    assert ours.linearised is not None
-    held = ours.linearised.samples_
-    distances = (draws[:, None] - torch.cat([held, -held])).abs().amax(-1)
-    assert_close(distances.amin(1), torch.zeros(40), rtol=0, atol=1e-12)
-    assert len(distances.argmin(1).unique()) == 4
+    with pytest.raises(NotImplementedError, match="axis"):
+        laplace.Laplace(model, "classification", "all", "sampled").fit([(x, model(x).argmax(1))])
 
 
 # Fits, files and batches ----------------------------------------------------------------------------------------------
@@ -362,7 +317,7 @@ def test_one_prior_precision_is_tuned_without_a_fit(problem: Problem, monkeypatc
 def test_files_hold_what_predictions_need(problem: Problem, tmp_path: Path) -> None:
     for subset in SUBSETS:
         _, ours = problem.pair(subset, temperature=1.5)
-        ours.prior_precision = torch.linspace(1.0, 2.0, ours.n_layers, requires_grad=True)
+        ours.prior_precision = torch.tensor(1.5, requires_grad=True)
         torch.save(ours.state_dict(), tmp_path / "posterior.pt")
         again = laplace.Laplace(problem.model, problem.likelihood, subset, "sampled")
         assert again.load_state_dict(torch.load(tmp_path / "posterior.pt", weights_only=True)) is None
@@ -374,9 +329,9 @@ def test_files_hold_what_predictions_need(problem: Problem, tmp_path: Path) -> N
         with pytest.raises(NotFittedError, match="sigma_noise"):
             again(problem.x_new)
     other = "regression" if problem.likelihood == "classification" else "classification"
-    with pytest.raises(ValueError, match=rf"'{problem.likelihood}'"):
+    with pytest.raises(ValueError, match=r"type|ikelihood"):
         laplace.Laplace(problem.model, other, "last_layer", "sampled").load_state_dict(ours.state_dict())
-    with pytest.raises(ValueError, match="SampledLaplace"):
+    with pytest.raises(ValueError, match="type"):
         laplace.Laplace(problem.model, problem.likelihood, "all", "sampled").load_state_dict(ours.state_dict())
 
 
@@ -407,25 +362,10 @@ def test_batches_that_are_dictionaries(problem: Problem) -> None:
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"likelihood": "reward_modeling"}, "reward_modeling"),
-        ({"enable_backprop": True}, "TangentSurrogate"),
-        ({"backend": laplace.curvature.CurvlinopsEF}, "`backend`"),
-        ({"backend_kwargs": {"stochastic": True}}, "GGN"),
-    ],
-)
-def test_settings_without_a_meaning(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(NotImplementedError, match=message):
-        laplace.Laplace(nn.Linear(2, 3), **{"likelihood": "regression", **settings}, hessian_structure="sampled")
-
-
 def test_settings_that_are_wrong() -> None:
     for settings, message in (
         ({"likelihood": "other"}, "likelihood type"),
         ({"sigma_noise": 2.0}, "Sigma noise"),
-        ({"prior_precision": torch.ones(17)}, "prior precision"),
         ({"method": "other"}, "method"),
         ({"budget": -1.0}, "budget"),
     ):
@@ -437,22 +377,15 @@ def test_settings_that_are_wrong() -> None:
 
 def test_calls_without_a_meaning(problem: Problem) -> None:
     ours, x = problem.sampled(), problem.x_new
-    jacobians = torch.ones(4, 3, ours.n_params)
     for call, message in (
         (lambda: ours.fit(problem.loader, override=False), "data"),
-        (lambda: ours.posterior_precision, "square_norm"),
-        (lambda: ours.functional_variance(jacobians), "Jacobians"),
-        (lambda: ours.functional_covariance(jacobians), "joint=True"),
-        (lambda: ours.functional_samples(x, diagonal_output=True), "diagonal"),
-        (lambda: ours(x, "nn", link_approx="mc", mask=x), "'mask'"),
-        (lambda: ours.optimize_prior_precision(prior_structure="diag"), "prior precision"),
+        (lambda: problem.sampled().optimize_prior_precision(prior_structure="diag"), "prior precision"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             call()
     for call, message in (
-        (lambda: ours.functional_samples(x, "gp"), "pred_type"),
+        (lambda: ours.functional_samples(x, "linear"), "glm"),
         (lambda: ours(x, pred_type="linear"), "glm"),
-        (lambda: ours.sample(0), "`n_samples`"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -465,7 +398,6 @@ def test_nothing_is_asked_of_what_is_not_fitted(problem: Problem) -> None:
         lambda: ours.sample(1),
         ours.log_marginal_likelihood,
         ours.state_dict,
-        lambda: ours.square_norm(ours.mean),
     ):
         with pytest.raises(NotFittedError, match="train_loader"):
             call()
@@ -476,13 +408,12 @@ def test_another_network_is_not_fitted_again_without_a_word(problem: Problem) ->
     with torch.no_grad():
         problem.model[0].bias += 1
     ours.prior_precision = 3.0
-    with pytest.raises(ValueError, match="buffers"):
+    with pytest.raises(ValueError, match="weights"):
         ours(problem.x_new)
 
 
 def test_the_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("laplace_torch", "laplace_torch_predictions"):
-        monkeypatch.delitem(sys.modules, f"laplace_sampling.integrations.{module}")
+    monkeypatch.delitem(sys.modules, "laplace_sampling.integrations.laplace_torch")
     monkeypatch.setitem(sys.modules, "laplace.baselaplace", None)
     with pytest.raises(ImportError, match=r"\[laplace_torch\]"):
         importlib.import_module("laplace_sampling.integrations.laplace_torch")

@@ -15,6 +15,7 @@ from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.kronecker import restored_curvature
+from laplace_sampling.linear_model.low_rank import LowRank
 from laplace_sampling.linear_model.random_rows import RandomRows
 from laplace_sampling.linear_model.sketch import Sketch
 from laplace_sampling.linear_model.sketch_growth import Growth, bytes_of_rows, grow, rows_that_fit
@@ -49,19 +50,20 @@ def classifier(num_data: int, num_outputs: int = 3, size: int = 40, decay: float
 @pytest.mark.parametrize("shift", [0.3, torch.linspace(0.2, 2, P, dtype=torch.float64)])
 def test_functions_are_the_dense_ones(num: int, shift: float | Tensor) -> None:
     sketch, M = made(num)
+    found = sketch.low_rank(shift, 0.0)
     A = torch.diag(torch.as_tensor(shift, dtype=torch.float64).expand(P))
     inverse = torch.linalg.inv(M + A)
     v, eye = randn(4, P, seed=3), torch.eye(P, dtype=torch.float64)
-    assert_close(sketch.matmul(v), v @ M)
-    assert_close(sketch.solve(v, shift), v @ inverse)
-    root = sketch.solve_root(eye, shift)
+    assert_close(found.matmul(v), v @ M)
+    assert_close(found.solve(v, shift), v @ inverse)
+    root = found.solve_root(eye, shift)
     assert_close(root.T @ root, inverse)
-    assert_close(sketch.variance(shift), inverse.diagonal())
-    assert_close(sketch.leverage(shift), (inverse @ M).diagonal())
+    assert_close(found.variance(shift), inverse.diagonal())
+    assert_close(found.leverage(shift), (inverse @ M).diagonal())
     if not isinstance(shift, Tensor):
         assert_close(root, root.T)
-        assert sketch.dimension(shift) == pytest.approx(float((inverse @ M).trace()), rel=1e-9)
-    assert_close(sketch.eigenvalues().sort().values, torch.linalg.eigvalsh(M).clamp_min(0), rtol=1e-8, atol=1e-8)
+        assert found.dimension(shift) == pytest.approx(float((inverse @ M).trace()), rel=1e-9)
+    assert_close(found.eigenvalues().sort().values, torch.linalg.eigvalsh(M).clamp_min(0), rtol=1e-8, atol=1e-8)
 
 
 def test_covariances_serve_many_shifts() -> None:
@@ -70,34 +72,58 @@ def test_covariances_serve_many_shifts() -> None:
     eye = torch.eye(P, dtype=torch.float64)
     expected = torch.stack([phi @ torch.linalg.inv(M + s * eye) @ phi.mT for s in shifts])
     assert_close(sketch.covariances(phi, shifts), expected)
+    assert_close(sketch.low_rank(0.1, 0.0).covariances(phi, shifts), expected)
     norms = phi[:, 0].square().sum(1)
     assert_close(sketch.variances(norms, sketch.project(phi[:, 0]), 1.0), expected[1, :, 0, 0])
 
 
 def test_congruent_and_adapted() -> None:
     sketch, M = made(20)
+    sketch = sketch.low_rank(0.4, 0.0)
     w, v = torch.linspace(0.5, 2, P, dtype=torch.float64), randn(3, P, seed=3)
     assert_close(sketch.congruent(w).solve(v, 0.4), v @ torch.linalg.inv(w[:, None] * M * w + 0.4 * torch.eye(P)))
     half = sketch.congruent(torch.full((P,), 0.5, dtype=torch.float64))
     assert_close(half.solve(v, 0.4), v @ torch.linalg.inv(0.25 * M + 0.4 * torch.eye(P)))
     ggn = classifier(20)
-    whole = Growth(RandomRows(ggn, 0)).sketch(60)
+    whole = Growth(RandomRows(ggn, 0)).sketch(60).low_rank(1.0, 0.0)
     three = whole.adapted(Congruent(ggn, lambda u: 3**0.5 * u))
     assert_close(three.matmul(randn(2, 40)), 3 * randn(2, 40) @ make_dense(ggn), rtol=1e-6, atol=1e-8)
     assert three.passes == whole.passes + 1
 
 
-@pytest.mark.parametrize("chance", [0.0, 0.7])
-def test_tensors_are_all_of_it(chance: float) -> None:
-    sketch, _ = made(20, chance)
-    sketch.change = 0.125
-    found = restored_curvature(sketch.tensors())
-    assert isinstance(found, Sketch)
-    v = randn(3, P, seed=3)
-    assert torch.equal(found.solve(v, 0.3), sketch.solve(v, 0.3)) or bool(
-        ((found.solve(v, 0.3) - sketch.solve(v, 0.3)).abs() < 1e-12).all()
-    )
-    assert (found.change, found.chance, found.num_rows) == (0.125, chance, 20)
+def test_tensors_are_all_of_it() -> None:
+    low, v = made(20, 0.7)[0].low_rank(0.3, 0.0), randn(3, P, seed=3)
+    found = restored_curvature(low.tensors())
+    assert torch.equal(found.solve(v, 0.3), low.solve(v, 0.3))
+    assert found.dimension(0.3) == low.dimension(0.3)
+
+
+@pytest.mark.parametrize("accuracy", [1e-1, 1e-2, 1e-3])
+def test_standard_deviations_are_as_accurate_as_was_asked_for(accuracy: float) -> None:
+    """At the rows the sum of variances grows by twice the accuracy at most, and with a rank less by more."""
+    sketch, M = made(45)
+    shift, G = 5.0, sketch.rows
+    rows = torch.cat(G) * sketch.weights.sqrt()[:, None]
+    exact = (rows @ torch.linalg.inv(M + shift * torch.eye(P)) * rows).sum()
+    low = sketch.low_rank(shift, accuracy)
+    assert 1 < low.rank < P
+    for rank, holds in ((low.rank, True), (low.rank - 1, False)):
+        less = LowRank(low.factor[:rank], low.spectrum)
+        growth = float((less.solve(rows, shift) * rows).sum() / exact) - 1
+        assert (0 <= growth <= 2 * accuracy) == holds
+    assert low.dimension(shift) == pytest.approx(float(exact), rel=1e-9)
+    assert sketch.low_rank(shift, accuracy, least=P).rank == P
+
+
+def test_eigenvectors_are_in_float64_where_rounding_would_count() -> None:
+    rows = rows_of(60).float()
+    sketch, phi = Sketch([rows], torch.ones(60)), rows[:5, None]
+    rows = rows.double()
+    for shift, dtype in ((1e3, torch.float32), (1e-5, torch.float64)):
+        low = sketch.low_rank(shift, 1e-4)
+        assert low.factor.dtype == dtype
+        expected = phi.double() @ torch.linalg.inv(rows.T @ rows + shift * torch.eye(P)) @ phi.double().mT
+        assert_close(low.covariances(phi, torch.tensor([shift]))[0], expected, rtol=1e-3, atol=0)
 
 
 def test_rows_in_float32_are_accurate_where_the_data_decide() -> None:
@@ -117,15 +143,15 @@ def test_the_correction_solves_its_equation() -> None:
         c = sketch.correction(alpha)
         inner = torch.linalg.inv(M + c * alpha * torch.eye(P))
         assert c == pytest.approx(1 - 0.8 * float((inner @ M).trace()) / 20, rel=1e-6)
-        v, phi, corrected = randn(3, P, seed=3), randn(2, 2, P, seed=4), torch.linalg.inv(M / c + alpha * torch.eye(P))
-        assert_close(sketch.solve(v, alpha), v @ corrected)
+        phi, corrected = randn(2, 2, P, seed=4), torch.linalg.inv(M / c + alpha * torch.eye(P))
         root = sketch.solve_root(torch.eye(P, dtype=torch.float64), alpha)
         assert_close(root @ root, corrected)
         shifts = torch.tensor([alpha], dtype=torch.float64)
         assert_close(sketch.covariances(phi, shifts)[0], phi @ corrected @ phi.mT)
-        assert_close(sketch.variance(alpha), corrected.diagonal())
         assert sketch.dimension(alpha) == pytest.approx(float((corrected @ M).trace()) / c, rel=1e-6)
-        assert_close(sketch.at(alpha).solve(v, alpha), v @ corrected)
+        for low in (sketch.low_rank(alpha, 0.0), sketch.at(alpha).low_rank(alpha, 0.0)):
+            assert_close(low.solve(torch.eye(P, dtype=torch.float64), alpha), corrected)
+            assert low.dimension(alpha) == pytest.approx(sketch.dimension(alpha))
 
 
 @pytest.mark.parametrize(("num", "alpha"), [(40, 1.0), (60, 0.1), (120, 0.1)])
@@ -137,8 +163,8 @@ def test_the_correction_takes_the_bias_away(num: int, alpha: float) -> None:
     number = 60
     for seed in range(number):
         rows, weights = rows_of(num, seed), torch.full((num,), 1 / num)
-        raw += Sketch([rows], weights).variance(alpha).sqrt() / number
-        corrected += Sketch([rows], weights, chance=1.0).variance(alpha).sqrt() / number
+        raw += Sketch([rows], weights).low_rank(alpha, 0.0).variance(alpha).sqrt() / number
+        corrected += Sketch([rows], weights, chance=1.0).low_rank(alpha, 0.0).variance(alpha).sqrt() / number
     bias = float((raw / exact - 1).mean())
     assert bias > 0.02
     assert abs(float((corrected / exact - 1).mean())) < 0.2 * bias
@@ -195,8 +221,9 @@ def test_all_rows_are_exact_whatever_is_held(bytes_: float) -> None:
     assert (sketch.num_rows, sketch.change, sketch.chance) == (360, 0.0, 0.0)
     M = make_dense(ggn)
     v = randn(3, 40)
-    assert_close(sketch.matmul(v), v @ M)
-    assert_close(sketch.solve(v, 0.1), v @ torch.linalg.inv(M + 0.1 * torch.eye(40)))
+    low = sketch.low_rank(0.1, 0.0)
+    assert_close(low.matmul(v), v @ M)
+    assert_close(low.solve(v, 0.1), v @ torch.linalg.inv(M + 0.1 * torch.eye(40)))
     assert sketch.dimension(0.1) == pytest.approx(float(torch.linalg.solve(M + 0.1 * torch.eye(40), M).trace()))
 
 
@@ -247,22 +274,7 @@ def test_a_part_is_compared_with_its_half_under_the_noise_that_is_asked_for(nois
     assert part.sketch.change == pytest.approx(expected.change(prior.precision))
     # The correction of both is that of the precision.
     eye = torch.eye(asked.size, dtype=torch.float64)
-    assert_close(part.of(asked, prior).matmul(eye), expected.made[-1].at(2.0).matmul(eye))
-
-
-def test_a_sketch_of_several_blocks_is_restored() -> None:
-    """Blocks are kept as they are; earlier files have all rows as one."""
-    growth = Growth(RandomRows(classifier(120), 0))
-    for num_rows in (10, 20, 30):
-        sketch = growth.sketch(num_rows)
-    tensors, v = sketch.tensors(), randn(3, 40)
-    joined = {name: tensor for name, tensor in tensors.items() if not name.startswith("rows")}
-    joined["rows"] = torch.cat(sketch.rows)
-    assert len(sketch.rows) == 3
-    for kept in (tensors, joined):
-        restored = restored_curvature(kept)
-        assert_close(restored.solve(v, 0.1), sketch.solve(v, 0.1))
-        assert_close(restored.leverage(0.1), sketch.leverage(0.1))
+    assert_close(part.of(asked, prior).matmul(eye), expected.made[-1].low_rank(2.0, 0.0).matmul(eye))
 
 
 def test_the_correction_is_of_the_part_of_the_trace_that_is_estimated() -> None:

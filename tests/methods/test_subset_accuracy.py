@@ -51,11 +51,12 @@ def claims(seed: int) -> Iterator[tuple[float, float, bool]]:
         )  # fmt: skip
         la.fit([(x, y)], progress=False)
         error = (la.predict(x).stddev - exact).norm() / exact.norm()
-        yield la.diagnose().accuracy.left_out, float(error), la.diagnose().accuracy.left_out == 0
+        yield la.diagnose().accuracy.left_out, float(error), rows is None
 
 
 def is_true(claimed: float, actual: float, whole: bool) -> bool:
-    return actual < 1e-6 if whole else actual <= 2 * claimed
+    """With all rows the error is that of eigenvectors that are cut off, a fifteenth of the tolerance at most."""
+    return actual <= 2 * claimed + 1e-6 and (not whole or claimed <= 1e-3)
 
 
 @pytest.mark.parametrize("seed", [0, 4, 63, 73])

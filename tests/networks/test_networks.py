@@ -9,12 +9,12 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
+from networks.registry.compatibility import run
+from networks.registry.unusual_modules import NETWORKS, Checkpointed, Mixture
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
 
-from benchmarks.networks.compatibility import run
-from benchmarks.networks.unusual_modules import NETWORKS, Checkpointed, Mixture
 from laplace_sampling.data.batches import batched
 from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.networks.derivative_rules import forward_mode_kernels
