@@ -266,9 +266,8 @@ class GramPosterior:
         """
         model, likelihood, (alpha, b) = self.model, self.model.likelihood, self.precisions
         if not isinstance(likelihood, Gaussian) or not bool(model.observed().all()):
-            covariance = GramCovariance(self, model.features).blocks()
             outputs = model.network_outputs.double()
-            return leave_one_out(likelihood, model.targets, self.mode.outputs, outputs, covariance)
+            return leave_one_out(likelihood, model.targets, self.mode.outputs, outputs, self._own_covariances())
         v, covariances = self.eigenvalues / alpha + 1 / b, []
         N, C = model.offset.shape
         root = _unit(likelihood).precision(v).sqrt().expand(C)
@@ -282,6 +281,15 @@ class GramPosterior:
         residual = (covariance @ self.mode.coefficients[..., None])[..., 0]
         targets = model.targets.reshape(N, C).double()
         return LeaveOneOut.gaussian(targets - residual, covariance, targets)
+
+    def _own_covariances(self) -> Float[Tensor, "N C C"]:
+        """The covariance of the outputs of each training datum, from a few rows of `K` at a time."""
+        (N, C), alpha, blocks = self.model.offset.shape, self.precisions[0], []
+        K = self.kernel.matrix.reshape(N, C, N, C)
+        for batch in torch.arange(N).split(max(1, _ROWS // C)):
+            Q = (self.root_transpose(K[batch].reshape(-1, N, C)) @ self.vectors).reshape(len(batch), C, -1)
+            blocks.append((K[batch, :, batch] - (Q / (self.eigenvalues + self._shift)) @ Q.mT) / alpha)
+        return torch.cat(blocks)
 
     def curves(self) -> EvidencePath:
         r"""Evidence, `γ` and norm of the mode for every `α`; of a loss that is not quadratic to second order.

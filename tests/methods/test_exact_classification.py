@@ -292,6 +292,9 @@ from torch import nn
 from laplace_sampling import IsotropicPrior, LinearisedLaplace
 from laplace_sampling.methods.exact import Exact
 from laplace_sampling.methods.observation_space import ObservationSpaceFit
+from laplace_sampling.gp import gram
+for function in (gram.gram.__wrapped__, gram.cross_gram, gram.gram_blocks):
+    function.__kwdefaults__["block_bytes"] = 2**22
 torch.manual_seed(0)
 # Threads that wait for each other take minutes where other tests run side by side.
 torch.set_num_threads(1)
