@@ -52,7 +52,7 @@ class ScoredModel(FittedModel):
           where a datum decides its own prediction: a `ConvergenceWarning` tells.
 
         Neither sees that labels are learnt by heart: networks have seen them, and where they are certain of all of them
-        the curvature of the loss vanishes (`docs/decisions/scores.md`). Held-out data do.
+        the curvature of the loss vanishes (`docs/decisions.md`). Held-out data do.
 
         Args:
             kind: which.

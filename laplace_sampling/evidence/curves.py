@@ -358,7 +358,7 @@ class MarginalLikelihood:
             evidence is largest; else `None`.
         exact: whether all eigenvalues were at hand.
         at: where the approximation is made: `"mode"`, the mode of the linear model, or `"network"`, the weights of the
-            network. Only the second ranks networks (`docs/decisions/scores.md`).
+            network. Only the second ranks networks (`docs/decisions.md`).
     """
 
     value: float

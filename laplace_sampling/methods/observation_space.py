@@ -33,7 +33,7 @@ _FEW, _RESIDUAL = 16, 1e-6
 # The part of the function, or of its standard deviation, that rounding may take, as the default tolerance of a fit.
 MOST_LOST = 0.015
 # Error of a row in units of the rounding of a number: 2.4 for a LeNet and 4.5 for ConvNeXt-atto, whose predicted
-# standard deviations are off by what the formula gives with 0.4 and 4.4 (docs/decisions/observation-space.md). With
+# standard deviations are off by what the formula gives with 0.4 and 4.4 (docs/decisions.md). With
 # half of it fits are repeated in float64 for ratios that are four times as large.
 _ROUNDINGS = 8
 # Columns of samples that are copied to float64 together: 4 MiB of 64 samples. It is not tuned.

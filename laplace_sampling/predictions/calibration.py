@@ -46,7 +46,7 @@ _NUMBERS = 2**17
 # log-likelihoods in nats.
 # Standard deviations of Gaussian priors of `log τ`, so of `log √τ` one, and of `log T`. Of error bars and a
 # temperature that explain held-out data equally well, the error bars are believed: they tell data far from the
-# training data. Chosen by corrupted and held-out images of 29 small networks (docs/decisions/calibration.md). With 80
+# training data. Chosen by corrupted and held-out images of 29 small networks (docs/decisions.md). With 80
 # validation images half and twice the first changed the eight digit networks by at most 0.03, and one by a gain of
 # 0.06 with half; without validation data by at most 0.01. Half of the second lost 0.05 and 0.1 where noise is
 # memorised (T fell from 2.4 to 1.5), twice of it gained 0.05 and 0.01 there; both changed the others by at most
@@ -58,7 +58,7 @@ LOG_SCALE, _LOG_TEMPERATURE = 2.0, 0.5
 NOISE_WORTH = 10.0
 # The mean of an exponential prior of `−log T`, for the network's own temperature `T` where it is below one. Without a
 # prior 40 validation images without an error took it towards zero; a normal one, whose slope grows with the distance,
-# still holds it back with 1,000. Chosen on networks of the first half (docs/decisions/calibration.md).
+# still holds it back with 1,000. Chosen on networks of the first half (docs/decisions.md).
 _LOG_SHARPER = 0.1
 # How far the logarithm of a temperature is looked for around that of a similar precision.
 _NEAR = 0.3

@@ -46,7 +46,7 @@ __all__ = ["Validation", "check_finite", "held_out_looks"]
 _DRAWS = 16
 # Nats a datum by which a part of the data is less likely than at its best where no smaller precision is tried.
 _FAR = 0.05
-# Nats a datum that error bars may cost (`docs/decisions/choice-of-precision.md`): a third of it brings half as much for
+# Nats a datum that error bars may cost (`docs/decisions.md`): a third of it brings half as much for
 # telling other data, three times as much costs up to 0.006 nats of test data.
 _PRICE = 0.001
 

@@ -7,7 +7,7 @@ directions that the data determine among the weights of a group,
 
 where the evidence of the network itself has its maximum, were `γ` what it is now (MacKay 1992; Immer et al. 2021 take
 gradient steps of the same evidence). The norms and residuals are those of the network, not of the mode of its linear
-model, which is another predictor (`docs/decisions/training-by-evidence.md`).
+model, which is another predictor (`docs/decisions.md`).
 """
 
 import time

@@ -116,7 +116,7 @@ def train_by_evidence(
     No validation data are needed, and where there are some they are the better judge: the evidence charges for each
     direction that the data determine, and takes more decay than test data ask for. So it helps where training without
     decay fits the training data far better than others, and costs where it does not, as of few epochs, small steps or
-    clean labels (figures in `docs/decisions/training-by-evidence.md`).
+    clean labels (figures in `docs/decisions.md`).
 
     **This function trains the model**, unlike all others of this library. Its loss is
 
