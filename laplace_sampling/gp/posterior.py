@@ -262,25 +262,31 @@ class GramPosterior:
         r"""Each datum predicted from the others, see `predictions.leave_one_out`.
 
         A regression has covariance `P_ii⁻¹` and mean `y − P_ii⁻¹a_i` with `P = L U (Λ/α + 1/b)⁻¹ Uᵀ Lᵀ`, by blocks of
-        the outputs of a datum (Rasmussen & Williams 2006, eq. 5.10 to 5.12).
+        the outputs of a datum (Rasmussen & Williams 2006, eq. 5.10 to 5.12). Outputs without a target are
+        predicted by the covariance that the other data leave, `Σ_i + Σ_i L ((I + bS/α)⁻¹)_ii⁻¹ Lᵀ Σ_i b`.
         """
-        model, likelihood, (alpha, b) = self.model, self.model.likelihood, self.precisions
-        if not isinstance(likelihood, Gaussian) or not bool(model.observed().all()):
+        model, likelihood = self.model, self.model.likelihood
+        if not isinstance(likelihood, Gaussian):
             outputs = model.network_outputs.double()
             return leave_one_out(likelihood, model.targets, self.mode.outputs, outputs, self._own_covariances())
-        v, covariances = self.eigenvalues / alpha + 1 / b, []
-        N, C = model.offset.shape
-        root = _unit(likelihood).precision(v).sqrt().expand(C)
-        # `P_ii` from the rows of `U` of datum `i` alone: N inverses of size C in place of N fits.
+        (N, C), shift, inverses = model.offset.shape, self._shift, []
+        # `(I + bS/α)⁻¹` from the rows of `U` of a datum alone: N inverses of size C in place of N fits.
         for rows in self.vectors.reshape(N, C, -1).split(max(1, _ROWS // C)):
-            part = rows * root[:, None]
-            covariances.append(torch.linalg.inv((part / v) @ part.mT))
-        covariance = torch.cat(covariances)
+            inverses.append(torch.linalg.inv((rows * (shift / (self.eigenvalues + shift))) @ rows.mT))
+        noise = 1 / likelihood.precision(self.vectors).expand(C)
+        root, inverse = noise.sqrt(), torch.cat(inverses)
         # A normal distribution is refused where the two triangles differ by rounding.
-        covariance = (covariance + covariance.mT) / 2
-        residual = (covariance @ self.mode.coefficients[..., None])[..., 0]
-        targets = model.targets.reshape(N, C).double()
-        return LeaveOneOut.gaussian(targets - residual, covariance, targets)
+        inverse = (inverse + inverse.mT) / 2
+        targets, given = model.targets.reshape(N, C).double(), model.observed()
+        covariance = inverse * root * root[:, None]
+        mean = targets - (covariance @ self.mode.coefficients[..., None])[..., 0]
+        if not bool(given.all()):
+            S = self._own_covariances()
+            pull = S * (given / root)[:, None]
+            left_out = S + pull @ inverse @ pull.mT
+            covariance = covariance.where(given[:, :, None] & given[:, None], left_out + torch.diag(noise))
+            mean = mean.where(given, self.mode.outputs - (left_out @ self.mode.coefficients[..., None])[..., 0])
+        return LeaveOneOut.gaussian(mean, covariance, targets)
 
     def _own_covariances(self) -> Float[Tensor, "N C C"]:
         """The covariance of the outputs of each training datum, from a few rows of `K` at a time."""
