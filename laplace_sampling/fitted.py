@@ -12,7 +12,6 @@ from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidenceCurves, EvidencePath, MarginalLikelihood
 from laplace_sampling.evidence.step import Step, StopFit
-from laplace_sampling.fitting import together
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit, Task
@@ -96,7 +95,7 @@ class FittedModel:
         def record(step: Step) -> None:
             steps.append(step)
             # Of several processes one may look at the steps, and all of them stop.
-            stops = self.settings.processes.gathered_from_all(lambda: stopped(step))
+            stops = self.settings.processes.gathered(lambda: stopped(step))
             if stop := next(filter(None, stops), None):
                 raise stop
 
@@ -133,12 +132,12 @@ class FittedModel:
         with LOCK:
             fitted.num_draws += 1
             stream = Stream.SAMPLES + fitted.num_draws
-        with self.settings.processes.telling():
+        with self.settings.processes.shared_call():
             sampled = fitted.fit.draw(Draws(num_samples, self.settings.seed, stream))
         if not (sampled.converged or fitted.fit.tolerable):
             problem = f"{fitted.fit.unconverged(sampled)} {fitted.fit.advice}"
             warnings.warn(problem, ConvergenceWarning, stacklevel=3)
-        return sampled.samples.full()
+        return sampled.samples
 
     @solver_call
     def log_marginal_likelihood(self, at: str = "mode") -> MarginalLikelihood:
@@ -154,7 +153,7 @@ class FittedModel:
             raise ValueError(f'`log_marginal_likelihood(at={at!r})` is not known; use "mode" or "network".')
         if at == "network":
             fit, tangent = self._with_data("log_marginal_likelihood")
-            with self.settings.processes.telling():
+            with self.settings.processes.shared_call():
                 return network_evidence(fit).at(fit.alpha).shifted(tangent.log_scale)
         path, alpha, shift = self._evidence("log_marginal_likelihood")
         return MarginalLikelihood.of(path, alpha).shifted(shift)
@@ -178,7 +177,7 @@ class FittedModel:
 
     def _evidence(self, call: str, decades: float | None = None) -> tuple[EvidencePath, float, float]:
         fit, tangent = self._with_data(call)
-        with self.settings.processes.telling():
+        with self.settings.processes.shared_call():
             path, problems = fit.evidence(decades)
             log_scale = tangent.log_scale
         if problems:
@@ -198,7 +197,7 @@ class FittedModel:
             ValueError: if the fit is not by the exact method.
         """
         fit, tangent = self._with_data("leave_one_out")
-        with self.settings.processes.telling():
+        with self.settings.processes.shared_call():
             prediction = fit.leave_one_out()
             if tangent.weights is None:
                 return prediction
@@ -214,7 +213,7 @@ class FittedModel:
         fit = self._require("diagnose").fit
         if fit is None or fit.sampled is None:
             raise NotFittedError("`diagnose` needs the fit itself, which a loaded posterior does not have: call `fit`.")
-        with self.settings.processes.telling():
+        with self.settings.processes.shared_call():
             if not len(fit.sampled.energies):
                 fit = fit.with_samples()
             return diagnosis_of(fit, self.network.weights, self.settings.linear_model)
@@ -254,11 +253,7 @@ class FittedModel:
 
     @property
     def samples_(self) -> Float[Tensor, "K P"]:
-        return self._samples()
-
-    @together
-    def _samples(self) -> Float[Tensor, "K P"]:
-        return self._drawn("samples_").posterior.samples.full()
+        return self._drawn("samples_").posterior.samples
 
     def _drawn(self, call: str) -> Fitted:
         """What was fitted, with samples that are drawn now if the fit did not need them."""
@@ -283,7 +278,7 @@ class FittedModel:
         fitted = self._require("mode_")
         if fitted.posterior.mode is None:
             fit, _ = self._with_data("mode_")
-            with self.settings.processes.telling():
+            with self.settings.processes.shared_call():
                 fitted.posterior = replace(fitted.posterior, mode=fit.mode.weights.to(self.network.dtype))
         assert fitted.posterior.mode is not None
         return fitted.posterior.mode

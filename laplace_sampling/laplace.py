@@ -12,7 +12,7 @@ from laplace_sampling.criterion import with_selection
 from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.fitted import NotFittedError
-from laplace_sampling.fitting import fitting, together
+from laplace_sampling.fitting import fitting
 from laplace_sampling.held_out import HeldOut, check_calibration
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.prior import Prior
@@ -36,7 +36,6 @@ from laplace_sampling.solvers.checks import check_positive
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["LinearisedLaplace", "NotFittedError"]
 
@@ -71,8 +70,6 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
             likelihood and homogeneous for the others.
         process_group: processes of `torch.distributed` that share out the data of fits (`docs/distributed.md`). Each
             makes the same calls, with a loader of all data; `predict` and `save` may be called by one alone.
-        mesh: likewise a `DeviceMesh`, with the axes `"data"`, `"samples"`, or both; along the second one each group of
-            processes draws its own samples, and keeps them to itself if that axis is named `"shared_samples"`.
 
     Raises:
         ValueError: for settings that are not known or do not go together.
@@ -115,7 +112,6 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         seed: int = 0,
         linear_model: str = "auto",
         process_group: "ProcessGroup | None" = None,
-        mesh: "DeviceMesh | None" = None,
     ) -> None:
         self.settings = Settings.of(
             likelihood,
@@ -126,7 +122,6 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
             seed=seed,
             linear_model=linear_model,
             process_group=process_group,
-            mesh=mesh,
         )
         self.network = self.settings.linearise(model)
 
@@ -268,7 +263,6 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         return self._fitted.posterior if warm_start and self._fitted is not None else None
 
     @solver_call
-    @together
     def predict(
         self,
         x: Any,

@@ -70,7 +70,7 @@ def _check_alike(settings: "Settings", network: Linearisation) -> None:
     """Raises if processes would come to other numbers, and so wait for each other."""
     if network.held.shards is not None:
         network.fingerprint()  # raises if buffers differ
-    if not settings.processes.are_several:
+    if settings.processes.size == 1:
         return
     here = {
         "the weights or buffers of the model": network.fingerprint().tolist(),
@@ -137,12 +137,9 @@ def problem_of(settings: "Settings", network: Linearisation, tangent: TangentMod
     vector = network.num_parameters * torch.empty((), dtype=network.dtype).element_size()
 
     default = _half_of_free(settings, network)  # asked once: it changes from moment to moment
-    holding = settings.holding
-    # On a CPU samples in host memory are in that of the solvers.
-    counted = replace(holding, offloaded=holding.offloaded and network.device.type != "cpu")
 
     def memory_of(max_memory: float | None) -> Memory:
-        return Memory(default if max_memory is None else max_memory, max_memory is not None, vector, counted)
+        return Memory(default if max_memory is None else max_memory, max_memory is not None, vector)
 
     return Problem(
         tangent=tangent,
@@ -153,7 +150,6 @@ def problem_of(settings: "Settings", network: Linearisation, tangent: TangentMod
         dtype=network.dtype,
         progress=progress,
         memory_of=memory_of,
-        holding=holding,
     )
 
 

@@ -73,7 +73,7 @@ class ScoredModel(FittedModel):
         check_whole("`score(num_data=...)`", num_data, 1)
         fit, tangent = self._with_data("score")
         some = of_some_weights(self.network)
-        with self.settings.processes.telling():
+        with self.settings.processes.shared_call():
             if kind == "loo":
                 return replace(self._left_out_score(fit, tangent, num_data), of_some_weights=some)
             alpha, evidence = best_network_evidence(fit)

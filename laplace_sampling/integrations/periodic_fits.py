@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from laplace_sampling.data.batches import batched, flattened, take
 from laplace_sampling.data.processes import Processes
-from laplace_sampling.data.random_state import BorrowedRandomness
+from laplace_sampling.data.random_state import PrivateRandomness
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.fitted import NotFittedError
 from laplace_sampling.laplace import LinearisedLaplace
@@ -67,7 +67,7 @@ class PeriodicFits:
         process_group: the processes of `torch.distributed` that share out the data of the fits and of the metrics: all
             of them make the same calls (`docs/distributed.md`). Their buffers may differ, as the running means of
             `BatchNorm` do: fits are of those of the first process, and each process has its own ones back afterwards.
-            `"auto"`: all processes, if there are several and no `mesh=` says which.
+            `"auto"`: all processes, if there are several.
         options: of `LinearisedLaplace` and of `fit_hyperparameters`, with other defaults: `method="kfac"`, which costs
             little and whose numbers are of one kind from epoch to epoch; `num_samples=16`, by which standard deviations
             are known to 18 %; `progress=False`.
@@ -174,7 +174,7 @@ class PeriodicFits:
             Exception: of one of the `metrics`. The fit is kept, and is in `history_` without metrics.
         """
         val_loader = self.val_loader if val_loader is None else val_loader
-        with BorrowedRandomness([train_loader, val_loader, *self.metrics.values()]).borrowed():
+        with PrivateRandomness().use():
             la, warm = self._at(model), self._first > 0
             processes = la.settings.processes
             held_out = val_loader if self._options.get("criterion") == "validation" else None
@@ -189,7 +189,7 @@ class PeriodicFits:
                 found = self._found(la)
                 try:
                     if val_loader is not None:
-                        with processes.telling(), processes.counting(la.network.products):
+                        with processes.shared_call(), processes.counting(la.network.products):
                             found |= self._predicted(la, val_loader)
                 finally:  # also of a fit whose metrics raise an error: the next ones are due by what all have cost
                     found["cost"] = la.epochs_
@@ -210,7 +210,7 @@ class PeriodicFits:
         if self.process_group != AUTO:
             return self.process_group
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        return dist.group.WORLD if several and self._settings.get("mesh") is None else None
+        return dist.group.WORLD if several else None
 
     def _found(self, la: LinearisedLaplace) -> dict[str, float]:
         """What a fit says without other data."""
@@ -247,7 +247,7 @@ class PeriodicFits:
             if not len(batch):
                 continue
             num_data += len(batch)
-            with processes.apart() if apart else nullcontext():
+            with processes.local_only() if apart else nullcontext():
                 x = data.inputs(batch)
             prediction = la.predict(x)
             targets = take(all_targets, batch - part.start)
@@ -291,7 +291,7 @@ class PeriodicFits:
         if self._state is None:
             return False
         la = LinearisedLaplace(model, self.likelihood, **self._settings, process_group=self._group())
-        with BorrowedRandomness([]).borrowed():
+        with PrivateRandomness().use():
             try:
                 la.load_state_dict(self._state)
             except ValueError:  # of other weights, or of another function of the data
@@ -323,13 +323,13 @@ def _parted(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 @contextmanager
 def _buffers_of_first(module: nn.Module, processes: Processes) -> Iterator[None]:
     """Inside, the buffers of all processes are those of the first, which trainers save."""
-    own = [buffer.detach().clone() for buffer in module.buffers()] if processes.are_several else []
+    own = [buffer.detach().clone() for buffer in module.buffers()] if processes.size > 1 else []
     if not own:
         yield
         return
     in_memory = [buffer.cpu() for buffer in own]
-    with processes.telling():
-        first = processes.gathered_samples(lambda: processes.of_first(lambda: in_memory))[0]
+    with processes.shared_call():
+        first = processes.first(lambda: in_memory)
     try:
         _fill_buffers(module, first)
         yield

@@ -205,7 +205,7 @@ class Exact(SolverMethod):
 def _cancellation(fit: Fit) -> float:
     """How much larger the function is of samples whose weights have random signs than of the samples."""
     assert fit.sampled is not None
-    few = fit.sampled.samples.first(_ROUNDED)
+    few = fit.sampled.samples[:_ROUNDED]
     signs = torch.randint(2, few.shape, generator=torch.Generator().manual_seed(fit.task.seed)).to(few) * 2 - 1
     outputs, independent = (fit.model.features.outputs(v.to(fit.model.features.precision)) for v in (few, few * signs))
     return float(independent.double().norm() / outputs.double().norm().clamp_min(1e-300))

@@ -26,7 +26,6 @@ from laplace_sampling.linear_model.factored import (
 )
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.head_curvature import head_operations
-from laplace_sampling.linear_model.held_samples import HeldSamples
 from laplace_sampling.linear_model.kronecker import CURVATURE, Inverse
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.network_features import NetworkFeatures
@@ -249,20 +248,16 @@ class FactoredFit(SolverFit):
 
     def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
         spread, energies, of_prior = self.prior.spread(), [], []
-        holding, num = self.task.holding, draws.num_samples
-        own = draws.part(holding.processes.samples_of(num))
-        samples = holding.empty(own.num_samples, self.ggn.size, self.task.dtype, self.ggn.device)
-        for group in own.groups(_FEW):
+        samples = torch.empty(draws.num_samples, self.ggn.size, dtype=self.task.dtype, device=self.ggn.device)
+        for group in draws.groups(_FEW):
             white = group.prior(self.ggn.size).to(self.ggn.device, self.ggn.dtype)
             value = self.curvature.solve_root(white, spread)
             energies.append(row_products(value, self.curvature.matmul(value)))
             of_prior.append((spread * value.double() ** 2).sum(1))
-            samples[group.first - own.first :][: group.num_samples].copy_(value * self.prior.scale)
-        data_energies, prior_energies = (
-            holding.processes.samples_of_all(torch.cat(rows), num) for rows in (energies, of_prior)
-        )
+            samples[group.first - draws.first :][: group.num_samples].copy_(value * self.prior.scale)
+        data_energies, prior_energies = torch.cat(energies), torch.cat(of_prior)
         return PosteriorSamples(
-            HeldSamples(samples, num, self.ggn.device, holding),
+            samples,
             self._leverages()[None],
             data_energies,
             data_energies + prior_energies,
@@ -295,7 +290,7 @@ class FactoredFit(SolverFit):
     def approximate(self) -> bool:
         return True
 
-    def samples_of_linear_model(self) -> HeldSamples:
+    def samples_of_linear_model(self) -> Float[Tensor, "K P"]:
         # `M̂ + A` does not hold what a datum adds to `M + A`: with its inverse the leverage of a datum exceeds one.
         memory = self.task.memory
         return draw(

@@ -19,7 +19,6 @@ from laplace_sampling.linear_model.bounds import AtBounds
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.held_rows import HeldRows
-from laplace_sampling.linear_model.held_samples import HeldSamples
 from laplace_sampling.linear_model.mode_objective import Mode
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.fit import Fit, Task, Tuned
@@ -211,10 +210,10 @@ class ObservationSpaceFit(Fit):
         """
         self.check_finite()
         empty = torch.empty(0, self.model.features.size, dtype=self.task.dtype, device=self.model.features.device)
-        none, energies = HeldSamples(empty, 0, empty.device, self.task.holding), empty.new_zeros(0)
-        return replace(self, sampled=self._judged(self.task.num_samples, none, energies, energies))
+        energies = empty.new_zeros(0)
+        return replace(self, sampled=self._judged(self.task.num_samples, empty, energies, energies))
 
-    def _judged(self, num: int, samples: HeldSamples, data_energies: Tensor, energies: Tensor) -> PosteriorSamples:
+    def _judged(self, num: int, samples: Tensor, data_energies: Tensor, energies: Tensor) -> PosteriorSamples:
         """Exact samples, of which everything but the energies is known beforehand."""
         zeros = torch.zeros(num, dtype=torch.float64, device=self.model.features.device)
         leverage = zeros.new_tensor([[self.posterior.effective_dimension()]])
@@ -222,17 +221,14 @@ class ObservationSpaceFit(Fit):
         return PosteriorSamples(samples, leverage, data_energies, energies, zeros, zeros, passes, True, True)
 
     def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
-        model, holding, num = self.model, self.task.holding, draws.num_samples
-        samples = self.predicting.sample(draws.part(holding.processes.samples_of(num)))
+        model, samples = self.model, self.predicting.sample(draws)
         curved_at = self.ggn.outputs.double()
         # Energies tell whether samples are right: `ζᵀMζ = ‖LᵀΦζ‖²`, by products with the network in few rows at a time.
         outputs = torch.cat([model.features.outputs(part.to(model.features.precision)) for part in samples.split(_FEW)])
         roots = model.likelihood.root_transpose(curved_at, outputs.double(), model.targets)
         energies = roots.flatten(1).square().sum(1)
         of_prior = _energies(samples, self.prior.diagonal().double())
-        energies, of_prior = (holding.processes.samples_of_all(rows, num) for rows in (energies, of_prior))
-        held = HeldSamples(holding.kept(samples, self.task.dtype), num, model.features.device, holding)
-        return self._judged(num, held, energies, energies + of_prior)
+        return self._judged(draws.num_samples, samples.to(self.task.dtype), energies, energies + of_prior)
 
     def judge(self, sampled: PosteriorSamples) -> tuple[Tensor, float]:
         return sampled.residual, _RESIDUAL

@@ -66,7 +66,7 @@ _PRODUCTS, _LEAST_PRODUCTS, _TUNING_PASSES = 5, 2, 80
 
 def basis_that_fits(memory: Memory, num_samples: int) -> int:
     """Vectors of a Krylov basis that memory holds beside the stacks of a solve of all samples; 4 at least."""
-    beside = _KRYLOV_STACKS * num_samples + memory.kept(num_samples)
+    beside = (_KRYLOV_STACKS + 1) * num_samples
     return max(4, int((memory.vectors - beside) / BASIS_STACKS))
 
 
@@ -304,7 +304,6 @@ class SolverFit(Fit):
             self.solver,
             rows=self.solver_method.rows(self.task.memory, self.task.num_samples),
             dtype=self.task.dtype,
-            holding=self.task.holding,
             init=self.warm_start,
             description=description,
             # What was asked for by `sample` is drawn in full, or not at all.

@@ -267,7 +267,7 @@ class LastLayer(Linearisation):
             self._drop_head("batches have inputs of it that differ in more than their rows")
         else:
             in_step = self.head.held.shards is not None
-            return self.head, data.shortened(concatenate(kept) if kept else None, self.device, in_step)
+            return self.head, data.with_inputs(concatenate(kept) if kept else None, self.device, in_step)
         return self, data
 
     @contextmanager

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from laplace_sampling.data.batches import arguments, num_rows, place, read
+from laplace_sampling.data.sources import unpacking
 from laplace_sampling.data.training_data import Unpack
-from laplace_sampling.data.unpacking import unpacking
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.methods.method import Method

@@ -22,29 +22,18 @@ from torch.utils.data import (
 )
 
 from laplace_sampling import LinearisedLaplace, Stochastic
-from laplace_sampling.data.random_state import BorrowedRandomness
+from laplace_sampling.data.random_state import PrivateRandomness
 from laplace_sampling.networks.function_fingerprint import _some_inputs
 
 DATA = torch.Generator().manual_seed(0)
 X = torch.randn(20, 2, generator=DATA)
 Y = X.sum(1, keepdim=True) + 0.1 * torch.randn(20, 1, generator=DATA)
 DATASET = TensorDataset(X, Y)
-RNG = np.random.default_rng(0)
 
 
 class OfNumpy(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(np.random.permutation(20).tolist())  # noqa: NPY002 as users write it
-
-    def __len__(self) -> int:
-        return 20
-
-
-class OfAVariable(Sampler[int]):
-    """Draws from a generator that is a variable of the script."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(RNG.permutation(20).tolist())
 
     def __len__(self) -> int:
         return 20
@@ -114,7 +103,6 @@ LOADERS: dict[str, Callable[[], DataLoader]] = {
     "random sampler": lambda: DataLoader(DATASET, 6, sampler=RandomSampler(DATASET, generator=generator())),
     "weighted sampler": lambda: DataLoader(DATASET, 6, sampler=WeightedRandomSampler([1.0] * 10 + [3.0] * 10, 20)),
     "numpy": lambda: DataLoader(DATASET, 6, sampler=OfNumpy()),
-    "a variable": lambda: DataLoader(DATASET, 6, sampler=OfAVariable()),
     "its own": lambda: DataLoader(DATASET, 6, sampler=OfItsOwn()),
     "batch sampler": lambda: DataLoader(DATASET, batch_sampler=OfAnother()),
     "stream": lambda: DataLoader(Stream(), 6, generator=generator()),
@@ -126,9 +114,7 @@ LOADERS: dict[str, Callable[[], DataLoader]] = {
 
 def trained(name: str, between: Callable[[nn.Module, DataLoader], object]) -> list[torch.Tensor]:
     """The weights after two epochs, something else, and two more epochs with dropout."""
-    global RNG
     torch.manual_seed(2), np.random.seed(2), random.seed(2)  # noqa: NPY002
-    RNG = np.random.default_rng(2)
     loader = LOADERS[name]()
     model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4, 1))
     optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -216,7 +202,7 @@ def test_fits_in_two_threads_put_the_random_state_back() -> None:
 
 
 def test_few_inputs_that_are_kept_leave_the_state_that_another_thread_puts_back() -> None:
-    other = BorrowedRandomness(None).borrowed()
+    other = PrivateRandomness().use()
 
     class Data:
         num_data, in_order = 4, True

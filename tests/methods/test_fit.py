@@ -154,7 +154,7 @@ def test_a_fit_that_is_not_finite_keeps_the_one_before(method: str, monkeypatch:
 
     def broken(fit: Any, *arguments: Any) -> PosteriorSamples:
         sampled = draw(fit, *arguments)
-        return replace(sampled, samples=replace(sampled.samples, rows=sampled.samples.rows * math.nan))
+        return replace(sampled, samples=sampled.samples * math.nan)
 
     monkeypatch.setattr(owner, "draw", broken)
     for call in (la.fit, la.fit_hyperparameters):
