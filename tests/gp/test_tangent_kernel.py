@@ -15,11 +15,20 @@ from torch.testing import assert_close
 
 from laplace_sampling import LinearisedLaplace
 from laplace_sampling.gp import tangent_kernel
-from laplace_sampling.gp.exact_regression import ExactRegression
+from laplace_sampling.gp.evidence import HyperparameterBounds
 from laplace_sampling.gp.linear_operators import gpytorch, settings
+from laplace_sampling.gp.posterior import GramPosterior, of_largest_evidence
 from laplace_sampling.gp.tangent_kernel import NetworkMean, TangentGP, TangentKernel
 from laplace_sampling.gp.tangent_operator import TangentKernelOperator
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.networks.linearisation import Linearisation
+
+
+def posterior_at(model: LinearModel, prior: GaussianPrior, alpha: float, b: float) -> GramPosterior:
+    precision = torch.tensor([alpha], dtype=torch.float64)
+    return GramPosterior.of(model.with_likelihood(Gaussian(b)), prior.with_precision(precision))
 
 
 @pytest.fixture(autouse=True)
@@ -88,24 +97,24 @@ def test_the_gaussian_process_is_the_exact_posterior(mean: str) -> None:
         model = type(model)(
             model.features, model.network_outputs, model.network_outputs, model.targets, model.likelihood
         )
-    exact = ExactRegression.of(model, prior)
     alpha, b = 0.6, 7.0
+    exact = posterior_at(model, prior, alpha, b)
     likelihood = fixed_noise(b)
     gp = TangentGP(case.x, case.y[:, 0], likelihood, case.model, mean=mean, prior_precision=alpha)
     mll = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp)
     gp.train()
     value = mll(gp(case.x), case.y[:, 0]) * 30
-    assert_close(value.detach(), exact.log_evidence(alpha, b), rtol=1e-6, atol=1e-6)
+    assert_close(value.detach(), exact.evidence.log_evidence(alpha, b), rtol=1e-6, atol=1e-6)
     value.backward()
     # α is trained through its logarithm.
     assert_close(
-        gp.covar_module.raw_prior_precision.grad[0], exact.log_evidence_gradient(alpha, b)[0], rtol=1e-6, atol=1e-6
+        gp.covar_module.raw_prior_precision.grad[0], exact.evidence.gradient(alpha, b)[0], rtol=1e-6, atol=1e-6
     )
     gp.eval()
     x = case.x[:4] + 0.3
     with torch.no_grad(), settings.fast_computations(solves=False):
         posterior = gp(x)
-    theta = exact.mode(alpha, b)
+    theta = exact.mode_weights()
     J = reference.jacobian(case.model, x).flatten(0, 1)
     H = reference.ggn(reference.jacobian(case.model, case.x), torch.full((30, 1, 1), b).double())
     H = H + alpha * torch.eye(len(H), dtype=torch.float64)
@@ -116,7 +125,7 @@ def test_the_gaussian_process_is_the_exact_posterior(mean: str) -> None:
 
 def test_hyperparameters_are_trained_by_the_marginal_likelihood() -> None:
     case, model, prior = noisy(60)
-    best = ExactRegression.of(model, prior).fit()
+    _, best = of_largest_evidence(model, prior, HyperparameterBounds())
     likelihood = fixed_noise(1.0)
     gp = TangentGP(case.x, case.y[:, 0], likelihood, case.model, mean="homogeneous")
     mll = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp)
@@ -202,11 +211,11 @@ def test_several_outputs_are_a_multitask_process() -> None:
     gp.train()
     mll = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp)
     value = mll(gp(case.x), case.y)
-    exact = ExactRegression.of(model, prior)
-    assert_close(value.detach() * 50, exact.log_evidence(0.7, 5.0), rtol=1e-6, atol=1e-6)
+    exact = posterior_at(model, prior, 0.7, 5.0)
+    assert_close(value.detach() * 50, exact.evidence.log_evidence(0.7, 5.0), rtol=1e-6, atol=1e-6)
     gp.eval()
     with torch.no_grad():
-        assert_close(gp(case.x[:5]).mean, exact.mode_outputs(0.7, 5.0)[:5], rtol=1e-5, atol=1e-5)
+        assert_close(gp(case.x[:5]).mean, exact.mode.outputs[:5], rtol=1e-5, atol=1e-5)
 
 
 def test_batches_shapes_and_large_matrices() -> None:
