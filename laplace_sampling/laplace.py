@@ -18,8 +18,8 @@ from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.methods.fit import Tuned
 from laplace_sampling.methods.method import Method, Tuning
-from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.random_weights import Subset
+from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.on_training_data import calibration_of, held_out_problems
 from laplace_sampling.planning import PlannedModel
 from laplace_sampling.posterior import Posterior
@@ -51,7 +51,7 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
     (Antorán, Padhy et al., ICLR 2023).
 
     Args:
-        model: the trained network. It is held and never changed.
+        model: the trained network. A fit copies it, and neither changes nor runs it: predictions are those of the fit.
         likelihood: `"regression"` (Gaussian), `"classification"` (categorical), `"binary"` (Bernoulli, one or several
             outputs), `"poisson"` (counts), `"heteroscedastic"` (means and log variances), a `Likelihood`, or a
             dictionary of these, one for each head of a network that returns a dictionary.

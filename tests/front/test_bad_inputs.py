@@ -116,7 +116,7 @@ def fit_of(kind: str) -> LinearisedLaplace:
 
 def fitted(kind: str = "regression") -> LinearisedLaplace:
     la = fit_of(kind)
-    watched.append((la.network.module, snapshot(la.network.module)))
+    watched.append((la.network.source, snapshot(la.network.source)))
     return la
 
 
