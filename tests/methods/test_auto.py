@@ -97,13 +97,6 @@ def test_a_stream_is_read_in_full_passes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert choice.reason == "a stream of data is read in its order, in full passes"
 
 
-def test_print_tells_the_cost_and_repr_does_not() -> None:
-    model, data = linear_problem()
-    la = LinearisedLaplace(model, "regression").fit(data, progress=False)
-    assert "training epochs" in str(la)
-    assert "training epochs" not in repr(la)
-
-
 def test_auto_is_exact_on_small_regressions() -> None:
     la = fit_case(trained(), "auto")
     assert in_observation_space(la)
