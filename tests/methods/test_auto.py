@@ -43,8 +43,8 @@ def choose(
         (100, 55, 1.0, "exact", None),  # small
         (500, 3000, 1e6, "krylov", None),
         (500, 3000, 1e10, "exact", None),  # a Jacobian costs less than many passes of an expensive network
-        (1900, 1900, 1.0, "krylov", None),  # factorisations cost more than passes of a cheap one, and it pays
-        (30_000, 3000, 1e6, "stochastic", SVRG),
+        (2500, 2500, 1.0, "krylov", None),  # factorisations cost more than passes of a cheap one, and it pays
+        (30_000, 5000, 1e6, "stochastic", SVRG),
         (30_000, 3000, 1e3, "stochastic", SGD),  # a preconditioner would cost more than the passes that it saves
         (30_000, 10**6, 1e6, "stochastic", SGD),  # memory holds no preconditioner
     ],
