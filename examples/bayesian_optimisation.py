@@ -1,7 +1,7 @@
 """Bayesian optimisation with the tangent kernel of a trained network, which makes hardly any progress.
 
 BoTorch's `SingleTaskGP`, which it is compared with, does: a network that was trained on so few observations fits them
-exactly, and its error bars are too narrow. With random weights its tangent is hardly behind (`docs/published.md`).
+exactly, and its error bars are too narrow. With random weights its tangent is hardly behind (`docs/benchmarks.md`).
 
     python examples/bayesian_optimisation.py --function hartmann --steps 20 --seeds 3
 

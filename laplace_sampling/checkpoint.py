@@ -34,7 +34,7 @@ from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.networks.function_fingerprint import FunctionFingerprint
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.posterior import Posterior
-from laplace_sampling.shared_journal import SharedJournal, file_of
+from laplace_sampling.shared_journal import SharedJournal
 from laplace_sampling.solvers.recorded import recording
 
 if TYPE_CHECKING:
@@ -103,15 +103,15 @@ class Checkpoint:
             ValueError: if it is damaged, or of another fit.
         """
         processes = settings.processes
-        if self._path is None and not processes.are_several:
+        if self._path is None and processes.size == 1:
             return problem
         fit = self._described(settings, network, held_out, earlier)
         self._check_alike(fit, processes)
         if self._path is None:
             return problem
         fit[_DATA] = _comparable(_digest_of(problem.tangent.data))
-        path = file_of(self._path, processes)
-        processes.of_first(lambda: self._stack.enter_context(self._locked(path)))
+        path = self._path
+        processes.first(lambda: self._stack.enter_context(self._locked(path)))
         journal = self._stack.enter_context(SharedJournal(path, fit, network.products, processes))
         self._check(journal.head, fit)
         self._check_function(journal, network, problem.tangent)
@@ -120,7 +120,7 @@ class Checkpoint:
         def memory_of_this() -> tuple[float, int, int | None]:
             return journal.result("memory", (), lambda: _memory_of(problem, network))
 
-        memory = settings.processes.gathered_samples(memory_of_this)[0]
+        memory = memory_of_this()
         problem = _with_memory(problem, network, *memory)
         self._journal = journal
         self._stack.enter_context(recording(journal))
@@ -173,7 +173,6 @@ class Checkpoint:
             "`parameters`": network.selection,
             "`num_samples` of the constructor": settings.num_samples,
             "`seed`": settings.seed,
-            "`mesh`, which has an axis of samples": settings.processes.shape_of_mesh,
             "`linear_model`": settings.linear_model,
             "the data of `val_loader`": None if held_out is None else _digest_of(held_out.data),
             "the posterior that it starts from": None if earlier is None else _digest_of_posterior(earlier),
@@ -255,7 +254,7 @@ def _digest_of(data: TrainingData) -> str:
     sha = hashlib.sha256()
 
     def digests_of_part() -> list[bytes]:
-        with data.processes.apart():
+        with data.processes.local_only():
             return [digest(("", tensor) for tensor in batched(data.inputs(batch))[0]) for batch in data.own_batches()]
 
     for digests in data.processes.gathered(digests_of_part):
@@ -267,5 +266,4 @@ def _digest_of(data: TrainingData) -> str:
 
 def _digest_of_posterior(posterior: Posterior) -> str:
     samples, prior = posterior.samples, posterior.prior
-    parts = samples.holding.processes.gathered_samples(lambda: digest([("samples", samples.rows)]))
-    return _DIGEST + b"".join([*parts, digest([("prior", prior.precision), ("scale", prior.scale)])]).hex()
+    return _DIGEST + digest([("samples", samples), ("prior", prior.precision), ("scale", prior.scale)]).hex()

@@ -1,7 +1,6 @@
 """The form of a state: tensors, how they were made as JSON in a tensor of bytes, and a checksum of every entry."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +8,6 @@ from torch import Tensor
 
 from laplace_sampling.data.batches import as_plain
 from laplace_sampling.data.digest import digest
-from laplace_sampling.data.processes import ALONE, Processes
 
 __all__ = ["described", "with_checksums"]
 
@@ -19,29 +17,24 @@ _SETTINGS, _CHECKSUM = "settings", "checksum"
 _NUM_NAMED = 3
 
 
-def with_checksums(tensors: dict[str, Tensor], how: dict[str, Any], processes: Processes = ALONE) -> dict[str, Tensor]:
+def with_checksums(tensors: dict[str, Tensor], how: dict[str, Any]) -> dict[str, Tensor]:
     """The state of some tensors.
 
     Args:
         tensors: by name; they are copied.
         how: they were made, as JSON.
-        processes: each of which may have some of the samples in its state.
     """
     state = {name: as_plain(tensor.detach()).clone() for name, tensor in tensors.items()}
-    own = {name: digest([(name, tensor)]).hex() for name, tensor in state.items()}
-    # What all of them have is written by the first one.
-    parts = reversed(processes.gathered_samples(lambda: own))
-    checksums = {name: checksum for part in parts for name, checksum in part.items()}
+    checksums = {name: digest([(name, tensor)]).hex() for name, tensor in state.items()}
     settings = _as_tensor(json.dumps({"format": _FORMAT, "checksums": checksums, **how}).encode())
     return {**state, _SETTINGS: settings, _CHECKSUM: _as_tensor(digest([(_SETTINGS, settings)]))}
 
 
-def described(state: Any, asked: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
+def described(state: Any) -> dict[str, Any]:
     """How the tensors of a state were made, after checks that all entries are as they were.
 
     Args:
         state: of `with_checksums`.
-        asked: whether an entry is in this part of the state.
 
     Raises:
         ValueError: if they are not, or if this is no state, or one of another version.
@@ -63,7 +56,7 @@ def described(state: Any, asked: Callable[[str], bool] = lambda name: True) -> d
         )
         raise ValueError(f"The state has format {version}, but this version reads format {_FORMAT}: {what}.")
     wrong = [] if checksum is not None else [_CHECKSUM]
-    there = {name: _as_tensor(bytes.fromhex(hex)) for name, hex in checksums.items() if asked(name)}
+    there = {name: _as_tensor(bytes.fromhex(hex)) for name, hex in checksums.items()}
     wrong += [name for name, checksum in there.items() if not _is_as_it_was(state, name, checksum)]
     wrong += [name for name in state if name not in (*checksums, _SETTINGS, _CHECKSUM)]
     if wrong:

@@ -1,9 +1,10 @@
 """`Fitted`: what a fit leaves behind, and `FittedModel`: what one may ask of it, beside predictions."""
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from jaxtyping import Float
@@ -12,18 +13,15 @@ from torch import Tensor
 from laplace_sampling.evidence.curves import EvidenceCurves, EvidencePath, MarginalLikelihood
 from laplace_sampling.evidence.network_evidence import NetworkEvidence
 from laplace_sampling.evidence.step import Step, StopFit
-from laplace_sampling.fitting import together
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit, Task
 from laplace_sampling.methods.method import Tuning
 from laplace_sampling.methods.problem import Problem
 from laplace_sampling.methods.verification import diagnosis_of
-from laplace_sampling.networks.function_fingerprint import FunctionFingerprint, structure_of
-from laplace_sampling.networks.held_module import solver_call
+from laplace_sampling.networks.function_fingerprint import FunctionFingerprint
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.networks.undisturbed import LOCK
-from laplace_sampling.networks.weights_seal import WeightsSeal
+from laplace_sampling.networks.solving import LOCK, solver_call
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predictions.calibration import Calibration, CalibrationWarning
 from laplace_sampling.predictions.diagnosis import Diagnosis
@@ -54,22 +52,14 @@ class Fitted:
         fit: with the training data; `None` for a posterior that was loaded without them, and so is `tangent`.
         tangent: the linear model on the training data.
         num_draws: how often new samples were drawn, so that each call draws others.
-        structure: of the network when it was last seen to compute the function of the fit.
-        seen: what its parts and hooks were then, which is compared faster.
-        seal: of its weights and buffers when they were last seen to be those of the fit.
+        of_earlier_weights: whether the network may have been trained since, as after `start_from`.
     """
 
     posterior: Posterior
     fit: Fit | None = None
     tangent: TangentModel | None = None
     num_draws: int = 0
-    structure: Any = None
-    seen: Any = None
-    seal: WeightsSeal | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what is of objects of this process."""
-        return {**self.__dict__, "structure": None, "seen": None, "seal": None}
+    of_earlier_weights: bool = False
 
 
 class FittedModel:
@@ -95,7 +85,7 @@ class FittedModel:
         def record(step: Step) -> None:
             steps.append(step)
             # Of several processes one may look at the steps, and all of them stop.
-            stops = self.settings.processes.gathered_from_all(lambda: stopped(step))
+            stops = self.settings.processes.gathered(lambda: stopped(step))
             if stop := next(filter(None, stops), None):
                 raise stop
 
@@ -109,11 +99,19 @@ class FittedModel:
             self._drawn("fit")
         return warmed(task, self._fitted, warm_start)
 
-    def _store(self, posterior: Posterior, fit: Fit, tangent: TangentModel, problems: Sequence[str] = ()) -> Self:
+    def _store(
+        self,
+        network: Linearisation,
+        posterior: Posterior,
+        fit: Fit,
+        tangent: TangentModel,
+        problems: Sequence[str] = (),
+    ) -> Self:
         """Replace what was fitted before, at the very end, and say what is wrong."""
         fit.task.budget.end()
+        network.shell.expect_weights_elsewhere(False)
+        self.network = network
         self._keep(posterior, fit.without_samples(), tangent)
-        self.network.held.expect_weights_elsewhere(False)
         # The public method is behind the wrappers of `fitting` and `solver_call`.
         warn_of(fit.problems, [*problems, *posterior.calibration.problems], stacklevel=6)
         return self
@@ -132,12 +130,12 @@ class FittedModel:
         with LOCK:
             fitted.num_draws += 1
             stream = Stream.SAMPLES + fitted.num_draws
-        with self.settings.processes.telling():
+        with self.settings.processes.shared_call():
             sampled = fitted.fit.draw(Draws(num_samples, self.settings.seed, stream))
         if not (sampled.converged or fitted.fit.tolerable):
             problem = f"{fitted.fit.unconverged(sampled)} {fitted.fit.advice}"
             warnings.warn(problem, ConvergenceWarning, stacklevel=3)
-        return sampled.samples.full()
+        return sampled.samples
 
     @solver_call
     def log_marginal_likelihood(self, at: str = "mode") -> MarginalLikelihood:
@@ -153,7 +151,7 @@ class FittedModel:
             raise ValueError(f'`log_marginal_likelihood(at={at!r})` is not known; use "mode" or "network".')
         if at == "network":
             fit, tangent = self._with_data("log_marginal_likelihood")
-            with self.settings.processes.telling():
+            with self.settings.processes.shared_call():
                 evidence = NetworkEvidence.of(fit.model, fit.prior, fit.task.trained_weights, fit.traces(0.0))
                 return evidence.at(fit.alpha).shifted(tangent.log_scale)
         path, alpha, shift = self._evidence("log_marginal_likelihood")
@@ -178,7 +176,7 @@ class FittedModel:
 
     def _evidence(self, call: str, decades: float = 0.0) -> tuple[EvidencePath, float, float]:
         fit, tangent = self._with_data(call)
-        with self.settings.processes.telling():
+        with self.settings.processes.shared_call():
             path, problems = fit.evidence(decades)
             log_scale = tangent.log_scale
         if problems:
@@ -198,7 +196,7 @@ class FittedModel:
             ValueError: if the fit is not by the exact method.
         """
         fit, tangent = self._with_data("leave_one_out")
-        with self.settings.processes.telling():
+        with self.settings.processes.shared_call():
             prediction = fit.leave_one_out()
             if tangent.weights is None:
                 return prediction
@@ -214,7 +212,7 @@ class FittedModel:
         fit = self._require("diagnose").fit
         if fit is None or fit.sampled is None:
             raise NotFittedError("`diagnose` needs the fit itself, which a loaded posterior does not have: call `fit`.")
-        with self.settings.processes.telling():
+        with self.settings.processes.shared_call():
             if not len(fit.sampled.energies):
                 fit = fit.with_samples()
             return diagnosis_of(fit, self.network.weights, self.settings.linear_model)
@@ -254,11 +252,7 @@ class FittedModel:
 
     @property
     def samples_(self) -> Float[Tensor, "K P"]:
-        return self._samples()
-
-    @together
-    def _samples(self) -> Float[Tensor, "K P"]:
-        return self._drawn("samples_").posterior.samples.full()
+        return self._drawn("samples_").posterior.samples
 
     def _drawn(self, call: str) -> Fitted:
         """What was fitted, with samples that are drawn now if the fit did not need them."""
@@ -283,10 +277,29 @@ class FittedModel:
         fitted = self._require("mode_")
         if fitted.posterior.mode is None:
             fit, _ = self._with_data("mode_")
-            with self.settings.processes.telling():
+            with self.settings.processes.shared_call():
                 fitted.posterior = replace(fitted.posterior, mode=fit.mode.weights.to(self.network.dtype))
         assert fitted.posterior.mode is not None
         return fitted.posterior.mode
+
+    @property
+    def posterior_(self) -> Posterior:
+        """All that predictions need."""
+        return self._require("posterior_").posterior
+
+    @property
+    def epochs_(self) -> float:
+        """The cost of the fit, and of all that was asked of it since, in training epochs, counted in operations.
+
+        NaN for a posterior that was loaded.
+        """
+        fit = self._require("epochs_").fit
+        return math.nan if fit is None else fit.task.budget.spent_with_later
+
+    @property
+    def stopped_(self) -> bool:
+        """Whether the last `fit_hyperparameters` did not come to its end, as by `StopFit`: the posterior is older."""
+        return bool(self._unfinished)
 
     @property
     def history_(self) -> list[Step]:
@@ -326,7 +339,7 @@ class FittedModel:
 
     def _keep(self, posterior: Posterior, fit: Fit | None, tangent: TangentModel | None) -> None:
         """Take over what was fitted with the network as it is now."""
-        self._fitted = Fitted(posterior, fit, tangent, structure=structure_of(self.network.module))
+        self._fitted = Fitted(posterior, fit, tangent)
 
     def _with_data(self, call: str) -> tuple[Fit, TangentModel]:
         fitted = self._require(call)
@@ -336,32 +349,13 @@ class FittedModel:
         return fitted.fit, fitted.tangent
 
     def _check_network(self, call: str) -> None:
-        """Raise if the network is not the one that was fitted, or not where it was."""
+        """Raise if weights that the fit shares with the model were changed in place, or it is of earlier weights."""
         fitted = self._require(call)
-        posterior = fitted.posterior
-        held, now = posterior.samples.device, self.network.device
-        if held != now:
-            raise ValueError(
-                f"`{call}`: the model is on {now}, but was on {held} at the fit. Move it back; or `save`, and `load` "
-                "with the model where it is now; or fit again."
-            )
-        module = self.network.module
-        with LOCK:
-            state = self.network.held.state()
-            seen = state, state.hooks()
-            unchanged = seen == fitted.seen
-            if fitted.seal is None or not fitted.seal.holds(module, unchanged):
-                # The seal comes first: weights that change meanwhile are not those that it is of.
-                seal = WeightsSeal.of(module)
-                check_fingerprint(self.network, posterior.fingerprint, call)
-                fitted.seal = seal
-        if unchanged:
-            return
-        # A run of the network takes as long as a prediction of few data, so it waits for a sign of a change.
-        if (structure := structure_of(module)) != fitted.structure:
-            check_function(self.network, posterior.function, call)
-            fitted.structure = structure
-        fitted.seen = seen
+        if fitted.of_earlier_weights:
+            network = self.network.renewed()
+            check_fingerprint(network, fitted.posterior.fingerprint, call)
+            self.network, fitted.of_earlier_weights = network, False
+        self.network.shell.check(call)
 
 
 def warn_of(unconverged: Sequence[str], of_error_bars: Sequence[str], stacklevel: int) -> None:

@@ -1,8 +1,8 @@
-"""`fitting`: what each fit does at its end, whether it comes to one or not; `together`: calls of several processes."""
+"""`fitting`: what each fit does at its end, whether it comes to one or not."""
 
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 
 from laplace_sampling.evidence.step import StopFit
 from laplace_sampling.predictions.calibration import CalibrationWarning
@@ -10,8 +10,6 @@ from laplace_sampling.solvers.solver import ConvergenceWarning
 
 if TYPE_CHECKING:
     from laplace_sampling.fitted import FittedModel
-
-__all__ = ["fitting", "together"]
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -25,7 +23,7 @@ def fitting(fit: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         model = cast("FittedModel", args[0])
         fitted, batching, max_rows = model._fitted, model.network.batching, model.network.batching.max_rows
         try:
-            with model.settings.processes.telling():
+            with model.settings.processes.shared_call():
                 result = fit(*args, **kwargs)
             model._unfinished = ()
             return result
@@ -36,16 +34,5 @@ def fitting(fit: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
             if not isinstance(error, StopFit):
                 raise
         return cast(Result, model)
-
-    return wrapper
-
-
-def together(method: Callable[Concatenate[Any, Arguments], Result]) -> Callable[Concatenate[Any, Arguments], Result]:
-    """A method for which all processes come together, if each has samples of its own; none waits for one that fails."""
-
-    @wraps(method)
-    def wrapper(self: Any, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with self.settings.holding.processes.telling():
-            return method(self, *args, **kwargs)
 
     return wrapper

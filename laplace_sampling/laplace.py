@@ -12,14 +12,14 @@ from laplace_sampling.criterion import with_selection
 from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.fitted import NotFittedError
-from laplace_sampling.fitting import fitting, together
+from laplace_sampling.fitting import fitting
 from laplace_sampling.held_out import HeldOut, check_calibration
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.methods.fit import Tuned
 from laplace_sampling.methods.method import Method, Tuning
-from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.random_weights import Subset
+from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.on_training_data import calibration_of, held_out_problems
 from laplace_sampling.planning import PlannedModel
 from laplace_sampling.posterior import Posterior
@@ -36,7 +36,6 @@ from laplace_sampling.solvers.checks import check_positive
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["LinearisedLaplace", "NotFittedError"]
 
@@ -52,7 +51,7 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
     (Antorán, Padhy et al., ICLR 2023).
 
     Args:
-        model: the trained network. It is held and never changed.
+        model: the trained network. A fit copies it, and neither changes nor runs it: predictions are those of the fit.
         likelihood: `"regression"` (Gaussian), `"classification"` (categorical), `"binary"` (Bernoulli, one or several
             outputs), `"poisson"` (counts), `"heteroscedastic"` (means and log variances), a `Likelihood`, or a
             dictionary of these, one for each head of a network that returns a dictionary.
@@ -71,8 +70,6 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
             likelihood and homogeneous for the others.
         process_group: processes of `torch.distributed` that share out the data of fits (`docs/distributed.md`). Each
             makes the same calls, with a loader of all data; `predict` and `save` may be called by one alone.
-        mesh: likewise a `DeviceMesh`, with the axes `"data"`, `"samples"`, or both; along the second one each group of
-            processes draws its own samples, and keeps them to itself if that axis is named `"shared_samples"`.
 
     Raises:
         ValueError: for settings that are not known or do not go together.
@@ -115,7 +112,6 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         seed: int = 0,
         linear_model: str = "auto",
         process_group: "ProcessGroup | None" = None,
-        mesh: "DeviceMesh | None" = None,
     ) -> None:
         self.settings = Settings.of(
             likelihood,
@@ -126,7 +122,6 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
             seed=seed,
             linear_model=linear_model,
             process_group=process_group,
-            mesh=mesh,
         )
         self.network = self.settings.linearise(model)
 
@@ -209,25 +204,26 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         data = {"noise_variances": noise_variances, "weights": weights, "unpack": unpack, "num_data": num_data}
         asked = {**data, **vars(tuning), "criterion": criterion, "scale": scale}
         asked |= {"budget": budget, "warm_start": warm_start}
+        network = self.network.renewed()  # predictions meanwhile are those of the earlier fit
         with Checkpoint(checkpoint, "fit_hyperparameters", asked) as kept:
-            problem = prepare(self.settings, self.network, loader, progress, budget, **data)
-            held_out = None if val_loader is None else HeldOut.read(val_loader, self.network, self.settings, unpack)
-            problem = kept.begin(self.settings, self.network, problem, held_out, self._earlier(warm_start))
+            problem = prepare(self.settings, network, loader, progress, budget, **data)
+            held_out = None if val_loader is None else HeldOut.read(val_loader, network, self.settings, unpack)
+            problem = kept.begin(self.settings, network, problem, held_out, self._earlier(warm_start))
             problem = with_selection(criterion, self.settings, problem, held_out, noise_bounds)
             task = self._prepared(problem, warm_start)
             tuning = replace(tuning.shifted(problem.tangent.log_scale), criterion=criterion)
             task, tuned = task.method.tune(task, tuning)
             fit = task.method.fit(task, tuned, tolerance)
             calibration, problems = calibration_of(fit, problem.tangent, held_out is not None, calibration)
-            posterior = Posterior.of(fit, problem.tangent, self.network, calibration, noise_variances is not None)
+            posterior = Posterior.of(fit, problem.tangent, network, calibration, noise_variances is not None)
             if held_out is not None and tuned.calibration is None:
-                posterior = calibrated(held_out, self.network, posterior, fit)
+                posterior = calibrated(held_out, network, posterior, fit)
             problems = [
                 *problems,
                 *held_out_problems(held_out, problem.tangent, posterior.likelihood, posterior.calibration),
             ]
             kept.done(fit)
-        return self._store(posterior, fit, problem.tangent, problems)
+        return self._store(network, posterior, fit, problem.tangent, problems)
 
     @fitting
     @solver_call
@@ -254,21 +250,21 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         data = {"noise_variances": noise_variances, "weights": weights, "unpack": unpack, "num_data": num_data}
         calibration = Calibration.of_scale(scale)
         asked = {**data, "budget": budget, "tolerance": tolerance, "scale": scale, "warm_start": warm_start}
+        network = self.network.renewed()  # predictions meanwhile are those of the earlier fit
         with Checkpoint(checkpoint, "fit", asked) as kept:
-            problem = prepare(self.settings, self.network, loader, progress, budget, **data)
-            problem = kept.begin(self.settings, self.network, problem, earlier=self._earlier(warm_start))
+            problem = prepare(self.settings, network, loader, progress, budget, **data)
+            problem = kept.begin(self.settings, network, problem, earlier=self._earlier(warm_start))
             task = self._prepared(problem, warm_start)
             fit = task.method.fit(task, Tuned(), tolerance)
-            posterior = Posterior.of(fit, problem.tangent, self.network, calibration, noise_variances is not None)
+            posterior = Posterior.of(fit, problem.tangent, network, calibration, noise_variances is not None)
             kept.done(fit)
-        return self._store(posterior, fit, problem.tangent)
+        return self._store(network, posterior, fit, problem.tangent)
 
     def _earlier(self, warm_start: bool) -> Posterior | None:
         """The posterior that a warm fit starts from."""
         return self._fitted.posterior if warm_start and self._fitted is not None else None
 
     @solver_call
-    @together
     def predict(
         self,
         x: Any,

@@ -16,7 +16,6 @@ from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.features import Features
-from laplace_sampling.linear_model.held_samples import HeldSamples
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.methods.verification import NEARLY_ALL
@@ -299,21 +298,11 @@ def _log_frequencies(
     return (of_classes / counts.sum()).log()[classes].where(given, 0)
 
 
-def deviations_of(features: Features, samples: HeldSamples, some: Tensor) -> Float[Tensor, "K n C"]:
-    """`φ(x_i) ζ_k` of some data."""
-    return samples.joined(_own_deviations(features, samples, some))
-
-
 @recorded
-def _own_deviations(features: Features, samples: HeldSamples, some: Tensor) -> Float[Tensor, "K n C"]:
-    """The same of the samples of this process; zero of others."""
-    deviations = torch.zeros(
-        len(samples), len(some), features.num_outputs, dtype=features.dtype, device=features.device
-    )
-    for numbers, block in samples.blocks():
-        for rows in features.chunks(torch.arange(len(some))):  # filled, for what is joined is there twice
-            deviations[numbers, rows] = features.jvp(block.to(features.dtype), some[rows])
-    return deviations
+def deviations_of(features: Features, samples: Float[Tensor, "K P"], some: Tensor) -> Float[Tensor, "K n C"]:
+    """`φ(x_i) ζ_k` of some data."""
+    samples = samples.to(features.dtype)
+    return torch.cat([features.jvp(samples, some[rows]) for rows in features.chunks(torch.arange(len(some)))], 1)
 
 
 def _without_inputs(labels: Labelled, y: Tensor, counts: Float[Tensor, "n S"]) -> float:

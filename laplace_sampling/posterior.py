@@ -12,7 +12,6 @@ from laplace_sampling.data.encoding import encode_inputs
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.weighted import Weighted
-from laplace_sampling.linear_model.held_samples import HeldSamples
 from laplace_sampling.linear_model.kronecker import CURVATURE, restored_curvature
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.tangent_model import TangentModel
@@ -54,7 +53,7 @@ class Posterior:
 
     prior: GaussianPrior
     likelihood: Likelihood
-    samples: HeldSamples
+    samples: Float[Tensor, "K P"]
     mode: Float[Tensor, " P"] | None
     effective_dimension: Float[Tensor, " G"]
     effective_dimension_se: Float[Tensor, " G"]
@@ -73,10 +72,6 @@ class Posterior:
         """The same with the samples of its fit."""
         assert fit.sampled is not None
         return replace(self, samples=fit.sampled.samples)
-
-    def in_half(self, dtype: torch.dtype) -> "Posterior":
-        """The same with samples in half precision, divided by the largest number of each."""
-        return replace(self, samples=self.samples.in_half(dtype))
 
     def without_data(self) -> "Posterior":
         """Leaves out inputs and targets, and covariances that take them, so that those of the samples are left.

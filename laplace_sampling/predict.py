@@ -21,7 +21,6 @@ from laplace_sampling.data.batches import (
     place,
     split,
 )
-from laplace_sampling.data.digest import digest
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.measurement import as_measurement
 from laplace_sampling.linear_model.features import Features
@@ -140,8 +139,6 @@ def predict(
         check: raises if the network is another one when covariances are asked for.
     """
     x = place(x, network.device, network.dtype)
-    if posterior.samples.are_shared:
-        _check_alike(posterior, x, num_samples)
     outputs, layout, network, x = _evaluated(network, x, posterior.rows * _DATA_OF_OUTPUTS)
     _check_axes(outputs, layout, fitted_layout)
     num_outputs = layout.size
@@ -174,13 +171,6 @@ def predict(
     )
 
 
-def _check_alike(posterior: Posterior, x: Any, num_samples: int | None) -> None:
-    """Raise if processes whose samples are put together predict other data, or by other numbers of them."""
-    inputs = digest((str(number), tensor) for number, tensor in enumerate(batched(x)[0]))
-    given = {"the inputs": inputs, "`num_samples`": num_samples}
-    posterior.samples.holding.processes.of_samples.check_call("predict", given)
-
-
 def _evaluated(network: Linearisation, x: Any, rows: int) -> tuple[Tensor, Layout, Linearisation, Any]:
     """Outputs and their layout, and what has their Jacobian with its inputs: of a last layer from the same run."""
     if not isinstance(network, LastLayer):
@@ -210,23 +200,16 @@ def _deviations(
     outputs: Float[Tensor, "N *C"],
     num_outputs: int,
 ) -> Float[Tensor, "K N C"]:
-    """`φ(x) ζ_k`, of some samples and some data at once, written to where they stay."""
-    held = posterior.samples
-    num = len(held) if num_samples is None else num_samples
+    """`φ(x) ζ_k`, of some data at once, written to where they stay."""
+    samples = posterior.samples[:num_samples]
     if not len(outputs):
-        return outputs.new_zeros(num, 0, num_outputs)
-    if num <= held.block and len(outputs) <= posterior.rows and not held.are_shared:
-        return network.jvp(x, next(held.blocks(num))[1])
-    deviations = outputs.new_zeros(num, len(outputs), num_outputs)
-    for numbers, samples in held.blocks(num):
-        columns = deviations[numbers].split(posterior.rows, 1)
-        for part, into in zip(_pieces(x, posterior.rows), columns, strict=True):
-            into.copy_(network.jvp(part, samples))
-    return held.joined(deviations)
-
-
-def _pieces(x: Any, rows: int) -> list[Any]:
-    return [x] if num_rows(x) <= rows else split(x, rows)
+        return outputs.new_zeros(len(samples), 0, num_outputs)
+    if len(outputs) <= posterior.rows:
+        return network.jvp(x, samples)
+    deviations = outputs.new_empty(len(samples), len(outputs), num_outputs)
+    for part, into in zip(split(x, posterior.rows), deviations.split(posterior.rows, 1), strict=True):
+        into.copy_(network.jvp(part, samples))
+    return deviations
 
 
 def covariance_of(posterior: Posterior, fit: Fit | None, features: Features) -> FunctionCovariance | None:

@@ -68,9 +68,9 @@ def prepare(
 
 def _check_alike(settings: "Settings", network: Linearisation) -> None:
     """Raises if processes would come to other numbers, and so wait for each other."""
-    if network.held.shards is not None:
+    if network.shell.shards is not None:
         network.fingerprint()  # raises if buffers differ
-    if not settings.processes.are_several:
+    if settings.processes.size == 1:
         return
     here = {
         "the weights or buffers of the model": network.fingerprint().tolist(),
@@ -90,16 +90,14 @@ def _check_alike(settings: "Settings", network: Linearisation) -> None:
 
 def _cost(network: Linearisation, tangent: TangentModel) -> Cost:
     """What products of the network take, and a gradient of all its trainable weights."""
-    trained = any(p.requires_grad and p.is_floating_point() for p in network.module.parameters())
-    whole = Linearisation(network.module, None if trained else network.names)
-    # What products have found out about the network: it need not run again for that.
-    whole.ways, whole.batching = network.ways, network.batching
+    trained = [n for n, p in network.source.named_parameters() if p.requires_grad and p.is_floating_point()]
+    whole = network.with_names(trained or network.names)
     features, counts = NetworkFeatures(whole, tangent.data, tangent.layout), dict(network.products)
 
     def gradient(batch: Tensor) -> None:
         others, passes = whole.names != network.names, 3  # a backward pass counts as two forward ones
         # Weights that processes share out would all be whole at once.
-        if network.held.shards is None or not others:
+        if network.shell.shards is None or not others:
             u = torch.ones(1, len(batch), features.num_outputs, dtype=network.dtype, device=network.device)
             try:
                 features.vjp(u, batch)
@@ -137,12 +135,9 @@ def problem_of(settings: "Settings", network: Linearisation, tangent: TangentMod
     vector = network.num_parameters * torch.empty((), dtype=network.dtype).element_size()
 
     default = _half_of_free(settings, network)  # asked once: it changes from moment to moment
-    holding = settings.holding
-    # On a CPU samples in host memory are in that of the solvers.
-    counted = replace(holding, offloaded=holding.offloaded and network.device.type != "cpu")
 
     def memory_of(max_memory: float | None) -> Memory:
-        return Memory(default if max_memory is None else max_memory, max_memory is not None, vector, counted)
+        return Memory(default if max_memory is None else max_memory, max_memory is not None, vector)
 
     return Problem(
         tangent=tangent,
@@ -153,13 +148,12 @@ def problem_of(settings: "Settings", network: Linearisation, tangent: TangentMod
         dtype=network.dtype,
         progress=progress,
         memory_of=memory_of,
-        holding=holding,
     )
 
 
 def _half_of_free(settings: "Settings", network: Linearisation) -> float:
     """Half of the free memory, in bytes, of the process that has least: all take the same decisions."""
-    return 0.5 * network.held.least(settings.processes.least(free_memory(network.device)))
+    return 0.5 * network.shell.least(settings.processes.least(free_memory(network.device)))
 
 
 def _within_memory(settings: "Settings", network: Linearisation, tangent: TangentModel) -> TangentModel:

@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from laplace_sampling.data.batches import as_tensors, place
-from laplace_sampling.data.unpacking import Unpack
+from laplace_sampling.data.sources import Unpack
 from laplace_sampling.export.posterior_module import PosteriorModule
 from laplace_sampling.fitted import FittedModel
-from laplace_sampling.fitting import together
-from laplace_sampling.networks.held_module import solver_call
+from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.predict import checked_inputs, predict, samples_for
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.make_prediction import check_quantities
@@ -33,7 +32,6 @@ class ProductionModel(FittedModel):
     """A fitted model that predicts outside of the session of its fit."""
 
     @solver_call
-    @together
     def to_module(
         self,
         num_samples: int | None = None,
@@ -79,7 +77,7 @@ class ProductionModel(FittedModel):
         plain = predict(self.network, uncalibrated, fitted.fit, x, num_samples=num_samples)
         module = PosteriorModule.of(
             self.network,
-            posterior.samples.first(len(posterior.samples) if num_samples is None else num_samples),
+            posterior.samples[:num_samples],
             names,
             posterior.likelihood,
             posterior.calibration,
@@ -104,7 +102,6 @@ class ProductionModel(FittedModel):
         return place(x, self.network.device, self.network.dtype)
 
     @solver_call
-    @together
     def predict_loader(
         self,
         loader: Iterable[Any],
@@ -148,8 +145,6 @@ class ProductionModel(FittedModel):
             prediction = predict(self.network, fitted.posterior, fitted.fit, x)
             for name, values in parts.items():
                 values.append(getattr(prediction, name).cpu())
-        if (samples := fitted.posterior.samples).are_shared:
-            samples.holding.processes.of_samples.check_call("predict_loader", {"the number of batches": "this is all"})
         return {name: _joined(name, values) for name, values in parts.items()}
 
 

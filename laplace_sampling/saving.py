@@ -4,40 +4,31 @@ A state is a dictionary of tensors, for `torch.load(..., weights_only=True)`.
 """
 
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from laplace_sampling.checksums import described, with_checksums
-from laplace_sampling.data.processes import ALONE, Processes
-from laplace_sampling.data.processes_of import processes_of
 from laplace_sampling.evidence.step import Step
-from laplace_sampling.files import File, read, target_of, write
+from laplace_sampling.files import File, read, write
 from laplace_sampling.fitted import Fitted, FittedModel, check_fingerprint, check_function
-from laplace_sampling.fitting import together
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.recipes import likelihood_from_recipe, recipe_of_likelihood
-from laplace_sampling.linear_model.held_samples import HeldSamples, Holding
 from laplace_sampling.linear_model.priors.as_prior import prior_from_recipe, recipe_of_prior
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, Prior
 from laplace_sampling.methods import method_from_recipe, recipe_of_method
 from laplace_sampling.methods.method import Method
 from laplace_sampling.networks.function_fingerprint import FunctionFingerprint
-from laplace_sampling.networks.held_module import HALF
 from laplace_sampling.networks.last_layer import LastLayer
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.conformal import conformal_of
 from laplace_sampling.preparation import restore_fit
-from laplace_sampling.shared_files import entries, is_folder, is_sample, read_folder, write_folder
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
     from laplace_sampling.settings import Settings
 
@@ -45,16 +36,13 @@ __all__ = ["SavableModel"]
 
 # Before the names of the tensors of an exact or factored posterior, of what the network computes, and of scores.
 _EXACT, _FUNCTION, _CONFORMAL = "exact.", "function.", "conformal."
-# Samples in half precision.
-_SCALED = "scaled_samples"
 _NUM_NAMED = 3
 
 
 class SavableModel(FittedModel):
     """A fitted model that can be written to a file, and read."""
 
-    @together
-    def state_dict(self, dtype: torch.dtype | None = None, *, include_data: bool = True) -> dict[str, Tensor]:
+    def state_dict(self, *, include_data: bool = True) -> dict[str, Tensor]:
         """All that predictions need, as tensors only: loads with `torch.load(..., weights_only=True)`.
 
         Of the data it holds
@@ -68,38 +56,19 @@ class SavableModel(FittedModel):
         All else is made of sums over the data.
 
         Args:
-            dtype: of the samples: `torch.float16` or `torch.bfloat16` for half the memory, also of the object that
-                takes them over; `None` as they are. Numbers are divided by the largest of their sample, and rounded to
-                2⁻¹¹ or 2⁻⁸ of themselves: standard deviations of a LeNet move by at most 5e-4 and 5e-3 of themselves.
             include_data: with `False` it holds no inputs and targets. Then a network with the weights of the fit that
                 computes something else, as with another activation, is not refused; `to_module` needs `example=`; and
                 variances and covariances of an exact fit in observation space are those of its samples, which have a
                 relative error of `√(2/K)`, and its `sample`, evidence and leave-one-out need another fit.
-
-        Raises:
-            ValueError: for another `dtype`.
         """
-        if self.settings.holding.processes.samples_stay:
-            given = {"`dtype`": dtype, "`include_data`": include_data}
-            self.settings.holding.processes.of_samples.check_call("state_dict", given)
-        return self._state(dtype, include_data, "state_dict")
+        return self._state(include_data, "state_dict")
 
-    def _state(
-        self, dtype: torch.dtype | None, include_data: bool, call: str, in_parts: bool = False
-    ) -> dict[str, Tensor]:
+    def _state(self, include_data: bool, call: str) -> dict[str, Tensor]:
         posterior = self._drawn(call).posterior
         if not include_data:
             posterior = posterior.without_data()
-        if dtype is not None:
-            if dtype not in HALF:
-                raise ValueError(
-                    f"`{call}(dtype={dtype})`: samples are in torch.float16 or torch.bfloat16, or as they are without "
-                    "`dtype`."
-                )
-            posterior = posterior.in_half(dtype)
-        return state_of(posterior, self.settings, self.network, in_parts)
+        return state_of(posterior, self.settings, self.network)
 
-    @together
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take over a posterior from `state_dict`.
 
@@ -109,15 +78,13 @@ class SavableModel(FittedModel):
         """
         self._take_over(state, described(state), "load_state_dict")
 
-    def _take_over(
-        self, state: dict[str, Tensor], how: dict[str, Any], call: str, held: HeldSamples | None = None
-    ) -> None:
-        posterior, settings = posterior_of(state, how, self.settings, self.network, call, held=held)
-        fit, tangent = restore_fit(settings, self.network, posterior)
-        self.settings, self._unfinished = settings, ()
+    def _take_over(self, state: dict[str, Tensor], how: dict[str, Any], call: str) -> None:
+        network = self.network.renewed()
+        posterior, settings = posterior_of(state, how, self.settings, network, call)
+        fit, tangent = restore_fit(settings, network, posterior)
+        self.settings, self.network, self._unfinished = settings, network, ()
         self._keep(posterior, fit, tangent)
 
-    @together
     def start_from(self, state: dict[str, Tensor]) -> None:
         """Take over a posterior of the network as it was earlier in its training, for `warm_start=True` to start from.
 
@@ -132,38 +99,24 @@ class SavableModel(FittedModel):
         posterior, self.settings = posterior_of(
             state, described(state), self.settings, self.network, "start_from", of_this_network=False
         )
-        self._fitted, self._unfinished = Fitted(posterior), ()
+        self._fitted, self._unfinished = Fitted(posterior, of_earlier_weights=True), ()
 
-    def save(self, path: File, dtype: torch.dtype | None = None, *, include_data: bool = True) -> None:
+    def save(self, path: File, *, include_data: bool = True) -> None:
         """Write `state_dict()` to a file, which holds the inputs of a few training data, or all data: see there.
-
-        With an axis `"shared_samples"` of `mesh`, all processes write a folder of `torch.distributed.checkpoint`, each
-        its own samples. It has to be on a disk that all of them share, and takes the place of an earlier one.
 
         It is written to a temporary file in the same folder, flushed to the disk, and put in the place of an older
         file: whatever happens meanwhile, that one or the new one is there, and whole. A process that is killed may
         leave the temporary file behind, which begins with a dot and ends in `.tmp`.
 
         Args:
-            path: of the file or folder; or an open file in binary mode, which is written to as it is.
-            dtype: of the samples, as for `state_dict`.
+            path: of the file; or an open file in binary mode, which is written to as it is.
             include_data: with `False` the file holds no inputs and targets, and less can be done with it, as there.
 
         Raises:
             NotFittedError: before a fit.
-            ValueError: as `state_dict`.
             OSError: if the file cannot be written; an older one is unchanged.
         """
-        processes = self.settings.holding.processes
-        if not processes.samples_stay:
-            write(self._state(dtype, include_data, "save"), path)
-            return
-        with processes.telling():
-            if hasattr(path, "write"):
-                raise TypeError("`save`: samples that are shared out are written to a folder: give its path.")
-            folder = target_of(cast(str, path))
-            processes.check_call("save", {"`path`": folder, "`dtype`": dtype, "`include_data`": include_data})
-            write_folder(self._state(dtype, include_data, "save", in_parts=True), folder, processes)
+        write(self._state(include_data, "save"), path)
 
     @classmethod
     def load(
@@ -175,60 +128,34 @@ class SavableModel(FittedModel):
         method: str | Method | None = None,
         *,
         process_group: "ProcessGroup | None" = None,
-        mesh: "DeviceMesh | None" = None,
     ) -> Self:
         """Read what `save` wrote, for the same trained network; settings are those of the saved object.
 
         Args:
-            path: of the file or folder, or an open file in binary mode. The index of a folder is a pickle: read only
-                folders of those whom you trust.
+            path: of the file, or an open file in binary mode.
             model: the network, with the weights that it had at the fit.
             likelihood: needed only if the file does not hold it: if it was not one of the library's own, or one of
                 measurements, `Gaussian(observe=T)`.
             prior: likewise.
             method: likewise.
             process_group: as of the constructor, whatever the number of processes was that saved it.
-            mesh: likewise.
 
         Raises:
             OSError: if the file cannot be opened.
             ValueError: if it is damaged, of something else or of another version; if `model` has other weights than at
                 the fit, or computes another function of the data; if something has to be given.
         """
-        where = {"process_group": process_group, "mesh": mesh}
-        given = {"likelihood": likelihood, "prior": prior, "method": method}
-        processes = processes_of(**where)
-        shared = processes if processes.samples_stay else ALONE
-        with shared.telling():
-            if not hasattr(path, "read") and is_folder(cast(str, path)):
-                return cls._of_folder(target_of(cast(str, path)), shared, model, given, where)
-            state = read(path)
-            how = described(state)
-            # The constructor is that of `LinearisedLaplace`.
-            la = cls(model, **arguments_of(how, **given), **where)  # pyright: ignore[reportCallIssue]
-            la._take_over(state, how, "load")
-            return la
-
-    @classmethod
-    def _of_folder(
-        cls, folder: Path, processes: Processes, model: nn.Module, given: dict[str, Any], where: dict[str, Any]
-    ) -> Self:
-        """Read what several processes wrote."""
-        state, rows, num = read_folder(folder, processes.samples_of)
-        how = described(state, lambda name: not is_sample(name) or name in state)
-        la = cls(model, **arguments_of(how, **given), **where)  # pyright: ignore[reportCallIssue]
-        held = HeldSamples.of_part(rows, num, la.settings.holding, la.network.device, state.get("sample_scales"))
-        la._take_over(state, how, "load", held)
+        state = read(path)
+        how = described(state)
+        arguments = arguments_of(how, likelihood=likelihood, prior=prior, method=method)
+        # The constructor is that of `LinearisedLaplace`.
+        la = cls(model, **arguments, process_group=process_group)  # pyright: ignore[reportCallIssue]
+        la._take_over(state, how, "load")
         return la
 
 
-def state_of(
-    posterior: Posterior, settings: "Settings", network: Linearisation, in_parts: bool = False
-) -> dict[str, Tensor]:
-    """The state of a posterior: its tensors, as JSON how it was made, and checksums of both.
-
-    With `in_parts` only the samples of this process are in it, one by one.
-    """
+def state_of(posterior: Posterior, settings: "Settings", network: Linearisation) -> dict[str, Tensor]:
+    """The state of a posterior: its tensors, as JSON how it was made, and checksums of both."""
     how = {
         "groups": posterior.prior.names,
         "num_floored": posterior.prior.num_floored,
@@ -258,17 +185,10 @@ def state_of(
         "prior_scale": posterior.prior.scale,
         "effective_dimension": posterior.effective_dimension,
         "effective_dimension_se": posterior.effective_dimension_se,
+        "samples": posterior.samples,
     }
     if posterior.mode is not None:
         state["mode"] = posterior.mode
-    held = posterior.samples
-    if in_parts:
-        state |= entries(held)
-    else:
-        # Under another name, so that a version without scales does not take them for samples.
-        state["samples" if held.scales is None else _SCALED] = held.rows_of_all()
-    if (scales := held.scales_of_all()) is not None:
-        state["sample_scales"] = scales
     noise = posterior.likelihood.noise_precisions()
     if noise is not None:
         state["noise_precision"] = noise
@@ -277,7 +197,7 @@ def state_of(
         state |= {f"{_CONFORMAL}{name}": tensor for name, tensor in posterior.conformal.tensors().items()}
     if posterior.function is not None:
         state |= {f"{_FUNCTION}{name}": tensor for name, tensor in posterior.function.tensors().items()}
-    return with_checksums(state, how, held.holding.processes if in_parts else ALONE)
+    return with_checksums(state, how)
 
 
 def posterior_of(
@@ -287,7 +207,6 @@ def posterior_of(
     network: Linearisation,
     call: str,
     of_this_network: bool = True,
-    held: HeldSamples | None = None,
 ) -> "tuple[Posterior, Settings]":
     """The posterior of a state, and the settings with the linear model that it is of.
 
@@ -298,7 +217,6 @@ def posterior_of(
         network: whose posterior it must be.
         call: what the user called.
         of_this_network: whether it must be of the weights that the network has now.
-        held: its samples, where they are not in the state.
 
     Raises:
         ValueError: if the state has NaN in it, is of other weights, of another function of the data, of other random
@@ -330,7 +248,7 @@ def posterior_of(
             num_floored=how["num_floored"],
         ),
         likelihood=likelihood,
-        samples=_held(state, settings.holding, device) if held is None else held,
+        samples=state["samples"].to(device),
         mode=state["mode"].to(device) if "mode" in state else None,
         effective_dimension=state["effective_dimension"].to(device),
         effective_dimension_se=state["effective_dimension_se"].to(device),
@@ -346,12 +264,6 @@ def posterior_of(
         conformal=conformal_of({n.removeprefix(_CONFORMAL): t for n, t in state.items() if n.startswith(_CONFORMAL)}),
     )
     return posterior, replace(settings, linear_model=saved["linear_model"])
-
-
-def _held(state: dict[str, Tensor], holding: Holding, device: torch.device) -> HeldSamples:
-    """The samples of a state, of which this process may keep some."""
-    scales = state.get("sample_scales")
-    return HeldSamples.of(state["samples" if scales is None else _SCALED], holding, device, scales)
 
 
 def arguments_of(how: dict[str, Any], **given: Any) -> dict[str, Any]:
@@ -370,7 +282,7 @@ def arguments_of(how: dict[str, Any], **given: Any) -> dict[str, Any]:
 
 
 def _check_finite(state: dict[str, Tensor]) -> None:
-    names = ("samples", _SCALED, "sample_scales", "mode", "prior_precision", "prior_scale", "noise_precision")
+    names = ("samples", "mode", "prior_precision", "prior_scale", "noise_precision")
     # Extremes are NaN where anything is, and take no memory.
     wrong = [n for n in names if n in state and not all(bool(value.isfinite()) for value in state[n].aminmax())]
     if wrong:

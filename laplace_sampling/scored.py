@@ -13,7 +13,7 @@ from laplace_sampling.fitted import FittedModel
 from laplace_sampling.linear_model.some_features import SomeFeatures, some_of
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit
-from laplace_sampling.networks.held_module import solver_call
+from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.networks.subnetwork import of_some_weights
 from laplace_sampling.on_training_data import deviations_of, enough
 from laplace_sampling.posterior import Posterior
@@ -52,7 +52,7 @@ class ScoredModel(FittedModel):
           where a datum decides its own prediction: a `ConvergenceWarning` tells.
 
         Neither sees that labels are learnt by heart: networks have seen them, and where they are certain of all of them
-        the curvature of the loss vanishes (`docs/decisions/scores.md`). Held-out data do.
+        the curvature of the loss vanishes (`docs/decisions.md`). Held-out data do.
 
         Args:
             kind: which.
@@ -73,7 +73,7 @@ class ScoredModel(FittedModel):
         check_whole("`score(num_data=...)`", num_data, 1)
         fit, tangent = self._with_data("score")
         some = of_some_weights(self.network)
-        with self.settings.processes.telling():
+        with self.settings.processes.shared_call():
             if kind == "loo":
                 return replace(self._left_out_score(fit, tangent, num_data), of_some_weights=some)
             alpha, evidence = best_network_evidence(

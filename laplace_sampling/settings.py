@@ -6,10 +6,8 @@ from typing import Any
 from torch import nn
 
 from laplace_sampling.data.processes import ALONE, Processes
-from laplace_sampling.data.processes_of import processes_of
 from laplace_sampling.likelihoods.as_likelihood import as_likelihood
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.linear_model.held_samples import Holding
 from laplace_sampling.linear_model.priors.as_prior import as_prior
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.methods import as_method
@@ -48,7 +46,6 @@ class Settings:
         seed: int = 0,
         linear_model: str = "auto",
         process_group: Any = None,
-        mesh: Any = None,
     ) -> "Settings":
         """The settings of arguments, some of which are strings.
 
@@ -67,23 +64,13 @@ class Settings:
             num_samples=num_samples,
             seed=seed,
             linear_model=default if linear_model == "auto" else linear_model,
-            processes=processes_of(process_group, mesh),
+            processes=ALONE if process_group is None else Processes(process_group),
         )
 
     def __post_init__(self) -> None:
         check_whole("`num_samples`", self.num_samples, 2)
         check_whole("`seed`", self.seed, 0)
-        if self.num_samples < self.processes.num_samplers:
-            raise ValueError(
-                f"`num_samples={self.num_samples}` is fewer than the {self.processes.num_samplers} groups of processes "
-                "that draw or keep them: ask for more, or make that axis of `mesh` shorter."
-            )
         self.method.check_likelihood(self.likelihood)
-
-    @property
-    def holding(self) -> Holding:
-        """Where samples are kept."""
-        return Holding(self.method.offload_samples, self.processes if self.processes.samples_stay else ALONE)
 
     @property
     def observation(self) -> Any:

@@ -7,16 +7,11 @@ from typing import Any, Self, TypeVar
 from laplace_sampling.data.processes import Processes
 from laplace_sampling.journal import Journal, Known, rebuilt
 
-__all__ = ["SharedJournal", "file_of"]
-
 Result = TypeVar("Result")
 
 
 class SharedJournal:
     """A `Journal` whose results all processes get, so that a fit goes on with more or fewer of them.
-
-    Each group that draws its own samples has a file of its own, which tells nothing of the samples of others: with
-    several groups a fit goes on with the same ones (`checkpoint.Checkpoint`).
 
     Args:
         path: of the file.
@@ -29,7 +24,7 @@ class SharedJournal:
 
     def __init__(self, path: Path, head: dict[str, Any], products: dict[str, int], processes: Processes) -> None:
         self.products, self.processes, self.journal = products, processes, None
-        self.head = processes.of_first(lambda: self._opened(path, head))
+        self.head = processes.first(lambda: self._opened(path, head))
 
     def _opened(self, path: Path, head: dict[str, Any]) -> dict[str, Any]:
         self.journal = Journal(path, head, self.products)
@@ -51,7 +46,7 @@ class SharedJournal:
     def result(self, name: str, arguments: Sequence[Any], compute: Callable[[], Result]) -> Result:
         """As of a `Recorder`, on all processes alike."""
         journal = self.journal
-        if not self.processes.share_data:
+        if self.processes.size == 1:
             assert journal is not None
             return journal.result(name, arguments, compute)
         key: list[str] = []
@@ -61,7 +56,7 @@ class SharedJournal:
             key.append(journal.key(name, arguments))
             return journal.known(key[0])
 
-        found = self.processes.of_first(known)
+        found = self.processes.first(known)
         if found is not None:
             return rebuilt(found, self.products)
         before = dict(self.products)
@@ -69,9 +64,3 @@ class SharedJournal:
         if journal is not None:
             journal.keep(key[0], value, before)
         return value
-
-
-def file_of(path: Path, processes: Processes) -> Path:
-    """The file of this process: each group that draws its own samples has one."""
-    group = processes.sampler
-    return path.with_name(f"{path.name}.samples{group}") if group else path

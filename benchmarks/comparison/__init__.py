@@ -1,1 +1,1 @@
-"""What `python -m benchmarks` runs: error bars of this library and of others, on the same tasks and networks."""
+"""What `python -m benchmarks.comparison` runs: error bars of this library and of others on the same networks."""

@@ -1,25 +1,22 @@
-"""laplace-torch (of the extra `bench`), with settings that are fair to it.
+"""laplace-torch , with settings that are fair to it.
 
 BackPACK computes Jacobians where it knows all layers, else they are computed in small batches. KFAC covers linear and
 convolutional layers only, as laplace-torch has no other. Joint samples come from its samples of weights through the
-tangent, since the samples of outputs that it offers are not joint over inputs. Predictions are by its default link; the
-link of its samples is measured as well.
+tangent, since the samples of outputs that it offers are not joint over inputs. Predictions are by its default link.
 """
 
 import copy
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.comparison.predictions import Classified, Fitted, Prediction, Regressed, prediction
+from benchmarks.comparison.predictions import Classified, Fitted, Prediction, Regressed
 from benchmarks.comparison.training import Problem, outputs_of
 from laplace_sampling.networks.linearisation import Linearisation
-
-__all__ = ["GRID", "STRUCTURES", "build", "laplace_torch", "weight_samples"]
 
 # Arguments of `Laplace`: which weights are random, and the form of the Hessian.
 STRUCTURES = {
@@ -58,11 +55,11 @@ def build(
     return la, names, BATCH if plain or subset == "last_layer" else SMALL_BATCH
 
 
-def laplace_torch(structure: str, tuning: str) -> Callable[[Problem], Fitted]:
-    """`tuning` is `"marglik"`, its own marginal likelihood, or `"gridsearch"`, its own search on validation data."""
+def laplace_torch(structure: str, validated: bool) -> Callable[[Problem], Fitted]:
+    """Tuned by its own marginal likelihood, or by its own search on validation data."""
 
     def method(problem: Problem) -> Fitted:
-        la, names, batch = fitted(problem, structure, tuning)
+        la, names, batch = fitted(problem, structure, validated)
         deviations = weight_samples(la, problem.seed)
         noise = float(la.sigma_noise) ** 2
         tangent = Linearisation(problem.network, names)
@@ -77,31 +74,30 @@ def laplace_torch(structure: str, tuning: str) -> Callable[[Problem], Fitted]:
                 mean, variance = (torch.cat([part[i].detach().flatten() for part in parts]) for i in (0, 1))
                 return Regressed(mean, variance + noise, samples.flatten(1), noise, gaussian=True)
             probs = torch.cat([part.detach() for part in parts]).double().clamp_min(1e-30)
-            mixture = cast(Classified, prediction("classification", samples))
-            return Classified(probs.log(), samples, {"mc": mixture.log_probs})
+            return Classified(probs.log(), samples)
 
         precision = torch.as_tensor(la.prior_precision).flatten().tolist()
-        outputs = problem.task.outputs
-        return Fitted(predict, passes=outputs, products=outputs, details={"prior_precision": precision, "noise": noise})
+        # A Jacobian is as many reverse passes as there are outputs.
+        return Fitted(predict, problem.task.outputs, {"prior_precision": precision, "noise": noise})
 
     return method
 
 
-def fitted(problem: Problem, structure: str, tuning: str) -> tuple[Any, list[str], int]:
+def fitted(problem: Problem, structure: str, validated: bool) -> tuple[Any, list[str], int]:
     """The results of `build`, with the object fitted and tuned."""
     la, names, batch = build(problem.network, problem.likelihood, *STRUCTURES[structure])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         la.fit(problem.data.train.loader(batch))
-        tune(la, problem, tuning, batch)
+        tune(la, problem, validated, batch)
     if STRUCTURES[structure][0] == "last_layer":
         names = [name for name in names if name.startswith(f"{la.model._last_layer_name}.")]
     return la, names, batch
 
 
-def tune(la: Any, problem: Problem, tuning: str, batch: int) -> None:
+def tune(la: Any, problem: Problem, validated: bool, batch: int) -> None:
     """Tunes by its own means; the noise of a regression follows its documentation, or validation residuals."""
-    if problem.likelihood == "regression" and tuning == "marglik":
+    if problem.likelihood == "regression" and not validated:
         log_prior, log_noise = (torch.ones(1, requires_grad=True) for _ in range(2))
         optimiser = torch.optim.Adam([log_prior, log_noise], lr=0.1)
         for _ in range(1000):
@@ -112,7 +108,7 @@ def tune(la: Any, problem: Problem, tuning: str, batch: int) -> None:
                 break
         la.prior_precision, la.sigma_noise = log_prior.detach().exp(), log_noise.detach().exp()
         return
-    if tuning == "marglik":
+    if not validated:
         la.optimize_prior_precision(method="marglik")
         return
     validation = problem.data.validation

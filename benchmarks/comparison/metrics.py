@@ -14,18 +14,6 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 
 from benchmarks.comparison.predictions import Classified, Prediction, Regressed, log_mean_exp
 
-__all__ = [
-    "best_scale",
-    "crps",
-    "gaussian_joint_log_likelihood",
-    "joint_log_likelihood",
-    "label_log_likelihoods",
-    "logit_wasserstein",
-    "ood_aurocs",
-    "score",
-    "symmetrised_kl",
-]
-
 KAPPAS, SHUFFLES, LEVEL = range(1, 6), 10, 0.9
 
 
@@ -52,8 +40,7 @@ def _classified(p: Classified, y: Tensor) -> dict[str, float]:
         "accuracy": 1 - float(is_error.double().mean()),
         "error_auroc": auroc(-probs.amax(-1), is_error),
     }
-    scores |= {f"error_auroc_{name}": auroc(values, is_error) for name, values in detectors(p).items()}
-    return scores | {f"log_likelihood_{link}": float(q[picked, y].mean()) for link, q in p.links.items()}
+    return scores | {f"error_auroc_{name}": auroc(values, is_error) for name, values in detectors(p).items()}
 
 
 def _regressed(p: Regressed, y: Tensor) -> dict[str, float]:

@@ -14,8 +14,6 @@ from benchmarks.comparison.spectral import spectral
 
 SPECTRAL = ", spectral"
 
-__all__ = ["NETWORKS", "SPECTRAL", "build"]
-
 
 def mlp(
     shape: torch.Size, outputs: int, dropout: float, width: int = 50, depth: int = 2, activation: type = nn.ReLU
@@ -129,28 +127,6 @@ class ViT(nn.Module):
         return self.head(self.norm(self.layers(patches)).mean(1))
 
 
-def three_and_three(shape: torch.Size, outputs: int, dropout: float, channels: tuple[int, ...]) -> nn.Module:
-    """Three convolutions with max pools and three linear layers; `channels` of these, but the last (Immer 2021)."""
-    layers: list[nn.Module] = []
-    for inside, outside, size in zip((shape[0], *channels), channels[:3], (5, 3, 3), strict=False):
-        convolution = nn.Conv2d(inside, outside, size, padding=size // 2)
-        layers += [convolution, nn.ReLU(), nn.MaxPool2d(3, 2, 1), *_dropout(dropout)]
-    side = math.ceil(shape[-1] / 8)
-    first, second = channels[3:]
-    return nn.Sequential(
-        *layers, nn.Flatten(), nn.Linear(channels[2] * side**2, first), nn.ReLU(), *_dropout(dropout),
-        nn.Linear(first, second), nn.ReLU(), *_dropout(dropout), nn.Linear(second, outputs),
-    )  # fmt: skip
-
-
-def pixels(shape: torch.Size, outputs: int, dropout: float, width: int = 8) -> nn.Module:
-    """A logit for each pixel, from dilated convolutions that see most of the image."""
-    layers: list[nn.Module] = []
-    for inside, dilation in zip((shape[0], width, width), (1, 2, 4), strict=True):
-        layers += [nn.Conv2d(inside, width, 3, padding=dilation, dilation=dilation), nn.ReLU(), *_dropout(dropout)]
-    return nn.Sequential(*layers, nn.Conv2d(width, 1, 1), nn.Flatten(1), nn.Unflatten(1, tuple(shape[1:])))
-
-
 def _dropout(rate: float) -> list[nn.Module]:
     return [nn.Dropout(rate)] if rate else []
 
@@ -158,24 +134,15 @@ def _dropout(rate: float) -> list[nn.Module]:
 NETWORKS: dict[str, Callable[[torch.Size, int, float], nn.Module]] = {
     "MLP": mlp,
     "tanh MLP": tanh_mlp,
-    "MLP, wide": partial(mlp, width=100, depth=3),
     "LeNet": lenet,
-    "LeNet, small": partial(lenet, channels=(4, 8, 16)),
-    "LeNet, large": partial(lenet, channels=(12, 24, 64)),
     "LeNet with batch norm": lenet_norm,
     "LeNet of 1998": lenet_1998,
     "CNN with batch norm": pooled_cnn,
     "strided CNN, small": strided_cnn,
     "strided CNN": partial(strided_cnn, channels=(32, 32, 64)),
     "strided CNN, large": partial(strided_cnn, channels=(42, 48, 60)),
-    "strided CNN, 256 weights": partial(strided_cnn, channels=(1, 2, 4)),
-    "strided CNN, 3,866 weights": partial(strided_cnn, channels=(8, 16, 16)),
-    "strided CNN, 8,386 weights": partial(strided_cnn, channels=(12, 24, 24)),
-    "3 convolutions and 3 linear layers": partial(three_and_three, channels=(32, 48, 64, 128, 64)),
-    "3 convolutions and 3 linear layers, narrow": partial(three_and_three, channels=(2, 2, 2, 4, 4)),
     "ResNet": resnet,
     "ViT": ViT,
-    "pixels": pixels,
 }
 
 

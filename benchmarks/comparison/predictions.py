@@ -7,23 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Classified", "Fitted", "Prediction", "Regressed", "log_mean_exp", "prediction", "targets"]
-
 
 @dataclass(frozen=True)
 class Classified:
-    """Predictions of classes, also for the pixels of a segmentation.
+    """Predictions of classes.
 
     Attributes:
         log_probs: `[N, C]`, of the method's own link.
         samples: joint draws of the logits, `[K, N, C]`; `K = 1` for a network without error bars.
-        links: log-probabilities by other links.
         epistemic: the method's own measure of what it does not know, `[N]`, if it has one.
     """
 
     log_probs: Tensor
     samples: Tensor
-    links: dict[str, Tensor] = field(default_factory=dict)
     epistemic: Tensor | None = None
 
 
@@ -50,20 +46,14 @@ class Fitted:
 
     Attributes:
         predict: from inputs to a prediction.
-        passes: of gradients, or pairs of Jacobian products, over all training data, networks trained on the way
-            included; not what MAP took.
-        products: Jacobian products or forward passes that the prediction of one input takes.
+        epochs: gradients, or pairs of Jacobian products, over all training data that the fit took, networks trained on
+            the way included, but not the network that gets error bars.
         details: hyperparameters, and what else tells how it went.
-        seconds: of fits that it shares with a method before it, which the clock did not see.
-        cpu_seconds: likewise, of the processor.
     """
 
     predict: Callable[[Tensor], Prediction]
-    passes: float = 0.0
-    products: float = 1.0
+    epochs: float = 0.0
     details: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
 
 
 def log_mean_exp(x: Tensor) -> Tensor:
@@ -80,15 +70,8 @@ def prediction(
         samples = outputs.reshape(len(outputs), -1)
         variance = samples.var(0, correction=0) + noise_variance
         return Regressed(samples.mean(0), variance, samples, noise_variance)
-    logits = two_classes(outputs) if likelihood == "binary" else outputs
-    logits = logits / temperature
+    logits = outputs / temperature
     return Classified(log_mean_exp(logits.log_softmax(-1)), logits)
-
-
-def two_classes(logits: Tensor) -> Tensor:
-    """A logit for each pixel, `[K, N, ...]`, as logits of two classes, `[K, N·pixels, 2]`."""
-    flat = logits.reshape(len(logits), -1)
-    return torch.stack([torch.zeros_like(flat), flat], -1)
 
 
 def targets(likelihood: str, y: Tensor) -> Tensor:

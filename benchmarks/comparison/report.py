@@ -1,145 +1,190 @@
-"""Tables and figures from files of results, on one page."""
+"""Means of results as a CSV file, and from it a page with one table for each half and a figure."""
 
-from collections.abc import Callable, Sequence
+import csv
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.comparison import cost, fidelity, figures, halves, run
-from benchmarks.comparison.checks import checks
-from benchmarks.comparison.lines import read
-from benchmarks.comparison.results import Results
-from benchmarks.comparison.tables import by_case, by_method, cost_table, failures, links_table, settings_table, table
+from benchmarks.comparison.methods import METHODS
 
-__all__ = ["page", "write"]
+Row = Mapping[str, Any]
+SEVERE = ("severity 3", "severity 4", "severity 5", "gap")
 
 
-def fidelity_table(lines: Sequence[dict[str, Any]]) -> str:
-    """One row for each method and one column for each size; means over seeds."""
-    sizes = sorted({line["num_parameters"] for line in lines})
+def test(name: str) -> Callable[[Row], float | None]:
+    return lambda line: line["metrics"]["test"].get(name)
+
+
+def shifted(line: Row) -> float | None:
+    """Log-likelihood under corruptions of severity 3 to 5, or in the gap of a regression."""
+    values = [line["metrics"][part]["log_likelihood"] for part in SEVERE if part in line["metrics"]]
+    return mean(values)
+
+
+def others(line: Row) -> float | None:
+    """How well other data are told by the method's own measure of what it does not know, or else by the entropy."""
+    found = (line.get("ood_auroc") or {}).values()
+    return mean([each.get("epistemic", each.get("entropy")) for each in found])
+
+
+def epochs(line: Row) -> float | None:
+    return line["epochs_fit"]
+
+
+NUMBERS: dict[str, Callable[[Row], float | None]] = {
+    "log_likelihood": test("log_likelihood"),
+    "shifted": shifted,
+    "accuracy": test("accuracy"),
+    "rmse": test("rmse"),
+    "calibration_error": test("calibration_error"),
+    "error_auroc": test("error_auroc"),
+    "other_auroc": others,
+    "joint_5": test("joint_5"),
+    "epochs_fit": epochs,
+    "seconds_predict": lambda line: line["seconds_predict"],
+}
+FIELDS = ("suite", "case", "method", "seeds", *NUMBERS)
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
+
+
+def means(lines: Sequence[Row]) -> list[dict[str, Any]]:
+    """One row for each suite, case and method: means over seeds. Results that are errors have no row."""
+    cells: dict[tuple[str, str, str], list[Row]] = {}
+    for line in lines:
+        if "error" not in line and line["method"] in METHODS:
+            cells.setdefault((line["suite"], line["case"], line["method"]), []).append(line)
+    order = list(METHODS)
+    cases = list(dict.fromkeys((suite, case) for suite, case, _ in cells))
     rows = []
-    for method in dict.fromkeys(line["method"] for line in lines):
-        cells = []
-        for metric in ("symmetrised_kl", "symmetrised_kl_predicted", "wasserstein"):
-            for size in sizes:
-                values = [v[metric] for v in lines if v["method"] == method and v["num_parameters"] == size]
-                cells.append(f"{np.mean(values):.2g}" if values else "")
-        rows.append([method, *cells])
-    heads = [f"{name}, P = {size}" for name in ("KL", "KL as predicted", "W₂") for size in sizes]
-    return table(["method", *heads], rows)
+    for suite, case, method in sorted(cells, key=lambda key: (cases.index(key[:2]), order.index(key[2]))):
+        found = cells[suite, case, method]
+        numbers = {name: mean(number(line) for line in found) for name, number in NUMBERS.items()}
+        rows.append({"suite": suite, "case": case, "method": method, "seeds": len(found)} | numbers)
+    return rows
 
 
-def ratios_table(lines: Sequence[dict[str, Any]], step: str) -> str:
-    """For a step, our figure and the ratio of theirs to ours."""
-    cells = {(v["outputs"], v["size"], v["method"]): v for v in lines}
-    places = sorted({(outputs, size) for outputs, size, _ in cells})
-    methods = [method for method in cost.METHODS if method != "ours"]
-    key = "mebibytes" if step == "memory" else f"seconds_{step}"
-    rows = []
-    for place in places:
-        our_value = cells.get((*place, "ours"), {}).get(key)
-        row = [str(place[0]), f"{place[1]:.0e}", "–" if our_value is None else f"{our_value:.3g}"]
-        for method in methods:
-            line = cells.get((*place, method), {})
-            if line.get(key) is not None and our_value and not (step == "memory" and "error" in line):
-                row.append(f"{line[key] / our_value:.2g}")
-            else:
-                row.append(line.get("error", "")[:60])
-        rows.append(row)
-    unit = "MiB" if step == "memory" else "s"
-    return table(["C", "P", f"ours, {unit}", *methods], rows)
+def write_means(rows: Iterable[Row], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(FIELDS)
+        above: Row = {"suite": None, "case": None}
+        for row in rows:
+            shown = dict(row) | {name: "" for name in ("suite", "case") if row[name] == above[name]}
+            writer.writerow([f"{v:.4g}" if isinstance(v, float) else v for v in (shown[name] for name in FIELDS)])
+            above = row
 
 
-def page(
-    results: Results, near: Sequence[dict[str, Any]], costs: Sequence[dict[str, Any]], images: Sequence[str]
-) -> str:
-    """The page in Markdown: the halves of real data, then the suites of data that come with libraries."""
-    everything, results = results, others_than_halves(results)
-    parts: list[tuple[str, str, Callable[[], str] | str]] = [
-        *(part for suite in halves.TITLES for part in halves.sections(everything.of_suite(suite), suite)),
-        ("What holds", "", lambda: table(["claim", "figure", "holds"], checks(results, near, costs))),
-        (
-            "Log-likelihood on test data, by case",
-            "Means over seeds. The best temperature for test data is above one where the network is overconfident.",
-            lambda: by_case(results),
-        ),
-        (
-            "All methods, classification",
-            "Means over the cases where they are compared. Gains are in log-likelihood over MAP; the shift is "
-            "corruption of severity 3 to 5, or more noise.",
-            lambda: by_method(results, "classification"),
-        ),
-        ("All methods, regression", "As above; the shift is the gap.", lambda: by_method(results, "regression")),
-        (
-            "Settings",
-            "`log(NLL / NLL of MAP)`, mean and largest over the cases where there is a result: below zero is better.",
-            lambda: settings_table(results),
-        ),
-        ("Links", "", lambda: links_table(results)),
-        (
-            "Costs",
-            "Means over the cases that a method ran on. The training of MAP is not counted.",
-            lambda: cost_table(results),
-        ),
-        (
-            "Distance to the exact posterior",
-            "All methods have the isotropic prior at the precision of the exact evidence, and the curvature at the "
-            "network. KL is the symmetrised divergence between probabilities: those of the Gaussians of the logits, "
-            "and those predicted, which include the noise of the samples.",
-            lambda: fidelity_table(near),
-        ),
-        *(
-            (
-                f"Cost against laplace-torch: {step}",
-                "The figure of this library, and the ratio of theirs to ours.",
-                ratios_table(costs, step),
-            )
-            for step in ("fit", "tune", "predict", "memory")
-        ),
-        ("What did not run", "", lambda: failures(results)),
-    ]
-    lines = [
-        "# Results",
-        "",
-        "`python -m benchmarks report` writes this page; [Benchmarks](benchmarks.md) says how to run it.",
-        summary(everything),
-    ]
-    lines += [f"\n![{Path(image).stem.replace('_', ' ')}]({image})" for image in images]
-    for title, text, body in parts:
-        content = body if isinstance(body, str) else body()
-        if content:
-            lines += ["", f"## {title}", "", *([text, ""] if text else []), content]
-    return "\n".join(lines) + "\n"
+def read_means(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file; an empty suite or case is that of the row above."""
+    rows: list[dict[str, Any]] = []
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            head = {name: row[name] or rows[-1][name] for name in ("suite", "case")}
+            numbers = {name: float(row[name]) if row[name] else None for name in NUMBERS}
+            rows.append(row | head | numbers)
+    return rows
 
 
-def others_than_halves(results: Results) -> Results:
-    return Results([line for line in results.lines if line.get("suite") not in halves.TITLES])
+def difference(rows: Sequence[Row], method: str, name: str) -> list[float]:
+    """A number minus that of the network alone, by case."""
+    alone = {row["case"]: row[name] for row in rows if row["method"] == "MAP"}
+    mine = {row["case"]: row[name] for row in rows if row["method"] == method}
+    return [mine[c] - alone[c] for c in mine if mine[c] is not None and alone.get(c) is not None]
 
 
-def summary(results: Results) -> str:
-    """The number of results, and the versions of libraries."""
-    seeds = len({line["seed"] for line in results.lines})
-    minutes = sum(line.get("seconds", 0.0) for line in results.lines) / 60
-    versions = sorted({f"{k} {v}" for line in results.lines for k, v in line.get("versions", {}).items()})
-    return (
-        f"{len(results.lines)} results, {len(results.cases)} pairs of a network and its training on a task, up to "
-        f"{seeds} seed{'s' if seeds > 1 else ''}, {minutes:.0f} minutes one after another, on one thread each. "
-        f"{', '.join(versions)}."
-    )
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
-def merged(files: Sequence[Path], key: Sequence[str]) -> list[dict[str, Any]]:
-    """The last line of each suite and key in all files."""
-    found = {}
-    for line in (line for file in files for line in read(file, key)):
-        found[line.get("suite", "small"), *(line[name] for name in key)] = line
-    return list(found.values())
+def text(value: float | None, digits: int = 3, sign: str = "") -> str:
+    return "" if value is None else f"{value:{sign}.{digits}f}"
 
 
-def write(files: Sequence[Path], to: Path) -> None:
-    """Writes the page, and its figures into `images` beside it. Later files replace results of earlier ones."""
-    results = Results(merged(files, run.KEY))
-    near, costs = merged(files, fidelity.KEY), merged(files, cost.KEY)
-    images = figures.draw(results, near, to.parent / "images")
-    to.write_text(page(results, near, costs, [f"images/{image.name}" for image in images]), encoding="utf-8")
+def by_method(rows: Sequence[Row]) -> str:
+    """Gains over the network alone, means over the cases that a method ran on."""
+    columns = {"calibration_error": 3, "error_auroc": 3, "other_auroc": 3, "joint_5": 1, "epochs_fit": 1}
+    columns = {name: digits for name, digits in columns.items() if any(row[name] is not None for row in rows)}
+    head = ["method", "sees", "cases", "gain", "worst", "gain, shifted", *columns, "prediction"]
+    body = []
+    for method in dict.fromkeys(
+        row["method"] for row in sorted(rows, key=lambda row: list(METHODS).index(row["method"]))
+    ):
+        found = [row for row in rows if row["method"] == method]
+        gains, moved = difference(rows, method, "log_likelihood"), difference(rows, method, "shifted")
+        alone = {row["case"]: row["seconds_predict"] for row in rows if row["method"] == "MAP"}
+        times = mean(row["seconds_predict"] for row in found), mean(alone[row["case"]] for row in found)
+        slower = times[0] / times[1] if times[0] and times[1] else None
+        cells = [text(mean(gains), 3, "+"), text(min(gains), 3, "+"), text(mean(moved), 2, "+")]
+        cells += [text(mean(row[name] for row in found), digits) for name, digits in columns.items()]
+        body.append([method, METHODS[method].sees or "–", str(len(found)), *cells, f"{text(slower, 0)}×"])
+    names = {
+        "calibration_error": "calibration error", "error_auroc": "AUROC of errors",
+        "other_auroc": "AUROC of other data",        "joint_5": "joint, κ = 5", "epochs_fit": "epochs of the fit",
+    }  # fmt: skip
+    return table([names.get(name, name) for name in head], body)
+
+
+TITLES = {
+    "first": "First half: MNIST, digits, small regressions",
+    "second": "Second half: Fashion-MNIST, CIFAR-10, large regressions",
+}
+INTRODUCTION = """# Results
+
+`python -m benchmarks.comparison report` draws this page from `benchmarks/records/means.csv`, which has a row for each
+of {cases} networks and each method that ran on it, means over seeds; [Benchmarks](benchmarks.md) says how to repeat
+them. Choices in the library were made on the first half. The second half was run once at the end, but three choices
+were first looked at on its data: that the evidence decides for Kronecker factors of regressions, the price at which
+validation data widen error bars, and the formula of `epistemic`.
+
+![Gain in log-likelihood under corruption against the cost of the fit](images/results.png)
+
+A gain is a difference in mean log-likelihood to the network alone, in nats; *worst* is the smallest gain of any case,
+*shifted* is under corruptions of severity 3 to 5, or in the gap of a regression. Other data are images or numbers that
+belong to no class; *prediction* is the time of a prediction by that of the network. Methods that are slow ran on fewer,
+smaller networks, so compare rows of as many cases. The figure shows the second half.
+"""
+
+
+def page(rows: Sequence[Row]) -> str:
+    parts = [INTRODUCTION.format(cases=len({row["case"] for row in rows}))]
+    for suite in dict.fromkeys(row["suite"] for row in rows):
+        parts.append(f"## {TITLES.get(suite, suite)}\n")
+        for kind, score in (("Classification", "accuracy"), ("Regression", "rmse")):
+            chosen = [row for row in rows if row["suite"] == suite and row[score] is not None]
+            if chosen:
+                parts.append(f"### {kind}\n\n{by_method(chosen)}\n")
+    return "\n".join(parts)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """The gain under corruption against the cost of the fit, means over the classifications of the second half."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in rows if row["suite"] == "second" and row["accuracy"] is not None]
+    shown = (
+        "temperature scaling", "ours", "ours, validation", "ours, last layer", "ours, last layer, validation",
+        "ours, KFAC", "laplace-torch, last layer, KFAC", "laplace-torch, last layer, KFAC, validation", "MC dropout",
+        "SNGP", "ensemble of 5",
+    )  # fmt: skip
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for method in shown:
+        found = [row for row in rows if row["method"] == method]
+        gain, cost = mean(difference(rows, method, "shifted")), mean(row["epochs_fit"] for row in found)
+        if gain is not None and cost is not None:
+            axes.plot(cost, gain, "o" if method.startswith("ours") else "s")
+            axes.annotate(method, (cost, gain), (5, 4), textcoords="offset points", fontsize="small")
+    axes.set_xscale("symlog", linthresh=0.1)
+    axes.set(xlabel="cost of the fit, epochs of training", ylabel="gain in log-likelihood under corruption, nats")
+    axes.margins(x=0.2)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

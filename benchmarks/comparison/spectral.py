@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-__all__ = ["RandomFeatures", "head_of", "posterior_factors", "spectral"]
-
 FEATURES, LENGTH = 256, 2.0
 
 

@@ -1,29 +1,25 @@
-"""Suites: cases, each a task, a network and a training recipe; and the methods that run on them.
+"""The cases of the comparison: a task, a network and a training recipe each, in two halves of real data.
 
-"small" and "full" are on data that are generated or bundled. "first" and "second" are halves on data from a folder:
-choices are made on the first, and the second is reported once.
+Choices in the library were made on the first half; the second half was run once at the end. `quick` shows in a minute
+that everything runs, without data from a folder.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from benchmarks.comparison.training import Recipe
 from benchmarks.data import uci
-from benchmarks.data.tasks import TASKS
-
-__all__ = ["HALVES", "SUITES", "Case", "Suite", "Unit", "grid"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A network on a task, and how it is trained."""
+    """A network on a task, and how it is trained; methods of a `tier` up to its own run on it."""
 
     task: str
     network: str
     recipe: Recipe
-    tier: int = 2  # of the methods that run
-    seeds: int | None = None  # instead of those of the suite
+    tier: int
+    seeds: int = 1
 
     @property
     def name(self) -> str:
@@ -32,76 +28,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Suite:
-    """Cases and the number of their seeds.
-
-    Attributes:
-        tiers: the methods that run, with their tiers; by default those of `METHODS`.
-        folder: whether its tasks are those of `benchmarks.data.folder_tasks`.
-    """
+    """Cases, and the methods that run on them with their tiers."""
 
     cases: tuple[Case, ...]
-    seeds: int
-    tiers: Mapping[str, int] | None = None
-    folder: bool = False
-
-    def with_seeds(self, most: int | None) -> "Suite":
-        """With fewer seeds, if a number is given."""
-        if most is None:
-            return self
-        cases = tuple(replace(case, seeds=None if case.seeds is None else min(most, case.seeds)) for case in self.cases)
-        return replace(self, cases=cases, seeds=min(most, self.seeds))
+    tiers: Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class Unit:
-    """Methods that share one network and its data."""
-
-    case: Case
-    seed: int
-    methods: tuple[str, ...]
-
-
-def grid(task: str, network: str, decay: float, tier: int, *, others: bool = True, **settings: Any) -> list[Case]:
-    """Trained to convergence without weight decay; with it and stopped early too, for tier 0, if `others`."""
-    recipes = [Recipe(**settings), Recipe(weight_decay=decay, **settings)]
-    recipes += [replace(recipe, early=True) for recipe in recipes]
-    return [Case(task, network, r, tier if i == 0 else 0) for i, r in enumerate(recipes if others else recipes[:1])]
-
-
-def _small() -> tuple[Case, ...]:
-    noisy = "digits, n=300, noise 1"
-    return (
-        *grid("two moons", "MLP", 1e-3, 3),
-        *grid("wine", "MLP", 1e-3, 3),
-        *grid("breast cancer", "MLP", 1e-3, 3),
-        *grid("digits, n=300", "LeNet with batch norm", 1e-3, 1),
-        *grid(noisy, "LeNet with batch norm", 1e-3, 2),
-        *grid(noisy, "MLP", 1e-3, 1),
-        *grid(noisy, "LeNet", 1e-3, 0, others=False),
-        *grid(noisy, "ResNet", 1e-3, 0, others=False),
-        *grid(noisy, "ViT", 1e-3, 0, others=False),
-        *grid("digits, n=1400, noise 2", "LeNet with batch norm", 1e-3, 0, others=False),
-        *grid("glyphs, 10 classes, n=600", "LeNet with batch norm", 1e-3, 1, others=False),
-        *grid("segmentation", "pixels", 1e-3, 1),
-        *grid("diabetes", "tanh MLP", 1e-2, 2),
-        *grid("gap", "tanh MLP", 1e-3, 2),
-    )
-
-
-def _full() -> tuple[Case, ...]:
-    images = ("MLP", "LeNet", "LeNet with batch norm", "ResNet", "ViT")
-    cases = [c for task in TASKS if task.startswith("digits") for net in images for c in grid(task, net, 1e-3, 3)]
-    for task in (t for t in TASKS if t.startswith("glyphs")):
-        large = "60000" in task
-        for network in images[1:]:
-            steps, tier = (12_000, 1) if large else (4000, 3)
-            cases += grid(task, network, 1e-4, tier, steps=steps, batch_size=100)
-    tables = [c for task in ("two moons", "wine", "breast cancer") for c in grid(task, "MLP", 1e-3, 3)]
-    numbers = [*grid("diabetes", "tanh MLP", 1e-2, 2), *grid("gap", "tanh MLP", 1e-3, 2)]
-    return (*cases, *tables, *grid("segmentation", "pixels", 1e-3, 2), *numbers)
-
-
-# Of both halves: by tier what runs on all networks, on those where methods are compared, and on small ones.
+# 0 runs on all networks, 1 where methods are compared, 2 where settings of this library are, 3 on small networks only.
 BOTH = {
     **dict.fromkeys(
         (
@@ -126,17 +59,8 @@ BOTH = {
         3,
     ),
 }  # fmt: skip
-FIRST = {
-    **BOTH,
-    **dict.fromkeys(("GP, RBF", "deep kernel"), 1),
-    **dict.fromkeys(
-        (
-            "ours, evidence", "ours, evidence, not scaled", "ours, self-consistency", "ours, g-prior",
-            "ours, layerwise", "ours, homogeneous", "ours, noise of the mode",
-        ),
-        2,
-    ),
-}  # fmt: skip
+OWN = ("ours, evidence", "ours, self-consistency", "ours, g-prior", "ours, layerwise")
+FIRST = {**BOTH, **dict.fromkeys(("GP, RBF", "deep kernel"), 1), **dict.fromkeys(OWN, 2)}
 SECOND = {**BOTH, "GP, inducing points": 1}
 # Training images, and epochs of training on them.
 IMAGES = {"n=1000": (1000, 60), "n=10000": (10_000, 15), "all": (58_000, 10)}
@@ -212,8 +136,13 @@ def _second() -> tuple[Case, ...]:
     )
 
 
-HALVES = {
-    "first": Suite(_first(), 1, FIRST, folder=True),
-    "second": Suite(_second(), 1, SECOND, folder=True),
+def _quick() -> tuple[Case, ...]:
+    recipe = Recipe(steps=100)
+    return Case("digits, n=150", "LeNet", recipe, 3), Case("gap", "tanh MLP", recipe, 3)
+
+
+SUITES = {
+    "first": Suite(_first(), FIRST),
+    "second": Suite(_second(), SECOND),
+    "quick": Suite(_quick(), FIRST | SECOND),
 }
-SUITES = {"small": Suite(_small(), 3), "full": Suite(_full(), 5), **HALVES}

@@ -13,9 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.comparison.networks import build
-from benchmarks.data.tasks import Data, Part, Task
-
-__all__ = ["Problem", "Recipe", "augmented", "loss_of", "outputs_of", "train"]
+from benchmarks.data.tasks import Data, Task
 
 SHIFT = 2
 Stored = TypeVar("Stored")
@@ -54,7 +52,7 @@ def loss_of(likelihood: str) -> Callable[[Tensor, Tensor], Tensor]:
     """Mean negative log-likelihood, for a regression half the squared error."""
     if likelihood == "regression":
         return lambda f, y: 0.5 * F.mse_loss(f, y)
-    return F.cross_entropy if likelihood == "classification" else F.binary_cross_entropy_with_logits
+    return F.cross_entropy
 
 
 def outputs_of(network: nn.Module, x: Tensor) -> Tensor:
@@ -121,9 +119,6 @@ class Problem:
         seed: of the first network, and of methods.
         name: of the task.
         networks: a folder for trained networks.
-        dropout: the rate with which the network is trained that error bars are for.
-        links: whether other links of this library are scored too. They take variances, which after an exact fit are
-            by far the most of a prediction's work.
     """
 
     task: Task
@@ -133,8 +128,6 @@ class Problem:
     seed: int = 0
     name: str = ""
     networks: Path | None = None
-    dropout: float = 0.0
-    links: bool = True
 
     @property
     def likelihood(self) -> str:
@@ -173,8 +166,4 @@ class Problem:
     @cached_property
     def network(self) -> nn.Module:
         """The network that gets error bars."""
-        return self.trained(dropout=self.dropout) if self.dropout else self.trained()
-
-    def residual_variance(self, part: Part, outputs: Tensor) -> float:
-        """Mean squared residual of a regression."""
-        return float((outputs - part.y).square().mean())
+        return self.trained()

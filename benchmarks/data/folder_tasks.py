@@ -14,8 +14,6 @@ from benchmarks.data import uci
 from benchmarks.data.image_sets import labelled_images, pixels, standardised
 from benchmarks.data.tasks import Data, Part, Task, number_part, regression_data, uci_task, with_corruptions
 
-__all__ = ["SIZES", "folder_tasks", "image_task"]
-
 # Training images: 1,000, 10,000 and all; `None` is all but those for validation.
 SIZES: dict[str, tuple[int | None, ...]] = {
     "MNIST": (1000, 10_000, None),

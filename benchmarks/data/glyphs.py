@@ -1,10 +1,5 @@
-"""Distorted letters and digits in the fonts that come with matplotlib: 62 classes, as many images as wanted.
+"""Distorted letters in the fonts that come with matplotlib, drawn here: inputs that are no digits."""
 
-The images are drawn here and nothing is downloaded. All characters stand on one baseline, so that their height tells
-upper from lower case. Some classes look alike (0, O and o; 1, I and l), so that no network is certain of all images.
-"""
-
-import string
 from functools import lru_cache
 from pathlib import Path
 
@@ -12,9 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from laplace_sampling.__main__ import Data
-
-CHARACTERS = string.ascii_uppercase + string.ascii_lowercase + string.digits
 # Text fonts only: those for symbols and mathematics lack some of the characters or draw others in their place.
 FONTS = tuple(
     f"{family}{variant}.ttf"
@@ -27,13 +19,12 @@ FONTS = tuple(
     }.items()
     for variant in variants
 )
-SYMBOL_FONTS = tuple(name for name in FONTS if name.startswith(("DejaVu", "STIX")))
 # Images are drawn in chunks of this size. Another size would change the images of a seed.
 _CHUNK = 5000
 
 
 @lru_cache(maxsize=4)
-def masters(side: int = 60, characters: str = CHARACTERS, fonts: tuple[str, ...] = FONTS) -> Tensor:
+def masters(side: int, characters: str, fonts: tuple[str, ...]) -> Tensor:
     """Each character in each font, once, at a high resolution: ink in [0, 1], `[fonts, characters, side, side]`.
 
     All on one baseline and centred horizontally, so that upper and lower case keep their relative sizes.
@@ -72,7 +63,7 @@ def _distort(ink: Tensor, side: int, noise: float, generator: torch.Generator) -
         torch.stack([width * cos, width * (shear * cos - sin), shift[0]], 1),
         torch.stack([height * sin, height * (shear * sin + cos), shift[1]], 1),
     ]
-    # PosteriorSamples at twice the resolution and averaged: bilinear interpolation alone would alias.
+    # Drawn at twice the resolution and averaged: bilinear interpolation alone would alias.
     grid = F.affine_grid(torch.stack(rows, 1), [num, 1, 2 * side, 2 * side], align_corners=False)
     x = F.avg_pool2d(F.grid_sample(ink[:, None], grid, align_corners=False), 2)
     weight, contrast, paper = (
@@ -84,21 +75,11 @@ def _distort(ink: Tensor, side: int, noise: float, generator: torch.Generator) -
 
 def images(
     characters: str, num: int, side: int, noise: float, generator: torch.Generator, fonts: tuple[str, ...] = FONTS
-) -> tuple[Tensor, Tensor]:
-    """Distorted characters `[num, 1, side, side]`, not standardised, and their positions in the string."""
-    ink, made, labels = masters(3 * side, characters, fonts), [], []
+) -> Tensor:
+    """Distorted characters `[num, 1, side, side]`, not standardised."""
+    ink, made = masters(3 * side, characters, fonts), []
     for chunk in torch.arange(num).split(_CHUNK):
         label = torch.randint(len(characters), (len(chunk),), generator=generator)
         font = torch.randint(len(fonts), (len(chunk),), generator=generator)
         made.append(_distort(ink[font, label], side, noise, generator))
-        labels.append(label)
-    return torch.cat(made), torch.cat(labels)
-
-
-def glyphs(num_train: int = 60_000, num_test: int = 10_000, side: int = 20, noise: float = 0.1, seed: int = 0) -> Data:
-    """Images `[N, 1, side, side]` and labels, standardised on the training set; the same for the same arguments."""
-    generator = torch.Generator().manual_seed(seed)
-    parts = [images(CHARACTERS, num, side, noise, generator) for num in (num_train, num_test)]
-    x, y = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    x = (x - x[:num_train].mean()) / x[:num_train].std()
-    return Data(x[:num_train], y[:num_train], x[num_train:], y[num_train:])
+    return torch.cat(made)

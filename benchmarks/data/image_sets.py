@@ -13,9 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.data.tasks import Part
-
-__all__ = ["IMAGE_SETS", "ImageSet", "labelled_images", "pixels", "standardised"]
+from benchmarks.data.tasks import Data, Part
 
 
 @dataclass(frozen=True)
@@ -72,3 +70,20 @@ def standardised(images: Tensor, name: str) -> Tensor:
 def _channels_first(images: np.ndarray) -> Tensor:
     x = torch.tensor(images).float() / 255
     return x[:, None] if x.dim() == 3 else x.permute(0, 3, 1, 2).contiguous()
+
+
+def made_up(num: int, test: int, seed: int = 0) -> Data:
+    """Ten smooth grey patterns with noise, a tenth of the labels wrong; `test` images in each part but the first."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def patterns() -> Tensor:
+        return F.interpolate(torch.randn(10, 1, 5, 5, generator=generator), size=(28, 28), mode="bilinear")
+
+    def part(shapes: Tensor, num: int = test) -> Part:
+        y = torch.randint(10, (num,), generator=generator)
+        wrong = torch.rand(num, generator=generator) < 0.1
+        x = shapes[y] + 0.5 * torch.randn(num, 1, 28, 28, generator=generator)
+        return Part(x, torch.where(wrong, torch.randint(10, (num,), generator=generator), y))
+
+    shapes, others = patterns(), patterns()
+    return Data(part(shapes, num), part(shapes), part(shapes), others={"made up": part(others).x})

@@ -8,8 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.transforms.functional import gaussian_blur
 
-__all__ = ["CORRUPTIONS", "SEVERITIES", "corrupt"]
-
 SEVERITIES = range(1, 6)
 
 

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["LARGE_SETS", "SETS", "Split", "load", "load_gap", "load_large"]
-
 SETS = ("concrete", "energy", "wine-quality-red", "yacht")
 LARGE_SETS = ("kin40k", "bike", "keggdirected")
 # Of the data on both sides of a gap, the part that is for tests: that of the standard splits.

@@ -12,16 +12,13 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.data.image_sets import labelled_images, pixels, standardised
+from benchmarks.data.image_sets import labelled_images, made_up, pixels, standardised
 from benchmarks.data.tasks import Part
 from benchmarks.gpu import regressions
 from benchmarks.gpu.networks import NETWORKS, made, num_weights, trained
 from benchmarks.gpu.regressions import told_by
 from benchmarks.gpu.report import Cells, Job, Setup, number, words
-from benchmarks.price.images import made_up
 from laplace_sampling import LinearisedLaplace
-
-__all__ = ["jobs"]
 
 # Seconds that a fit should take at most, by which its budget is set, and after which a job is stopped.
 FIT, MOST = 30.0, 75.0
@@ -51,7 +48,7 @@ class Images:
     def of(cls, setup: Setup) -> "Images":
         if setup.data is None or setup.quick:
             images = made_up(200, 60) if setup.quick else made_up(50_000, 10_000)
-            return cls(images.train, images.validation, images.test, {"made up": images.other[:FEW]})
+            return cls(images.train, images.validation, images.test, {"made up": images.others["made up"][:FEW]})
         train, test = labelled_images(setup.data, "Fashion-MNIST")
         validation, train = Part(train.x[50_000:], train.y[50_000:]), Part(train.x[:50_000], train.y[:50_000])
         files = {"MNIST": "mnist.npz", "letters": "not-mnist"}

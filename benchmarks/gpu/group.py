@@ -14,8 +14,6 @@ from benchmarks.gpu.regressions import data, fitted, mlp
 from benchmarks.gpu.report import Cells, FailedError, Job, Setup, number
 from laplace_sampling import LinearisedLaplace
 
-__all__ = ["jobs"]
-
 MOST, NEAR = 60.0, 1e-6
 
 

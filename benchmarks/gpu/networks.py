@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from benchmarks.comparison import networks
 from benchmarks.data.tasks import Part
 
-__all__ = ["NETWORKS", "made", "num_weights", "trained"]
-
 BATCH, STEP_SIZE = 256, 2e-3
 
 

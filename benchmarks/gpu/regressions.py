@@ -13,8 +13,6 @@ from benchmarks.gpu.networks import made, num_weights
 from benchmarks.gpu.report import Cells, Job, Setup, number, words
 from laplace_sampling import LinearisedLaplace
 
-__all__ = ["data", "fitted", "jobs", "mlp", "told_by"]
-
 # All data go through the network at once. An epoch of so small a network is hardly any work, so that more are allowed.
 NOISE, BATCH, BUDGET, MOST = 0.1, 20_000, 5000.0, 60.0
 

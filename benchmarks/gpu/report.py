@@ -16,8 +16,6 @@ import torch
 
 from benchmarks.time_limit import time_limit
 
-__all__ = ["COLUMNS", "Cells", "FailedError", "Job", "OutOfTime", "Report", "Setup", "number", "words"]
-
 COLUMNS = (
     "part", "network", "weights", "run", "outcome", "seconds", "epochs or gradients", "peak, GB",
     "log loss, network → error bars", "accuracy", "AUROC", "predict 10,000, s", "one image, ms", "remarks",

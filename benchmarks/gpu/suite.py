@@ -13,8 +13,6 @@ from pathlib import Path
 
 from benchmarks.gpu.report import Cells, FailedError, Job, OutOfTime, Setup
 
-__all__ = ["jobs"]
-
 ROOT = Path(__file__).parents[2]
 MOST = 150.0
 

@@ -10,22 +10,20 @@ from torch.utils.data.distributed import DistributedSampler
 
 from laplace_sampling.data.processes import Processes
 
-__all__ = ["check_coverage", "drawn_by_all"]
 
-
-def check_coverage(loader: DataLoader, drawn: list[Any]) -> None:
+def check_coverage(loader: DataLoader, indices: list[Any]) -> None:
     """Warns if the sampler of a loader gives a part of the data, or some of them more than once.
 
     Args:
         loader: a loader of a map-style dataset.
-        drawn: the indices that its sampler gives.
+        indices: what its sampler gives.
     """
     total = _total(loader)
-    if total is None or not all(isinstance(index, Hashable) for index in drawn):
+    if total is None or not all(isinstance(index, Hashable) for index in indices):
         return
-    num = len(set(drawn))
-    repeated = f", {len(drawn) - num} times one of them again" if num < len(drawn) else ""
-    if drawn and (num < total or repeated):
+    num = len(set(indices))
+    repeated = f", {len(indices) - num} times one of them again" if num < len(indices) else ""
+    if indices and (num < total or repeated):
         warnings.warn(
             f"The sampler of the loader gives {num} of the {total} data of its dataset{repeated}: the posterior is of "
             "these. Pass a loader without that sampler for all data, each once, or one of "
@@ -34,12 +32,12 @@ def check_coverage(loader: DataLoader, drawn: list[Any]) -> None:
         )
 
 
-def drawn_by_all(loader: DataLoader, drawn: list[Any], processes: Processes) -> list[Any]:
+def indices_of_all(loader: DataLoader, indices: list[Any], processes: Processes) -> list[Any]:
     """The indices that the samplers of all processes give together, without those that a sampler gives to fill up.
 
     Args:
-        loader: as of `check_coverage`.
-        drawn: the indices that its sampler gives in this process.
+        loader: a loader of a map-style dataset.
+        indices: what its sampler gives in this process.
         processes: those that share a fit.
 
     Raises:
@@ -47,20 +45,19 @@ def drawn_by_all(loader: DataLoader, drawn: list[Any], processes: Processes) -> 
             of all data.
     """
     is_part = any(isinstance(one, DistributedSampler) and one.num_replicas > 1 for one in _samplers(loader))
-    if not processes.are_several:
+    if processes.size == 1:
         if is_part:
             raise ValueError(
-                f"The loader has a DistributedSampler, which gives this process {len(drawn)} of {_total(loader)} data; "
-                "the posterior is of all of them. Give `LinearisedLaplace` the `process_group=` that shares out the "
-                "data, or pass a loader without it, such as `DataLoader(dataset, batch_size=...)`."
+                f"The loader has a DistributedSampler, which gives this process {len(indices)} of {_total(loader)} "
+                "data; the posterior is of all of them. Give `LinearisedLaplace` the `process_group=` that shares out "
+                "the data, or pass a loader without it, such as `DataLoader(dataset, batch_size=...)`."
             )
-        return drawn
-    order = sorted(drawn, key=None if _are_numbers(drawn) else repr)
-    found = processes.gathered_from_all(lambda: (is_part, hashlib.sha256(repr(order).encode()).digest()))
+        return indices
+    order = sorted(indices, key=None if _are_numbers(indices) else repr)
+    found = processes.gathered(lambda: (is_part, hashlib.sha256(repr(order).encode()).digest()))
     if not any(part for part, _ in found) and all(other == found[0] for other in found):
-        return drawn
-    of_all = processes.gathered_from_all(lambda: order)
-    united = list(dict.fromkeys(index for indices in of_all for index in indices))
+        return indices
+    united = list(dict.fromkeys(index for part in processes.gathered(lambda: order) for index in part))
     return sorted(united) if _are_numbers(united) else united
 
 

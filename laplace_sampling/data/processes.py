@@ -1,358 +1,265 @@
-"""`Processes`: those that share a fit, each of which sums over its own part of the data or draws its own samples.
+"""`Processes`: the processes of `torch.distributed` that share out the data of a fit.
 
 All of them run the same code on the same numbers, and meet where something is summed over data
-(`linear_model.features.Features.summing`) or computed for each datum (`by_datum`): there each takes its part, and
-`data.fit_group` joins the results. What follows, solvers and stopping decisions among it, is computed from these on
-every process alike. So nothing else has to know that there are several.
+(`linear_model.features.Features.summing`) or computed for each datum (`by_datum`): there each takes its part of the
+data, and the parts are joined. What follows, decisions of solvers among it, comes from these results on every process
+alike, so nothing else has to know that there are several.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, Self, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from laplace_sampling.data.fit_group import FitGroup
-
-__all__ = ["ALONE", "DATA", "ENDED", "SAMPLES", "SHARED_SAMPLES", "ProcessError", "Processes", "words"]
 
 Result = TypeVar("Result")
 
-# What a process says of another that does not answer.
-ENDED = "it has ended, or cannot be reached"
-# Names of the two axes of a mesh, and of the second one where samples stay in the processes that draw them.
-DATA, SAMPLES, SHARED_SAMPLES = "data", "samples", "shared_samples"
+# The groups of fits, by the names of the groups of users that they stand beside.
+_OWN: dict[str, tuple[Any, Any]] = {}
 
 
 class ProcessError(RuntimeError):
-    """Another process of a fit has failed, or has ended.
-
-    Attributes:
-        cause: the words of its error.
-    """
-
-    def __init__(self, cause: str, who: str = "Another process that shares the fit") -> None:
-        advice = ". Start all processes again; a fit with `checkpoint=` goes on." if ENDED in cause else ""
-        super().__init__(f"{who} has failed: {cause}{advice}")
-        self.cause = cause
+    """Another process of a fit has failed, or has ended."""
 
 
-@dataclass(frozen=True, eq=False)
 class Processes:
-    """The processes of a fit, by two axes.
+    """The processes that share out the data of a fit; without a group this one is alone.
+
+    Everything is sent in a group of fits alone. A process that fails leaves the sums that others have begun, and these
+    must not meet another sum, of whatever fit or training; so there is a new group after a failure (`shared_call`).
+
+    Args:
+        group: the process group of the user.
 
     Attributes:
-        data: the group whose processes share out the data; `None` if this process has all of them.
-        samples: the group whose processes share out the samples, each of which is in another group of `data`; `None` if
-            this process draws all of them.
-        samples_stay: whether each process keeps those that it draws, and no others.
+        rank: the number of this process.
+        size: how many there are.
+        is_local: whether this process works on its own data, so that nothing may be sent.
+
+    Raises:
+        TypeError, ValueError: for something else than a group, or one in which this process is not.
     """
 
-    data: "FitGroup | None" = None
-    samples: "FitGroup | None" = None
-    samples_stay: bool = False
-    # Numbers of processes and of this one, which do not change: asking for them takes longer than a small sum.
-    _places: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
+    def __init__(self, group: Any = None) -> None:
+        self.group, self.rank, self.size, self.is_local = group, 0, 1, False
+        if group is None:
+            return
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                "`process_group=` needs the processes of `torch.distributed`: start the script by `torchrun`, and call "
+                "`torch.distributed.init_process_group()` first."
+            )
+        is_outside = group == dist.GroupMember.NON_GROUP_MEMBER
+        if not is_outside and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                f"`process_group` must be a group of `torch.distributed`, such as `torch.distributed.group.WORLD`, but "
+                f"is {group!r:.80}."
+            )
+        if is_outside or dist.get_rank(group) < 0:
+            raise ValueError("This process is not in the group of `process_group=`: only those that are share a fit.")
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In another process, or in a file, nobody shares anything."""
-        if self.samples_stay and self.num_samplers > 1:
-            raise TypeError(
-                "A posterior whose samples are in several processes cannot be pickled, as each has a part of it: use "
-                "`save(path)` or `state_dict()`, which all of them call together."
-            )
         return Processes, ()
 
-    @property
-    def of_samples(self) -> "Processes":
-        """Those that share out the samples, of the same data."""
-        return Processes(None, self.samples, self.samples_stay)
-
-    def _place(self, axis: str) -> tuple[int, int]:
-        """The number of this process on an axis, and how many there are."""
-        if axis not in self._places:
-            group = getattr(self, axis)
-            self._places[axis] = (0, 1) if group is None else group.place
-        return self._places[axis]
-
-    @property
-    def share_data(self) -> bool:
-        """Whether others have a part of the data."""
-        return self._place(DATA)[1] > 1
-
-    @property
-    def num_samplers(self) -> int:
-        """How many groups draw their own samples."""
-        return self._place(SAMPLES)[1]
-
-    @property
-    def sampler(self) -> int:
-        """The number of the group that this process draws samples in."""
-        return self._place(SAMPLES)[0]
-
-    @property
-    def is_first_of_data(self) -> bool:
-        """Whether this is the first of those that share out the data, which have the same samples."""
-        return self.place_of_data == 0
-
-    @property
-    def are_several(self) -> bool:
-        """Whether there are others at all."""
-        return self.share_data or self.num_samplers > 1
-
-    @property
-    def place_of_data(self) -> int:
-        """The number of this process among those that share out the data."""
-        return self._place(DATA)[0]
-
-    @property
-    def shape_of_mesh(self) -> tuple[int, int] | None:
-        """How many processes each axis has; `None` where no samples are shared out."""
-        return None if self.num_samplers == 1 else (self._place(DATA)[1], self._place(SAMPLES)[1])
+    # Parts of the data ------------------------------------------------------------------------------------------------
 
     def part(self, num: int) -> range:
         """Which of so many data are those of this process: neighbours, as many as others have, up to one."""
-        return _part(num, *self._place(DATA))
+        return range(num * self.rank // self.size, num * (self.rank + 1) // self.size)
 
-    def in_step(self, own: Tensor, num: int, most: int) -> list[Tensor]:
-        """The part of this process of so many data in pieces of at most so many, as many pieces as others have.
+    def even_pieces(self, own: Tensor, num: int, most: int) -> list[Tensor]:
+        """The part of this process of `num` data in pieces of at most `most`, as many pieces as others have.
 
         Raises:
             ValueError: for fewer data than pieces.
         """
-        num_processes = self._place(DATA)[1]
-        pieces = -(-num // (num_processes * most))
-        if num // num_processes < pieces:
+        pieces = -(-num // (self.size * most))
+        if num // self.size < pieces:
             raise ValueError(
-                f"A model of `fully_shard` runs in all of the {num_processes} processes at once, each with data of its "
+                f"A model of `fully_shard` runs in all of the {self.size} processes at once, each with data of its "
                 f"own, but {num} data in batches of {most} are too few for that. Leave out `process_group=`, or give "
                 "larger batches."
             )
         return list(own.tensor_split(pieces))
 
-    def samples_of(self, num: int) -> range:
-        """Which of so many samples this process draws: neighbours; all of them if there are fewer than groups."""
-        return _part(num, *self._place(SAMPLES)) if self.shares_samples(num) else range(num)
-
-    def shares_samples(self, num: int) -> bool:
-        """Whether others draw some of so many samples."""
-        return 1 < self.num_samplers <= num
-
-    def most_groups(self, num: int, most: int) -> int:
-        """In how many groups of at most so many samples the process that has most of so many draws them."""
-        return -(-(-(-num // self.num_samplers) if self.shares_samples(num) else num) // most)
-
-    # Sums over data ---------------------------------------------------------------------------------------------------
-
-    def sum(self, *totals: Tensor) -> None:
-        """In place of what each process has of a sum over data the sum itself."""
-        if self.data is not None and self.share_data:
-            for total in totals:
-                self.data.reduced(total, "SUM")
-
-    def least(self, value: float) -> float:
-        """The least of a number that each process has."""
-        for axis in (DATA, SAMPLES):
-            if self._place(axis)[1] > 1:
-                value = float(getattr(self, axis).reduced(torch.tensor(value, dtype=torch.float64), "MIN"))
-        return value
-
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Inside, each process works on its own data."""
-        if self.data is None or self.data.apart:
-            yield
-            return
-        self.data.apart = True
+    def local_only(self) -> Iterator[None]:
+        """Inside, each process works on its own data, and nothing is sent."""
+        before, self.is_local = self.is_local, self.size > 1
         try:
             yield
         finally:
-            self.data.apart = False
+            self.is_local = before
 
-    @property
-    def are_apart(self) -> bool:
-        return self.data is not None and self.data.apart
+    # Sums -------------------------------------------------------------------------------------------------------------
+
+    def sum(self, *totals: Tensor) -> None:
+        """Replace what each process has of a sum by the sum itself."""
+        if self.size > 1:
+            for total in totals:
+                self._reduce(total, "SUM")
+
+    def least(self, value: float) -> float:
+        """The least of a number that each process has."""
+        return float(self._reduce(torch.tensor(value, dtype=torch.float64), "MIN")) if self.size > 1 else value
 
     @contextmanager
     def counting(self, counts: MutableMapping[str, int]) -> Iterator[None]:
-        """Inside, counts go up by what all processes do to the data that they share out."""
-        with self._counting(counts, self.data if self.share_data else None):
-            yield
-
-    @contextmanager
-    def counting_samples(self, counts: MutableMapping[str, int], num: int) -> Iterator[None]:
-        """Likewise by what all do for so many samples."""
-        with self._counting(counts, self.samples if self.shares_samples(num) else None):
-            yield
-
-    @contextmanager
-    def _counting(self, counts: MutableMapping[str, int], group: Any) -> Iterator[None]:
+        """Inside, counts go up by what all processes do."""
         before = dict(counts)
         yield
-        if group is not None and counts:
+        if self.size > 1 and counts:
             made = torch.tensor([counts[name] - before[name] for name in before], dtype=torch.int64)
-            for name, number in zip(before, group.reduced(made, "SUM").tolist(), strict=True):
+            for name, number in zip(before, self._reduce(made, "SUM").tolist(), strict=True):
                 counts[name] = before[name] + number
 
-    # What each process has --------------------------------------------------------------------------------------------
+    # Rows of each datum -----------------------------------------------------------------------------------------------
+
+    def all_rows(self, rows: Tensor, num: int, part: range) -> Tensor:
+        """The rows of all `num` data, from those of a part of them in each process."""
+        return self._scattered(rows, slice(part.start, part.stop), num) if self.size > 1 else rows
+
+    def rows_at(self, rows: Tensor, part: range, index: Tensor) -> Tensor:
+        """The rows of any data, for which all processes ask alike, from those of a part in each process."""
+        inside = (index >= part.start) & (index < part.stop)
+        return self.rows_inside(rows[index[inside] - part.start], inside)
+
+    def rows_inside(self, rows: Tensor, inside: Tensor) -> Tensor:
+        """Rows of which this process has those at `inside`, and other processes all others."""
+        return self._scattered(rows, inside.to(rows.device), len(inside))
+
+    def requests(self, index: Tensor) -> tuple[Tensor, slice]:
+        """The data for which the processes ask, each for its own, and where among them those of this process are."""
+        of_each = self.gathered(lambda: index)
+        start = sum(len(other) for other in of_each[: self.rank])
+        return torch.cat(of_each), slice(start, start + len(index))
+
+    def _scattered(self, rows: Tensor, places: Tensor | slice, num: int) -> Tensor:
+        # A sum of rows and zeros; by bytes where gloo has no sums, as of short integers and truth values.
+        as_they_are = rows.dtype in (torch.float32, torch.float64)
+        flat = rows.reshape(len(rows), rows.shape[1:].numel())
+        sent = flat if as_they_are else flat.contiguous().view(torch.uint8)
+        total = torch.zeros(num, sent.shape[1], dtype=sent.dtype, device=sent.device)
+        total[places] = sent
+        return self._reduce(total, "SUM").view(rows.dtype).reshape(num, *rows.shape[1:])
+
+    # Results ----------------------------------------------------------------------------------------------------------
 
     def gathered(self, compute: Callable[[], Result]) -> list[Result]:
-        """What a function gives on each process of the data axis, in their order.
+        """The results of a function on each process, in their order.
 
         Raises:
             Exception: that of the function on this process, and on all others a `ProcessError` with its words.
         """
-        return [compute()] if not self.share_data else self._gathered(compute, self.data)
+        if self.size == 1:
+            return [compute()]
+        result, error = _attempted(compute)
+        results: list[Any] = [None] * self.size
+        with self._sending():
+            dist.all_gather_object(results, (result, error and _in_one_line(error)), group=self._own)
+        if error is not None:
+            raise error
+        for rank, (_, cause) in enumerate(results):
+            self._raise(rank, cause)
+        return [result for result, _ in results]
 
-    def gathered_samples(self, compute: Callable[[], Result]) -> list[Result]:
-        """Likewise on each process of the axis of samples."""
-        return [compute()] if self.num_samplers == 1 else self._gathered(compute, self.samples)
-
-    def gathered_from_all(self, compute: Callable[[], Result]) -> list[Result]:
-        """Likewise on each process of both axes."""
-        return [result for part in self.gathered_samples(lambda: self.gathered(compute)) for result in part]
+    def first(self, compute: Callable[[], Result]) -> Result:
+        """The result of a function that only the first process calls; errors as of `gathered`."""
+        if self.size == 1:
+            return compute()
+        result, error = _attempted(compute) if self.rank == 0 else (None, None)
+        sent = [(result, error and _in_one_line(error))]
+        with self._sending():
+            dist.broadcast_object_list(sent, dist.get_global_rank(self.group, 0), group=self._own)
+        if error is not None:
+            raise error
+        self._raise(0, sent[0][1])
+        return cast(Result, sent[0][0])
 
     def differing(self, here: Mapping[str, Any]) -> list[str]:
         """The names whose values are not the same in all processes."""
-        everywhere = self.gathered_from_all(lambda: here)
+        everywhere = self.gathered(lambda: here)
         names = dict.fromkeys(name for there in everywhere for name in there)
         return [name for name in names if any(there.get(name) != here.get(name) for there in everywhere)]
 
-    def check_call(self, call: str, given: Mapping[str, Any]) -> None:
-        """Raise on all processes if they call something with other arguments.
+    def _raise(self, rank: int, cause: str | None) -> None:
+        if cause is not None:
+            raise ProcessError(f"Process {rank} of the {self.size} that share the fit has failed: {cause}")
 
-        Raises:
-            ValueError: if they do.
-        """
-        if other := self.differing(given):
-            raise ValueError(
-                f"`{call}`: the processes that share out the samples call it together, but differ in "
-                f"{' and '.join(other)}. Give each the same, in the same order."
-            )
-
-    def of_first(self, compute: Callable[[], Result]) -> Result:
-        """What a function gives on the first process of the data axis; errors as of `gathered`."""
-        if self.data is None or not self.share_data:
-            return compute()
-        if self._place(DATA)[0] > 0:
-            result, cause = self.data.sent(None)
-            if cause is not None:
-                raise ProcessError(cause, "Process 0 of those that share a fit")
-            return result
-        try:
-            result = compute()
-        except Exception as error:
-            self.data.sent((None, words(error)))
-            raise
-        self.data.sent((result, None))
-        return result
-
-    def of_very_first(self, compute: Callable[[], Result]) -> Result:
-        """What a function gives on the first process of both axes; errors as of `gathered`."""
-        is_first = self._place(DATA)[0] == self._place(SAMPLES)[0] == 0
-        return cast(Result, self.gathered_from_all(lambda: compute() if is_first else None)[0])
-
-    def _gathered(self, compute: Callable[[], Result], group: Any) -> list[Result]:
-        error, mine = None, None
-        try:
-            mine = compute()
-        except Exception as caught:
-            error = caught
-        parts = group.exchanged((mine, None if error is None else words(error)))
-        if error is not None:
-            raise error
-        for number, (_, cause) in enumerate(parts):
-            if cause is not None:
-                raise ProcessError(cause, f"Process {number} of {len(parts)} that share a fit")
-        return [result for result, _ in parts]
-
-    def rows_of_all(self, rows: Tensor, num: int, part: range) -> Tensor:
-        """The rows of all data, so many, from those of a part of them in each process."""
-        return _placed(rows, slice(part.start, part.stop), num, self.data) if self.share_data else rows
-
-    def picked(self, rows: Tensor, part: range, batch: Tensor) -> Tensor:
-        """The rows of any data on all processes, each of which has those of its part."""
-        inside = (batch >= part.start) & (batch < part.stop)
-        return self.placed(rows[batch[inside] - part.start], inside)
-
-    def placed(self, rows: Tensor, inside: Tensor) -> Tensor:
-        """Rows of which each process has those at some places, where no other has any."""
-        return _placed(rows, inside.to(rows.device), len(inside), self.data)
-
-    def picked_by_each(self, rows: Tensor, part: range, batch: Tensor) -> Tensor:
-        """Likewise where each process asks for other data, at the same time."""
-        asked, mine = self.asked(batch)
-        return self.picked(rows, part, asked)[mine]
-
-    def asked(self, batch: Tensor) -> tuple[Tensor, slice]:
-        """The data that all processes ask for, and where in them those are that this one does."""
-        assert self.data is not None
-        by_process = self.data.exchanged(batch)
-        start = sum(len(other) for other in by_process[: self.place_of_data])
-        return torch.cat(by_process), slice(start, start + len(batch))
-
-    def samples_of_all(self, rows: Tensor, num: int) -> Tensor:
-        """The rows of all samples, so many, from those of `samples_of` them."""
-        part = self.samples_of(num)
-        return _placed(rows, slice(part.start, part.stop), num, self.samples) if self.shares_samples(num) else rows
-
-    def sum_of_samples(self, total: Tensor) -> None:
-        """In place of what each process has of a sum over samples the sum itself."""
-        if self.samples is not None and self.num_samplers > 1:
-            self.samples.reduced(total, "SUM")
-
-    # Failures ---------------------------------------------------------------------------------------------------------
+    # The group of fits ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """An error inside is told to the other processes, which end with its words where they wait for this one.
-
-        All of them have come to the end when one of them leaves it. Inside another such call that one does both.
-        """
-        shared = [group for group in (self.data, self.samples) if group is not None and not group.telling]
-        if not shared:
-            yield
-            return
-        for group in shared:
-            group.begin()
+    def shared_call(self) -> Iterator[None]:
+        """A call that all processes make; one that fails gives up its group, so that others do not wait for it."""
         try:
-            for group in shared:
-                group.telling = True
             yield
-            self.least(0.0)
-        except BaseException as error:
-            for group in shared:
-                group.fail(error)
+        except BaseException:
+            if self.size > 1 and self.group.group_name in _OWN:
+                with suppress(Exception):  # of a group that has ended
+                    dist.destroy_process_group(_OWN.pop(self.group.group_name)[1])
             raise
-        finally:
-            for group in shared:
-                group.telling = False
 
+    @property
+    def _own(self) -> Any:
+        """The group of fits, which all processes make together where they first need it."""
+        name = self.group.group_name
+        # The default group may have been destroyed and made again.
+        if name not in _OWN or _OWN[name][0] is not self.group:
+            ranks, backend = dist.get_process_group_ranks(self.group), dist.get_backend_config(self.group)
+            own = dist.new_group(ranks, _timeout_of(self.group), backend, use_local_synchronization=True)
+            _OWN[name] = self.group, own
+        return _OWN[name][1]
 
-def _placed(rows: Tensor, places: Tensor | slice, num: int, group: Any) -> Tensor:
-    """Rows at so many places, of which each process has some, where no other has any."""
-    # Sums of rows and zeros, by bytes where gloo has no sums, as of short integers and truth values.
-    as_they_are = rows.dtype in (torch.float32, torch.float64)
-    flat = rows.reshape(len(rows), rows.shape[1:].numel())
-    sent = flat if as_they_are else flat.contiguous().view(torch.uint8)
-    total = torch.zeros(num, sent.shape[1], dtype=sent.dtype, device=sent.device)
-    total[places] = sent
-    return group.reduced(total, "SUM").view(rows.dtype).reshape(num, *rows.shape[1:])
+    def _reduce(self, tensor: Tensor, operation: str) -> Tensor:
+        """Replace a tensor by its sum over the processes, or as another operation says."""
+        there = tensor.to(tensor.device if tensor.device.type != "cpu" else _device_of(self.group)).contiguous()
+        with self._sending():
+            dist.all_reduce(there, getattr(dist.ReduceOp, operation), group=self._own)
+        return tensor if there is tensor else tensor.copy_(there)
+
+    @contextmanager
+    def _sending(self) -> Iterator[None]:
+        assert not self.is_local, "a process that works on its own data waits for others, which never come"
+        try:
+            yield
+        except RuntimeError as error:
+            raise ProcessError(
+                "Another process that shares the fit has failed or ended; its own error says why. If it has ended, "
+                f"start all processes again: a fit with `checkpoint=` goes on. ({error})"
+            ) from error
 
 
 ALONE = Processes()
 
 
-def words(error: BaseException) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {error}"
+def _attempted(compute: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    try:
+        return compute(), None
+    except Exception as error:
+        return None, error
 
 
-def _part(num: int, place: int, num_processes: int) -> range:
-    return range(num * place // num_processes, num * (place + 1) // num_processes)
+def _in_one_line(error: Exception) -> str:
+    return str(error) if isinstance(error, ProcessError) else f"{type(error).__name__}: {error}"
+
+
+def _device_of(group: Any) -> torch.device:
+    """The device whose tensors a group takes: NCCL on a GPU only, Gloo on the CPU."""
+    backends = dist.get_backend_config(group)
+    is_nccl = "nccl" in backends and "gloo" not in backends
+    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+
+
+def _timeout_of(group: Any) -> timedelta | None:
+    """How long a process of a group waits for others; `None` for the default of the backend."""
+    with suppress(Exception):  # torch has no public name for it
+        return group._get_backend(_device_of(group)).options._timeout
+    return None

@@ -1,30 +1,27 @@
-"""Where training data come from: a dataset with a sampler, or a stream.
+"""Where training data come from: a dataset, which is read by index, or a stream, whose order must repeat.
 
-Each gives all data in batches, in an order that repeats, and the inputs of some of them. Of several processes each
-reads its part of a dataset; a stream, which has an order only, is read by all of them, unless each has another one.
+Of several processes each reads its own part of a dataset; a stream is read whole by all of them.
 """
 
-import copy
-import itertools
 import operator
-import warnings
-import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from laplace_sampling.data.batches import batched, concatenate, num_rows, take
-from laplace_sampling.data.coverage import check_coverage, drawn_by_all
+from laplace_sampling.data.batches import as_tensors, batched, concatenate, num_rows, take
+from laplace_sampling.data.coverage import check_coverage, indices_of_all
+from laplace_sampling.data.digest import digest
 from laplace_sampling.data.processes import ALONE, Processes
-from laplace_sampling.data.unpacking import Unpack
+from laplace_sampling.data.random_state import private_loader
 from laplace_sampling.solvers.checks import check_whole
 
-__all__ = ["RandomAccess", "Source", "Stream", "check_repeatable", "check_same_stream", "source_of"]
+Unpack = Callable[[Any], tuple[Any, Any]]
 
 # The batch size of the loader that a dataset gets. With 128 and 512 instead, GGN products of 8 vectors on LeNet take
 # the same time a datum within 5 %.
@@ -32,170 +29,124 @@ _BATCH_SIZE = 256
 
 
 class Source(ABC):
-    """Where data come from: all of them in batches, and the inputs of some."""
+    """Batches of data, and the inputs of some of them by index."""
 
-    in_memory = False  # whether the dataset holds tensors, of which no copies are needed
-    kept = False  # whether inputs are kept whatever their size
-    shared = False  # whether each process reads its part
-    divided = False  # whether that part is a stream of its own
+    in_memory = False  # whether inputs are views of memory that the dataset holds anyway
 
     @abstractmethod
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        """All data, in batches."""
+    def batches(self) -> Iterator[tuple[int, Any, Any]]:
+        """Number, inputs and targets of the batches that this process reads."""
 
     @abstractmethod
-    def inputs(self, indices: Tensor) -> Any:
+    def inputs(self, index: Tensor) -> Any:
         """The inputs of some data."""
 
-    def own(self) -> Iterator[tuple[int, tuple[Any, Any]]]:
-        """The batches that this process reads, with their numbers."""
-        yield from enumerate(self)
+    @abstractmethod
+    def first_batch(self) -> tuple[Any, Any] | None:
+        """The first batch of all data."""
 
-    def total_bytes(self, num_bytes: float) -> float:
-        """Of the inputs that this process reads, if a datum has so many; 0 if their number is not known."""
+    def total_bytes(self, datum: float) -> float:
+        """The bytes of all inputs that this process reads, `datum` each; 0 if their number is not known."""
         return 0.0
 
 
 class RandomAccess(Source):
-    """The data of a `DataLoader` in a fixed order, with its own sampler, collation and batch size."""
+    """The data of a map-style `DataLoader` in a fixed order, with its own sampler, collation and batch size."""
 
-    def __init__(
-        self,
-        loader: DataLoader,
-        batch_sampler: Iterable[Any],
-        unpack: Unpack,
-        processes: Processes,
-        drawn_by: Processes,
-    ) -> None:
+    def __init__(self, loader: DataLoader, unpack: Unpack, processes: Processes, sampled_by: Processes) -> None:
         self.dataset, self.collate, self.unpack = loader.dataset, loader.collate_fn, unpack
-        if type(batch_sampler) is BatchSampler:
+        if type(loader.batch_sampler) is BatchSampler:
             # The sampler, not the batches: `drop_last` would leave out different data at each pass.
-            drawn, self.batch_size = list(batch_sampler.sampler), batch_sampler.batch_size
+            indices, self.batch_size = list(loader.batch_sampler.sampler), loader.batch_sampler.batch_size
         else:
-            batches = [list(batch) for batch in batch_sampler]
-            drawn = [index for batch in batches for index in batch]
+            batches = [list(batch) for batch in loader.batch_sampler or ()]
+            indices = [index for batch in batches for index in batch]
             self.batch_size = max(map(len, batches), default=1)
-        drawn = drawn_by_all(loader, [_plain(index) for index in drawn], drawn_by)
-        check_coverage(loader, drawn)
-        self.part, self.shared = processes.part(len(drawn)), processes.share_data
+        indices = indices_of_all(loader, [_plain(index) for index in indices], sampled_by)
+        check_coverage(loader, indices)
         # Sorted, so that a shuffled loader gives the same order, hence the same samples, every time.
-        self.order = sorted(drawn) if all(isinstance(i, int) for i in drawn) else drawn
-        # Tensors that the dataset holds are not copied.
+        self.order = sorted(indices) if all(isinstance(i, int) for i in indices) else indices
+        self.part = processes.part(len(indices))
         self.in_memory = type(self.dataset) is TensorDataset and self.collate is default_collate
         self.index = torch.tensor(self.order) if self.in_memory else None
 
-    def fetch(self, positions: Tensor) -> tuple[Any, Any]:
+    def batch(self, positions: Tensor) -> tuple[Any, Any]:
         if self.index is not None:
             assert isinstance(self.dataset, TensorDataset)
             chosen = self.index[positions]
             return self.unpack([tensor[chosen] for tensor in self.dataset.tensors])
         return self.unpack(self.collate([self.dataset[self.order[i]] for i in positions.tolist()]))
 
-    def inputs(self, indices: Tensor) -> Any:
-        return self.fetch(indices)[0]
+    def inputs(self, index: Tensor) -> Any:
+        return self.batch(index)[0]
 
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        for positions in torch.arange(len(self.order)).split(self.batch_size):
-            if len(positions):  # `split` of nothing gives one empty piece
-                yield self.fetch(positions)
+    def first_batch(self) -> tuple[Any, Any] | None:
+        return self.batch(torch.arange(min(self.batch_size, len(self.order)))) if self.order else None
 
-    def own(self) -> Iterator[tuple[int, tuple[Any, Any]]]:
+    def batches(self) -> Iterator[tuple[int, Any, Any]]:
         for positions in torch.arange(self.part.start, self.part.stop).split(self.batch_size):
-            if len(positions):
-                yield int(positions[0]) // self.batch_size, self.fetch(positions)
+            if len(positions):  # `split` of nothing gives one empty piece
+                yield int(positions[0]) // self.batch_size, *self.batch(positions)
 
-    def total_bytes(self, num_bytes: float) -> float:
-        return len(self.part) * num_bytes
+    def total_bytes(self, datum: float) -> float:
+        return len(self.part) * datum
 
 
 class Stream(Source):
-    """Batches in their order, read afresh in each pass; a datum is known by its place, so that the order must repeat.
+    """Batches in their order, read afresh in each pass; a datum is known by its place.
 
-    Of inputs that are too large to be kept one batch is held: a request for earlier data begins a new pass.
+    Of inputs that are too large to be kept, one batch is in memory: a request for earlier data begins a new pass.
     """
 
-    def __init__(self, batches: Iterable[Any], num_data: int | None, unpack: Unpack) -> None:
-        self.kept = not isinstance(batches, DataLoader)  # a list is in memory, as it is
-        self.batches, self.num_data, self.unpack = batches, num_data, unpack
-        # Every batch of every pass is compared: an order that changes would give a datum the noise of another.
-        self.checksums: dict[int, tuple[int, ...]] = {}
-        self.reader: Iterator[tuple[Any, Any]] = iter(())
-        self.first, self.held = 0, None
-        self.looked_past_the_end = False
+    def __init__(self, stream: Iterable[Any], num_data: int | None, unpack: Unpack) -> None:
+        self.stream, self.num_data, self.unpack = stream, num_data, unpack
+        self.in_list = not isinstance(stream, DataLoader)  # in memory as it is
+        self.reader: Iterator[tuple[int, Any, Any]] = iter(())
+        self.start, self.current = 0, None
 
-    def _look_past_the_end(self, batches: Iterator[Any]) -> None:
-        """Warns in the first pass if there is another batch, which is not used; an error in that batch is ignored."""
-        following = None
-        if not self.looked_past_the_end:
-            with suppress(Exception):
-                following = next(batches, None)
-        if following is not None:
-            self._warn_of_more()
-        self.looked_past_the_end = True
+    def first_batch(self) -> tuple[Any, Any] | None:
+        return next(((x, y) for _, x, y in self.batches()), None)
 
-    def _warn_of_more(self) -> None:
-        if not self.looked_past_the_end:
-            warnings.warn(
-                f"The data go on after the first {self.num_data}, which is what `num_data=` or the length of the "
-                "dataset says there are: those behind are not used.",
-                stacklevel=2,
-            )
-        self.looked_past_the_end = True
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        num = 0
-        batches = iter(self.batches)
+    def batches(self) -> Iterator[tuple[int, Any, Any]]:
+        num, batches = 0, iter(self.stream)
         for number, batch in enumerate(batches):
             x, y = self.unpack(batch)
-            missing = num_rows(x) if self.num_data is None or self.divided else self.num_data - num
-            if missing < num_rows(x):
-                self._warn_of_more()
-                x, y = take(x, slice(missing)), take(y, slice(missing))
-            checksum = _checksum((x, y))
-            if self.checksums.setdefault(number, checksum) != checksum:
-                raise _unrepeatable(number)
+            if self.num_data is not None and num + num_rows(x) > self.num_data:
+                x, y = (take(part, slice(self.num_data - num)) for part in (x, y))
             num += num_rows(x)
             if num_rows(x):
-                yield x, y
-            if self.divided and num > (self.num_data or 0):
-                break  # it may have no end
-            if num == self.num_data and not self.divided:
-                self._look_past_the_end(batches)
+                yield number, x, y
+            if num == self.num_data:
                 return
-        if self.num_data is not None and not self.divided:
+        if self.num_data is not None:
             raise ValueError(f"The data end after {num} of `num_data={self.num_data}`; give the number that there are.")
 
-    def inputs(self, indices: Tensor) -> Any:
-        if bool((indices.diff() < 0).any()):
-            order = indices.argsort()
-            return take(self.inputs(indices[order]), order.argsort())
+    def inputs(self, index: Tensor) -> Any:
+        if bool((index.diff() < 0).any()):
+            order = index.argsort()
+            return take(self.inputs(index[order]), order.argsort())
         # Earlier data are gone: a stream goes forward only.
-        if self.held is None or int(indices[0]) < self.first:
-            self.reader = iter(self)
-            self.first, self.held = 0, next(self.reader)[0]
+        if self.current is None or int(index[0]) < self.start:
+            self.reader = self.batches()
+            self.start, self.current = 0, next(self.reader)[1]
         found = []
         while True:
-            following = self.first + num_rows(self.held)
-            inside = indices[(indices >= self.first) & (indices < following)] - self.first
+            stop = self.start + num_rows(self.current)
+            inside = index[(index >= self.start) & (index < stop)] - self.start
             if len(inside):
                 are_neighbours = bool((inside.diff() == 1).all())
-                found.append(take(self.held, slice(int(inside[0]), int(inside[-1]) + 1) if are_neighbours else inside))
-            if int(indices[-1]) < following:
+                found.append(
+                    take(self.current, slice(int(inside[0]), int(inside[-1]) + 1) if are_neighbours else inside)
+                )
+            if int(index[-1]) < stop:
                 return found[0] if len(found) == 1 else concatenate(found)
-            self.first, self.held = following, next(self.reader)[0]
-
-
-def _plain(index: Any) -> Any:
-    """A number as Python has it: those of torch and numpy are told apart where they are equal."""
-    with suppress(TypeError):  # of what is no whole number
-        return operator.index(index)
-    return index
+            self.start, self.current = stop, next(self.reader)[1]
 
 
 def source_of(
-    loader: Iterable[Any], num_data: int | None, unpack: Unpack, processes: Processes, drawn_by: Processes
+    loader: Iterable[Any], num_data: int | None, unpack: Unpack, processes: Processes, sampled_by: Processes
 ) -> Source:
-    """Where the data of a loader come from; arguments as of `TrainingData`."""
+    """The source of a loader; arguments as for `TrainingData`."""
     # Before anything is read from it: reading would use up the data of the caller.
     if isinstance(loader, Iterator):
         raise TypeError(
@@ -208,90 +159,106 @@ def source_of(
         raise TypeError(f"The data must be a DataLoader of (x, y) batches, but are a {type(loader).__name__}.")
     if num_data is not None:
         check_whole("`num_data`", num_data, 1)
-    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
-        if num_data is None and not isinstance(loader.dataset, Sized):
-            raise ValueError(
-                "The data are an IterableDataset, which may have no end: say how many there are with `num_data=`."
-            )
-        num = len(loader.dataset) if num_data is None else num_data  # pyright: ignore
-        return Stream(_with_own_workers(loader), num, unpack)
+    if isinstance(loader, DataLoader):
+        loader = private_loader(loader)
+        if isinstance(loader.dataset, IterableDataset):
+            return Stream(loader, _num_data(loader.dataset) if num_data is None else num_data, unpack)
     if num_data is not None:
         raise ValueError(f"`num_data` is for an IterableDataset; the data of a {type(loader).__name__} are counted.")
     # Without a sampler of batches a loader's dataset gives whole batches, which have an order only.
     if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
-        return RandomAccess(loader, loader.batch_sampler, unpack, processes, drawn_by)
+        return RandomAccess(loader, unpack, processes, sampled_by)
     if isinstance(loader, DataLoader):
-        check_coverage(loader, drawn_by_all(loader, list(loader.sampler), ALONE))
-        loader = _with_own_workers(loader)
+        check_coverage(loader, indices_of_all(loader, list(loader.sampler), ALONE))
     return Stream(loader, None, unpack)
 
 
-def _with_own_workers(loader: DataLoader) -> DataLoader:
-    """The same loader; workers of the user's own that persist would go on from where these passes end."""
-    own = copy.copy(loader)
-    own._iterator = None
-    return own
-
-
-def _checksum(pair: tuple[Any, Any]) -> tuple[int, ...]:
-    # Tensors without numbers, and sparse ones, are refused when they are read.
-    dense = [t.detach().cpu() for t in batched(pair)[0] if not t.is_meta and t.layout == torch.strided]
-    return tuple(zlib.crc32(t.contiguous().reshape(-1).view(torch.uint8).numpy().data) for t in dense)
-
-
-def _unrepeatable(number: int) -> ValueError:
-    which = "the first batch" if number == 0 else f"batch {number} (counted from 0)"
-    return ValueError(
-        f"The loader gives different data at each pass: {which} differs between two passes over the same "
-        "indices. Random augmentation (or an iterable that shuffles itself) makes the likelihood ill-defined and "
-        "the error bars too small; pass the training data without augmentation."
-    )
+def _num_data(dataset: IterableDataset) -> int:
+    if not isinstance(dataset, Sized):
+        raise ValueError(
+            "The data are an IterableDataset, which may have no end: say how many there are with `num_data=`."
+        )
+    return len(dataset)
 
 
 def check_repeatable(source: Source, processes: Processes) -> None:
-    """Compares the checksum of the first batch in two passes, and with those of other processes.
-
-    Streams of which each process has another one are parts of one.
-
-    Raises:
-        ValueError: if the passes differ, or the datasets of processes.
-    """
-    divisible = isinstance(source, Stream) and source.num_data is not None and processes.share_data
-    source.divided = divisible  # a part may have no data
-    firsts = processes.gathered(lambda: _first_checksum(source))
-    differ = any(first != firsts[0] for first in firsts)
-    if differ and not divisible:
-        raise ValueError(
-            "The processes have different data: give each the same loader of all data, which are shared out by index, "
-            "or one that differs by its sampler only, such as a DistributedSampler. Lists of batches must be whole in "
-            "each process; streams may be parts, with `num_data` of all of them together."
-        )
-    source.divided = differ
-    if isinstance(source, Stream):
-        source.shared = differ
-        source.checksums.clear()  # those of batches that are not cut off at the end
-
-
-def check_same_stream(source: Source, processes: Processes) -> None:
-    """Compares all batches of a stream that was read, with those of the processes that read the same.
+    """Compare the first batch of two passes, and those of all processes.
 
     Raises:
         ValueError: if they are not the same.
     """
-    if not isinstance(source, Stream) or not processes.are_several:
-        return
-    read = processes.gathered_samples if source.divided else processes.gathered_from_all
-    everywhere = read(lambda: sorted(source.checksums.items()))
-    if any(other != everywhere[0] for other in everywhere):
+    # One batch is enough for augmentation, which changes every datum, and for a stream that shuffles itself.
+    first, second = (_digest(source.first_batch()) for _ in range(2))
+    if first != second:
         raise ValueError(
-            "The processes have streams that begin with the same batch and go on with others. Give each the whole "
-            "stream, in the same order, or parts that differ from the first batch on."
+            "The loader gives different data at each pass: the first batch differs between two passes over the same "
+            "indices. Random augmentation (or an iterable that shuffles itself) makes the likelihood ill-defined and "
+            "the error bars too small; pass the training data without augmentation."
+        )
+    check_alike(first, processes)
+
+
+def check_alike(digest: bytes | None, processes: Processes) -> None:
+    """Raise if a digest of the data is not the same in all processes."""
+    if processes.size > 1 and processes.differing({"data": digest}):
+        raise ValueError(
+            "The processes have different data: give each the same loader of all data, which are shared out by index, "
+            "or one that differs by its sampler only, such as a DistributedSampler. Lists of batches and streams must "
+            "be whole in each process."
         )
 
 
-def _first_checksum(source: Source) -> tuple[int, ...] | None:
-    # One batch is enough for augmentation, which changes every datum; streams compare all batches as they are read.
-    first, second = (next(itertools.islice(source, 1), None) for _ in range(2))
-    if first is not None and (second is None or _checksum(first) != _checksum(second)):
-        raise _unrepeatable(0)
-    return None if first is None else _checksum(first)
+def _digest(batch: tuple[Any, Any] | None) -> bytes | None:
+    # Tensors without numbers, and sparse ones, are refused when they are read.
+    tensors = [t for t in batched(batch)[0] if not t.is_meta and t.layout == torch.strided] if batch else []
+    return digest(("", tensor) for tensor in tensors) if batch else None
+
+
+def _plain(index: Any) -> Any:
+    """A number as Python has it, in place of those of torch and numpy, which do not compare with others."""
+    with suppress(TypeError):  # of what is no whole number
+        return operator.index(index)
+    return index
+
+
+def unpacking(unpack: Unpack | None) -> Unpack:
+    """The user's function with a check of what it returns, or the one for pairs and for mappings with `labels`.
+
+    Raises:
+        TypeError: if it is no function.
+    """
+    if unpack is not None and not callable(unpack):
+        raise TypeError(f"`unpack` must be a function of a batch, but is {unpack!r:.80}.")
+    return _pair if unpack is None else partial(_unpacked, unpack)
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    batch = as_tensors(batch)
+    if isinstance(batch, Mapping) and "labels" in batch:
+        return {name: value for name, value in batch.items() if name != "labels"}, batch["labels"]
+    if not _is_pair(batch):
+        hint = " To give all data at once, pass the list [(x, y)]." if isinstance(batch, Tensor) else ""
+        raise TypeError(
+            "Batches of the loader must be pairs (x, y) of tensors (or of tuples or dictionaries of them), or "
+            f"mappings with `labels`, but one is {_kinds(batch)}.{hint} Others take `unpack=`, a function of a batch "
+            "that returns (inputs, targets)."
+        )
+    return batch[0], batch[1]
+
+
+def _unpacked(unpack: Unpack, batch: Any) -> tuple[Any, Any]:
+    pair = as_tensors(unpack(batch))
+    if not _is_pair(pair):
+        raise TypeError(
+            "`unpack(batch)` must return (inputs, targets), both tensors or tuples or dictionaries of them, but "
+            f"returned {_kinds(pair)}."
+        )
+    return pair[0], pair[1]
+
+
+def _kinds(batch: Any) -> Any:
+    return [type(part).__name__ for part in batch] if isinstance(batch, list | tuple) else type(batch).__name__
+
+
+def _is_pair(pair: Any) -> bool:
+    return isinstance(pair, list | tuple) and len(pair) == 2 and all(batched(part)[0] for part in pair)

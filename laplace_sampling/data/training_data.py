@@ -5,32 +5,30 @@ index. The loader gives its batch size (what fits in memory), its sampler (which
 has no index but its order, which must repeat.
 """
 
-import copy
 import math
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from laplace_sampling.data.batches import (
-    batched,
-    concatenate,
-    constants,
-    flaw_of,
-    num_bytes,
-    num_rows,
-    take,
-)
+from laplace_sampling.data.batches import batched, concatenate, constants, flaw_of, num_bytes, num_rows, take
+from laplace_sampling.data.digest import digest
 from laplace_sampling.data.processes import ALONE, Processes
-from laplace_sampling.data.random_state import BorrowedRandomness
-from laplace_sampling.data.sources import RandomAccess, Source, Stream, check_repeatable, check_same_stream, source_of
-from laplace_sampling.data.unpacking import Unpack, unpacking
-
-__all__ = ["TrainingData", "Unpack"]
+from laplace_sampling.data.random_state import PrivateRandomness
+from laplace_sampling.data.sources import (
+    RandomAccess,
+    Source,
+    Stream,
+    Unpack,
+    check_alike,
+    check_repeatable,
+    source_of,
+    unpacking,
+)
 
 # Inputs up to this size are kept in memory, as tensors, and the dataset is read once. It is not tuned: half and twice
 # of it change no result, and the time only where the size of a dataset is between the two.
@@ -47,14 +45,12 @@ class TrainingData:
         missing: whether NaN in targets says that they are missing; in inputs it is an error.
         fill: pads targets of different length, if the likelihood knows such a label.
         cache_bytes: inputs larger than this are read from the dataset at each pass instead of being kept.
-        processes: those that share out the data: each reads its part of a dataset, the whole of a stream, or a stream
-            of its own, whose data follow those of the process before.
-        drawn_by: those whose samplers together give the data, by default the same.
+        processes: those that share out the data: each reads its part of a dataset, or the whole of a stream.
+        sampled_by: the processes whose samplers together give the data, by default the same.
 
     Attributes:
         num_data: `N`, counted, not taken from `len(dataset)`.
         part: which data are those of this process.
-        divided: whether each process has a stream of its own.
         batch_size: rows that go through the network together in a pass.
         targets: `y` of the part, `[n, ...]`, or a dictionary of them.
         in_order: whether data can be read in their order only, so that there are no mini-batches.
@@ -77,122 +73,107 @@ class TrainingData:
         missing: bool = False,
         cache_bytes: float = DEFAULT_CACHE_BYTES,
         processes: Processes = ALONE,
-        drawn_by: Processes | None = None,
+        sampled_by: Processes | None = None,
     ) -> None:
-        self.processes, randomness = processes, BorrowedRandomness(loader)
-        with randomness.borrowed():
-            source = source_of(loader, num_data, unpacking(unpack), processes, drawn_by or processes)
+        self.processes, randomness = processes, PrivateRandomness()
+        with randomness.use():
+            source = source_of(loader, num_data, unpacking(unpack), processes, sampled_by or processes)
             check_repeatable(source, processes)
             read = _Read(source, cache_bytes, missing)
-            everywhere = processes.gathered(read.look) if source.shared else [read.look()]
-            check_same_stream(source, processes)
-        if isinstance(source, Stream) and source.divided:
-            _check_parts([looked.num_data for looked in everywhere], source.num_data)
-        seen = everywhere[0]
-        for number, looked in enumerate(everywhere[1:], 1):
-            seen = seen.joined(looked, f"the data of process {number}")
-        inputs, shapes = read.inputs, seen.shapes
-        self.num_data = seen.num_data
-        if self.num_data == 0:
+            # Of a dataset each process reads its part, of a stream the whole.
+            of_dataset = isinstance(source, RandomAccess)
+            parts = processes.gathered(read.read) if of_dataset else [read.read()]
+        seen = parts[0]
+        for rank, other in enumerate(parts[1:], 1):
+            seen.add(other, f"the data of process {rank}")
+        self.num_data, self.ragged = seen.num_data, len(seen.shapes) > 1
+        if seen.nothing is None:
             raise ValueError(
                 "The loader is empty: it gave no data. Check the dataset, and `drop_last=True` with a "
                 "batch size larger than the dataset."
             )
-        self.part, self.ragged = processes.part(self.num_data), len(shapes) > 1
-        self.divided = source.divided
-        if source.divided:
-            start = sum(looked.num_data for looked in everywhere[: processes.place_of_data])
-            self.part = range(start, start + read.num_data)
-        # A batch is of the same size however many processes there are.
-        self.batch_size = min(source.batch_size, self.num_data) if isinstance(source, RandomAccess) else seen.largest
-        assert seen.nothing is not None
-        no_inputs, no_targets = seen.nothing
-        self.targets = _padded(read.targets or [no_targets], seen.target_shapes, fill)
-        if processes.share_data and not source.shared:
-            self.targets = take(self.targets, torch.arange(self.part.start, self.part.stop))  # not a view of all
-        if self.ragged and not isinstance(source, RandomAccess):
+        if self.ragged and not of_dataset:
             raise ValueError(
-                f"Batches have inputs of different shapes, {sorted(shapes, key=str)[:2]}, and are given ready-made, so "
-                "that data cannot be batched anew: pass a DataLoader of a map-style dataset, whose `collate_fn` pads, "
-                "or pad all data to one length."
+                f"Batches have inputs of different shapes, {sorted(seen.shapes, key=str)[:2]}, and are given "
+                "ready-made, so that data cannot be batched anew: pass a DataLoader of a map-style dataset, whose "
+                "`collate_fn` pads, or pad all data to one length."
             )
-        self._source: _Inputs = source
-        if inputs and not self.ragged:
-            in_memory = _InMemory(concatenate(inputs))
-            self._source = _PartInMemory(in_memory, self.part, source) if source.shared else in_memory
-        if source.divided:
-            own = _InMemory(concatenate(inputs)) if inputs else source
-            in_order = any(processes.gathered(lambda: len(self.part) > 0 and not inputs))
-            self._source = _Shared(own, no_inputs, self.part, processes, in_order=in_order)
+        self.part = processes.part(self.num_data)
+        # A batch is of the same size however many processes there are.
+        self.batch_size = min(source.batch_size, self.num_data) if of_dataset else seen.largest
+        self.targets = _padded(read.targets or [seen.nothing[1]], seen.target_shapes, fill)
+        if not of_dataset:
+            check_alike(digest(("", y) for y in batched(self.targets)[0]), processes)
+            if processes.size > 1:  # a copy, not a view of all
+                self.targets = take(self.targets, torch.arange(self.part.start, self.part.stop))
+        in_memory = self.part if of_dataset else range(self.num_data)
+        self._inputs: Source | _InMemory | _Distributed = source
+        if read.inputs and not self.ragged:
+            others = source if len(in_memory) < self.num_data else None
+            self._inputs = _InMemory(concatenate(read.inputs), in_memory, others)
         # What is in memory draws nothing any more.
-        drawn = not inputs or source.shared
-        self._reading = randomness.borrowed if drawn and not source.in_memory else nullcontext
+        draws = isinstance(self._inputs, Source) or self._inputs.others is not None
+        self._reading = randomness.use if draws and not source.in_memory else nullcontext
 
     @classmethod
     def unlabelled(cls, x: Any, batch_size: int) -> "TrainingData":
         """Inputs in memory, without targets."""
         data = cls.__new__(cls)
-        data._reading, data.processes, data.part = nullcontext, ALONE, range(num_rows(x))
-        data._source, data.num_data, data.batch_size, data.ragged = _InMemory(x), num_rows(x), batch_size, False
-        data.divided = False
-        data.targets = torch.zeros(data.num_data)
+        data.num_data, data.batch_size, data.ragged = num_rows(x), batch_size, False
+        data.processes, data.part, data.targets = ALONE, range(data.num_data), torch.zeros(data.num_data)
+        data._inputs, data._reading = _InMemory(x, data.part), nullcontext
         return data
 
-    def shortened(self, x: Any, device: torch.device, in_step: bool) -> "TrainingData":
-        """The same data with other inputs, in memory, and without targets.
+    def with_inputs(self, x: Any, device: torch.device, each_its_own: bool) -> "TrainingData":
+        """These data with other inputs, in memory, and without targets.
 
         Args:
             x: those of this process; `None` if it has none.
             device: where they are.
-            in_step: whether all processes ask for inputs at the same time, each for others.
+            each_its_own: whether processes ask for inputs at the same time, each for others.
         """
-        if self.processes.share_data:
-            forms = self.processes.gathered(lambda: None if x is None else _on(take(x, slice(0)), torch.device("cpu")))
-            x = _on(next(form for form in forms if form is not None) if x is None else x, device)
+        forms = self.processes.gathered(lambda: None if x is None else _on(take(x, slice(0)), torch.device("cpu")))
+        if x is None:
+            x = _on(next(form for form in forms if form is not None), device)
         other = self.unlabelled(x, self.batch_size)
-        if self.processes.share_data:
-            other._source = _Shared(_InMemory(x), take(x, slice(0)), self.part, self.processes, in_step=in_step)
-        other.divided, other.part = self.divided, self.part
-        other.num_data, other.processes = self.num_data, self.processes
+        other.num_data, other.part, other.processes = self.num_data, self.part, self.processes
+        if self.processes.size > 1:
+            other._inputs = _Distributed(x, self.part, self.processes, each_its_own)
         return other
 
     def whole(self) -> "TrainingData":
-        """The same with all inputs that processes have apart in each of them, so that one may ask for some alone."""
-        if not isinstance(self._source, _Shared) or self._source.in_step or self._source.in_order:
+        """These data with all inputs in each process, so that one may ask for some alone."""
+        if not isinstance(self._inputs, _Distributed) or self._inputs.each_its_own:
             return self
-        other = copy.copy(self)
-        other._source = _InMemory(self.inputs(torch.arange(self.num_data)))
+        other = self.unlabelled(self.inputs(torch.arange(self.num_data)), self.batch_size)
+        other.part, other.processes = self.part, self.processes
         return other
-
-    def all_targets(self) -> Any:
-        """`y` of all data, in each process."""
-        return self._of_all(self.targets)
-
-    def targets_of(self, indices: Tensor) -> Any:
-        """`y` of some data, the same in all processes."""
-        if not self.processes.share_data:
-            return take(self.targets, indices)
-        tensors, rebuild = batched(self.targets)
-        return rebuild([self.processes.picked(rows, self.part, indices) for rows in tensors])
-
-    def _of_all(self, x: Any) -> Any:
-        tensors, rebuild = batched(x)
-        return rebuild([self.processes.rows_of_all(rows, self.num_data, self.part) for rows in tensors])
 
     @property
     def in_order(self) -> bool:
-        return isinstance(self._source, Stream) or (isinstance(self._source, _Shared) and self._source.in_order)
+        return isinstance(self._inputs, Stream)
+
+    def all_targets(self) -> Any:
+        """`y` of all data, in each process."""
+        tensors, rebuild = batched(self.targets)
+        return rebuild([self.processes.all_rows(rows, self.num_data, self.part) for rows in tensors])
+
+    def targets_of(self, index: Tensor) -> Any:
+        """`y` of some data, the same in all processes."""
+        if self.processes.size == 1:
+            return take(self.targets, index)
+        tensors, rebuild = batched(self.targets)
+        return rebuild([self.processes.rows_at(rows, self.part, index) for rows in tensors])
 
     def own_batches(self) -> list[Tensor]:
-        """The batches that this process reads: those that begin in its part, or those of its own stream."""
-        first, last = (self.part.start, self.part.stop) if self.divided else (0, self.num_data)
-        batches = torch.arange(first, last).split(self.batch_size)
-        return [batch for batch in batches if len(batch) and int(batch[0]) in self.part]
+        """The batches that begin in the part of this process."""
+        batches = torch.arange(self.num_data).split(self.batch_size)
+        return [batch for batch in batches if int(batch[0]) in self.part]
 
-    def inputs(self, indices: Tensor) -> Any:
-        """The inputs of some data, `[n, ...]`, for which all processes ask, or of own ones in `Processes.apart`."""
+    def inputs(self, index: Tensor) -> Any:
+        """The inputs of some data, `[n, ...]`, for which all processes ask, or of own ones in `local_only`."""
         with self._reading():
-            return self._source.inputs(indices)
+            return self._inputs.inputs(index)
 
 
 def _on(x: Any, device: torch.device) -> Any:
@@ -203,9 +184,9 @@ def _on(x: Any, device: torch.device) -> Any:
 Shapes = set[tuple[torch.Size, ...]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Seen:
-    """What all batches are like, of a process or of all of them.
+    """What batches are like, of a process or of all of them.
 
     Attributes:
         num_data: how many data they have.
@@ -213,60 +194,62 @@ class _Seen:
         shapes: of the inputs of a datum.
         target_shapes: of the targets of a datum.
         fixed: what has no rows in the inputs.
-        nothing: inputs and targets of no data; `None` without any.
+        nothing: inputs and targets of no data; `None` before there are any.
     """
 
-    num_data: int
-    largest: int
-    shapes: Shapes
-    target_shapes: Shapes
-    fixed: list[Any] | None
-    nothing: tuple[Any, Any] | None
+    num_data: int = 0
+    largest: int = 0
+    shapes: Shapes = field(default_factory=set)
+    target_shapes: Shapes = field(default_factory=set)
+    fixed: list[Any] = field(default_factory=list)
+    nothing: tuple[Any, Any] | None = None
 
-    def joined(self, other: "_Seen", where: str) -> "_Seen":
-        return _Seen(
-            self.num_data + other.num_data,
-            max(self.largest, other.largest),
-            self.shapes | other.shapes,
-            self.target_shapes | other.target_shapes,
-            _same_constants(self.fixed, other.fixed, where),
-            other.nothing if self.nothing is None else self.nothing,
-        )
+    def add(self, other: "_Seen", where: str) -> None:
+        """Add what other batches are like, or raise if they cannot go through a network together with these."""
+        if other.nothing is None:
+            return
+        if self.nothing is None:
+            self.fixed, self.nothing = other.fixed, other.nothing
+        if other.fixed != self.fixed:
+            raise ValueError(
+                f"What is no tensor of rows in the inputs must be the same for all data, but is {self.fixed} in the "
+                f"first batch and {other.fixed} in {where}; leave out by `unpack=` what is not needed."
+            )
+        self.num_data, self.largest = self.num_data + other.num_data, max(self.largest, other.largest)
+        self.shapes |= other.shapes
+        self.target_shapes |= other.target_shapes
 
 
 class _Read:
-    """The batches that a process reads: their targets, and inputs that are kept."""
+    """The targets of a source, and its inputs if memory holds them."""
 
     def __init__(self, source: Source, cache_bytes: float, missing: bool) -> None:
         self.source, self.cache_bytes, self.missing = source, cache_bytes, missing
         self.targets: list[Any] = []
         self.inputs: list[Any] = []
-        self.num_data = 0
 
-    def look(self) -> _Seen:
-        """Reads and checks all batches."""
-        shapes, target_shapes, read_bytes, fixed, sizes = set(), set(), 0, None, [0]
-        source, nothing = self.source, None
-        for number, (x, y) in source.own():
+    def read(self) -> _Seen:
+        """Read and check all batches."""
+        source, seen, read_bytes = self.source, _Seen(), 0
+        for number, x, y in source.batches():
             _check_finite(x, "inputs", number)
             _check_finite(y, "targets", number, self.missing)
-            if num_rows(x) != num_rows(y):
-                raise ValueError(f"Batch {number} has {num_rows(x)} inputs and {num_rows(y)} targets.")
-            fixed = _same_constants(fixed, constants(x), f"batch {number}")
-            read_bytes += 0 if source.in_memory else num_bytes(x)
-            shapes.add(_shapes_of(x))
-            target_shapes.add(_shapes_of(y))
+            num = num_rows(x)
+            if num != num_rows(y):
+                raise ValueError(f"Batch {number} has {num} inputs and {num_rows(y)} targets.")
+            nothing = (take(x, slice(0)), take(y, slice(0)))
+            batch = _Seen(num, num, {_shapes_of(x)}, {_shapes_of(y)}, constants(x), nothing)
+            seen.add(batch, f"batch {number}")
+            self.targets.append(y)
+            read_bytes += num_bytes(x)
             # Inputs that will be too large are not kept until they are.
-            expected = source.total_bytes(num_bytes(x) / max(num_rows(x), 1))
-            if source.kept or (max(read_bytes, expected) <= self.cache_bytes and not source.in_memory):
+            expected = max(read_bytes, source.total_bytes(num_bytes(x) / max(num, 1)))
+            in_list = isinstance(source, Stream) and source.in_list
+            if in_list or (expected <= self.cache_bytes and not source.in_memory):
                 self.inputs.append(x)
             else:
                 self.inputs.clear()
-            self.targets.append(y)
-            sizes.append(num_rows(x))
-            nothing = nothing or (take(x, slice(0)), take(y, slice(0)))
-        self.num_data = sum(sizes)
-        return _Seen(self.num_data, max(sizes), shapes, target_shapes, fixed, nothing)
+        return seen
 
 
 def _shapes_of(x: Any) -> tuple[torch.Size, ...]:
@@ -274,89 +257,35 @@ def _shapes_of(x: Any) -> tuple[torch.Size, ...]:
     return tuple(tensor.shape[1:] for tensor in batched(x)[0])
 
 
-def _same_constants(fixed: list[Any] | None, others: list[Any] | None, where: str) -> list[Any] | None:
-    if fixed is None or others is None:
-        return others if fixed is None else fixed
-    if others != fixed:
-        raise ValueError(
-            f"What is no tensor of rows in the inputs must be the same for all data, but is {fixed} in the "
-            f"first batch and {others} in {where}; leave out by `unpack=` what is not needed."
-        )
-    return fixed
-
-
-class _Inputs(Protocol):
-    """The inputs of some data."""
-
-    def inputs(self, indices: Tensor) -> Any: ...
-
-
 class _InMemory:
-    """Inputs in memory."""
+    """The inputs of neighbouring data in memory; others, which processes alone have not, are read."""
 
-    def __init__(self, x: Any) -> None:
-        self.x = x
+    def __init__(self, x: Any, part: range, others: Source | None = None) -> None:
+        self.x, self.part, self.others = x, part, others
 
-    def inputs(self, indices: Tensor) -> Any:
-        return take(self.x, indices)
-
-
-class _Shared:
-    """The inputs of neighbouring data in each process: those of its own within its part of a sum, elsewhere of any.
-
-    Args:
-        own: those of the part.
-        nothing: inputs of no data.
-        part: whose inputs this process has.
-        processes: that share out the data.
-        in_step: whether all ask at the same time, each for other data.
-        in_order: whether one of them reads its part in its order only.
-    """
-
-    def __init__(
-        self,
-        own: _Inputs,
-        nothing: Any,
-        part: range,
-        processes: Processes,
-        *,
-        in_step: bool = False,
-        in_order: bool = False,
-    ) -> None:
-        self.own, self.nothing, self.part, self.processes = own, nothing, part, processes
-        self.in_step, self.in_order = in_step, in_order
-
-    def inputs(self, indices: Tensor) -> Any:
-        if self.processes.are_apart:
-            return self.own.inputs(indices - self.part.start)
-        asked, mine = self.processes.asked(indices) if self.in_step else (indices, slice(None))
-        inside = (asked >= self.part.start) & (asked < self.part.stop)
-        found = self.own.inputs(asked[inside] - self.part.start) if bool(inside.any()) else self.nothing
-        tensors, rebuild = batched(found)
-        return rebuild([self.processes.placed(rows, inside)[mine] for rows in tensors])
+    def inputs(self, index: Tensor) -> Any:
+        inside = (index >= self.part.start) & (index < self.part.stop)
+        if self.others is None or bool(inside.all()):
+            return take(self.x, index - self.part.start)
+        return self.others.inputs(index)
 
 
-class _PartInMemory:
-    """The inputs of neighbouring data in memory; others are read."""
+class _Distributed:
+    """Inputs of which each process has those of its part, and sends them where others ask for them."""
 
-    def __init__(self, in_memory: _InMemory, part: range, others: Source) -> None:
-        self.in_memory, self.part, self.others = in_memory, part, others
+    def __init__(self, x: Any, part: range, processes: Processes, each_its_own: bool) -> None:
+        self.x, self.part, self.processes, self.each_its_own = x, part, processes, each_its_own
 
-    def inputs(self, indices: Tensor) -> Any:
-        inside = (indices >= self.part.start) & (indices < self.part.stop)
-        if bool(inside.all()):
-            return self.in_memory.inputs(indices - self.part.start)
-        return self.others.inputs(indices)
+    def inputs(self, index: Tensor) -> Any:
+        if self.processes.is_local:
+            return take(self.x, index - self.part.start)
+        requested, mine = self.processes.requests(index) if self.each_its_own else (index, slice(None))
+        tensors, rebuild = batched(self.x)
+        return rebuild([self.processes.rows_at(rows, self.part, requested)[mine] for rows in tensors])
 
 
 def _padded(targets: list[Any], shapes: Shapes, fill: int | None) -> Any:
-    """All targets as one; of different lengths padded with a label that is ignored.
-
-    Args:
-        targets: of this process.
-        shapes: of a datum, of all processes.
-        fill: the label.
-    """
+    """All targets of this process as one, padded to the largest of `shapes` with the label that is ignored."""
     if len(shapes) == 1:
         return concatenate(targets)
     if fill is None or not all(isinstance(y, Tensor) for y in targets) or len({len(shape) for (shape,) in shapes}) > 1:
@@ -375,16 +304,6 @@ def _padded(targets: list[Any], shapes: Shapes, fill: int | None) -> Any:
         return F.pad(y, [n for length, size in lengths for n in (0, size - length)], value=value)
 
     return torch.cat([padded(y) for y in targets])
-
-
-def _check_parts(counts: list[int], num_data: int | None) -> None:
-    """Raise unless the streams of the processes are all data together, each once."""
-    if sum(counts) != num_data:
-        raise ValueError(
-            f"Each process has another stream, so that they are taken as parts of one, but they give {counts} data, "
-            f"and not `num_data={num_data}` together (by default the length of the dataset). Give each process the "
-            "whole stream, in the same order, or parts that have each datum once, and how many they are together."
-        )
 
 
 def _check_finite(x: Any, what: str, number: int, missing: bool = False) -> None:

@@ -210,7 +210,7 @@ class MarginalLikelihood:
         complexity: `½ θ̄ᵀAθ̄ + ½ log|I + A⁻¹M|`, at the network with `w̄` in place of `θ̄`.
         exact: whether all eigenvalues were at hand.
         at: where the approximation is made: `"mode"`, the mode of the linear model, or `"network"`, the weights of the
-            network. Only the second ranks networks (`docs/decisions/scores.md`).
+            network. Only the second ranks networks (`docs/decisions.md`).
     """
 
     value: float

@@ -55,9 +55,7 @@ def leverage_of(solution: Solution, prior: GaussianPrior) -> Float[Tensor, "L G"
     return prior.grouped(solution.leverage) if traces is None or len(prior.names) > 1 else traces[:, None]
 
 
-def effective_dimension(
-    leverage: Float[Tensor, "L G"], exact: bool, of_all: Callable[[Tensor], Tensor] = lambda rows: rows
-) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"]]:
+def effective_dimension(leverage: Float[Tensor, "L G"], exact: bool) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"]]:
     r"""`γ_g = Tr_g(H⁻¹M)` and its standard error, in prediction space: `(1/K) Σ_k ζ_kᵀ(Mζ_k)`, split by group.
 
     Summed over groups it is `(1/K) Σ_k Σ_i ‖φ_iζ_k‖²_B` (thesis eq. 6.9): unbiased, never negative, of variance
@@ -65,17 +63,16 @@ def effective_dimension(
     diagonal of `H⁻¹M` gives it exactly, with standard error 0.
 
     Args:
-        leverage: one row a sample of this process, or the exact one; see `leverage_of`.
+        leverage: one row a sample, or the exact one; see `leverage_of`.
         exact: whether it is the exact one.
-        of_all: the rows of all samples from those of this process.
     """
     # Not by the weights, `P − (1/K) Σ_k ζ_kᵀAζ_k` (thesis eq. 6.10): that costs nothing, but its variance is about
     # `2(P − 2γ)/K`, which is larger by the ratio of the weights to the effective dimension.
     if exact:
         return leverage[0], torch.zeros_like(leverage[0])
-    rows = of_all(leverage)
-    error = rows.std(0) / math.sqrt(len(rows)) if len(rows) > 1 else torch.full_like(rows[0], math.nan)
-    return rows.mean(0), error
+    num = len(leverage)
+    error = leverage.std(0) / math.sqrt(num) if num > 1 else torch.full_like(leverage[0], math.nan)
+    return leverage.mean(0), error
 
 
 def noise_update(model: LinearModel, gamma: Tensor, mode_outputs: Float[Tensor, "N C"]) -> Tensor:
@@ -120,7 +117,7 @@ class _Expectation:
     """The mode at the hyperparameters of a step, and the moments of the samples that the update takes.
 
     `gamma` and `mode_norm` are one a group, `gamma_by_output` is there where the noise precision is a vector;
-    `residual`, the largest of a sample, and `passes`, of samples and mode, are those of all processes.
+    `residual` is the largest of a sample, `passes` counts those of samples and mode.
     """
 
     minimum: Minimum
@@ -188,19 +185,14 @@ class _Iteration:
         self.mode = minimum.value
         mode_outputs = model.outputs(self.mode * prior.scale)[0]
         ggn = model.ggn(model.network_outputs)
-        processes, num = ggn.features.processes, self.draws.num_samples
-        with processes.counting_samples(ggn.features.counts, num):
-            leverage, by_output, residuals, passes, exact = self._moments(ggn, mode_outputs)
-        gamma, gamma_se = (t.cpu() for t in effective_dimension(leverage, exact, self._of_all))
+        leverage, by_output, residuals, passes, exact = self._moments(ggn, mode_outputs)
+        gamma, gamma_se = (t.cpu() for t in effective_dimension(leverage, exact))
         if not exact:
             sizes = torch.bincount(prior.groups, minlength=len(prior.names)).cpu()
             gamma = _possible(gamma, gamma_se, sizes, 0.99 * model.num_observations)
         mode_norm = prior.grouped(self.mode[0].double() ** 2).cpu()
-        residual, own = float(self._of_all(residuals).max()), passes
-        if processes.shares_samples(num):
-            passes = sum(processes.gathered_samples(lambda: own))
-        passes += minimum.passes
-        gamma_by_output = None if by_output is None else self._of_all(by_output).mean(0)
+        residual, passes = float(residuals.max()), passes + minimum.passes
+        gamma_by_output = None if by_output is None else by_output.mean(0)
         return _Expectation(minimum, mode_outputs, gamma, gamma_se, gamma_by_output, exact, mode_norm, residual, passes)
 
     def _moments(self, ggn: GGN, mode_outputs: Tensor) -> tuple[Tensor, Tensor | None, Tensor, float, bool]:
@@ -208,16 +200,15 @@ class _Iteration:
 
         Groups of samples are solved one after the other, and no more of a sample is kept than its warm start.
         """
-        prior = self.prior
-        own = self.draws.part(ggn.features.processes.samples_of(self.draws.num_samples))
+        prior, draws = self.prior, self.draws
         leverage, by_output, residuals, passes, exact = [], [], [], 0.0, False
         delta = self.delta
-        for group in own.groups(self.rows) or [own]:
-            rows = slice(group.first - own.first, group.first - own.first + group.num_samples)
+        for group in draws.groups(self.rows):
+            rows = slice(group.first - draws.first, group.first - draws.first + group.num_samples)
             start = None if self.delta is None else self.delta[rows]
             solution = sample_posterior(ggn, prior, group, self.solver, init=start, description=self._label("samples"))
             if delta is None:
-                delta = solution.delta.new_empty(own.num_samples, ggn.size)
+                delta = solution.delta.new_empty(draws.num_samples, ggn.size)
             delta[rows] = solution.delta
             leverage.append(leverage_of(solution, prior))
             residuals.append(solution.residual)
@@ -230,10 +221,6 @@ class _Iteration:
         # An exact diagonal is the same for every group.
         found = leverage[0] if exact else torch.cat(leverage)
         return found, torch.cat(by_output) if by_output else None, torch.cat(residuals), passes, exact
-
-    def _of_all(self, rows: Tensor) -> Tensor:
-        """The rows of all samples, from those of this process."""
-        return self.model.features.processes.samples_of_all(rows, self.draws.num_samples)
 
     def _label(self, what: str) -> str | None:
         return f"step {len(self.history) + 1}: {what}" if self.progress else None

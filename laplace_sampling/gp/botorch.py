@@ -35,7 +35,7 @@ class TangentSurrogate(TangentGP, GPyTorchModel, FantasizeMixin):  # pyright: ig
     r"""A BoTorch model of one or several outputs: a Gaussian process with the tangent kernel of a network.
 
     **Of a network that was trained on the observations, Bayesian optimisation makes hardly any progress**, on two of
-    three test functions no more than random search (`docs/published.md`, "tangent after training"): it fits so few data
+    three test functions no more than random search (`docs/benchmarks.md`): it fits so few data
     exactly, by features that training has bent to them, and the evidence takes that for knowledge, so that error bars
     are too narrow by a factor of five or more. Take BoTorch's `SingleTaskGP`, or the tangent of a network with random
     weights, which is level with it there, or behind by a standard error.

@@ -1,16 +1,13 @@
 """Error bars in training loops of Hugging Face Accelerate: `pip install laplace_sampling[accelerate]`."""
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from laplace_sampling.integrations.periodic_fits import AUTO, PREFIX, PeriodicFits
 from laplace_sampling.likelihoods.likelihood import Likelihood
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 try:
     from accelerate import Accelerator
@@ -21,8 +18,6 @@ except ImportError as error:  # pragma: no cover
     raise ImportError(
         'laplace_sampling.integrations.accelerate needs accelerate: pip install "laplace_sampling[accelerate]"'
     ) from error
-
-__all__ = ["AcceleratedFits"]
 
 
 class AcceleratedFits(PeriodicFits):
@@ -39,11 +34,9 @@ class AcceleratedFits(PeriodicFits):
 
     Args:
         accelerator: of the training.
-        likelihood: as of `LinearisedLaplace`.
-        process_group: those that share out the data of the fits, as of `PeriodicFits`; by default all processes of the
-            training. With `None` each fits to all data by itself.
-        options: all others of `PeriodicFits`: `every_n_epochs`, `val_loader`, `metrics`, `budget`, and those of
-            `LinearisedLaplace` and `fit_hyperparameters`.
+        likelihood: as in `LinearisedLaplace`.
+        options: all others of `PeriodicFits`: `every_n_epochs`, `val_loader`, `metrics`, `budget`, `process_group` (by
+            default all processes of the training), and those of `LinearisedLaplace` and `fit_hyperparameters`.
 
     Raises:
         TypeError, ValueError: as `PeriodicFits`, and for an accelerator that shares out the weights over processes.
@@ -69,12 +62,10 @@ class AcceleratedFits(PeriodicFits):
         self,
         accelerator: Accelerator,
         likelihood: str | Likelihood | Mapping[str, str | Likelihood],
-        *,
-        process_group: "ProcessGroup | str | None" = AUTO,
         **options: Any,
     ) -> None:
         check_whole_weights(accelerator.state)
-        super().__init__(likelihood, process_group=process_group, **options)
+        super().__init__(likelihood, **{"process_group": AUTO, **options})
         self.accelerator = accelerator
         accelerator.register_for_checkpointing(self)
 

@@ -278,12 +278,12 @@ class SampledLaplace(ParametricLaplace):
         Raises:
             ValueError: if it is of another class, another likelihood or a network with other weights.
         """
-        la = self._unfitted()
-        la.load_state_dict(state_dict["H"])
-        self._take_weights(la)
         self.temperature = state_dict["temperature"]  # of which laplace-torch would warn
         super().load_state_dict({**state_dict, "H": None})
         self._loader = None
+        la = self._unfitted()
+        la.load_state_dict(state_dict["H"])
+        self._take_weights(la)
         self._keep(la)
 
 

@@ -3,19 +3,16 @@
 Needs the extra `lightning`: `pip install "laplace_sampling[lightning]"`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from laplace_sampling.integrations.periodic_fits import AUTO, BUDGET, PREFIX, PeriodicFits
+from laplace_sampling.integrations.periodic_fits import AUTO, PREFIX, PeriodicFits
 from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.likelihoods.likelihood import Likelihood
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 try:
     from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
@@ -23,8 +20,6 @@ try:
     from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 except ImportError as error:
     raise ImportError('`LaplaceCallback` needs Lightning: `pip install "laplace_sampling[lightning]"`.') from error
-
-__all__ = ["LaplaceCallback"]
 
 # Networks of `ModelParallelStrategy` are sharded by `fully_shard`.
 _SHARDED = (DeepSpeedStrategy, FSDPStrategy)
@@ -42,16 +37,12 @@ class LaplaceCallback(Callback):
     all have the result, and the first one logs it.
 
     Args:
-        likelihood: as of `LinearisedLaplace`.
-        every_n_epochs: a fit after every so many epochs; fewer, where `budget` leaves some out.
+        likelihood: as in `LinearisedLaplace`.
         train_loader: data of the fits, in place of the trainer's: without augmentation, if that has any.
         val_loader: data of the metrics, in place of the trainer's, if it has one.
         module: the name of the submodule that is the network, such as `"net"`; by default the `LightningModule` itself.
-        metrics: of `val_loader`, by name, as of `PeriodicFits`.
-        budget: training epochs of the first fit, as of `PeriodicFits`.
-        process_group: those that share out the data of the fits, as of `PeriodicFits`; by default all processes of the
-            trainer. With `None` each fits to all data by itself.
-        options: of `LinearisedLaplace` and of `fit_hyperparameters`.
+        options: all others of `PeriodicFits`: `every_n_epochs`, `metrics`, `budget`, `process_group` (by default all
+            processes of the trainer), and those of `LinearisedLaplace` and `fit_hyperparameters`.
 
     Raises:
         TypeError, ValueError: for settings that are not known; when training starts, for a network or loaders that are
@@ -66,17 +57,12 @@ class LaplaceCallback(Callback):
         self,
         likelihood: str | Likelihood | Mapping[str, str | Likelihood],
         *,
-        every_n_epochs: int = 1,
         train_loader: Iterable[Any] | None = None,
         val_loader: Iterable[Any] | None = None,
         module: str | None = None,
-        metrics: Mapping[str, Callable[..., Any]] | None = None,
-        budget: float | None = BUDGET,
-        process_group: "ProcessGroup | str | None" = AUTO,
         **options: Any,
     ) -> None:
-        how = {"metrics": metrics, "budget": budget, "process_group": process_group}
-        self.fits = PeriodicFits(likelihood, every_n_epochs=every_n_epochs, **how, **options)
+        self.fits = PeriodicFits(likelihood, **{"process_group": AUTO, **options})
         self.train_loader, self.val_loader, self.module = train_loader, val_loader, module
         self._anew = self.fits.state_dict()
         # The epoch that training has come to, if it has no fit.

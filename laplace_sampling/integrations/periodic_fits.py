@@ -2,14 +2,14 @@
 
 Training goes on bit for bit as without fits: data are read by index in a random state of their own
 (`data.random_state`), the network is differentiated as a function of weights that are not its own
-(`networks.held_module`), and its modes and buffers are put back (`networks.evaluation_mode`).
+on a copy that nobody else has (`networks.shell`).
 """
 
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,35 +17,27 @@ from torch import Tensor, nn
 
 from laplace_sampling.data.batches import batched, flattened, take
 from laplace_sampling.data.processes import Processes
-from laplace_sampling.data.random_state import BorrowedRandomness
+from laplace_sampling.data.random_state import PrivateRandomness
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.fitted import NotFittedError
 from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.methods.budget import Budget, Strict
+from laplace_sampling.methods.budget import Strict
 from laplace_sampling.methods.exact import Exact
 from laplace_sampling.methods.factored import Factored
 from laplace_sampling.settings import Settings
 from laplace_sampling.solvers.checks import check_positive, check_whole
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-__all__ = ["AUTO", "BUDGET", "PREFIX", "PeriodicFits"]
 
 _log = logging.getLogger(__name__)
 
 # Stands for the processes of the training, which callbacks do not know before it begins.
 AUTO = "auto"
 
-# Training epochs of the first fit. Half of it leaves Kronecker factors where this pays for a part of the data, and
-# twice as many are most of a training of 20 epochs.
-BUDGET = 5.0
-# What a fit that starts from another one may take of what that one took: an error bar that has not converged yet is
-# that of the last fit.
+# Training epochs of the first fit: twice as many are most of a training of 20 epochs.
+_BUDGET = 5.0
+# The share of the cost of the first fit that a later one may take, which starts from the one before.
 _WARM = 0.5
-# Factors cost little, and what is logged is of one kind from epoch to epoch. Standard deviations of 16 samples are
-# known to 18 %.
+# Factors cost little, and what is logged is of one kind from epoch to epoch.
 _DEFAULTS = {"method": "kfac", "num_samples": 16, "progress": False}
 # Before the names of metrics where trainers log them.
 PREFIX = "laplace_"
@@ -75,7 +67,7 @@ class PeriodicFits:
         process_group: the processes of `torch.distributed` that share out the data of the fits and of the metrics: all
             of them make the same calls (`docs/distributed.md`). Their buffers may differ, as the running means of
             `BatchNorm` do: fits are of those of the first process, and each process has its own ones back afterwards.
-            `"auto"`: all processes, if there are several and no `mesh=` says which.
+            `"auto"`: all processes, if there are several.
         options: of `LinearisedLaplace` and of `fit_hyperparameters`, with other defaults: `method="kfac"`, which costs
             little and whose numbers are of one kind from epoch to epoch; `num_samples=16`, by which standard deviations
             are known to 18 %; `progress=False`.
@@ -110,8 +102,8 @@ class PeriodicFits:
         every_n_epochs: int = 1,
         val_loader: Iterable[Any] | None = None,
         metrics: Mapping[str, Callable[..., Any]] | None = None,
-        budget: float | None = BUDGET,
-        process_group: "ProcessGroup | str | None" = None,
+        budget: float | None = _BUDGET,
+        process_group: dist.ProcessGroup | str | None = None,
         **options: Any,
     ) -> None:
         check_whole("`every_n_epochs`", every_n_epochs, 1)
@@ -182,36 +174,32 @@ class PeriodicFits:
             Exception: of one of the `metrics`. The fit is kept, and is in `history_` without metrics.
         """
         val_loader = self.val_loader if val_loader is None else val_loader
-        with BorrowedRandomness([train_loader, val_loader, *self.metrics.values()]).borrowed():
+        with PrivateRandomness().use():
             la, warm = self._at(model), self._first > 0
             processes = la.settings.processes
             held_out = val_loader if self._options.get("criterion") == "validation" else None
             budget = self.budget and Strict(_WARM * self._first if warm else self.budget)
-            with _buffers_of_first(la.network.module, processes):
+            with _buffers_of_first(la.network.source, processes):
                 la.fit_hyperparameters(train_loader, held_out, budget=budget, warm_start=True, **self._options)
-                if la._unfinished:  # by `StopFit`
+                if la.stopped_:
                     _tell(f"No fit after epoch {epoch}: a callback has stopped it by `StopFit`; the last one is kept.")
                     return {}
                 self._laplace, self._state = la, None
-                fit = la._require("fit").fit
-                assert fit is not None
-                cost = fit.task.budget
-                total = Budget(None, cost.cost, cost.num_data, la.network.products, others=cost.operations)
+                self._first = self._first or la.epochs_
                 found = self._found(la)
                 try:
                     if val_loader is not None:
-                        with processes.telling(), processes.counting(la.network.products):
+                        with processes.shared_call(), processes.counting(la.network.products):
                             found |= self._predicted(la, val_loader)
                 finally:  # also of a fit whose metrics raise an error: the next ones are due by what all have cost
-                    found["cost"] = total.spent
-                    self._first = self._first or cost.spent
+                    found["cost"] = la.epochs_
                     self.history_.append({"epoch": epoch, **found})
         return found
 
     def _at(self, model: nn.Module) -> LinearisedLaplace:
         """The posterior of a network that fits start from."""
         la = self._laplace
-        if la is None or la.network.module is not model:
+        if la is None or la.network.source is not model:
             state = self._state if la is None else la.state_dict()
             la = LinearisedLaplace(model, self.likelihood, **self._settings, process_group=self._group())
             if state is not None:
@@ -222,18 +210,17 @@ class PeriodicFits:
         if self.process_group != AUTO:
             return self.process_group
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        return dist.group.WORLD if several and self._settings.get("mesh") is None else None
+        return dist.group.WORLD if several else None
 
     def _found(self, la: LinearisedLaplace) -> dict[str, float]:
         """What a fit says without other data."""
-        posterior = la._require("fit").posterior
-        prior, noise = posterior.prior, la.noise_precision_
+        prior, noise = la.posterior_.prior, la.noise_precision_
         found = _named("prior_precision", prior.names, prior.precision)
         if noise is not None:
             found |= _named("noise_precision", range(noise.numel()), noise)
         found |= {"effective_dimension": float(la.effective_dimension_.sum()), "converged": float(la.converged_)}
         # Other methods take as long for it as for a fit.
-        closed_form = isinstance(posterior.method, Exact | Factored)
+        closed_form = isinstance(la.posterior_.method, Exact | Factored)
         return found | ({"score": float(la.score())} if closed_form else {})
 
     def _predicted(self, la: LinearisedLaplace, val_loader: Iterable[Any]) -> dict[str, float]:
@@ -252,7 +239,7 @@ class PeriodicFits:
         for metric in streams.values():
             metric.reset()
         # Those that share out the weights predict together, of the same data.
-        apart = la.network.held.shards is None
+        apart = la.network.shell.shards is None
         part, all_targets = (data.part, data.targets) if apart else (range(data.num_data), data.all_targets())
         num_data = 0
         for batch in torch.arange(part.start, part.stop).split(data.batch_size):
@@ -260,7 +247,7 @@ class PeriodicFits:
             if not len(batch):
                 continue
             num_data += len(batch)
-            with processes.apart() if apart else nullcontext():
+            with processes.local_only() if apart else nullcontext():
                 x = data.inputs(batch)
             prediction = la.predict(x)
             targets = take(all_targets, batch - part.start)
@@ -304,7 +291,7 @@ class PeriodicFits:
         if self._state is None:
             return False
         la = LinearisedLaplace(model, self.likelihood, **self._settings, process_group=self._group())
-        with BorrowedRandomness([]).borrowed():
+        with PrivateRandomness().use():
             try:
                 la.load_state_dict(self._state)
             except ValueError:  # of other weights, or of another function of the data
@@ -336,13 +323,13 @@ def _parted(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 @contextmanager
 def _buffers_of_first(module: nn.Module, processes: Processes) -> Iterator[None]:
     """Inside, the buffers of all processes are those of the first, which trainers save."""
-    own = [buffer.detach().clone() for buffer in module.buffers()] if processes.are_several else []
+    own = [buffer.detach().clone() for buffer in module.buffers()] if processes.size > 1 else []
     if not own:
         yield
         return
     in_memory = [buffer.cpu() for buffer in own]
-    with processes.telling():
-        first = processes.gathered_samples(lambda: processes.of_first(lambda: in_memory))[0]
+    with processes.shared_call():
+        first = processes.first(lambda: in_memory)
     try:
         _fill_buffers(module, first)
         yield

@@ -3,21 +3,18 @@
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from laplace_sampling.files import read, write
-from laplace_sampling.integrations.periodic_fits import AUTO, BUDGET, PREFIX, PeriodicFits
+from laplace_sampling.integrations.periodic_fits import AUTO, PREFIX, PeriodicFits
 from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.likelihoods.likelihood import Likelihood
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 try:
     from accelerate.state import AcceleratorState
@@ -31,8 +28,6 @@ except ImportError as error:  # pragma: no cover
         "laplace_sampling.integrations.transformers needs transformers and accelerate: "
         'pip install "laplace_sampling[transformers,accelerate]"'
     ) from error
-
-__all__ = ["FILE", "LaplaceTrainerCallback", "next_token"]
 
 # In the folder of a checkpoint.
 FILE = "laplace_sampling.pt"
@@ -59,19 +54,15 @@ class LaplaceTrainerCallback(TrainerCallback):
     file, from which another number of processes may go on.
 
     Args:
-        likelihood: as of `LinearisedLaplace`.
-        every_n_epochs: a fit after every so many epochs; fewer, where `budget` leaves some out.
+        likelihood: as in `LinearisedLaplace`.
         train_dataset: for the fits in place of that of the Trainer, as one without augmentation.
         val_dataset: held-out data for metrics, through the Trainer's collator.
         train_loader: in place of `train_dataset`, a loader or a list of batches, as for another collator.
-        val_loader: in place of `val_dataset`, likewise.
         trainer: the Trainer, for `trainer.add_callback(LaplaceTrainerCallback(..., trainer=trainer))`: what a fit finds
             goes through `trainer.log` then, and so to its reporters, such as TensorBoard.
-        metrics: of held-out data, by name, as of `PeriodicFits`.
-        budget: training epochs of the first fit, as of `PeriodicFits`.
-        process_group: those that share out the data of the fits, as of `PeriodicFits`; by default all processes of the
-            training. With `None` each fits to all data by itself.
-        options: of `LinearisedLaplace` and of `fit_hyperparameters`.
+        options: all others of `PeriodicFits`: `every_n_epochs`, `val_loader` (in place of `val_dataset`), `metrics`,
+            `budget`, `process_group` (by default all processes of the training), and those of `LinearisedLaplace` and
+            `fit_hyperparameters`.
 
     Raises:
         TypeError, ValueError: as `PeriodicFits`; when training begins, if weights are shared out over processes, or
@@ -86,19 +77,13 @@ class LaplaceTrainerCallback(TrainerCallback):
         self,
         likelihood: str | Likelihood | Mapping[str, str | Likelihood],
         *,
-        every_n_epochs: int = 1,
         train_dataset: Any = None,
         val_dataset: Any = None,
         train_loader: Iterable[Any] | None = None,
-        val_loader: Iterable[Any] | None = None,
         trainer: Trainer | None = None,
-        metrics: Mapping[str, Callable[..., Any]] | None = None,
-        budget: float | None = BUDGET,
-        process_group: "ProcessGroup | str | None" = AUTO,
         **options: Any,
     ) -> None:
-        how = {"every_n_epochs": every_n_epochs, "val_loader": val_loader, "metrics": metrics, "budget": budget}
-        self.fits = PeriodicFits(likelihood, **how, process_group=process_group, **options)
+        self.fits = PeriodicFits(likelihood, **{"process_group": AUTO, **options})
         self.train_dataset, self.val_dataset, self.train_loader = train_dataset, val_dataset, train_loader
         self.trainer = trainer
         self._shifts = "unpack" in options

@@ -4,8 +4,6 @@ from typing import Any
 
 from accelerate import DistributedType
 
-__all__ = ["check_whole_weights"]
-
 _SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 

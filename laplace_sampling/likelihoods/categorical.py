@@ -176,6 +176,10 @@ class Categorical(Likelihood):
         p, u = self._probabilities(f, u, y)
         return self.flat(p * (u - (p * u).sum(-1, keepdim=True)))
 
+    def diagonal_and_vector(self, f: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+        p, _ = self._probabilities(f, f, y)
+        return None if p.shape[1] > 1 else (p[:, 0], p[:, 0])
+
     def root(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
         # `L = diag(q) − p qᵀ` with `q = √p`: `LLᵀ = diag(p) − ppᵀ` since `‖q‖ = 1`. No eigenvectors are needed.
         p, u = self._probabilities(f, u, y)

@@ -87,6 +87,12 @@ class Likelihood(ABC):
     ) -> Float[Tensor, "*K N C"]:
         """`Lᵀ u`, so that `‖Lᵀu‖² = uᵀB u`."""
 
+    def diagonal_and_vector(
+        self, f: Float[Tensor, "N C"], y: Tensor | None = None
+    ) -> tuple[Float[Tensor, "N C"], Float[Tensor, "N C"]] | None:
+        """`d` and `v` where the curvature is `B = diag(d) − v vᵀ`, so that sums over data take no `[N, C, C]`."""
+        return None
+
     @abstractmethod
     def check_targets(self, output_shape: torch.Size, y: Tensor) -> None:
         """Raise if targets `y` of a batch do not fit outputs of shape `[N, ...]`."""

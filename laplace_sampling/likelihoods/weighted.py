@@ -49,6 +49,11 @@ class Weighted(Likelihood):
         assert y is not None
         return self.base.curvature(f, u, y[:, :-1]) * y[:, -1:].to(u)
 
+    def diagonal_and_vector(self, f: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+        assert y is not None
+        parts, w = self.base.diagonal_and_vector(f, y[:, :-1]), y[:, -1:].to(f)
+        return None if parts is None else (parts[0] * w, parts[1] * w.sqrt())
+
     def root(self, f: Tensor, u: Tensor, y: Tensor | None = None) -> Tensor:
         assert y is not None
         # A root of `w B` is `√w L`.

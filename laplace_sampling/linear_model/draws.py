@@ -110,10 +110,6 @@ class Draws:
         starts = range(0, self.num_samples, rows)
         return [replace(self, num_samples=min(rows, self.num_samples - k), first=self.first + k) for k in starts]
 
-    def part(self, numbers: range) -> "Draws":
-        """Some of them, by their numbers from zero on."""
-        return replace(self, num_samples=len(numbers), first=self.first + numbers.start)
-
     def prior(self, size: int) -> Float[Tensor, "K P"]:
         """Standard normal weights."""
         samples = range(self.first, self.first + self.num_samples)

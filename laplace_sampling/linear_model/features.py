@@ -141,15 +141,15 @@ class Features(ABC):
         """
         if not self.in_parts:
             return rows[batch]
-        if self.processes.are_apart:
+        if self.processes.is_local:
             return rows[batch - self.part.start]
         # Own data of a mini-batch that is divided by places are in the parts of others.
-        pick = self.processes.picked_by_each if self.in_step else self.processes.picked
-        return pick(rows, self.part, batch)
+        requested, mine = self.processes.requests(batch) if self.in_step else (batch, slice(None))
+        return self.processes.rows_at(rows, self.part, requested)[mine]
 
     def whole(self, rows: Float[Tensor, "m ..."]) -> Float[Tensor, "N ..."]:
         """The rows of all data from those of `part`."""
-        return self.processes.rows_of_all(rows, self.num_data, self.part) if self.in_parts else rows
+        return self.processes.all_rows(rows, self.num_data, self.part) if self.in_parts else rows
 
     def total(self, what: str, rows: Float[Tensor, "m ..."], own: Callable[[], Tensor]) -> Tensor:
         """A sum over data from that over `part`, on the CPU.
@@ -185,7 +185,7 @@ class Features(ABC):
         indices = torch.arange(self.num_data) if batch is None else batch
         own = indices[self.own(indices)]
         if self.in_step:
-            yield from self.processes.in_step(own, len(indices), self.batch_size)
+            yield from self.processes.even_pieces(own, len(indices), self.batch_size)
         else:
             yield from self.chunks(own) if len(own) else ()
 
@@ -195,13 +195,13 @@ class Features(ABC):
 
         This is all that methods and solvers need to know of several processes.
         """
-        with self.processes.counting(self.counts), self.apart():
+        with self.processes.counting(self.counts), self.local_only():
             yield
         self.processes.sum(*totals)
 
-    def apart(self) -> AbstractContextManager[None]:
+    def local_only(self) -> AbstractContextManager[None]:
         """Inside, each process works on its own data, unless each product takes all of them."""
-        return nullcontext() if self.in_step else self.processes.apart()
+        return nullcontext() if self.in_step else self.processes.local_only()
 
     def by_datum(
         self,
@@ -220,12 +220,12 @@ class Features(ABC):
             dtype: of the result.
             whole: whether each process gets the rows of all data.
         """
-        apart = self.in_parts and not whole
-        part = self.part if apart else range(self.num_data)
+        in_parts = self.in_parts and not whole
+        part = self.part if in_parts else range(self.num_data)
         shape = (*shape[:dim], len(part), *shape[dim + 1 :])
         # Filled, for what is joined is there twice.
         result = torch.zeros(shape, dtype=dtype, device=self.device)
-        with self.summing(*([] if apart else [result])):
+        with self.summing(*([] if in_parts else [result])):
             for chunk in self.own_chunks():
                 result.narrow(dim, int(chunk[0]) - part.start, len(chunk)).copy_(function(chunk))
         return result

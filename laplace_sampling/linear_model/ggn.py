@@ -95,7 +95,7 @@ class GGN(Operator):
             return self._add_product(total, v, batch, weights)
         # The same chunks one after the other, so that the sum is the same, whatever the parts are. Parts of one process
         # are no parts of another, whose share of the data may be another one when a fit goes on.
-        num_parts = 1 if self.features.processes.data is not None else min(_PARTS, -(-self.num_data // _PART))
+        num_parts = 1 if self.features.processes.group is not None else min(_PARTS, -(-self.num_data // _PART))
         num_chunks = -(-self.num_data // (num_parts * self.features.batch_size))
         for part in torch.arange(self.num_data).split(num_chunks * self.features.batch_size):
             total = self._with_product(total, v, part)
@@ -141,7 +141,7 @@ class GGN(Operator):
             along = signs / math.sqrt(_SIGNS)
         found = [reduced(torch.zeros(0, num_outputs))]
         together = max(1, _SIGN_NUMBERS // (len(along) * num_outputs))
-        with self.features.processes.apart():  # no product is made
+        with self.features.processes.local_only():  # no product is made
             for chunk in torch.arange(self.features.part.start, self.features.part.stop).split(together):
                 f = self.outputs_of(chunk)
                 roots = self.likelihood.root_transpose(f, along.to(f).expand(-1, *f.shape), self._targets(chunk))
@@ -212,7 +212,7 @@ class GGN(Operator):
 
         A datum takes `C` VJPs, and `C·P²` operations for the products of its rows.
         """
-        with self.features.processes.counting(self.features.counts), self.features.apart():
+        with self.features.processes.counting(self.features.counts), self.features.local_only():
             total = sum_of_squares(self._root_rows(self.features.own_chunks()), self.size, self.device)
         self.features.processes.sum(total)
         return total

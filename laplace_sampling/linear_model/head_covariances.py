@@ -62,6 +62,18 @@ def head_covariances(
     return torch.cat([_of_rows(part, vectors, curvature.spectrum, shifts) for part in h.split(most)], 1)
 
 
+def head_variances(
+    curvature: Factored, layer: "LinearLayer", z: Float[Tensor, "n d"], shift: Float[Tensor, ""], scale: Tensor
+) -> Float[Tensor, "n C"]:
+    """The diagonals of `head_covariances`; of one block with many outputs without the matrices."""
+    if not (isinstance(curvature, Kronecker) and curvature.blocks[0].index.shape[1] > 1):
+        return head_covariances(curvature, layer, z, shift[None], scale)[0].diagonal(dim1=1, dim2=2)
+    block, h, scales = curvature.blocks[0], layer.extended(z).double(), scale[layer.index].double()
+    (of_outputs,), (of_inputs,) = outer_factors(scales[None])
+    squares, U = ((h * of_inputs) @ block.U_A[0]).square(), of_outputs[:, None] * block.U_G[0]
+    return squares @ (1 / (block.eigenvalues[0] + shift.to(h))).mT @ U.square().T
+
+
 def _of_rows(h: Tensor, vectors: Float[Tensor, "C D P"], eigenvalues: Tensor, shifts: Tensor) -> Tensor:
     rows = (h @ vectors.movedim(1, 0).flatten(1)).unflatten(1, (len(vectors), -1))
     return torch.stack([rows / (eigenvalues + shift) @ rows.mT for shift in shifts])

@@ -39,6 +39,7 @@ __all__ = [
     "head_kronecker",
     "head_matrix",
     "head_of",
+    "head_operations",
     "inputs_and_blocks",
     "is_exact",
     "partial_traces_of_head",
@@ -84,7 +85,8 @@ def head_block(ggn: GGN) -> KroneckerBlock | None:
 def head_kronecker(ggn: GGN, scale: Float[Tensor, " P"] | None = None) -> Kronecker:
     """`diag(s) M diag(s)` for a Gaussian likelihood, else its `M̂`, in float64; arguments as of `head_curvature`.
 
-    It takes about `N (C² + C D + D²)` operations for `D` inputs of `C` outputs, and no product.
+    It takes `head_operations` for `D` inputs of `C` outputs, and no product. A softmax, whose curvature is a diagonal
+    minus the square of a vector, needs no `[N, C, C]`.
 
     Raises:
         ValueError: for a scale that is not a product of one factor for each output and one for each input.
@@ -133,10 +135,17 @@ def partial_traces_of_head(
     assert layer is not None
     G, A = (torch.zeros(n, n, dtype=torch.float64, device=ggn.device) for n in layer.index.shape)
     with ggn.features.summing(G, A):
-        for h, B in inputs_and_blocks(ggn):
-            scaled, traces = h * of_inputs, (B.diagonal(dim1=1, dim2=2) * of_outputs**2).sum(1)
-            G += torch.einsum("n,nce->ce", scaled.square().sum(1), B)
-            A += (scaled.T * traces) @ scaled
+        for h, parts, B in _inputs_and_curvatures(ggn):
+            scaled = h * of_inputs
+            norms = scaled.square().sum(1)
+            if parts is not None:
+                d, v = parts
+                G += torch.diag(norms @ d) - (v * norms[:, None]).T @ v
+                diagonal = d - v.square()
+            else:
+                G += torch.einsum("n,nce->ce", norms, B)
+                diagonal = B.diagonal(dim1=1, dim2=2)
+            A += (scaled.T * (diagonal * of_outputs**2).sum(1)) @ scaled
     scales = of_outputs * torch.ones(len(G)).to(G)
     return scales[:, None] * G * scales, A
 
@@ -146,8 +155,13 @@ def _corrected(ggn: GGN, of_outputs: Float[Tensor, "C C"], of_inputs: Float[Tens
     """`Λ` for two bases in their columns."""
     total = torch.zeros(len(of_outputs), len(of_inputs), dtype=torch.float64, device=ggn.device)
     with ggn.features.summing(total):
-        for h, product in inputs_and_blocks(ggn, of_outputs):
-            total += (product * of_outputs).sum(1).T @ (h @ of_inputs).square()
+        for h, parts, product in _inputs_and_curvatures(ggn, of_outputs):
+            if parts is not None:
+                d, v = parts
+                diagonal = d @ of_outputs.square() - (v @ of_outputs).square()
+            else:
+                diagonal = (product * of_outputs).sum(1)
+            total += diagonal.T @ (h @ of_inputs).square()
     return total
 
 
@@ -211,6 +225,35 @@ def inputs_and_blocks(
         rows = torch.eye(f.shape[1], dtype=f.dtype, device=f.device) if vectors is None else vectors.T
         columns = ggn.likelihood.curvature(f, rows[:, None].expand(-1, *f.shape), ggn._targets(chunk))
         yield layer.extended(features.inputs(chunk)[0]).double(), columns.movedim(0, 2)
+
+
+def _inputs_and_curvatures(
+    ggn: GGN, vectors: Float[Tensor, "C C"] | None = None
+) -> Iterator[tuple[Float[Tensor, "n D"], tuple[Tensor, Tensor] | None, Float[Tensor, "n C C"]]]:
+    """`h_i` of parts of the data, with `d` and `v` of `B_i = diag(d) − vvᵀ`, or else with `inputs_and_blocks`."""
+    features, layer = ggn.features, head_of(ggn.features)
+    assert isinstance(features, NetworkFeatures)
+    assert layer is not None
+    for batch in features.own_chunks():
+        f = ggn.outputs_of(batch).double()
+        parts = ggn.likelihood.diagonal_and_vector(f, ggn._targets(batch))
+        if parts is None:
+            break
+        yield layer.extended(features.inputs(batch)[0]).double(), parts, f
+    else:
+        return
+    for h, B in inputs_and_blocks(ggn, vectors):
+        yield h, None, B
+
+
+def head_operations(features: Features, num_vectors: float) -> float:
+    """Operations of `head_curvature` for labels, and of turning vectors by its eigenvectors."""
+    N, C, P = features.num_data, features.num_outputs, features.size
+    D = P / C
+    if P <= _MOST_WEIGHTS:
+        return 1.0 * N * C * (C + 1) * D**2 + 9.0 * P**3 + 4.0 * num_vectors * P**2
+    sums = 2.0 * N * (3 * C**2 + 2 * D**2 + C * D)
+    return sums + 9.0 * (C**3 + D**3) + 4.0 * num_vectors * C * D * (C + D)
 
 
 def _mirrored(total: Float[Tensor, "C D C D"]) -> Float[Tensor, "C D C D"]:

@@ -55,7 +55,7 @@ class HeldRows(Features):
     def matrix(self) -> Float[Tensor, "NC P"]:
         """The rows."""
         if self._matrix is None:
-            if self.num_data <= self.batch_size and not self.features.processes.share_data:
+            if self.num_data <= self.batch_size and not self.features.processes.size > 1:
                 # A model in half precision may give rows in it.
                 rows = self.features.rows(torch.arange(self.num_data)).to(self.precision)
             else:

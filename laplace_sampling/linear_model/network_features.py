@@ -46,14 +46,14 @@ class NetworkFeatures(Features):
 
     @property
     def in_step(self) -> bool:
-        return self.processes.share_data and self.network.held.shards is not None
+        return self.processes.size > 1 and self.network.shell.shards is not None
 
     @property
     def counts(self) -> MutableMapping[str, int]:
         return self.network.products
 
     def own(self, batch: Tensor) -> Tensor | slice:
-        if not self.processes.share_data:
+        if self.processes.size == 1:
             return slice(None)
         if self.in_step:
             part = self.processes.part(len(batch))
@@ -63,7 +63,7 @@ class NetworkFeatures(Features):
 
     @property
     def in_parts(self) -> bool:
-        return self.processes.share_data and not self._all_rows
+        return self.processes.size > 1 and not self._all_rows
 
     @property
     def part(self) -> range:

@@ -18,19 +18,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.data.processes import Processes
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.held_samples import HeldSamples, Holding
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.solvers.operator import row_products
 from laplace_sampling.solvers.recorded import stop_recording
 from laplace_sampling.solvers.solver import Quadratic, Solution, Solver
-
-__all__ = ["PosteriorSamples", "Sampler", "draw", "sample_posterior"]
-
-_ON_DEVICE = Holding()
 
 
 class Sampler(Solver):
@@ -78,7 +72,7 @@ class PosteriorSamples:
     """Posterior samples, unscaled, and numbers by which to judge them.
 
     Attributes:
-        samples: `ζ`, of which each process may have some; all else is of all samples.
+        samples: `ζ`.
         leverage: `ζ ⊙ Mζ` summed over groups, one row for each sample; if `exact`, one row, the diagonal of `H⁻¹M`
             summed over groups.
         data_energies: `ζᵀMζ`.
@@ -87,7 +81,7 @@ class PosteriorSamples:
         interrupted: whether Ctrl-C came before all of them were drawn.
     """
 
-    samples: HeldSamples
+    samples: Float[Tensor, "K P"]
     leverage: Float[Tensor, "L G"]
     data_energies: Float[Tensor, " K"]
     energies: Float[Tensor, " K"]
@@ -115,82 +109,62 @@ def draw(
     *,
     rows: int,
     dtype: torch.dtype,
-    holding: Holding = _ON_DEVICE,
     init: Callable[[Draws], Float[Tensor, "K P"] | None] | None = None,
     description: str | None = None,
     keep: bool = False,
 ) -> PosteriorSamples:
     """Zero-mean posterior samples `ζ ~ N(0, H⁻¹)`, in groups of as many as memory holds.
 
-    Of several processes that share out samples each draws its own.
-
     Args:
         ggn: `M`, unscaled.
         prior: `A`.
         draws: frozen noise.
         solver: for `sample_posterior`.
-        rows: number of samples that a process solves for together. A sample depends on it only by rounding and within
+        rows: number of samples that are solved for together. A sample depends on it only by rounding and within
             the tolerance of the solver.
         dtype: dtype of the samples.
-        holding: where they are kept.
         init: gives the warm start `δ` of some of the draws, as of `sample_posterior`.
         description: label of progress bars; none by default.
         keep: whether Ctrl-C ends it with the groups that are there, if these are two samples at least.
     """
-    # Dense algebra, which each process does alone, draws no more samples than others do.
-    processes = holding.processes if holding.processes.are_several else ggn.features.processes
-    own = draws.part(processes.samples_of(draws.num_samples))
-    groups = own.groups(rows)
     samples: Tensor | None = None
     parts: list[PosteriorSamples] = []
-    for number in range(processes.most_groups(draws.num_samples, rows)):
+    for group in draws.groups(rows):
         try:
-            # Of all processes, so that each knows what the next group may still cost.
-            with processes.counting_samples(ggn.features.counts, draws.num_samples):
-                if number >= len(groups):
-                    continue
-                group = groups[number]
-                start = None if init is None else init(group)
-                solution = sample_posterior(ggn, prior, group, solver, init=start, description=description)
-                if samples is None:  # after the first solve, so that they do not add to its peak of memory
-                    samples = holding.empty(own.num_samples, ggn.size, dtype, ggn.device)
-                in_group = samples[group.first - own.first :][: group.num_samples]
-                in_group.copy_((solution.value * prior.scale).to(dtype))
-                parts.append(_judged(solution, in_group, ggn, prior))
-                del solution  # its vectors are freed before the next group needs their memory
+            start = None if init is None else init(group)
+            solution = sample_posterior(ggn, prior, group, solver, init=start, description=description)
+            if samples is None:  # after the first solve, so that they do not add to its peak of memory
+                samples = torch.empty(draws.num_samples, ggn.size, dtype=dtype, device=ggn.device)
+            in_group = samples[group.first - draws.first :][: group.num_samples]
+            in_group.copy_((solution.value * prior.scale).to(dtype))
+            parts.append(_judged(solution, in_group, ggn, prior))
+            del solution  # its vectors are freed before the next group needs their memory
         except KeyboardInterrupt:
-            there = sum(len(part.samples) for part in parts)
+            num = sum(len(part.samples) for part in parts)
             # Each of several processes would be interrupted after another sample.
-            if not keep or samples is None or there < 2 or processes.are_several:
+            if not keep or samples is None or num < 2 or ggn.features.processes.size > 1:
                 raise
             stop_recording()
-            held = HeldSamples(samples[:there].clone(), there, ggn.device, holding)
-            return replace(_joined(held, parts, processes), converged=False, interrupted=True)
+            return replace(_joined(samples[:num].clone(), parts), converged=False, interrupted=True)
     assert samples is not None
-    if not holding.processes.shares_samples(draws.num_samples):
-        samples = processes.samples_of_all(samples, draws.num_samples)
-    return _joined(HeldSamples(samples, draws.num_samples, ggn.device, holding), parts, processes)
+    return _joined(samples, parts)
 
 
-def _joined(samples: HeldSamples, parts: list[PosteriorSamples], processes: Processes) -> PosteriorSamples:
-    """The samples, and what is known of each, from the groups of all processes."""
-    num = len(samples)
+def _joined(samples: Float[Tensor, "K P"], parts: list[PosteriorSamples]) -> PosteriorSamples:
+    """The samples, and what is known of each, from all groups."""
 
-    def of_all(name: str) -> Tensor:
-        return processes.samples_of_all(torch.cat([getattr(part, name) for part in parts]), num)
+    def joined(name: str) -> Tensor:
+        return torch.cat([getattr(part, name) for part in parts])
 
-    ended = [(sum(part.passes for part in parts), all(part.converged for part in parts))]
-    if processes.shares_samples(num):
-        ended = processes.gathered_samples(lambda: ended[0])
     return PosteriorSamples(
         samples,
-        parts[0].leverage if parts[0].exact else of_all("leverage"),
-        of_all("data_energies"),
-        of_all("energies"),
-        of_all("residual"),
-        of_all("error"),
-        sum(passes for passes, _ in ended),
-        all(converged for _, converged in ended),
+        parts[0].leverage if parts[0].exact else joined("leverage"),
+        joined("data_energies"),
+        joined("energies"),
+        joined("residual"),
+        joined("error"),
+        sum(part.passes for part in parts),
+        all(part.converged for part in parts),
         parts[0].exact,
     )
 
@@ -210,7 +184,7 @@ def _judged(solution: Solution, samples: Tensor, ggn: GGN, prior: GaussianPrior)
     prior_energies = torch.stack([(spread * row.double() ** 2).sum() for row in zeta])
     leverage = torch.cat([prior.grouped(row[None]) for row in solution.leverage])
     return PosteriorSamples(
-        HeldSamples.whole(samples),
+        samples,
         leverage,
         data_energies,
         data_energies + prior_energies,

@@ -107,16 +107,11 @@ def _features(network: Linearisation, data: TrainingData) -> tuple[NetworkFeatur
     """The features, and the outputs of the network of the data of this process, after checks of both."""
     first_batch = torch.arange(min(data.batch_size, data.num_data))
     own = torch.arange(data.part.start, data.part.stop)
-    if data.divided and network.held.shards is not None:
-        raise ValueError(
-            "A model of `fully_shard` takes data of all processes in each mini-batch, but each process has another "
-            "stream: give each the whole stream, or a map-style dataset."
-        )
-    if data.processes.share_data and network.held.shards is not None:
-        batches = data.processes.in_step(own, data.num_data, data.batch_size)
+    if data.processes.size > 1 and network.shell.shards is not None:
+        batches = data.processes.even_pieces(own, data.num_data, data.batch_size)
     else:
         batches = list(own.split(data.batch_size)) if len(own) else []
-    with data.processes.apart():
+    with data.processes.local_only():
         x = _inputs(network, data, batches[0]) if batches else None
     first = None if x is None else network(x)
     # With random weights in the last layer only, its inputs are kept: products then skip the rest of the network.
@@ -250,7 +245,7 @@ def _outputs(
 
     def layout_of_part() -> tuple[Layout, torch.dtype] | None:
         for number, batch in enumerate(batches):
-            with data.processes.apart():
+            with data.processes.local_only():
                 x = _inputs(network, data, batch)
             output, layout = network.evaluate(x)
             outputs.append(output.reshape(len(batch), -1))
@@ -266,7 +261,7 @@ def _outputs(
         return (reduce(Layout.union, found), outputs[0].dtype) if found else None
 
     found_by_all = [one for one in data.processes.gathered(layout_of_part) if one is not None]
-    network.held.expect_weights_elsewhere(True)
+    network.shell.expect_weights_elsewhere(True)
     layout, dtype = reduce(Layout.union, [layout for layout, _ in found_by_all]), found_by_all[0][1]
     # Batches with less padding have fewer outputs: all get those of the largest.
     widened = [narrow.widen(output, layout) for narrow, output in zip(found, outputs, strict=True)]

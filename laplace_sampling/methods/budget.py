@@ -92,12 +92,21 @@ class Budget:
         return math.nan if self.cost is None else self.cost.gradient * self.num_data
 
     @property
-    def operations(self) -> float:
-        """Operations that have been spent."""
-        if self.cost is None or self._ended is not None:
-            return self._ended or 0.0
+    def _counted(self) -> float:
+        if self.cost is None:
+            return 0.0
         jvps, vjps = (self.products[name] - self._before[name] for name in ("jvp", "vjp"))
         return jvps * self.cost.jvp + vjps * self.cost.vjp + self.others
+
+    @property
+    def operations(self) -> float:
+        """Operations that have been spent."""
+        return self._counted if self._ended is None else self._ended
+
+    @property
+    def spent_with_later(self) -> float:
+        """Epochs that have been spent, and those of what was asked of the posterior since."""
+        return self._counted / self.epoch
 
     @property
     def spent(self) -> float:

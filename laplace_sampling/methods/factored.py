@@ -25,7 +25,7 @@ from laplace_sampling.linear_model.factored import (
     prior_of_factored,
 )
 from laplace_sampling.linear_model.features import Features
-from laplace_sampling.linear_model.held_samples import HeldSamples
+from laplace_sampling.linear_model.head_curvature import head_operations
 from laplace_sampling.linear_model.kronecker import CURVATURE, Inverse
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.network_features import NetworkFeatures
@@ -119,9 +119,8 @@ class Factored(SolverMethod):
         vjps += min(C, PROBES) * features.num_data if self.kind == "diagonal" else 0
         searches = problem.by_evidence and not self._by_network(problem.tangent.model.likelihood, problem.criterion)
         passes = MODE_PASSES * features.num_data * cost.passes if searches else 0.0
-        dense = 0.0
-        if self.kind == "kfac":
-            dense = self._dense_operations(problem.tangent.network, features, problem.num_samples, problem.selection)
+        network = problem.tangent.network
+        dense = self._dense_operations(network, features, problem.num_samples, problem.selection)
         memory = problem.memory_of(self.max_memory)
         operations = vjps * cost.vjp + problem.of_rule(cost) + passes
         return Estimate(operations, problem.num_samples * memory.vector, dense)
@@ -152,15 +151,19 @@ class Factored(SolverMethod):
         rough: bool = True,
     ) -> float:
         """Eigenvectors of factors; gradients, samples and what a rule looks at, turned by them."""
+        if self.kind == "diagonal":
+            return 0.0
         looks = 0 if selection is None else selection.looks(features).vectors(features, rough=rough)
         num_vectors = num_samples + looks
+        if self.kind == "last_layer":
+            return head_operations(features, num_vectors)
         num_gradients = self._kronecker.num_gradients(features.num_data, features.num_outputs)
         return kronecker_operations(network, num_vectors, num_gradients)
 
     def _dense_spent(self, task: Task) -> float:
         """Operations of dense algebra of a fit."""
         features = task.ggn().features
-        if self.kind != "kfac" or not isinstance(features, NetworkFeatures):
+        if not isinstance(features, NetworkFeatures):
             return 0.0
         # From an earlier posterior a rule knows where to look.
         rough = task.start is None
@@ -238,20 +241,16 @@ class FactoredFit(SolverFit):
 
     def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
         spread, energies, of_prior = self.prior.spread(), [], []
-        holding, num = self.task.holding, draws.num_samples
-        own = draws.part(holding.processes.samples_of(num))
-        samples = holding.empty(own.num_samples, self.ggn.size, self.task.dtype, self.ggn.device)
-        for group in own.groups(_FEW):
+        samples = torch.empty(draws.num_samples, self.ggn.size, dtype=self.task.dtype, device=self.ggn.device)
+        for group in draws.groups(_FEW):
             white = group.prior(self.ggn.size).to(self.ggn.device, self.ggn.dtype)
             value = self.curvature.solve_root(white, spread)
             energies.append(row_products(value, self.curvature.matmul(value)))
             of_prior.append((spread * value.double() ** 2).sum(1))
-            samples[group.first - own.first :][: group.num_samples].copy_(value * self.prior.scale)
-        data_energies, prior_energies = (
-            holding.processes.samples_of_all(torch.cat(rows), num) for rows in (energies, of_prior)
-        )
+            samples[group.first - draws.first :][: group.num_samples].copy_(value * self.prior.scale)
+        data_energies, prior_energies = torch.cat(energies), torch.cat(of_prior)
         return PosteriorSamples(
-            HeldSamples(samples, num, self.ggn.device, holding),
+            samples,
             self._leverages()[None],
             data_energies,
             data_energies + prior_energies,
@@ -284,7 +283,7 @@ class FactoredFit(SolverFit):
     def approximate(self) -> bool:
         return True
 
-    def samples_of_linear_model(self) -> HeldSamples:
+    def samples_of_linear_model(self) -> Float[Tensor, "K P"]:
         # `M̂ + A` does not hold what a datum adds to `M + A`: with its inverse the leverage of a datum exceeds one.
         memory = self.task.memory
         return draw(

@@ -15,7 +15,6 @@ from laplace_sampling.evidence.step import Step
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.features import Features, ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.held_samples import HeldSamples, Holding
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.mode_objective import Mode
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
@@ -61,7 +60,6 @@ class Task:
         precise: makes the linear model with products in float64.
         start: the posterior to start from, in a warm fit.
         selection: the rule for the prior precision, where it is not the evidence.
-        holding: where samples are kept.
         replaceable: whether the method was chosen, not asked for, so that another one may take its place.
         num_samples: as of a `Problem`; likewise `seed`, `dtype`, `progress`.
     """
@@ -82,7 +80,6 @@ class Task:
     precise: Callable[[], LinearModel] | None = None
     start: "Start | None" = None
     selection: "Selection | None" = None
-    holding: Holding = field(default_factory=Holding)
     replaceable: bool = False
 
     def in_float64(self) -> "Task | None":
@@ -238,7 +235,7 @@ class Fit(ABC):
         """Whether the covariance is not that of the linear model, apart from what a solver leaves."""
         return False
 
-    def samples_of_linear_model(self) -> HeldSamples:
+    def samples_of_linear_model(self) -> Float[Tensor, "K P"]:
         """Those of the posterior of the linear model itself; they take solves if the fit is approximate."""
         assert self.sampled is not None
         return self.sampled.samples
@@ -272,7 +269,7 @@ class Fit(ABC):
         self.check_finite()
         sampled = self.draw(self.task.draws, description)
         check_finite(
-            self.method.name, {"samples": sampled.samples.rows, "effective dimension": sampled.effective_dimension()[0]}
+            self.method.name, {"samples": sampled.samples, "effective dimension": sampled.effective_dimension()[0]}
         )
         return replace(self, sampled=sampled)
 
@@ -292,7 +289,7 @@ class Fit(ABC):
     def without_samples(self) -> "Fit":
         """The same without its samples, which somebody else holds, and without those that it started from."""
         assert self.sampled is not None
-        sampled = replace(self.sampled, samples=self.sampled.samples.none())
+        sampled = replace(self.sampled, samples=self.sampled.samples[:0].clone())
         return replace(self, sampled=sampled, task=replace(self.task, start=None))
 
     @property

@@ -70,7 +70,7 @@ class Krylov(SolverMethod):
 
     def _rank(self, memory: Memory, num_samples: int) -> int:
         """Rank of the Nyström preconditioner, at most; 0 for none."""
-        room = memory.vectors - memory.kept(num_samples) - self.stacks
+        room = memory.vectors - num_samples - self.stacks
         rank = min(_LARGEST_RANK, int(memory.vectors / _NYSTROM_STACKS), int(room / 2))
         return rank if rank >= 4 else 0
 

@@ -3,7 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -24,7 +24,7 @@ from laplace_sampling.methods.plan import Rung
 from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.predictions.covariance_path import CovariancePath
 from laplace_sampling.predictions.selection import Selection
-from laplace_sampling.solvers.checks import check_flag, check_positive, check_whole
+from laplace_sampling.solvers.checks import check_positive, check_whole
 
 __all__ = ["Choice", "Method", "Tuning", "has_path"]
 
@@ -208,8 +208,6 @@ class Method(ABC):
             free by default. Where it is short, samples are solved for in groups. Activations of the network may take as
             much again, and 64 MiB at least: where the loader's batches are larger, they go through it in pieces, which
             are halved after an out-of-memory error.
-        offload_samples: whether samples are kept in host memory, from which they go to the device in blocks of at most
-            a gigabyte, or one by one: for `K·P` numbers that the device does not hold.
         autocast: `torch.bfloat16` or `torch.float16`, to which `torch.autocast` lowers operations of the network inside
             Jacobian products, to about 1 %; sums over data, solvers and samples stay in float32, and so does the
             network's own output.
@@ -219,14 +217,12 @@ class Method(ABC):
     """
 
     max_memory: float | None = None
-    offload_samples: bool = field(default=False, kw_only=True)
     autocast: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         number = isinstance(self.max_memory, Real) and not isinstance(self.max_memory, bool)
         if self.max_memory is not None and not (number and self.max_memory > 0):
             raise ValueError(f"`max_memory` must be a positive number of bytes, but is {self.max_memory!r}.")
-        check_flag("`offload_samples`", self.offload_samples)
 
     @property
     @abstractmethod
@@ -285,16 +281,15 @@ class Method(ABC):
 
     def needs(self, problem: Problem) -> float:
         """Vectors of `P` numbers without which there is no fit: the samples, and the solve of a single one."""
-        return problem.memory_of(self.max_memory).kept(problem.num_samples) + self.stacks
+        return problem.num_samples + self.stacks
 
     def check(self, problem: Problem) -> None:
         """Raise a `ValueError` if the method cannot fit the problem."""
         memory, needed = problem.memory_of(self.max_memory), self.needs(problem)
-        kept = memory.kept(problem.num_samples)
         if memory.vectors < needed:
             raise ValueError(
                 f"{'max_memory' if memory.given else 'Half of the free memory'} of {memory.bytes:.3g} bytes holds "
-                f"{memory.vectors:.0f} vectors of {problem.features.size} weights, but {kept} samples "
+                f"{memory.vectors:.0f} vectors of {problem.features.size} weights, but {problem.num_samples} samples "
                 f'and the solve of a single one by method="{self.name}" take {needed:.0f}, or '
                 f"{needed * memory.vector:.3g} bytes. Give more memory, or lower `num_samples`."
             )
@@ -333,7 +328,6 @@ class Method(ABC):
             limit=choice.limit,
             precise=problem.tangent.in_float64,
             selection=problem.selection,
-            holding=problem.holding,
             replaceable=type(choice.asked) is not type(choice.method),
         )
 

@@ -1,6 +1,7 @@
 """The fit of the exact method in observation space: closed forms of a decomposition of the Gram matrix."""
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,34 +11,26 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidencePath, ModeCurve, Traces
-from laplace_sampling.gp.exact_prediction import ExactPrediction
-from laplace_sampling.gp.gram_posterior import GramPosterior
+from laplace_sampling.gp.evidence import HyperparameterBounds
+from laplace_sampling.gp.posterior import GramCovariance, GramPosterior, of_largest_evidence
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.held_rows import HeldRows
-from laplace_sampling.linear_model.held_samples import HeldSamples
 from laplace_sampling.linear_model.mode_objective import Mode
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.fit import Fit, Task, Tuned
+from laplace_sampling.methods.method import Tuning, tuned_at
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
-
-__all__ = [
-    "MOST_LOST",
-    "ObservationSpaceFit",
-    "RestoredFit",
-    "determination",
-    "lost_by_rows",
-    "observation_space_fit",
-]
+from laplace_sampling.solvers.solver import Minimum
 
 # Samples that go through the features together, and the residual that exact samples have at most, of rounding.
 _FEW, _RESIDUAL = 16, 1e-6
 # The part of the function, or of its standard deviation, that rounding may take, as the default tolerance of a fit.
 MOST_LOST = 0.015
 # Error of a row in units of the rounding of a number: 2.4 for a LeNet and 4.5 for ConvNeXt-atto, whose predicted
-# standard deviations are off by what the formula gives with 0.4 and 4.4 (docs/decisions/observation-space.md). With
+# standard deviations are off by what the formula gives with 0.4 and 4.4 (docs/decisions.md). With
 # half of it fits are repeated in float64 for ratios that are four times as large.
 _ROUNDINGS = 8
 # Columns of samples that are copied to float64 together: 4 MiB of 64 samples. It is not tuned.
@@ -47,7 +40,7 @@ _COLUMNS = 2**13
 def determination(posterior: GramPosterior) -> float:
     """How much better the data determine the function than the prior."""
     alpha, noise = posterior.precisions
-    return noise / alpha * posterior.largest_eigenvalue
+    return noise / alpha * float(posterior.eigenvalues[-1])
 
 
 def lost_by_rows(features: Features, ratio: float) -> float:
@@ -63,6 +56,54 @@ def _energies(samples: Float[Tensor, "K P"], diagonal: Float[Tensor, " P"]) -> F
     for part, weights in zip(samples.split(_COLUMNS, dim=1), diagonal.split(_COLUMNS), strict=True):
         total += part.double().square() @ weights
     return total
+
+
+def tuned_by_gram_matrix(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+    """The task at the hyperparameters of largest evidence, found to rounding in one step."""
+    started = time.perf_counter()
+    bounds = HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds)
+    posterior, optimum = of_largest_evidence(task.model, task.prior, bounds)
+    better = with_better_rows(task, posterior)
+    if better is not None:
+        task = better
+        posterior, optimum = of_largest_evidence(task.model, task.prior, bounds)
+    fitted, likelihood = posterior.model, posterior.model.likelihood
+    # A search that ends at a bound has done its work, and a mode that has not converged has a warning of its own.
+    problem = (
+        "`fit_hyperparameters` found no maximum of the evidence to rounding: its gradient in log α and log b is "
+        f"{optimum.gradient[0]:.2g}, {optimum.gradient[1]:.2g}. Check the data, or use `model.double()`."
+    )
+    task, tuned = tuned_at(
+        task,
+        tuning,
+        posterior.precisions[0],
+        likelihood,
+        started=started,
+        effective_dimension=posterior.effective_dimension(),
+        mode_norm=posterior.mode.norm,
+        loss=fitted.total_loss(posterior.mode.outputs),
+        mode_residual=None if likelihood.quadratic else posterior.mode.residual,
+        passes=float(fitted.features.num_outputs),
+        converged=optimum.converged,
+        problems=[] if optimum.converged or optimum.at_bounds else [problem],
+        work=posterior,
+        criterion="evidence",
+    )
+    return replace(task, model=fitted, prior=posterior.prior), tuned
+
+
+def with_better_rows(task: Task, posterior: GramPosterior) -> Task | None:
+    """The task with rows in float64, if those of the network's precision are not accurate enough for a posterior."""
+    features = task.model.features
+    if lost_by_rows(features, determination(posterior)) <= MOST_LOST:
+        return None
+    assert isinstance(features, HeldRows)
+    precise = features.with_rows_in_float64()
+    if precise is features:
+        return None
+    assert task.precise is not None
+    model = task.precise().whole().with_likelihood(task.model.likelihood)
+    return replace(task, model=replace(model, features=precise))
 
 
 def observation_space_fit(task: Task, tuned: Tuned, posterior: GramPosterior) -> "ObservationSpaceFit":
@@ -81,9 +122,9 @@ class ObservationSpaceFit(Fit):
         return self.posterior
 
     def find_mode(self) -> Mode:
-        weights = self.posterior.mode()
-        minimum = self.posterior.minimum((weights / self.prior.scale)[None])
-        return Mode(weights, self.posterior.mode_outputs, replace(minimum, value=minimum.value[:0].clone()))
+        mode, weights = self.posterior.mode, self.posterior.mode_weights()
+        minimum = Minimum(weights.new_zeros(0, len(weights)), mode.residual, 1.0, mode.converged)
+        return Mode(weights, mode.outputs, minimum)
 
     @property
     def _ratio(self) -> float:
@@ -105,7 +146,7 @@ class ObservationSpaceFit(Fit):
         """
         alpha, noise = self.posterior.precisions
         total = float(self.posterior.eigenvalues.clamp_min(0).sum()) * noise / alpha
-        return math.sqrt(total / max(self.posterior.effective_dimension, 1e-300))
+        return math.sqrt(total / max(self.posterior.effective_dimension(), 1e-300))
 
     @property
     def converged(self) -> bool:
@@ -155,28 +196,25 @@ class ObservationSpaceFit(Fit):
         """
         self.check_finite()
         empty = torch.empty(0, self.model.features.size, dtype=self.task.dtype, device=self.model.features.device)
-        none, energies = HeldSamples(empty, 0, empty.device, self.task.holding), empty.new_zeros(0)
-        return replace(self, sampled=self._judged(self.task.num_samples, none, energies, energies))
+        energies = empty.new_zeros(0)
+        return replace(self, sampled=self._judged(self.task.num_samples, empty, energies, energies))
 
-    def _judged(self, num: int, samples: HeldSamples, data_energies: Tensor, energies: Tensor) -> PosteriorSamples:
+    def _judged(self, num: int, samples: Tensor, data_energies: Tensor, energies: Tensor) -> PosteriorSamples:
         """Exact samples, of which everything but the energies is known beforehand."""
         zeros = torch.zeros(num, dtype=torch.float64, device=self.model.features.device)
-        leverage = zeros.new_tensor([[self.posterior.effective_dimension]])
+        leverage = zeros.new_tensor([[self.posterior.effective_dimension()]])
         passes = 1.5 * num
         return PosteriorSamples(samples, leverage, data_energies, energies, zeros, zeros, passes, True, True)
 
     def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
-        model, holding, num = self.model, self.task.holding, draws.num_samples
-        samples = self.predicting.sample(draws.part(holding.processes.samples_of(num)))
+        model, samples = self.model, self.predicting.sample(draws)
         curved_at = self.ggn.outputs.double()
         # Energies tell whether samples are right: `ζᵀMζ = ‖LᵀΦζ‖²`, by products with the network in few rows at a time.
         outputs = torch.cat([model.features.outputs(part.to(model.features.precision)) for part in samples.split(_FEW)])
         roots = model.likelihood.root_transpose(curved_at, outputs.double(), model.targets)
         energies = roots.flatten(1).square().sum(1)
         of_prior = _energies(samples, self.prior.diagonal().double())
-        energies, of_prior = (holding.processes.samples_of_all(rows, num) for rows in (energies, of_prior))
-        held = HeldSamples(holding.kept(samples, self.task.dtype), num, model.features.device, holding)
-        return self._judged(num, held, energies, energies + of_prior)
+        return self._judged(draws.num_samples, samples.to(self.task.dtype), energies, energies + of_prior)
 
     def judge(self, sampled: PosteriorSamples) -> tuple[Tensor, float]:
         return sampled.residual, _RESIDUAL
@@ -196,7 +234,7 @@ class ObservationSpaceFit(Fit):
     def covariance_at(self, features: Features) -> FunctionCovariance:
         # As accurate as the rows of the training data.
         precise = self.model.features.precision == torch.float64
-        return _GramCovariance(self.predicting, features.in_float64() if precise else features)
+        return GramCovariance(self.predicting, features.in_float64() if precise else features)
 
 
 @dataclass(frozen=True)
@@ -209,27 +247,3 @@ class RestoredFit(ObservationSpaceFit):
     @cached_property
     def predicting(self) -> GramPosterior:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.remade[0]() if self.remade else self.posterior
-
-
-@dataclass(frozen=True)
-class _GramCovariance(FunctionCovariance):
-    """Made when it is asked for: an input costs `C` VJPs and a product with the eigenvectors."""
-
-    posterior: GramPosterior
-    features: Features
-
-    @cached_property
-    def _prediction(self) -> ExactPrediction:
-        return self.posterior.predict(self.features)
-
-    def variance(self) -> Float[Tensor, "N C"]:
-        return self._prediction.stddev(*self.posterior.precisions) ** 2
-
-    def blocks(self) -> Float[Tensor, "N C C"]:
-        blocks = self._prediction.covariance(*self.posterior.precisions)
-        # Rounding may leave a variance just below zero where the data determine the function.
-        blocks.diagonal(dim1=1, dim2=2).clamp_(min=0)
-        return blocks
-
-    def joint(self) -> Float[Tensor, "NC NC"]:
-        return self._prediction.joint_covariance(*self.posterior.precisions)

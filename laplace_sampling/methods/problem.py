@@ -9,7 +9,6 @@ from torch import Tensor
 
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
-from laplace_sampling.linear_model.held_samples import Holding
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.linear_model.tangent_model import TangentModel, is_accumulated
 from laplace_sampling.methods.budget import Budget
@@ -50,22 +49,16 @@ class Memory:
         bytes: as a number.
         given: whether the user gave it; otherwise it is half of what is free.
         vector: bytes of one vector.
-        holding: where samples are kept.
     """
 
     bytes: float
     given: bool
     vector: int
-    holding: Holding = field(default_factory=Holding)
 
     @property
     def vectors(self) -> float:
         """How many vectors it holds."""
         return self.bytes / self.vector
-
-    def kept(self, num_samples: int) -> int:
-        """How many of so many samples stay in this memory."""
-        return self.holding.num_on_device(num_samples)
 
 
 @dataclass(frozen=True)
@@ -86,7 +79,6 @@ class Problem:
         budget: what the fit may cost, and has cost.
         selection: the rule for the prior precision, where it is not the evidence.
         criterion: what the user asked to choose the hyperparameters.
-        holding: where samples are kept.
     """
 
     tangent: TangentModel
@@ -102,7 +94,6 @@ class Problem:
     budget: Budget = field(default_factory=Budget)
     selection: "Selection | None" = None
     criterion: str = "evidence"
-    holding: Holding = field(default_factory=Holding)
 
     @property
     def features(self) -> Features:

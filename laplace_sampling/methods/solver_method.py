@@ -52,16 +52,6 @@ from laplace_sampling.predictions.covariance_path import CovariancePath
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.solver import Minimum, Solver
 
-__all__ = [
-    "BASIS_STACKS",
-    "SolverFit",
-    "SolverMethod",
-    "basis_that_fits",
-    "largest_error",
-    "tuned_by",
-    "tuned_by_gram_matrix",
-]
-
 _ALL = 2**31  # more samples than anybody asks for
 # Vectors that EM holds of each sample that is not being solved for at the moment: its warm start, and room to move.
 _EM_STACKS = 2
@@ -73,8 +63,8 @@ BASIS_STACKS, _KRYLOV_STACKS = 3, 16
 # decades by 0.02 % with 48, by 0.1 % with 24 and by 0.05 % with 96, at costs in proportion. The accuracy at half and at
 # twice gives the same figures: a basis of 300 digits is complete before it counts.
 _EVIDENCE_PROBES, _PATH_PROBES, _EVIDENCE_ACCURACY = 16, 48, 2e-3
-# Traces are right for `α` above this multiple of the rounding of products. On naval-propulsion-plant (UCI), for a network
-# of 3,451 weights in float32, `γ` is too large by 10 % at a multiple of 6 and by 1.6 % at 60.
+# Traces are right for `α` above this multiple of the rounding of products. On naval-propulsion-plant (UCI), for a
+# network of 3,451 weights in float32, `γ` is too large by 10 % at a multiple of 6 and by 1.6 % at 60.
 _CARRIED = 100
 # Of `log α` at MacKay's fixed point, where the curvature is dense: a definition.
 _ACCURACY = 1e-8
@@ -85,7 +75,7 @@ _PRODUCTS, _LEAST_PRODUCTS, _TUNING_PASSES = 5, 2, 80
 
 def basis_that_fits(memory: Memory, num_samples: int) -> int:
     """Vectors of a Krylov basis that memory holds beside the stacks of a solve of all samples; 4 at least."""
-    beside = _KRYLOV_STACKS * num_samples + memory.kept(num_samples)
+    beside = (_KRYLOV_STACKS + 1) * num_samples
     return max(4, int((memory.vectors - beside) / BASIS_STACKS))
 
 
@@ -269,27 +259,6 @@ def tuned_by(result: EMResult, task: Task, tuning: Tuning, solver: Solver) -> tu
     return replace(task, model=task.model.with_likelihood(result.likelihood), prior=result.prior), tuned
 
 
-def tuned_by_gram_matrix(optimum: Any, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
-    """The task with the hyperparameters of a `GramOptimum`, whose posterior is the `work`."""
-    posterior = optimum.posterior
-    return tuned_at(
-        task,
-        tuning,
-        posterior.precisions[0],
-        optimum.likelihood,
-        started=time.perf_counter() - optimum.seconds,
-        effective_dimension=posterior.effective_dimension,
-        mode_norm=posterior.mode_norm,
-        loss=task.model.with_likelihood(optimum.likelihood).total_loss(posterior.mode_outputs),
-        mode_residual=posterior.mode_residual,
-        passes=float(task.model.features.num_outputs),
-        converged=optimum.converged,
-        problems=[optimum.problem] if optimum.problem else [],
-        work=posterior,
-        criterion="evidence",
-    )
-
-
 def tuned_by_spectrum(
     task: Task, tuning: Tuning, solver: Solver, values: Tensor, rotated: Callable[[Tensor], Tensor]
 ) -> tuple[Task, Tuned]:
@@ -309,16 +278,18 @@ def tuned_by_spectrum(
     likelihood, values = model.likelihood, values.double().clamp_min(0)
     if isinstance(likelihood, Gaussian):
         # `gp` is needed for a fit only.
-        from laplace_sampling.gp.tuned_regression import Search, regression_of_spectrum
+        from laplace_sampling.gp.evidence import HyperparameterBounds, RegressionEvidence
 
         b, zero = float(likelihood.noise_precision), values.new_zeros(1, model.features.size)
         slope = rotated(-ModeObjective(model, task.prior).gradient(zero.to(model.features.dtype), None).double())[0]
         inside = torch.where(values > 0, slope / (b * (values / b).sqrt()), 0.0).nan_to_num()
-        regression = regression_of_spectrum(model, task.prior, values / b, inside)
-        optimum = Search(True, tuning.precision_bounds, tuning.noise_bounds).largest(regression)
+        residual = model.residuals(model.offset).double()
+        regression = RegressionEvidence.of_leading(values / b, inside, residual, model.num_observations)
+        squares = float(model.residuals(model.network_outputs).double().square().sum())
+        bounds = HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds)
+        optimum = regression.largest_for(likelihood, squares, (overall_precision(task.prior), b), bounds)
         at = optimum.precision, optimum.noise_precision
-        loss = 0.5 * regression.size * math.log(2 * math.pi / at[1])
-        loss += 0.5 * at[1] * float(regression.squared_error(*at))
+        norm = float(regression.mode_norm(*at))
         return tuned_at(
             task,
             tuning,
@@ -326,8 +297,8 @@ def tuned_by_spectrum(
             likelihood.with_precision(at[1]) if likelihood.learn else likelihood,
             started=started,
             effective_dimension=float(regression.effective_dimension(*at)),
-            mode_norm=float(regression.mode_norm(*at)),
-            loss=loss,
+            mode_norm=norm,
+            loss=float(regression.objective(*at)) - 0.5 * at[0] * norm,
             passes=1.0,
             work=solver,
             criterion="evidence",
@@ -394,8 +365,8 @@ def tuned_by_traces(
     gamma, error = dimension(ratio)
     rounds = ratio < _CARRIED * traces.rounding
     problem = (
-        f"Products in {model.features.dtype} are not accurate enough for the prior precision {ratio * kappa:.3g} that the "
-        'evidence asks for. Use `model.double()`, bring inputs and targets to a common scale, or use method="exact".'
+        f"Products in {model.features.dtype} are not accurate enough for the prior precision {ratio * kappa:.3g} that "
+        'the evidence asks for. Use `model.double()`, a common scale of inputs and targets, or method="exact".'
     )
     return tuned_at(
         task,
@@ -442,7 +413,6 @@ class SolverFit(Fit):
             self.solver,
             rows=self.solver_method.rows(self.task.memory, self.task.num_samples),
             dtype=self.task.dtype,
-            holding=self.task.holding,
             init=self.warm_start,
             description=description,
             # What was asked for by `sample` is drawn in full, or not at all.

@@ -18,7 +18,6 @@ from torch import Tensor
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.linear_model.held_samples import HeldSamples
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
 
 __all__ = ["Start"]
@@ -39,7 +38,7 @@ class Start:
 
     prior: GaussianPrior
     likelihood: Likelihood
-    samples: HeldSamples | None
+    samples: Float[Tensor, "K P"] | None
     draws: Draws
     mode: Float[Tensor, " P"] | None = None
     solver: Any = field(default=None, repr=False)
@@ -80,10 +79,10 @@ class Start:
         last = draws.first + draws.num_samples
         if self.samples is None or replace(draws, num_samples=1, first=0) != replace(self.draws, num_samples=1):
             return None
-        samples = self.samples.part(range(draws.first, last))
-        if samples is None:
+        if last > len(self.samples):
             return None
-        old, samples = self.prior.to(prior.scale.device, prior.scale.dtype), samples.to(prior.scale)
+        old, samples = self.prior.to(prior.scale.device, prior.scale.dtype), self.samples[draws.first : last]
+        samples = samples.to(prior.scale)
         # In units of the prior's standard deviation, in which `θ⁰` is white noise.
         white = samples * (old.spread().sqrt() / old.scale)
         return (white - draws.prior(samples.shape[1]).to(white)) / prior.spread().sqrt()

@@ -105,7 +105,7 @@ class Stochastic(SolverMethod):
     def rank(self, memory: Memory, num_samples: int) -> int:
         """Rank of the preconditioner, at most."""
         largest = self.solver.max_rank if isinstance(self.solver, SVRG) else SVRG().max_rank
-        room = memory.vectors - memory.kept(num_samples) - self.stacks
+        room = memory.vectors - num_samples - self.stacks
         return max(1, min(largest, int(room / _SVRG_STACKS)))
 
     def preconditioner_vectors(self, memory: Memory, num_samples: int) -> int:

@@ -164,7 +164,7 @@ class ClassificationPrediction(SampledPrediction):
         For labels of zero and one, `m = f`. It is no probability and has no unit: it ranks inputs. The variance of
         logits itself grows with the size of the features, which is small for dark images, and mutual information
         vanishes where the network is certain, right or not; the ratio hardly changes where log-odds above one and their
-        error bars are twice as large. See `docs/decisions/predictions.md` for what it was compared with.
+        error bars are twice as large. See `docs/decisions.md` for what it was compared with.
         """
         if isinstance(self.likelihood, Categorical):
             outputs, draws = self._classes(self.outputs), self._classes(self.deviations)

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.linear_model.features import Features
-from laplace_sampling.linear_model.head_covariances import has_head_covariances, head_covariances
+from laplace_sampling.linear_model.head_covariances import has_head_covariances, head_covariances, head_variances
 from laplace_sampling.linear_model.head_curvature import head_inputs, head_of
 from laplace_sampling.linear_model.kronecker import Inverse
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
@@ -39,7 +39,9 @@ class HeadCovariance(FunctionCovariance):
         return head_covariances(self.curvature, *found, self.prior.precision, self.prior.scale)[0]
 
     def variance(self) -> Float[Tensor, "N C"]:
-        return self.blocks().diagonal(dim1=1, dim2=2)
+        found = head_inputs(self.features, torch.arange(self.features.num_data))
+        assert found is not None
+        return head_variances(self.curvature, *found, self.prior.precision[0], self.prior.scale)
 
     def joint(self) -> Float[Tensor, "NC NC"]:
         return DenseCovariance(self.features, self.prior, Inverse(self.curvature, self.prior.spread())).joint()

@@ -31,7 +31,7 @@ __all__ = [
 SCALES = torch.logspace(-2, 2, 17, dtype=torch.float64)
 # The size of logits of left-out data, relative to the network's own on its training data. The features of the linear
 # model have seen each datum, so that it predicts it better than the network would. Tuned on 46 networks for small
-# image tasks (docs/decisions/calibration.md): with 1.25 all 17 overconfident networks gained, one of the others lost
+# image tasks (docs/decisions.md): with 1.25 all 17 overconfident networks gained, one of the others lost
 # 2 %; with 1.15 they gained less. On the eight digit networks half of it lost 0.3 to 0.5 where noise is memorised,
 # and gained at most 0.05 elsewhere; twice of it lost 0.2 to 0.6 on six of them.
 _MARGIN = 1.25

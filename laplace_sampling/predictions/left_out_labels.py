@@ -39,7 +39,7 @@ from laplace_sampling.solvers.recorded import recorded
 __all__ = ["LeftOutLabels", "has_left_out_labels"]
 
 # Nats that an error warrants, and standard errors that are taken from the number of errors. Chosen on 148 networks for
-# digits, tables and MNIST: docs/decisions/choice-of-precision.md has the figures for half and twice of both.
+# digits, tables and MNIST: docs/decisions.md has the figures for half and twice of both.
 _A_ERROR, _ERRORS = 0.2, 3.0
 # Errors that are always granted: fewer are not seen.
 _LEAST_ERRORS = 0.5

@@ -26,7 +26,7 @@ __all__ = ["SelfConsistency"]
 
 # The factor by which the two rises may differ, and the part of its training loss that error bars may cost a network.
 # At the `α` of least test loss the factor was 1.03 to 1.15 on eight networks for Fashion-MNIST (10,000 and 60,000 data,
-# a CNN and a LeNet, all weights and the last layer), and the part 0.015 to 0.27; docs/decisions/choice-of-precision.md
+# a CNN and a LeNet, all weights and the last layer), and the part 0.015 to 0.27; docs/decisions.md
 # has the tables. With 1.2 alone a LeNet became worse than the network, and with 0.2 an MLP that was stopped early lost
 # twice as much; with 0.05 a CNN gained a third less, and with 1.05 a tenth.
 _MOST_RATIO, _MOST_LOST = 1.1, 0.1

@@ -7,7 +7,7 @@ directions that the data determine among the weights of a group,
 
 where the evidence of the network itself has its maximum, were `γ` what it is now (MacKay 1992; Immer et al. 2021 take
 gradient steps of the same evidence). The norms and residuals are those of the network, not of the mode of its linear
-model, which is another predictor (`docs/decisions/training-by-evidence.md`).
+model, which is another predictor (`docs/decisions.md`).
 """
 
 import time
@@ -29,9 +29,9 @@ from laplace_sampling.linear_model.priors.layerwise_prior import LayerwisePrior
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, Prior, overall_precision
 from laplace_sampling.methods.fit import Task
 from laplace_sampling.methods.method import Method
-from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.random_weights import Subset
+from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.networks.subnetwork import Subnetwork
 from laplace_sampling.predictions.covariance_path import FactoredPath
 from laplace_sampling.preparation import prepare
@@ -180,7 +180,7 @@ def weight_decay_of(
 ) -> dict[str, float]:
     """`λ = α/(N b)` of each random parameter, `b = 1` but for a regression."""
     unit = num_data * loss_unit(likelihood)
-    first = [int(part[0]) for part in prior.groups.split(network.held.sizes)]
+    first = [int(part[0]) for part in prior.groups.split(network.shell.sizes)]
     alphas = prior.precision.tolist()
     return {name: alphas[group] / unit for name, group in zip(network.names, first, strict=True)}
 

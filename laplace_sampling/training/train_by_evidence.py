@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from laplace_sampling.data.batches import arguments, num_rows, place, read
+from laplace_sampling.data.sources import unpacking
 from laplace_sampling.data.training_data import Unpack
-from laplace_sampling.data.unpacking import unpacking
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.methods.method import Method
@@ -116,7 +116,7 @@ def train_by_evidence(
     No validation data are needed, and where there are some they are the better judge: the evidence charges for each
     direction that the data determine, and takes more decay than test data ask for. So it helps where training without
     decay fits the training data far better than others, and costs where it does not, as of few epochs, small steps or
-    clean labels (figures in `docs/decisions/training-by-evidence.md`).
+    clean labels (figures in `docs/decisions.md`).
 
     **This function trains the model**, unlike all others of this library. Its loss is
 
@@ -189,6 +189,7 @@ def train_by_evidence(
             run.epoch(loader, settings.likelihood, decay)
             if epoch != epochs and (epoch < burn_in or (epoch - burn_in) % every):
                 continue
+            network = network.renewed()
             update = update_at(task_of(settings, network, fixed, **data), network, settings)
             settings, decay = replace(settings, prior=update.prior, likelihood=update.likelihood), update.weight_decay
             history.append(update)
@@ -232,7 +233,7 @@ class _Run:
 
     def _step(self, x: Any, y: Any, likelihood: Likelihood, decay: dict[str, float]) -> float:
         """A step of the optimiser, which may ask for the loss and its gradient more than once; the loss."""
-        weights, (args, kwargs) = dict(self.network.module.named_parameters()), arguments(x)
+        weights, (args, kwargs) = dict(self.network.source.named_parameters()), arguments(x)
 
         def closure() -> Any:
             self.optimiser.zero_grad()
@@ -305,7 +306,7 @@ def _check_optimiser(optimiser: Any, network: Linearisation) -> None:
             "`prior=LayerwisePrior(precision=weight_decay * N)` starts there."
         )
     held = {id(p) for group in optimiser.param_groups for p in group["params"]}
-    parameters = dict(network.module.named_parameters())
+    parameters = dict(network.source.named_parameters())
     if missing := [name for name in network.names if id(parameters[name]) not in held]:
         raise ValueError(
             f"The optimiser does not have {len(missing)} of the parameters that get a prior, {missing[:4]}: make it of "

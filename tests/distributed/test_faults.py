@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from distributed_processes import run_on_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -86,7 +85,7 @@ def test_a_datum_that_one_process_cannot_read_ends_all() -> None:
         assert "OSError: no such image" in other[1]
     assert third[1][0] == "ValueError"
     for other in (first[1], second[1]):
-        assert other[0] in ("ProcessError", "ValueError")
+        assert other[0] == "ProcessError"
         assert third[1][1] in other[1]
 
 
@@ -103,12 +102,9 @@ class Failing:
         return 0.5 * (f - y).square().sum()
 
 
-def _failing_loss(shape: tuple[int, ...]) -> Any:
-    where = together()
-    if len(shape) == 2:
-        where = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=("data", "samples"))}
+def _failing_loss() -> Any:
     loss = Failing(1, 12)
-    la = laplace(from_loss(loss), **where)
+    la = laplace(from_loss(loss), **together())
     found = caught(lambda: fit(la))
     loss.left = 10**9
     # The others have left sums, which another fit must not take for its own; nor must a collective of the user.
@@ -117,14 +113,12 @@ def _failing_loss(shape: tuple[int, ...]) -> Any:
     return found, here, fit(la).samples_
 
 
-@pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=str)
-def test_an_error_in_a_loss_ends_all_and_the_next_fit_is_right(shape: tuple[int, ...]) -> None:
-    results = run_on_ranks(_failing_loss, int(torch.tensor(shape).prod()), shape, timeout=TIMEOUT)
+def test_an_error_in_a_loss_ends_all_and_the_next_fit_is_right() -> None:
+    results = run_on_ranks(_failing_loss, 3, timeout=TIMEOUT)
     alone = fit(laplace(from_loss(Failing(-1, 0)))).samples_
     for rank, ((kind, message), here, samples) in enumerate(results):
         assert kind == ("ZeroDivisionError" if rank == 1 else "ProcessError"), message
-        assert "the loss of a user" in message
-        assert message.count("has failed") <= 1
+        assert ("the loss of a user" if rank == 1 else "has failed") in message
         assert_close(here, torch.full((5,), sum(range(len(results))) * 1.0))
         assert_close(samples, alone, rtol=1e-6, atol=1e-8)
 
@@ -148,19 +142,16 @@ def _killed(rank: int) -> Any:
         if dist.get_rank() == rank:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    la = laplace(**together())
-    return caught(lambda: fit(la, callback=kill)), caught(lambda: fit(la))
+    return caught(lambda: fit(laplace(**together()), callback=kill))
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_kill_of_one_process_ends_the_others(rank: int) -> None:
     results = run_on_ranks(_killed, 3, rank, timeout=TIMEOUT, may_end=True)
     assert results.pop(rank) is None
-    for of_fit, of_next in results:
-        for kind, message in (of_fit, of_next):
-            assert kind == "ProcessError"
-            assert "has failed: it has ended, or cannot be reached" in message
-            assert message.endswith("Start all processes again; a fit with `checkpoint=` goes on.")
+    for kind, message in results:
+        assert kind == "ProcessError"
+        assert "`checkpoint=`" in message
 
 
 def _slow() -> Any:

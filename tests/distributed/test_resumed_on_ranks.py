@@ -12,13 +12,10 @@ import torch
 import torch.distributed as dist
 from distributed_processes import run_on_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_sampling import SVRG, LinearisedLaplace, Stochastic
-from laplace_sampling.checkpoint import Checkpoint
-from laplace_sampling.data import fit_group
 from laplace_sampling.data.processes import ProcessError
 from laplace_sampling.journal import Journal
 
@@ -32,8 +29,7 @@ METHODS = {
 MOMENTS = random.Random(0)
 # Which part of its entries the file of a killed fit has.
 FITS = [(name, MOMENTS.uniform(0.0, 1.0)) for name in METHODS]
-# Number of processes on each axis: the data, the samples.
-SHAPES = [(1, 1), (2, 1), pytest.param((3, 1), marks=pytest.mark.nightly), (4, 1)]
+SIZES = [1, 2, pytest.param(3, marks=pytest.mark.nightly), 4]
 N = 61
 Numbers = dict[str, Tensor]
 
@@ -94,7 +90,6 @@ def kept(name: str, part: float, entries: dict[str, int]) -> int:
 def _interrupted(folder: Path) -> tuple[dict[str, Numbers], dict[str, int]]:
     """Leaves the files of fits that were killed; numbers and entries of fits that were not."""
     warnings.simplefilter("ignore")
-    fit_group._LOOK = 0.05
     where, counted, whole, entries = {"process_group": dist.group.WORLD}, Counted(), {}, {}
     for name in METHODS:
         counted.begin()
@@ -110,16 +105,10 @@ def _interrupted(folder: Path) -> tuple[dict[str, Numbers], dict[str, int]]:
     return whole, entries
 
 
-def _where(shape: tuple[int, int]) -> dict[str, Any]:
-    if shape[1] == 1:
-        return {"process_group": dist.group.WORLD}
-    return {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=("data", "samples"))}
-
-
-def _resumed(folder: Path, shape: tuple[int, int]) -> list[tuple[Numbers, int, int]]:
+def _resumed(folder: Path) -> list[tuple[Numbers, int, int]]:
     """Numbers of the fits that go on, and how many entries they found and wrote."""
     warnings.simplefilter("ignore")
-    counted, found, where = Counted(), [], _where(shape)
+    counted, found, where = Counted(), [], {"process_group": dist.group.WORLD}
     for name, _ in FITS:
         counted.begin()
         found.append((fitted(name, folder / name, **where), counted.found, counted.written))
@@ -140,56 +129,21 @@ def test_a_file_does_not_change_a_fit(name: str, interrupted: Any) -> None:
     assert_same(whole[name], fitted(name), name)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_killed_fit_goes_on_with_other_processes(shape: tuple[int, int], interrupted: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_a_killed_fit_goes_on_with_other_processes(size: int, interrupted: Any, tmp_path: Path) -> None:
     folder, whole, entries = interrupted
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    results = run_on_ranks(_resumed, shape[0] * shape[1], tmp_path, shape)
+    results = run_on_ranks(_resumed, size, tmp_path)
     for (name, part), of_ranks in zip(FITS, zip(*results, strict=True), strict=True):
         for numbers, _, _ in of_ranks:
-            assert_same(numbers, whole[name], f"{name}, {shape}")
+            assert_same(numbers, whole[name], f"{name}, {size}")
         _, found, written = of_ranks[0]
         assert found > 0
         # With as many processes all that was kept is found, and all of the rest is computed.
-        if shape == (2, 1):
+        if size == 2:
             assert found == kept(name, part, entries)
             assert written == entries[name] - found
     assert not list(tmp_path.iterdir())
-
-
-def _ended_last(path: Path) -> Any:
-    """Files after a process failed at the end of a fit; the error of another mesh; and how the same mesh goes on."""
-    warnings.simplefilter("ignore")
-    counted, where = Counted(), _where((1, 2))
-    expected, written, done = fitted("kfac", path, **where), counted.written, Checkpoint.done
-
-    def fails(self: Checkpoint, fit: Any) -> None:
-        if dist.get_rank() == 1:
-            raise Killed
-        done(self, fit)
-
-    fit_group._LOOK, Checkpoint.done = 0.05, fails  # pyright: ignore[reportAttributeAccessIssue]
-    with suppress(Killed, ProcessError):
-        fitted("kfac", path, **where)
-    Checkpoint.done = done
-    dist.barrier()
-    there = sorted(file.name for file in path.parent.iterdir())
-    try:
-        fitted("kfac", path, **_where((2, 1)))
-        message = ""
-    except (ValueError, ProcessError) as error:
-        message = str(error)
-    counted.begin()
-    return there, message, expected, fitted("kfac", path, **where), written, counted.found, list(path.parent.iterdir())
-
-
-def test_files_of_samples_stay_until_all_have_the_fit(tmp_path: Path) -> None:
-    for there, message, expected, numbers, written, found, left in run_on_ranks(_ended_last, 2, tmp_path / "fit"):
-        assert there == ["fit", "fit.samples1"]
-        assert "`mesh`" in message
-        assert_same(numbers, expected, "kfac")
-        assert found == written > 3
-        assert not left
 
 
 def assert_same(numbers: Numbers, expected: Numbers, what: str) -> None:

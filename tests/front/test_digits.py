@@ -1,11 +1,9 @@
-"""The figures that `benchmarks/solvers/digits.py` prints, on digits; EM on a smaller set than there."""
+"""Solvers, EM and evidence on digits, beside dense algebra."""
 
 import pytest
 import torch
 from flat_settings import laplace_of
-from torch.utils.data import DataLoader, TensorDataset
-
-from benchmarks.solvers.digits import (
+from front.digits_problem import (
     Problem,
     dense_fixed_point,
     em,
@@ -15,6 +13,8 @@ from benchmarks.solvers.digits import (
     problem,
     solve,
 )
+from torch.utils.data import DataLoader, TensorDataset
+
 from laplace_sampling.__main__ import cnn
 from laplace_sampling.__main__ import digits as digits_data
 from laplace_sampling.linear_model.draws import Draws

@@ -496,7 +496,7 @@ def test_data_are_left_out_of_the_posterior_of_the_linear_model(method: str, mon
     case = make_case("classification")
     la = laplace_of(case.model, "classification", method=method, prior_precision=0.6, num_samples=4)
     fit = la.fit(case.batches, progress=False)._fitted.fit
-    samples = la.network.jvp(case.x[:3], fit.samples_of_linear_model().rows).flatten(1)
+    samples = la.network.jvp(case.x[:3], fit.samples_of_linear_model()).flatten(1)
     exact = laplace_of(case.model, "classification", method="exact", prior_precision=0.6, num_samples=4)
     expected = exact.fit(case.batches, progress=False).predict(case.x[:3]).joint_covariance()
     error = ((expected.diagonal()[:, None] * expected.diagonal() + expected**2) / 2000).sqrt()

@@ -9,14 +9,14 @@ from cases import CASES, Case, make_case
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling import Categorical, Gaussian
+from laplace_sampling import Categorical, Gaussian, Poisson
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.likelihoods.weighted import weighted
 from laplace_sampling.linear_model import head_curvature as module_of_head
 from laplace_sampling.linear_model.dense_curvature import DenseCurvature
 from laplace_sampling.linear_model.features import ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.linear_model.head_covariances import head_covariances
+from laplace_sampling.linear_model.head_covariances import head_covariances, head_variances
 from laplace_sampling.linear_model.head_curvature import head_curvature, head_kronecker, head_matrix, head_of
 from laplace_sampling.linear_model.kronecker import Kronecker
 from laplace_sampling.linear_model.linear_model import LinearModel
@@ -105,10 +105,20 @@ def basis_of(M: Tensor, size: int = 4) -> Tensor:
     return torch.kron(*(torch.linalg.eigh(trace)[1] for trace in traces))
 
 
-def test_many_weights_are_kronecker_factored(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = linear_case(Categorical(), torch.arange(9) % 4)
+@pytest.mark.parametrize("kind", ["labels", "weights and ignored labels", "counts"])
+def test_many_weights_are_kronecker_factored(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    counts = (torch.arange(36).reshape(9, 4) % 5).double()
+    case = linear_case(*(Poisson(), counts) if kind == "counts" else (Categorical(), torch.arange(9) % 4))
     model, _ = head_model(case)
     ggn = model.ggn(model.network_outputs)
+    w = torch.ones(9, dtype=torch.float64)
+    if kind == "weights and ignored labels":
+        labels = case.y.clone()
+        labels[2] = -100
+        w = torch.linspace(0.5, 2, 9).double()
+        likelihood, targets = weighted(case.likelihood, labels, w)
+        ggn = GGN(model.features, likelihood, model.network_outputs, targets)
+        w[2] = 0
     assert isinstance(head_curvature(ggn), DenseCurvature)
     monkeypatch.setattr(module_of_head, "_MOST_WEIGHTS", 15)  # the layer has 16
     found = head_curvature(ggn)
@@ -116,6 +126,7 @@ def test_many_weights_are_kronecker_factored(monkeypatch: pytest.MonkeyPatch) ->
     # The diagonal of `M` in the eigenvectors of both factors, from the formula.
     h = torch.cat([case.model[:2](case.x).detach(), torch.ones(9, 1).double()], 1)
     B, (block,) = reference.curvature(case.likelihood, model.network_outputs, case.y), found.blocks
+    B = B * w[:, None, None]
     M = sum(torch.kron(B_i, torch.outer(h_i, h_i)) for B_i, h_i in zip(B, h, strict=True))
     basis = basis_of(M)
     expected = basis @ torch.diag((basis.T @ M @ basis).diagonal()) @ basis.T
@@ -151,3 +162,5 @@ def test_covariances_of_many_precisions(kronecker: bool, bias: bool) -> None:
         inverse = torch.linalg.inv(M + shift * torch.eye(len(M)).double())
         rows = J * scale
         assert_close(blocks, rows @ inverse @ rows.mT, rtol=1e-7, atol=1e-9)
+        variances = head_variances(curvature, layer, z, shift, scale)
+        assert_close(variances, blocks.diagonal(dim1=1, dim2=2), rtol=1e-7, atol=1e-9)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_sampling import ConvergenceWarning, Likelihood, LinearisedLaplace
-from laplace_sampling.gp.gram_posterior import GramClassification
+from laplace_sampling.gp.posterior import GramPosterior
 from laplace_sampling.linear_model.held_rows import HeldRows
 from laplace_sampling.linear_model.tangent_model import TangentModel
 
@@ -202,9 +202,8 @@ def test_bounds_are_kept_and_told() -> None:
 
 def test_a_mode_that_does_not_converge_is_told(monkeypatch) -> None:
     case = make_case("classification")
-    newton = GramClassification.of.__globals__["ExactClassification"]
-    whole = newton.mode
-    monkeypatch.setattr(newton, "mode", lambda self, alpha, start=None: whole(self, alpha, start, max_steps=1))
+    whole = GramPosterior._mode_by_newton
+    monkeypatch.setattr(GramPosterior, "_mode_by_newton", lambda self, start=None: whole(self, start, max_steps=1))
     settings = {"method": "exact", "prior_precision": 1e-3, "num_samples": 4}
     la = laplace_of(case.model, "classification", **settings)
     la.fit(case.batches, progress=False)
@@ -276,13 +275,12 @@ from torch import nn
 from laplace_sampling import IsotropicPrior, LinearisedLaplace
 from laplace_sampling.methods.exact import Exact
 from laplace_sampling.methods.observation_space import ObservationSpaceFit
-from laplace_sampling.gp import exact_classification
+from laplace_sampling.gp import gram
+for function in (gram.gram.__wrapped__, gram.cross_gram, gram.gram_blocks):
+    function.__kwdefaults__["block_bytes"] = 2**22
 torch.manual_seed(0)
 # Threads that wait for each other take minutes where other tests run side by side.
 torch.set_num_threads(1)
-BLOCK = 2**22
-made = exact_classification.ExactClassification.__init__
-exact_classification.ExactClassification.__init__ = lambda *args, **kw: made(*args, **{"block_bytes": BLOCK, **kw})
 def fit(n, at):
     net = nn.Sequential(nn.Linear(3, 310), nn.Tanh(), nn.Linear(310, 4)).double()
     x = torch.randn(n, 3).double()

@@ -89,7 +89,7 @@ def test_errors_of_a_solve_are_independent_of_the_sample() -> None:
     ggn, prior, draws = linear.ggn(linear.network_outputs), la._fitted.posterior.prior, Draws(3000, 0)
     root = torch.cat(list(ggn.root_rows())).double()
     rows = partial(draw, ggn, prior, draws, rows=3000, dtype=torch.float64)
-    truth, rough = (rows(solver).samples.rows @ root.T for solver in (Dense(), CG(0.4)))
+    truth, rough = (rows(solver).samples @ root.T for solver in (Dense(), CG(0.4)))
     inner, squared = (truth * (rough - truth)).sum(1), ((rough - truth) ** 2).sum(1)
     error = float(inner.std()) / len(inner) ** 0.5
     assert abs(float(inner.mean())) < 4 * error

@@ -95,7 +95,6 @@ HASTY = SGD(epochs=1, mode_epochs=1, min_steps=20, batch_size=4)
 
 
 @pytest.mark.filterwarnings("ignore:The posterior has not converged:laplace_sampling.ConvergenceWarning")
-@pytest.mark.filterwarnings("ignore:The data go on after the first 9")  # of the endless one
 @covering(form=FORMS, method=["exact", "krylov", "sgd"])
 def test_every_form_is_the_same_posterior(form: str, method: str) -> None:
     data, options, x = FORMS[form]
@@ -195,30 +194,6 @@ def test_a_stream_needs_its_length() -> None:
         fit([(X, Y)], num_data=9)
 
 
-class Wandering(IterableDataset):
-    """The second batch differs between passes."""
-
-    def __init__(self) -> None:
-        self.passes = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.passes += 1
-        yield from zip(X[:4], Y[:4], strict=True)
-        yield from zip(X[4:] + self.passes, Y[4:], strict=True)
-
-
-def test_a_stream_that_goes_on_is_said_once() -> None:
-    said = "num_data"
-    for batch_size in (3, 4):  # the end of a batch, and the middle of one
-        loader = DataLoader(Stream(), batch_size=batch_size)
-        with pytest.warns(UserWarning, match=said) as found:
-            data = TrainingData(loader, num_data=6, cache_bytes=0)
-        assert len(found) == 1
-        assert data.num_data == 6
-        assert_close(data.inputs(torch.arange(6)), X[:6])
-        assert_close(data.inputs(torch.arange(2)), X[:2])  # another pass
-
-
 def test_errors_in_data_that_are_not_used_are_ignored() -> None:
     class Torn(IterableDataset):
         def __iter__(self):
@@ -226,14 +201,6 @@ def test_errors_in_data_that_are_not_used_are_ignored() -> None:
             raise OSError("the tape is torn")
 
     assert TrainingData(DataLoader(Torn(), batch_size=3), num_data=6).num_data == 6
-
-
-@pytest.mark.filterwarnings("ignore:The data go on after the first 8")
-def test_a_stream_whose_order_does_not_repeat_is_refused() -> None:
-    loader = DataLoader(Wandering(), batch_size=4)
-    data = TrainingData(loader, num_data=8, cache_bytes=0)
-    with pytest.raises(ValueError, match="batch 1"):
-        data.inputs(torch.arange(4, 8))
 
 
 # Sequences ---------------------------------------------------------------------------------------------------

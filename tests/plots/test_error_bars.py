@@ -86,7 +86,7 @@ def test_one_of_several_outputs() -> None:
         plot_error_bars(pred)
     with pytest.raises(ValueError, match="output=4"):
         plot_error_bars(pred, output=4)
-    with pytest.raises(ValueError, match=r"output=\.\.\."):
+    with pytest.raises(ValueError, match="output=-1"):
         plot_error_bars(pred, output=-1)
 
 
@@ -122,10 +122,6 @@ def test_what_cannot_be_drawn_is_refused() -> None:
         plot_error_bars(pred, X, torch.zeros(4))
     with pytest.raises(ValueError, match="sort"):
         plot_error_bars(pred, sort="x")
-    with pytest.raises(ValueError, match="num_samples=2"):
-        plot_error_bars(pred, num_samples=2)
-    with pytest.raises(ValueError, match="num_samples=9"):
-        plot_error_bars(pred, X, num_samples=9)
     with pytest.raises(ValueError, match=r"num_samples=\.\.\."):
         plot_error_bars(pred, X, num_samples=0.5)
     with pytest.raises(ValueError, match="level"):

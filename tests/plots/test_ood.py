@@ -84,5 +84,3 @@ def test_what_cannot_be_drawn_is_refused() -> None:
         plot_ood(pred, regression([float("nan")]))
     with pytest.raises(ValueError, match="num_bins"):
         plot_ood(pred, pred, num_bins=0)
-    with pytest.raises(TypeError, match="log="):
-        plot_ood(pred, pred, log="yes")

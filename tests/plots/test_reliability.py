@@ -159,5 +159,3 @@ def test_what_cannot_be_drawn_is_refused() -> None:
         plot_reliability({"kind": pred}, y)
     with pytest.raises(ValueError, match="num_bins"):
         plot_reliability(pred, y, num_bins=0)
-    with pytest.raises(TypeError, match="histogram"):
-        plot_reliability(pred, y, histogram=1)

@@ -23,16 +23,12 @@ def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.nightly  # `.ci/run` builds the documentation itself
-def test_documentation_builds_strictly_with_a_page_for_each_module(tmp_path: Path) -> None:
+def test_documentation_builds_strictly(tmp_path: Path) -> None:
     for library in ("mkdocs", "material", "mkdocstrings_handlers.python"):
         pytest.importorskip(library, reason="the extra `docs` is not installed")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    modules = {path.relative_to(ROOT / "laplace_sampling") for path in (ROOT / "laplace_sampling").rglob("*.py")}
-    pages = {path.relative_to(tmp_path / "api").parent for path in (tmp_path / "api").rglob("index.html")}
-    assert {path.with_suffix("") for path in modules if not path.name.startswith("_")} <= pages
-    assert {path.parent for path in modules} <= pages
 
 
 def test_documents_name_commands_that_exist() -> None:
@@ -40,6 +36,7 @@ def test_documents_name_commands_that_exist() -> None:
         ROOT / "README.md",
         ROOT / "setup.cfg",
         *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "benchmarks").rglob("*.md"),
         *(ROOT / "benchmarks").rglob("*.py"),
     ]
     commands = {name for path in texts for name in re.findall(r"python -m (benchmarks[\w.]*)", path.read_text())}

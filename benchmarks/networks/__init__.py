@@ -1,1 +1,0 @@
-"""Commands: `products` (time of Jacobian products), `compatibility` (which networks work)."""

@@ -1,1 +1,0 @@
-"""Commands that count the products of solvers and samplers: `digits`, `glyphs`."""

@@ -1,0 +1,422 @@
+"""The pictures of predictions and of fits; matplotlib is imported only when one is drawn."""
+
+from collections.abc import Callable, Collection, Sequence
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from laplace_sampling.likelihoods.bernoulli import Bernoulli
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.predictions.classification_prediction import ClassificationPrediction
+from laplace_sampling.predictions.prediction import Prediction
+from laplace_sampling.predictions.regression_prediction import HeteroscedasticPrediction, RegressionPrediction
+from laplace_sampling.solvers.checks import as_numbers, check_whole
+
+Axes = Any  # of matplotlib, which may not be there
+Regression = RegressionPrediction | HeteroscedasticPrediction
+Intervals = dict[str, tuple[np.ndarray, np.ndarray]]
+
+# Label of each curve that `plot_evidence` draws.
+_CURVES = {
+    "log_marginal_likelihood": "log marginal likelihood, nats",
+    "effective_dimension": "effective dimension γ",
+    "mode_norm": "‖θ̄‖² of the mode, in units of the prior",
+}
+
+
+def plot_error_bars(
+    pred: Regression,
+    x: Any = None,
+    y: Any = None,
+    ax: Axes = None,
+    *,
+    level: float = 0.95,
+    output: int | None = None,
+    sort: str = "mean",
+    num_samples: int = 0,
+) -> Axes:
+    r"""The mean with two intervals: of the function, `f ± z √(var f)`, and of an observation, `pred.interval(level)`.
+
+    `z` is the quantile of a normal distribution, 1.96 for a level of 0.95. With `x` they are bands over it; else bars,
+    one for each datum, in the order of the mean or of the width of the interval.
+
+    Args:
+        pred: the prediction of a regression.
+        x: the inputs of the prediction, if they are single numbers, `[N]` or `[N, 1]`, in any order.
+        y: targets at these inputs, of the shape of `pred.mean`.
+        ax: to draw on; a new figure by default.
+        level: probability of the intervals.
+        output: which of several (flattened) outputs.
+        sort: without `x`, `"mean"` or `"error"`, the width of the interval.
+        num_samples: joint samples of the function to draw; with `x` only.
+
+    Returns:
+        The axes. Training data are added by `ax.plot(x_train, y_train, "k.")`.
+
+    Raises:
+        ImportError: without matplotlib.
+        TypeError, ValueError: for predictions of other kinds, inputs and targets that are not of these predictions, and
+            options that are not known.
+    """
+    _check_kind("plot_error_bars(pred)", pred, Regression, "the prediction of a regression, such as `pred[head]`")
+    _check_known("plot_error_bars", "sort", sort, ("mean", "error"))
+    check_whole("`plot_error_bars(num_samples=...)`", num_samples, 0)
+    column = _column(pred, output)
+    low, high = (column(end) for end in pred.interval(level))
+    mean, half = column(pred.mean), NormalDist().inv_cdf((1 + level) / 2) * column(pred.stddev)
+    # The wider interval first: it lies beneath the other.
+    share = f"{100 * level:.4g} %"
+    intervals = {f"observation, {share}": (low, high), f"function, {share}": (mean - half, mean + half)}
+    targets = (
+        None if y is None else column(pred._prepared(y, "plot_error_bars(pred, x, y)")[1].reshape(pred.mean.shape))
+    )
+    if x is None:
+        place = np.argsort(np.argsort(mean if sort == "mean" else high - low, kind="stable"))
+        ax = _axes_of("plot_error_bars", ax)
+        _draw_bars(ax, place, mean, intervals)
+        ax.set_xlabel("data, by mean" if sort == "mean" else "data, by width of the interval")
+    else:
+        place = _places(x, len(mean))
+        ax = _axes_of("plot_error_bars", ax)
+        _draw_bands(ax, place, mean, intervals, [column(sample) for sample in pred.samples[:num_samples]])
+        ax.set_xlabel("x")
+    if targets is not None:
+        ax.plot(place, targets, ".", color="black", label="targets")
+    ax.set_ylabel("y")
+    ax.legend()
+    return ax
+
+
+def _column(pred: Regression, output: int | None) -> Callable[[Tensor], np.ndarray]:
+    """Takes one output of what has the shape of the mean."""
+    num = pred.mean[0].numel()
+    if (output is None and num > 1) or (output is not None and not 0 <= output < num):
+        raise ValueError(
+            f"`plot_error_bars(pred, output={output})`: there are {num} outputs for each datum; choose one, as "
+            "`output=0` for the first."
+        )
+    return lambda values: _as_array(values.reshape(len(values), -1)[:, output or 0])
+
+
+def _places(x: Any, num: int) -> np.ndarray:
+    place = as_numbers("`plot_error_bars(x=...)`", x)
+    if place.shape not in ((num,), (num, 1)):
+        raise ValueError(
+            f"`plot_error_bars(x=...)` must have one number for each of the {num} predictions, but has shape "
+            f"{list(place.shape)}. Without `x`, there is a bar for each datum."
+        )
+    return _as_array(place.reshape(-1))
+
+
+def _draw_bars(ax: Axes, place: np.ndarray, mean: np.ndarray, intervals: Intervals) -> None:
+    for (label, (low, high)), width in zip(intervals.items(), (1, 3), strict=True):
+        ax.vlines(place, low, high, color="C0", linewidth=width, alpha=0.5, label=label)
+    ax.plot(place, mean, ".", color="C0", label="mean")
+
+
+def _draw_bands(ax: Axes, x: np.ndarray, mean: np.ndarray, intervals: Intervals, samples: Sequence[np.ndarray]) -> None:
+    order = np.argsort(x, kind="stable")
+    for (label, (low, high)), alpha in zip(intervals.items(), (0.15, 0.3), strict=True):
+        ax.fill_between(x[order], low[order], high[order], color="C0", alpha=alpha, linewidth=0, label=label)
+    for number, sample in enumerate(samples):
+        label = "joint samples of the function" if number == 0 else None
+        ax.plot(x[order], sample[order], color="C1", linewidth=0.8, label=label)
+    ax.plot(x[order], mean[order], color="C0", label="mean")
+
+
+def plot_evidence(
+    la: Any,
+    ax: Axes = None,
+    *,
+    curve: str = "log_marginal_likelihood",
+    decades: float = 3.0,
+    num: int = 121,
+) -> Axes:
+    r"""The log marginal likelihood `log p(y | α)` of the linear model against the prior precision `α`.
+
+    The curve is that of `evidence_path`. The band is two standard errors (the exact method has none), and a vertical
+    line marks the fitted `α`. That is where the curve is largest only if the evidence has chosen it:
+    `criterion="leave_one_out"` and validation data choose others.
+
+    Args:
+        la: a fitted `LinearisedLaplace` that has its training data.
+        ax: to draw on; a new figure by default.
+        curve: `"log_marginal_likelihood"`, in nats, a sum over the data; `"effective_dimension"`, `γ(α)`; or
+            `"mode_norm"`, `‖θ̄(α)‖²` in the scaled coordinates of the prior.
+        decades: range of `α` to both sides of the fitted one.
+        num: points of the curve.
+
+    Returns:
+        The axes.
+
+    Raises:
+        NotFittedError: before a fit, and for a posterior that was loaded without its data.
+        ImportError, TypeError, ValueError: without matplotlib; for other objects; for a curve that is not known.
+    """
+    _check_known("plot_evidence", "curve", curve, _CURVES)
+    ax = _axes_of("plot_evidence", ax)
+    curves = la.evidence_path(decades, num)
+    alpha, values = curves.prior_precision, getattr(curves, curve)
+    (line,) = ax.plot(alpha, values)
+    error = getattr(curves, f"{curve}_se", None)
+    if error is not None and bool((error > 0).any()):
+        how = {"color": line.get_color(), "alpha": 0.2, "linewidth": 0, "label": "± 2 standard errors"}
+        ax.fill_between(alpha, values - 2 * error, values + 2 * error, **how)
+    ax.axvline(curves.at, color="black", linestyle=":", label=f"fitted, α = {curves.at:.3g}")
+    mean = ", geometric mean of the groups" if len(la.prior_precision_) > 1 else ""
+    ax.set(xscale="log", yscale="log" if curve == "mode_norm" else "linear")
+    ax.set(xlabel=f"prior precision α{mean}", ylabel=_CURVES[curve])
+    ax.legend()
+    return ax
+
+
+def plot_history(la: Any, ax: Axes = None) -> Axes:
+    r"""Prior precision `α`, noise precision `b` and effective dimension `γ` in each step of `fit_hyperparameters`.
+
+    Values are those of `history_`: `α` and `b` during the step, and `γ` summed over the groups of the prior; there is a
+    line for each `α` and `b` where there are several. The last point is what was fitted; a run that was interrupted has
+    none.
+
+    Args:
+        la: a `LinearisedLaplace` after `fit_hyperparameters`.
+        ax: to draw on; a new figure by default.
+
+    Returns:
+        The axes.
+
+    Raises:
+        NotFittedError: before a fit.
+        ImportError, TypeError, ValueError: without matplotlib; for other objects; after `fit`, which takes no steps.
+    """
+    steps = la.history_
+    if not steps:
+        raise ValueError(
+            "`plot_history(la)` needs the steps of `fit_hyperparameters`, but `history_` is empty: the posterior was "
+            "fitted by `fit`, at the hyperparameters that it was given."
+        )
+    ax = _axes_of("plot_history", ax)
+    # An interrupted run leaves its steps, and the posterior of an earlier one.
+    finished = not la.stopped_
+    noise = la.noise_precision_ if finished else None
+    alpha = [step.prior_precision for step in steps] + ([la.prior_precision_.tolist()] if finished else [])
+    gamma = [sum(step.effective_dimension) for step in steps]
+    gamma += [float(la.effective_dimension_.sum())] if finished else []
+    noises = [step.noise_precision for step in steps if step.noise_precision is not None]
+    noises += [noise.reshape(-1).tolist()] if noise is not None else []
+    series = (
+        ("prior precision α", alpha, "o"),
+        ("noise precision b = 1/σ²", noises, "s"),
+        ("effective dimension γ", [[value] for value in gamma], "^"),
+    )
+    for number, (label, rows, marker) in enumerate(series):
+        for column, values in enumerate(zip(*rows, strict=True)):
+            label_once = label if column == 0 else None
+            ax.plot(range(1, len(values) + 1), values, color=f"C{number}", marker=marker, label=label_once)
+    numbers = [str(step.step) for step in steps] + ["fitted"] * finished
+    every = -(-len(steps) // 10)
+    shown = sorted({*range(0, len(steps), every), len(numbers) - 1})
+    ax.set_xticks([position + 1 for position in shown], [numbers[position] for position in shown])
+    ax.set(yscale="log", xlabel="step", ylabel="value")
+    ax.legend()
+    return ax
+
+
+def plot_ood(
+    inside: Prediction,
+    outside: Prediction,
+    score: str = "epistemic",
+    ax: Axes = None,
+    *,
+    num_bins: int = 30,
+    log: bool = True,
+) -> Axes:
+    r"""Histograms of a score for inputs like the training data and for others, and how well it tells them apart.
+
+    The legend has the area under the ROC curve, the probability that the score of an input from outside is larger than
+    that of one from inside, with half of the ties: 1 is a perfect detector, 0.5 a coin.
+
+    Args:
+        inside: prediction at inputs like the training data.
+        outside: prediction at other inputs, by the same model.
+        score: what to compare, an attribute of both predictions: `"epistemic"`, of a classification also `"entropy"` or
+            `"mutual_information"`. A score for each position or output counts each.
+        ax: to draw on; a new figure by default.
+        num_bins: of the histograms, the same for both.
+        log: a logarithmic axis of scores, with scores of 0 in the first bin.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ImportError: without matplotlib.
+        TypeError, ValueError: for other objects; for a score that the predictions do not have; for scores that are not
+            finite.
+    """
+    check_whole("`plot_ood(num_bins=...)`", num_bins, 1)
+    named = {"inside": inside, "outside": outside}
+    scores = {name: _scores(name, pred, score) for name, pred in named.items()}
+    ax = _axes_of("plot_ood", ax)
+    # scipy.stats takes a second to import.
+    from scipy.stats import mannwhitneyu
+
+    low, high = scores.values()
+    auroc = mannwhitneyu(high, low).statistic / (len(high) * len(low))
+    edges, scores = _bins(scores, num_bins, log)
+    for name, values in scores.items():
+        share = np.histogram(values, edges)[0] / len(values)
+        ax.stairs(share, edges, fill=True, alpha=0.5, label=f"{name}, {len(values)}")
+    if edges[0] > 0 and log:
+        ax.set_xscale("log")
+    ax.set(xlabel=f"score: {score.replace('_', ' ')}", ylabel="share of inputs")
+    ax.legend(title=f"AUROC {auroc:.3f}")
+    return ax
+
+
+def _scores(name: str, pred: Prediction, score: str) -> np.ndarray:
+    _check_kind(f"plot_ood({name}=...)", pred, Prediction, "a prediction")
+    values = getattr(pred, score, None) if isinstance(score, str) else None
+    if not isinstance(values, Tensor) or values.shape[:1] != pred.outputs.shape[:1]:
+        raise ValueError(
+            f"`plot_ood(score={score!r})`: a {type(pred).__name__} has no such score of each input; use "
+            '"epistemic" or, of a classification, "entropy" or "mutual_information".'
+        )
+    array = _as_array(values).reshape(-1)
+    if not np.isfinite(array).all():
+        raise ValueError(f"`plot_ood(score={score!r})`: scores of {name} contain NaN or infinity.")
+    return array
+
+
+def _bins(scores: dict[str, np.ndarray], num_bins: int, log: bool) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Edges for both, and the scores moved to where the first bin begins."""
+    values = np.concatenate(list(scores.values()))
+    positive = values[values > 0]
+    if not log or len(positive) == 0 or (values < 0).any():
+        return np.histogram_bin_edges(values, num_bins), scores
+    # A tenth of a decade wider than a single value.
+    least = min(positive.min(), positive.max() / 1.25)
+    edges = np.geomspace(least, positive.max(), num_bins + 1)
+    return edges, {name: v.clip(edges[0], edges[-1]) for name, v in scores.items()}
+
+
+def plot_reliability(
+    pred: ClassificationPrediction | Regression,
+    y: Any,
+    ax: Axes = None,
+    *,
+    num_bins: int = 15,
+    histogram: bool = True,
+) -> Axes:
+    r"""How often predictions are right against how often they claim to be; on the diagonal both agree.
+
+    Of a classification, in bins of equal width: the share of right labels against the mean probability of the most
+    probable class; for labels of zero and one, the share of ones against the mean probability of one. The legend has
+    the expected calibration error (Guo et al. 2017, eq. 5), `ECE = Σ_b (n_b/N) |acc_b − conf_b|`.
+
+    Of a regression: the share of targets inside `interval(q)` against the probability `q`, for `num_bins` values
+    of it (Kuleshov et al. 2018). The legend has the mean distance from the diagonal. Above it, error bars are too wide.
+
+    Args:
+        pred: a prediction.
+        y: its targets, as `log_prob` takes them. Labels to ignore are left out; positions and outputs count each.
+        ax: to draw on; a new figure by default.
+        num_bins: of probabilities.
+        histogram: of a classification, the share of all labels in each bin as grey bars.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ImportError: without matplotlib.
+        TypeError, ValueError: for predictions of other kinds, and targets that are not of these predictions.
+    """
+    check_whole("`plot_reliability(num_bins=...)`", num_bins, 1)
+    if isinstance(pred, Regression):
+        targets = pred._prepared(y, "plot_reliability(pred, y)")[1].to(pred.mean).reshape(pred.mean.shape)
+        ax = _axes_of("plot_reliability", ax)
+        _draw_coverage(ax, pred, targets, num_bins)
+    else:
+        needed = "the prediction of a classification or a regression, such as `pred[head]`"
+        _check_kind("plot_reliability(pred, y)", pred, ClassificationPrediction, needed)
+        claimed, right = _claims(pred, y)
+        ax = _axes_of("plot_reliability", ax)
+        _draw_bins(ax, claimed, right, num_bins, histogram)
+        one = isinstance(pred.likelihood, Bernoulli)
+        ax.set_xlabel("predicted probability of label 1" if one else "probability of the predicted class")
+        ax.set_ylabel("share of label 1" if one else "share of right labels")
+    ax.plot([0, 1], [0, 1], color="black", linestyle=":", linewidth=1, zorder=1)
+    ax.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
+    ax.legend(loc="upper left")
+    return ax
+
+
+def _claims(pred: ClassificationPrediction, y: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The probability that each label is claimed with, and how far it is as claimed; missing labels are left out."""
+    likelihood, targets = pred._prepared(y, "plot_reliability(pred, y)")
+    assert isinstance(likelihood, Categorical | Bernoulli)
+    targets = targets.to(pred.outputs.device)
+    probs, given = likelihood.positions(pred.probs.reshape(len(targets), -1)), likelihood.given(targets)
+    if isinstance(likelihood, Bernoulli):
+        claimed, right = probs[..., 0], targets.reshape(given.shape)
+    else:
+        claimed, predicted = probs.max(-1)
+        if likelihood.is_soft(targets):
+            right = likelihood.weights_of_classes(targets).gather(-1, predicted[..., None])[..., 0]
+        else:
+            right = predicted == targets.reshape(given.shape)
+    return _as_array(claimed[given]), _as_array(right[given])
+
+
+def _draw_bins(ax: Axes, claimed: np.ndarray, right: np.ndarray, num_bins: int, histogram: bool) -> None:
+    edges = np.linspace(0, 1, num_bins + 1)
+    # A probability of 1 belongs to the last bin.
+    numbers = np.minimum((claimed * num_bins).astype(int), num_bins - 1)
+    counts, sums, rights = (np.bincount(numbers, w, num_bins) for w in (np.ones_like(claimed), claimed, right))
+    filled = counts > 0
+    confidence, accuracy, share = sums[filled] / counts[filled], rights[filled] / counts[filled], counts / counts.sum()
+    error = float((share[filled] * np.abs(accuracy - confidence)).sum())
+    if histogram:
+        ax.bar(edges[:-1], share, 1 / num_bins, align="edge", color="0.85", edgecolor="white", label="share of labels")
+    ax.plot(confidence, accuracy, marker="o", clip_on=False, label=f"predictions, ECE {error:.3f}")
+
+
+def _draw_coverage(ax: Axes, pred: Regression, targets: Tensor, num_bins: int) -> None:
+    levels = np.linspace(0, 1, num_bins + 2)[1:-1]
+    shares = [_coverage(targets, *pred.interval(float(level))) for level in levels]
+    error = float(np.abs(shares - levels).mean())
+    ax.plot(levels, shares, marker="o", clip_on=False, label=f"intervals, mean distance {error:.3f}")
+    ax.set(xlabel="probability of the interval", ylabel="share of targets inside")
+
+
+def _coverage(targets: Tensor, low: Tensor, high: Tensor) -> float:
+    inside = (targets >= low) & (targets <= high)
+    return float(inside[~targets.isnan()].to(torch.float64).mean())
+
+
+def _axes_of(call: str, ax: Any) -> Axes:
+    """The axes that were given, or those of a new figure."""
+    try:
+        import matplotlib.pyplot as plt
+        from matplotlib import axes
+    except ImportError as error:
+        raise ImportError(f'`{call}` needs matplotlib: pip install "laplace_sampling[plots]"') from error
+    if ax is None:
+        return plt.subplots(layout="constrained")[1]
+    _check_kind(f"{call}(ax=...)", ax, axes.Axes, "one `Axes` of matplotlib")
+    return ax
+
+
+def _check_known(call: str, name: str, value: str, known: Collection[str]) -> None:
+    if value not in known:
+        raise ValueError(f"`{call}({name}={value!r})` is not known; use one of {list(known)}.")
+
+
+def _check_kind(call: str, value: Any, kind: Any, needed: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"`{call}` needs {needed}, but got a {type(value).__name__}.")
+
+
+def _as_array(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().cpu().double().numpy()

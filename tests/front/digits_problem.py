@@ -1,0 +1,154 @@
+"""The tangent model of a network for digits, with its Jacobian in memory, so that the dense reference is exact.
+
+`SubsampledNoise` minimises the objective of Antorán et al. (2023), `L(ζ) = ½ ‖E − Φζ‖²_B + ½ ‖ζ − θ⁰‖²_A`, of which a
+mini-batch sees its part of `E` only, in place of `L′`.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from laplace_sampling.evidence.fixed_point import fit_path
+from torch import Tensor, nn
+
+from laplace_sampling.__main__ import cnn, digits, train
+from laplace_sampling.evidence.em import EMResult, fit_em
+from laplace_sampling.likelihoods.categorical import Categorical
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import DenseFeatures
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.g_prior import GPrior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.sampling import sample_posterior
+from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.solvers.dense import Dense
+from laplace_sampling.solvers.sgd import SGD
+from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution, Solver
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The tangent model of a trained network on digits, dense, and test features `[n, C, P]`."""
+
+    model: LinearModel
+    layers: tuple[list[str], Tensor]
+    test_features: Tensor
+
+    def prior(self, precision: float) -> GaussianPrior:
+        f = self.model.network_outputs
+        ggn = self.model.ggn(f)
+        return GPrior(precision).build(ggn, self.layers, Draws(1, 0).noise(10))
+
+    def ggn(self) -> GGN:
+        return self.model.ggn(self.model.network_outputs)
+
+
+def problem(num_train: int = 1400, noise: float = 0.0, num_test: int = 100) -> Problem:
+    data = digits(num_train, noise)
+    network = Linearisation(train(cnn, data, nn.CrossEntropyLoss(), 60, "digits"))
+    features = DenseFeatures(torch.cat([network.jacobian(x) for x in data.x.split(200)]))
+    f = network(data.x)
+    model = LinearModel(features, torch.zeros_like(f), f, data.y, Categorical())
+    return Problem(model, network.layers(), network.jacobian(data.x_test[:num_test]))
+
+
+def exact(p: Problem, prior: GaussianPrior, draws: Draws) -> Tensor:
+    """The samples that dense algebra gives for the same draws, in scaled coordinates."""
+    return sample_posterior(p.ggn(), prior, draws, Dense()).value.float()
+
+
+def function_error(p: Problem, prior: GaussianPrior, samples: Tensor, truth: Tensor) -> float:
+    """`‖Φ(ζ − ζ*)‖²_B / ‖Φζ*‖²_B` over all samples."""
+    ggn = p.ggn()
+
+    def norm(v: Tensor) -> float:
+        v = v * prior.scale
+        return float((v * ggn.matmul(v)).double().sum())
+
+    return norm(samples - truth) / norm(truth)
+
+
+@dataclass(frozen=True)
+class SubsampledQuadratic(Quadratic):
+    """A `Quadratic` of which a mini-batch has its part of the linear term, `linear_batch(batch)`, only."""
+
+    linear_batch: Callable[[Tensor], Tensor]
+
+    def gradient(self, delta: Tensor, batch: Tensor) -> Tensor:
+        weight = self.operator.num_data / len(batch)
+        fit = self.operator.matmul(self.centre + delta, batch) - self.linear_batch(batch)
+        return weight * fit + self.precision * delta
+
+
+@dataclass(frozen=True)
+class SubsampledNoise(Solver):
+    """A solver for `sample_posterior` that minimises `L` in place of `L'`: `draws` must be those of the samples."""
+
+    solver: SGD
+    draws: Draws
+
+    def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
+        ggn = problem.operator
+        assert isinstance(ggn, GGN)
+        noise = self.draws.noise(ggn.features.num_outputs)
+        subsampled = SubsampledQuadratic(**vars(problem), linear_batch=partial(ggn.root_matmul, noise))
+        return self.solver.solve(subsampled, init, description=description)
+
+    def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
+        return self.solver.minimise(objective, init, description=description)
+
+
+def solve(
+    p: Problem, prior: GaussianPrior, draws: Draws, solver: Solver, *, objective: str = "L'", **settings
+) -> Solution:
+    """Posterior samples by `L'`, or by an `SGD` on `L`."""
+    if objective == "L":
+        assert isinstance(solver, SGD)
+        solver = SubsampledNoise(solver, draws)
+    return sample_posterior(p.ggn(), prior, draws, solver, **settings)
+
+
+def jump(p: Problem, draws: Draws, before: float = 100.0, after: float = 0.1, min_steps: int = 800) -> dict[str, float]:
+    """The ratio of the test variance to the exact one for the same draws, after a jump of α and one warm E-step."""
+    solver = SGD(min_steps=min_steps, finish_passes=0)  # conjugate gradients would finish what a bad start leaves
+    old, new = p.prior(before), p.prior(after)
+    warm = solve(p, old, draws, solver)
+    truth = exact(p, new, draws)
+    starts = {
+        "delta": warm.delta * math.sqrt(before / after),  # what `fit_em` does
+        "raw": warm.value - draws.prior(len(new.scale)) / math.sqrt(after),  # ζ itself kept
+    }
+
+    def variance(samples: Tensor) -> float:
+        return float((torch.einsum("ncp,kp->knc", p.test_features, samples * new.scale) ** 2).mean())
+
+    return {
+        name: variance(solve(p, new, draws, solver, init=start).value) / variance(truth)
+        for name, start in starts.items()
+    }
+
+
+def em(p: Problem, start: float, num_samples: int = 32, max_steps: int = 8) -> EMResult:
+    return fit_em(p.model, p.prior(start), Draws(num_samples, 0), SGD(), max_steps=max_steps)
+
+
+def path_fit(p: Problem, start: float, seed: int = 0) -> tuple[float, float]:
+    """`α` by evidence paths, and the number of passes, modes included."""
+    result = fit_path(p.model, p.prior(start), seed, 0)
+    assert result.converged
+    return float(result.prior.precision), sum(step.passes for step in result.history)
+
+
+def dense_fixed_point(p: Problem, near: float, tolerance: float = 3e-3) -> float:
+    """MacKay's fixed point by dense algebra in float64, from a starting point that only saves time."""
+    features = p.model.features
+    assert isinstance(features, DenseFeatures)
+    f = p.model.network_outputs.double()
+    model = replace(p.model, features=DenseFeatures(features.matrix.double()), offset=0 * f, network_outputs=f)
+    prior = p.prior(near).to(f.device, torch.float64)
+    result = fit_em(model, prior, Draws(1, 0), Dense(), max_steps=30, tolerance=tolerance)
+    assert result.converged
+    return float(result.prior.precision)
