@@ -99,11 +99,19 @@ class FittedModel:
             self._drawn("fit")
         return warmed(task, self._fitted, warm_start)
 
-    def _store(self, posterior: Posterior, fit: Fit, tangent: TangentModel, problems: Sequence[str] = ()) -> Self:
+    def _store(
+        self,
+        network: Linearisation,
+        posterior: Posterior,
+        fit: Fit,
+        tangent: TangentModel,
+        problems: Sequence[str] = (),
+    ) -> Self:
         """Replace what was fitted before, at the very end, and say what is wrong."""
         fit.task.budget.end()
+        network.shell.expect_weights_elsewhere(False)
+        self.network = network
         self._keep(posterior, fit.without_samples(), tangent)
-        self.network.shell.expect_weights_elsewhere(False)
         # The public method is behind the wrappers of `fitting` and `solver_call`.
         warn_of(fit.problems, [*problems, *posterior.calibration.problems], stacklevel=6)
         return self

@@ -21,9 +21,8 @@ def fitting(fit: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     @wraps(fit)
     def wrapper(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         model = cast("FittedModel", args[0])
-        fitted, network, max_rows = model._fitted, model.network, model.network.batching.max_rows
+        fitted, batching, max_rows = model._fitted, model.network.batching, model.network.batching.max_rows
         try:
-            model.network = network.renewed()
             with model.settings.processes.shared_call():
                 result = fit(*args, **kwargs)
             model._unfinished = ()
@@ -31,7 +30,7 @@ def fitting(fit: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         except BaseException as error:
             # A warning of the end is raised where the user made it an error; the posterior is there.
             if not isinstance(error, ConvergenceWarning | CalibrationWarning):
-                model._fitted, model.network, network.batching.max_rows = fitted, network, max_rows
+                model._fitted, batching.max_rows = fitted, max_rows
             if not isinstance(error, StopFit):
                 raise
         return cast(Result, model)

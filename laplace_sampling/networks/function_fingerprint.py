@@ -7,7 +7,7 @@ another leaves them as they are.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -15,12 +15,9 @@ from torch import Tensor
 
 from laplace_sampling.data.batches import num_bytes, num_rows, place
 from laplace_sampling.data.encoding import decode_inputs, encode_inputs
+from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.solving import solving
-
-if TYPE_CHECKING:
-    from laplace_sampling.data.training_data import TrainingData
-
 
 # Data that are kept, fewer if they are larger than so many bytes, and outputs of each datum. The numbers are not tuned:
 # another activation shows at a single datum.
@@ -48,7 +45,7 @@ class FunctionFingerprint:
     product: Float[Tensor, "n c"]
 
     @classmethod
-    def of(cls, network: Linearisation, data: "TrainingData") -> "FunctionFingerprint | None":
+    def of(cls, network: Linearisation, data: TrainingData) -> "FunctionFingerprint | None":
         """At some of the training data.
 
         `None` where a file cannot hold them, or where the network does not compute the same or what is finite twice.
@@ -86,7 +83,7 @@ class FunctionFingerprint:
         return cls(decode_inputs(tensors), tensors["outputs"], tensors["product"])
 
 
-def _some_inputs(data: "TrainingData", most: int) -> Any:
+def _some_inputs(data: TrainingData, most: int) -> Any:
     """Few data, from the first to the last; the first ones of data that are read in order."""
     first = data.inputs(torch.arange(1))
     num = max(1, min(_NUM_DATA, most, data.num_data, _MOST_BYTES // max(1, num_bytes(first))))

@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from jaxtyping import Float
@@ -26,6 +26,7 @@ from laplace_sampling.data.batches import (
     place,
     take,
 )
+from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.networks.batching import DEFAULT_CHUNK
 from laplace_sampling.networks.linear_layer import LinearLayer
 from laplace_sampling.networks.linearisation import Linearisation
@@ -36,10 +37,6 @@ from laplace_sampling.networks.shell import Shell
 from laplace_sampling.networks.solving import exclusive
 from laplace_sampling.networks.unwrapping import unwrapped
 from laplace_sampling.solvers.placement import normal
-
-if TYPE_CHECKING:
-    from laplace_sampling.data.training_data import TrainingData
-
 
 # Data that the network is run on to find the layer: networks with batch normalisation may not run on a single one.
 _DATA_OF_THE_RUN = 2
@@ -249,7 +246,7 @@ class LastLayer(Linearisation):
         )
 
     @contextmanager
-    def keep_inputs(self, data: "TrainingData") -> Iterator[list[Any]]:
+    def keep_inputs(self, data: TrainingData) -> Iterator[list[Any]]:
         """Finds the layer, and keeps the inputs of the head in calls inside, for `shortened`."""
         few = data.inputs(torch.arange(min(_DATA_OF_THE_RUN, data.num_data)))
         free = math.inf if self.found else data.processes.least(free_memory(self.device))
@@ -260,7 +257,7 @@ class LastLayer(Linearisation):
         with self._recording() as kept:
             yield kept
 
-    def shortened(self, data: "TrainingData", kept: Sequence[Any]) -> "tuple[Linearisation, TrainingData]":
+    def shortened(self, data: TrainingData, kept: Sequence[Any]) -> tuple[Linearisation, TrainingData]:
         """The head and its inputs, one for each batch; the whole network if none were kept or their forms differ."""
         if self.head is None:
             return self, data

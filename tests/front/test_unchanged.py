@@ -99,3 +99,20 @@ def test_a_weight_that_is_shared_and_changed_in_place_is_named() -> None:
         with pytest.raises(ValueError, match=name):
             call()
     la.fit(loader(case), progress=False).predict(case.x)
+
+
+def test_predictions_during_a_second_fit_are_those_of_the_first() -> None:
+    case = make_case("classification")
+    la = fitted(case, num_samples=2)
+    expected, found = la.predict(case.x).samples, []
+    with torch.no_grad():
+        for p in case.model.parameters():
+            p.add_(1.0)
+
+    def callback(_: object) -> None:
+        found.append(la.predict(case.x).samples)
+
+    la.fit_hyperparameters(loader(case), max_steps=2, callback=callback, progress=False)
+    assert all(torch.equal(samples, expected) for samples in found)
+    assert found
+    assert not torch.equal(la.predict(case.x).samples, expected)
