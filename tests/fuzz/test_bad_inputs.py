@@ -779,7 +779,6 @@ _add("Krylov: by position", "positional", lambda: Krylov(1e9))  # pyright: ignor
 _add_values("Factored", "kind", {"'full'": "full", "None": None, "3": 3, "[]": []}, lambda v: Factored(kind=v))
 _add_values("Dual", "rank", NOT_WHOLE, lambda v: Dual(rank=v))
 _add_values("Dual", "max_iterations", _with(NOT_WHOLE, zero=0), lambda v: Dual(max_iterations=v))
-_add_values("Dual", "max_refinements", NOT_WHOLE, lambda v: Dual(max_refinements=v))
 _add_values("Dual", "accuracy", NOT_POSITIVE, lambda v: Dual(accuracy=v))
 _add_values(
     "Stochastic", "solver", {"'adam'": "adam", "3": 3, "SGD": SGD, "SVRG": SVRG}, lambda v: Stochastic(solver=v)
