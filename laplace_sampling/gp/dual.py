@@ -70,10 +70,16 @@ class WhitenedGram(Operator):
     def matmul(self, v: Float[Tensor, "K NC"], batch: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         # Few enough at a time for their stacks in weight space, which are larger by P/(N·C).
         parts = v.split(max(1, int(_STACK_BYTES / (8 * self.ggn.size))))
-        return torch.cat([forward(self.ggn, self.variance * backward(self.ggn, part)) for part in parts])
+        return torch.cat([_product(self.ggn, self.variance, part) for part in parts])
 
     def root_rows(self):
         raise NotImplementedError("A `WhitenedGram` is known by its products only.")
+
+
+@recorded
+def _product(ggn: GGN, variance: Float[Tensor, " P"], u: Float[Tensor, "K NC"]) -> Float[Tensor, "K NC"]:
+    """`S u`."""
+    return forward(ggn, variance * backward(ggn, u))
 
 
 @recorded
