@@ -12,8 +12,8 @@ from laplace_sampling.fitted import FittedModel, warn_of
 from laplace_sampling.held_out import HeldOut, check_calibration
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.methods.fit import Fit
-from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.on_training_data import deviations_of, enough, held_out_problems
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predict import covariance_of, predict

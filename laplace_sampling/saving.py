@@ -79,9 +79,10 @@ class SavableModel(FittedModel):
         self._take_over(state, described(state), "load_state_dict")
 
     def _take_over(self, state: dict[str, Tensor], how: dict[str, Any], call: str) -> None:
-        posterior, settings = posterior_of(state, how, self.settings, self.network, call)
-        fit, tangent = restore_fit(settings, self.network, posterior)
-        self.settings, self._unfinished = settings, ()
+        network = self.network.renewed()
+        posterior, settings = posterior_of(state, how, self.settings, network, call)
+        fit, tangent = restore_fit(settings, network, posterior)
+        self.settings, self.network, self._unfinished = settings, network, ()
         self._keep(posterior, fit, tangent)
 
     def start_from(self, state: dict[str, Tensor]) -> None:
@@ -98,7 +99,7 @@ class SavableModel(FittedModel):
         posterior, self.settings = posterior_of(
             state, described(state), self.settings, self.network, "start_from", of_this_network=False
         )
-        self._fitted, self._unfinished = Fitted(posterior), ()
+        self._fitted, self._unfinished = Fitted(posterior, of_earlier_weights=True), ()
 
     def save(self, path: File, *, include_data: bool = True) -> None:
         """Write `state_dict()` to a file, which holds the inputs of a few training data, or all data: see there.

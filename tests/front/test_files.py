@@ -19,7 +19,7 @@ from laplace_sampling import LinearisedLaplace, files
 from laplace_sampling.checksums import with_checksums
 
 LA = fitted(3)
-MODEL = LA.network.module
+MODEL = LA.network.source
 
 
 def load(file: files.File) -> LinearisedLaplace:
