@@ -6,7 +6,6 @@ prediction, and tells when the network has to be run again.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -15,8 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_sampling.data.batches import num_bytes, num_rows, place
-from laplace_sampling.data.encoding import decode_inputs, encode_inputs
+from laplace_sampling.data.batches import num_bytes, num_rows, place, storable
 from laplace_sampling.networks.held_module import solving
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.module_state import COMMON_ATTRIBUTES
@@ -58,7 +56,7 @@ class FunctionFingerprint:
         """
         inputs = _some_inputs(data, network.batching.max_rows or _NUM_DATA)
         try:
-            encode_inputs(inputs)
+            inputs = storable(inputs)
         except TypeError:
             return None
         plain = _plain(network)
@@ -79,14 +77,9 @@ class FunctionFingerprint:
             f"its derivatives by {product:.2g}"
         )
 
-    def tensors(self) -> dict[str, Tensor]:
-        """For a file."""
-        return {**encode_inputs(self.inputs), "outputs": self.outputs, "product": self.product}
-
-    @classmethod
-    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> "FunctionFingerprint":
-        """From `tensors`."""
-        return cls(decode_inputs(tensors), tensors["outputs"], tensors["product"])
+    def state(self) -> dict[str, Any]:
+        """The arguments of a copy, for a file."""
+        return {"inputs": self.inputs, "outputs": self.outputs, "product": self.product}
 
 
 def _some_inputs(data: "TrainingData", most: int) -> Any:
