@@ -5,12 +5,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from laplace_sampling.data.batches import place
 from laplace_sampling.held_out import HeldOut
 from laplace_sampling.likelihoods.poisson import Poisson
 from laplace_sampling.linear_model.bounds import NOISE_BOUNDS, Bounds
-from laplace_sampling.linear_model.network_features import NetworkFeatures
-from laplace_sampling.linear_model.some_features import SomeFeatures
 from laplace_sampling.methods.problem import Problem
 from laplace_sampling.predictions.calibration import labelled
 from laplace_sampling.predictions.left_out_labels import LeftOutLabels, has_left_out_labels
@@ -92,9 +89,4 @@ def _validation(problem: Problem, held_out: HeldOut, noise_bounds: Bounds) -> Va
     if not data.in_order:
         some = some * data.num_data // most
     some = held_out.with_targets(some)
-    features = SomeFeatures(NetworkFeatures(network, data, held_out.layout), some)
-    outputs = []
-    for batch in some.split(data.batch_size):
-        found, layout = network.evaluate(place(data.inputs(batch), network.device, network.dtype))
-        outputs.append(layout.widen(found.reshape(len(batch), -1), held_out.layout))
-    return Validation(features, torch.cat(outputs), held_out.targets[some], held_out.likelihood, noise_bounds)
+    return Validation(held_out.model(network, some), noise_bounds)

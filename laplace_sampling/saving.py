@@ -84,9 +84,10 @@ class SavableModel(FittedModel):
 
     def _take_over(self, state: dict[str, Any], call: str) -> None:
         check_format(state)
-        posterior, settings = posterior_of(state, self.settings, self.network, call)
-        fit, tangent = restore_fit(settings, self.network, posterior)
-        self.settings, self._unfinished = settings, ()
+        network = self.network.renewed()
+        posterior, settings = posterior_of(state, self.settings, network, call)
+        fit, tangent = restore_fit(settings, network, posterior)
+        self.settings, self.network, self._unfinished = settings, network, ()
         self._keep(posterior, fit, tangent)
 
     def start_from(self, state: dict[str, Any]) -> None:
@@ -102,7 +103,7 @@ class SavableModel(FittedModel):
         """
         check_format(state)
         posterior, self.settings = posterior_of(state, self.settings, self.network, "start_from", of_this_network=False)
-        self._fitted, self._unfinished = Fitted(posterior), ()
+        self._fitted, self._unfinished = Fitted(posterior, of_earlier_weights=True), ()
 
     def save(self, path: File, *, include_data: bool = True) -> None:
         """Write `state_dict()` to a file, which holds the inputs of a few training data, or all data: see there.

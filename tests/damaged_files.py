@@ -121,7 +121,7 @@ def _saved(la: LinearisedLaplace) -> bytes:
 
 def _defects(la: LinearisedLaplace, content: bytes, what: str) -> list[str]:
     try:
-        loaded = LinearisedLaplace.load(io.BytesIO(content), la.network.module)
+        loaded = LinearisedLaplace.load(io.BytesIO(content), la.network.source)
     except ValueError as error:
         message = str(error)
         told = message.endswith(".") and "\n" not in message and ("`load`" in message or "The state" in message)

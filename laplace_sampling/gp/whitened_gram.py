@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.linear_model.ggn import GGN
-from laplace_sampling.networks.undisturbed import LOCK
+from laplace_sampling.networks.solving import LOCK
 from laplace_sampling.solvers.placement import normal
 from laplace_sampling.solvers.recorded import recorded
 

@@ -1,6 +1,5 @@
 """`Dual`: conjugate gradients in observation space, for regressions."""
 
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,18 +10,17 @@ from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import overall_precision
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.fit import Fit, Task, Tuned
 from laplace_sampling.methods.method import Choice, Tuning, has_path
 from laplace_sampling.methods.problem import Problem, fits_in_observation_space
-from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, tuned_by_gram_matrix
+from laplace_sampling.methods.solver_method import SolverFit, SolverMethod
 from laplace_sampling.solvers.checks import check_positive, check_whole
 from laplace_sampling.solvers.solver import Minimum
 
 if TYPE_CHECKING:
     from laplace_sampling.gp.dual_cg import DualCG
-
-__all__ = ["Dual"]
 
 # Observations up to which the whole Gram matrix is decomposed for the hyperparameters. It takes C/2 + N·C/4 products at
 # most, at 2,000 observations no more than the preconditioner (820) and five steps of EM (470) do, and 3 s of one core.
@@ -140,13 +138,10 @@ def _precise(model: LinearModel) -> LinearModel:
 
 def _tune_by_gram_matrix(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
     """The hyperparameters of the exact method; its curves go with them, and its matrices are freed."""
-    from laplace_sampling.gp.gram_posterior import GramRegression
-    from laplace_sampling.gp.regression_evidence import HyperparameterBounds
+    from laplace_sampling.methods.observation_space import tuned_by_gram_matrix
 
     prior = task.prior.to(task.model.features.device, torch.float64)
-    bounds = HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds)
-    optimum = GramRegression.tuned(_precise(task.model), prior, bounds)
-    precise, tuned = tuned_by_gram_matrix(optimum, replace(task, prior=prior), tuning)
+    precise, tuned = tuned_by_gram_matrix(replace(task, model=_precise(task.model), prior=prior), tuning)
     task = replace(task, model=task.model.with_likelihood(precise.model.likelihood), prior=precise.prior)
     return task, replace(tuned, work=None, path=tuned.work.curves())
 
@@ -157,8 +152,7 @@ def _at_evidence_of_leading_part(task: Task, tuning: Tuning, held: Any) -> Task:
     What the preconditioner leaves out counts as noise, in as many directions as there are. Where that has no maximum
     inside the bounds, EM would stay at the bound: the task is returned as it is.
     """
-    from laplace_sampling.gp.exact_regression import ExactRegression
-    from laplace_sampling.gp.tuned_regression import Search
+    from laplace_sampling.gp.evidence import HyperparameterBounds, RegressionEvidence
 
     model = task.model
     assert isinstance(model.likelihood, Gaussian)
@@ -167,15 +161,15 @@ def _at_evidence_of_leading_part(task: Task, tuning: Tuning, held: Any) -> Task:
     num_outside = model.num_observations - len(inside)
     outside = (residual.square().sum() - inside.square().sum()).clamp_min(0)
     values = held.eigenvalues / float(torch.as_tensor(model.likelihood.noise_precision))
-    spectrum = ExactRegression(
-        model,
-        task.prior,
+    spectrum = RegressionEvidence(
         torch.cat([values.new_zeros(num_outside), values]),
-        held.vectors,
         torch.cat([(outside / max(num_outside, 1)).sqrt().expand(num_outside), inside]),
-        torch.ones_like(model.offset, dtype=torch.float64),
+        model.num_observations,
     )
-    optimum = Search(True, tuning.precision_bounds, tuning.noise_bounds).largest(spectrum)
+    squares = float(model.residuals(model.network_outputs).square().sum())
+    bounds = HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds)
+    start = (overall_precision(task.prior), float(torch.as_tensor(model.likelihood.noise_precision)))
+    optimum = spectrum.largest_for(model.likelihood, squares, start, bounds)
     if optimum.at_bounds:
         return task
     prior = task.prior.with_precision(torch.tensor([optimum.precision], dtype=torch.float64))
@@ -189,11 +183,9 @@ class DualFit(SolverFit):
     """A fit in observation space: where the Gram matrix fits in memory, its evidence is exact."""
 
     def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
-        from laplace_sampling.gp.exact_curves import regression_curves
-        from laplace_sampling.gp.exact_regression import ExactRegression, overall_precisions
+        from laplace_sampling.gp.posterior import GramPosterior
 
         if not fits_in_observation_space(self.model.features, self.task.memory):
             return super().evidence(decades)
         prior = self.prior.to(self.model.features.device, torch.float64)
-        exact = ExactRegression.of(_precise(self.model), prior, max_memory=math.inf)
-        return regression_curves(exact, *overall_precisions(self.model, self.prior)), self.mode_problems
+        return GramPosterior.of(_precise(self.model), prior).curves(), self.mode_problems

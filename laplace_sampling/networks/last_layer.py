@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from jaxtyping import Float
@@ -26,19 +26,17 @@ from laplace_sampling.data.batches import (
     place,
     take,
 )
+from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.networks.batching import DEFAULT_CHUNK
 from laplace_sampling.networks.linear_layer import LinearLayer
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.module_calls import ModuleCall, inputs_of_call, returns
 from laplace_sampling.networks.own_weights import around, has_matrix, names_of, own_weights
 from laplace_sampling.networks.resources import free_memory
-from laplace_sampling.networks.undisturbed import LOCK, undisturbed
+from laplace_sampling.networks.shell import Shell
+from laplace_sampling.networks.solving import exclusive
 from laplace_sampling.networks.unwrapping import unwrapped
 from laplace_sampling.solvers.placement import normal
-
-if TYPE_CHECKING:
-    from laplace_sampling.data.training_data import TrainingData
-
 
 # Data that the network is run on to find the layer: networks with batch normalisation may not run on a single one.
 _DATA_OF_THE_RUN = 2
@@ -79,13 +77,12 @@ class LastLayer(Linearisation):
     ) -> None:
         self.found, self.head, self._head_name, self._taken_over = False, None, "", False
         self.named = layer is not None
-        with LOCK:
-            module = unwrapped(module)
-            names = [name for name, _ in module.named_modules()] if layer is None else [layer]
-            self._choose(module, names, chunk_size, autocast)
+        module = unwrapped(module)
+        weights = self._chosen(module, [name for name, _ in module.named_modules()] if layer is None else [layer])
+        super().__init__(module, weights, chunk_size=chunk_size, autocast=autocast)
 
-    def _choose(self, module: nn.Module, names: list[str], chunk_size: int, autocast: torch.dtype | None) -> None:
-        """Takes the last of some modules that has weights of its own."""
+    def _chosen(self, module: nn.Module, names: list[str]) -> list[str]:
+        """The names of the weights of the last of some modules that has any."""
         weights = {name: own_weights(module, name) for name in names}
         layers = [name for name in names if weights[name]]
         if not layers:
@@ -96,18 +93,25 @@ class LastLayer(Linearisation):
         # A normalisation or a scale at the end has weights, too, but is not what users mean by the last layer.
         with_matrix = [name for name in layers if has_matrix(module, name)]
         self.layer = (with_matrix or layers)[-1]
-        super().__init__(module, names_of(module, weights[self.layer]), chunk_size=chunk_size, autocast=autocast)
+        return names_of(module, weights[self.layer])
+
+    def _choose(self, names: list[str]) -> None:
+        """Takes the last of some modules that has weights of its own."""
+        weights = self._chosen(self.module, names)
+        if weights != self.names:
+            shell = self.shell.with_names(weights)
+            shell.own()
+            super().__init__(shell, batching=self.batching)
 
     def take_over(self, names: Any) -> None:
         """Takes the layer that a saved posterior is of, if it is one; the first prediction finds its inputs."""
         if self.found:
             return
-        with LOCK:
-            for name in [name for name, _ in self.module.named_modules()]:
-                weights = own_weights(self.module, name)
-                if weights and names_of(self.module, weights) == names:
-                    self._choose(self.module, [name], self.chunk_size, self.autocast)
-                    self._taken_over = True
+        for name in [name for name, _ in self.module.named_modules()]:
+            weights = own_weights(self.module, name)
+            if weights and names_of(self.module, weights) == names:
+                self._choose([name])
+                self._taken_over = True
 
     def find(self, x: Any, num_data: int, free: float) -> None:
         """Finds the layer by a run on a few inputs, once.
@@ -143,7 +147,7 @@ class LastLayer(Linearisation):
         z = None
         if name is not None:
             z = next(call.inputs for call in calls if call.name == name)
-            needed, allowed = num_data / num_rows(z) * num_bytes(z), _SHARE * self.held.least(free)
+            needed, allowed = num_data / num_rows(z) * num_bytes(z), _SHARE * self.shell.least(free)
             if needed > allowed:
                 name, reason = None, f"they would take {needed:.2g} bytes, of {allowed:.2g} that they may take"
         if name is None:
@@ -154,18 +158,17 @@ class LastLayer(Linearisation):
 
     def _choose_of(self, calls: list[ModuleCall], outputs: Tensor) -> None:
         """Takes the layer by the calls of a run of the network."""
-        with LOCK:
-            self._choose(self.module, [call.name for call in calls], self.chunk_size, self.autocast)
-            ends = [call.name for call in calls if has_matrix(self.module, call.name) and returns(call, outputs)]
-            if inner := [name for name in ends if name != self.layer and self.layer in ("", *around(name))]:
-                self._choose(self.module, inner[-1:], self.chunk_size, self.autocast)
+        self._choose([call.name for call in calls])
+        ends = [call.name for call in calls if has_matrix(self.module, call.name) and returns(call, outputs)]
+        if inner := [name for name in ends if name != self.layer and self.layer in ("", *around(name))]:
+            self._choose(inner[-1:])
 
     def _recorded_calls(self, x: Any) -> tuple[list[ModuleCall], Tensor, Layout]:
         """All calls of modules, in the order in which they end, and what the network returns."""
         calls: list[ModuleCall] = []
         # Hooks rather than a look at the modules' order: a network may register its layers in any order.
         handles = []
-        with undisturbed:
+        with exclusive:
             for name, module in self.module.named_modules():
 
                 def record(module: nn.Module, args: tuple, kwargs: dict, output: Any, name: str = name) -> None:
@@ -211,11 +214,10 @@ class LastLayer(Linearisation):
 
     def _part(self, name: str, z: Any) -> Linearisation:
         """A part of the module with the random weights in it, and inputs `z`."""
-        with LOCK:
-            part, parameters = self.module.get_submodule(name), dict(self.module.named_parameters())
-            names = names_of(part, [parameters[name] for name in self.names])
-            kind = LinearLayer if LinearLayer.fits(part, names, z) else Linearisation
-            return kind(part, names, chunk_size=self.chunk_size, autocast=self.autocast)
+        part, parameters = self.module.get_submodule(name), dict(self.module.named_parameters())
+        names = names_of(part, [parameters[name] for name in self.names])
+        kind = LinearLayer if LinearLayer.fits(part, names, z) else Linearisation
+        return kind(self.shell.with_names(names, name), chunk_size=self.chunk_size)
 
     def _hold_head(self, name: str, z: Any) -> None:
         self._head_name, self.head = name, self._part(name, z)
@@ -244,7 +246,7 @@ class LastLayer(Linearisation):
         )
 
     @contextmanager
-    def keep_inputs(self, data: "TrainingData") -> Iterator[list[Any]]:
+    def keep_inputs(self, data: TrainingData) -> Iterator[list[Any]]:
         """Finds the layer, and keeps the inputs of the head in calls inside, for `shortened`."""
         few = data.inputs(torch.arange(min(_DATA_OF_THE_RUN, data.num_data)))
         free = math.inf if self.found else data.processes.least(free_memory(self.device))
@@ -255,7 +257,7 @@ class LastLayer(Linearisation):
         with self._recording() as kept:
             yield kept
 
-    def shortened(self, data: "TrainingData", kept: Sequence[Any]) -> "tuple[Linearisation, TrainingData]":
+    def shortened(self, data: TrainingData, kept: Sequence[Any]) -> tuple[Linearisation, TrainingData]:
         """The head and its inputs, one for each batch; the whole network if none were kept or their forms differ."""
         if self.head is None:
             return self, data
@@ -266,7 +268,7 @@ class LastLayer(Linearisation):
         elif any(form != forms[0] for form in forms):
             self._drop_head("batches have inputs of it that differ in more than their rows")
         else:
-            in_step = self.head.held.shards is not None
+            in_step = self.head.shell.shards is not None
             return self.head, data.with_inputs(concatenate(kept) if kept else None, self.device, in_step)
         return self, data
 
@@ -321,7 +323,7 @@ class LastLayer(Linearisation):
             self._find_again(take(x, slice(_DATA_OF_THE_RUN)))
         if self.head is None:
             return *self.evaluate(x), self, x
-        with undisturbed, self._recording() as kept:
+        with exclusive, self._recording() as kept:
             outputs, layout = self.evaluate(x)
         if any(z is None for z in kept):
             self._drop_head(self._output_is_changed)
@@ -365,15 +367,12 @@ class LastLayer(Linearisation):
         part, z = self._shorter(x)
         return part.jacobian(z)
 
-    def in_float64(self) -> Self:
-        """The same on a copy of the module in float64."""
-        double = super().in_float64()
-        # The head is a part of the module, so that a copy of the module needs a head of its own.
+    def on(self, shell: Shell) -> Self:
+        """As `Linearisation` does."""
+        other = super().on(shell)
         if self.head is not None:
-            module = double.module.get_submodule(self._head_name)
-            double.head = type(self.head)(module, self.head.names, chunk_size=self.chunk_size)
-            double.head.products = self.products
-        return double
+            other.head = self.head.on(shell.with_names(self.head.names, self._head_name))
+        return other
 
 
 def _forms(kept: Sequence[Any]) -> list[Any]:

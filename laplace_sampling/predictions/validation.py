@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Normal
 
@@ -31,16 +30,13 @@ from laplace_sampling.predictions.calibration import (
     NOISE_WORTH,
     Calibration,
     believed_variance,
+    calibrate,
     labelled,
     own_temperature,
-    plain,
-    tempered,
 )
 from laplace_sampling.predictions.covariance_path import CovariancePath
 from laplace_sampling.predictions.looks import DECADE, Looks, decades
 from laplace_sampling.predictions.selection import Selected, Selection, grid, nearest
-
-__all__ = ["Validation", "check_finite", "held_out_looks"]
 
 # Draws of the function for each datum, each with its opposite.
 _DRAWS = 16
@@ -56,22 +52,16 @@ class Validation(Selection):
     """The smallest prior precision, with its best temperature or noise, that costs held-out data hardly anything.
 
     Attributes:
-        features: of the held-out data.
-        outputs: of the network.
-        targets: as the likelihood takes them.
-        likelihood: of the targets.
+        model: the tangent model on the held-out data.
         noise_bounds: within which the noise precision is kept.
     """
 
     name = "validation"
-    features: Features
-    outputs: Float[Tensor, "N C"]
-    targets: Tensor
-    likelihood: Likelihood
+    model: LinearModel
     noise_bounds: Bounds = NOISE_BOUNDS
 
     def looks(self, features: Features) -> Looks:
-        return held_out_looks(self.features.num_data, self.likelihood)
+        return held_out_looks(self.model.features.num_data, self.model.likelihood)
 
     def select(
         self,
@@ -83,11 +73,14 @@ class Validation(Selection):
         near: float | None = None,
     ) -> Selected:
         # One product with all of these data: an infinite variance would leave no precision to try.
-        check_finite(self.outputs, torch.tensor(path.prior_variance(self.features, Draws(1, seed, Stream.VALIDATION))))
-        alphas, products = grid(path, self.features, bounds), float(self.features.num_data)
+        check_finite(
+            self.model.network_outputs,
+            torch.tensor(path.prior_variance(self.model.features, Draws(1, seed, Stream.VALIDATION))),
+        )
+        alphas, products = grid(path, self.model.features, bounds), float(self.model.features.num_data)
         if isinstance(model.likelihood, Gaussian):
             alpha, likelihood, calibration = self._of_regression(model.likelihood, model, path, alphas, weight_norm)
-            products += self.features.num_data * self.features.num_outputs
+            products += self.model.features.num_data * self.model.features.num_outputs
         else:
             alpha, calibration, spent = self._of_labels(path, alphas, Draws(_DRAWS, seed, Stream.VALIDATION), near)
             likelihood, products = model.likelihood, products + spent
@@ -104,13 +97,16 @@ class Validation(Selection):
     ) -> tuple[float, Calibration, float]:
         """`α`, temperature, and what they took."""
         tempered_of, products, best = self._calibrated_of(), 0.0, None
-        everything, deviations = torch.arange(self.features.num_data), path.deviations(self.features, alphas, draws)
+        everything, deviations = (
+            torch.arange(self.model.features.num_data),
+            path.deviations(self.model.features, alphas, draws),
+        )
         calibration = cache(lambda index: tempered_of(deviations[index], everything))
 
         def log_likelihood(index: int) -> float:
             return _found(calibration(index))
 
-        price = _PRICE * self.features.num_data
+        price = _PRICE * self.model.features.num_data
         if near is not None:
             start = nearest(alphas, near)
             found = _widest(log_likelihood, start, len(alphas), price)
@@ -122,16 +118,18 @@ class Validation(Selection):
 
     def _calibrated_of(self) -> Callable[[Tensor, Tensor], Calibration]:
         """What some of the data say of draws there, with the likeliest temperature of labels."""
-        if labelled(self.likelihood) is not None:
-            return _Tempered(self)
-        return lambda deviations, some: plain(self.likelihood, self.targets[some], self.outputs[some], deviations)
+        held_out, own = self.model, 1.0
+        likelihood, y, f = held_out.likelihood, held_out.targets, held_out.network_outputs
+        if labelled(likelihood) is not None:
+            own = own_temperature(likelihood, y, f)
+        return lambda deviations, some: calibrate(likelihood, y[some], f[some], deviations, ("temperature",), own)
 
     def _start(
         self, path: CovariancePath, alphas: Tensor, draws: Draws, tempered_of: Callable[[Tensor, Tensor], Calibration]
     ) -> tuple[int, float]:
         """The widest error bars of precisions a decade apart, by a part of the data, and what that took."""
-        part, coarse = self.looks(self.features).part, decades(len(alphas))
-        rough = path.deviations(SomeFeatures(self.features, part), alphas[coarse], draws, len(coarse))
+        part, coarse = self.looks(self.model.features).part, decades(len(alphas))
+        rough = path.deviations(SomeFeatures(self.model.features, part), alphas[coarse], draws, len(coarse))
         start, best = 0, -math.inf
         for number, index in enumerate(coarse):
             found = _found(tempered_of(rough[number], part))
@@ -146,7 +144,7 @@ class Validation(Selection):
         self, likelihood: Gaussian, model: LinearModel, path: CovariancePath, alphas: Tensor, weight_norm: float
     ) -> tuple[float, Likelihood, Calibration]:
         """`α` and `b` of the widest `N(f, (b₀V(α₀; b₀) + I)/b)`, `α = α₀ b/b₀`, within the price."""
-        error = (self.targets.reshape(self.outputs.shape) - self.outputs).double()
+        error = (self.model.targets.reshape(self.model.network_outputs.shape) - self.model.network_outputs).double()
         # An output without a target has an error of zero and independent noise, whose density is taken away again.
         given = ~error.isnan()
         error, num = error.where(given, 0), int(given.sum())
@@ -159,7 +157,7 @@ class Validation(Selection):
             return clamped(1 / max(believed_variance(variance, squares, num), 1e-300), self.noise_bounds)
 
         tried: list[tuple[float, float, float, Tensor]] = []
-        for alpha, covariance in zip(alphas.tolist(), path.covariances(self.features, alphas), strict=True):
+        for alpha, covariance in zip(alphas.tolist(), path.covariances(self.model.features, alphas), strict=True):
             unit = (before * covariance).where(given[:, :, None] & given[:, None], 0) + eye
             noise = noise_of(float((torch.linalg.solve(unit, error[..., None])[..., 0] * error).sum()))
             log_probs = log_density(error.where(given, torch.nan), unit / noise)
@@ -216,21 +214,6 @@ def _widest(log_likelihood: Callable[[int], float], start: int, number: int, pri
         best += 1
         largest = max(largest, log_likelihood(best))
     return best
-
-
-class _Tempered:
-    """The likeliest temperature at one precision after the other, searched for from the one before."""
-
-    def __init__(self, rule: Validation) -> None:
-        self._rule, self._last = rule, None
-        self._own = own_temperature(rule.likelihood, rule.targets, rule.outputs)
-
-    def __call__(self, deviations: Float[Tensor, "K n C"], some: Tensor) -> Calibration:
-        rule = self._rule
-        outputs, targets = rule.outputs[some], rule.targets[some]
-        found = tempered(rule.likelihood, targets, outputs, deviations, self._own, self._last)
-        self._last = found.temperature
-        return found
 
 
 def _found(calibration: Calibration) -> float:

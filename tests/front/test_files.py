@@ -18,7 +18,7 @@ from torch import nn
 from laplace_sampling import LinearisedLaplace, files
 
 LA = fitted(3)
-MODEL = LA.network.module
+MODEL = LA.network.source
 
 
 def load(file: files.File) -> LinearisedLaplace:

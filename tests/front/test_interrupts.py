@@ -18,7 +18,7 @@ from laplace_sampling import ConvergenceWarning, LinearisedLaplace, NotFittedErr
 from laplace_sampling.linear_model import sampling
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.methods.solver_method import SolverMethod
-from laplace_sampling.networks.held_module import precisions
+from laplace_sampling.networks.solving import precisions
 
 
 class Moments:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from laplace_sampling import LinearisedLaplace
-from laplace_sampling.networks.held_module import precisions
+from laplace_sampling.networks.solving import precisions
 from laplace_sampling.solvers.basis import Basis
 
 
@@ -43,11 +43,11 @@ def all_equal(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
 def test_200_predictions_by_four_threads_on_two_models() -> None:
     models = [fitted("regression", "krylov"), fitted("conv_batch_norm", "exact")]
     expected = [moments(la, x) for la, x in models]
-    before = [snapshot(la.network.module) for la, _ in models]
+    before = [snapshot(la.network.source) for la, _ in models]
     found = together(lambda n: all_equal(moments(*models[n // 2 % 2]), expected[n // 2 % 2]), 200, 4)
     assert found == [True] * 200
     for (la, _), state in zip(models, before, strict=True):
-        assert_unchanged(la.network.module, state)
+        assert_unchanged(la.network.source, state)
 
 
 def trial(seed: int) -> tuple[Tensor, Tensor]:

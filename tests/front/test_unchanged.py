@@ -76,10 +76,43 @@ def test_inference_mode_around_everything_and_no_gradient() -> None:
     assert not expected.samples.requires_grad
 
 
-def test_a_model_that_was_moved_after_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predictions_are_those_of_the_fit_whatever_becomes_of_the_model() -> None:
     case = make_case("classification")
     la = fitted(case, num_samples=2)
-    monkeypatch.setattr(type(la.network), "device", torch.device("cuda:0"))
+    expected = la.predict(case.x).samples
+    with torch.no_grad():
+        for p in case.model.parameters():
+            p.add_(1.0)
+    case.model.register_forward_hook(lambda *_: pytest.fail("the model was run"))
+    assert torch.equal(la.predict(case.x).samples, expected)
+    case.model._forward_hooks.clear()
+    assert not torch.equal(la.fit(loader(case), progress=False).predict(case.x).samples, expected)
+
+
+def test_a_weight_that_is_shared_and_changed_in_place_is_named() -> None:
+    case = make_case("classification")
+    name = next(name for name, _ in case.model.named_parameters())
+    la = fitted(case, num_samples=2, parameters=[f"!{name}"])
+    with torch.no_grad():
+        case.model.get_parameter(name).add_(1.0)
     for call in (lambda: la.predict(case.x), lambda: la.sample(1), la.log_marginal_likelihood):
-        with pytest.raises(ValueError, match="cuda:0"):
+        with pytest.raises(ValueError, match=name):
             call()
+    la.fit(loader(case), progress=False).predict(case.x)
+
+
+def test_predictions_during_a_second_fit_are_those_of_the_first() -> None:
+    case = make_case("classification")
+    la = fitted(case, num_samples=2)
+    expected, found = la.predict(case.x).samples, []
+    with torch.no_grad():
+        for p in case.model.parameters():
+            p.add_(1.0)
+
+    def callback(_: object) -> None:
+        found.append(la.predict(case.x).samples)
+
+    la.fit_hyperparameters(loader(case), max_steps=2, callback=callback, progress=False)
+    assert all(torch.equal(samples, expected) for samples in found)
+    assert found
+    assert not torch.equal(la.predict(case.x).samples, expected)

@@ -15,9 +15,10 @@ from torch.testing import assert_close
 from laplace_sampling.evidence.em import effective_dimension, fit_em, leverage_of
 from laplace_sampling.gp.dual_cg import DualCG
 from laplace_sampling.gp.dual_mode import dual_mode
+from laplace_sampling.gp.evidence import HyperparameterBounds
 from laplace_sampling.gp.linear_operators import settings
 from laplace_sampling.gp.matheron import DualSolution, sample_matheron
-from laplace_sampling.gp.tuned_regression import fit_exact_regression
+from laplace_sampling.gp.posterior import of_largest_evidence
 from laplace_sampling.gp.whitened_gram import LowRank, WhitenedGram, randomised_svd, solve_shifted
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
@@ -254,7 +255,7 @@ def test_em_in_observation_space_ends_near_the_exact_optimum() -> None:
     zero = torch.zeros(900, 1, dtype=torch.float64)
     model = LinearModel(features, zero, zero, features.outputs(theta)[0] + noise, Gaussian(1.0, learn=False))
     prior = IsotropicPrior(100.0).build(model.ggn(zero), ([], torch.zeros(0)), Draws(1, 0).noise(1))
-    exact = fit_exact_regression(model, prior).optimum
+    _, exact = of_largest_evidence(model, prior, HyperparameterBounds())
     steps = fit_em(model, prior, Draws(2, 0), DualCG(), max_steps=5, tolerance=1e-3).history
     print(f"EM: α {[s.new_prior_precision[0] for s in steps]} against {exact.precision}")
     assert abs(steps[-1].new_prior_precision[0] / exact.precision - 1) < 0.05

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_sampling.gp.dual_mode import dual_mode
-from laplace_sampling.gp.exact_regression import ExactRegression
 from laplace_sampling.gp.gram import gram
 from laplace_sampling.gp.linear_operators import to_linear_operator
 from laplace_sampling.gp.matheron import sample_matheron
+from laplace_sampling.gp.posterior import GramCovariance, GramPosterior
 from laplace_sampling.gp.whitened_gram import WhitenedGram, randomised_svd, solve_shifted
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws
@@ -71,18 +71,17 @@ def test_the_dual_methods_and_weight_space_agree() -> None:
     H = 3.0 * rows.T @ rows + 0.5 * torch.eye(rows.shape[1], dtype=torch.float64)
     residual = y.flatten() - observed.offset.flatten()
     theta = torch.linalg.solve(H, 3.0 * rows.T @ residual)
-    exact = ExactRegression.of(observed, prior)
-    assert_close(exact.mode(0.5, 3.0), theta, **CLOSE)
+    exact = GramPosterior.of(observed, prior)
+    assert_close(exact.mode_weights(), theta, **CLOSE)
     assert_close(dual_mode(observed, prior, tolerance=1e-10).value[0], theta, **CLOSE)
     assert_close(linear_model_mode(observed, prior, Dense()).value[0], theta, **CLOSE)
-    at = exact.at(features_at(Linearisation(case.model), case.x[:1]))
+    covariance = GramCovariance(exact, features_at(Linearisation(case.model), case.x[:1]))
     image = J[0]
-    assert_close(at.mean(0.5, 3.0)[0], image @ theta, **CLOSE)
-    assert_close(at.joint_covariance(0.5, 3.0), image @ torch.linalg.solve(H, image.T), **CLOSE)
+    assert_close(covariance.joint(), image @ torch.linalg.solve(H, image.T), **CLOSE)
     ggn = observed.ggn(observed.network_outputs)
     expected = sample_posterior(ggn, prior, Draws(2, 0), Dense()).value
     assert_close(sample_matheron(ggn, prior, Draws(2, 0), tolerance=1e-10).value, expected, rtol=1e-5, atol=1e-6)
-    assert_close(exact.sample(Draws(2, 0), 0.5, 3.0), expected, rtol=1e-6, atol=1e-7)
+    assert_close(exact.sample(Draws(2, 0)), expected, rtol=1e-6, atol=1e-7)
 
 
 def test_few_iterations_with_the_preconditioner() -> None:

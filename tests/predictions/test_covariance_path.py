@@ -8,8 +8,7 @@ from grids import covering
 from problems import make_prior
 from torch.testing import assert_close
 
-from laplace_sampling.gp.gram_path import GramPath
-from laplace_sampling.gp.gram_posterior import gram_posterior_of
+from laplace_sampling.gp.posterior import GramPath, GramPosterior
 from laplace_sampling.linear_model.dense_curvature import DenseCurvature
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import ScaledFeatures
@@ -33,8 +32,7 @@ def path_of(kind: str, model, prior) -> CovariancePath:
         ggn = model.ggn(model.network_outputs)
         scaled = type(ggn)(ScaledFeatures(ggn.features, prior.scale), ggn.likelihood, ggn.outputs, ggn.targets)
         return FactoredPath(DenseCurvature.accumulated(scaled), prior)
-    posterior = gram_posterior_of(model.likelihood).of(model, prior, "network")
-    return GramPath(posterior, prior, model.features.num_outputs)
+    return GramPath(GramPosterior.of(model, prior))
 
 
 @covering(

@@ -20,13 +20,13 @@ from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import ungrouped
 from laplace_sampling.linear_model.some_features import SomeFeatures
-from laplace_sampling.predictions.calibration import own_temperature, tempered
+from laplace_sampling.predictions.calibration import Calibration, calibrate, own_temperature
 from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
 from laplace_sampling.predictions.looks import decades
 from laplace_sampling.predictions.loss_rise import LossRise
 from laplace_sampling.predictions.selection import Selected, grid
 from laplace_sampling.predictions.self_consistency import SelfConsistency
-from laplace_sampling.predictions.validation import _PRICE, Validation, _Tempered, _widest
+from laplace_sampling.predictions.validation import _PRICE, Validation, _widest
 
 BOUNDS = (1e-8, 1e12)
 NOT_GAUSSIAN = ["classification", "binary", "multi_label", "poisson", "heteroscedastic", "segmentation", "from_loss"]
@@ -203,8 +203,16 @@ def test_where_another_path_has_said_where_to_look_the_same_is_found_for_less(
     # Precisions that are less likely by less than the price are alike.
     assert near.calibration.log_likelihood is not None
     assert found.calibration.log_likelihood is not None
-    assert near.calibration.log_likelihood > found.calibration.log_likelihood - 2 * _PRICE * len(other.outputs)
+    assert near.calibration.log_likelihood > found.calibration.log_likelihood - 2 * _PRICE * len(
+        other.model.network_outputs
+    )
     assert near.passes < found.passes
+
+
+def tempered(rule: Validation, deviations: Tensor, lowest: float) -> Calibration:
+    model = rule.model
+    how = ("temperature",), lowest
+    return calibrate(model.likelihood, model.targets, model.network_outputs, deviations, *how)
 
 
 @pytest.mark.parametrize("samples", [False, True])
@@ -219,19 +227,22 @@ def test_held_out_labels_are_as_likely_from_coarse_to_fine_as_by_a_search_of_all
         model, path = problem(name, 3.0)
         rule = held_out(model)
     selected = rule.select(model, path, BOUNDS, 0, 1.0)
-    alphas = grid(path, rule.features, BOUNDS)
-    deviations = path.deviations(rule.features, alphas, Draws(16, 0, 2**20 + 3))
-    own = own_temperature(rule.likelihood, rule.targets, rule.outputs)
-    everywhere = (
-        tempered(rule.likelihood, rule.targets, rule.outputs, deviations[index], own) for index in range(len(alphas))
-    )
+    alphas = grid(path, rule.model.features, BOUNDS)
+    deviations = path.deviations(rule.model.features, alphas, Draws(16, 0, 2**20 + 3))
+    own = own_temperature(rule.model.likelihood, rule.model.targets, rule.model.network_outputs)
+    everywhere = (tempered(rule, deviations[index], own) for index in range(len(alphas)))
     best = max(calibration.log_likelihood or -math.inf for calibration in everywhere)
     found = selected.calibration.log_likelihood
     assert found is not None
     # Steps to larger precisions stop where one gains less than the price, those to smaller ones where they lose more.
-    assert found > best - 2 * _PRICE * len(rule.outputs)
+    assert found > best - 2 * _PRICE * len(rule.model.network_outputs)
     if name == "many" and samples:
         assert 2 * model.features.num_data * selected.passes < 0.6 * deviations.products
+
+
+def on_data(model: LinearModel, J: Tensor, f: Tensor, y: Tensor) -> LinearModel:
+    """The model on other data."""
+    return replace(model, features=DenseFeatures(J), offset=torch.zeros_like(f), network_outputs=f, targets=y)
 
 
 def many() -> tuple[LinearModel, CovariancePath, Validation]:
@@ -250,7 +261,7 @@ def many() -> tuple[LinearModel, CovariancePath, Validation]:
     )
     prior = ungrouped(torch.ones(40, dtype=torch.float64), 1.0)
     path = FactoredPath(DenseCurvature.accumulated(model.ggn(model.network_outputs)), prior)
-    return model, path, Validation(DenseFeatures(J[100:]), 3 * f[100:], y[100:], model.likelihood)
+    return model, path, Validation(on_data(model, J[100:], 3 * f[100:], y[100:]))
 
 
 def test_no_precision_at_which_the_rises_agree_takes_the_largest_and_says_so() -> None:
@@ -273,7 +284,7 @@ def held_out(model: LinearModel, seed: int = 0) -> Validation:
             y = (noisy > 0).to(model.targets)
         else:
             y = noisy.reshape(len(f), -1, model.targets[0].numel()).argmax(1).reshape(model.targets.shape)
-    return Validation(model.features, f, y, model.likelihood)
+    return Validation(replace(model, targets=y))
 
 
 @pytest.mark.parametrize("learn", [True, False])
@@ -286,7 +297,7 @@ def test_held_out_targets_are_likeliest_at_the_precisions_of_a_regression(name: 
     found = rule.select(model, path, BOUNDS, 0, 1.0)
     J = torch.cat([model.features.rows(batch) for batch in model.features.chunks()])
     G = J.flatten(0, 1).T @ J.flatten(0, 1)
-    error = (rule.targets - rule.outputs).double()
+    error = (rule.model.targets - rule.model.network_outputs).double()
 
     def log_probs(alpha: float, noise: float) -> Tensor:
         V = J @ torch.linalg.inv(noise * G + alpha * torch.eye(len(G), dtype=G.dtype)) @ J.mT
@@ -332,13 +343,13 @@ def test_held_out_labels_are_likeliest_at_the_precision_and_temperature() -> Non
     for alpha in (found.alpha * 30, found.alpha, found.alpha / 30):
         (V,) = path.covariances(model.features, torch.tensor([alpha], dtype=torch.float64))
         values, vectors = torch.linalg.eigh(V)
-        white = torch.randn(2000, *rule.outputs.shape, generator=generator, dtype=torch.float64)
+        white = torch.randn(2000, *rule.model.network_outputs.shape, generator=generator, dtype=torch.float64)
         z = torch.einsum("ncd,knd->knc", vectors * values.clamp_min(0).sqrt()[:, None], white)
         for T in (0.7, 1.0, 1.5, 2.5, 4.0):
-            probs = ((rule.outputs + z) / T).softmax(-1).mean(0)
-            log_likelihood = float(probs[torch.arange(len(probs)), rule.targets].log().sum())
+            probs = ((rule.model.network_outputs + z) / T).softmax(-1).mean(0)
+            log_likelihood = float(probs[torch.arange(len(probs)), rule.model.targets].log().sum())
             assert log_likelihood < found.calibration.log_likelihood + 0.5
-    alone = float(rule.outputs.log_softmax(-1)[torch.arange(25), rule.targets].sum())
+    alone = float(rule.model.network_outputs.log_softmax(-1)[torch.arange(25), rule.model.targets].sum())
     assert found.calibration.network_log_likelihood == pytest.approx(alone)
     assert found.calibration.log_likelihood > alone
 
@@ -357,11 +368,11 @@ def test_a_temperature_does_not_take_the_place_of_error_bars() -> None:
     model, path, rule = many()
     found = rule.select(model, path, BOUNDS, 0, 1.0)
     assert found.calibration.log_likelihood is not None
-    alphas = grid(path, rule.features, BOUNDS)
+    alphas = grid(path, rule.model.features, BOUNDS)
     index = int((alphas.log() - math.log(found.alpha)).abs().argmin())
-    deviations = path.deviations(rule.features, alphas, Draws(16, 0, 2**20 + 3))
-    own = own_temperature(rule.likelihood, rule.targets, rule.outputs)
-    smaller = tempered(rule.likelihood, rule.targets, rule.outputs, deviations[index + 1], own).log_likelihood
+    deviations = path.deviations(rule.model.features, alphas, Draws(16, 0, 2**20 + 3))
+    own = own_temperature(rule.model.likelihood, rule.model.targets, rule.model.network_outputs)
+    smaller = tempered(rule, deviations[index + 1], own).log_likelihood
     assert smaller is not None
     assert smaller < found.calibration.log_likelihood
 
@@ -370,12 +381,12 @@ def test_a_part_of_held_out_data_says_where_error_bars_begin_to_cost() -> None:
     _, path, rule = many()
     # Smaller outputs: error bars that the data do not speak against are wider than the likeliest. The likeliest
     # precision is the largest, and the next decade costs next to nothing.
-    rule = replace(rule, outputs=0.7 * rule.outputs)
-    alphas, draws = grid(path, rule.features, BOUNDS), Draws(16, 0, 2**20 + 3)
-    index, _ = rule._start(path, alphas, draws, _Tempered(rule))
-    part, coarse = rule.looks(rule.features).part, decades(len(alphas))
-    deviations = path.deviations(SomeFeatures(rule.features, part), alphas[coarse], draws, len(coarse))
-    tempered_of = _Tempered(rule)
+    rule = replace(rule, model=replace(rule.model, network_outputs=0.7 * rule.model.network_outputs))
+    alphas, draws = grid(path, rule.model.features, BOUNDS), Draws(16, 0, 2**20 + 3)
+    index, _ = rule._start(path, alphas, draws, rule._calibrated_of())
+    part, coarse = rule.looks(rule.model.features).part, decades(len(alphas))
+    deviations = path.deviations(SomeFeatures(rule.model.features, part), alphas[coarse], draws, len(coarse))
+    tempered_of = rule._calibrated_of()
     found = [tempered_of(deviations[number], part).log_likelihood or -math.inf for number in range(len(coarse))]
     number = coarse.index(index)
     assert found[number] >= max(found) - _PRICE * len(part)
@@ -399,10 +410,10 @@ def test_error_bars_of_a_regression_are_as_wide_as_the_price_allows() -> None:
     )
     prior = ungrouped(torch.ones(5, dtype=torch.float64), 1.0)
     path = FactoredPath(DenseCurvature.accumulated(model.ggn(model.network_outputs)), prior)
-    rule = Validation(DenseFeatures(J[100:]), torch.zeros(300, 1, dtype=torch.float64), y[100:], model.likelihood)
+    rule = Validation(on_data(model, J[100:], torch.zeros(300, 1, dtype=torch.float64), y[100:]))
     found = rule.select(model, path, BOUNDS, 0, 1.0)
     G, values = J[:4, 0].T @ J[:4, 0], []
-    alphas = grid(path, rule.features, BOUNDS).tolist()
+    alphas = grid(path, rule.model.features, BOUNDS).tolist()
     for alpha in alphas:
         # With unit noise, the prior precision is `α/2`; the noise that suits best is a closed form.
         V = J[100:, 0] @ torch.linalg.inv(G + alpha / 2 * torch.eye(5, dtype=G.dtype)) @ J[100:, 0].T
@@ -422,18 +433,19 @@ def test_few_held_out_targets_choose_the_widest_error_bars_within_the_price_of_t
     model = replace(model, likelihood=Gaussian(2.0, learn=True))
     path = replace(path, curvature=DenseCurvature.accumulated(model.ggn(model.network_outputs)))
     rule = held_out(model)
-    targets = rule.outputs + factor * (rule.targets - rule.outputs)
-    rule = replace(rule, features=SomeFeatures(rule.features, torch.arange(3)), outputs=rule.outputs[:3])
-    rule = replace(rule, targets=targets[:3])
+    targets = rule.model.network_outputs + factor * (rule.model.targets - rule.model.network_outputs)
+    few = SomeFeatures(rule.model.features, torch.arange(3))
+    outputs = rule.model.network_outputs[:3]
+    rule = replace(rule, model=replace(rule.model, features=few, network_outputs=outputs, targets=targets[:3]))
     found = rule.select(model, path, BOUNDS, 0, 1.0)
-    error = (rule.targets - rule.outputs).double()
-    alphas, eye = grid(path, rule.features, BOUNDS), torch.eye(error.shape[1], dtype=torch.float64)
+    error = (rule.model.targets - rule.model.network_outputs).double()
+    alphas, eye = grid(path, rule.model.features, BOUNDS), torch.eye(error.shape[1], dtype=torch.float64)
     gammas = torch.tensor([path.effective_dimension(a) for a in alphas.tolist()], dtype=torch.float64)
     squares, num = float(model.squared_errors(model.network_outputs).sum()), model.network_outputs.numel()
     root = int((gammas * (squares + alphas / 2) / (num * alphas / 2)).log().abs().argmin())
     training, ratio = squares / (num - float(gammas[root])), float(alphas[root])
     tried = []
-    for alpha, V in zip(alphas.tolist(), path.covariances(rule.features, alphas), strict=True):
+    for alpha, V in zip(alphas.tolist(), path.covariances(rule.model.features, alphas), strict=True):
         unit = 2 * V.double() + eye
         whitened = float((error * torch.linalg.solve(unit, error[..., None])[..., 0]).sum())
         noise = (10 + error.numel()) / (10 * training + whitened)

@@ -26,9 +26,8 @@ from torch.overrides import TorchFunctionMode
 from laplace_sampling import IsotropicPrior, LinearisedLaplace
 from laplace_sampling.data.batches import arguments, num_rows, place, take
 from laplace_sampling.networks.derivative_rules import forward_mode_kernels
-from laplace_sampling.networks.evaluation_mode import evaluation_mode
-from laplace_sampling.networks.held_module import HeldModule
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.networks.shell import Shell
 
 TABLE = Path(__file__).parents[3] / "docs" / "compatibility.md"
 TOLERANCE = 1e-5
@@ -121,7 +120,7 @@ def product_error(network: Linearisation, x: Any) -> tuple[float, str]:
     u = torch.randn(jv.shape, generator=generator, dtype=torch.float64)
     pulled = network.vjp(x, u)
 
-    alone = HeldModule(copy.deepcopy(network.module).eval(), network.names)
+    alone = Shell(copy.deepcopy(network.source).eval(), network.names)
 
     def f(w: Tensor) -> Tensor:
         return alone(alone.unflatten(w), x).reshape(num_rows(x), -1)
@@ -158,8 +157,8 @@ def relative(value: Tensor, expected: Tensor) -> float:
 def _two_pullbacks_error(network: Linearisation, x: Any, v: Tensor, jv: Tensor) -> float:
     """The error of `φv` against the derivative of `u ↦ φᵀu`."""
     w = network.weights.requires_grad_()
-    with forward_mode_kernels(), evaluation_mode(network.held):
-        f = network.held(network.unflatten(w), x).reshape(num_rows(x), -1)
+    with forward_mode_kernels(), network.shell.opened():
+        f = network.shell(network.unflatten(w), x).reshape(num_rows(x), -1)
         u = torch.zeros_like(f).requires_grad_()
         (pulled,) = torch.autograd.grad(f, w, u, create_graph=True)
         twice = torch.stack([torch.autograd.grad(pulled, u, t, retain_graph=True)[0] for t in v])
