@@ -11,10 +11,9 @@ from laplace_sampling.linear_model.bounds import NOISE_BOUNDS, Bounds
 from laplace_sampling.methods.problem import Problem
 from laplace_sampling.predictions.calibration import labelled
 from laplace_sampling.predictions.left_out_labels import LeftOutLabels, has_left_out_labels
-from laplace_sampling.predictions.looks import Looks
-from laplace_sampling.predictions.loss_rise import LossRise
-from laplace_sampling.predictions.self_consistency import SelfConsistency
-from laplace_sampling.predictions.validation import Validation, held_out_looks
+from laplace_sampling.predictions.loss_rise import LossRise, SelfConsistency
+from laplace_sampling.predictions.selection import SearchCost
+from laplace_sampling.predictions.validation import Validation, validation_cost
 
 if TYPE_CHECKING:
     from laplace_sampling.settings import Settings
@@ -69,22 +68,22 @@ def with_selection(
         return problem
     bound = LeftOutLabels() if left_out and criterion != "self_consistency" else SelfConsistency()
     rule = LossRise(bound, in_order=problem.tangent.in_order)
-    num_data = _paid_for(rule.looks(problem.features), problem)
-    return replace(problem, selection=replace(rule, num_data=num_data))
+    most = _paid_for(rule.num_data(features), rule.cost(features), problem)
+    return replace(problem, selection=replace(rule, most=most))
 
 
-def _paid_for(looks: Looks, problem: Problem) -> int:
-    """How many data of these looks a part of the budget pays for."""
+def _paid_for(num_data: int, search: SearchCost, problem: Problem) -> int:
+    """How many of these data a part of the budget pays for."""
     if problem.cost is None:
-        return looks.num_data
-    return looks.within(problem.features, problem.cost, _SHARE * problem.budget.left).num_data
+        return num_data
+    return search.data_within(num_data, problem.cost, _SHARE * problem.budget.left)
 
 
 def _validation(problem: Problem, held_out: HeldOut, noise_bounds: Bounds) -> Validation:
     """The rule on a part of the held-out data."""
     data, network = held_out.data, problem.tangent.network
     most = max(1, min(data.num_data, _MOST, _NUMBERS // held_out.layout.size))
-    most = _paid_for(held_out_looks(most, held_out.likelihood), problem)
+    most = _paid_for(most, validation_cost(problem.features, most, held_out.likelihood), problem)
     some = torch.arange(most)
     if not data.in_order:
         some = some * data.num_data // most

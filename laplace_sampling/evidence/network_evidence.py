@@ -29,8 +29,7 @@ from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
-from laplace_sampling.predictions.looks import Looks
-from laplace_sampling.predictions.selection import Selected, Selection
+from laplace_sampling.predictions.selection import SearchCost, Selected, Selection
 
 # Far beyond any precision, and an accuracy of `log α` at which the evidence, flat at its maximum, is exact.
 _BOUNDS, _ACCURACY = (1e-12, 1e15), 1e-6
@@ -143,8 +142,8 @@ class ByNetworkEvidence(Selection):
     noise_bounds: tuple[float, float]
     name = "network_evidence"
 
-    def looks(self, features: Features) -> Looks:
-        return Looks(0, 0)
+    def cost(self, features: Features, *, rough: bool = True) -> SearchCost:
+        return SearchCost()
 
     def select(
         self,

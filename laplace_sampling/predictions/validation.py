@@ -34,12 +34,21 @@ from laplace_sampling.predictions.calibration import (
     labelled,
     own_temperature,
 )
-from laplace_sampling.predictions.covariance_path import CovariancePath
-from laplace_sampling.predictions.looks import DECADE, Looks, decades
-from laplace_sampling.predictions.selection import Selected, Selection, grid, nearest
+from laplace_sampling.predictions.covariance_path import CovariancePath, function_draws
+from laplace_sampling.predictions.selection import (
+    PER_DECADE,
+    SearchCost,
+    Selected,
+    Selection,
+    grid,
+    nearest,
+    search_cost,
+)
 
 # Draws of the function for each datum, each with its opposite.
 _DRAWS = 16
+# Precisions that are tried, typically: by all data, and before by a part of them.
+_TRIED, _TRIED_FIRST = 7, 6
 # Nats a datum by which a part of the data is less likely than at its best where no smaller precision is tried.
 _FAR = 0.05
 # Nats a datum that error bars may cost (`docs/decisions.md`): a third of it brings half as much for
@@ -60,8 +69,8 @@ class Validation(Selection):
     model: LinearModel
     noise_bounds: Bounds = NOISE_BOUNDS
 
-    def looks(self, features: Features) -> Looks:
-        return held_out_looks(self.model.features.num_data, self.model.likelihood)
+    def cost(self, features: Features, *, rough: bool = True) -> SearchCost:
+        return validation_cost(self.model.features, self.model.features.num_data, self.model.likelihood, rough=rough)
 
     def select(
         self,
@@ -96,25 +105,15 @@ class Validation(Selection):
         self, path: CovariancePath, alphas: Tensor, draws: Draws, near: float | None
     ) -> tuple[float, Calibration, float]:
         """`α`, temperature, and what they took."""
-        tempered_of, products, best = self._calibrated_of(), 0.0, None
-        everything, deviations = (
-            torch.arange(self.model.features.num_data),
-            path.deviations(self.model.features, alphas, draws),
-        )
-        calibration = cache(lambda index: tempered_of(deviations[index], everything))
-
-        def log_likelihood(index: int) -> float:
-            return _found(calibration(index))
-
-        price = _PRICE * self.model.features.num_data
-        if near is not None:
-            start = nearest(alphas, near)
-            found = _widest(log_likelihood, start, len(alphas), price)
-            best = found if abs(found - start) <= DECADE else None
-        if best is None:
-            start, products = self._start(path, alphas, draws, tempered_of)
-            best = _widest(log_likelihood, start, len(alphas), price)
-        return float(alphas[best]), calibration(best), products + deviations.products
+        features = self.model.features
+        calibrated, everything = self._calibrated_of(), torch.arange(features.num_data)
+        drawn = function_draws(path, features, alphas, draws)
+        calibration = cache(lambda index: calibrated(drawn(index), everything))
+        start, products = self._start(path, alphas, draws, calibrated) if near is None else (nearest(alphas, near), 0.0)
+        price = _PRICE * features.num_data
+        best = _widest(lambda index: _found(calibration(index)), start, len(alphas), price)
+        spent = search_cost(features, features.num_data, _DRAWS, calibration.cache_info().currsize)
+        return float(alphas[best]), calibration(best), products + spent.jvps + spent.vjps
 
     def _calibrated_of(self) -> Callable[[Tensor, Tensor], Calibration]:
         """What some of the data say of draws there, with the likeliest temperature of labels."""
@@ -125,20 +124,22 @@ class Validation(Selection):
         return lambda deviations, some: calibrate(likelihood, y[some], f[some], deviations, ("temperature",), own)
 
     def _start(
-        self, path: CovariancePath, alphas: Tensor, draws: Draws, tempered_of: Callable[[Tensor, Tensor], Calibration]
+        self, path: CovariancePath, alphas: Tensor, draws: Draws, calibrated: Callable[[Tensor, Tensor], Calibration]
     ) -> tuple[int, float]:
         """The widest error bars of precisions a decade apart, by a part of the data, and what that took."""
-        part, coarse = self.looks(self.model.features).part, decades(len(alphas))
-        rough = path.deviations(SomeFeatures(self.model.features, part), alphas[coarse], draws, len(coarse))
-        start, best = 0, -math.inf
+        part, coarse = _part(self.model.features.num_data), _decades(len(alphas))
+        features = SomeFeatures(self.model.features, part)
+        drawn = function_draws(path, features, alphas[coarse], draws)
+        start, best, tried = 0, -math.inf, 0
         for number, index in enumerate(coarse):
-            found = _found(tempered_of(rough[number], part))
+            found, tried = _found(calibrated(drawn(number), part)), tried + 1
             best = max(best, found)
             if found >= best - _PRICE * len(part):
                 start = index
             elif found < best - _FAR * len(part):
                 break
-        return start, rough.products
+        spent = search_cost(features, len(part), _DRAWS, tried)
+        return start, spent.jvps + spent.vjps
 
     def _of_regression(
         self, likelihood: Gaussian, model: LinearModel, path: CovariancePath, alphas: Tensor, weight_norm: float
@@ -193,10 +194,28 @@ class Validation(Selection):
         return float(alphas[index]), squares / max(num - dimensions[index], 0.01 * num)
 
 
-def held_out_looks(num_data: int, likelihood: Likelihood) -> Looks:
-    """What the rule looks at, of so many held-out data."""
-    # Up to a decade of precisions that are about as likely, and one to each side, beside those that were passed.
-    return Looks(num_data, _DRAWS, rows=isinstance(likelihood, Gaussian), near=7)
+def validation_cost(features: Features, num_data: int, likelihood: Likelihood, *, rough: bool = True) -> SearchCost:
+    """What the rule is predicted to take with so many held-out data.
+
+    It tries up to a decade of precisions that are about as likely, and one to each side, beside those that it passes.
+    """
+    rows = isinstance(likelihood, Gaussian)
+    found = search_cost(features, num_data, _DRAWS, _TRIED, rows=rows)
+    if not rough:
+        return found
+    first = search_cost(features, len(_part(num_data)), _DRAWS, _TRIED_FIRST, rows=rows)
+    return SearchCost(found.jvps + first.jvps, found.vjps + first.vjps, found.vectors + first.vectors)
+
+
+def _part(num_data: int) -> Tensor:
+    """Indices of the data that say where to look: a third of them, but for a few."""
+    return torch.arange(0, num_data, min(3, max(1, num_data // 32)))
+
+
+def _decades(number: int) -> list[int]:
+    """Indices of a grid of precisions that are a decade apart, and the last one."""
+    found = list(range(0, number, PER_DECADE))
+    return found if found[-1] == number - 1 else [*found, number - 1]
 
 
 def _widest(log_likelihood: Callable[[int], float], start: int, number: int, price: float) -> int:
