@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from laplace_sampling.data.batches import split
-from laplace_sampling.data.encoding import decode_inputs
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost, batches_fit, measure, rows_in_memory
 from laplace_sampling.linear_model.network_features import NetworkFeatures
@@ -182,7 +181,7 @@ def restore_fit(
     kept, rows = posterior.exact, posterior.rows
     if "inputs" not in kept:
         return None, None
-    batches = list(zip(split(decode_inputs(kept), rows), split(decode_inputs(kept, "targets"), rows), strict=True))
+    batches = list(zip(split(kept["inputs"], rows), split(kept["targets"], rows), strict=True))
     noise_variances, weights = kept.get("noise_variances"), kept.get("weights")
     tangent = tangent_of(
         settings, network, posterior.likelihood, batches, noise_variances=noise_variances, weights=weights

@@ -5,7 +5,6 @@ another leaves them as they are.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.data.batches import num_bytes, num_rows, place
-from laplace_sampling.data.encoding import decode_inputs, encode_inputs
+from laplace_sampling.data.batches import num_bytes, num_rows, place, storable
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.solving import solving
@@ -52,7 +50,7 @@ class FunctionFingerprint:
         """
         inputs = _some_inputs(data, network.batching.max_rows or _NUM_DATA)
         try:
-            encode_inputs(inputs)
+            inputs = storable(inputs)
         except TypeError:
             return None
         plain = _plain(network)
@@ -73,14 +71,9 @@ class FunctionFingerprint:
             f"its derivatives by {product:.2g}"
         )
 
-    def tensors(self) -> dict[str, Tensor]:
-        """For a file."""
-        return {**encode_inputs(self.inputs), "outputs": self.outputs, "product": self.product}
-
-    @classmethod
-    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> "FunctionFingerprint":
-        """From `tensors`."""
-        return cls(decode_inputs(tensors), tensors["outputs"], tensors["product"])
+    def state(self) -> dict[str, Any]:
+        """The arguments of a copy, for a file."""
+        return {"inputs": self.inputs, "outputs": self.outputs, "product": self.product}
 
 
 def _some_inputs(data: TrainingData, most: int) -> Any:
