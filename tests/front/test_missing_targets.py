@@ -334,10 +334,10 @@ def test_what_is_no_missing_target_is_an_error(kind: str) -> None:
         la.fit([(x, torch.full_like(y, torch.nan))], progress=False)
     with pytest.raises(ValueError, match=r"infinity in its targets"):
         la.fit([(x, y.masked_fill(y == y[3, 0], torch.inf))], progress=False)
-    with pytest.raises(ValueError, match=r"NaN or infinity in its inputs"):
+    with pytest.raises(ValueError, match="inputs"):
         la.fit([(x.masked_fill(x == x[3, 0], torch.nan), y)], progress=False)
     la.fit([(x, y)], progress=False)
-    with pytest.raises(ValueError, match=r"the targets contain infinity"):
+    with pytest.raises(ValueError, match="infinity"):
         la.predict(x).log_prob(y.masked_fill(y == y[3, 0], torch.inf))
 
 
