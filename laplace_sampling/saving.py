@@ -6,6 +6,7 @@ A state is a dictionary of tensors, for `torch.load(..., weights_only=True)`.
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from laplace_sampling.checksums import described, with_checksums
@@ -64,7 +65,9 @@ class SavableModel(FittedModel):
         return self._state(include_data, "state_dict")
 
     def _state(self, include_data: bool, call: str) -> dict[str, Tensor]:
-        posterior = self._drawn(call).posterior
+        posterior = self._require(call).posterior
+        if posterior.curvature is None:
+            posterior = self._drawn(call).posterior
         if not include_data:
             posterior = posterior.without_data()
         return state_of(posterior, self.settings, self.network)
@@ -184,8 +187,10 @@ def state_of(posterior: Posterior, settings: "Settings", network: Linearisation)
         "prior_scale": posterior.prior.scale,
         "effective_dimension": posterior.effective_dimension,
         "effective_dimension_se": posterior.effective_dimension_se,
-        "samples": posterior.samples,
     }
+    # Those of a closed form are drawn again when they are asked for.
+    if posterior.curvature is None:
+        state["samples"] = posterior.samples
     if posterior.mode is not None:
         state["mode"] = posterior.mode
     noise = posterior.likelihood.noise_precisions()
@@ -238,6 +243,7 @@ def posterior_of(
     likelihood, device = settings.likelihood, network.device
     if isinstance(likelihood, Gaussian):
         likelihood = likelihood.with_precision(state["noise_precision"])
+    undrawn = torch.empty(0, network.num_parameters, dtype=network.dtype, device=device)
     posterior = Posterior(
         prior=GaussianPrior(
             precision=state["prior_precision"].cpu(),
@@ -247,7 +253,7 @@ def posterior_of(
             num_floored=how["num_floored"],
         ),
         likelihood=likelihood,
-        samples=state["samples"].to(device),
+        samples=state["samples"].to(device) if "samples" in state else undrawn,
         mode=state["mode"].to(device) if "mode" in state else None,
         effective_dimension=state["effective_dimension"].to(device),
         effective_dimension_se=state["effective_dimension_se"].to(device),
@@ -262,7 +268,8 @@ def posterior_of(
         exact={name.removeprefix(_EXACT): t.to(device) for name, t in state.items() if name.startswith(_EXACT)},
         conformal=conformal_of({n.removeprefix(_CONFORMAL): t for n, t in state.items() if n.startswith(_CONFORMAL)}),
     )
-    return posterior, replace(settings, linear_model=saved["linear_model"])
+    # With these the samples of a closed form are those of the saved posterior.
+    return posterior, replace(settings, **{name: saved[name] for name in ("linear_model", "num_samples", "seed")})
 
 
 def arguments_of(how: dict[str, Any], **given: Any) -> dict[str, Any]:

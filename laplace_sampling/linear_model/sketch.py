@@ -142,8 +142,8 @@ class Sketch:
             return scaled.low_rank(1.0, accuracy, least, bytes_).congruent(1 / scale)
         values, c = self.spectrum.flip(0).clamp_min(0), self.correction(shift)
         errors, dtype = errors_by_rank(values / c, shift), self.rows[0].dtype
-        most = max(least, int(bytes_ / (self.size * dtype.itemsize)) if bytes_ < math.inf else len(values))
-        rank = min(len(values), most, max(least, int((errors > accuracy).sum())))
+        most = int(min(bytes_ / (self.size * dtype.itemsize), len(values)))
+        rank = min(len(values), max(least, min(most, int((errors > accuracy).sum()))))
         rounding = torch.finfo(dtype).eps * float(values[0]) / (c * shift)
         if rounding > accuracy and 8 * rank * self.size <= bytes_:
             dtype = torch.float64

@@ -182,7 +182,7 @@ class Exact(SolverMethod):
             task = better
             posterior = gram_posterior_of(task.model.likelihood).of(task.model, task.prior)
         fit = observation_space_fit(task, replace(tuned, work=None), posterior)
-        return _rounded(fit.undrawn() if fit.draws_later else fit.with_samples(), fit.cancellation)
+        return _rounded(fit.ready(), fit.cancellation)
 
     def network_traces(self, fit: Fit, decades: float) -> EvidencePath:
         task = fit.task

@@ -194,7 +194,7 @@ class SolverMethod(Method):
         fit = self.fit_of(task, replace(tuned, work=None), solver)
         if fit.needs_mode:
             fit.known_mode.append(fit.find_mode())
-        return _verified(fit.with_samples(f"{task.num_samples} samples" if task.progress else None))
+        return _verified(fit.ready(f"{task.num_samples} samples" if task.progress else None))
 
     def mode(self, task: Task, solver: Solver, tuned: Tuned) -> Minimum:
         """The mode of the linear model, in scaled coordinates."""
