@@ -64,7 +64,7 @@ class Part:
         sketch, alpha = self.sketch.times(factor), overall_precision(prior)
         spare = self.growth.spare_bytes
         least = max(self.num_samples, min(_FEWEST, int(spare / (ggn.size * ggn.dtype.itemsize))))
-        limits = (_CUT * self.tolerance, least, spare)
+        limits = (_CUT * self.tolerance, self.tolerance, least, spare)
         if len(prior.names) > 1:
             return sketch.at(alpha).low_rank(prior.spread().double(), *limits)
         return sketch.low_rank(alpha, *limits)
