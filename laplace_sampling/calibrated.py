@@ -12,22 +12,14 @@ from laplace_sampling.fitted import FittedModel, warn_of
 from laplace_sampling.held_out import HeldOut, check_calibration
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.methods.fit import Fit
-from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.on_training_data import enough, held_out_problems
+from laplace_sampling.networks.solving import solver_call
+from laplace_sampling.on_training_data import deviations_of, enough, held_out_problems
 from laplace_sampling.posterior import Posterior
-from laplace_sampling.predict import predict
-from laplace_sampling.predictions.calibration import (
-    Calibration,
-    held_out_classification,
-    held_out_regression,
-    held_out_scale,
-    labelled,
-)
+from laplace_sampling.predict import covariance_of, predict
+from laplace_sampling.predictions.calibration import Calibration, calibrate, calibrate_regression
 from laplace_sampling.predictions.conformal import SplitConformal
 from laplace_sampling.predictions.validation import check_finite
-
-__all__ = ["CalibratedModel", "calibrated"]
 
 
 def calibrated(held_out: HeldOut, network: Linearisation, posterior: Posterior, fit: Fit | None) -> Posterior:
@@ -43,25 +35,17 @@ def calibrated(held_out: HeldOut, network: Linearisation, posterior: Posterior, 
     posterior = replace(posterior, calibration=Calibration(), conformal=None)
     num, total = enough(len(posterior.samples) * held_out.layout.size), held_out.data.num_data
     some = torch.arange(0, total, 1 if held_out.data.in_order else math.ceil(total / num))[:num]
-    some = held_out.with_targets(some)
-    predictions = [
-        predict(network, posterior, fit, held_out.data.inputs(batch)) for batch in some.split(posterior.rows)
-    ]
-    outputs = torch.cat([held_out.wide(p.outputs.reshape(len(p.outputs), -1), p) for p in predictions])
-    check_finite(*(v for p in predictions for v in (p.outputs, p.deviations)))
-    targets = held_out.targets[some]
-    if isinstance(posterior.likelihood, Gaussian):
-        covariance = torch.cat([p.covariance() for p in predictions])
-        precision = posterior.likelihood.precision(outputs.double())
-        targets = targets.reshape(outputs.shape)
-        found = held_out_regression(targets, outputs, covariance, (1 / precision).expand(outputs.shape))
-        return replace(posterior, calibration=found)
-    deviations = torch.cat(
-        [held_out.wide(p.deviations.reshape(*p.deviations.shape[:2], -1), p) for p in predictions], dim=1
-    )
-    choose = held_out_scale if labelled(held_out.likelihood) is None else held_out_classification
-    found = choose(held_out.likelihood, targets, outputs, deviations)
-    return replace(posterior, calibration=found)
+    model = held_out.model(network, held_out.with_targets(some))
+    likelihood, y, f = model.likelihood, model.targets, model.network_outputs
+    deviations = deviations_of(model.features, posterior.samples, torch.arange(len(f)))
+    check_finite(deviations)
+    if not isinstance(posterior.likelihood, Gaussian):
+        return replace(posterior, calibration=calibrate(likelihood, y, f, deviations))
+    function = covariance_of(posterior, fit, model.features)
+    flat = torch.einsum("knc,knd->ncd", deviations, deviations) / len(deviations)
+    covariance = flat if function is None else function.blocks()
+    noise = (1 / posterior.likelihood.precision(f.double())).expand(f.shape)
+    return replace(posterior, calibration=calibrate_regression(y.reshape(f.shape), f, covariance, noise))
 
 
 def split_conformal(held_out: HeldOut, network: Linearisation, posterior: Posterior, fit: Fit | None) -> SplitConformal:

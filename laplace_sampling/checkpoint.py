@@ -1,6 +1,6 @@
 """`Checkpoint`: the file of `fit(checkpoint=...)`, from which the same call goes on after its process was killed.
 
-What the file holds are results of costly functions (`solvers.recorded`, `journal`); a fit that goes on runs through the
+What the file holds are results of costly functions (`solvers.recorded`, `results`); a fit that goes on runs through the
 same code, and takes from the file what is there. So this file knows no method, and no method knows this file.
 """
 
@@ -8,22 +8,21 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor
 
 from laplace_sampling.data.batches import batched
 from laplace_sampling.data.digest import digest
 from laplace_sampling.data.processes import Processes
 from laplace_sampling.data.training_data import TrainingData
-from laplace_sampling.files import check_target, explained, target_of
+from laplace_sampling.files import check_target, target_of
 from laplace_sampling.held_out import HeldOut
 from laplace_sampling.likelihoods.recipes import recipe_of_likelihood
 from laplace_sampling.linear_model.priors.as_prior import recipe_of_prior
@@ -34,13 +33,11 @@ from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.networks.function_fingerprint import FunctionFingerprint
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.posterior import Posterior
-from laplace_sampling.shared_journal import SharedJournal
+from laplace_sampling.results import Results
 from laplace_sampling.solvers.recorded import recording
 
 if TYPE_CHECKING:
     from laplace_sampling.settings import Settings
-
-__all__ = ["Checkpoint", "FilePath"]
 
 FilePath = str | os.PathLike[str]
 
@@ -66,7 +63,7 @@ class Checkpoint:
     def __init__(self, path: FilePath | None, call: str, arguments: Mapping[str, Any]) -> None:
         self._call, self._arguments, self._stack = call, arguments, ExitStack()
         self._path: Path | None = None
-        self._journal: SharedJournal | None = None
+        self._results: Results | None = None
         if path is not None:
             if not isinstance(path, str | os.PathLike):
                 raise TypeError(f"`{call}(checkpoint=...)` must be the path of a file, but is {path!r:.80}.")
@@ -110,47 +107,19 @@ class Checkpoint:
         if self._path is None:
             return problem
         fit[_DATA] = _comparable(_digest_of(problem.tangent.data))
-        path = self._path
-        processes.first(lambda: self._stack.enter_context(self._locked(path)))
-        journal = self._stack.enter_context(SharedJournal(path, fit, network.products, processes))
-        self._check(journal.head, fit)
-        self._check_function(journal, network, problem.tangent)
-
-        # How much memory is free differs from process to process, and what is solved for together depends on it.
-        def memory_of_this() -> tuple[float, int, int | None]:
-            return journal.result("memory", (), lambda: _memory_of(problem, network))
-
-        memory = memory_of_this()
-        problem = _with_memory(problem, network, *memory)
-        self._journal = journal
-        self._stack.enter_context(recording(journal))
-        return problem
+        self._results = results = self._stack.enter_context(Results(self._path, fit, network.products, processes))
+        self._check(results.head, fit)
+        self._check_function(results, network, problem.tangent)
+        # What is solved for together depends on how much memory was free when the fit began.
+        memory = results.result("memory", (), lambda: _memory_of(problem, network))
+        self._stack.enter_context(recording(results))
+        return _with_memory(problem, network, *memory)
 
     def done(self, fit: Fit) -> None:
         """The fit is there: the file is deleted, unless Ctrl-C ended the fit with some of its samples."""
         interrupted = fit.sampled is not None and fit.sampled.interrupted
-        if self._journal is not None and not interrupted:
-            self._journal.delete()
-
-    @contextmanager
-    def _locked(self, path: Path) -> Iterator[None]:
-        """No other fit has the file; the system frees it when a process dies."""
-        lock = FileLock(f"{path}.lock", timeout=0)
-        try:
-            lock.acquire()
-        except Timeout:
-            raise BlockingIOError(
-                f"`{self._call}(checkpoint=...)`: {path} is in use by another fit, of this process or another "
-                "one. Wait until that ends, or give another path."
-            ) from None
-        except OSError as error:
-            raise explained(error, f"`checkpoint=`: {lock.lock_file} cannot be written: {error.strerror}.") from error
-        try:
-            yield
-        finally:
-            with suppress(OSError):  # Windows has a file until it is closed
-                os.unlink(lock.lock_file)
-            lock.release()
+        if self._results is not None and not interrupted:
+            self._results.delete()
 
     def _described(
         self,
@@ -198,11 +167,11 @@ class Checkpoint:
                 "as it was begun, or give another path, or delete the file to begin anew."
             )
 
-    def _check_function(self, journal: SharedJournal, network: Linearisation, tangent: TangentModel) -> None:
+    def _check_function(self, results: Results, network: Linearisation, tangent: TangentModel) -> None:
         """Raise if the same weights compute something else, or have another loss, which may be a user's own."""
         now = FunctionFingerprint.of(network, tangent.data)
         loss = tangent.model.total_loss(tangent.model.network_outputs)
-        before, *numbers = journal.result("function", (), lambda: (loss, *([now.outputs, now.product] if now else [])))
+        before, *numbers = results.result("function", (), lambda: (loss, *([now.outputs, now.product] if now else [])))
         difference = f"the loss of the data was {before:.6g}, and is {loss:.6g}"
         same = abs(loss - before) <= _LOSS * abs(before)
         if same and now is not None:

@@ -5,19 +5,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from laplace_sampling.data.batches import place
 from laplace_sampling.held_out import HeldOut
 from laplace_sampling.likelihoods.poisson import Poisson
 from laplace_sampling.linear_model.bounds import NOISE_BOUNDS, Bounds
-from laplace_sampling.linear_model.network_features import NetworkFeatures
-from laplace_sampling.linear_model.some_features import SomeFeatures
 from laplace_sampling.methods.problem import Problem
 from laplace_sampling.predictions.calibration import labelled
 from laplace_sampling.predictions.left_out_labels import LeftOutLabels, has_left_out_labels
-from laplace_sampling.predictions.looks import Looks
-from laplace_sampling.predictions.loss_rise import LossRise
-from laplace_sampling.predictions.self_consistency import SelfConsistency
-from laplace_sampling.predictions.validation import Validation, held_out_looks
+from laplace_sampling.predictions.loss_rise import LossRise, SelfConsistency
+from laplace_sampling.predictions.selection import SearchCost
+from laplace_sampling.predictions.validation import Validation, validation_cost
 
 if TYPE_CHECKING:
     from laplace_sampling.settings import Settings
@@ -72,29 +68,24 @@ def with_selection(
         return problem
     bound = LeftOutLabels() if left_out and criterion != "self_consistency" else SelfConsistency()
     rule = LossRise(bound, in_order=problem.tangent.in_order)
-    num_data = _paid_for(rule.looks(problem.features), problem)
-    return replace(problem, selection=replace(rule, num_data=num_data))
+    most = _paid_for(rule.num_data(features), rule.cost(features), problem)
+    return replace(problem, selection=replace(rule, most=most))
 
 
-def _paid_for(looks: Looks, problem: Problem) -> int:
-    """How many data of these looks a part of the budget pays for."""
+def _paid_for(num_data: int, search: SearchCost, problem: Problem) -> int:
+    """How many of these data a part of the budget pays for."""
     if problem.cost is None:
-        return looks.num_data
-    return looks.within(problem.features, problem.cost, _SHARE * problem.budget.left).num_data
+        return num_data
+    return search.data_within(num_data, problem.cost, _SHARE * problem.budget.left)
 
 
 def _validation(problem: Problem, held_out: HeldOut, noise_bounds: Bounds) -> Validation:
     """The rule on a part of the held-out data."""
     data, network = held_out.data, problem.tangent.network
     most = max(1, min(data.num_data, _MOST, _NUMBERS // held_out.layout.size))
-    most = _paid_for(held_out_looks(most, held_out.likelihood), problem)
+    most = _paid_for(most, validation_cost(problem.features, most, held_out.likelihood), problem)
     some = torch.arange(most)
     if not data.in_order:
         some = some * data.num_data // most
     some = held_out.with_targets(some)
-    features = SomeFeatures(NetworkFeatures(network, data, held_out.layout), some)
-    outputs = []
-    for batch in some.split(data.batch_size):
-        found, layout = network.evaluate(place(data.inputs(batch), network.device, network.dtype))
-        outputs.append(layout.widen(found.reshape(len(batch), -1), held_out.layout))
-    return Validation(features, torch.cat(outputs), held_out.targets[some], held_out.likelihood, noise_bounds)
+    return Validation(held_out.model(network, some), noise_bounds)

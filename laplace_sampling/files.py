@@ -3,7 +3,7 @@
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+import zipfile
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, cast
@@ -14,19 +14,15 @@ from torch.utils._pytree import tree_map_only
 
 from laplace_sampling.data.batches import as_plain
 
-__all__ = ["File", "check_target", "explained", "read", "replace_file", "target_of", "write"]
-
 # A path, or an open file in binary mode.
 File = str | os.PathLike[str] | IO[bytes]
-# Characters of the name of a file in that of its temporary one: names have 255 bytes at most.
-_NAMED = 40
 
 
-def write(state: dict[str, Tensor], file: File) -> None:
-    """Write a state to a file, all of it or nothing.
+def write(state: dict[str, Any], file: File) -> None:
+    """Write a state to a file, all of it or nothing; an open file is written to as it is.
 
     It goes to a temporary file in the same folder, is flushed to the disk, and takes the place of the old file, with
-    its permissions. A symbolic link stays, and what it points to is replaced. An open file is written to as it is.
+    its permissions. A symbolic link stays, and what it points to is replaced.
 
     Raises:
         OSError: if that is not possible; the old file is still there, and the temporary one is not.
@@ -34,43 +30,30 @@ def write(state: dict[str, Tensor], file: File) -> None:
     if hasattr(file, "write"):
         _save(state, cast(IO[bytes], file))
         return
-    replace_file(target_of(cast(str, file)), lambda opened: _save(state, opened), "save")
-
-
-def target_of(path: str | os.PathLike[str]) -> Path:
-    """The file that a path, or a symbolic link there, stands for."""
-    return Path(os.path.realpath(os.fsdecode(path)))
-
-
-def replace_file(target: Path, write: Callable[[IO[bytes]], object], call: str) -> None:
-    """Put what `write` writes in the place of a file, all of it or nothing; `call` is what the user called.
-
-    Raises:
-        OSError: if that is not possible; the old file is still there, and the temporary one is not.
-    """
-    temporary = target.with_name(f".{target.name[:_NAMED]}.{secrets.token_hex(4)}.tmp")
+    target = target_of(cast(str, file))
+    temporary = target.with_name(f".{target.name[:40]}.{secrets.token_hex(4)}.tmp")  # names have 255 bytes at most
+    check_target(target, "save")
     try:
-        _check_target(target)
-        try:
-            with open(temporary, "xb") as opened:
-                write(opened)
-                opened.flush()
-                os.fsync(opened.fileno())
-            if target.exists():
-                shutil.copymode(target, temporary)
-            os.replace(temporary, target)
-        except BaseException:
+        with open(temporary, "xb") as opened:
+            _save(state, opened)
+            opened.flush()
+            os.fsync(opened.fileno())
+        if target.exists():
+            shutil.copymode(target, temporary)
+        os.replace(temporary, target)
+    except BaseException as error:
+        with suppress(OSError):
             temporary.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
             raise
-    except OSError as error:
         before = " The file that was there before is unchanged." if target.is_file() else ""
-        raise explained(error, f"`{call}`: {target} cannot be written: {error.strerror}.{before}") from error
+        raise explained(error, f"`save`: {target} cannot be written: {error.strerror}.{before}") from error
     with suppress(OSError):  # not every system lets one flush a folder
         _flush_folder(target.parent)
 
 
 def read(file: File) -> Any:
-    """What `torch.save` wrote to a file, tensors only, on a CPU.
+    """Read what `write` wrote: nested dictionaries and lists of tensors on the CPU and of plain values.
 
     Raises:
         OSError: if the file cannot be opened.
@@ -86,24 +69,24 @@ def read(file: File) -> Any:
         raise explained(error, f"`load`: {path} cannot be read: {error.strerror}.") from error
 
 
+def target_of(path: str | os.PathLike[str]) -> Path:
+    """The file that a path, or a symbolic link there, stands for."""
+    return Path(os.path.realpath(os.fsdecode(path)))
+
+
 def check_target(target: Path, call: str) -> None:
     """Raise an `OSError` if nothing may be put in the place of a file; `call` is what the user called."""
-    try:
-        _check_target(target)
-    except OSError as error:
-        raise explained(error, f"`{call}`: {target} cannot be written: {error.strerror}.") from error
-
-
-def _check_target(target: Path) -> None:
-    """Raise if nothing may be put in the place of a file."""
     if target.is_dir():
-        raise IsADirectoryError(0, "it is a folder; give the name of a file in it")
-    if not target.parent.is_dir():
-        raise FileNotFoundError(0, f"there is no folder {target.parent}; make it first")
-    if target.exists() and not target.is_file():
-        raise OSError(0, "it is a device or a pipe; open it, and pass the open file")
-    if target.exists() and not os.access(target, os.W_OK):
-        raise PermissionError(0, "it is write-protected")
+        error = IsADirectoryError(0, "it is a folder; give the name of a file in it")
+    elif not target.parent.is_dir():
+        error = FileNotFoundError(0, f"there is no folder {target.parent}; make it first")
+    elif target.exists() and not target.is_file():
+        error = OSError(0, "it is a device or a pipe; open it, and pass the open file")
+    elif target.exists() and not os.access(target, os.W_OK):
+        error = PermissionError(0, "it is write-protected")
+    else:
+        return
+    raise explained(error, f"`{call}`: {target} cannot be written: {error.strerror}.")
 
 
 class _UntilError:
@@ -124,7 +107,7 @@ class _UntilError:
         pass
 
 
-def _save(state: dict[str, Tensor], file: IO[bytes]) -> None:
+def _save(state: dict[str, Any], file: IO[bytes]) -> None:
     writer = _UntilError(file)
     torch.save(state, cast(IO[bytes], writer))
     if writer.error is not None:
@@ -132,30 +115,24 @@ def _save(state: dict[str, Tensor], file: IO[bytes]) -> None:
 
 
 def _load(file: IO[bytes], name: str) -> Any:
-    start = file.tell() if file.seekable() else None
     try:
-        loaded = torch.load(file, map_location="cpu", weights_only=True)
+        loaded = load_checked(file, map_location="cpu")
     except Exception as error:  # of zip files, of pickles, of memory: a damaged file may look like anything
-        if classes := _other_classes(file, start):
-            raise ValueError(
-                f"`load`: {name} holds objects of {', '.join(classes)}, and `load` reads plain tensors only, since "
-                "others may run code. If `save` wrote it and you trust it, allow these classes by "
-                "`torch.serialization.add_safe_globals([...])`, load it, and save it again; or fit and save again."
-            ) from error
         raise ValueError(
-            f"`load`: {name} is damaged, cut off, or no file of `save`. Take another copy of it, or fit and save again."
+            f"`load`: {name} is damaged, cut off, or no file of `save` (which holds plain tensors and values only). "
+            "Take another copy of it, or fit and save again."
         ) from error
     return tree_map_only(Tensor, as_plain, loaded)
 
 
-def _other_classes(file: IO[bytes], start: int | None) -> list[str]:
-    """The classes and functions in a file that `torch.load` refuses; none of a damaged one."""
-    if start is None:
-        return []
-    with suppress(Exception):
-        file.seek(start)
-        return torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    return []
+def load_checked(file: IO[bytes], **options: Any) -> Any:
+    """What `torch.save` wrote to a file, after a look at the checksums of its archive, which torch does not take."""
+    start = file.tell()
+    with zipfile.ZipFile(file) as archive:
+        if archive.testzip() is not None:
+            raise zipfile.BadZipFile
+    file.seek(start)
+    return torch.load(file, weights_only=True, **options)
 
 
 def explained(error: OSError, sentence: str) -> OSError:
@@ -166,7 +143,7 @@ def explained(error: OSError, sentence: str) -> OSError:
 
 
 def _flush_folder(folder: Path) -> None:
-    """So that the new name is on the disk, too."""
+    """Write the new name of a file to the disk, too."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)

@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from jaxtyping import Float
@@ -19,11 +19,9 @@ from laplace_sampling.methods.method import Tuning
 from laplace_sampling.methods.network_score import network_evidence
 from laplace_sampling.methods.problem import Problem
 from laplace_sampling.methods.verification import diagnosis_of
-from laplace_sampling.networks.function_fingerprint import FunctionFingerprint, structure_of
-from laplace_sampling.networks.held_module import solver_call
+from laplace_sampling.networks.function_fingerprint import FunctionFingerprint
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.networks.undisturbed import LOCK
-from laplace_sampling.networks.weights_seal import WeightsSeal
+from laplace_sampling.networks.solving import LOCK, solver_call
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predictions.calibration import Calibration, CalibrationWarning
 from laplace_sampling.predictions.diagnosis import Diagnosis
@@ -54,22 +52,14 @@ class Fitted:
         fit: with the training data; `None` for a posterior that was loaded without them, and so is `tangent`.
         tangent: the linear model on the training data.
         num_draws: how often new samples were drawn, so that each call draws others.
-        structure: of the network when it was last seen to compute the function of the fit.
-        seen: what its parts and hooks were then, which is compared faster.
-        seal: of its weights and buffers when they were last seen to be those of the fit.
+        of_earlier_weights: whether the network may have been trained since, as after `start_from`.
     """
 
     posterior: Posterior
     fit: Fit | None = None
     tangent: TangentModel | None = None
     num_draws: int = 0
-    structure: Any = None
-    seen: Any = None
-    seal: WeightsSeal | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what is of objects of this process."""
-        return {**self.__dict__, "structure": None, "seen": None, "seal": None}
+    of_earlier_weights: bool = False
 
 
 class FittedModel:
@@ -109,11 +99,19 @@ class FittedModel:
             self._drawn("fit")
         return warmed(task, self._fitted, warm_start)
 
-    def _store(self, posterior: Posterior, fit: Fit, tangent: TangentModel, problems: Sequence[str] = ()) -> Self:
+    def _store(
+        self,
+        network: Linearisation,
+        posterior: Posterior,
+        fit: Fit,
+        tangent: TangentModel,
+        problems: Sequence[str] = (),
+    ) -> Self:
         """Replace what was fitted before, at the very end, and say what is wrong."""
         fit.task.budget.end()
+        network.shell.expect_weights_elsewhere(False)
+        self.network = network
         self._keep(posterior, fit.without_samples(), tangent)
-        self.network.held.expect_weights_elsewhere(False)
         # The public method is behind the wrappers of `fitting` and `solver_call`.
         warn_of(fit.problems, [*problems, *posterior.calibration.problems], stacklevel=6)
         return self
@@ -342,7 +340,7 @@ class FittedModel:
 
     def _keep(self, posterior: Posterior, fit: Fit | None, tangent: TangentModel | None) -> None:
         """Take over what was fitted with the network as it is now."""
-        self._fitted = Fitted(posterior, fit, tangent, structure=structure_of(self.network.module))
+        self._fitted = Fitted(posterior, fit, tangent)
 
     def _with_data(self, call: str) -> tuple[Fit, TangentModel]:
         fitted = self._require(call)
@@ -352,32 +350,13 @@ class FittedModel:
         return fitted.fit, fitted.tangent
 
     def _check_network(self, call: str) -> None:
-        """Raise if the network is not the one that was fitted, or not where it was."""
+        """Raise if weights that the fit shares with the model were changed in place, or it is of earlier weights."""
         fitted = self._require(call)
-        posterior = fitted.posterior
-        held, now = posterior.samples.device, self.network.device
-        if held != now:
-            raise ValueError(
-                f"`{call}`: the model is on {now}, but was on {held} at the fit. Move it back; or `save`, and `load` "
-                "with the model where it is now; or fit again."
-            )
-        module = self.network.module
-        with LOCK:
-            state = self.network.held.state()
-            seen = state, state.hooks()
-            unchanged = seen == fitted.seen
-            if fitted.seal is None or not fitted.seal.holds(module, unchanged):
-                # The seal comes first: weights that change meanwhile are not those that it is of.
-                seal = WeightsSeal.of(module)
-                check_fingerprint(self.network, posterior.fingerprint, call)
-                fitted.seal = seal
-        if unchanged:
-            return
-        # A run of the network takes as long as a prediction of few data, so it waits for a sign of a change.
-        if (structure := structure_of(module)) != fitted.structure:
-            check_function(self.network, posterior.function, call)
-            fitted.structure = structure
-        fitted.seen = seen
+        if fitted.of_earlier_weights:
+            network = self.network.renewed()
+            check_fingerprint(network, fitted.posterior.fingerprint, call)
+            self.network, fitted.of_earlier_weights = network, False
+        self.network.shell.check(call)
 
 
 def warn_of(unconverged: Sequence[str], of_error_bars: Sequence[str], stacklevel: int) -> None:

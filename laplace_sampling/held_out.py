@@ -13,15 +13,15 @@ from laplace_sampling.data.digest import digest
 from laplace_sampling.data.processes import Processes
 from laplace_sampling.data.training_data import TrainingData, Unpack
 from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.network_features import NetworkFeatures
+from laplace_sampling.linear_model.some_features import SomeFeatures
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.predictions.prediction import Prediction
-from laplace_sampling.predictions.regression_prediction import RegressionPrediction
+from laplace_sampling.predictions.validation import check_finite
 from laplace_sampling.solvers.placement import chosen
 
 if TYPE_CHECKING:
     from laplace_sampling.settings import Settings
-
-__all__ = ["HeldOut", "check_calibration"]
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,20 @@ class HeldOut:
         """The indices of those data that have a target at any output."""
         return chosen(some, self.likelihood.observed(self.targets[some], self.layout.size).any(1))
 
-    def wide(self, flat: Tensor, found: Prediction | RegressionPrediction) -> Tensor:
-        """What was predicted of padded data, as wide as the longest of them."""
-        own = Layout.single(found.outputs.shape[1:]) if self.data.ragged else self.layout
-        return own.widen(flat, self.layout)
+    def model(self, network: Linearisation, some: Tensor) -> LinearModel:
+        """The tangent model on some of these data, by their indices, without an offset.
+
+        Raises:
+            ValueError: if an output is not finite.
+        """
+        data, outputs = self.data, []
+        for batch in some.split(data.batch_size):
+            found, layout = network.evaluate(place(data.inputs(batch), network.device, network.dtype))
+            outputs.append(layout.widen(found.reshape(len(batch), -1), self.layout))
+        outputs = torch.cat(outputs)
+        check_finite(outputs)
+        features = SomeFeatures(NetworkFeatures(network, data, self.layout), some)
+        return LinearModel(features, torch.zeros_like(outputs), outputs, self.targets[some], self.likelihood)
 
 
 def _check_alike(data: TrainingData, processes: Processes) -> None:

@@ -18,8 +18,8 @@ from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.prior import Prior
 from laplace_sampling.methods.fit import Tuned
 from laplace_sampling.methods.method import Method, Tuning
-from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.random_weights import Subset
+from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.on_training_data import calibration_of, held_out_problems
 from laplace_sampling.planning import PlannedModel
 from laplace_sampling.posterior import Posterior
@@ -51,7 +51,7 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
     (Antorán, Padhy et al., ICLR 2023).
 
     Args:
-        model: the trained network. It is held and never changed.
+        model: the trained network. A fit copies it, and neither changes nor runs it: predictions are those of the fit.
         likelihood: `"regression"` (Gaussian), `"classification"` (categorical), `"binary"` (Bernoulli, one or several
             outputs), `"poisson"` (counts), `"heteroscedastic"` (means and log variances), a `Likelihood`, or a
             dictionary of these, one for each head of a network that returns a dictionary.
@@ -204,25 +204,26 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         data = {"noise_variances": noise_variances, "weights": weights, "unpack": unpack, "num_data": num_data}
         asked = {**data, **vars(tuning), "criterion": criterion, "scale": scale}
         asked |= {"budget": budget, "warm_start": warm_start}
+        network = self.network.renewed()  # predictions meanwhile are those of the earlier fit
         with Checkpoint(checkpoint, "fit_hyperparameters", asked) as kept:
-            problem = prepare(self.settings, self.network, loader, progress, budget, **data)
-            held_out = None if val_loader is None else HeldOut.read(val_loader, self.network, self.settings, unpack)
-            problem = kept.begin(self.settings, self.network, problem, held_out, self._earlier(warm_start))
+            problem = prepare(self.settings, network, loader, progress, budget, **data)
+            held_out = None if val_loader is None else HeldOut.read(val_loader, network, self.settings, unpack)
+            problem = kept.begin(self.settings, network, problem, held_out, self._earlier(warm_start))
             problem = with_selection(criterion, self.settings, problem, held_out, noise_bounds)
             task = self._prepared(problem, warm_start)
             tuning = replace(tuning.shifted(problem.tangent.log_scale), criterion=criterion)
             task, tuned = task.method.tune(task, tuning)
             fit = task.method.fit(task, tuned, tolerance)
             calibration, problems = calibration_of(fit, problem.tangent, held_out is not None, calibration)
-            posterior = Posterior.of(fit, problem.tangent, self.network, calibration, noise_variances is not None)
+            posterior = Posterior.of(fit, problem.tangent, network, calibration, noise_variances is not None)
             if held_out is not None and tuned.calibration is None:
-                posterior = calibrated(held_out, self.network, posterior, fit)
+                posterior = calibrated(held_out, network, posterior, fit)
             problems = [
                 *problems,
                 *held_out_problems(held_out, problem.tangent, posterior.likelihood, posterior.calibration),
             ]
             kept.done(fit)
-        return self._store(posterior, fit, problem.tangent, problems)
+        return self._store(network, posterior, fit, problem.tangent, problems)
 
     @fitting
     @solver_call
@@ -249,14 +250,15 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         data = {"noise_variances": noise_variances, "weights": weights, "unpack": unpack, "num_data": num_data}
         calibration = Calibration.of_scale(scale)
         asked = {**data, "budget": budget, "tolerance": tolerance, "scale": scale, "warm_start": warm_start}
+        network = self.network.renewed()  # predictions meanwhile are those of the earlier fit
         with Checkpoint(checkpoint, "fit", asked) as kept:
-            problem = prepare(self.settings, self.network, loader, progress, budget, **data)
-            problem = kept.begin(self.settings, self.network, problem, earlier=self._earlier(warm_start))
+            problem = prepare(self.settings, network, loader, progress, budget, **data)
+            problem = kept.begin(self.settings, network, problem, earlier=self._earlier(warm_start))
             task = self._prepared(problem, warm_start)
             fit = task.method.fit(task, Tuned(), tolerance)
-            posterior = Posterior.of(fit, problem.tangent, self.network, calibration, noise_variances is not None)
+            posterior = Posterior.of(fit, problem.tangent, network, calibration, noise_variances is not None)
             kept.done(fit)
-        return self._store(posterior, fit, problem.tangent)
+        return self._store(network, posterior, fit, problem.tangent)
 
     def _earlier(self, warm_start: bool) -> Posterior | None:
         """The posterior that a warm fit starts from."""

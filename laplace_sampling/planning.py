@@ -11,7 +11,7 @@ from laplace_sampling.methods.budget import counted_in
 from laplace_sampling.methods.method import Method
 from laplace_sampling.methods.plan import Plan, rung_of
 from laplace_sampling.methods.problem import Problem
-from laplace_sampling.networks.held_module import solver_call
+from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.preparation import prepare
 
 __all__ = ["PlannedModel"]
@@ -55,7 +55,7 @@ class PlannedModel(FittedModel):
             if val_loader is not None:
                 held_out = HeldOut.read(val_loader, self.network, settings, data.get("unpack"))
             plan = _plan_of(with_selection(criterion, settings, problem, held_out), settings.method)
-            shards = self.network.held.shards
+            shards = self.network.shell.shards
             return plan if shards is None else replace(plan, gathered=shards.bytes())
         finally:
             batching.max_rows = max_rows

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.data.encoding import encode_inputs
+from laplace_sampling.data.batches import storable
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.weighted import Weighted
@@ -66,7 +66,7 @@ class Posterior:
     function: FunctionFingerprint | None
     converged: bool = True
     unequal_noise: bool = False
-    exact: dict[str, Tensor] = field(default_factory=dict)
+    exact: dict[str, Any] = field(default_factory=dict)
     calibration: Calibration = field(default_factory=Calibration)
     conformal: SplitConformal | None = None
 
@@ -120,10 +120,10 @@ class Posterior:
         return restored_curvature(kept) if kept else None
 
 
-def _training_data(fit: Fit, tangent: TangentModel) -> dict[str, Tensor]:
+def _training_data(fit: Fit, tangent: TangentModel) -> dict[str, Any]:
     """Inputs, targets and weights, which covariances in observation space need."""
     inputs = tangent.data.inputs(torch.arange(tangent.data.num_data))
-    kept = {**encode_inputs(inputs), **encode_inputs(tangent.data.all_targets(), "targets")}
+    kept = {"inputs": storable(inputs), "targets": storable(tangent.data.all_targets())}
     if isinstance(fit.model.likelihood, Weighted):
         kept["weights"] = fit.model.likelihood.weights(fit.model.features.whole(fit.model.targets))
     if tangent.weights is not None:

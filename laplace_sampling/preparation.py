@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from laplace_sampling.data.batches import split
-from laplace_sampling.data.encoding import decode_inputs
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost, batches_fit, measure, rows_in_memory
 from laplace_sampling.linear_model.network_features import NetworkFeatures
@@ -68,7 +67,7 @@ def prepare(
 
 def _check_alike(settings: "Settings", network: Linearisation) -> None:
     """Raises if processes would come to other numbers, and so wait for each other."""
-    if network.held.shards is not None:
+    if network.shell.shards is not None:
         network.fingerprint()  # raises if buffers differ
     if settings.processes.size == 1:
         return
@@ -90,16 +89,14 @@ def _check_alike(settings: "Settings", network: Linearisation) -> None:
 
 def _cost(network: Linearisation, tangent: TangentModel) -> Cost:
     """What products of the network take, and a gradient of all its trainable weights."""
-    trained = any(p.requires_grad and p.is_floating_point() for p in network.module.parameters())
-    whole = Linearisation(network.module, None if trained else network.names)
-    # What products have found out about the network: it need not run again for that.
-    whole.ways, whole.batching = network.ways, network.batching
+    trained = [n for n, p in network.source.named_parameters() if p.requires_grad and p.is_floating_point()]
+    whole = network.with_names(trained or network.names)
     features, counts = NetworkFeatures(whole, tangent.data, tangent.layout), dict(network.products)
 
     def gradient(batch: Tensor) -> None:
         others, passes = whole.names != network.names, 3  # a backward pass counts as two forward ones
         # Weights that processes share out would all be whole at once.
-        if network.held.shards is None or not others:
+        if network.shell.shards is None or not others:
             u = torch.ones(1, len(batch), features.num_outputs, dtype=network.dtype, device=network.device)
             try:
                 features.vjp(u, batch)
@@ -155,7 +152,7 @@ def problem_of(settings: "Settings", network: Linearisation, tangent: TangentMod
 
 def _half_of_free(settings: "Settings", network: Linearisation) -> float:
     """Half of the free memory, in bytes, of the process that has least: all take the same decisions."""
-    return 0.5 * network.held.least(settings.processes.least(free_memory(network.device)))
+    return 0.5 * network.shell.least(settings.processes.least(free_memory(network.device)))
 
 
 def _within_memory(settings: "Settings", network: Linearisation, tangent: TangentModel) -> TangentModel:
@@ -184,7 +181,7 @@ def restore_fit(
     kept, rows = posterior.exact, posterior.rows
     if "inputs" not in kept:
         return None, None
-    batches = list(zip(split(decode_inputs(kept), rows), split(decode_inputs(kept, "targets"), rows), strict=True))
+    batches = list(zip(split(kept["inputs"], rows), split(kept["targets"], rows), strict=True))
     noise_variances, weights = kept.get("noise_variances"), kept.get("weights")
     tangent = tangent_of(
         settings, network, posterior.likelihood, batches, noise_variances=noise_variances, weights=weights

@@ -13,7 +13,7 @@ from laplace_sampling.data.batches import as_tensors, place
 from laplace_sampling.data.sources import Unpack
 from laplace_sampling.export.posterior_module import PosteriorModule
 from laplace_sampling.fitted import FittedModel
-from laplace_sampling.networks.held_module import solver_call
+from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.predict import checked_inputs, predict, samples_for
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.make_prediction import check_quantities

@@ -1,15 +1,18 @@
-"""A fitted posterior as tensors only, and back: what `save` writes and `load` reads.
+"""A fitted posterior as nested dictionaries, and back: what `save` writes and `load` reads.
 
-A state is a dictionary of tensors, for `torch.load(..., weights_only=True)`.
+A state holds tensors and plain values only, for `torch.load(..., weights_only=True)`.
 """
 
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from laplace_sampling.checksums import described, with_checksums
+from laplace_sampling.data.batches import as_plain
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.files import File, read, write
 from laplace_sampling.fitted import Fitted, FittedModel, check_fingerprint, check_function
@@ -33,18 +36,18 @@ if TYPE_CHECKING:
 
     from laplace_sampling.settings import Settings
 
-__all__ = ["SavableModel"]
-
-# Before the names of the tensors of an exact or factored posterior, of what the network computes, and of scores.
-_EXACT, _FUNCTION, _CONFORMAL = "exact.", "function.", "conformal."
+_FORMAT = 5
+_SETTINGS = ("likelihood", "prior", "method", "num_samples", "seed", "linear_model")
 _NUM_NAMED = 3
 
 
 class SavableModel(FittedModel):
     """A fitted model that can be written to a file, and read."""
 
-    def state_dict(self, *, include_data: bool = True) -> dict[str, Tensor]:
-        """All that predictions need, as tensors only: loads with `torch.load(..., weights_only=True)`.
+    def state_dict(self, *, include_data: bool = True) -> dict[str, Any]:
+        """All that predictions need, as nested dictionaries of tensors and plain values.
+
+        `torch.save` writes it, and `torch.load(..., weights_only=True)` reads it.
 
         Of the data it holds
 
@@ -64,7 +67,7 @@ class SavableModel(FittedModel):
         """
         return self._state(include_data, "state_dict")
 
-    def _state(self, include_data: bool, call: str) -> dict[str, Tensor]:
+    def _state(self, include_data: bool, call: str) -> dict[str, Any]:
         posterior = self._require(call).posterior
         if posterior.curvature is None:
             posterior = self._drawn(call).posterior
@@ -72,22 +75,24 @@ class SavableModel(FittedModel):
             posterior = posterior.without_data()
         return state_of(posterior, self.settings, self.network)
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a posterior from `state_dict`.
 
         Raises:
             ValueError: if the state is damaged or incomplete, of a network with other weights or another function, of
                 another likelihood or another choice of parameters; what was fitted before is kept.
         """
-        self._take_over(state, described(state), "load_state_dict")
+        self._take_over(state, "load_state_dict")
 
-    def _take_over(self, state: dict[str, Tensor], how: dict[str, Any], call: str) -> None:
-        posterior, settings = posterior_of(state, how, self.settings, self.network, call)
-        fit, tangent = restore_fit(settings, self.network, posterior)
-        self.settings, self._unfinished = settings, ()
+    def _take_over(self, state: dict[str, Any], call: str) -> None:
+        check_format(state)
+        network = self.network.renewed()
+        posterior, settings = posterior_of(state, self.settings, network, call)
+        fit, tangent = restore_fit(settings, network, posterior)
+        self.settings, self.network, self._unfinished = settings, network, ()
         self._keep(posterior, fit, tangent)
 
-    def start_from(self, state: dict[str, Tensor]) -> None:
+    def start_from(self, state: dict[str, Any]) -> None:
         """Take over a posterior of the network as it was earlier in its training, for `warm_start=True` to start from.
 
         Nothing is predicted before the next fit, unless the network has the weights of that posterior.
@@ -98,10 +103,9 @@ class SavableModel(FittedModel):
         Raises:
             ValueError: if the state is damaged or incomplete, of another likelihood or another choice of parameters.
         """
-        posterior, self.settings = posterior_of(
-            state, described(state), self.settings, self.network, "start_from", of_this_network=False
-        )
-        self._fitted, self._unfinished = Fitted(posterior), ()
+        check_format(state)
+        posterior, self.settings = posterior_of(state, self.settings, self.network, "start_from", of_this_network=False)
+        self._fitted, self._unfinished = Fitted(posterior, of_earlier_weights=True), ()
 
     def save(self, path: File, *, include_data: bool = True) -> None:
         """Write `state_dict()` to a file, which holds the inputs of a few training data, or all data: see there.
@@ -148,149 +152,162 @@ class SavableModel(FittedModel):
                 the fit, or computes another function of the data; if something has to be given.
         """
         state = read(path)
-        how = described(state)
-        arguments = arguments_of(how, likelihood=likelihood, prior=prior, method=method)
+        check_format(state)
+        arguments = arguments_of(state, likelihood=likelihood, prior=prior, method=method)
         # The constructor is that of `LinearisedLaplace`.
         la = cls(model, **arguments, process_group=process_group)  # pyright: ignore[reportCallIssue]
-        la._take_over(state, how, "load")
+        la._take_over(state, "load")
         return la
 
 
-def state_of(posterior: Posterior, settings: "Settings", network: Linearisation) -> dict[str, Tensor]:
-    """The state of a posterior: its tensors, as JSON how it was made, and checksums of both."""
-    how = {
-        "groups": posterior.prior.names,
-        "num_floored": posterior.prior.num_floored,
-        "rows": posterior.rows,
-        "method": recipe_of_method(posterior.method),
-        "converged": posterior.converged,
-        "unequal_noise": posterior.unequal_noise,
-        "calibration": asdict(posterior.calibration),
-        "history": [asdict(step) for step in posterior.history],
-        "parameters": network.selection,
-        "last_layer": isinstance(network, LastLayer) and not network.named,
-        "lacking": network.lacking,
-        "observed": settings.observation is not None,
+def state_of(posterior: Posterior, settings: "Settings", network: Linearisation) -> dict[str, Any]:
+    """The state of a posterior, whose tensors are copies."""
+    state = {
+        "format": _FORMAT,
         "settings": {
             "likelihood": recipe_of_likelihood(settings.likelihood),
             "prior": recipe_of_prior(settings.prior),
             "method": recipe_of_method(settings.method),
-            "num_samples": settings.num_samples,
-            "seed": settings.seed,
-            "linear_model": settings.linear_model,
+            **{name: getattr(settings, name) for name in _SETTINGS[3:]},
+        },
+        "network": {
+            "parameters": network.selection,
+            "last_layer": isinstance(network, LastLayer) and not network.named,
+            "lacking": network.lacking,
+            "observed": settings.observation is not None,
+            "fingerprint": posterior.fingerprint,
+            "function": None if posterior.function is None else posterior.function.state(),
+        },
+        "posterior": {
+            "prior": {field.name: getattr(posterior.prior, field.name) for field in fields(posterior.prior)},
+            "noise_precision": posterior.likelihood.noise_precisions(),
+            # Those of a closed form are drawn again when they are asked for.
+            "samples": posterior.samples if posterior.curvature is None else posterior.samples[:0],
+            "mode": posterior.mode,
+            "effective_dimension": posterior.effective_dimension,
+            "effective_dimension_se": posterior.effective_dimension_se,
+            "history": [asdict(step) for step in posterior.history],
+            "method": recipe_of_method(posterior.method),
+            "rows": posterior.rows,
+            "converged": posterior.converged,
+            "unequal_noise": posterior.unequal_noise,
+            "calibration": asdict(posterior.calibration),
+            "exact": posterior.exact,
+            "conformal": {} if posterior.conformal is None else posterior.conformal.tensors(),
         },
     }
-    state = {
-        "fingerprint": posterior.fingerprint,
-        "prior_precision": posterior.prior.precision,
-        "prior_groups": posterior.prior.groups,
-        "prior_scale": posterior.prior.scale,
-        "effective_dimension": posterior.effective_dimension,
-        "effective_dimension_se": posterior.effective_dimension_se,
-    }
-    # Those of a closed form are drawn again when they are asked for.
-    if posterior.curvature is None:
-        state["samples"] = posterior.samples
-    if posterior.mode is not None:
-        state["mode"] = posterior.mode
-    noise = posterior.likelihood.noise_precisions()
-    if noise is not None:
-        state["noise_precision"] = noise
-    state |= {f"{_EXACT}{name}": tensor for name, tensor in posterior.exact.items()}
-    if posterior.conformal is not None:
-        state |= {f"{_CONFORMAL}{name}": tensor for name, tensor in posterior.conformal.tensors().items()}
-    if posterior.function is not None:
-        state |= {f"{_FUNCTION}{name}": tensor for name, tensor in posterior.function.tensors().items()}
-    return with_checksums(state, how)
+    return tree_map_only(Tensor, lambda tensor: as_plain(tensor.detach()).clone(), state)
+
+
+def check_format(state: Any) -> None:
+    """Raise a `ValueError` unless something is a state of this version."""
+    if not isinstance(state, dict) or not isinstance(found := state.get("format"), int):
+        raise ValueError(
+            "This is not a state of a LinearisedLaplace, or one of an old version: it has no entry 'format'."
+        )
+    if found == _FORMAT and not all(isinstance(state.get(n), dict) for n in ("settings", "network", "posterior")):
+        raise ValueError("The state is incomplete or damaged. Take another copy of it, or fit and save again.")
+    if found != _FORMAT:
+        what = "a newer version wrote it, so update laplace_sampling" if found > _FORMAT else "an older one wrote it"
+        raise ValueError(f"The state has format {found}, but this version reads format {_FORMAT}: {what}.")
 
 
 def posterior_of(
-    state: dict[str, Tensor],
-    how: dict[str, Any],
-    settings: "Settings",
-    network: Linearisation,
-    call: str,
-    of_this_network: bool = True,
+    state: dict[str, Any], settings: "Settings", network: Linearisation, call: str, of_this_network: bool = True
 ) -> "tuple[Posterior, Settings]":
     """The posterior of a state, and the settings with the linear model that it is of.
 
     Args:
         state: from `state_of`.
-        how: from `described(state)`.
         settings: of the object that takes it over.
         network: whose posterior it must be.
         call: what the user called.
         of_this_network: whether it must be of the weights that the network has now.
 
     Raises:
-        ValueError: if the state has NaN in it, is of other weights, of another function of the data, of other random
-            parameters or another likelihood.
+        ValueError: if the state is incomplete, has NaN in it, is of other weights, of another function of the data, of
+            other random parameters or another likelihood.
     """
-    saved = how["settings"]
-    _check_finite(state)
+    with _complete():
+        of_network, kept, saved = state["network"], state["posterior"], state["settings"]
+        prior = GaussianPrior(**kept["prior"])
+        numbers = {"samples": kept["samples"], "mode": kept["mode"], "noise_precision": kept["noise_precision"]}
+        _check_finite({**numbers, "prior": torch.cat([prior.precision, prior.scale.cpu()])})
+        function = of_network["function"] and FunctionFingerprint(**of_network["function"])
+        fingerprint, selection = of_network["fingerprint"].cpu(), of_network["parameters"]
+        lacking, observed, recipe = of_network["lacking"], of_network["observed"], saved["likelihood"]
     if isinstance(network, LastLayer):
-        network.take_over(how["parameters"])
-    _check_selection(how["parameters"], network.selection)
-    if (origin := how.get("lacking")) is not None:  # a wrong derivative is found at a fit only
-        network.take_two_pullbacks(origin)
-    _check_likelihood(saved["likelihood"], settings)
-    _check_observed(how["observed"], settings.observation is not None)
-    function = {name.removeprefix(_FUNCTION): t for name, t in state.items() if name.startswith(_FUNCTION)}
-    function = FunctionFingerprint.of_tensors(function) if function else None
+        network.take_over(selection)
+    _check_selection(selection, network.selection)
+    if lacking is not None:  # a wrong derivative is found at a fit only
+        network.take_two_pullbacks(lacking)
+    _check_likelihood(recipe, settings)
+    _check_observed(observed, settings.observation is not None)
     if of_this_network:
-        check_fingerprint(network, state["fingerprint"], call)
+        check_fingerprint(network, fingerprint, call)
         check_function(network, function, call)
-    likelihood, device = settings.likelihood, network.device
-    if isinstance(likelihood, Gaussian):
-        likelihood = likelihood.with_precision(state["noise_precision"])
-    undrawn = torch.empty(0, network.num_parameters, dtype=network.dtype, device=device)
-    posterior = Posterior(
-        prior=GaussianPrior(
-            precision=state["prior_precision"].cpu(),
-            groups=state["prior_groups"].to(device),
-            scale=state["prior_scale"].to(device),
-            names=tuple(how["groups"]),
-            num_floored=how["num_floored"],
-        ),
-        likelihood=likelihood,
-        samples=state["samples"].to(device) if "samples" in state else undrawn,
-        mode=state["mode"].to(device) if "mode" in state else None,
-        effective_dimension=state["effective_dimension"].to(device),
-        effective_dimension_se=state["effective_dimension_se"].to(device),
-        history=[Step(**step) for step in how["history"]],
-        method=method_from_recipe(how["method"], otherwise=settings.method),
-        rows=how["rows"],
-        fingerprint=state["fingerprint"].cpu(),
-        function=function,
-        converged=how["converged"],
-        unequal_noise=how["unequal_noise"],
-        calibration=Calibration(**how["calibration"]),
-        exact={name.removeprefix(_EXACT): t.to(device) for name, t in state.items() if name.startswith(_EXACT)},
-        conformal=conformal_of({n.removeprefix(_CONFORMAL): t for n, t in state.items() if n.startswith(_CONFORMAL)}),
-    )
+    with _complete():
+        likelihood, device = settings.likelihood, network.device
+        if kept["samples"].shape[1:] != (network.num_parameters,):
+            raise KeyError("samples")
+        if isinstance(likelihood, Gaussian):
+            likelihood = likelihood.with_precision(kept["noise_precision"])
+        there = tree_map_only(Tensor, lambda tensor: tensor.to(device), kept)
+        posterior = Posterior(
+            prior=replace(
+                prior, precision=prior.precision.cpu(), groups=there["prior"]["groups"], scale=there["prior"]["scale"]
+            ),
+            likelihood=likelihood,
+            samples=there["samples"],
+            mode=there["mode"],
+            effective_dimension=there["effective_dimension"],
+            effective_dimension_se=there["effective_dimension_se"],
+            history=[Step(**step) for step in kept["history"]],
+            method=method_from_recipe(kept["method"], otherwise=settings.method),
+            rows=kept["rows"],
+            fingerprint=fingerprint,
+            function=function,
+            converged=kept["converged"],
+            unequal_noise=kept["unequal_noise"],
+            calibration=Calibration(**kept["calibration"]),
+            exact=there["exact"],
+            conformal=conformal_of(kept["conformal"]),
+        )
     # With these the samples of a closed form are those of the saved posterior.
-    return posterior, replace(settings, **{name: saved[name] for name in ("linear_model", "num_samples", "seed")})
+    return posterior, replace(settings, **{name: saved[name] for name in _SETTINGS[_NUM_NAMED:]})
 
 
-def arguments_of(how: dict[str, Any], **given: Any) -> dict[str, Any]:
+@contextmanager
+def _complete() -> Iterator[None]:
+    """One sentence for a state that lacks something, or has something else in its place."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(
+            f"The state is incomplete or damaged ({error}). Take another copy of it, or fit and save again."
+        ) from error
+
+
+def arguments_of(state: dict[str, Any], **given: Any) -> dict[str, Any]:
     """Arguments for the constructor, so that a loaded object fits again as the saved one would.
 
     Args:
-        how: from `described`.
+        state: from `state_of`.
         given: `likelihood`, `prior` and `method` in place of those that were saved; `None` for these.
     """
-    arguments = dict(how["settings"])
+    with _complete():
+        arguments, of_network = {name: state["settings"][name] for name in _SETTINGS}, state["network"]
+        selection = "last_layer" if of_network["last_layer"] else of_network["parameters"]
     of_recipe = {"likelihood": likelihood_from_recipe, "prior": prior_from_recipe, "method": method_from_recipe}
     for name, make in of_recipe.items():
         arguments[name] = make(arguments[name]) if given[name] is None else given[name]
-    arguments["parameters"] = "last_layer" if how["last_layer"] else how["parameters"]
-    return arguments
+    return arguments | {"parameters": selection}
 
 
-def _check_finite(state: dict[str, Tensor]) -> None:
-    names = ("samples", "mode", "prior_precision", "prior_scale", "noise_precision")
+def _check_finite(numbers: dict[str, Tensor | None]) -> None:
     # Extremes are NaN where anything is, and take no memory.
-    wrong = [n for n in names if n in state and not all(bool(value.isfinite()) for value in state[n].aminmax())]
+    known = {name: number for name, number in numbers.items() if number is not None and number.numel()}
+    wrong = [name for name, number in known.items() if not all(bool(v.isfinite()) for v in number.aminmax())]
     if wrong:
         raise ValueError(f"The posterior has NaN or infinity in {wrong}, so that it predicts nothing: fit again.")
 

@@ -20,25 +20,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-__all__ = [
-    "Layout",
-    "arguments",
-    "as_plain",
-    "as_tensors",
-    "batched",
-    "concatenate",
-    "constants",
-    "flattened",
-    "flaw_of",
-    "num_bytes",
-    "num_rows",
-    "place",
-    "read",
-    "rows_of",
-    "split",
-    "take",
-]
-
 # The one head of a network that returns a tensor.
 _HEAD = ""
 
@@ -165,6 +146,21 @@ def as_tensors(x: Any) -> Any:
             raise TypeError(f"There is no tensor of an array of {leaf.dtype}; give one of numbers.") from error
 
     return tensor(x) if isinstance(x, Tensor) else tree_map(tensor, plain(x))
+
+
+def storable(x: Any) -> Any:
+    """A batch as dictionaries and lists of tensors and plain values, which files hold.
+
+    Raises:
+        TypeError: if something else is in it.
+    """
+    if isinstance(x, Mapping):
+        return {name: storable(value) for name, value in x.items()}
+    if isinstance(x, tuple | list):
+        return [storable(value) for value in x]
+    if x is None or isinstance(x, Tensor | str | bool | int | float):
+        return x
+    raise TypeError(f"Files hold tensors and plain values, but inputs have a {type(x).__name__}.")
 
 
 def flaw_of(x: Any, missing: bool = False) -> str | None:

@@ -1,25 +1,14 @@
 """The tangent model as a Gaussian process: exact posteriors in observation space, and kernels for GPyTorch and BoTorch.
 
-- `gram.py`: the Gram matrix, from which `ExactRegression` and `ExactClassification` decompose the whole problem.
-- `fit_exact_regression`: hyperparameters of largest evidence, a `TunedRegression`; evidence curves for every `α`.
-- `DualCG`: conjugate gradients on the Gram matrix, for problems whose matrix does not fit in memory.
+- `GramPosterior` (`posterior`): the posterior of all likelihoods, from one decomposition of the Gram matrix.
+- `of_largest_evidence`: the posterior at the hyperparameters of largest evidence.
+- `DualCG` (`dual`): conjugate gradients on the Gram matrix, for problems whose matrix does not fit in memory.
 
 `tangent_kernel` (`TangentKernel`, `TangentGP`) and `botorch` (`TangentSurrogate`) import GPyTorch, which is slow: they
 are to be imported by name, and are not listed here.
 """
 
-from laplace_sampling.gp.dual_cg import DualCG
-from laplace_sampling.gp.exact_classification import ExactClassification
-from laplace_sampling.gp.exact_curves import classification_curves, regression_curves
-from laplace_sampling.gp.exact_regression import ExactRegression
-from laplace_sampling.gp.tuned_regression import TunedRegression, fit_exact_regression
+from laplace_sampling.gp.dual import DualCG
+from laplace_sampling.gp.posterior import GramPosterior, of_largest_evidence
 
-__all__ = [
-    "DualCG",
-    "ExactClassification",
-    "ExactRegression",
-    "TunedRegression",
-    "classification_curves",
-    "fit_exact_regression",
-    "regression_curves",
-]
+__all__ = ["DualCG", "GramPosterior", "of_largest_evidence"]

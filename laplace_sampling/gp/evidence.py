@@ -11,7 +11,7 @@ in `O(n)` for each `(α, b)`.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.bounds import (
     NOISE_BOUNDS,
     PRECISION_BOUNDS,
@@ -27,6 +28,21 @@ from laplace_sampling.linear_model.bounds import (
     clamped,
     is_at_bound,
 )
+from laplace_sampling.solvers.root import falling_root
+
+# Of `log α` and `log b` where they are roots.
+_ROOT_TOLERANCE = 1e-10
+
+
+@dataclass(frozen=True)
+class HyperparameterBounds:
+    """The bounds within which a search keeps `α` (`precision`) and `b` (`noise`)."""
+
+    precision: Bounds = PRECISION_BOUNDS
+    noise: Bounds = NOISE_BOUNDS
+
+    def __post_init__(self) -> None:
+        check_bounds(self.precision, self.noise)
 
 
 @dataclass(frozen=True)
@@ -130,6 +146,35 @@ class RegressionEvidence:
             *precisions, float(self.log_evidence(*precisions)), tuple(gradient), at_bounds, flat and not at_bounds
         )
 
+    def largest_for(
+        self, likelihood: Gaussian, squares: float, start: tuple[float, float], bounds: HyperparameterBounds
+    ) -> Optimum:
+        """The `α` and `b` that a likelihood asks for: of largest evidence, or `b` by what the network leaves.
+
+        Args:
+            likelihood: says whether `b` is learnt, and by which errors.
+            squares: `Σ(y − f)²/R` of the network.
+            start: `α` and `b`.
+            bounds: of both.
+        """
+        if not likelihood.learn or likelihood.noise_at == "mode":
+            return self.largest(start, (True, likelihood.learn), bounds.precision, bounds.noise)
+
+        def at(noise_precision: float) -> Optimum:
+            return self.largest((start[0], noise_precision), (True, False), bounds.precision)
+
+        def excess(log_noise: float) -> float:
+            """The logarithm of `(n − γ)/Σ(y − f)²/R` over `b`, which changes sign once where `γ` rises with `b`."""
+            found = at(math.exp(log_noise))
+            free = self.num_targets - float(self.effective_dimension(found.precision, found.noise_precision))
+            return math.log(max(free, 1e-300)) - math.log(max(squares, 1e-300)) - log_noise
+
+        # The root is at or below `n/Σ(y − f)²/R`.
+        b, ended = root_within(excess, self.num_targets / max(squares, 1e-300), bounds.noise)
+        found = at(b)
+        at_bounds = found.at_bounds + ("noise_precision",) * ended
+        return replace(found, at_bounds=at_bounds, converged=found.converged and not ended)
+
     def _largest_in_both(self, bounds: tuple[Bounds, Bounds]) -> tuple[float, float]:
         alpha, b = self._largest_in_ratio(*bounds)
         outside = [not low < x < high for x, (low, high) in zip((alpha, b), bounds, strict=True)]
@@ -185,6 +230,15 @@ class RegressionEvidence:
         )
         # A bound is given back to the last bit, so that it is recognised.
         return precisions(bounds[which][ends.index(u)] if u in ends else math.exp(u))
+
+
+def root_within(excess: Callable[[float], float], start: float, bounds: Bounds) -> tuple[float, bool]:
+    """Where a falling function of a logarithm is zero, or the bound that it points to; and whether it is a bound."""
+    low, high = (math.log(bound) for bound in bounds)
+    root, inside = falling_root(excess, min(max(math.log(start), low), high), (low, high), _ROOT_TOLERANCE)
+    # A bound is given back to the last bit.
+    value = math.exp(root) if inside else bounds[root == high]
+    return value, is_at_bound(value, bounds)
 
 
 def _maximise(

@@ -6,6 +6,8 @@ Jacobian-vector products, whichever takes fewer floating-point operations, as co
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -17,25 +19,9 @@ from laplace_sampling.linear_model.row_blocks import row_blocks
 from laplace_sampling.networks.resources import Operations
 from laplace_sampling.solvers.recorded import recorded
 
-__all__ = [
-    "MAX_MEMORY",
-    "add_transposed_",
-    "check_gram_size",
-    "cross_gram",
-    "gram",
-    "gram_blocks",
-    "gram_flops",
-    "size_of",
-    "transposed",
-]
-
 # An operation of a Jacobian-vector product, one of many small products, counts as so many of one large product. Tuned
 # on timings of small networks; five networks of 1 to 60 outputs take the same products at half and at twice this.
 _JVP_WEIGHT = 4.0
-# Gram matrices that are in memory at most, with the workspace of the eigendecomposition (a test measures it).
-_GRAMS = 4
-# Bytes that the exact method takes for them, by default: a definition.
-MAX_MEMORY = 8 * 2**30
 
 
 @recorded
@@ -67,9 +53,34 @@ def gram(
         for columns, block in _row_products(features, rows, root, products, block_bytes, first, held):
             K[held, columns] = block
             K[columns, held] = block.T
-        # A product and its transpose differ in the last bit.
-        K[held, held] = (K[held, held] + K[held, held].T) / 2
+            del block
+        # A product and its transpose differ in the last bit; in place, as a block may be the whole matrix.
+        corner = K[held, held]
+        corner.add_(corner.T.clone()).div_(2)
     return K
+
+
+@dataclass(frozen=True)
+class KernelMatrix:
+    """`K` at `α = 1`, built when it is first needed.
+
+    Args:
+        features: `Φ`.
+        variance: `v`, the diagonal of `A₁⁻¹`.
+    """
+
+    features: Features
+    variance: Float[Tensor, " P"]
+
+    @cached_property
+    def matrix(self) -> Float[Tensor, "NC NC"]:
+        return gram(self.features, self.variance)
+
+    def taken(self) -> Float[Tensor, "NC NC"]:
+        """The matrix for someone who overwrites it: it is built anew if it is needed again."""
+        matrix = self.matrix
+        del vars(self)["matrix"]
+        return matrix
 
 
 def cross_gram(
@@ -80,7 +91,7 @@ def cross_gram(
     products: str = "auto",
     block_bytes: float = BLOCK_BYTES,
 ) -> Float[Tensor, "MC NC"]:
-    r"""`Φ_left diag(v) Φ_rightᵀ`; arguments as of `gram`."""
+    r"""`Φ_left diag(v) Φ_rightᵀ`; the arguments are those of `gram`."""
     products = _choose(right, products, block_bytes)
     sizes = [f.num_data * f.num_outputs for f in (left, right)]
     K = torch.empty(*sizes, dtype=torch.float64, device=left.device)
@@ -187,19 +198,6 @@ def add_transposed_(
         features.add_vjp_(target, u, scale)
     else:
         target += transposed(features, u) * scale
-
-
-def check_gram_size(features: Features, max_memory: float, dual: bool = True) -> None:
-    """Raise if four Gram matrices would not fit; `dual` says whether the error names the dual method as a way out."""
-    rows = features.num_data * features.num_outputs
-    needed = _GRAMS * 8.0 * rows**2
-    if needed > max_memory:
-        others = '"dual" (conjugate gradients in observation space), ' if dual else ""
-        raise ValueError(
-            f"The exact method in observation space would need about {size_of(needed)} for {features.num_data} "
-            f"data of {features.num_outputs} outputs, more than the {size_of(max_memory)} that it may take; use "
-            f'method={others}"krylov" or "stochastic".'
-        )
 
 
 def size_of(num_bytes: float) -> str:

@@ -96,7 +96,7 @@ class TangentKernel(gpytorch.kernels.Kernel):
         # The matrix of the last inputs without gradient, and the tensors that it depends on.
         self._cached: tuple[tuple[Tensor, ...], Tensor] | None = None
         # Likewise the rows of the Jacobian at the last inputs that all matrices of a batch had.
-        self._kept_rows: tuple[tuple[Tensor, ...], Tensor] | None = None
+        self._kept_rows: tuple[Tensor, Tensor] | None = None
         self._num_outputs: int | None = None
 
     @property
@@ -172,7 +172,7 @@ class TangentKernel(gpytorch.kernels.Kernel):
         if x1.requires_grad or x2.requires_grad:
             return self._of_inputs(x1, x2)
         # The matrix at `α = 1` does not depend on the hyperparameter: training computes it once, not once a step.
-        key = (self.network.fingerprint(), self.variance, x1, x2)
+        key = (self.variance, x1, x2)
         if self._cached is None or not all(_equal(a, b) for a, b in zip(self._cached[0], key, strict=True)):
             with torch.no_grad():
                 self._cached = tuple(t.clone() for t in key), self._of_inputs(x1, x2)
@@ -200,10 +200,9 @@ class TangentKernel(gpytorch.kernels.Kernel):
         """The Jacobian at the inputs of several matrices."""
         if not x.requires_grad and bool((x == x[:1]).all()):
             # The observations, which optimisers of acquisition functions pass with every batch of candidates.
-            key = (self.network.fingerprint(), x[0])
-            if self._kept_rows is None or not all(map(_equal, self._kept_rows[0], key)):
+            if self._kept_rows is None or not _equal(self._kept_rows[0], x[0]):
                 with torch.no_grad():
-                    self._kept_rows = tuple(t.clone() for t in key), self._compute_rows(x[:1])
+                    self._kept_rows = x[0].clone(), self._compute_rows(x[:1])
             return self._kept_rows[1].expand(len(x), -1, -1)
         return self._compute_rows(x)
 
@@ -321,7 +320,6 @@ class TangentGP(gpytorch.models.ExactGP):
         linearised = network if isinstance(network, Linearisation) else Linearisation(network)
         self.mean_module = NetworkMean(linearised, mean, **of_mean)
         self.covar_module = TangentKernel(linearised, **options) if kernel is None else kernel
-        self._fingerprint = linearised.fingerprint()
         # Models for predictions from a state dict may be made without data.
         if self.train_inputs is not None:
             self._check_outputs()
@@ -363,16 +361,6 @@ class TangentGP(gpytorch.models.ExactGP):
                         f"`TangentGP` with a network of {_outputs(C)}: its kernel must be of {_outputs(wanted)} here, "
                         f"but {type(kernel).__name__} is of {size}; `MultitaskKernel(kernel, num_tasks={C})` is not."
                     )
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The prior in training, the posterior in evaluation, see `gpytorch.models.ExactGP`."""
-        network = cast(NetworkMean, self.mean_module).network
-        fingerprint = network.fingerprint()
-        if not torch.equal(self._fingerprint, fingerprint):
-            # GPyTorch's cache for predictions is that of the weights as they were.
-            self._clear_cache()
-            self._fingerprint = fingerprint
-        return super().__call__(*args, **kwargs)
 
     def forward(self, x: Float[Tensor, "*B N D"]) -> gpytorch.distributions.MultivariateNormal:
         """The prior at some inputs."""

@@ -2,7 +2,7 @@
 
 Training goes on bit for bit as without fits: data are read by index in a random state of their own
 (`data.random_state`), the network is differentiated as a function of weights that are not its own
-(`networks.held_module`), and its modes and buffers are put back (`networks.evaluation_mode`).
+on a copy that nobody else has (`networks.shell`).
 """
 
 import inspect
@@ -179,7 +179,7 @@ class PeriodicFits:
             processes = la.settings.processes
             held_out = val_loader if self._options.get("criterion") == "validation" else None
             budget = self.budget and Strict(_WARM * self._first if warm else self.budget)
-            with _buffers_of_first(la.network.module, processes):
+            with _buffers_of_first(la.network.source, processes):
                 la.fit_hyperparameters(train_loader, held_out, budget=budget, warm_start=True, **self._options)
                 if la.stopped_:
                     _tell(f"No fit after epoch {epoch}: a callback has stopped it by `StopFit`; the last one is kept.")
@@ -199,7 +199,7 @@ class PeriodicFits:
     def _at(self, model: nn.Module) -> LinearisedLaplace:
         """The posterior of a network that fits start from."""
         la = self._laplace
-        if la is None or la.network.module is not model:
+        if la is None or la.network.source is not model:
             state = self._state if la is None else la.state_dict()
             la = LinearisedLaplace(model, self.likelihood, **self._settings, process_group=self._group())
             if state is not None:
@@ -239,7 +239,7 @@ class PeriodicFits:
         for metric in streams.values():
             metric.reset()
         # Those that share out the weights predict together, of the same data.
-        apart = la.network.held.shards is None
+        apart = la.network.shell.shards is None
         part, all_targets = (data.part, data.targets) if apart else (range(data.num_data), data.all_targets())
         num_data = 0
         for batch in torch.arange(part.start, part.stop).split(data.batch_size):

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -65,10 +65,9 @@ class GGN(Operator):
     outputs: Float[Tensor, "N C"] = field(compare=False)
     targets: Tensor | None = field(default=None, compare=False)
 
-    @property
-    def told_apart_by(self) -> Tensor:
-        """By what a recorder tells it from the same at other outputs, besides its other fields."""
-        return first_of(self.outputs)
+    def key(self) -> tuple[Any, ...]:
+        """Tells a recorder products of this curvature from those of others (`solvers.recorded`)."""
+        return (first_of(self.outputs), self.likelihood.noise_precisions())
 
     def _targets(self, batch: Tensor) -> Tensor | None:
         return None if self.targets is None else self.features.pick(self.targets, batch)

@@ -199,7 +199,7 @@ def _others(features: NetworkFeatures, rest: Tensor) -> NetworkFeatures | None:
     if not len(rest):
         return None
     is_rest = torch.zeros(features.size, dtype=torch.bool).index_fill_(0, rest.cpu(), True)
-    parts = is_rest.split(features.network.held.sizes)
+    parts = is_rest.split(features.network.shell.sizes)
     names = [name for name, part in zip(features.network.names, parts, strict=True) if bool(part.all())]
     return NetworkFeatures(features.network.with_names(names), features.data, features.layout)
 
@@ -222,7 +222,7 @@ def _layers(ggn: GGN, noise: WhiteNoise) -> tuple[list[Layer], Tensor]:
     """The layers, and the positions of the weights that are in none."""
     features = ggn.features
     assert isinstance(features, NetworkFeatures)
-    positions = torch.arange(ggn.size, device=ggn.device).split(features.network.held.sizes)
+    positions = torch.arange(ggn.size, device=ggn.device).split(features.network.shell.sizes)
     places = dict(zip(features.network.names, positions, strict=True))
     few = next(iter(features.chunks()))[:_TRIED]
     num_roots = len(_roots(ggn, noise, few))

@@ -46,7 +46,7 @@ class NetworkFeatures(Features):
 
     @property
     def in_step(self) -> bool:
-        return self.processes.size > 1 and self.network.held.shards is not None
+        return self.processes.size > 1 and self.network.shell.shards is not None
 
     @property
     def counts(self) -> MutableMapping[str, int]:

@@ -107,7 +107,7 @@ def _features(network: Linearisation, data: TrainingData) -> tuple[NetworkFeatur
     """The features, and the outputs of the network of the data of this process, after checks of both."""
     first_batch = torch.arange(min(data.batch_size, data.num_data))
     own = torch.arange(data.part.start, data.part.stop)
-    if data.processes.size > 1 and network.held.shards is not None:
+    if data.processes.size > 1 and network.shell.shards is not None:
         batches = data.processes.even_pieces(own, data.num_data, data.batch_size)
     else:
         batches = list(own.split(data.batch_size)) if len(own) else []
@@ -261,7 +261,7 @@ def _outputs(
         return (reduce(Layout.union, found), outputs[0].dtype) if found else None
 
     found_by_all = [one for one in data.processes.gathered(layout_of_part) if one is not None]
-    network.held.expect_weights_elsewhere(True)
+    network.shell.expect_weights_elsewhere(True)
     layout, dtype = reduce(Layout.union, [layout for layout, _ in found_by_all]), found_by_all[0][1]
     # Batches with less padding have fewer outputs: all get those of the largest.
     widened = [narrow.widen(output, layout) for narrow, output in zip(found, outputs, strict=True)]

@@ -16,8 +16,7 @@ from laplace_sampling.methods.fit import Task
 from laplace_sampling.methods.network_score import path_of
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
-from laplace_sampling.predictions.looks import Looks
-from laplace_sampling.predictions.selection import Selected, Selection
+from laplace_sampling.predictions.selection import SearchCost, Selected, Selection
 
 __all__ = ["ByNetworkEvidence", "has_network_noise"]
 
@@ -40,8 +39,8 @@ class ByNetworkEvidence(Selection):
     noise_bounds: tuple[float, float]
     name = "network_evidence"
 
-    def looks(self, features: Features) -> Looks:
-        return Looks(0, 0)
+    def cost(self, features: Features, *, rough: bool = True) -> SearchCost:
+        return SearchCost()
 
     def select(
         self,

@@ -1,6 +1,5 @@
 """`Dual`: conjugate gradients in observation space, for regressions."""
 
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,18 +10,17 @@ from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import overall_precision
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.fit import Fit, Task, Tuned
 from laplace_sampling.methods.method import Choice, Tuning, has_path
 from laplace_sampling.methods.problem import Problem, fits_in_observation_space
-from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, tuned_by_gram_matrix
+from laplace_sampling.methods.solver_method import SolverFit, SolverMethod
 from laplace_sampling.solvers.checks import check_positive, check_whole
 from laplace_sampling.solvers.solver import Minimum
 
 if TYPE_CHECKING:
-    from laplace_sampling.gp.dual_cg import DualCG
-
-__all__ = ["Dual"]
+    from laplace_sampling.gp.dual import DualCG
 
 # Observations up to which the whole Gram matrix is decomposed for the hyperparameters. It takes C/2 + N·C/4 products at
 # most, at 2,000 observations no more than the preconditioner (820) and five steps of EM (470) do, and 3 s of one core.
@@ -39,20 +37,17 @@ class Dual(SolverMethod):
     Args:
         rank: of the preconditioner; 0 for none. By default 400, or what a quarter of the memory holds.
         max_iterations: of conjugate gradients, in each solve.
-        max_refinements: solves with the residual of the last one, at most.
         accuracy: of the error of the function; by default what the `tolerance` of a fit needs.
     """
 
     rank: int | None = None
     max_iterations: int = 1000
-    max_refinements: int = 4
     accuracy: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole("`Dual(rank=...)`", 0 if self.rank is None else self.rank, 0)
         check_whole("`Dual(max_iterations=...)`", self.max_iterations, 1)
-        check_whole("`Dual(max_refinements=...)`", self.max_refinements, 0)
         if self.accuracy is not None:
             check_positive("`Dual(accuracy=...)`", self.accuracy)
 
@@ -85,22 +80,17 @@ class Dual(SolverMethod):
 
     def make_solver(self, task: Task, tolerance: float, shift: float | None) -> "DualCG":
         # Imported here, so that this file stays light; the room `gp` is needed for a fit only.
-        from laplace_sampling.gp.dual_cg import DualCG
-        from laplace_sampling.gp.whitened_gram import WhitenedGram
+        from laplace_sampling.gp.dual import DualCG, WhitenedGram
 
-        rows = task.model.num_observations
+        rows, ggn = task.model.num_observations, task.scaled_ggn()
         held = max(1, min(_RANK, rows, int(_SHARE * task.memory.bytes / (8 * rows))))
         solver = DualCG(
             tolerance=min(2 * tolerance, 0.5) if self.accuracy is None else self.accuracy,
             rank=held if self.rank is None else self.rank,
             max_iterations=self.max_iterations,
-            max_refinements=self.max_refinements,
             seed=task.seed,
         )
-        ggn, earlier = task.scaled_ggn(), None
-        if task.start is not None and isinstance(task.start.solver, DualCG):
-            shift, earlier = shift or float(task.prior.precision.mean()), task.start.solver.held
-        return solver.hold(WhitenedGram(torch.full((ggn.size,), 1 / (shift or 1.0), device=ggn.device), ggn), earlier)
+        return solver.hold(WhitenedGram(ggn, torch.full((ggn.size,), 1 / (shift or 1.0), device=ggn.device)))
 
     def tune_by_evidence(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
         """By the evidence itself where the Gram matrix is small; else by EM, from the optimum of its leading part."""
@@ -120,7 +110,7 @@ class Dual(SolverMethod):
         return solver.mode(task.model, task.prior)
 
     def judge(self, sampled: PosteriorSamples, solver: Any) -> tuple[Tensor, float]:
-        return sampled.error, solver.accuracy
+        return sampled.error, solver.tolerance
 
     def fit_of(self, *parts: Any) -> "DualFit":
         return DualFit(*parts)
@@ -140,13 +130,10 @@ def _precise(model: LinearModel) -> LinearModel:
 
 def _tune_by_gram_matrix(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
     """The hyperparameters of the exact method; its curves go with them, and its matrices are freed."""
-    from laplace_sampling.gp.gram_posterior import GramRegression
-    from laplace_sampling.gp.regression_evidence import HyperparameterBounds
+    from laplace_sampling.methods.observation_space import tuned_by_gram_matrix
 
     prior = task.prior.to(task.model.features.device, torch.float64)
-    bounds = HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds)
-    optimum = GramRegression.tuned(_precise(task.model), prior, bounds)
-    precise, tuned = tuned_by_gram_matrix(optimum, replace(task, prior=prior), tuning)
+    precise, tuned = tuned_by_gram_matrix(replace(task, model=_precise(task.model), prior=prior), tuning)
     task = replace(task, model=task.model.with_likelihood(precise.model.likelihood), prior=precise.prior)
     return task, replace(tuned, work=None, path=tuned.work.curves())
 
@@ -157,25 +144,24 @@ def _at_evidence_of_leading_part(task: Task, tuning: Tuning, held: Any) -> Task:
     What the preconditioner leaves out counts as noise, in as many directions as there are. Where that has no maximum
     inside the bounds, EM would stay at the bound: the task is returned as it is.
     """
-    from laplace_sampling.gp.exact_regression import ExactRegression
-    from laplace_sampling.gp.tuned_regression import Search
+    from laplace_sampling.gp.evidence import HyperparameterBounds, RegressionEvidence
 
     model = task.model
     assert isinstance(model.likelihood, Gaussian)
     residual = model.residuals(model.offset).flatten()
-    inside = held.vectors.mT @ residual
+    inside = held.vectors @ residual
     num_outside = model.num_observations - len(inside)
     outside = (residual.square().sum() - inside.square().sum()).clamp_min(0)
     values = held.eigenvalues / float(torch.as_tensor(model.likelihood.noise_precision))
-    spectrum = ExactRegression(
-        model,
-        task.prior,
+    spectrum = RegressionEvidence(
         torch.cat([values.new_zeros(num_outside), values]),
-        held.vectors,
         torch.cat([(outside / max(num_outside, 1)).sqrt().expand(num_outside), inside]),
-        torch.ones_like(model.offset, dtype=torch.float64),
+        model.num_observations,
     )
-    optimum = Search(True, tuning.precision_bounds, tuning.noise_bounds).largest(spectrum)
+    squares = float(model.residuals(model.network_outputs).square().sum())
+    bounds = HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds)
+    start = (overall_precision(task.prior), float(torch.as_tensor(model.likelihood.noise_precision)))
+    optimum = spectrum.largest_for(model.likelihood, squares, start, bounds)
     if optimum.at_bounds:
         return task
     prior = task.prior.with_precision(torch.tensor([optimum.precision], dtype=torch.float64))
@@ -189,11 +175,9 @@ class DualFit(SolverFit):
     """A fit in observation space: where the Gram matrix fits in memory, its evidence is exact."""
 
     def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
-        from laplace_sampling.gp.exact_curves import regression_curves
-        from laplace_sampling.gp.exact_regression import ExactRegression, overall_precisions
+        from laplace_sampling.gp.posterior import GramPosterior
 
         if not fits_in_observation_space(self.model.features, self.task.memory):
             return super().evidence(decades)
         prior = self.prior.to(self.model.features.device, torch.float64)
-        exact = ExactRegression.of(_precise(self.model), prior, max_memory=math.inf)
-        return regression_curves(exact, *overall_precisions(self.model, self.prior)), self.mode_problems
+        return GramPosterior.of(_precise(self.model), prior).curves(), self.mode_problems

@@ -17,9 +17,7 @@ from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.dense_curves import dense_spectrum, exact_path
 from laplace_sampling.evidence.expansion import Point, expand
 from laplace_sampling.gp.gram import size_of
-from laplace_sampling.gp.gram_path import GramPath
-from laplace_sampling.gp.gram_posterior import GramPosterior, gram_posterior_of
-from laplace_sampling.gp.regression_evidence import HyperparameterBounds
+from laplace_sampling.gp.posterior import GramPath, GramPosterior
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.dense_curvature import DenseCurvature
 from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
@@ -35,9 +33,9 @@ from laplace_sampling.methods.observation_space import (
     MOST_LOST,
     ObservationSpaceFit,
     RestoredFit,
-    determination,
-    lost_by_rows,
     observation_space_fit,
+    tuned_by_gram_matrix,
+    with_better_rows,
 )
 from laplace_sampling.methods.problem import (
     MOST_BYTES,
@@ -54,7 +52,6 @@ from laplace_sampling.methods.solver_method import (
     SolverMethod,
     follow_path,
     tuned_by,
-    tuned_by_gram_matrix,
 )
 from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
@@ -62,8 +59,6 @@ from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_ou
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.solver import Minimum, Solver
-
-__all__ = ["Exact"]
 
 # The residual that rounding leaves at most.
 _RESIDUAL = 1e-6
@@ -155,12 +150,11 @@ class Exact(SolverMethod):
         if _in_weight_space(task):
             ggn = task.scaled_ggn()
             return FactoredPath(ggn.dense() or DenseCurvature.accumulated(ggn), task.prior)
-        kind = gram_posterior_of(task.model.likelihood)
-        return GramPath(kind.of(task.model, task.prior), task.prior, task.model.features.num_outputs)
+        return GramPath(GramPosterior.of(task.model, task.prior))
 
     def tune_by_evidence(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
         if not _in_weight_space(task):
-            return _tune_in_observation_space(task, tuning)
+            return tuned_by_gram_matrix(task, tuning)
         if not has_path(task):
             return super().tune_by_evidence(task, tuning)
         return tuned_by(follow_path(task, tuning, exact=True), task, tuning, Dense())
@@ -174,13 +168,13 @@ class Exact(SolverMethod):
             return _rounded(fit, _cancellation(fit))
         posterior = tuned.work
         if posterior is None:
-            posterior = gram_posterior_of(task.model.likelihood).of(task.model, task.prior)
+            posterior = GramPosterior.of(task.model, task.prior)
         elif tuned.criterion != "evidence":
             posterior = posterior.at(task.model, task.prior)
-        better = _with_better_rows(task, posterior)
+        better = with_better_rows(task, posterior)
         if better is not None:
             task = better
-            posterior = gram_posterior_of(task.model.likelihood).of(task.model, task.prior)
+            posterior = GramPosterior.of(task.model, task.prior)
         fit = observation_space_fit(task, replace(tuned, work=None), posterior)
         return _rounded(fit.ready(), fit.cancellation)
 
@@ -201,11 +195,10 @@ class Exact(SolverMethod):
         if holds_rows(problem.features, problem.memory_of(self.max_memory)):
             model = replace(model, features=HeldRows(model.features))
         task = _in_float64(self.task(problem, choice, model, prior))
-        kind = gram_posterior_of(task.model.likelihood)
-        fit = RestoredFit(task, Tuned(), kind.restore(task.model, task.prior, tensors))
+        fit = RestoredFit(task, Tuned(), GramPosterior.restore(task.model, task.prior, tensors))
         if problem.features.dtype != torch.float64:
             # The decomposition may be that of other rows, which differ by roundings of the network.
-            fit.remade.append(lambda: kind.of(task.model, task.prior))
+            fit.remade.append(lambda: GramPosterior.of(task.model, task.prior))
         return fit
 
 
@@ -240,31 +233,6 @@ def _in_float64(task: Task) -> Task:
 def _in_weight_space(task: Task) -> bool:
     """Whether a task is one in the space of the weights."""
     return isinstance(task.model.features, DenseFeatures) or task.model.features.held is not None
-
-
-def _with_better_rows(task: Task, posterior: GramPosterior) -> Task | None:
-    """The task with rows in float64, if those of the network's precision are not accurate enough for a posterior."""
-    features = task.model.features
-    if lost_by_rows(features, determination(posterior)) <= MOST_LOST:
-        return None
-    assert isinstance(features, HeldRows)
-    precise = features.with_rows_in_float64()
-    if precise is features:
-        return None
-    assert task.precise is not None
-    model = task.precise().whole().with_likelihood(task.model.likelihood)
-    return replace(task, model=replace(model, features=precise))
-
-
-def _tune_in_observation_space(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
-    """Hyperparameters of largest evidence (a regression), or at MacKay's fixed point, to rounding, in one step."""
-    bounds = HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds)
-    kind = gram_posterior_of(task.model.likelihood)
-    optimum = kind.tuned(task.model, task.prior, bounds)
-    better = _with_better_rows(task, optimum.posterior)
-    if better is not None:
-        task, optimum = better, kind.tuned(better.model, task.prior, bounds)
-    return tuned_by_gram_matrix(optimum, task, tuning)
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ class Factored(SolverMethod):
         """Eigenvectors of factors; gradients, samples and what a rule looks at, turned by them."""
         if self.kind == "diagonal":
             return 0.0
-        looks = 0 if selection is None else selection.looks(features).vectors(features, rough=rough)
+        looks = 0 if selection is None else selection.cost(features, rough=rough).vectors
         num_vectors = num_samples + looks
         if self.kind == "last_layer":
             return head_operations(features, num_vectors)

@@ -1,6 +1,7 @@
 """The fit of the exact method in observation space: closed forms of a decomposition of the Gram matrix."""
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,26 +11,21 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidencePath
-from laplace_sampling.gp.exact_prediction import ExactPrediction
-from laplace_sampling.gp.gram_posterior import GramPosterior
+from laplace_sampling.evidence.step import Step
+from laplace_sampling.gp.evidence import HyperparameterBounds
+from laplace_sampling.gp.posterior import GramCovariance, GramPosterior, of_largest_evidence
 from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.bounds import AtBounds
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.held_rows import HeldRows
 from laplace_sampling.linear_model.mode_objective import Mode
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.fit import Fit, Task, Tuned
+from laplace_sampling.methods.method import Tuning
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
-
-__all__ = [
-    "MOST_LOST",
-    "ObservationSpaceFit",
-    "RestoredFit",
-    "determination",
-    "lost_by_rows",
-    "observation_space_fit",
-]
+from laplace_sampling.solvers.solver import Minimum
 
 # Samples that go through the features together, and the residual that exact samples have at most, of rounding.
 _FEW, _RESIDUAL = 16, 1e-6
@@ -46,7 +42,7 @@ _COLUMNS = 2**13
 def determination(posterior: GramPosterior) -> float:
     """How much better the data determine the function than the prior."""
     alpha, noise = posterior.precisions
-    return noise / alpha * posterior.largest_eigenvalue
+    return noise / alpha * float(posterior.eigenvalues[-1])
 
 
 def lost_by_rows(features: Features, ratio: float) -> float:
@@ -62,6 +58,65 @@ def _energies(samples: Float[Tensor, "K P"], diagonal: Float[Tensor, " P"]) -> F
     for part, weights in zip(samples.split(_COLUMNS, dim=1), diagonal.split(_COLUMNS), strict=True):
         total += part.double().square() @ weights
     return total
+
+
+def tuned_by_gram_matrix(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
+    """The task at the hyperparameters of largest evidence, found to rounding in one step."""
+    started = time.perf_counter()
+    bounds = HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds)
+    posterior, optimum = of_largest_evidence(task.model, task.prior, bounds)
+    better = with_better_rows(task, posterior)
+    if better is not None:
+        task = better
+        posterior, optimum = of_largest_evidence(task.model, task.prior, bounds)
+    fitted, prior = posterior.model, posterior.prior
+    likelihood, noise = fitted.likelihood, fitted.likelihood.noise_precisions()
+    step = Step(
+        step=1,
+        prior_precision=prior.precision.tolist(),
+        new_prior_precision=prior.precision.tolist(),
+        noise_precision=None if noise is None else noise.reshape(-1).tolist(),
+        effective_dimension=[posterior.effective_dimension()],
+        mode_norm=[posterior.mode.norm],
+        loss=fitted.total_loss(posterior.mode.outputs),
+        network_loss=fitted.total_loss(fitted.network_outputs),
+        mode_residual=None if likelihood.quadratic else posterior.mode.residual,
+        passes=float(fitted.features.num_outputs),
+        seconds=time.perf_counter() - started,
+    )
+    if tuning.callback is not None:
+        tuning.callback(step)
+    at_bounds = AtBounds.of(prior, likelihood, tuning.precision_bounds, tuning.noise_bounds)
+    problems = list(at_bounds.problems)
+    # A search that ends at a bound has done its work, and a mode that has not converged has a warning of its own.
+    if not optimum.converged and not optimum.at_bounds:
+        problems.append(
+            "`fit_hyperparameters` found no maximum of the evidence to rounding: its gradient in log α and log b is "
+            f"{optimum.gradient[0]:.2g}, {optimum.gradient[1]:.2g}. Check the data, or use `model.double()`."
+        )
+    tuned = Tuned(
+        history=[step],
+        converged=optimum.converged and not at_bounds.names,
+        at_bounds=at_bounds.names,
+        problems=problems,
+        work=posterior,
+        criterion="evidence",
+    )
+    return replace(task, model=fitted, prior=prior), tuned
+
+
+def with_better_rows(task: Task, posterior: GramPosterior) -> Task | None:
+    """The task with rows in float64, if those of the network's precision are not accurate enough for a posterior."""
+    features = task.model.features
+    if lost_by_rows(features, determination(posterior)) <= MOST_LOST:
+        return None
+    assert isinstance(features, HeldRows)
+    precise = features.with_rows_in_float64()
+    if precise is features:
+        return None
+    assert task.precise is not None
+    model = task.precise().whole().with_likelihood(task.model.likelihood)
+    return replace(task, model=replace(model, features=precise))
 
 
 def observation_space_fit(task: Task, tuned: Tuned, posterior: GramPosterior) -> "ObservationSpaceFit":
@@ -83,9 +138,9 @@ class ObservationSpaceFit(Fit):
         return self.posterior
 
     def find_mode(self) -> Mode:
-        weights = self.posterior.mode()
-        minimum = self.posterior.minimum((weights / self.prior.scale)[None])
-        return Mode(weights, self.posterior.mode_outputs, replace(minimum, value=minimum.value[:0].clone()))
+        mode, weights = self.posterior.mode, self.posterior.mode_weights()
+        minimum = Minimum(weights.new_zeros(0, len(weights)), mode.residual, 1.0, mode.converged)
+        return Mode(weights, mode.outputs, minimum)
 
     @property
     def _ratio(self) -> float:
@@ -107,7 +162,7 @@ class ObservationSpaceFit(Fit):
         """
         alpha, noise = self.posterior.precisions
         total = float(self.posterior.eigenvalues.clamp_min(0).sum()) * noise / alpha
-        return math.sqrt(total / max(self.posterior.effective_dimension, 1e-300))
+        return math.sqrt(total / max(self.posterior.effective_dimension(), 1e-300))
 
     @property
     def converged(self) -> bool:
@@ -150,7 +205,7 @@ class ObservationSpaceFit(Fit):
     def judged(self, num: int, samples: Tensor, data_energies: Tensor, energies: Tensor) -> PosteriorSamples:
         """Exact samples, of which everything but the energies is known beforehand."""
         zeros = torch.zeros(num, dtype=torch.float64, device=self.model.features.device)
-        leverage = zeros.new_tensor([[self.posterior.effective_dimension]])
+        leverage = zeros.new_tensor([[self.posterior.effective_dimension()]])
         passes = 1.5 * num
         return PosteriorSamples(samples, leverage, data_energies, energies, zeros, zeros, passes, True, True)
 
@@ -184,7 +239,7 @@ class ObservationSpaceFit(Fit):
     def covariance_at(self, features: Features) -> FunctionCovariance:
         # As accurate as the rows of the training data.
         precise = self.model.features.precision == torch.float64
-        return _GramCovariance(self.predicting, features.in_float64() if precise else features)
+        return GramCovariance(self.predicting, features.in_float64() if precise else features)
 
 
 @dataclass(frozen=True)
@@ -197,27 +252,3 @@ class RestoredFit(ObservationSpaceFit):
     @cached_property
     def predicting(self) -> GramPosterior:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.remade[0]() if self.remade else self.posterior
-
-
-@dataclass(frozen=True)
-class _GramCovariance(FunctionCovariance):
-    """Made when it is asked for: an input costs `C` VJPs and a product with the eigenvectors."""
-
-    posterior: GramPosterior
-    features: Features
-
-    @cached_property
-    def _prediction(self) -> ExactPrediction:
-        return self.posterior.predict(self.features)
-
-    def variance(self) -> Float[Tensor, "N C"]:
-        return self._prediction.stddev(*self.posterior.precisions) ** 2
-
-    def blocks(self) -> Float[Tensor, "N C C"]:
-        blocks = self._prediction.covariance(*self.posterior.precisions)
-        # Rounding may leave a variance just below zero where the data determine the function.
-        blocks.diagonal(dim1=1, dim2=2).clamp_(min=0)
-        return blocks
-
-    def joint(self) -> Float[Tensor, "NC NC"]:
-        return self._prediction.joint_covariance(*self.posterior.precisions)

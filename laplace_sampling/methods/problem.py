@@ -111,9 +111,9 @@ class Problem:
         return self.selection is None and self.tangent.model.likelihood.quadratic
 
     def of_rule(self, cost: Cost, *, rough: bool = True) -> float:
-        """Operations of the rule for the prior precision; `rough` as of its looks."""
+        """Operations of the rule for the prior precision; not `rough` where it is known where to look."""
         rule = self.selection
-        return 0.0 if rule is None else rule.looks(self.features).operations(self.features, cost, rough=rough)
+        return 0.0 if rule is None else rule.cost(self.features, rough=rough).operations(cost)
 
 
 def exact_bytes(space: str, rows: int, size: int) -> float:

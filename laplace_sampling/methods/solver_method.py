@@ -34,7 +34,6 @@ from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.em import EMResult, fit_em
 from laplace_sampling.evidence.fixed_point import PathResult, fit_path
 from laplace_sampling.evidence.krylov_curves import evidence_path, traces_at_network
-from laplace_sampling.evidence.step import Step
 from laplace_sampling.linear_model.bounds import AtBounds
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.draws import Draws, Stream
@@ -48,17 +47,6 @@ from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.methods.verification import disagreements
 from laplace_sampling.predictions.covariance_path import CovariancePath
 from laplace_sampling.solvers.solver import Minimum, Solver
-
-__all__ = [
-    "BASIS_STACKS",
-    "SolverFit",
-    "SolverMethod",
-    "basis_that_fits",
-    "follow_path",
-    "largest_error",
-    "tuned_by",
-    "tuned_by_gram_matrix",
-]
 
 _ALL = 2**31  # more samples than anybody asks for
 # Vectors that EM holds of each sample that is not being solved for at the moment: its warm start, and room to move.
@@ -289,38 +277,6 @@ def tuned_by(result: EMResult | PathResult, task: Task, tuning: Tuning, solver: 
         criterion="evidence",
     )
     return replace(task, model=task.model.with_likelihood(result.likelihood), prior=result.prior), tuned
-
-
-def tuned_by_gram_matrix(optimum: Any, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
-    """As `tuned_by`, for a `GramOptimum`; the posterior is the `work`."""
-    posterior, model, likelihood = optimum.posterior, task.model, optimum.likelihood
-    fitted, noise = model.with_likelihood(likelihood), likelihood.noise_precisions()
-    prior = task.prior.with_precision(torch.tensor([posterior.precisions[0]], dtype=torch.float64))
-    step = Step(
-        step=1,
-        prior_precision=prior.precision.tolist(),
-        new_prior_precision=prior.precision.tolist(),
-        noise_precision=None if noise is None else noise.reshape(-1).tolist(),
-        effective_dimension=[posterior.effective_dimension],
-        mode_norm=[posterior.mode_norm],
-        loss=fitted.total_loss(posterior.mode_outputs),
-        network_loss=fitted.total_loss(model.network_outputs),
-        mode_residual=posterior.mode_residual,
-        passes=float(model.features.num_outputs),
-        seconds=optimum.seconds,
-    )
-    if tuning.callback is not None:
-        tuning.callback(step)
-    at_bounds = AtBounds.of(prior, likelihood, tuning.precision_bounds, tuning.noise_bounds)
-    tuned = Tuned(
-        history=[step],
-        converged=optimum.converged and not at_bounds.names,
-        at_bounds=at_bounds.names,
-        problems=[*at_bounds.problems, *([optimum.problem] if optimum.problem else [])],
-        work=posterior,
-        criterion="evidence",
-    )
-    return replace(task, model=fitted, prior=prior), tuned
 
 
 @dataclass(frozen=True)

@@ -112,11 +112,9 @@ class Subset(SolverMethod):
         # With more rows than weights the matrix is that of the weights.
         of_rule, order = 0.0, min(rows, features.size)
         if selection is not None:
-            looks = selection.looks(features)
-            of_rule = 0.0 if at_once else min(_PILOT, rows, features.size) * looks.vectors(features)
-            of_rule += (
-                min(rows, features.size) * looks.vectors(features, rough=False) if rows > _PILOT or at_once else 0
-            )
+            of_rule = 0.0 if at_once else min(_PILOT, rows, features.size) * selection.cost(features).vectors
+            if rows > _PILOT or at_once:
+                of_rule += min(rows, features.size) * selection.cost(features, rough=False).vectors
         # With more rows than weights the matrix is that of the weights.
         order = min(rows, features.size)
         products = 2.0 * features.size * (rows * order + 2 * order * num_samples + of_rule)

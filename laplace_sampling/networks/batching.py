@@ -23,7 +23,7 @@ from laplace_sampling.networks.resources import TensorBytes
 T = TypeVar("T")
 Forward = Callable[[Any], Tensor]
 
-# The constants were tuned on the networks of `benchmarks/products.py`: an MLP, two LeNets, a U-Net and a ResNet-18.
+# The constants were tuned on an MLP, two LeNets, a U-Net and a ResNet-18.
 # Times are those of 64 products (8 of the ResNet) on one core of an AMD EPYC, at half and at twice the value, divided
 # by those at the value.
 

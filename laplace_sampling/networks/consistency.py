@@ -13,7 +13,6 @@ from torch import Tensor
 
 from laplace_sampling.data.batches import num_rows, place, take
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.networks.plain_gradient import gradients_apart, plain_gradient
 from laplace_sampling.networks.wrong_rules import wrong_forward_rule
 from laplace_sampling.solvers.placement import normal
 
@@ -63,11 +62,10 @@ def check_consistency(network: Linearisation, x: Any) -> None:
 
 @contextmanager
 def _trial(network: Linearisation) -> Iterator[None]:
-    """Products inside are not counted, and their backward passes leave nothing in the parameters."""
+    """Products inside are not counted."""
     counts = dict(network.products)
     try:
-        with gradients_apart(network.module):
-            yield
+        yield
     finally:
         network.products.update(counts)
 
@@ -99,7 +97,7 @@ def _wrong_rule(network: Linearisation, x: Any) -> str | None:
     """The operation whose forward derivative is wrong, and its module; `None` if it is not found."""
     try:
         precise = network if network.module_dtype == torch.float64 else network.in_float64()
-        return wrong_forward_rule(precise.held, place(x, network.device, torch.float64))
+        return wrong_forward_rule(precise.shell, place(x, network.device, torch.float64))
     except Exception:  # as for `_confirmed`
         return None
 
@@ -164,9 +162,11 @@ def check_weights(network: Linearisation, x: Any) -> None:
 
 def _missed_weights(network: Linearisation, x: Any, u: Tensor, pulled: Tensor) -> str | None:
     """Names the weights in which `pulled`, `φᵀu`, is not the gradient of the module by itself."""
-    if network.held.shards is not None:
+    if network.shell.shards is not None:
         return None  # weights that are shared out have no gradient outside of the hooks of FSDP
-    gradient = dict(zip(network.held.names, plain_gradient(network.held, x, u).split(network.held.sizes), strict=True))
+    with network.differentiating(layers=False):
+        plain = network.shell.plain_gradient(x, u)
+    gradient = dict(zip(network.shell.names, plain.split(network.shell.sizes), strict=True))
     random = network.unflatten(torch.ones_like(pulled))  # of a parameter some elements may be known
     # Where a gradient is zero but for rounding, as before a normalisation, it is compared with that of all weights.
     rounding, size = _rounding(network), torch.stack([part.norm() for part in gradient.values()]).norm()

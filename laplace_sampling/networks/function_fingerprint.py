@@ -1,29 +1,21 @@
 """Whether a network computes what it computed at the fit: weights and buffers do not tell, as one activation for
 another leaves them as they are.
 
-`FunctionFingerprint` runs the network on a few data. `structure_of` takes no run, so that it can be compared at each
-prediction, and tells when the network has to be run again.
+`FunctionFingerprint` runs the network on a few data; `load` compares it.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from laplace_sampling.data.batches import num_bytes, num_rows, place
-from laplace_sampling.data.encoding import decode_inputs, encode_inputs
-from laplace_sampling.networks.held_module import solving
+from laplace_sampling.data.batches import num_bytes, num_rows, place, storable
+from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.networks.module_state import COMMON_ATTRIBUTES
-
-if TYPE_CHECKING:
-    from laplace_sampling.data.training_data import TrainingData
-
+from laplace_sampling.networks.solving import solving
 
 # Data that are kept, fewer if they are larger than so many bytes, and outputs of each datum. The numbers are not tuned:
 # another activation shows at a single datum.
@@ -51,14 +43,14 @@ class FunctionFingerprint:
     product: Float[Tensor, "n c"]
 
     @classmethod
-    def of(cls, network: Linearisation, data: "TrainingData") -> "FunctionFingerprint | None":
+    def of(cls, network: Linearisation, data: TrainingData) -> "FunctionFingerprint | None":
         """At some of the training data.
 
         `None` where a file cannot hold them, or where the network does not compute the same or what is finite twice.
         """
         inputs = _some_inputs(data, network.batching.max_rows or _NUM_DATA)
         try:
-            encode_inputs(inputs)
+            inputs = storable(inputs)
         except TypeError:
             return None
         plain = _plain(network)
@@ -79,17 +71,12 @@ class FunctionFingerprint:
             f"its derivatives by {product:.2g}"
         )
 
-    def tensors(self) -> dict[str, Tensor]:
-        """For a file."""
-        return {**encode_inputs(self.inputs), "outputs": self.outputs, "product": self.product}
-
-    @classmethod
-    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> "FunctionFingerprint":
-        """From `tensors`."""
-        return cls(decode_inputs(tensors), tensors["outputs"], tensors["product"])
+    def state(self) -> dict[str, Any]:
+        """The arguments of a copy, for a file."""
+        return {"inputs": self.inputs, "outputs": self.outputs, "product": self.product}
 
 
-def _some_inputs(data: "TrainingData", most: int) -> Any:
+def _some_inputs(data: TrainingData, most: int) -> Any:
     """Few data, from the first to the last; the first ones of data that are read in order."""
     first = data.inputs(torch.arange(1))
     num = max(1, min(_NUM_DATA, most, data.num_data, _MOST_BYTES // max(1, num_bytes(first))))
@@ -99,8 +86,8 @@ def _some_inputs(data: "TrainingData", most: int) -> Any:
 
 def _plain(network: Linearisation) -> Linearisation:
     """Without autocast, which is a setting of the method: it may be another one after `load`."""
-    plain = Linearisation(network.module, network.names, batching=network.batching)
-    plain.ways = network.ways
+    plain = network.with_names(network.names)
+    plain.shell.autocast, plain.products = None, {"jvp": 0, "vjp": 0}
     return plain
 
 
@@ -138,34 +125,3 @@ def _relative(a: Tensor, b: Tensor) -> float:
         return 0.0 if torch.equal(a, b) else math.inf
     size = float(b.norm())
     return float((a - b).norm()) / size if size else math.inf
-
-
-def structure_of(module: nn.Module) -> Any:
-    """What shows of a module without a run: its parts, their `forward`, hooks and attributes; compared by `==`.
-
-    It changes more often than the function does, and does not where code changes that a `forward` calls.
-    """
-    return [
-        (
-            name,
-            type(part),
-            type(part).forward,
-            *part._forward_pre_hooks.values(),
-            *part._forward_hooks.values(),
-            {key: _mark(value) for key, value in part.__dict__.items() if key not in COMMON_ATTRIBUTES},
-        )
-        for name, part in module.named_modules()
-    ]
-
-
-# Compared by value, or held, so that no other object gets their place in memory.
-_KEPT = (int, float, complex, str, bytes, type(None), type, FunctionType, BuiltinFunctionType, MethodType, torch.dtype)
-
-
-def _mark(value: Any) -> Any:
-    """What is no longer equal once an attribute has another value."""
-    if isinstance(value, _KEPT):
-        return value
-    if isinstance(value, Tensor):
-        return id(value), None if value.is_inference() else value._version
-    return id(value), len(value) if type(value) in (list, dict, set) else None

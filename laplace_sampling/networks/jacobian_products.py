@@ -22,10 +22,9 @@ from laplace_sampling.data.batches import batched, num_rows, take
 from laplace_sampling.networks.batching import Batching
 from laplace_sampling.networks.branches import by_branch
 from laplace_sampling.networks.derivative_rules import ComposedLayers
-from laplace_sampling.networks.held_module import HeldModule, Weights
 from laplace_sampling.networks.resources import free_memory
+from laplace_sampling.networks.shell import Shell, Weights
 from laplace_sampling.networks.stacked_tangents import StackedTangents
-from laplace_sampling.networks.undisturbed import handle_signals
 
 Function = Callable[[Weights], Tensor]
 
@@ -200,7 +199,6 @@ class JacobianProducts:
             )
 
         def gradients(u: Tensor, batched: bool = False) -> tuple[Tensor | None, ...]:
-            handle_signals()
             with ComposedLayers():  # checkpoints run a part of the network again
                 return torch.autograd.grad(
                     outputs, weights, u, retain_graph=True, allow_unused=True, is_grads_batched=batched
@@ -288,47 +286,47 @@ class JacobianProducts:
 # Rows of the Jacobian: derivatives of each datum by itself, for all data together under `vmap` ------------------------
 
 
-def _take_memory(held: HeldModule, ways: JacobianProducts) -> None:
+def _take_memory(shell: Shell, ways: JacobianProducts) -> None:
     """Data go one by one where memory does not hold frozen weights whole, as transforms of `torch.func` need them."""
-    if held.shards is not None and ways.data_together:
-        frozen = held.shards.bytes().frozen
-        if frozen > held.least(_SHARE * free_memory(held.device)):
+    if shell.shards is not None and ways.data_together:
+        frozen = shell.shards.bytes().frozen
+        if frozen > shell.least(_SHARE * free_memory(shell.device)):
             ways.take_data_alone(f"memory does not hold all of its {frozen:.2g} bytes of frozen weights")
 
 
-def vjps_of_each_datum(held: HeldModule, ways: JacobianProducts, x: Any, u: Float[Tensor, "N C"]) -> Tensor:
+def vjps_of_each_datum(shell: Shell, ways: JacobianProducts, x: Any, u: Float[Tensor, "N C"]) -> Tensor:
     """`φ(x_n)ᵀ u_n`, `[N, P]`."""
-    _take_memory(held, ways)
-    weights, fixed, num = held.random(), held.fixed(), num_rows(x)
+    _take_memory(shell, ways)
+    weights, num = shell.random(), num_rows(x)
     tensors, rebuild = batched(x)
 
     # Each datum is a batch of one, so that the network sees the axis that it expects.
     def of_datum(x_n: list[Tensor]) -> Weights:
         datum = rebuild([t[None] for t in x_n[:-1]])
-        return vjp(lambda w: held({**fixed, **w}, datum).reshape(-1), weights)[1](x_n[-1])[0]
+        return vjp(lambda w: shell(w, datum).reshape(-1), weights)[1](x_n[-1])[0]
 
     gradients = ways.of_each_datum(
-        lambda: by_branch(vmap(of_datum), [*tensors, u.to(held.dtype)], 4 * ways.batching.chunk_size),
-        lambda n: [rows[0] for rows in _rows_alone(held, take(x, slice(n, n + 1)), u[n : n + 1])],
+        lambda: by_branch(vmap(of_datum), [*tensors, u.to(shell.dtype)], 4 * ways.batching.chunk_size),
+        lambda n: [rows[0] for rows in _rows_alone(shell, take(x, slice(n, n + 1)), u[n : n + 1])],
         weights,
         num,
     )
     return torch.cat([g.reshape(num, -1) for g in gradients.values()], dim=1).to(u.dtype).detach()
 
 
-def jacobian_rows(held: HeldModule, ways: JacobianProducts, x: Any, *, graph: bool) -> Float[Tensor, "N C P"]:
+def jacobian_rows(shell: Shell, ways: JacobianProducts, x: Any, *, graph: bool) -> Float[Tensor, "N C P"]:
     """`φ(x_n)` of each datum."""
-    _take_memory(held, ways)
-    weights, fixed = held.random(), held.fixed()
+    _take_memory(shell, ways)
+    weights = shell.random()
     tensors, rebuild = batched(x)
 
     def of_datum(x_n: list[Tensor]) -> Weights:
         datum = rebuild([t[None] for t in x_n])
-        return jacrev(lambda w: held({**fixed, **w}, datum).reshape(-1))(weights)
+        return jacrev(lambda w: shell(w, datum).reshape(-1))(weights)
 
     rows = ways.of_each_datum(
         lambda: by_branch(vmap(of_datum), tensors, num_rows(x)),
-        lambda n: _rows_alone(held, take(x, slice(n, n + 1)), None, graph),
+        lambda n: _rows_alone(shell, take(x, slice(n, n + 1)), None, graph),
         weights,
         num_rows(x),
     )
@@ -336,11 +334,11 @@ def jacobian_rows(held: HeldModule, ways: JacobianProducts, x: Any, *, graph: bo
     return full if graph else full.detach()
 
 
-def _rows_alone(held: HeldModule, x: Any, u: Tensor | None, graph: bool = False) -> list[Tensor]:
+def _rows_alone(shell: Shell, x: Any, u: Tensor | None, graph: bool = False) -> list[Tensor]:
     """`φᵀ u_k` of one datum, by weight `[k, ...]`; of the unit vectors, which give its Jacobian, without `u`."""
     with torch.enable_grad():
-        weights = held.leaves()
-        outputs = held({**held.fixed(), **weights}, x).reshape(-1)
+        weights = shell.leaves()
+        outputs = shell(weights, x).reshape(-1)
         cotangents = torch.eye(len(outputs)).to(outputs) if u is None else u.to(outputs.dtype)
         pulled = [
             torch.autograd.grad(
@@ -357,10 +355,9 @@ def _rows_alone(held: HeldModule, x: Any, u: Tensor | None, graph: bool = False)
     return [torch.stack(of_weight) for of_weight in zip(*pulled, strict=True)]
 
 
-def vjp_with_graph(held: HeldModule, x: Any, u: Float[Tensor, "K N C"], chunk_size: int) -> Float[Tensor, "K P"]:
+def vjp_with_graph(shell: Shell, x: Any, u: Float[Tensor, "K N C"], chunk_size: int) -> Float[Tensor, "K P"]:
     """`Σ_n φ(x_n)ᵀ u_kn` that autograd differentiates in `x` and `u`."""
-    fixed = held.fixed()
-    outputs, pull, *_ = vjp(lambda w: held({**fixed, **w}, x), held.random())
+    outputs, pull, *_ = vjp(lambda w: shell(w, x), shell.random())
     cotangents = u.to(outputs.dtype).reshape(len(u), *outputs.shape)
     (rows,) = vmap(pull, chunk_size=chunk_size)(cotangents)
     return torch.cat([row.reshape(len(u), -1) for row in rows.values()], dim=1).to(u.dtype)

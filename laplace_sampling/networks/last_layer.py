@@ -6,11 +6,12 @@ follows costs as much as for a linear model.
 """
 
 import math
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, Self
 
 import torch
 from jaxtyping import Float
@@ -18,33 +19,147 @@ from torch import Tensor, nn
 
 from laplace_sampling.data.batches import (
     Layout,
+    as_tensors,
     batched,
     concatenate,
     constants,
     num_bytes,
     num_rows,
     place,
+    read,
     take,
 )
+from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.networks.batching import DEFAULT_CHUNK
 from laplace_sampling.networks.linear_layer import LinearLayer
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.networks.module_calls import ModuleCall, inputs_of_call, returns
-from laplace_sampling.networks.own_weights import around, has_matrix, names_of, own_weights
 from laplace_sampling.networks.resources import free_memory
-from laplace_sampling.networks.undisturbed import LOCK, undisturbed
+from laplace_sampling.networks.shell import Shell
+from laplace_sampling.networks.solving import exclusive
 from laplace_sampling.networks.unwrapping import unwrapped
 from laplace_sampling.solvers.placement import normal
-
-if TYPE_CHECKING:
-    from laplace_sampling.data.training_data import TrainingData
-
 
 # Data that the network is run on to find the layer: networks with batch normalisation may not run on a single one.
 _DATA_OF_THE_RUN = 2
 # The share of free memory that the inputs of the layer may take; solvers take the rest. It is not tuned: a quarter or
 # all of it changes nothing for data that are smaller.
 _SHARE = 0.5
+
+
+# Calls of modules -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of a module.
+
+    Attributes:
+        name: of the module.
+        inputs: in the form of `laplace_sampling.data.batches`; `None` if they have another.
+        output: what it returned.
+        version: of that tensor when it was returned.
+    """
+
+    name: str
+    inputs: Any
+    output: Any
+    version: int | None
+
+    @classmethod
+    def ended(cls, name: str, inputs: Any, output: Any) -> Self:
+        """A call that has just ended."""
+        return cls(name, inputs, output, _version(output))
+
+    def is_last(self, output: Any) -> bool:
+        """Whether a network that returns this has changed nothing of what the module returned."""
+        if self.output is output:
+            return _version(output) == self.version
+        try:
+            outputs = read(output, num_rows(self.inputs))[0]
+        except (TypeError, ValueError):
+            return False
+        return _version(self.output) == self.version and returns(self, outputs)
+
+
+def returns(call: ModuleCall, outputs: Tensor) -> bool:
+    """Whether a call returned the outputs of the network, but for the shape of a datum."""
+    try:
+        output = read(call.output, len(outputs))[0]
+    except (TypeError, ValueError):
+        return False
+    same = output.numel() == outputs.numel() and torch.equal(output.reshape(-1), outputs.reshape(-1))
+    return same and (call.inputs is None or num_rows(call.inputs) == len(outputs))
+
+
+def inputs_of_call(args: tuple, kwargs: dict) -> Any:
+    """In the form of `laplace_sampling.data.batches`; `None` if they have another."""
+    if bool(args) == bool(kwargs):
+        return None
+    x = kwargs or (args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args)
+    try:
+        num_rows(x)
+    except (TypeError, ValueError):
+        return None
+    return as_tensors(x)
+
+
+def _version(output: Any) -> int | None:
+    return output._version if isinstance(output, Tensor) and not output.is_inference() else None
+
+
+# Weights of layers ----------------------------------------------------------------------------------------------------
+
+
+def own_weights(module: nn.Module, name: str) -> list[nn.Parameter]:
+    """The floating-point weights of a part of a module itself, also those that it computes its weights from."""
+    if "parametrizations" in name.split("."):
+        return []
+    part = module.get_submodule(name)
+    weights = list(part.parameters(recurse=False))
+    if nn.utils.parametrize.is_parametrized(part):
+        weights += list(part.get_submodule("parametrizations").parameters())
+    return [p for p in weights if p.is_floating_point()]
+
+
+def linear_layer_of(module: nn.Module, names: list[str]) -> str | None:
+    """The name of the linear layer inside a module of which weights are all, if they are those of one."""
+    layer = names[0].rpartition(".")[0]
+    part = module.get_submodule(layer)
+    if not layer or type(part) is not nn.Linear or names_of(module, own_weights(module, layer)) != names:
+        return None
+    return layer
+
+
+def has_matrix(module: nn.Module, name: str) -> bool:
+    return any(weight.dim() > 1 for weight in own_weights(module, name))
+
+
+def around(name: str) -> list[str]:
+    """The names of the modules around a part, from outside, and its own."""
+    parts = name.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+
+
+def names_of(module: nn.Module, weights: Sequence[nn.Parameter]) -> list[str]:
+    chosen = {id(p) for p in weights}
+    return [name for name, p in module.named_parameters() if id(p) in chosen]
+
+
+# The network ----------------------------------------------------------------------------------------------------------
+
+
+def _by_head(name: str) -> Any:
+    """A product of `Linearisation` by the head and its inputs; without a graph, the rest of the network runs once."""
+    whole = getattr(Linearisation, name)
+
+    @wraps(whole)
+    def product(self: "LastLayer", x: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if self.head is None or kwargs.get("graph"):
+            return whole(self, x, *args, **kwargs)
+        part, z = self.evaluate_with_inputs(x)[2:]
+        return whole(self, x, *args) if part is self else getattr(part, name)(z, *args)
+
+    return product
 
 
 class LastLayer(Linearisation):
@@ -69,6 +184,8 @@ class LastLayer(Linearisation):
             where products take the whole network.
     """
 
+    jvp, vjp, ggn, vjp_each, jacobian = map(_by_head, ("jvp", "vjp", "ggn", "vjp_each", "jacobian"))
+
     def __init__(
         self,
         module: nn.Module,
@@ -79,13 +196,12 @@ class LastLayer(Linearisation):
     ) -> None:
         self.found, self.head, self._head_name, self._taken_over = False, None, "", False
         self.named = layer is not None
-        with LOCK:
-            module = unwrapped(module)
-            names = [name for name, _ in module.named_modules()] if layer is None else [layer]
-            self._choose(module, names, chunk_size, autocast)
+        module = unwrapped(module)
+        weights = self._chosen(module, [name for name, _ in module.named_modules()] if layer is None else [layer])
+        super().__init__(module, weights, chunk_size=chunk_size, autocast=autocast)
 
-    def _choose(self, module: nn.Module, names: list[str], chunk_size: int, autocast: torch.dtype | None) -> None:
-        """Takes the last of some modules that has weights of its own."""
+    def _chosen(self, module: nn.Module, names: list[str]) -> list[str]:
+        """The names of the weights of the last of some modules that has any."""
         weights = {name: own_weights(module, name) for name in names}
         layers = [name for name in names if weights[name]]
         if not layers:
@@ -96,18 +212,25 @@ class LastLayer(Linearisation):
         # A normalisation or a scale at the end has weights, too, but is not what users mean by the last layer.
         with_matrix = [name for name in layers if has_matrix(module, name)]
         self.layer = (with_matrix or layers)[-1]
-        super().__init__(module, names_of(module, weights[self.layer]), chunk_size=chunk_size, autocast=autocast)
+        return names_of(module, weights[self.layer])
+
+    def _choose(self, names: list[str]) -> None:
+        """Takes the last of some modules that has weights of its own."""
+        weights = self._chosen(self.module, names)
+        if weights != self.names:
+            shell = self.shell.with_names(weights)
+            shell.own()
+            super().__init__(shell, batching=self.batching)
 
     def take_over(self, names: Any) -> None:
         """Takes the layer that a saved posterior is of, if it is one; the first prediction finds its inputs."""
         if self.found:
             return
-        with LOCK:
-            for name in [name for name, _ in self.module.named_modules()]:
-                weights = own_weights(self.module, name)
-                if weights and names_of(self.module, weights) == names:
-                    self._choose(self.module, [name], self.chunk_size, self.autocast)
-                    self._taken_over = True
+        for name in [name for name, _ in self.module.named_modules()]:
+            weights = own_weights(self.module, name)
+            if weights and names_of(self.module, weights) == names:
+                self._choose([name])
+                self._taken_over = True
 
     def find(self, x: Any, num_data: int, free: float) -> None:
         """Finds the layer by a run on a few inputs, once.
@@ -122,14 +245,14 @@ class LastLayer(Linearisation):
         try:
             calls, outputs, layout = self._recorded_calls(x)
         except Exception:
-            if not self.named:
-                raise
-            # The layer is known, and whether the network takes few data is checked with products.
-            self.found = True
-            return
-        if layout.names:
+            # Where the layer is known, whether the network takes few data is checked with products.
+            self.found = self.named
             if self.named:
-                self.found = True
+                return
+            raise
+        if layout.names:
+            self.found = self.named
+            if self.named:
                 return
             raise ValueError(
                 f'`parameters="last_layer"` is for one layer, but the model returns the heads {layout.names}. Name '
@@ -143,7 +266,7 @@ class LastLayer(Linearisation):
         z = None
         if name is not None:
             z = next(call.inputs for call in calls if call.name == name)
-            needed, allowed = num_data / num_rows(z) * num_bytes(z), _SHARE * self.held.least(free)
+            needed, allowed = num_data / num_rows(z) * num_bytes(z), _SHARE * self.shell.least(free)
             if needed > allowed:
                 name, reason = None, f"they would take {needed:.2g} bytes, of {allowed:.2g} that they may take"
         if name is None:
@@ -154,30 +277,23 @@ class LastLayer(Linearisation):
 
     def _choose_of(self, calls: list[ModuleCall], outputs: Tensor) -> None:
         """Takes the layer by the calls of a run of the network."""
-        with LOCK:
-            self._choose(self.module, [call.name for call in calls], self.chunk_size, self.autocast)
-            ends = [call.name for call in calls if has_matrix(self.module, call.name) and returns(call, outputs)]
-            if inner := [name for name in ends if name != self.layer and self.layer in ("", *around(name))]:
-                self._choose(self.module, inner[-1:], self.chunk_size, self.autocast)
+        self._choose([call.name for call in calls])
+        ends = [call.name for call in calls if has_matrix(self.module, call.name) and returns(call, outputs)]
+        if inner := [name for name in ends if name != self.layer and self.layer in ("", *around(name))]:
+            self._choose(inner[-1:])
 
     def _recorded_calls(self, x: Any) -> tuple[list[ModuleCall], Tensor, Layout]:
         """All calls of modules, in the order in which they end, and what the network returns."""
         calls: list[ModuleCall] = []
+
+        def record(name: str, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+            calls.append(ModuleCall.ended(name, inputs_of_call(args, kwargs), output))
+
         # Hooks rather than a look at the modules' order: a network may register its layers in any order.
-        handles = []
-        with undisturbed:
+        with exclusive, ExitStack() as hooks:
             for name, module in self.module.named_modules():
-
-                def record(module: nn.Module, args: tuple, kwargs: dict, output: Any, name: str = name) -> None:
-                    calls.append(ModuleCall.ended(name, inputs_of_call(args, kwargs), output))
-
-                handles.append(module.register_forward_hook(record, with_kwargs=True))
-            try:
-                outputs, layout = self.evaluate(x)
-            finally:
-                for handle in handles:
-                    handle.remove()
-        return calls, outputs, layout
+                hooks.callback(module.register_forward_hook(partial(record, name), with_kwargs=True).remove)
+            return calls, *self.evaluate(x)
 
     def _find_head(self, x: Any, calls: list[ModuleCall], outputs: Tensor) -> tuple[str | None, str]:
         """The name of the module whose inputs are to be kept; or `None`, and why there is none."""
@@ -211,11 +327,10 @@ class LastLayer(Linearisation):
 
     def _part(self, name: str, z: Any) -> Linearisation:
         """A part of the module with the random weights in it, and inputs `z`."""
-        with LOCK:
-            part, parameters = self.module.get_submodule(name), dict(self.module.named_parameters())
-            names = names_of(part, [parameters[name] for name in self.names])
-            kind = LinearLayer if LinearLayer.fits(part, names, z) else Linearisation
-            return kind(part, names, chunk_size=self.chunk_size, autocast=self.autocast)
+        part, parameters = self.module.get_submodule(name), dict(self.module.named_parameters())
+        names = names_of(part, [parameters[name] for name in self.names])
+        kind = LinearLayer if LinearLayer.fits(part, names, z) else Linearisation
+        return kind(self.shell.with_names(names, name), chunk_size=self.chunk_size)
 
     def _hold_head(self, name: str, z: Any) -> None:
         self._head_name, self.head = name, self._part(name, z)
@@ -244,7 +359,7 @@ class LastLayer(Linearisation):
         )
 
     @contextmanager
-    def keep_inputs(self, data: "TrainingData") -> Iterator[list[Any]]:
+    def keep_inputs(self, data: TrainingData) -> Iterator[list[Any]]:
         """Finds the layer, and keeps the inputs of the head in calls inside, for `shortened`."""
         few = data.inputs(torch.arange(min(_DATA_OF_THE_RUN, data.num_data)))
         free = math.inf if self.found else data.processes.least(free_memory(self.device))
@@ -255,7 +370,7 @@ class LastLayer(Linearisation):
         with self._recording() as kept:
             yield kept
 
-    def shortened(self, data: "TrainingData", kept: Sequence[Any]) -> "tuple[Linearisation, TrainingData]":
+    def shortened(self, data: TrainingData, kept: Sequence[Any]) -> tuple[Linearisation, TrainingData]:
         """The head and its inputs, one for each batch; the whole network if none were kept or their forms differ."""
         if self.head is None:
             return self, data
@@ -266,49 +381,36 @@ class LastLayer(Linearisation):
         elif any(form != forms[0] for form in forms):
             self._drop_head("batches have inputs of it that differ in more than their rows")
         else:
-            in_step = self.head.held.shards is not None
+            in_step = self.head.shell.shards is not None
             return self.head, data.with_inputs(concatenate(kept) if kept else None, self.device, in_step)
         return self, data
 
     @contextmanager
     def _recording(self) -> Iterator[list[Any]]:
         """The inputs of the head in each call of the network, copied; `None` if its output is not the network's."""
-        kept: list[Any] = []
-        begun, calls, thread = [], [], threading.get_ident()
+        kept, begun, calls = list[Any](), list[Any](), list[ModuleCall]()
         assert self.head is not None
 
         def begin(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if threading.get_ident() == thread:  # another thread may run the network at the same time
-                z = inputs_of_call(args, kwargs)
-                tensors, rebuild = ([], lambda _: None) if z is None else batched(z)
-                # Tensors are copied, since a view would hold all of what it is a view of.
-                begun.append(rebuild([tensor.detach().clone() for tensor in tensors]))
+            z = inputs_of_call(args, kwargs)
+            tensors, rebuild = ([], lambda _: None) if z is None else batched(z)
+            # Tensors are copied, since a view would hold all of what it is a view of.
+            begun.append(rebuild([tensor.detach().clone() for tensor in tensors]))
 
         def end(module: nn.Module, args: tuple, output: Any) -> None:
-            if threading.get_ident() == thread:
-                calls.append(ModuleCall.ended(self._head_name, begun.pop(), output))
+            calls.append(ModuleCall.ended(self._head_name, begun.pop(), output))
 
         def keep(module: nn.Module, args: tuple, output: Any) -> None:
-            if threading.get_ident() == thread:
-                # What `forward` does to the output may depend on the data, as a bound does: the few data of the run by
-                # which the layer was found do not tell.
-                kept.append(calls[0].inputs if len(calls) == 1 and calls[0].is_last(output) else None)
-                calls.clear()
+            # What `forward` does to the output may depend on the data, as a bound does: the few data of the run by
+            # which the layer was found do not tell.
+            kept.append(calls[0].inputs if len(calls) == 1 and calls[0].is_last(output) else None)
+            calls.clear()
 
-        handles = [
-            self.head.module.register_forward_pre_hook(begin, with_kwargs=True),
-            self.head.module.register_forward_hook(end),
-            self.module.register_forward_hook(keep),
-        ]
-        try:
+        with ExitStack() as hooks:
+            hooks.callback(self.head.module.register_forward_pre_hook(begin, with_kwargs=True).remove)
+            hooks.callback(self.head.module.register_forward_hook(end).remove)
+            hooks.callback(self.module.register_forward_hook(keep).remove)
             yield kept
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _shorter(self, x: Any) -> tuple[Linearisation, Any]:
-        """The head and its inputs, by a run of the network."""
-        return self.evaluate_with_inputs(x)[2:]
 
     def evaluate_with_inputs(self, x: Any) -> tuple[Float[Tensor, "N ..."], Layout, Linearisation, Any]:
         """Outputs and layout by one run, and what has their Jacobian: the head, and its inputs in that run.
@@ -321,7 +423,7 @@ class LastLayer(Linearisation):
             self._find_again(take(x, slice(_DATA_OF_THE_RUN)))
         if self.head is None:
             return *self.evaluate(x), self, x
-        with undisturbed, self._recording() as kept:
+        with exclusive, self._recording() as kept:
             outputs, layout = self.evaluate(x)
         if any(z is None for z in kept):
             self._drop_head(self._output_is_changed)
@@ -329,51 +431,12 @@ class LastLayer(Linearisation):
         # Memory may hold parts of the data only.
         return outputs, layout, self.head, kept[0] if len(kept) == 1 else concatenate(kept)
 
-    def jvp(self, x: Any, v: Float[Tensor, "K P"], *, graph: bool = False) -> Float[Tensor, "K N C"]:
-        """As `Linearisation` does; without a graph, the rest of the network runs once."""
-        if self.head is None or graph:
-            return super().jvp(x, v, graph=graph)
-        self._check_width(v, "jvp")
-        part, z = self._shorter(x)
-        return part.jvp(z, v)
-
-    def vjp(self, x: Any, u: Float[Tensor, "K N C"], *, graph: bool = False) -> Float[Tensor, "K P"]:
-        """As `Linearisation` does; without a graph, the rest of the network runs once."""
-        if self.head is None or graph:
-            return super().vjp(x, u, graph=graph)
-        part, z = self._shorter(x)
-        return part.vjp(z, u)
-
-    def ggn(self, x: Any, v: Float[Tensor, "K P"], curvature: Callable[[Tensor], Tensor]) -> Float[Tensor, "K P"]:
-        """As `Linearisation` does; the rest of the network runs once."""
-        if self.head is None:
-            return super().ggn(x, v, curvature)
-        part, z = self._shorter(x)
-        return part.ggn(z, v, curvature)
-
-    def vjp_each(self, x: Any, u: Float[Tensor, "N C"]) -> Float[Tensor, "N P"]:
-        """As `Linearisation` does; the rest of the network runs once."""
-        if self.head is None:
-            return super().vjp_each(x, u)
-        part, z = self._shorter(x)
-        return part.vjp_each(z, u)
-
-    def jacobian(self, x: Any, *, graph: bool = False) -> Float[Tensor, "N C P"]:
-        """As `Linearisation` does; without a graph, the rest of the network runs once."""
-        if self.head is None or graph:
-            return super().jacobian(x, graph=graph)
-        part, z = self._shorter(x)
-        return part.jacobian(z)
-
-    def in_float64(self) -> Self:
-        """The same on a copy of the module in float64."""
-        double = super().in_float64()
-        # The head is a part of the module, so that a copy of the module needs a head of its own.
+    def on(self, shell: Shell) -> Self:
+        """As `Linearisation` does."""
+        other = super().on(shell)
         if self.head is not None:
-            module = double.module.get_submodule(self._head_name)
-            double.head = type(self.head)(module, self.head.names, chunk_size=self.chunk_size)
-            double.head.products = self.products
-        return double
+            other.head = self.head.on(shell.with_names(self.head.names, self._head_name))
+        return other
 
 
 def _forms(kept: Sequence[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.networks.undisturbed import undisturbed
+from laplace_sampling.networks.solving import exclusive
 from laplace_sampling.networks.weight_uses import Fold, Pair, Use, WeightUses, folds
 from laplace_sampling.solvers.placement import normal
 
@@ -69,7 +69,7 @@ class LayerRun:
     """
 
     def __init__(self, network: _Traced, x: Any, num_data: int) -> None:
-        with undisturbed:
+        with exclusive:
             outputs, watched = network.traced(x, WeightUses)
         self.f, self.weights = outputs.reshape(num_data, -1), watched.weights
         self.uses = defaultdict[tuple[str, ...], list[Use]](list)

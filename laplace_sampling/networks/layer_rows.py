@@ -65,7 +65,7 @@ def _of_some(network: Linearisation, layers: list[Layer], x: Any, u: Tensor) -> 
 
 def _found(network: Linearisation, x: Any) -> list[Layer]:
     """The layers, if these hold all random weights."""
-    positions = torch.arange(network.num_parameters, device=network.device).split(network.held.sizes)
+    positions = torch.arange(network.num_parameters, device=network.device).split(network.shell.sizes)
     try:
         layers = layers_of(LayerRun(network, x, num_rows(x)), dict(zip(network.names, positions, strict=True)))
     except RuntimeError:  # outputs that depend on no random weights, or an operation without a derivative

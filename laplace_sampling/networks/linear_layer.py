@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_sampling.networks.held_module import HALF
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.networks.shell import HALF
 
 
 class LinearLayer(Linearisation):

@@ -5,12 +5,12 @@ weights `w̄` is applied, never formed (but for `jacobian`, which the exact meth
 
 A product passes these policies, each in a file of its own:
 
-- `held_module`: the module as a function of its random weights, in evaluation mode, restored after each call; other
-  threads and Ctrl-C wait for that (`undisturbed`).
+- `shell`: the network as a function of its random weights, on a private copy (`private_copy`); other threads and
+  Ctrl-C wait for one product (`solving`).
 - `batching`: how many data and vectors go through it at once.
 - `jacobian_products`: the ways of differentiating, of which the first that works is taken.
 - `derivative_rules`, `elementary_layers`: derivatives that torch lacks or has wrong.
-- `consistency`: comparisons of forward with reverse mode, and of both with the module itself (`plain_gradient`);
+- `consistency`: comparisons of forward with reverse mode, and of both with the module itself;
   `wrong_rules` finds the operation whose forward derivative is wrong.
 """
 
@@ -25,9 +25,7 @@ from torch import Tensor, nn
 
 from laplace_sampling.data.batches import Layout, num_rows, rows_of, take
 from laplace_sampling.networks.batching import DEFAULT_CHUNK, Batching, keep_freed_memory
-from laplace_sampling.networks.derivative_rules import ComposedLayers, differentiable, forward_mode_kernels
-from laplace_sampling.networks.evaluation_mode import evaluation_mode
-from laplace_sampling.networks.held_module import HeldModule, users_precision
+from laplace_sampling.networks.derivative_rules import differentiable, forward_mode_kernels
 from laplace_sampling.networks.jacobian_products import (
     JacobianProducts,
     jacobian_rows,
@@ -35,7 +33,8 @@ from laplace_sampling.networks.jacobian_products import (
     vjps_of_each_datum,
 )
 from laplace_sampling.networks.selection import Selection, select
-from laplace_sampling.networks.undisturbed import LOCK
+from laplace_sampling.networks.shell import Shell
+from laplace_sampling.networks.solving import users_precision
 from laplace_sampling.networks.unwrapping import unwrapped
 
 # `u ↦ Bu`, `[K, N, C]` both.
@@ -45,8 +44,8 @@ Curvature = Callable[[Tensor], Tensor]
 class Linearisation:
     r"""A trained network `f(w, x)` and the products of its Jacobian `φ(x)` in the weights.
 
-    The module is held, never changed: it runs in evaluation mode with frozen buffers, and its
-    modes are put back after every call, also after one that raised.
+    Products are those of the module at the moment of this call: it is copied, and neither changed nor run. The copy
+    shares the memory of weights that are not random, which must not be changed in place.
 
     Args:
         module: the trained network. Inputs `x` and outputs are of the forms of `laplace_sampling.data.batches`.
@@ -62,7 +61,8 @@ class Linearisation:
     Attributes:
         num_parameters: `P`, the length of a flat weight vector.
         products: counts of `jvp` and `vjp`; the unit is one datum and one vector.
-        held, batching, ways, known_layers: the policies.
+        source: the network that was given, inside its wrappers.
+        shell, batching, ways, known_layers: the policies.
 
     Raises:
         TypeError: if `module` is not an `nn.Module`.
@@ -72,7 +72,7 @@ class Linearisation:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module | Shell,
         parameters: Selection = None,
         *,
         chunk_size: int = DEFAULT_CHUNK,
@@ -81,50 +81,57 @@ class Linearisation:
     ) -> None:
         # Nothing here runs the network or changes the process: the first product does what products need.
         self.batching = Batching(chunk_size) if batching is None else batching
-        with LOCK:
+        if isinstance(module, Shell):
+            self.shell = module
+        else:
             module = unwrapped(module)
-            self.held = HeldModule(module, select(module, parameters), autocast, ComposedLayers)
-        self.num_parameters, self.chunk_size = sum(self.held.sizes), self.batching.chunk_size
+            self.shell = Shell(module, select(module, parameters), autocast)
+        self.num_parameters, self.chunk_size = sum(self.shell.sizes), self.batching.chunk_size
         self.products = {"jvp": 0, "vjp": 0}
-        self.ways = JacobianProducts(module, self.batching)
+        self.ways = JacobianProducts(self.shell.module, self.batching)
         self.known_layers = cast(list[Any] | None, None)
 
     @property
     def module(self) -> nn.Module:
-        return self.held.module
+        """The private copy of the network."""
+        return self.shell.module
+
+    @property
+    def source(self) -> nn.Module:
+        return self.shell.source
 
     @property
     def names(self) -> list[str]:
         """The random weights, in the order of the flat vector."""
-        return self.held.names
+        return self.shell.names
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
         """Of the random weights, by name."""
-        return self.held.shapes
+        return self.shell.shapes
 
     @property
     def autocast(self) -> torch.dtype | None:
-        return self.held.autocast
+        return self.shell.autocast
 
     @property
     def device(self) -> torch.device:
-        return self.held.device
+        return self.shell.device
 
     @property
     def module_dtype(self) -> torch.dtype:
         """Of the weights."""
-        return self.held.module_dtype
+        return self.shell.module_dtype
 
     @property
     def dtype(self) -> torch.dtype:
         """Of vectors, products and outputs: that of the weights, but float32 for half precision."""
-        return self.held.dtype
+        return self.shell.dtype
 
     @property
     def weights(self) -> Float[Tensor, " P"]:
         """The trained weights `w̄` as one flat vector (a copy)."""
-        return torch.cat([w.reshape(-1) for w in self.held.random().values()]).to(self.dtype)
+        return torch.cat([w.reshape(-1) for w in self.shell.random().values()]).to(self.dtype)
 
     @property
     def lacking(self) -> str | None:
@@ -142,27 +149,35 @@ class Linearisation:
 
     def layers(self) -> tuple[list[str], Tensor]:
         """The names of the modules that own the weights, and for each weight the index of its module, `[P]`."""
-        return self.held.layers()
+        return self.shell.layers()
 
     def unflatten(self, v: Tensor) -> dict[str, Tensor]:
         """Views of `[..., P]` in the shapes of the parameters, by name."""
-        return self.held.unflatten(v)
+        return self.shell.unflatten(v)
 
     def fingerprint(self) -> Tensor:
         """SHA-256 of all weights and buffers, `[32]` bytes: tells whether a network is the one that was fitted."""
-        return self.held.fingerprint()
+        return self.shell.fingerprint()
 
     def with_names(self, names: list[str]) -> "Linearisation":
         """The same network with other weights random; what was learnt about its products is shared."""
-        other = Linearisation(self.module, names, autocast=self.autocast, batching=self.batching)
+        other = Linearisation(self.shell.with_names(names), batching=self.batching)
         # Operations without derivatives are those of the module, whichever weights are random.
         other.ways, other.products = self.ways, self.products
         return other
 
     def in_float64(self) -> Self:
-        """The same on a copy of the module in float64; products are counted together."""
+        """The network in float64; products are counted together."""
+        return self.on(self.shell.in_float64())
+
+    def renewed(self) -> Self:
+        """The network with the weights that it has now; products are counted together."""
+        return self.on(self.shell.renewed())
+
+    def on(self, shell: Shell) -> Self:
+        """The same products of another copy of the network."""
         other = copy.copy(self)
-        other.held = self.held.in_float64()
+        other.shell = shell
         return other
 
     @contextmanager
@@ -183,20 +198,20 @@ class Linearisation:
         """
         if not graph:
             return self.evaluate(x)[0]
-        with torch.enable_grad(), evaluation_mode(self.held):
-            return self.held(self.held.fixed() | self.held.random(), x)
+        with torch.enable_grad(), self.shell.opened():
+            return self.shell(self.shell.random(), x)
 
     def evaluate(self, x: Any) -> tuple[Float[Tensor, "N ..."], Layout]:
         """The network's own output and its layout, without gradient."""
-        with torch.no_grad(), evaluation_mode(self.held), users_precision():
-            parts = self.batching.in_parts(num_rows(x), lambda rows: self.held.evaluate(rows_of(x, rows)))
+        with torch.no_grad(), self.shell.opened(), users_precision():
+            parts = self.batching.in_parts(num_rows(x), lambda rows: self.shell.evaluate(rows_of(x, rows)))
         return _joined([output for output, _ in parts], 0).to(self.dtype), parts[0][1]
 
     def traced(self, x: Any, watch: Callable[[dict[str, Tensor]], Any]) -> tuple[Float[Tensor, "N ..."], Any]:
         """Outputs with a graph that autograd differentiates, run in the context `watch` of the weights in it."""
-        weights = self.held.leaves()
-        with torch.enable_grad(), self._differentiating(), watch(weights) as watched:
-            return self.held(weights, x), watched
+        weights = self.shell.leaves()
+        with torch.enable_grad(), self.differentiating(), watch(weights) as watched:
+            return self.shell(weights, x), watched
 
     # Products ---------------------------------------------------------------------------------------------------------
 
@@ -218,8 +233,8 @@ class Linearisation:
         """
         if graph:
             self.products["vjp"] += len(u) * num_rows(x)
-            with differentiable(True), self._differentiating():
-                return vjp_with_graph(self.held, x, u, self.chunk_size)
+            with differentiable(True), self.differentiating():
+                return vjp_with_graph(self.shell, x, u, self.chunk_size)
         parts = self.batching.in_parts(num_rows(x), lambda rows: self._run(self._pull, rows_of(x, rows), u[:, rows]))
         return sum(parts[1:], parts[0])
 
@@ -252,31 +267,31 @@ class Linearisation:
     # Products of data that go through the network at once - -----------------------------------------------
 
     @contextmanager
-    def _differentiating(self, layers: bool = True) -> Iterator[None]:
+    def differentiating(self, layers: bool = True) -> Iterator[None]:
         """The module in evaluation mode, with kernels that have forward derivatives."""
         keep_freed_memory()
-        with evaluation_mode(self.held), forward_mode_kernels(layers):
+        with self.shell.opened(), forward_mode_kernels(layers):
             yield
 
     def _run(self, product: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        with self._differentiating(layers=False):
+        with self.differentiating(layers=False):
             return product(*args, **kwargs)
 
     def _push(self, x: Any, v: Tensor, *, graph: bool = False) -> Tensor:
-        weights, largest = self.held.random(), self.batching.largest_tensor(self.held.forward, x)
+        weights, largest = self.shell.random(), self.batching.largest_tensor(self.shell.forward, x)
         tangents = {name: t.to(weights[name].dtype) for name, t in self.unflatten(v).items()}
         with differentiable(graph):
-            product = self.ways.push(self.held.outputs(x), weights, tangents, largest, graph=graph)
+            product = self.ways.push(self.shell.outputs(x), weights, tangents, largest, graph=graph)
         self.products["jvp"] += len(v) * num_rows(x)
         return product
 
     def _pull(self, x: Any, u: Tensor) -> Tensor:
-        rows, weights = u.new_empty(len(u), self.num_parameters), self.held.leaves()
-        largest = self.batching.largest_tensor(self.held.forward, x)
+        rows, weights = u.new_empty(len(u), self.num_parameters), self.shell.leaves()
+        largest = self.batching.largest_tensor(self.shell.forward, x)
         with torch.enable_grad():
-            outputs = self.held.outputs(x)(weights)
+            outputs = self.shell.outputs(x)(weights)
             cotangents = u.to(outputs.dtype).reshape(len(u), *outputs.shape)
-            self.held.write(self.ways.pull(outputs, list(weights.values()), cotangents, largest), rows)
+            self.shell.write(self.ways.pull(outputs, list(weights.values()), cotangents, largest), rows)
         self.products["vjp"] += len(u) * num_rows(x)
         return rows
 
@@ -286,13 +301,13 @@ class Linearisation:
 
     def _ggn_of_dual_numbers(self, x: Any, v: Tensor, curvature: Curvature) -> Tensor | None:
         """The product of one vector by one forward pass; `None` where torch lacks a derivative."""
-        weights, rows = self.held.random(), torch.empty_like(v)
+        weights, rows = self.shell.random(), torch.empty_like(v)
         tangent = {name: t[0].to(weights[name].dtype) for name, t in self.unflatten(v).items()}
-        largest = self.batching.largest_tensor(self.held.forward, x)
-        gradients = self.ways.push_and_pull(self.held.outputs(x), weights, tangent, curvature, largest)
+        largest = self.batching.largest_tensor(self.shell.forward, x)
+        gradients = self.ways.push_and_pull(self.shell.outputs(x), weights, tangent, curvature, largest)
         if gradients is None:
             return None
-        self.held.write([gradients], rows)
+        self.shell.write([gradients], rows)
         self.products["jvp"] += num_rows(x)
         self.products["vjp"] += num_rows(x)
         return rows
@@ -300,19 +315,19 @@ class Linearisation:
     def _vjp_each(self, x: Any, u: Tensor) -> Tensor:
         self.products["vjp"] += num_rows(x)
         # Under `no_grad` torch's derivatives of `linalg.solve` and of determinants are wrong.
-        with torch.enable_grad(), self._differentiating():
-            return vjps_of_each_datum(self.held, self.ways, x, u)
+        with torch.enable_grad(), self.differentiating():
+            return vjps_of_each_datum(self.shell, self.ways, x, u)
 
     def _jacobian(self, x: Any, graph: bool) -> Tensor:
-        with torch.no_grad(), self._differentiating(layers=False):
-            num_outputs = self.held.forward(take(x, slice(1))).numel()
+        with torch.no_grad(), self.differentiating(layers=False):
+            num_outputs = self.shell.forward(take(x, slice(1))).numel()
         if self.num_parameters < num_outputs and not graph:  # columns are fewer than rows
             columns = torch.eye(self.num_parameters, dtype=self.dtype, device=self.device)
             return self._run(self._push, x, columns).permute(1, 2, 0)
         self.products["vjp"] += num_rows(x) * num_outputs
         # `enable_grad` also without a graph: see `_vjp_each`.
-        with differentiable(graph), torch.enable_grad(), self._differentiating():
-            return jacobian_rows(self.held, self.ways, x, graph=graph)
+        with differentiable(graph), torch.enable_grad(), self.differentiating():
+            return jacobian_rows(self.shell, self.ways, x, graph=graph)
 
     def _check_width(self, v: Tensor, call: str) -> None:
         if v.dim() != 2 or v.shape[1] != self.num_parameters:

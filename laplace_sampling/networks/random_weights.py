@@ -5,9 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from laplace_sampling.networks.last_layer import LastLayer
+from laplace_sampling.networks.last_layer import LastLayer, linear_layer_of
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.networks.own_weights import linear_layer_of
 from laplace_sampling.networks.selection import Selection
 from laplace_sampling.networks.subnetwork import Elements, Subnetwork
 

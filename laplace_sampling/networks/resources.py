@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator, OperatorBase, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from laplace_sampling.networks.undisturbed import undisturbed
+from laplace_sampling.networks.solving import exclusive
 
 
 class _Counting(TorchDispatchMode):
@@ -19,14 +19,14 @@ class _Counting(TorchDispatchMode):
     supports_higher_order_operators = True  # those that call functions, as `cond`, `scan` and `flex_attention`
 
     def __enter__(self) -> Self:
-        undisturbed.__enter__()
+        exclusive.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         try:
             super().__exit__(*error)
         finally:
-            undisturbed.__exit__(*error)
+            exclusive.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

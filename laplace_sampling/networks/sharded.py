@@ -1,18 +1,17 @@
 """Models whose parameters `fully_shard` (FSDP2) has shared out over processes, in Jacobian products.
 
 Each process holds a part of each parameter, a DTensor, and hooks of FSDP gather those of a block before its forward.
-torch differentiates neither: DTensors have no forward derivatives, and the hooks write over the weights that
-`functional_call` puts into a module. So the hooks are taken off while a network runs here, and those of this file take
-their places: plain tensors are gathered before the forward of a block and dropped after it. What a graph would hold of
+torch differentiates neither: DTensors have no forward derivatives, and the hooks write over the weights that a product
+puts into a module. So the private copy of a module has no hooks of FSDP, and those of this file take their places:
+plain tensors are gathered before the forward of a block and dropped after it. What a graph would hold of
 them for the backward pass is gathered again there. Transforms of `torch.func` in reverse mode do not allow this
 (`saved_tensors_hooks`): their graphs hold all frozen weights until the product is done.
 
 All processes run the same code, so that they gather together.
 """
 
-import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +23,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as 
 from torch.utils._python_dispatch import _disable_current_modes
 
 MANAGED = "_is_fsdp_managed_module"  # an attribute of each part whose own parameters `fully_shard` shares out
+BLOCK = "_is_block_of_fsdp"  # an attribute of private copies of parts to which `fully_shard` was applied
 
 
 # Single tensors -------------------------------------------------------------------------------------------------------
@@ -60,9 +60,7 @@ def mesh_of(tensors: Iterable[Any]) -> Any:
 def reshard(module: nn.Module) -> None:
     """Drops the weights that a forward pass without a backward one has left whole, as FSDP does before a next step."""
     for part in module.modules():
-        # Copies in float64 are without what FSDP knows of a module.
-        known = any(value for name, value in vars(part).items() if name.startswith("__composable_api_state"))
-        if known and _is_fsdp(part):
+        if is_fsdp(part):
             cast(Any, part).reshard()
 
 
@@ -133,7 +131,6 @@ class Shards:
     def opened(self) -> Iterator[None]:
         """Blocks inside gather their parameters while they run."""
         with ExitStack() as stack:
-            stack.enter_context(_without_hooks(self.module))
             random = {id(p) for name, p in self.module.named_parameters() if name in self.names}
             for block, parts in _blocks(self.module).items():
                 gather, drop = partial(self._gather, parts, random), self._drop
@@ -185,28 +182,6 @@ class Shards:
             return tensor
         return _View(origin, tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    def in_float64(self) -> nn.Module:
-        """A copy of the module in float64, whose parameters are shared out in the same way."""
-        parts = list(self.module.modules())
-        kinds, memo = [type(part) for part in parts], dict[int, Any]()
-        for part in parts:
-            shards = [p for p in part._parameters.values() if is_dtensor(p)]
-            memo |= {id(p): nn.Parameter(p.detach().double(), p.requires_grad) for p in shards}  # pyright: ignore
-            # What FSDP knows of a module is of streams and process groups.
-            memo |= {id(value): {} for name, value in vars(part).items() if name.startswith("__composable_api")}
-        with _without_hooks(self.module):
-            try:
-                # FSDP forbids copies of its classes, each of which is followed by `FSDPModule` and the user's.
-                for part in filter(_is_fsdp, parts):
-                    part.__class__ = type(part).__mro__[2]
-                copied = copy.deepcopy(self.module, memo).double()
-            finally:
-                for part, kind in zip(parts, kinds, strict=True):
-                    part.__class__ = kind
-        for part, kind in zip(copied.modules(), kinds, strict=True):
-            part.__class__ = kind
-        return copied
-
     def bytes(self) -> GatheredBytes:
         """What a process holds of the module in products of its random weights."""
         parameters = dict(self.module.named_parameters())
@@ -246,7 +221,7 @@ def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _is_fsdp(part: nn.Module) -> bool:
+def is_fsdp(part: nn.Module) -> bool:
     package = sys.modules.get("torch.distributed.fsdp")
     return package is not None and isinstance(part, package.FSDPModule)
 
@@ -258,7 +233,7 @@ def _blocks(module: nn.Module) -> dict[nn.Module, list[nn.Module]]:
     def visit(part: nn.Module, block: nn.Module) -> None:
         if part not in seen:
             seen.add(part)
-            block = part if _is_fsdp(part) else block
+            block = part if hasattr(part, BLOCK) else block
             blocks.setdefault(block, []).append(part)
             for child in part.children():
                 visit(child, block)
@@ -267,24 +242,5 @@ def _blocks(module: nn.Module) -> dict[nn.Module, list[nn.Module]]:
     return blocks
 
 
-@contextmanager
-def _without_hooks(module: nn.Module) -> Iterator[None]:
-    """The module without the hooks of FSDP, which are put back in their order."""
-    taken: list[tuple[dict[int, Callable], dict[int, Callable]]] = []
-    try:
-        for part in module.modules():
-            for hooks in (part._forward_pre_hooks, part._forward_hooks):
-                of_fsdp = [key for key, hook in hooks.items() if _is_of_fsdp(hook)]
-                if of_fsdp:
-                    taken.append((hooks, hooks.copy()))
-                for key in of_fsdp:
-                    del hooks[key]
-        yield
-    finally:
-        for hooks, before in taken:
-            hooks.clear()
-            hooks.update(before)
-
-
-def _is_of_fsdp(hook: Any) -> bool:
+def is_of_fsdp(hook: Any) -> bool:
     return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp")

@@ -1,8 +1,7 @@
 """Some weights of a network, down to single elements of its tensors, in a flat vector of their own."""
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from jaxtyping import Float
@@ -10,9 +9,8 @@ from torch import Tensor, nn
 
 from laplace_sampling.data.batches import split, take
 from laplace_sampling.networks.batching import DEFAULT_CHUNK
-from laplace_sampling.networks.held_module import real_shape
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.networks.undisturbed import LOCK
+from laplace_sampling.networks.shell import Shell, real_shape
 from laplace_sampling.networks.unwrapping import unwrapped
 from laplace_sampling.solvers.checks import as_numbers
 
@@ -26,9 +24,8 @@ _BLOCK = 2**25
 
 def of_some_weights(network: Linearisation) -> bool:
     """Whether weights that require a gradient are taken as known."""
-    random = {id(network.module.get_parameter(name)) for name in network.names}
-    others = any(p.requires_grad and id(p) not in random for p in network.module.parameters())
-    return others or network.num_parameters < sum(network.held.sizes)
+    others = any(p.requires_grad for name, p in network.source.named_parameters() if name not in network.shapes)
+    return others or network.num_parameters < sum(network.shell.sizes)
 
 
 class Subnetwork(Linearisation):
@@ -58,14 +55,10 @@ class Subnetwork(Linearisation):
         chunk_size: int = DEFAULT_CHUNK,
         autocast: torch.dtype | None = None,
     ) -> None:
-        with LOCK:
-            module = unwrapped(module)
-            chosen = _indices(module, elements)
+        chosen = _indices(unwrapped(module), elements)
         super().__init__(module, list(chosen), chunk_size=chunk_size, autocast=autocast)
-        self.whole = Linearisation(module, list(chosen), chunk_size=chunk_size, autocast=autocast)
-        self.whole.batching = self.batching
-        self.whole.products, self.whole.ways = self.products, self.ways
-        starts = torch.tensor([0, *self.held.sizes]).cumsum(0).tolist()
+        self.whole = self.with_names(list(chosen))
+        starts = torch.tensor([0, *self.shell.sizes]).cumsum(0).tolist()
         index = torch.cat([chosen[name] + start for name, start in zip(self.names, starts, strict=False)])
         self.index, self.num_parameters = index.to(self.device), len(index)
 
@@ -73,7 +66,7 @@ class Subnetwork(Linearisation):
     def selection(self) -> dict[str, list[int]]:
         """The indices of the random elements by name."""
         parts = torch.zeros(self.whole.num_parameters, dtype=torch.bool).index_fill(0, self.index.cpu(), True)
-        masks = zip(self.names, parts.split(self.held.sizes), strict=True)
+        masks = zip(self.names, parts.split(self.shell.sizes), strict=True)
         return {name: mask.nonzero()[:, 0].tolist() for name, mask in masks}
 
     @property
@@ -127,12 +120,11 @@ class Subnetwork(Linearisation):
         rows = max(1, _BLOCK // (outputs * self.whole.num_parameters))
         return torch.cat([self.whole.jacobian(part, graph=graph)[..., self.index] for part in split(x, rows)])
 
-    def in_float64(self) -> "Subnetwork":
-        """The same on a copy of the module in float64."""
-        double = copy.copy(self)
-        double.whole = self.whole.in_float64()
-        double.held = double.whole.held
-        return double
+    def on(self, shell: Shell) -> Self:
+        """As `Linearisation` does."""
+        other = super().on(shell)
+        other.whole = self.whole.on(shell)
+        return other
 
 
 def _indices(module: nn.Module, elements: Elements) -> dict[str, Tensor]:

@@ -14,9 +14,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from laplace_sampling.networks.derivative_rules import ComposedLayers, forward_mode_kernels
-from laplace_sampling.networks.evaluation_mode import evaluation_mode
-from laplace_sampling.networks.held_module import HeldModule
 from laplace_sampling.networks.jacobian_products import origin_of
+from laplace_sampling.networks.shell import Shell
 from laplace_sampling.solvers.placement import normal
 
 # Central differences are right to two thirds of the digits with steps of a third of them; derivatives that agree in a
@@ -30,23 +29,23 @@ class _WrongRule(Exception):
     pass
 
 
-def wrong_forward_rule(held: HeldModule, x: Any) -> str | None:
+def wrong_forward_rule(shell: Shell, x: Any) -> str | None:
     """The first operation whose forward derivative is wrong where its reverse one is right, with its module.
 
     `None` if there is none; what the network or an operation raises is raised.
 
     Args:
-        held: a network in float64.
+        shell: a network in float64.
         x: inputs.
     """
-    weights = held.random()
-    num = sum(held.sizes)
-    tangents = held.unflatten(normal(1, num, seed=0, dtype=held.dtype, device=held.device)[0])
+    weights = shell.random()
+    num = sum(shell.sizes)
+    tangents = shell.unflatten(normal(1, num, seed=0, dtype=shell.dtype, device=shell.device)[0])
     try:
-        with torch.enable_grad(), evaluation_mode(held), forward_mode_kernels(layers=False), dual_level(), _Rules():
-            held.outputs(x)({name: make_dual(w, tangents[name].to(w.dtype)) for name, w in weights.items()})
+        with torch.enable_grad(), shell.opened(), forward_mode_kernels(layers=False), dual_level(), _Rules():
+            shell.outputs(x)({name: make_dual(w, tangents[name].to(w.dtype)) for name, w in weights.items()})
     except _WrongRule as found:
-        return origin_of(found, held.module)
+        return origin_of(found, shell.module)
     return None
 
 

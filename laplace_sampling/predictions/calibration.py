@@ -5,9 +5,10 @@ bars of a network that was stopped early make predictions worse. So probabilitie
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,50 +21,21 @@ from laplace_sampling.likelihoods.gaussian import Gaussian, log_density
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.solvers.checks import check_positive
 
-__all__ = [
-    "LOG_SCALE",
-    "NOISE_WORTH",
-    "Calibration",
-    "CalibrationWarning",
-    "Labelled",
-    "believed_variance",
-    "held_out_classification",
-    "held_out_regression",
-    "held_out_scale",
-    "label_losses",
-    "labelled",
-    "labels_of",
-    "own_temperature",
-    "parts_of",
-    "plain",
-    "tempered",
-]
-
 # Numbers of deviations that are worked on at once: a definition, 1 MiB.
 _NUMBERS = 2**17
-# "Eight digit networks" below and in `left_out.py` are an MLP of 16 units on 200 images, two seeds each: trained to
-# convergence; stopped early; with 20 % noisy labels; with noisy labels that it has memorised. Numbers are test
-# log-likelihoods in nats.
-# Standard deviations of Gaussian priors of `log τ`, so of `log √τ` one, and of `log T`. Of error bars and a
-# temperature that explain held-out data equally well, the error bars are believed: they tell data far from the
-# training data. Chosen by corrupted and held-out images of 29 small networks (docs/decisions.md). With 80
-# validation images half and twice the first changed the eight digit networks by at most 0.03, and one by a gain of
-# 0.06 with half; without validation data by at most 0.01. Half of the second lost 0.05 and 0.1 where noise is
-# memorised (T fell from 2.4 to 1.5), twice of it gained 0.05 and 0.01 there; both changed the others by at most
-# 0.005.
+# Standard deviations of normal priors of `log τ` and `log T`, which matter where data are few. Where error bars and a
+# temperature explain held-out data equally well, the error bars are believed: they tell data far from the training
+# data. docs/decisions.md has the trials of these and of the next two.
 LOG_SCALE, _LOG_TEMPERATURE = 2.0, 0.5
-# Held-out targets that are worth what the training data say of the noise. The logarithm of the mean square error of
-# test data, relative to the variance of predictions by the evidence, had a root mean square of 0.45 for 20 MLPs of
-# 12 units on 50 and 150 data, stopped early up to memorised: a χ² distribution of 2/0.45² = 10 degrees of freedom.
+# Held-out targets that are worth what the training data say of the noise.
 NOISE_WORTH = 10.0
-# The mean of an exponential prior of `−log T`, for the network's own temperature `T` where it is below one. Without a
-# prior 40 validation images without an error took it towards zero; a normal one, whose slope grows with the distance,
-# still holds it back with 1,000. Chosen on networks of the first half (docs/decisions.md).
+# The mean of an exponential prior of `−log T`, for the network's own temperature `T` where it is below one: without a
+# prior a few data without an error take it towards zero.
 _LOG_SHARPER = 0.1
-# How far the logarithm of a temperature is looked for around that of a similar precision.
-_NEAR = 0.3
-# Bounds of the logarithms of scale and noise, and of temperatures, that held-out data choose.
-_LOG_SCALES, _LOG_NOISES, _LOG_TEMPERATURES = (-9.0, 5.0), (-9.0, 9.0), (-5.0, 5.0)
+# Bounds of the logarithms of the factors that held-out data choose.
+_LOGS = {"scale": (-9.0, 5.0), "temperature": (-5.0, 5.0), "noise": (-9.0, 9.0)}
+# Accuracy of the logarithm of a factor that is found alone.
+_ACCURACY = 1e-3
 # By how many nats, over all data, and by how many standard errors the network alone must be better for a warning: a
 # smaller difference changes nothing, or is chance.
 _NATS, _ERRORS = 1.0, 2.0
@@ -201,83 +173,50 @@ def parts_of(deviations: Float[Tensor, "K N C"]) -> tuple[Tensor, ...]:
     return data.split(max(1, _NUMBERS // max(1, deviations[:, :1].numel())))
 
 
-def held_out_classification(
-    likelihood: Likelihood, targets: Tensor, outputs: Float[Tensor, "N C"], deviations: Float[Tensor, "K N C"]
+def calibrate(
+    likelihood: Likelihood,
+    targets: Tensor,
+    outputs: Float[Tensor, "N C"],
+    deviations: Float[Tensor, "K N C"],
+    free: Collection[str] = ("scale", "temperature"),
+    lowest: float | None = None,
 ) -> Calibration:
-    r"""Scale and temperature under which held-out data are likeliest, `p = (1/2K) Σ_k Σ_± σ((f ± √τ φζ_k)/T)`.
+    r"""Finds the scale and the temperature under which held-out data are likeliest.
 
-    `log τ` and `log T` have normal priors of standard deviations 2 and ½, which matter where data are few. `T` is at
-    least one, or where the network is not sure enough its `own_temperature`. Below, it would take back what the error
-    bars widen: no loss among data like the held-out ones, but others would be predicted more surely than by it.
+    They maximise `Σ_i log (1/2K) Σ_k Σ_± p(y_i | (f_i ± √τ φ_i ζ_k)/T)` with normal priors of `log τ` and `log T`, of
+    standard deviations 2 and ½. Only labels have a temperature. It is at least one, or where the network is not sure
+    enough its `own_temperature`: a lower one would take back what the error bars widen, which loses nothing among data
+    like the held-out ones, but makes predictions of others too sure.
 
     Args:
-        likelihood: categorical or Bernoulli.
-        targets: of the held-out data.
-        outputs: of the network.
-        deviations: `φ(x) ζ_k`.
+        likelihood: of the targets.
+        targets: `y`.
+        outputs: `f`, of the network.
+        deviations: `φ(x_i) ζ_k`.
+        free: which factors are found; the others are one.
+        lowest: the smallest temperature; by default it is found.
     """
-    outputs, parts = outputs.double(), parts_of(deviations)
+    outputs, parts, one = outputs.double(), parts_of(deviations), torch.ones((), dtype=torch.float64)
+    free = [name for name in free if name != "temperature" or labelled(likelihood) is not None]
 
-    def losses(deviations: Tensor, log_scale: Tensor, log_temperature: Tensor) -> Iterator[Float[Tensor, " n"]]:
+    def losses(deviations: Tensor, found: Mapping[str, Tensor]) -> Iterator[Float[Tensor, " n"]]:
+        scale, T = (found.get(name, one) for name in ("scale", "temperature"))
         for n in parts:  # a graph for each, which is freed
-            scale, T = log_scale.exp(), log_temperature.exp()
-            yield label_losses(likelihood, targets[n], outputs[n] / T, deviations[:, n] / T, scale).sum(1)
+            yield _losses(likelihood, targets[n], outputs[n] / T, deviations[:, n] / T, scale)
 
-    # The temperature of the network alone is the lower bound: below it, `T` only takes back what the scale widens.
-    no_deviations, log_one = torch.zeros_like(deviations[:1]), torch.zeros((), dtype=torch.float64)
-    network_temperature = own_temperature(likelihood, targets, outputs)
-    scale, temperature = _likeliest(
-        lambda logs: losses(deviations, logs[0], logs[1]),
-        len(outputs),
-        [_LOG_SCALES, (math.log(network_temperature), _LOG_TEMPERATURES[1])],
-        lambda logs: 0.5 * ((logs[0] / LOG_SCALE) ** 2 + (logs[1] / _LOG_TEMPERATURE) ** 2),
-    )
-    at_bounds = _at_bounds(scale=(scale, _LOG_SCALES), temperature=(temperature, _LOG_TEMPERATURES))
-    found = Calibration(scale=scale, temperature=temperature, at_bounds=at_bounds)
-    logs = torch.tensor([scale, temperature], dtype=torch.float64).log()
-    with_error_bars = -torch.cat(list(losses(deviations, logs[0], logs[1])))
-    return found.scored("held out", with_error_bars, -torch.cat(list(losses(no_deviations, log_one, log_one))))
+    def prior(found: Mapping[str, Tensor]) -> Tensor:
+        widths = {"scale": LOG_SCALE, "temperature": _LOG_TEMPERATURE}
+        return torch.stack([0.5 * (found[name].log() / widths[name]) ** 2 for name in free]).sum()
 
-
-def held_out_scale(
-    likelihood: Likelihood, targets: Tensor, outputs: Float[Tensor, "N C"], deviations: Float[Tensor, "K N C"]
-) -> Calibration:
-    """As `held_out_classification` the scale alone: other likelihoods have no temperature."""
-    outputs, parts = outputs.double(), parts_of(deviations)
-
-    def losses(scale: Tensor) -> Iterator[Float[Tensor, " n"]]:
-        for n in parts:
-            yield mean_losses(likelihood, targets[n], outputs[n], deviations[:, n], scale)
-
-    (scale,) = _likeliest(
-        lambda logs: losses(logs[0].exp()), len(outputs), [_LOG_SCALES], lambda logs: 0.5 * (logs[0] / LOG_SCALE) ** 2
-    )
-    found = Calibration(scale=scale, at_bounds=_at_bounds(scale=(scale, _LOG_SCALES)))
-    with_error_bars, alone = (
-        -torch.cat(list(losses(torch.tensor(value, dtype=torch.float64)))) for value in (scale, 0.0)
-    )
-    return found.scored("held out", with_error_bars, alone)
-
-
-def plain(
-    likelihood: Likelihood, targets: Tensor, outputs: Float[Tensor, "N C"], deviations: Float[Tensor, "K N C"]
-) -> Calibration:
-    """What held-out data say of error bars as they are, with any likelihood."""
-    outputs, parts = outputs.double(), parts_of(deviations)
-    with_error_bars, alone = (
-        -torch.cat([mean_losses(likelihood, targets[n], outputs[n], deviations[:, n], scale) for n in parts])
-        for scale in (1.0, 0.0)
-    )
-    return Calibration().scored("held out", with_error_bars, alone)
-
-
-def mean_losses(
-    likelihood: Likelihood, targets: Tensor, outputs: Tensor, deviations: Tensor, scale: Tensor | float
-) -> Float[Tensor, " N"]:
-    """Negative log-likelihood of each datum under the mean of its likelihoods at samples `f ± √scale φζ`."""
-    scaled = torch.as_tensor(scale, dtype=torch.float64, device=outputs.device).sqrt() * deviations.double()
-    logs = -likelihood.loss(torch.cat([outputs + scaled, outputs - scaled]), targets)
-    return math.log(len(logs)) - logs.logsumexp(0)
+    bounds = {name: _LOGS[name] for name in free}
+    if "temperature" in free:
+        lowest = own_temperature(likelihood, targets, outputs) if lowest is None else lowest
+        bounds["temperature"] = (math.log(lowest), _LOGS["temperature"][1])
+    found = _likeliest(lambda found: losses(deviations, found), len(outputs), bounds, prior)
+    factors = {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
+    with_error_bars = -torch.cat(list(losses(deviations, factors)))
+    alone = -torch.cat(list(losses(torch.zeros_like(deviations[:1]), {})))
+    return replace(Calibration(at_bounds=_at_bounds(found)), **found).scored("held out", with_error_bars, alone)
 
 
 def own_temperature(likelihood: Likelihood, targets: Tensor, outputs: Float[Tensor, "N C"]) -> float:
@@ -285,105 +224,47 @@ def own_temperature(likelihood: Likelihood, targets: Tensor, outputs: Float[Tens
 
     `−log T` has an exponential prior of mean 0.1.
     """
-    nothing, bounds = torch.zeros_like(outputs)[None], (_LOG_TEMPERATURES[0], 0.0)
-    return _likeliest_temperature(
-        likelihood, targets, outputs, nothing, bounds, lambda log_T: -log_T / _LOG_SHARPER, 1e-3
-    )
+    nothing = torch.zeros_like(outputs)[None]
+    parts = parts_of(nothing)
+
+    def losses(found: Mapping[str, Tensor]) -> Iterator[Tensor]:
+        for n in parts:
+            yield _losses(likelihood, targets[n], outputs[n].double() / found["temperature"], nothing[:, n], 1.0)
+
+    bounds = {"temperature": (_LOGS["temperature"][0], 0.0)}
+    found = _likeliest(losses, len(outputs), bounds, lambda found: -found["temperature"].log() / _LOG_SHARPER)
+    return found["temperature"]
 
 
-def tempered(
-    likelihood: Likelihood,
-    targets: Tensor,
-    outputs: Float[Tensor, "N C"],
-    deviations: Float[Tensor, "K N C"],
-    lowest: float,
-    near: float | None = None,
-) -> Calibration:
-    """As `held_out_classification` with a scale of one: the likeliest temperature above a lowest, to one per cent.
-
-    It is looked for near another one first, if that is given.
-    """
-    bounds, temperature = (math.log(lowest), _LOG_TEMPERATURES[1]), None
-
-    def likeliest(low: float, high: float) -> float:
-        return _likeliest_temperature(
-            likelihood, targets, outputs, deviations, (low, high), lambda log_T: 0.5 * (log_T / _LOG_TEMPERATURE) ** 2
-        )
-
-    if near is not None:
-        low, high = (min(max(math.log(near) + step, bounds[0]), bounds[1]) for step in (-_NEAR, _NEAR))
-        found = likeliest(low, high)
-        inside = all(abs(math.log(found) - end) > 0.01 or end in bounds for end in (low, high))
-        temperature = found if inside else None
-    if temperature is None:
-        temperature = likeliest(*bounds)
-    found = Calibration(temperature=temperature, at_bounds=_at_bounds(temperature=(temperature, _LOG_TEMPERATURES)))
-    with_error_bars = _tempered_log_probs(likelihood, targets, outputs, deviations, temperature)
-    alone = _tempered_log_probs(likelihood, targets, outputs, torch.zeros_like(deviations[:1]), 1.0)
-    return found.scored("held out", with_error_bars, alone)
-
-
-def _likeliest_temperature(
-    likelihood: Likelihood,
-    targets: Tensor,
-    outputs: Tensor,
-    deviations: Tensor,
-    bounds: tuple[float, float],
-    prior: Callable[[float], float],
-    tolerance: float = 0.01,
-) -> float:
-    """At the least sum of losses and of the prior's, a function of `log T`, which is found to a tolerance."""
-    from scipy.optimize import minimize_scalar  # slow to import
-
-    def negative(log_temperature: float) -> float:
-        log_probs = _tempered_log_probs(likelihood, targets, outputs, deviations, math.exp(log_temperature))
-        return prior(log_temperature) - float(log_probs.sum())
-
-    found = minimize_scalar(negative, bounds=bounds, method="bounded", options={"xatol": tolerance})
-    # A bounded search never tries its ends.
-    return math.exp(min((*bounds, float(found.x)), key=negative))  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _tempered_log_probs(
-    likelihood: Likelihood, targets: Tensor, outputs: Tensor, deviations: Tensor, T: float
-) -> Float[Tensor, " N"]:
-    f = outputs.double() / T
-    parts = parts_of(deviations)
-    return -torch.cat([label_losses(likelihood, targets[n], f[n], deviations[:, n] / T, 1.0) for n in parts]).sum(1)
-
-
-def held_out_regression(
+def calibrate_regression(
     targets: Float[Tensor, "N C"],
     outputs: Float[Tensor, "N C"],
     covariance: Float[Tensor, "N C C"],
     noise_variance: Float[Tensor, "N C"],
 ) -> Calibration:
-    r"""The scale of the covariance, and a factor of the noise variance, under which held-out data are likeliest.
+    r"""Finds the scale of the covariance, and a factor of the noise variance, under which held-out data are likeliest.
 
     The logarithm of the scale has a normal prior of standard deviation 2; that of the noise is of `believed_variance`.
 
     Args:
-        targets: of the held-out data, NaN where they are missing.
+        targets: `y`, NaN where they are missing.
         outputs: of the network.
-        covariance: of the function, of each datum.
+        covariance: of the function, for each datum.
         noise_variance: of each output.
     """
     error, S, noise = (v.double() for v in (targets - outputs, covariance, noise_variance))
 
     def log_probs(scale: Tensor | float, factor: Tensor | float) -> Float[Tensor, " N"]:
-        total = scale * S + torch.diag_embed(factor * noise)
-        return log_density(error, total)
+        return log_density(error, scale * S + torch.diag_embed(factor * noise))
 
-    def losses(logs: Tensor) -> Iterator[Float[Tensor, " N"]]:
-        yield -log_probs(logs[0].exp(), logs[1].exp())
+    def prior(found: Mapping[str, Tensor]) -> Tensor:
+        of_noise = NOISE_WORTH * (found["noise"].log() + 1 / found["noise"])
+        return 0.5 * ((found["scale"].log() / LOG_SCALE) ** 2 + of_noise)
 
-    def prior(logs: Tensor) -> Tensor:
-        return 0.5 * (logs[0] / LOG_SCALE) ** 2 + 0.5 * NOISE_WORTH * (logs[1] + (-logs[1]).exp())
-
-    scale, factor = _likeliest(losses, len(error), [_LOG_SCALES, _LOG_NOISES], prior)
-    at_bounds = _at_bounds(scale=(scale, _LOG_SCALES), noise=(factor, _LOG_NOISES))
-    found = Calibration(scale=scale, noise=factor, at_bounds=at_bounds)
-    return found.scored("held out", log_probs(scale, factor), log_probs(0.0, 1.0))
+    bounds = {name: _LOGS[name] for name in ("scale", "noise")}
+    found = _likeliest(lambda found: iter([-log_probs(found["scale"], found["noise"])]), len(error), bounds, prior)
+    calibration = replace(Calibration(at_bounds=_at_bounds(found)), **found)
+    return calibration.scored("held out", log_probs(found["scale"], found["noise"]), log_probs(0.0, 1.0))
 
 
 def believed_variance(training: float, squares: float, num: int) -> float:
@@ -399,34 +280,62 @@ def believed_variance(training: float, squares: float, num: int) -> float:
     return (NOISE_WORTH * training + squares) / (NOISE_WORTH + num)
 
 
-def _at_bounds(**found: tuple[float, tuple[float, float]]) -> tuple[str, ...]:
+def _losses(
+    likelihood: Likelihood, targets: Tensor, outputs: Tensor, deviations: Tensor, scale: Tensor | float
+) -> Float[Tensor, " N"]:
+    """Negative log-likelihood of each datum under the mean of its likelihoods at samples `f ± √scale φζ`.
+
+    Labels of a datum are scored one by one, and others together.
+    """
+    if labelled(likelihood) is not None:
+        return label_losses(likelihood, targets, outputs, deviations, scale).sum(1)
+    scaled = torch.as_tensor(scale, dtype=torch.float64, device=outputs.device).sqrt() * deviations.double()
+    logs = -likelihood.loss(torch.cat([outputs + scaled, outputs - scaled]), targets)
+    return math.log(len(logs)) - logs.logsumexp(0)
+
+
+def _at_bounds(found: Mapping[str, float]) -> tuple[str, ...]:
     """Names of the factors whose logarithms are at a bound."""
-    return tuple(
-        name for name, (factor, ends) in found.items() if min(abs(math.log(factor) - end) for end in ends) < 0.01
-    )
+    return tuple(name for name, factor in found.items() if min(abs(math.log(factor) - v) for v in _LOGS[name]) < 0.01)
 
 
 def _likeliest(
-    losses: Callable[[Tensor], Iterator[Tensor]],
+    losses: Callable[[Mapping[str, Tensor]], Iterator[Tensor]],
     num_data: int,
-    bounds: list[tuple[float, float]],
-    prior: Callable[[Tensor], Tensor],
-) -> tuple[float, ...]:
-    """Exponentials of the likeliest logarithms, from three starts: all factors one; a small first; large others."""
-    from scipy.optimize import minimize  # slow to import
+    bounds: Mapping[str, tuple[float, float]],
+    prior: Callable[[Mapping[str, Tensor]], Tensor],
+) -> dict[str, float]:
+    """The likeliest factors with logarithms within bounds, by a bounded search of one, by L-BFGS of several."""
+    from scipy.optimize import minimize, minimize_scalar  # slow to import
+
+    def value(logs: Tensor) -> Iterator[Tensor]:
+        # A part at a time, so that memory holds the graph.
+        found = dict(zip(bounds, logs.exp(), strict=True))
+        return chain([prior(found)], (part.sum() for part in losses(found)))
+
+    if len(bounds) == 1:
+        (ends,) = bounds.values()
+
+        def of_one(log: float) -> float:
+            return sum(map(float, value(torch.tensor([log], dtype=torch.float64))))
+
+        found: Any = minimize_scalar(of_one, bounds=ends, method="bounded", options={"xatol": _ACCURACY})
+        # A bounded search never tries its ends.
+        return dict.fromkeys(bounds, math.exp(min((*ends, float(found.x)), key=of_one)))
 
     def value_and_gradient(logs: np.ndarray) -> tuple[float, np.ndarray]:
-        value, gradient, point = 0.0, np.zeros_like(logs), torch.from_numpy(logs).requires_grad_()
+        total, gradient, point = 0.0, np.zeros_like(logs), torch.from_numpy(logs).requires_grad_()
         with torch.enable_grad():
-            # A part at a time, so that memory holds the graph.
-            for loss in chain([prior(point)], (part.sum() for part in losses(point))):
-                value += float(loss.detach())
-                gradient += torch.autograd.grad(loss, point)[0].numpy()
+            for part in value(point):
+                total += float(part.detach())
+                gradient += torch.autograd.grad(part, point, retain_graph=True)[0].numpy()
         # Per datum, since the tolerances of L-BFGS are absolute in the gradient.
-        return value / num_data, gradient / num_data
+        return total / num_data, gradient / num_data
 
-    # The objective may have several minima: a small scale and a high temperature explain the same labels.
-    zeros = [0.0] * (len(bounds) - 1)
-    starts = ([0.0, *zeros], [max(-4.0, bounds[0][0]), *zeros], [0.0, *(2.0 for _ in zeros)])
-    results = [minimize(value_and_gradient, start, jac=True, bounds=bounds, method="L-BFGS-B") for start in starts]
-    return tuple(float(v) for v in np.exp(min(results, key=lambda result: result.fun).x))
+    if not bounds:
+        return {}
+    # There may be several minima: a small scale and a high temperature explain the same labels.
+    starts = ([0.0, 0.0], [-4.0, 0.0], [0.0, 2.0])
+    how = {"jac": True, "bounds": list(bounds.values()), "method": "L-BFGS-B"}
+    results = [minimize(value_and_gradient, start, **how) for start in starts]
+    return dict(zip(bounds, np.exp(min(results, key=lambda result: result.fun).x).tolist(), strict=True))

@@ -1,8 +1,8 @@
-"""`CovariancePath`: how certain the function is for every prior precision, from one decomposition of the curvature."""
+"""`CovariancePath`: the posterior covariance of the function for every prior precision, and draws of the function."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,42 +16,12 @@ from laplace_sampling.linear_model.sketch import Sketch
 from laplace_sampling.solvers.preconditioners import Factored
 from laplace_sampling.solvers.recorded import recorded
 
-__all__ = ["CovariancePath", "Deviations", "FactoredPath", "by_rows", "num_samples"]
-
 # With more outputs than this, draws of the function come from samples of the weights: `C` rows of the Jacobian of a
 # datum would cost more than its products with some samples.
 _MOST_OUTPUTS = 32
-# With more weights than this the samples are cheaper too: rows would have to be turned into the eigenvectors of the
-# curvature. On 10,000 images a fit of LeNet (61,706 weights) took 17 s of processor time by rows, 5 by this number of
-# samples and 7 by twice as many; α was 276, 233 and 225, for a CNN (26,874 weights) 1,106, 1,211 and 1,027. A fit of an
-# MLP of 3,190 weights for 1,200 digits took 1.4 s by rows and 0.9 by samples; α was 409, 518 and 1,159 for three seeds,
-# and 368, 626 and 1,102.
+# With more weights than this the samples are cheaper too, as rows would have to be turned into the eigenvectors of the
+# curvature: on 10,000 images a fit of LeNet (61,706 weights) took 17 s of processor time by rows, and 5 by 8 samples.
 _MOST_WEIGHTS, _SAMPLES = 2000, 8
-# Rows of the Jacobian are made once for so many precisions to both sides of the one that is asked for: a decade.
-_TOGETHER = 3
-
-
-@dataclass
-class Deviations:
-    """Draws of the function at some data for each of some precisions, made when they are asked for by their index.
-
-    They are of the same white noise.
-
-    Args:
-        draw: the draws of one precision, `[K, N, C]`.
-        each: JVPs that they take, in units of one datum and one vector.
-
-    Attributes:
-        products: what has been spent.
-    """
-
-    draw: Callable[[int], Tensor]
-    each: float
-    products: float = field(default=0.0, init=False)
-
-    def __getitem__(self, index: int) -> Float[Tensor, "K N C"]:
-        self.products += self.each
-        return self.draw(index)
 
 
 class CovariancePath(ABC):
@@ -73,7 +43,7 @@ class CovariancePath(ABC):
 
     @abstractmethod
     def covariances(self, features: Features, alphas: Float[Tensor, " A"]) -> Float[Tensor, "A N C C"]:
-        """The covariance of the outputs of each datum."""
+        """The covariance of the outputs of each datum at each precision."""
 
     @abstractmethod
     def effective_dimension(self, alpha: float) -> float:
@@ -83,34 +53,6 @@ class CovariancePath(ABC):
         """An estimate of the mean variance of an output under the prior, at `α = 1`."""
         scale = self.prior.scale.to(features.device, features.dtype)
         return float(features.outputs(draws.prior(features.size).to(scale) * scale).double().square().mean())
-
-    def deviations(
-        self, features: Features, alphas: Float[Tensor, " A"], draws: Draws, together: int = _TOGETHER
-    ) -> Deviations:
-        """Draws of `N(0, φ_i (M + αA₁)⁻¹ φ_iᵀ)` of each datum.
-
-        Args:
-            features: `φ`.
-            alphas: the precisions.
-            draws: how many, and of which noise.
-            together: precisions to both sides of one that are looked at soon after it.
-        """
-        # Outputs of one datum are drawn jointly, those of different data need not be.
-        white = draws.noise(features.num_outputs)(torch.arange(features.num_data)).double().to(features.device)
-        known: dict[int, Tensor] = {}
-
-        def draw(index: int) -> Tensor:
-            if index not in known:
-                near = range(max(0, index - together), min(len(alphas), index + together + 1))
-                known.update(zip(near, self.covariances(features, alphas[near.start : near.stop]), strict=True))
-                found.products += features.num_data * features.num_outputs
-            values, vectors = torch.linalg.eigh(known[index])
-            # The symmetric root: another sign of an eigenvector, as on another device, would be another draw.
-            root = (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.mT
-            return torch.einsum("ncd,knd->knc", root, white)
-
-        found = Deviations(draw, 0.0)
-        return found
 
 
 @dataclass(frozen=True)
@@ -153,21 +95,44 @@ class FactoredPath(CovariancePath):
     def effective_dimension(self, alpha: float) -> float:
         return self.curvature.dimension(alpha)
 
-    def deviations(self, features: Features, alphas: Tensor, draws: Draws, together: int = _TOGETHER) -> Deviations:
-        if by_rows(features):
-            return super().deviations(features, alphas, draws, together)
-        few, scale = replace(draws, num_samples=num_samples(draws.num_samples)), self.prior.scale.to(features.device)
+    def draws(self, features: Features, alpha: float, draws: Draws) -> Float[Tensor, "K N C"]:
+        """Draws of the function at one precision, by samples of the weights."""
+        scale = self.prior.scale.to(features.device, features.dtype)
         # White noise, samples and what they are made of.
         together = max(1, int(self.block_bytes / (8 * scale.element_size() * features.size)))
 
-        def outputs(group: Draws, alpha: float) -> Tensor:
-            white = group.prior(features.size).to(features.device, features.dtype)
-            return features.outputs(self.curvature.solve_root(white, alpha).to(white) * scale.to(white)).double()
+        def outputs(group: Draws) -> Tensor:
+            white = group.prior(features.size).to(scale)
+            return features.outputs(self.curvature.solve_root(white, alpha).to(scale) * scale).double()
 
-        def draw(index: int) -> Tensor:
-            return torch.cat([outputs(group, float(alphas[index])) for group in few.groups(together)])
+        return torch.cat([outputs(group) for group in draws.groups(together)])
 
-        return Deviations(draw, float(features.num_data * few.num_samples))
+
+def function_draws(
+    path: CovariancePath, features: Features, alphas: Float[Tensor, " A"], draws: Draws
+) -> Callable[[int], Float[Tensor, "K N C"]]:
+    """Draws of `N(0, φ_i (M + αA₁)⁻¹ φ_iᵀ)` of each datum, by the index of a precision; all are of one white noise.
+
+    Args:
+        path: the posterior for every prior precision.
+        features: `φ`.
+        alphas: the precisions.
+        draws: how many, and of which noise.
+    """
+    if isinstance(path, FactoredPath) and not by_rows(features):
+        few = replace(draws, num_samples=num_samples(draws.num_samples))
+        return lambda index: path.draws(features, float(alphas[index]), few)
+    # Outputs of one datum are drawn jointly, those of different data need not be.
+    white = draws.noise(features.num_outputs)(torch.arange(features.num_data)).double().to(features.device)
+    covariances = path.covariances(features, alphas)
+
+    def draw(index: int) -> Float[Tensor, "K N C"]:
+        values, vectors = torch.linalg.eigh(covariances[index])
+        # The symmetric root: another sign of an eigenvector, as on another device, would be another draw.
+        root = (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.mT
+        return torch.einsum("ncd,knd->knc", root, white)
+
+    return draw
 
 
 def by_rows(features: Features) -> bool:

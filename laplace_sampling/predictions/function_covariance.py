@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.networks.held_module import solver_call
+from laplace_sampling.networks.solving import solver_call
 
 __all__ = ["FunctionCovariance", "Guarded", "OfOutputs", "Scaled"]
 

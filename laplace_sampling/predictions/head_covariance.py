@@ -16,8 +16,6 @@ from laplace_sampling.predictions.dense_covariance import DenseCovariance
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.solvers.preconditioners import Factored
 
-__all__ = ["HeadCovariance", "HeadPath", "factored_covariance"]
-
 
 @dataclass(frozen=True)
 class HeadCovariance(FunctionCovariance):

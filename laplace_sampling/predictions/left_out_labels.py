@@ -33,10 +33,8 @@ from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.some_features import some_of
 from laplace_sampling.predictions.calibration import labelled, labels_of
-from laplace_sampling.predictions.loss_bound import LossBound, Used, cost_of_error_bars
+from laplace_sampling.predictions.loss_rise import LossBound, ShareUsed, cost_of_error_bars
 from laplace_sampling.solvers.recorded import recorded
-
-__all__ = ["LeftOutLabels", "has_left_out_labels"]
 
 # Nats that an error warrants, and standard errors that are taken from the number of errors. Chosen on 148 networks for
 # digits, tables and MNIST: docs/decisions.md has the figures for half and twice of both.
@@ -74,10 +72,10 @@ class LeftOutLabels(LossBound):
     def num_vjps(self, features: Features) -> int:
         return min(features.num_data, _DATA)
 
-    def used(self, model: LinearModel, prior: GaussianPrior, seed: int, in_order: bool) -> Used:
+    def share_used(self, model: LinearModel, prior: GaussianPrior, seed: int, in_order: bool) -> ShareUsed:
         some = some_of(model.features, self.num_vjps(model.features), None if in_order else seed)
         some = model.with_targets(some)
-        return partial(_used, model, self.an_error * self._errors(model, prior, some, seed))
+        return partial(_share_used, model, self.an_error * self._errors(model, prior, some, seed))
 
     @recorded
     def _errors(self, model: LinearModel, prior: GaussianPrior, some: Tensor, seed: int) -> float:
@@ -103,7 +101,7 @@ def has_left_out_labels(likelihood: Likelihood, num_data: int, num_outputs: int)
     return num_classes <= _MOST_CLASSES and _A_CLASS * num_classes <= num_data
 
 
-def _used(model: LinearModel, warranted: float, z: Float[Tensor, "K n C"], some: Tensor) -> float:
+def _share_used(model: LinearModel, warranted: float, z: Float[Tensor, "K n C"], some: Tensor) -> float:
     likelihood, y = model.likelihood, model.targets_of(some)
     lost, _ = cost_of_error_bars(likelihood, y, model.network_outputs_of(some).double(), z)
     return lost / (float(likelihood.weights(y).sum()) * warranted)

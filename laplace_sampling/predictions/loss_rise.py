@@ -1,36 +1,126 @@
-"""`LossRise`: the smallest prior precision at which draws of the function raise the training loss within a bound."""
+r"""`LossRise`: the smallest prior precision at which draws of the function raise the training loss within a bound.
+
+`SelfConsistency` is such a bound: the precision at which Laplace's approximation stops to agree with itself; no mode,
+no evidence is needed. Laplace's approximation says by how much the training loss rises when the function is drawn from
+its posterior, `z ~ N(0, V_i(α))`: to second order by `½ E zᵀB_i z`. The true rise is `E ℓ(y_i, f_i + z) − ℓ(y_i, f_i)`.
+Where the network is certain of its training labels `B_i` all but vanishes, `V_i` is large, and the true rise is many
+times the quadratic one: error bars then hurt. Where the loss grows less than its curvature says, the ratio falls. So
+`α` is lowered, from where the prior decides everything and both rises agree, as long as their ratio stays within
+`[1/c, c]`.
+
+Another part of the bound keeps it from error bars that nothing asks for. Labels of the training data, predicted with
+error bars, `−log E p(y_i | f_i + z)`, must not be less likely than by the network alone by more than a part `q` of its
+loss: a network that is not sure enough gains nothing by error bars, whose rises agree for it all along.
+"""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, partial
 
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, zeros_like
 
+from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.some_features import SomeFeatures, some_of
-from laplace_sampling.predictions.calibration import Calibration
-from laplace_sampling.predictions.covariance_path import CovariancePath
-from laplace_sampling.predictions.looks import DECADE, Looks, decades
-from laplace_sampling.predictions.loss_bound import LossBound, Used
-from laplace_sampling.predictions.selection import Selected, Selection, grid, nearest
+from laplace_sampling.predictions.calibration import Calibration, label_losses, labelled
+from laplace_sampling.predictions.covariance_path import CovariancePath, function_draws
+from laplace_sampling.predictions.selection import (
+    SearchCost,
+    Selected,
+    Selection,
+    grid,
+    nearest,
+    search_cost,
+    smallest_allowed,
+)
 from laplace_sampling.solvers.root import falling_root
-
-__all__ = ["LossRise"]
 
 # Draws of the function, each with its opposite, so that no term of first order is left.
 _DRAWS = 32
 # Numbers of the draws in memory, where a datum has many outputs.
 _NUMBERS = 2**24
-# Of `log α` of the evidence: predicted standard deviations go with its half.
+# Accuracy of `log α` of the evidence: predicted standard deviations go with its half.
 _ACCURACY = 1e-3
 # Training data that are looked at: so many at most, at least, and so many rows of the Jacobian for each of them that
 # they are this part of a training epoch.
 _MOST, _LEAST, _PART = 400, 100, 0.3
+# Precisions that are tried: by bisection of a grid of 40, and near a known one.
+_TRIED, _TRIED_NEAR = 6, 3
+# The factor by which the two rises may differ, and the part of its training loss that error bars may cost a network:
+# docs/decisions.md has the trials.
+_MOST_RATIO, _MOST_LOST = 1.1, 0.1
+# A rise of the loss of a datum, in nats, of which nothing is left but rounding.
+_NOTHING = 1e-12
+
+# The share of a bound that draws of the function at some data use, `[K, n, C]` and indices of the data.
+ShareUsed = Callable[[Tensor, Tensor], float]
+
+
+class LossBound(ABC):
+    """How much draws of the function may raise the training loss."""
+
+    name: str
+    # What is wrong where no precision keeps to it.
+    nowhere: str
+
+    def num_vjps(self, features: Features) -> int:
+        """VJPs of a datum that `share_used` makes."""
+        return 0
+
+    @abstractmethod
+    def share_used(self, model: LinearModel, prior: GaussianPrior, seed: int, in_order: bool) -> ShareUsed:
+        """The share of the bound that draws of the function use; more than one is too much.
+
+        Args:
+            model: on the training data.
+            prior: with its scale.
+            seed: of what is random.
+            in_order: whether it looks at the first data in place of random ones.
+        """
+
+
+@dataclass(frozen=True)
+class SelfConsistency(LossBound):
+    """The training loss rises as Laplace's approximation says, up to a factor.
+
+    Args:
+        most_ratio: `c`.
+        most_lost: `q`.
+    """
+
+    name = "self_consistency"
+    most_ratio: float = _MOST_RATIO
+    most_lost: float = _MOST_LOST
+    nowhere = "The training loss does not rise as Laplace's approximation says"
+
+    def share_used(self, model: LinearModel, prior: GaussianPrior, seed: int, in_order: bool) -> ShareUsed:
+        return partial(self._share_used, model)
+
+    def _share_used(self, model: LinearModel, z: Tensor, some: Tensor) -> float:
+        likelihood, y, f = model.likelihood, model.targets_of(some), model.network_outputs_of(some).double()
+        rise = (likelihood.loss(f + z, y) + likelihood.loss(f - z, y)) / 2 - likelihood.loss(f, y)
+        rise, quadratic = rise.mean(), 0.5 * (z * likelihood.curvature(f, z, y)).sum(-1).mean()
+        # Rounding decides a ratio of two rises that are nearly zero.
+        ratio = float(rise / quadratic) if float(quadratic) > _NOTHING else 1.0
+        part = 0.0
+        if labelled(likelihood) is not None:
+            lost, alone = cost_of_error_bars(likelihood, y, f, z)
+            part = lost / max(alone, 1e-300)
+        return max(abs(math.log(max(ratio, 1e-300))) / math.log(self.most_ratio), part / self.most_lost)
+
+
+def cost_of_error_bars(
+    likelihood: Likelihood, y: Tensor, f: Float[Tensor, "n C"], z: Float[Tensor, "K n C"]
+) -> tuple[float, float]:
+    """By how much labels lose log-likelihood when they are predicted with error bars, and the loss by the network."""
+    alone = label_losses(likelihood, y, f, zeros_like(z[:1]), 0.0).sum()
+    return float(label_losses(likelihood, y, f, z, 1.0).sum() - alone), float(alone)
 
 
 @dataclass(frozen=True)
@@ -43,22 +133,30 @@ class LossRise(Selection):
     Args:
         bound: on what draws of the function add to the loss.
         in_order: whether the first data are looked at in place of random ones.
-        num_data: how many data are looked at; by default a few hundred.
+        most: how many data are looked at; by default a few hundred.
     """
 
     bound: LossBound
     in_order: bool = False
-    num_data: int | None = None
+    most: int | None = None
     # What the bound has found out about a model and its prior, which a second search of the same fit uses again.
-    _known: list[tuple[LinearModel, GaussianPrior, Used]] = field(default_factory=list, repr=False, compare=False)
+    _known: list[tuple[LinearModel, GaussianPrior, ShareUsed]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.bound.name
 
-    def looks(self, features: Features) -> Looks:
-        num_data = most_data(features) if self.num_data is None else self.num_data
-        return Looks(num_data, _DRAWS, num_vjps=self.bound.num_vjps(features))
+    def num_data(self, features: Features) -> int:
+        """How many data are looked at: those whose rows of the Jacobian cost less than a part of an epoch."""
+        if self.most is not None:
+            return self.most
+        num = int(_PART * features.num_data / features.num_outputs)
+        most = min(features.num_data, max(_LEAST, min(_MOST, num)))
+        return min(most, max(1, _NUMBERS // (_DRAWS * features.num_outputs)))
+
+    def cost(self, features: Features, *, rough: bool = True) -> SearchCost:
+        tried, fixed = _TRIED if rough else _TRIED_NEAR, self.bound.num_vjps(features)
+        return search_cost(features, self.num_data(features), _DRAWS, tried, fixed_vjps=fixed)
 
     def select(
         self,
@@ -69,42 +167,33 @@ class LossRise(Selection):
         weight_norm: float,
         near: float | None = None,
     ) -> Selected:
-        looks, draws = self.looks(model.features), Draws(_DRAWS, seed, Stream.LOSS_RISE)
-        some = model.with_targets(some_of(model.features, looks.num_data, None if self.in_order else seed))
-        looks = replace(looks, num_data=len(some))
-        lowest = _of_evidence(path, weight_norm, bounds)
-        alphas = _down_to(lowest, grid(path, SomeFeatures(model.features, some), bounds))
-        used, products = self._used(model, path.prior, seed)
-        found = path.deviations(SomeFeatures(model.features, some), alphas, draws)
-        excess = cache(lambda index: used(found[index], some))
-        first = None if near is None else _first_nearby(excess, nearest(alphas, near), len(alphas))
-        if first is None:
-            part, coarse = some[looks.part], decades(len(alphas))
-            rough = path.deviations(SomeFeatures(model.features, part), alphas[coarse], draws, len(coarse))
-            outside = (i for n, i in enumerate(coarse) if used(rough[n], part) > 1)
-            # The first one of the whole grid that is outside lies up to a decade above.
-            start = max(0, next(outside, len(alphas)) - 1)
-            products += rough.products
-            first = _first_outside(excess, start, 0, len(alphas))
-        alpha, kept = _last_within(alphas, excess, first)
-        problems = () if kept else (_problem(self.bound, alpha),)
-        alpha = max(alpha, lowest)
+        num_data = self.num_data(model.features)
+        some = model.with_targets(some_of(model.features, num_data, None if self.in_order else seed))
+        features, lowest = SomeFeatures(model.features, some), _of_evidence(path, weight_norm, bounds)
+        alphas = _down_to(lowest, grid(path, features, bounds))
+        share_used, vjps = self._share_used(model, path.prior, seed)
+        draws = function_draws(path, features, alphas, Draws(_DRAWS, seed, Stream.LOSS_RISE))
+        share = cache(lambda index: share_used(draws(index), some))
+        start = None if near is None else nearest(alphas, near)
+        number = smallest_allowed(len(alphas), lambda index: share(index) <= 1, start)
+        alpha = max(_interpolated(alphas, share, number), lowest)
+        spent = search_cost(features, len(some), _DRAWS, share.cache_info().currsize, fixed_vjps=vjps)
         return Selected(
             alpha,
             model.likelihood,
             Calibration(),
             path.effective_dimension(alpha),
-            passes=(products + found.products) / (2 * model.features.num_data),
-            problems=problems,
+            passes=(spent.jvps + spent.vjps + spent.fixed_vjps) / (2 * model.features.num_data),
+            problems=() if number else (_problem(self.bound, float(alphas[0])),),
         )
 
-    def _used(self, model: LinearModel, prior: GaussianPrior, seed: int) -> tuple[Used, float]:
-        """What draws of the function use of the bound, and the VJPs that this took."""
+    def _share_used(self, model: LinearModel, prior: GaussianPrior, seed: int) -> tuple[ShareUsed, int]:
+        """The share of the bound as a function of draws, and the VJPs that this took."""
         for known, of_prior, used in self._known:
             if known is model and of_prior is prior:
-                return used, 0.0
-        self._known[:] = [(model, prior, self.bound.used(model, prior, seed, self.in_order))]
-        return self._known[0][-1], float(self.bound.num_vjps(model.features))
+                return used, 0
+        self._known[:] = [(model, prior, self.bound.share_used(model, prior, seed, self.in_order))]
+        return self._known[0][-1], self.bound.num_vjps(model.features)
 
 
 def _down_to(lowest: float, alphas: Float[Tensor, " A"]) -> Float[Tensor, " A"]:
@@ -131,36 +220,11 @@ def _of_evidence(path: CovariancePath, weight_norm: float, bounds: tuple[float, 
     return math.exp(root)
 
 
-def most_data(features: Features) -> int:
-    """How many data the rule looks at: those whose rows of the Jacobian cost less than a part of an epoch."""
-    num = int(_PART * features.num_data / features.num_outputs)
-    return min(features.num_data, max(_LEAST, min(_MOST, num)), max(1, _NUMBERS // (_DRAWS * features.num_outputs)))
-
-
-def _first_outside(excess: Callable[[int], float], start: int, low: int, high: int) -> int:
-    """The first precision at which a bound is not kept, between two limits and near another one."""
-    first = start
-    while first > low and excess(first) > 1:
-        first -= 1
-    while first < high and excess(first) <= 1:
-        first += 1
-    return first
-
-
-def _first_nearby(excess: Callable[[int], float], start: int, number: int) -> int | None:
-    """The same up to a decade away; `None` if it is further away."""
-    low, high = max(0, start - DECADE), min(number, start + DECADE + 1)
-    first = _first_outside(excess, start, low, high)
-    return None if (first == low > 0) or (first == high < number) else first
-
-
-def _last_within(alphas: Float[Tensor, " A"], excess: Callable[[int], float], first: int) -> tuple[float, bool]:
-    """The smallest precision down to which the bound is kept, interpolated; and whether there is one."""
-    if first == len(alphas):
-        return float(alphas[-1]), True
-    if first == 0:
-        return float(alphas[0]), False
-    below, above = excess(first - 1), excess(first)
+def _interpolated(alphas: Float[Tensor, " A"], share: Callable[[int], float], number: int) -> float:
+    """The precision at which the share is one, where the first so many of the grid are allowed; at its ends the end."""
+    if number in (0, len(alphas)):
+        return float(alphas[max(number - 1, 0)])
+    below, above = share(number - 1), share(number)
     part = (1 - below) / (above - below) if math.isfinite(above) else 0.0
     logs = alphas.log()
-    return float((logs[first - 1] + part * (logs[first] - logs[first - 1])).exp()), True
+    return float((logs[number - 1] + part * (logs[number] - logs[number - 1])).exp())

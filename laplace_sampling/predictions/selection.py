@@ -2,31 +2,29 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.some_features import SomeFeatures
 from laplace_sampling.predictions.calibration import Calibration
-from laplace_sampling.predictions.covariance_path import CovariancePath
-
-if TYPE_CHECKING:
-    from laplace_sampling.predictions.looks import Looks
-
-__all__ = ["Selected", "Selection", "grid", "nearest"]
+from laplace_sampling.predictions.covariance_path import CovariancePath, by_rows, num_samples
 
 # Precisions that are tried, so many a decade: from where the prior leaves a standard deviation of a tenth of a logit,
 # or ten times the largest eigenvalue of the curvature, above which the prior decides, down to where the data decide.
-_A_DECADE, _HIGHEST_VARIANCE, _LOWEST = 3, 0.01, 1e-8
+PER_DECADE, _HIGHEST_VARIANCE, _LOWEST = 3, 0.01, 1e-8
 # Data whose variance under the prior says where it starts, and random weights by which it is estimated.
 _FEW, _PROBES = 16, 4
+# Data that are looked at, at least.
+_LEAST = 50
 
 
 @dataclass(frozen=True)
@@ -50,14 +48,62 @@ class Selected:
     problems: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class SearchCost:
+    """What a search for the prior precision is predicted to take.
+
+    Attributes:
+        jvps: of one datum and one vector.
+        vjps: likewise.
+        vectors: products of the curvature's eigenvectors with a vector of weights.
+        fixed_vjps: VJPs that do not depend on how many data are looked at.
+    """
+
+    jvps: float = 0.0
+    vjps: float = 0.0
+    vectors: float = 0.0
+    fixed_vjps: float = 0.0
+
+    def operations(self, cost: Cost) -> float:
+        """Floating-point operations."""
+        return self.jvps * cost.jvp + (self.vjps + self.fixed_vjps) * cost.vjp
+
+    def data_within(self, num_data: int, cost: Cost, operations: float) -> int:
+        """How many of the data so many operations pay for, and a few at least: with fewer the choice is chance."""
+        fixed = self.fixed_vjps * cost.vjp
+        part = max(0.0, operations - fixed) / (self.operations(cost) - fixed)
+        return num_data if part >= 1 else max(min(_LEAST, num_data), int(part * num_data))
+
+
+def search_cost(
+    features: Features, num_data: float, num_draws: int, tried: int, *, rows: bool = False, fixed_vjps: int = 0
+) -> SearchCost:
+    """The cost of draws of the function.
+
+    Args:
+        features: of data of the same kind.
+        num_data: how many data are looked at.
+        num_draws: of the function at a datum.
+        tried: at how many precisions.
+        rows: whether rows of the Jacobian are taken, however many weights there are.
+        fixed_vjps: VJPs besides.
+    """
+    if rows or by_rows(features):  # for all precisions
+        num_rows = float(features.num_outputs * num_data)
+        return SearchCost(vjps=num_rows, vectors=num_rows, fixed_vjps=fixed_vjps)
+    samples = num_samples(num_draws)
+    # A root of the covariance goes to the eigenvectors and back.
+    return SearchCost(float(samples * num_data * tried), vectors=2.0 * samples * tried, fixed_vjps=fixed_vjps)
+
+
 class Selection(ABC):
     """A rule for the prior precision."""
 
     name: str
 
     @abstractmethod
-    def looks(self, features: Features) -> "Looks":
-        """What it looks at, given the training data."""
+    def cost(self, features: Features, *, rough: bool = True) -> SearchCost:
+        """What a search is predicted to take, given the training data; not `rough` where it is known where to look."""
 
     @abstractmethod
     def select(
@@ -77,8 +123,7 @@ class Selection(ABC):
             bounds: within which the precision is kept.
             seed: of draws of the function.
             weight_norm: `‖w̄‖²` in the scaled coordinates of the prior.
-            near: a precision near the one that is looked for, where that is known: more than a decade away from it the
-                whole grid is searched.
+            near: a precision at which the search begins.
         """
 
 
@@ -94,7 +139,7 @@ def grid(path: CovariancePath, features: Features, bounds: tuple[float, float]) 
     unit = path.prior_variance(few, Draws(_PROBES, 0, Stream.RULE))
     high = max(10 * path.largest_eigenvalue, unit / _HIGHEST_VARIANCE, 1e-300)
     low = _LOWEST * max(path.largest_eigenvalue, 1e-6 * high)
-    number = math.ceil(_A_DECADE * math.log10(high / low)) + 1
+    number = math.ceil(PER_DECADE * math.log10(high / low)) + 1
     exponents = torch.linspace(math.log10(high), math.log10(low), number, dtype=torch.float64)
     return (10**exponents).clamp(*bounds).unique().flip(0)
 
@@ -102,3 +147,24 @@ def grid(path: CovariancePath, features: Features, bounds: tuple[float, float]) 
 def nearest(alphas: Float[Tensor, " A"], alpha: float) -> int:
     """The index of the precision of a grid that is nearest to another one."""
     return int((alphas.log() - math.log(alpha)).abs().argmin())
+
+
+def smallest_allowed(number: int, allowed: Callable[[int], bool], start: int | None = None) -> int:
+    """How many of the precisions of a grid are allowed, which are the first ones: by doubling steps, and bisection.
+
+    Args:
+        number: of precisions, from large to small.
+        allowed: whether one is, by its index.
+        start: where the search begins; by default in the middle.
+    """
+    low, high, step = -1, number, 1  # the last that is known to be allowed, and the first that is known not to be
+    at = number // 2 if start is None else start
+    while high - low > 1:
+        if allowed(at):
+            low, at = at, at + step
+        else:
+            high, at = at, at - step
+        if start is None or (low >= 0 and high < number):
+            at = (low + high) // 2
+        at, step = min(max(at, low + 1), high - 1), 2 * step
+    return high

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Normal
 
@@ -31,19 +30,25 @@ from laplace_sampling.predictions.calibration import (
     NOISE_WORTH,
     Calibration,
     believed_variance,
+    calibrate,
     labelled,
     own_temperature,
-    plain,
-    tempered,
 )
-from laplace_sampling.predictions.covariance_path import CovariancePath
-from laplace_sampling.predictions.looks import DECADE, Looks, decades
-from laplace_sampling.predictions.selection import Selected, Selection, grid, nearest
-
-__all__ = ["Validation", "check_finite", "held_out_looks"]
+from laplace_sampling.predictions.covariance_path import CovariancePath, function_draws
+from laplace_sampling.predictions.selection import (
+    PER_DECADE,
+    SearchCost,
+    Selected,
+    Selection,
+    grid,
+    nearest,
+    search_cost,
+)
 
 # Draws of the function for each datum, each with its opposite.
 _DRAWS = 16
+# Precisions that are tried, typically: by all data, and before by a part of them.
+_TRIED, _TRIED_FIRST = 7, 6
 # Nats a datum by which a part of the data is less likely than at its best where no smaller precision is tried.
 _FAR = 0.05
 # Nats a datum that error bars may cost (`docs/decisions.md`): a third of it brings half as much for
@@ -56,22 +61,16 @@ class Validation(Selection):
     """The smallest prior precision, with its best temperature or noise, that costs held-out data hardly anything.
 
     Attributes:
-        features: of the held-out data.
-        outputs: of the network.
-        targets: as the likelihood takes them.
-        likelihood: of the targets.
+        model: the tangent model on the held-out data.
         noise_bounds: within which the noise precision is kept.
     """
 
     name = "validation"
-    features: Features
-    outputs: Float[Tensor, "N C"]
-    targets: Tensor
-    likelihood: Likelihood
+    model: LinearModel
     noise_bounds: Bounds = NOISE_BOUNDS
 
-    def looks(self, features: Features) -> Looks:
-        return held_out_looks(self.features.num_data, self.likelihood)
+    def cost(self, features: Features, *, rough: bool = True) -> SearchCost:
+        return validation_cost(self.model.features, self.model.features.num_data, self.model.likelihood, rough=rough)
 
     def select(
         self,
@@ -83,11 +82,14 @@ class Validation(Selection):
         near: float | None = None,
     ) -> Selected:
         # One product with all of these data: an infinite variance would leave no precision to try.
-        check_finite(self.outputs, torch.tensor(path.prior_variance(self.features, Draws(1, seed, Stream.VALIDATION))))
-        alphas, products = grid(path, self.features, bounds), float(self.features.num_data)
+        check_finite(
+            self.model.network_outputs,
+            torch.tensor(path.prior_variance(self.model.features, Draws(1, seed, Stream.VALIDATION))),
+        )
+        alphas, products = grid(path, self.model.features, bounds), float(self.model.features.num_data)
         if isinstance(model.likelihood, Gaussian):
             alpha, likelihood, calibration = self._of_regression(model.likelihood, model, path, alphas, weight_norm)
-            products += self.features.num_data * self.features.num_outputs
+            products += self.model.features.num_data * self.model.features.num_outputs
         else:
             alpha, calibration, spent = self._of_labels(path, alphas, Draws(_DRAWS, seed, Stream.VALIDATION), near)
             likelihood, products = model.likelihood, products + spent
@@ -103,50 +105,47 @@ class Validation(Selection):
         self, path: CovariancePath, alphas: Tensor, draws: Draws, near: float | None
     ) -> tuple[float, Calibration, float]:
         """`α`, temperature, and what they took."""
-        tempered_of, products, best = self._calibrated_of(), 0.0, None
-        everything, deviations = torch.arange(self.features.num_data), path.deviations(self.features, alphas, draws)
-        calibration = cache(lambda index: tempered_of(deviations[index], everything))
-
-        def log_likelihood(index: int) -> float:
-            return _found(calibration(index))
-
-        price = _PRICE * self.features.num_data
-        if near is not None:
-            start = nearest(alphas, near)
-            found = _widest(log_likelihood, start, len(alphas), price)
-            best = found if abs(found - start) <= DECADE else None
-        if best is None:
-            start, products = self._start(path, alphas, draws, tempered_of)
-            best = _widest(log_likelihood, start, len(alphas), price)
-        return float(alphas[best]), calibration(best), products + deviations.products
+        features = self.model.features
+        calibrated, everything = self._calibrated_of(), torch.arange(features.num_data)
+        drawn = function_draws(path, features, alphas, draws)
+        calibration = cache(lambda index: calibrated(drawn(index), everything))
+        start, products = self._start(path, alphas, draws, calibrated) if near is None else (nearest(alphas, near), 0.0)
+        price = _PRICE * features.num_data
+        best = _widest(lambda index: _found(calibration(index)), start, len(alphas), price)
+        spent = search_cost(features, features.num_data, _DRAWS, calibration.cache_info().currsize)
+        return float(alphas[best]), calibration(best), products + spent.jvps + spent.vjps
 
     def _calibrated_of(self) -> Callable[[Tensor, Tensor], Calibration]:
         """What some of the data say of draws there, with the likeliest temperature of labels."""
-        if labelled(self.likelihood) is not None:
-            return _Tempered(self)
-        return lambda deviations, some: plain(self.likelihood, self.targets[some], self.outputs[some], deviations)
+        held_out, own = self.model, 1.0
+        likelihood, y, f = held_out.likelihood, held_out.targets, held_out.network_outputs
+        if labelled(likelihood) is not None:
+            own = own_temperature(likelihood, y, f)
+        return lambda deviations, some: calibrate(likelihood, y[some], f[some], deviations, ("temperature",), own)
 
     def _start(
-        self, path: CovariancePath, alphas: Tensor, draws: Draws, tempered_of: Callable[[Tensor, Tensor], Calibration]
+        self, path: CovariancePath, alphas: Tensor, draws: Draws, calibrated: Callable[[Tensor, Tensor], Calibration]
     ) -> tuple[int, float]:
         """The widest error bars of precisions a decade apart, by a part of the data, and what that took."""
-        part, coarse = self.looks(self.features).part, decades(len(alphas))
-        rough = path.deviations(SomeFeatures(self.features, part), alphas[coarse], draws, len(coarse))
-        start, best = 0, -math.inf
+        part, coarse = _part(self.model.features.num_data), _decades(len(alphas))
+        features = SomeFeatures(self.model.features, part)
+        drawn = function_draws(path, features, alphas[coarse], draws)
+        start, best, tried = 0, -math.inf, 0
         for number, index in enumerate(coarse):
-            found = _found(tempered_of(rough[number], part))
+            found, tried = _found(calibrated(drawn(number), part)), tried + 1
             best = max(best, found)
             if found >= best - _PRICE * len(part):
                 start = index
             elif found < best - _FAR * len(part):
                 break
-        return start, rough.products
+        spent = search_cost(features, len(part), _DRAWS, tried)
+        return start, spent.jvps + spent.vjps
 
     def _of_regression(
         self, likelihood: Gaussian, model: LinearModel, path: CovariancePath, alphas: Tensor, weight_norm: float
     ) -> tuple[float, Likelihood, Calibration]:
         """`α` and `b` of the widest `N(f, (b₀V(α₀; b₀) + I)/b)`, `α = α₀ b/b₀`, within the price."""
-        error = (self.targets.reshape(self.outputs.shape) - self.outputs).double()
+        error = (self.model.targets.reshape(self.model.network_outputs.shape) - self.model.network_outputs).double()
         # An output without a target has an error of zero and independent noise, whose density is taken away again.
         given = ~error.isnan()
         error, num = error.where(given, 0), int(given.sum())
@@ -159,7 +158,7 @@ class Validation(Selection):
             return clamped(1 / max(believed_variance(variance, squares, num), 1e-300), self.noise_bounds)
 
         tried: list[tuple[float, float, float, Tensor]] = []
-        for alpha, covariance in zip(alphas.tolist(), path.covariances(self.features, alphas), strict=True):
+        for alpha, covariance in zip(alphas.tolist(), path.covariances(self.model.features, alphas), strict=True):
             unit = (before * covariance).where(given[:, :, None] & given[:, None], 0) + eye
             noise = noise_of(float((torch.linalg.solve(unit, error[..., None])[..., 0] * error).sum()))
             log_probs = log_density(error.where(given, torch.nan), unit / noise)
@@ -195,10 +194,28 @@ class Validation(Selection):
         return float(alphas[index]), squares / max(num - dimensions[index], 0.01 * num)
 
 
-def held_out_looks(num_data: int, likelihood: Likelihood) -> Looks:
-    """What the rule looks at, of so many held-out data."""
-    # Up to a decade of precisions that are about as likely, and one to each side, beside those that were passed.
-    return Looks(num_data, _DRAWS, rows=isinstance(likelihood, Gaussian), near=7)
+def validation_cost(features: Features, num_data: int, likelihood: Likelihood, *, rough: bool = True) -> SearchCost:
+    """What the rule is predicted to take with so many held-out data.
+
+    It tries up to a decade of precisions that are about as likely, and one to each side, beside those that it passes.
+    """
+    rows = isinstance(likelihood, Gaussian)
+    found = search_cost(features, num_data, _DRAWS, _TRIED, rows=rows)
+    if not rough:
+        return found
+    first = search_cost(features, len(_part(num_data)), _DRAWS, _TRIED_FIRST, rows=rows)
+    return SearchCost(found.jvps + first.jvps, found.vjps + first.vjps, found.vectors + first.vectors)
+
+
+def _part(num_data: int) -> Tensor:
+    """Indices of the data that say where to look: a third of them, but for a few."""
+    return torch.arange(0, num_data, min(3, max(1, num_data // 32)))
+
+
+def _decades(number: int) -> list[int]:
+    """Indices of a grid of precisions that are a decade apart, and the last one."""
+    found = list(range(0, number, PER_DECADE))
+    return found if found[-1] == number - 1 else [*found, number - 1]
 
 
 def _widest(log_likelihood: Callable[[int], float], start: int, number: int, price: float) -> int:
@@ -216,21 +233,6 @@ def _widest(log_likelihood: Callable[[int], float], start: int, number: int, pri
         best += 1
         largest = max(largest, log_likelihood(best))
     return best
-
-
-class _Tempered:
-    """The likeliest temperature at one precision after the other, searched for from the one before."""
-
-    def __init__(self, rule: Validation) -> None:
-        self._rule, self._last = rule, None
-        self._own = own_temperature(rule.likelihood, rule.targets, rule.outputs)
-
-    def __call__(self, deviations: Float[Tensor, "K n C"], some: Tensor) -> Calibration:
-        rule = self._rule
-        outputs, targets = rule.outputs[some], rule.targets[some]
-        found = tempered(rule.likelihood, targets, outputs, deviations, self._own, self._last)
-        self._last = found.temperature
-        return found
 
 
 def _found(calibration: Calibration) -> float:

@@ -31,9 +31,9 @@ from laplace_sampling.linear_model.priors.prior import GaussianPrior, Prior, ove
 from laplace_sampling.methods.fit import Task
 from laplace_sampling.methods.method import Method
 from laplace_sampling.methods.network_score import path_of
-from laplace_sampling.networks.held_module import solver_call
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.random_weights import Subset
+from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.networks.subnetwork import Subnetwork
 from laplace_sampling.predictions.covariance_path import FactoredPath
 from laplace_sampling.preparation import prepare
@@ -182,7 +182,7 @@ def weight_decay_of(
 ) -> dict[str, float]:
     """`λ = α/(N b)` of each random parameter, `b = 1` but for a regression."""
     unit = num_data * loss_unit(likelihood)
-    first = [int(part[0]) for part in prior.groups.split(network.held.sizes)]
+    first = [int(part[0]) for part in prior.groups.split(network.shell.sizes)]
     alphas = prior.precision.tolist()
     return {name: alphas[group] / unit for name, group in zip(network.names, first, strict=True)}
 

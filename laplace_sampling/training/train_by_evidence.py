@@ -189,6 +189,7 @@ def train_by_evidence(
             run.epoch(loader, settings.likelihood, decay)
             if epoch != epochs and (epoch < burn_in or (epoch - burn_in) % every):
                 continue
+            network = network.renewed()
             update = update_at(task_of(settings, network, fixed, **data), network, settings)
             settings, decay = replace(settings, prior=update.prior, likelihood=update.likelihood), update.weight_decay
             history.append(update)
@@ -232,7 +233,7 @@ class _Run:
 
     def _step(self, x: Any, y: Any, likelihood: Likelihood, decay: dict[str, float]) -> float:
         """A step of the optimiser, which may ask for the loss and its gradient more than once; the loss."""
-        weights, (args, kwargs) = dict(self.network.module.named_parameters()), arguments(x)
+        weights, (args, kwargs) = dict(self.network.source.named_parameters()), arguments(x)
 
         def closure() -> Any:
             self.optimiser.zero_grad()
@@ -305,7 +306,7 @@ def _check_optimiser(optimiser: Any, network: Linearisation) -> None:
             "`prior=LayerwisePrior(precision=weight_decay * N)` starts there."
         )
     held = {id(p) for group in optimiser.param_groups for p in group["params"]}
-    parameters = dict(network.module.named_parameters())
+    parameters = dict(network.source.named_parameters())
     if missing := [name for name in network.names if id(parameters[name]) not in held]:
         raise ValueError(
             f"The optimiser does not have {len(missing)} of the parameters that get a prior, {missing[:4]}: make it of "

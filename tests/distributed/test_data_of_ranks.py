@@ -333,7 +333,7 @@ def _other_calls() -> list[str]:
         prior=["isotropic", "layerwise"][rank],
         process_group=dist.group.WORLD,
     )
-    prior.network.module.load_state_dict(la.network.module.state_dict())
+    prior.network.source.load_state_dict(la.network.source.state_dict())
     with pytest.raises(ValueError, match="`prior`"):
         prior.fit(loader, progress=False)
     return found

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_sampling import SVRG, LinearisedLaplace, Stochastic
 from laplace_sampling.data.processes import ProcessError
-from laplace_sampling.journal import Journal
+from laplace_sampling.results import Results
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("resumed on ranks")]
 
@@ -44,20 +44,20 @@ class Counted:
     def __init__(self) -> None:
         self.found = self.written = 0
         self.end = 10**9
-        count, known, append = self, Journal.known, Journal._append
+        count, known, write = self, Results._known, Results._write
 
-        def counted_known(self: Journal, key: str) -> Any:
-            found = known(self, key)
+        def counted_known(self: Results, *call: Any) -> Any:
+            found = known(self, *call)
             count.found += found is not None
             return found
 
-        def counted_append(self: Journal, entry: list[Any]) -> None:
-            append(self, entry)
+        def counted_write(self: Results, *entry: Any) -> None:
+            write(self, *entry)
             count.written += 1
             if count.written == count.end:
                 raise Killed
 
-        Journal.known, Journal._append = counted_known, counted_append
+        Results._known, Results._write = counted_known, counted_write
 
     def begin(self, end: int = 10**9) -> None:
         self.found, self.written, self.end = 0, 0, end

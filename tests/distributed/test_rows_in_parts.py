@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from laplace_sampling import Categorical, Dual, Exact, Gaussian, Krylov, LinearisedLaplace, from_loss
 from laplace_sampling.checkpoint import Checkpoint
 from laplace_sampling.data.processes import ProcessError
-from laplace_sampling.journal import Journal
 from laplace_sampling.linear_model import tangent_model
 from laplace_sampling.methods import exact, problem
+from laplace_sampling.results import Results
 
 pytestmark = pytest.mark.slow
 
@@ -226,10 +226,10 @@ def _of_mode() -> Any:
 
 def _with_file(case: str, path: Path, ends: bool) -> tuple[dict[str, Tensor], int] | None:
     """Results, and how many entries of the file were found in it."""
-    found, known = [0], Journal.known
+    found, known = [0], Results._known
 
-    def counted(self: Journal, key: str) -> Any:
-        entry = known(self, key)
+    def counted(self: Results, *call: Any) -> Any:
+        entry = known(self, *call)
         found[0] += entry is not None
         return entry
 
@@ -237,7 +237,7 @@ def _with_file(case: str, path: Path, ends: bool) -> tuple[dict[str, Tensor], in
         raise Ended
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Journal, "known", counted)
+        patch.setattr(Results, "_known", counted)
         patch.setattr(tangent_model, "is_accumulated", lambda rows, size: rows >= size)
         patch.setattr(problem, "is_accumulated", lambda rows, size: rows >= size)
         if ends:

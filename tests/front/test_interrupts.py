@@ -18,7 +18,7 @@ from laplace_sampling import ConvergenceWarning, LinearisedLaplace, NotFittedErr
 from laplace_sampling.linear_model import sampling
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.methods.solver_method import SolverMethod
-from laplace_sampling.networks.held_module import precisions
+from laplace_sampling.networks.solving import precisions
 
 
 class Moments:
@@ -205,51 +205,3 @@ def test_groups_of_samples_that_are_drawn_are_kept(
         warnings.simplefilter("ignore", ConvergenceWarning)
         la.fit(loader(case), progress=False, warm_start=True)
     assert len(la.samples_) == 6
-
-
-def test_a_failed_fit_leaves_how_many_data_go_through_the_network(monkeypatch) -> None:
-    case = make_case("classification")
-    la = laplace_of(case.model, "classification", method="krylov", num_samples=2)
-    la.fit(loader(case), progress=False)
-    la.network.batching.max_rows = 3
-
-    def fail(*_: object, **__: object) -> None:
-        assert la.network.batching.max_rows != 3
-        raise ArithmeticError("in the fit")
-
-    monkeypatch.setattr(type(la.settings.method), "fit", fail)
-    with pytest.raises(ArithmeticError):
-        la.fit(loader(case), progress=False)
-    assert la.network.batching.max_rows == 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seconds", [1e-4, 3e-3, 0.02])
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no such timer")
-def test_an_alarm_that_raises_is_handled_like_ctrl_c(seconds: float) -> None:
-    case = make_case("classification")
-    la = LinearisedLaplace(case.model.train(), "classification", method="krylov", num_samples=4)
-    la.fit(loader(case), progress=False)
-    before, torch_before, expected = snapshot(case.model), state_of_torch(), la.predict(case.x).samples
-
-    class Alarm(BaseException):
-        pass
-
-    def alarm(number: int, frame: Any) -> None:
-        raise Alarm
-
-    def predict_on() -> None:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        while True:
-            la.predict(case.x)
-
-    handler = signal.signal(signal.SIGALRM, alarm)
-    try:
-        with pytest.raises(Alarm):
-            predict_on()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-    assert_unchanged(case.model, before)
-    assert state_of_torch() == torch_before
-    assert torch.equal(la.predict(case.x).samples, expected)

@@ -220,16 +220,6 @@ def test_samples_depend_on_the_seed_alone() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_two_fits_equal_one() -> None:
-    case = make_case("regression")
-    la = LinearisedLaplace(case.model, "regression")
-    la.fit_hyperparameters(loader(case), progress=False, max_steps=100)
-    la.fit(loader(case), progress=False)
-    assert torch.equal(
-        la.samples_, LinearisedLaplace(case.model, "regression").fit(loader(case), progress=False).samples_
-    )
-
-
 def test_progress_bars_and_callback(capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     case, steps = make_case("classification_many_data"), []
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -339,22 +329,3 @@ def test_noise_explains_what_the_network_leaves(method: str, tmp_path: Path) -> 
     assert loaded.settings.likelihood == Gaussian(noise_at="mode")
     with pytest.raises(ValueError, match="noise_at"):
         laplace_of(model, "regression", noise_at="data")
-
-
-@pytest.mark.slow
-def test_a_compiled_function_that_predicts() -> None:
-    case = make_case("classification")
-    la = LinearisedLaplace(case.model, "classification", method="exact", num_samples=4)
-    la.fit(loader(case), progress=False)
-
-    def probabilities(x: torch.Tensor) -> torch.Tensor:
-        return la.predict(2 * x).probs_with("probit") + 1
-
-    torch.compiler.reset()
-    try:
-        assert torch.equal(torch.compile(probabilities, backend="eager")(case.x), probabilities(case.x))
-        torch.compiler.reset()
-        with pytest.raises(Exception, match="fullgraph=False"):
-            torch.compile(probabilities, backend="eager", fullgraph=True)(case.x)
-    finally:
-        torch.compiler.reset()

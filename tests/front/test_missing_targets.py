@@ -1,7 +1,6 @@
 """Targets of NaN are missing: the same numbers as without these inputs and outputs."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,15 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from laplace_sampling import (
-    Bernoulli,
     Categorical,
     Gaussian,
     IsotropicPrior,
     LinearisedLaplace,
     MultiTask,
     Poisson,
-    compare,
-    from_loss,
 )
 from laplace_sampling.predictions.regression_prediction import RegressionPrediction
 
@@ -161,31 +157,6 @@ def test_each_output_has_the_noise_of_its_targets() -> None:
     assert torch.allclose(b, free / errors, rtol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_noise_that_vanishes_leaves_predictions_of_left_out_data() -> None:
-    model, x, y = trained("regression", 3)
-    x, y = x[20:32], with_some_missing(y)[20:32]
-    la = LinearisedLaplace(model, Gaussian(torch.ones(3), noise_at="mode"), prior="isotropic", method="exact")
-    la.fit_hyperparameters([(x, y)], progress=False)
-    assert bool(la.leave_one_out().log_prob.isfinite().all())
-
-
-def test_a_wide_last_layer_is_exact() -> None:
-    _, x, y = trained("regression", 3)
-    y = with_some_missing(y)
-    model = nn.Sequential(nn.Linear(3, 600), nn.Tanh(), nn.Linear(600, 3)).double()
-    prior = IsotropicPrior(precision=1.0)
-    head, exact = (
-        LinearisedLaplace(model, Gaussian(4.0), prior=prior, parameters="last_layer", method=method).fit(
-            [(x, y)], progress=False
-        )
-        for method in ("last_layer", "exact")
-    )
-    assert torch.allclose(head.predict(x).covariance(), exact.predict(x).covariance(), atol=1e-9)
-    # The mode of the head is found by iterations.
-    assert torch.allclose(head.leave_one_out().log_prob, exact.leave_one_out().log_prob, atol=1e-2)
-
-
 def dense_posterior(model: nn.Module, x: Tensor, y: Tensor, alpha: float, b: float | Tensor) -> tuple[Tensor, Tensor]:
     """Covariance and mean of the linear model at all inputs and outputs, by the targets that are there."""
     names, values = zip(*model.named_parameters(), strict=True)
@@ -306,23 +277,6 @@ def test_held_out_data_without_targets_count_nowhere(kind: str) -> None:
         assert torch.allclose(ours.predict(x).interval(0.8)[0], theirs.predict(x).interval(0.8)[0])
 
 
-@pytest.mark.filterwarnings("ignore:Error bars make predictions worse:laplace_sampling.CalibrationWarning")
-def test_held_out_outputs_without_targets_count_nowhere() -> None:
-    model, x, y = trained("regression", 3)
-    val = with_some_missing(y[20:])
-    la = LinearisedLaplace(model, "regression", method="exact").fit([(x[:20], y[:20])], progress=False)
-    la.calibrate([(x[20:], val)])
-    found = la.calibration_
-    log_prob = la.predict(x[20:]).log_prob(val)
-    assert found.log_likelihood is not None
-    assert math.isclose(found.log_likelihood, float(log_prob.sum()), rel_tol=1e-6)
-    tuned = LinearisedLaplace(model, "regression", method="exact")
-    tuned.fit_hyperparameters([(x[:20], y[:20])], val_loader=[(x[20:], val)], progress=False)
-    assert tuned.calibration_.log_likelihood is not None
-    log_prob = tuned.predict(x[20:]).log_prob(val)
-    assert math.isclose(tuned.calibration_.log_likelihood, float(log_prob.sum()), rel_tol=1e-5)
-
-
 def test_heads_have_missing_targets_of_their_own() -> None:
     torch.manual_seed(0)
 
@@ -375,28 +329,6 @@ def test_measurements_may_be_missing() -> None:
     assert bool(la.predict(x, observed=True).log_prob(measured).isfinite().all())
 
 
-def test_files_checkpoints_warm_starts_and_comparisons(tmp_path: Path) -> None:
-    model, x, y = trained("regression", 3)
-    x, y = x[:10], with_some_missing(y[:10])
-    la = LinearisedLaplace(model, "regression", method="exact")
-    la.fit([(x, y)], progress=False, checkpoint=tmp_path / "fit")
-    la.save(tmp_path / "la.pt")
-    loaded = LinearisedLaplace.load(tmp_path / "la.pt", model)
-    assert torch.allclose(loaded.predict(x).covariance(), la.predict(x).covariance())
-    assert torch.allclose(loaded.leave_one_out().mean, la.leave_one_out().mean)
-    assert la.diagnose()["effective dimension"].bounds[1] == pytest.approx(0.9 * int((~y.isnan()).sum()))
-    other = LinearisedLaplace(model, "regression", method="krylov").fit([(x, y)], progress=False)
-    other.fit([(x, y)], progress=False, warm_start=True)
-    assert compare({"exact": la, "krylov": other}).scores[0].num_data == int((~y.isnan()).any(1).sum())
-
-
-def test_integer_targets_of_counts_and_labels_still_fit() -> None:
-    for kind in ("binary", "poisson"):
-        model, x, y = trained(kind, 2)
-        a, b = (LinearisedLaplace(model, kind, method="exact").fit([(x, t)], progress=False) for t in (y, y.long()))
-        assert torch.equal(a.predict(x).variance, b.predict(x).variance)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_missing_target_is_an_error(kind: str) -> None:
     model, x, y = trained(kind, 2)
@@ -410,45 +342,6 @@ def test_what_is_no_missing_target_is_an_error(kind: str) -> None:
     la.fit([(x, y)], progress=False)
     with pytest.raises(ValueError, match=r"the targets contain infinity"):
         la.predict(x).log_prob(y.masked_fill(y == y[3, 0], torch.inf))
-
-
-def test_errors_of_single_likelihoods() -> None:
-    model, x, y = trained("regression", 2)
-    own = from_loss(lambda f, y: (f - y).square().sum(), "own")
-    gone = y.clone()
-    gone[0] = torch.nan
-    with pytest.raises(ValueError, match="NaN"):
-        LinearisedLaplace(model, own).fit([(x, gone)], progress=False)
-    gone[:, 1] = torch.nan
-    with pytest.raises(ValueError, match="Output 1 has no target at any datum"):
-        LinearisedLaplace(model, Gaussian(torch.ones(2))).fit([(x, gone)], progress=False)
-    LinearisedLaplace(model, Gaussian(torch.ones(2), learn=False)).fit([(x, gone)], progress=False)
-    counts = torch.full((NUM, 2), 0.5, dtype=torch.float64)
-    counts[0] = torch.nan
-    with pytest.raises(ValueError, match=r"Counts must be whole numbers of at least 0, but range from 0\.5"):
-        LinearisedLaplace(model, Poisson()).fit([(x, counts)], progress=False)
-    with pytest.raises(ValueError, match=r"range from 0\.5 to 2\.5"):
-        LinearisedLaplace(model, Bernoulli()).fit([(x, 4 * counts.cumsum(1) - 1.5)], progress=False)
-
-
-@pytest.mark.filterwarnings("ignore::laplace_sampling.CalibrationWarning")
-@pytest.mark.parametrize("method", ["exact", "kfac"])
-def test_validation_data_and_rows_without_targets_choose_as_without_these_rows(method: str) -> None:
-    model, x, y = trained("regression", 1)
-    padded = y.clone()
-    padded[::4] = torch.nan
-    there = ~padded.isnan()[:, 0]
-    val = [(x[20:] + 0.1, y[20:])]
-    with_rows, without = (
-        LinearisedLaplace(model, "regression", method=method).fit_hyperparameters(
-            [data], val_loader=val, criterion="validation", progress=False
-        )
-        for data in ((x, padded), (x[there], y[there]))
-    )
-    assert with_rows.noise_precision_ is not None
-    assert without.noise_precision_ is not None
-    assert math.isclose(float(with_rows.noise_precision_), float(without.noise_precision_), rel_tol=1e-3)
-    assert math.isclose(float(with_rows.prior_precision_), float(without.prior_precision_), rel_tol=1e-2)
 
 
 def test_labels_that_are_ignored_do_not_choose_the_criterion() -> None:

@@ -9,7 +9,7 @@ from problems import CLOSE, SAMPLES, trained
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_sampling import Gaussian, LinearisedLaplace
+from laplace_sampling import Gaussian
 
 
 @pytest.mark.parametrize("method", ["exact", "dual", "krylov"])
@@ -75,19 +75,3 @@ def test_known_and_learnt_noise_variances() -> None:
     total = torch.distributions.Normal(pred.mean, (pred.variance + R[:, None]).sqrt())
     assert_close(pred.log_prob(case.y), total.log_prob(case.y)[:, 0])
     assert_close(known.predict(case.x).noise_variance, torch.tensor(1.0).double())
-
-
-def test_noise_variances_that_do_not_fit() -> None:
-    case = trained()
-    la = LinearisedLaplace(case.model, "regression")
-    with pytest.raises(ValueError, match="shape"):
-        la.fit(case.batches, noise_variances=torch.ones(3), progress=False)
-    with pytest.raises(ValueError, match=r"noise_variances.*positive"):
-        la.fit_hyperparameters(case.batches, noise_variances=torch.zeros(24), progress=False)
-    classes = make_case("classification")
-    la = LinearisedLaplace(classes.model, "classification")
-    with pytest.raises(ValueError, match="classification"):
-        la.fit(classes.batches, noise_variances=torch.ones(8), progress=False)
-    la.fit(classes.batches, progress=False)
-    with pytest.raises(ValueError, match="observed=True"):
-        la.predict(classes.x, noise_variances=torch.ones(8))

@@ -9,21 +9,16 @@ import numpy as np
 import pytest
 import torch
 from flat_settings import QUICK
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
     Sampler,
     TensorDataset,
-    WeightedRandomSampler,
 )
 
 from laplace_sampling import LinearisedLaplace, Stochastic
-from laplace_sampling.data.random_state import PrivateRandomness
-from laplace_sampling.networks.function_fingerprint import _some_inputs
 
 DATA = torch.Generator().manual_seed(0)
 X = torch.randn(20, 2, generator=DATA)
@@ -52,19 +47,6 @@ class OfItsOwn(Sampler[int]):
 
     def __len__(self) -> int:
         return 20
-
-
-class OfAnother(Sampler[list[int]]):
-    """Batches of a sampler that has a generator inside."""
-
-    def __init__(self) -> None:
-        self.inner = RandomSampler(DATASET, generator=torch.Generator().manual_seed(5))
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(BatchSampler(self.inner, 6, drop_last=False))
-
-    def __len__(self) -> int:
-        return 4
 
 
 class Stream(IterableDataset):
@@ -96,19 +78,12 @@ def generator() -> torch.Generator:
 
 LOADERS: dict[str, Callable[[], DataLoader]] = {
     "shuffled": lambda: DataLoader(DATASET, 6, shuffle=True),
-    "generator": lambda: DataLoader(DATASET, 6, shuffle=True, generator=generator()),
     "workers": lambda: DataLoader(
         Slow(), 6, shuffle=True, generator=generator(), num_workers=2, persistent_workers=True
     ),
-    "random sampler": lambda: DataLoader(DATASET, 6, sampler=RandomSampler(DATASET, generator=generator())),
-    "weighted sampler": lambda: DataLoader(DATASET, 6, sampler=WeightedRandomSampler([1.0] * 10 + [3.0] * 10, 20)),
     "numpy": lambda: DataLoader(DATASET, 6, sampler=OfNumpy()),
     "its own": lambda: DataLoader(DATASET, 6, sampler=OfItsOwn()),
-    "batch sampler": lambda: DataLoader(DATASET, batch_sampler=OfAnother()),
     "stream": lambda: DataLoader(Stream(), 6, generator=generator()),
-    "stream of a worker": lambda: DataLoader(
-        Stream(), 6, generator=generator(), num_workers=1, persistent_workers=True
-    ),
 }
 
 
@@ -173,18 +148,6 @@ def test_no_method_draws_from_the_users_generators(method) -> None:
     assert states() == before
 
 
-def test_a_fit_that_is_refused_draws_nothing() -> None:
-    class Augmented(Slow):
-        def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return X[i] + torch.rand(2) + random.random() + float(np.random.rand()), Y[i]  # noqa: NPY002
-
-    la = LinearisedLaplace(nn.Linear(2, 1), "regression")
-    before = states()
-    with pytest.raises(ValueError, match="augmentation"):
-        la.fit(DataLoader(Augmented(), 6, shuffle=True), progress=False)
-    assert states() == before
-
-
 @pytest.mark.slow
 def test_fits_in_two_threads_put_the_random_state_back() -> None:
     models = [nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)) for _ in range(4)]
@@ -199,21 +162,3 @@ def test_fits_in_two_threads_put_the_random_state_back() -> None:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(fit, models))
         assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_few_inputs_that_are_kept_leave_the_state_that_another_thread_puts_back() -> None:
-    other = PrivateRandomness().use()
-
-    class Data:
-        num_data, in_order = 4, True
-
-        def inputs(self, indices: Tensor) -> Tensor:
-            if len(indices) > 1:  # the last reading: meanwhile the other one ends
-                other.__exit__(None, None, None)
-            return torch.zeros(len(indices), 2)
-
-    before = torch.get_rng_state()
-    other.__enter__()
-    torch.rand(1)
-    assert len(_some_inputs(Data(), 4)) == 4  # pyright: ignore[reportArgumentType]
-    assert torch.equal(torch.get_rng_state(), before)

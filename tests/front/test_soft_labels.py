@@ -60,22 +60,6 @@ def test_a_soft_label_counts_as_weighted_labels(kind: str, method: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["classification", "binary"])
-def test_held_out_soft_labels_calibrate_as_weighted_ones(kind: str) -> None:
-    model, x, y = trained(kind)
-    la = LinearisedLaplace(model, kind, prior=IsotropicPrior(precision=1.0), method="exact").fit(
-        [(x, y)], progress=False
-    )
-    la.calibrate([(x, y)])
-    pred = la.predict(x)
-    probs = pred.probs if kind == "classification" else torch.cat([1 - pred.probs, pred.probs], 1)
-    target = y if kind == "classification" else torch.cat([1 - y, y], 1)
-    expected = (target * probs.log()).sum(1)
-    assert torch.allclose(pred.log_prob(y), expected)
-    assert la.calibration_.log_likelihood is not None
-    assert math.isclose(la.calibration_.log_likelihood, float(expected.sum()), rel_tol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["classification", "binary"])
 def test_certain_soft_labels_are_labels(kind: str) -> None:
     model, x, y = trained(kind)
     hard = y.argmax(1) if kind == "classification" else y.round()

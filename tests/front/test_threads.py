@@ -10,12 +10,10 @@ import torch
 from cases import make_case
 from flat_settings import loader
 from snapshot import assert_unchanged, snapshot
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from laplace_sampling import LinearisedLaplace
-from laplace_sampling.networks.held_module import precisions
-from laplace_sampling.solvers.basis import Basis
 
 
 def together(call: Callable[[int], Any], count: int, threads: int) -> list[Any]:
@@ -43,40 +41,11 @@ def all_equal(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
 def test_200_predictions_by_four_threads_on_two_models() -> None:
     models = [fitted("regression", "krylov"), fitted("conv_batch_norm", "exact")]
     expected = [moments(la, x) for la, x in models]
-    before = [snapshot(la.network.module) for la, _ in models]
+    before = [snapshot(la.network.source) for la, _ in models]
     found = together(lambda n: all_equal(moments(*models[n // 2 % 2]), expected[n // 2 % 2]), 200, 4)
     assert found == [True] * 200
     for (la, _), state in zip(models, before, strict=True):
-        assert_unchanged(la.network.module, state)
-
-
-def trial(seed: int) -> tuple[Tensor, Tensor]:
-    """What an optimiser of settings runs: it trains a network, fits, and predicts."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(30, 2, generator=generator, dtype=torch.float64)
-    y = x[:, :1] * x[:, 1:] + 0.1 * torch.randn(30, 1, generator=generator, dtype=torch.float64)
-    model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1)).double()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(20):
-        optimiser.zero_grad()
-        (model(x) - y).square().sum().backward()
-        optimiser.step()
-    la = LinearisedLaplace(model, "regression", method=("krylov", "exact", "kfac", "dual")[seed % 4], num_samples=4)
-    la.fit_hyperparameters([(x, y)], max_steps=2, tolerance=0.3, progress=False)
-    assert model.training
-    assert all(isinstance(p, nn.Parameter) for p in model.parameters())
-    return moments(la, x[:5])
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
-def test_trials_in_two_threads_as_of_an_optimiser_of_settings() -> None:
-    expected = [trial(seed) for seed in range(8)]
-    for a, b in zip(together(trial, 8, 2), expected, strict=True):
-        assert all_equal(a, b)
+        assert_unchanged(la.network.source, state)
 
 
 @pytest.mark.parametrize(("method", "parameters"), [("krylov", "last_layer"), ("kfac", None), ("diagonal", None)])
@@ -102,12 +71,6 @@ def test_covariances_that_are_computed_when_they_are_asked_for() -> None:
     assert all(torch.equal(value, joint if n % 2 else variance) for n, value in enumerate(found))
 
 
-def test_samples_of_two_threads_are_not_the_same_draws() -> None:
-    la, _ = fitted("regression", "krylov")
-    draws = together(lambda _: la.sample(1), 12, 4)
-    assert len({float(draw[0, 0]) for draw in draws}) == 12
-
-
 def test_data_may_wait_for_a_thread_that_predicts() -> None:
     la, x = fitted("regression", "krylov")
     case = make_case("regression")
@@ -128,25 +91,3 @@ def test_data_may_wait_for_a_thread_that_predicts() -> None:
 
     other = LinearisedLaplace(case.model, "regression", method="krylov", num_samples=2)
     assert other.fit(Predicting(), progress=False).predict(x).stddev.isfinite().all()
-
-
-def test_precision_of_products_in_two_threads(monkeypatch) -> None:
-    case, seen = make_case("regression"), {"solver": set(), "network": set()}
-    extend, forward = Basis.extend, nn.Linear.forward
-    monkeypatch.setattr(Basis, "extend", lambda *a: seen["solver"].add(tuple(precisions())) or extend(*a))
-    monkeypatch.setattr(nn.Linear, "forward", lambda *a: seen["network"].add(tuple(precisions())) or forward(*a))
-
-    def fit(_: int) -> None:
-        LinearisedLaplace(case.model, "regression", method="krylov", num_samples=4).fit(loader(case), progress=False)
-
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    lowered = tuple(precisions())
-    try:
-        together(fit, 8, 3)
-        assert tuple(precisions()) == lowered
-    finally:
-        torch.set_float32_matmul_precision(before)
-    full = {value.replace("tf32", "ieee").replace("bf16", "ieee").replace("medium", "highest") for value in lowered}
-    assert {value for values in seen["solver"] for value in values} == full
-    assert lowered in seen["network"]

@@ -1,7 +1,6 @@
 """A warning is for what users should act on; what else there is to know is a line of `print(la)`."""
 
 import copy
-import warnings
 from functools import cache
 
 import pytest
@@ -12,12 +11,9 @@ from torch.nn.functional import cross_entropy, mse_loss
 from laplace_sampling import (
     CalibrationWarning,
     ConvergenceWarning,
-    Gaussian,
-    IsotropicPrior,
     LinearisedLaplace,
     RegressionPrediction,
 )
-from laplace_sampling.methods.subset import Subset
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -127,61 +123,6 @@ def test_validation_data_of_another_task_are_told(kind: str, criterion: str) -> 
     assert calibration.log_likelihood < float(constant.sum()) + 1
 
 
-@pytest.mark.slow
-def test_data_left_out_of_the_linear_model_do_not_judge_error_bars() -> None:
-    """By them the network alone is ahead by far more than by test data; so nothing is said."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.rand(1700, 3, generator=generator) * 2 - 1
-    f = torch.sin(3 * x[:, :1]) * x[:, 1:2] + torch.exp(-(x[:, 2:] ** 2))
-    y = f + 0.15 * torch.randn(1700, 1, generator=generator)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        layers = nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()
-        model = nn.Sequential(*layers, nn.Linear(64, 1))
-    optimiser = torch.optim.Adam(model.parameters(), 0.01, weight_decay=0.02)
-    for _ in range(600):
-        optimiser.zero_grad()
-        (0.5 * mse_loss(model(x[:200]), y[:200])).backward()
-        optimiser.step()
-    la = LinearisedLaplace(model, "regression").fit_hyperparameters([(x[:200], y[:200])], progress=False)
-    predicted, noise = la.predict(x[200:]), la.noise_precision_
-    assert noise is not None
-    assert isinstance(predicted, RegressionPrediction)
-    alone = torch.distributions.Normal(predicted.mean, noise**-0.5).log_prob(y[200:])
-    gain = (predicted.log_prob(y[200:]).reshape(-1) - alone.reshape(-1)).double()
-    error = float(gain.std()) / len(gain) ** 0.5
-    found = la.calibration_
-    print(f"error bars gain {float(gain.mean()):.4f} ± {error:.4f} nats a test datum; left out {found}")
-    assert found.log_likelihood is not None
-    assert found.network_log_likelihood is not None
-    left_out = (found.log_likelihood - found.network_log_likelihood) / found.num_data
-    assert left_out < float(gain.mean()) - 5 * error
-    assert float(gain.mean()) > -2 * error
-    assert found.standard_error is None
-
-
-def test_a_part_of_the_data_that_is_accurate_enough_is_a_line() -> None:
-    model, train, _ = trained("regression", num=600)
-    prior = IsotropicPrior(precision=100.0)
-    la = LinearisedLaplace(model, Gaussian(10.0), prior=prior, method=Subset(max_rows=400))
-    la.fit(train, progress=False)
-    accuracy = la.diagnose().accuracy
-    assert accuracy is not None
-    print(f"a part is off by {accuracy.left_out:.3f}")
-    assert 0.015 < accuracy.left_out < 0.17
-    assert not la.converged_
-    assert "more than the tolerance of 1.5 %" in str(la)
-    assert "max_rows=800" in str(la)
-    assert la.diagnose().ok
-    la.sample(2)  # warns of nothing either
-    rough = LinearisedLaplace(model, Gaussian(10.0), prior=prior, method=Subset(max_rows=8))
-    with pytest.warns(ConvergenceWarning, match="max_rows=16"):
-        rough.fit(train, progress=False)
-    assert not rough.diagnose().ok
-    with pytest.warns(ConvergenceWarning, match="max_rows=16"):
-        rough.sample(2)
-
-
 def test_a_budget_that_ends_too_early_is_told() -> None:
     """A part of the data is all that it pays for."""
     x = torch.randn(600, 400, generator=torch.Generator().manual_seed(0))
@@ -205,33 +146,3 @@ def test_a_classification_without_error_bars_says_so() -> None:
     la.fit_hyperparameters(train, test, progress=False)
     print(f"γ with held-out data {float(la.effective_dimension_):.3g}")
     assert "negligible" not in str(la)
-
-
-def test_the_line_of_the_cost_says_what_is_counted() -> None:
-    model, train, _ = trained("regression")
-    la = LinearisedLaplace(model, "regression")
-    plan = str(la.plan(train))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CalibrationWarning)
-        la.fit_hyperparameters(train, progress=False)
-    for text in (plan, str(la)):  # of an exact fit, more epochs than the budget has
-        assert "products with the network and of dense algebra" in text
-        assert "a second or so, are always allowed" in text
-    (x, _), labels = train[0], trained("classification")[1]
-    last = LinearisedLaplace(nn.Linear(8, 3).double(), "classification", parameters="last_layer")
-    for text in (str(last.plan(labels)), str(last.fit([(x, labels[0][1])], progress=False))):
-        assert "without dense algebra" in text
-        assert "always allowed" not in text
-    free = LinearisedLaplace(model, "regression").fit_hyperparameters(train, budget=None, progress=False)
-    assert "always allowed" not in str(free)
-
-
-def test_an_exact_last_layer_leaves_no_correlations_out() -> None:
-    model, train, _ = trained("regression")
-    exact = LinearisedLaplace(model, "regression", method="exact", parameters="last_layer")
-    last = LinearisedLaplace(model, "regression", parameters="last_layer")
-    variances = [la.fit(train, progress=False).predict(train[0][0]).variance for la in (exact, last)]
-    torch.testing.assert_close(*variances)
-    assert "leaves out" not in str(last)
-    factors = LinearisedLaplace(model, "regression", method="kfac").fit(train, progress=False)
-    assert "correlations that the method leaves out" in str(factors)

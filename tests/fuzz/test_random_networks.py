@@ -5,21 +5,14 @@ one that fails. `check(Example(...))` repeats it.
 """
 
 import os
-from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 pytest.importorskip("hypothesis", reason="hypothesis, which draws the networks, is not installed")
 
 from fuzz.comparison import check
 from fuzz.random_problems import METHODS, Example, examples
 from hypothesis import HealthCheck, Phase, given, seed, settings
-
-from laplace_sampling import LinearisedLaplace
-from laplace_sampling.predictions.dense_covariance import DenseCovariance
 
 pytestmark = pytest.mark.fuzz
 
@@ -38,7 +31,6 @@ FEW_DATA = [
         training=True,
     ),
 ]  # fmt: skip
-SMALL = Example(num_data=12, width=3, likelihood="classification", outputs=2)
 
 
 def is_known(example: Example, kind: str) -> bool:
@@ -74,46 +66,3 @@ def test_zeros_of_a_kernel_are_no_variance_beside_a_tiny_noise() -> None:
         parameters="head", linear_model="homogeneous",
     )  # fmt: skip
     assert not check(example)
-
-
-def test_an_example_says_all_that_repeats_it() -> None:
-    assert eval(repr(SMALL), {"Example": Example}) == SMALL
-    assert repr(Example(seed=3)) == "Example(seed=3)"
-
-
-@pytest.mark.parametrize("method", ["exact", "krylov", "diagonal"])
-def test_a_wrong_variance_is_found(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    example = replace(SMALL, method=method, num_data=60)
-    assert not check(example)
-    predict, blocks = LinearisedLaplace.predict, DenseCovariance.blocks
-
-    def wrong(self: LinearisedLaplace, x: Tensor) -> Any:
-        pred = predict(self, x)
-        return replace(pred, deviations=5 * pred.deviations)
-
-    monkeypatch.setattr(DenseCovariance, "blocks", lambda self: 1.1 * blocks(self))
-    monkeypatch.setattr(LinearisedLaplace, "predict", wrong)
-    assert any("wrong" in kind for kind, _ in check(example))
-
-
-def test_an_error_of_torch_is_no_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(self: LinearisedLaplace, x: Tensor) -> Any:
-        raise ValueError(str(torch.linalg.cholesky(-torch.eye(2))))
-
-    monkeypatch.setattr(LinearisedLaplace, "predict", fails)
-    assert [kind for kind, _ in check(SMALL)] == ["_LinAlgError"]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_hyperparameters_off_the_evidence_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    example = Example(num_data=30, width=4, steps=100, noise="mode")
-    assert not check(example)
-    tuned = LinearisedLaplace.fit_hyperparameters
-
-    def wrong(self: LinearisedLaplace, loader: Any, **arguments: Any) -> LinearisedLaplace:
-        low = float(tuned(self, loader, **arguments).prior_precision_) * 1000
-        return tuned(self, loader, **arguments, precision_bounds=(low, 2 * low))
-
-    monkeypatch.setattr(LinearisedLaplace, "fit_hyperparameters", wrong)
-    monkeypatch.setattr(LinearisedLaplace, "converged_", True)
-    assert "fitted hyperparameters are not at a maximum of the evidence" in [kind for kind, _ in check(example)]

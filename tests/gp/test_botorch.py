@@ -12,7 +12,8 @@ from problems import noisy
 from torch import nn
 from torch.testing import assert_close
 
-from laplace_sampling.gp.exact_regression import ExactRegression
+from laplace_sampling.gp.evidence import HyperparameterBounds
+from laplace_sampling.gp.posterior import GramCovariance, of_largest_evidence
 from laplace_sampling.linear_model.network_features import features_at
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.solver import ConvergenceWarning
@@ -45,15 +46,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 def test_the_posterior_is_the_exact_one(outputs: int) -> None:
     case, model, prior = noisy(30, outputs=outputs)
     surrogate = TangentSurrogate(case.model, case.x, case.y, mean="homogeneous")
-    exact = ExactRegression.of(model, prior)
-    found = exact.fit()
+    exact, found = of_largest_evidence(model, prior, HyperparameterBounds())
     assert surrogate.optimum.precision == pytest.approx(found.precision)
     assert surrogate.num_outputs == outputs
     x = case.x[:4] + 0.3
-    at = exact.at(features_at(Linearisation(case.model), x))
+    features = features_at(Linearisation(case.model), x)
     posterior = surrogate.posterior(x)
-    assert_close(posterior.mean, at.mean(found.precision, found.noise_precision), rtol=1e-6, atol=1e-7)
-    joint = at.joint_covariance(found.precision, found.noise_precision)
+    mean = features.outputs(exact.mode_weights()[None])[0]
+    assert_close(posterior.mean, mean, rtol=1e-6, atol=1e-7)
+    joint = GramCovariance(exact, features).joint()
     assert_close(posterior.distribution.covariance_matrix, joint, rtol=1e-6, atol=1e-7)
     noisy_posterior = surrogate.posterior(x, observation_noise=True)
     assert_close(noisy_posterior.variance, posterior.variance + 1 / found.noise_precision)

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from laplace_sampling.evidence.em import fit_em
-from laplace_sampling.gp.exact_classification import ExactClassification
+from laplace_sampling.gp.evidence import HyperparameterBounds
+from laplace_sampling.gp.posterior import GramCovariance, GramPosterior, of_largest_evidence
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.linear_model import LinearModel
@@ -32,6 +33,10 @@ def setting(name: str, prior: str) -> tuple[Case, LinearModel, GaussianPrior]:
     return case, model, make_prior(model, case, prior)
 
 
+def at(model: LinearModel, prior: GaussianPrior, alpha: float) -> GramPosterior:
+    return GramPosterior.of(model, prior.with_precision(prior.precision * (alpha / overall_precision(prior))))
+
+
 def hessian(case: Case, J: Tensor, A: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
     """`M` and `H`."""
     M = reference.ggn(J, reference.curvature(case.likelihood, outputs, case.y))
@@ -44,15 +49,14 @@ def test_everything_agrees_with_weight_space(name: str, prior: str) -> None:
     alpha = 0.6
     A = built.diagonal() * alpha / overall_precision(built)
     J = reference.jacobian(case.model, case.x)
-    exact = ExactClassification.of(model, built)
-    posterior = exact.posterior(alpha)
-    assert posterior.converged
+    posterior = at(model, built, alpha)
+    assert posterior.mode.converged
     theta = reference.mode(case.likelihood, J, model.offset, case.y, A)
     h = model.offset + J @ theta
     assert_close(posterior.mode_weights(), theta, rtol=1e-6, atol=1e-7)
     assert_close(posterior.mode.outputs, h, rtol=1e-6, atol=1e-7)
     M, H = hessian(case, J, A, model.network_outputs)
-    assert posterior.effective_dimension == pytest.approx(reference.effective_dimension(M, A), rel=1e-6)
+    assert posterior.effective_dimension() == pytest.approx(reference.effective_dimension(M, A), rel=1e-6)
     loss = sum(float(reference.loss(case.likelihood, h[i], case.y[i])) for i in range(len(h)))
     logdet = torch.linalg.slogdet(H / A.sqrt() / A.sqrt()[:, None])[1]
     evidence = -loss - 0.5 * float((A * theta**2).sum()) - 0.5 * float(logdet)
@@ -60,20 +64,19 @@ def test_everything_agrees_with_weight_space(name: str, prior: str) -> None:
     assert_close(posterior.prior.diagonal(), A)
     x = case.x[:2] * 1.3
     J_x = reference.jacobian(case.model, x)
-    at = posterior.at(features_at(Linearisation(case.model), x))
     flat = J_x.flatten(0, 1)
     joint = flat @ torch.linalg.solve(H, flat.T)
     C = J_x.shape[1]
-    assert_close(at.mean, J_x @ theta, rtol=1e-6, atol=1e-7)
-    assert_close(at.joint_covariance(), joint, **CLOSE)
-    assert_close(at.covariance()[1], joint[C : 2 * C, C : 2 * C], **CLOSE)
-    assert_close(at.stddev().flatten() ** 2, joint.diagonal(), **CLOSE)
+    covariance = GramCovariance(posterior, features_at(Linearisation(case.model), x))
+    assert_close(covariance.joint(), joint, **CLOSE)
+    assert_close(covariance.variance().flatten(), joint.diagonal(), **CLOSE)
+    assert_close(covariance.blocks()[1], joint[C : 2 * C, C : 2 * C], **CLOSE)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_same_draws_give_the_same_samples_as_weight_space(name: str) -> None:
     _, model, built = setting(name, "g-prior")
-    posterior = ExactClassification.of(model, built).posterior(overall_precision(built))
+    posterior = GramPosterior.of(model, built)
     draws = Draws(3, 2)
     expected = sample_posterior(model.ggn(model.network_outputs), built, draws, Dense()).value * built.scale
     assert_close(posterior.sample(draws), expected, rtol=1e-6, atol=1e-7)
@@ -82,22 +85,22 @@ def test_same_draws_give_the_same_samples_as_weight_space(name: str) -> None:
 @pytest.mark.parametrize("name", ["classification", "binary", "multi_label"])
 def test_the_fixed_point_is_that_of_em(name: str) -> None:
     _, model, prior = many(name)
-    found = ExactClassification.of(model, prior).fit()
+    posterior, found = of_largest_evidence(model, prior, HyperparameterBounds())
     assert found.converged
-    assert found.effective_dimension / found.mode.norm == pytest.approx(found.precision, rel=1e-8)
+    gamma = posterior.effective_dimension()
+    assert gamma / posterior.mode.norm == pytest.approx(found.precision, rel=1e-8)
     dense = LinearModel(
         DenseFeatures.of(model.features), model.offset, model.network_outputs, model.targets, model.likelihood
     )
     em = fit_em(dense, prior, Draws(1, 0), Dense(), max_steps=200, tolerance=1e-9)
     assert found.precision == pytest.approx(float(em.prior.precision), rel=1e-6)
-    assert found.effective_dimension == pytest.approx(float(em.effective_dimension), rel=1e-6)
+    assert gamma == pytest.approx(float(em.effective_dimension), rel=1e-6)
 
 
 def test_the_evidence_is_flat_at_the_fixed_point_with_the_curvature_of_the_network() -> None:
     _, model, prior = many("classification")
-    exact = ExactClassification.of(model, prior)
-    found = exact.fit()
-    ends = [exact.posterior(found.precision * math.exp(d)).log_evidence for d in (-1e-3, 0.0, 1e-3)]
+    alpha = of_largest_evidence(model, prior, HyperparameterBounds())[1].precision
+    ends = [at(model, prior, alpha * math.exp(d)).log_evidence for d in (-1e-3, 0.0, 1e-3)]
     assert abs(ends[2] - ends[0]) / 2e-3 < 1e-6
     assert ends[1] > max(ends[0], ends[2])
 
@@ -105,7 +108,7 @@ def test_the_evidence_is_flat_at_the_fixed_point_with_the_curvature_of_the_netwo
 def test_leaving_a_datum_out_is_nearly_fitting_without_it() -> None:
     case, model, prior = many("classification")
     alpha = 3.0
-    out = ExactClassification.of(model, prior).posterior(alpha).leave_one_out()
+    out = at(model, prior, alpha).leave_one_out()
     J = reference.jacobian(case.model, case.x)
     A = prior.diagonal() * alpha / overall_precision(prior)
     full = reference.mode(case.likelihood, J, model.offset, case.y, A, steps=12)
@@ -122,23 +125,16 @@ def test_leaving_a_datum_out_is_nearly_fitting_without_it() -> None:
         torch.manual_seed(0)
         expected = samples.sample((20_000,)).softmax(-1).mean(0)[case.y[i]].log()
         assert float(out.log_prob[i]) == pytest.approx(float(expected), abs=0.1)
-    more = ExactClassification.of(model, prior).posterior(alpha).leave_one_out(num_samples=8, seed=1)
-    assert_close(more.mean, out.mean)
-    assert not torch.equal(more.log_prob, out.log_prob)
 
 
 def test_bounds_are_kept_and_told() -> None:
     _, model, prior = many("classification")
-    exact = ExactClassification.of(model, prior)
-    inside = exact.fit().precision
+    inside = of_largest_evidence(model, prior, HyperparameterBounds())[1].precision
     for bounds, end in (((1e-6, inside / 3), 1), ((inside * 3, 1e9), 0)):
-        found = exact.fit(precision_bounds=bounds)
+        _, found = of_largest_evidence(model, prior, HyperparameterBounds(bounds))
         assert found.precision == bounds[end]
         assert found.at_bounds == ("precision",)
         assert not found.converged
-    with pytest.raises(ValueError, match="precision_bounds"):
-        exact.fit(precision_bounds=(1.0, 1.0))
-    with pytest.raises(ValueError, match="stochastic"):
-        ExactClassification.of(model, prior, max_memory=1e4)
-    assert not exact.mode(inside, max_steps=1).converged
-    assert exact.mode(inside, tolerance=1e-3).residual < 1e-3
+    posterior = at(model, prior, inside)
+    assert not posterior._mode_by_newton(max_steps=1).converged
+    assert posterior._mode_by_newton(tolerance=1e-3).residual < 1e-3

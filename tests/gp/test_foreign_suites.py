@@ -51,11 +51,11 @@ def normal(*shape: int) -> Tensor:
 def rows(network: Linearisation, x: Tensor) -> Tensor:
     """The Jacobian with a graph in the inputs, by reverse mode on the module itself."""
     x = x.to(network.dtype)
-    weights = {name: p.detach() for name, p in network.module.named_parameters()}
+    weights = {name: p.detach() for name, p in network.source.named_parameters()}
 
     def f(*values: Tensor) -> Tensor:
         named = dict(zip(network.names, values, strict=True))
-        return torch.func.functional_call(network.module, named, (x,)).reshape(-1)
+        return torch.func.functional_call(network.source, named, (x,)).reshape(-1)
 
     parts = torch.autograd.functional.jacobian(f, tuple(weights[n] for n in network.names), create_graph=True)
     return torch.cat([part.reshape(len(part), -1) for part in parts], dim=1)

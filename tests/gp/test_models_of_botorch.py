@@ -10,9 +10,11 @@ from problems import noisy
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling.gp.exact_regression import ExactRegression
+from laplace_sampling.gp.evidence import HyperparameterBounds
 from laplace_sampling.gp.linear_operators import gpytorch
+from laplace_sampling.gp.posterior import GramPosterior, of_largest_evidence
 from laplace_sampling.gp.tangent_kernel import NetworkMean, TangentGP, TangentKernel
+from laplace_sampling.likelihoods.gaussian import Gaussian
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -61,7 +63,7 @@ def fitted(model: GPyTorchModel) -> GPyTorchModel:
 @pytest.mark.parametrize("mixed", [False, True])
 def test_hyperparameters_are_fitted(mixed: bool) -> None:
     case, linear, prior = noisy(40)
-    best = ExactRegression.of(linear, prior).fit()
+    _, best = of_largest_evidence(linear, prior, HyperparameterBounds())
     model = fitted(Mixed(case.x, case.y, case.model) if mixed else single_task(case.model, case.x, case.y))
     assert float(model.covar_module.prior_precision.detach()) == pytest.approx(best.precision, rel=1e-2)
     assert float(model.likelihood.noise.detach()) == pytest.approx(1 / best.noise_precision, rel=1e-2)
@@ -118,7 +120,8 @@ def test_leaving_one_out_without_fits() -> None:
     model = single_task(case.model, case.x, case.y)
     model.covar_module.prior_precision, model.likelihood.noise = 0.7, 0.2
     found = cross_validation.loo_cv(model, observation_noise=True).posterior
-    expected = ExactRegression.of(linear, prior).leave_one_out(0.7, 5.0)
+    given = linear.with_likelihood(Gaussian(5.0)), prior.with_precision(torch.tensor([0.7]).double())
+    expected = GramPosterior.of(*given).leave_one_out()
     assert_close(found.mean[:, 0], expected.mean, rtol=1e-5, atol=1e-6)
 
 

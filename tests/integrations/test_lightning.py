@@ -201,7 +201,7 @@ def test_fits_within_inference_mode() -> None:
 def test_a_submodule_is_the_network(net: type[Net]) -> None:
     laplace = callback(module="net")
     module, _ = trained([laplace], net, epochs=1)
-    assert laplace.laplace_.network.module is module.net
+    assert laplace.laplace_.network.source is module.net
 
 
 def test_other_loaders_take_the_place_of_the_trainers() -> None:

@@ -291,7 +291,7 @@ def test_a_fit_starts_from_the_one_before(continued: str) -> None:
     fits.fit(model, training.loader, epoch=3)
     assert steps[0].prior_precision == pytest.approx(last, rel=1e-6)
     assert [record["epoch"] for record in fits.history_] == [1, 2, 3]
-    assert fits.laplace_.network.module is model
+    assert fits.laplace_.network.source is model
 
 
 def test_a_schedule_counts_on() -> None:

@@ -149,24 +149,6 @@ def test_a_plan_fits_nothing() -> None:
     assert la.network.products == counts
 
 
-def test_a_plan_refuses_what_a_fit_does() -> None:
-    x = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
-    data = [(x, x[:, :1].abs().round())]
-    la = LinearisedLaplace(torch.nn.Linear(2, 1), "regression")
-    for call in (la.plan, la.fit_hyperparameters):
-        with pytest.raises(ValueError, match="noise_variances"):
-            call(data, data, noise_variances=torch.ones(20))
-
-
-def test_two_runs_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets, "_FREE", 0.0)
-    model, data = image_problem(1000)
-    first, second = (fitted(data, model, 15.0) for _ in range(2))
-    assert torch.equal(first.samples_, second.samples_)
-    assert str(first) == str(second)
-    assert spent(first) == spent(second)
-
-
 def test_what_the_budget_does_not_pay_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budgets, "_FREE", 0.0)
     model, data = image_problem(250)
@@ -181,24 +163,6 @@ def test_what_the_budget_does_not_pay_for_is_told(monkeypatch: pytest.MonkeyPatc
     before = spent(la)
     la.sample(2)  # is asked for, and takes what it takes
     assert spent(la) == before
-
-
-@pytest.mark.parametrize("budget", [0, -1.0, float("nan"), "20"])
-def test_impossible_budgets_are_refused(budget: Any) -> None:
-    model, data = image_problem(250)
-    with pytest.raises((TypeError, ValueError), match="budget"):
-        LinearisedLaplace(model, "classification").fit(data, budget=budget)
-
-
-def test_print_tells_cost_and_accuracy() -> None:
-    model, data = image_problem(500)
-    la = fitted(data, model, 20.0)
-    accuracy = la.diagnose().accuracy
-    assert "training epochs" in str(la)
-    assert str(accuracy) in str(la)
-    assert "standard deviations of samples are good to" in str(la.diagnose())
-    assert_close(accuracy.samples, 32**-0.5)
-    assert accuracy.total >= accuracy.samples
 
 
 def test_kronecker_factors_are_of_as_many_gradients_as_the_budget_pays_for() -> None:

@@ -208,7 +208,7 @@ def test_a_network_that_computes_in_float32_only_is_taken_as_it_is() -> None:
     la = LinearisedLaplace(OwnDtype(8, 1), "regression", method="exact", prior="isotropic").fit([(x, x[:, :1])])
     assert "in the space of the observations" in repr(la)
     plain = nn.Linear(8, 1).double()
-    plain.load_state_dict({name: value.double() for name, value in la.network.module.state_dict().items()})
+    plain.load_state_dict({name: value.double() for name, value in la.network.source.state_dict().items()})
     other = LinearisedLaplace(plain, "regression", method="exact", prior="isotropic").fit(
         [(x.double(), x[:, :1].double())]
     )

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from laplace_sampling import ConvergenceWarning, Likelihood, LinearisedLaplace
 from laplace_sampling.evidence.dense_curves import exact_path
-from laplace_sampling.gp.gram_posterior import GramClassification
+from laplace_sampling.gp.posterior import GramPosterior
 from laplace_sampling.linear_model.held_rows import HeldRows
 from laplace_sampling.linear_model.tangent_model import TangentModel
 
@@ -126,7 +126,7 @@ def test_curves_are_those_of_all_eigenvalues_in_weight_space() -> None:
     # At the fitted precision the norm is that of the mode itself.
     here = torch.tensor([0.7]).double()
     assert float(curves.mode_norm(here)) == pytest.approx(float(((fitted.mode.weights / dense.scale) ** 2).sum()))
-    assert float(curves.data_fit(here)) == pytest.approx(fitted.posterior.exact.mode.loss)
+    assert float(curves.data_fit(here)) == pytest.approx(fitted.model.total_loss(fitted.posterior.mode.outputs))
 
 
 # Choice -----------------------------------------------------------------------------------------------------------
@@ -219,9 +219,8 @@ def test_bounds_are_kept_and_told() -> None:
 
 def test_a_mode_that_does_not_converge_is_told(monkeypatch) -> None:
     case = make_case("classification")
-    newton = GramClassification.of.__globals__["ExactClassification"]
-    whole = newton.mode
-    monkeypatch.setattr(newton, "mode", lambda self, alpha, start=None: whole(self, alpha, start, max_steps=1))
+    whole = GramPosterior._mode_by_newton
+    monkeypatch.setattr(GramPosterior, "_mode_by_newton", lambda self, start=None: whole(self, start, max_steps=1))
     settings = {"method": "exact", "prior_precision": 1e-3, "num_samples": 4}
     la = laplace_of(case.model, "classification", **settings)
     la.fit(case.batches, progress=False)
@@ -293,13 +292,12 @@ from torch import nn
 from laplace_sampling import IsotropicPrior, LinearisedLaplace
 from laplace_sampling.methods.exact import Exact
 from laplace_sampling.methods.observation_space import ObservationSpaceFit
-from laplace_sampling.gp import exact_classification
+from laplace_sampling.gp import gram
+for function in (gram.gram.__wrapped__, gram.cross_gram, gram.gram_blocks):
+    function.__kwdefaults__["block_bytes"] = 2**22
 torch.manual_seed(0)
 # Threads that wait for each other take minutes where other tests run side by side.
 torch.set_num_threads(1)
-BLOCK = 2**22
-made = exact_classification.ExactClassification.__init__
-exact_classification.ExactClassification.__init__ = lambda *args, **kw: made(*args, **{"block_bytes": BLOCK, **kw})
 def fit(n, at):
     net = nn.Sequential(nn.Linear(3, 310), nn.Tanh(), nn.Linear(310, 4)).double()
     x = torch.randn(n, 3).double()

@@ -1,7 +1,5 @@
 """Diagonal and Kronecker-factored posteriors, against dense algebra."""
 
-from typing import Any
-
 import pytest
 import reference
 import torch
@@ -10,11 +8,9 @@ from flat_settings import laplace_of, loader
 from grids import covering
 from torch import Tensor, nn
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_sampling import LinearisedLaplace
 from laplace_sampling.linear_model.factored import factored_curvature
-from laplace_sampling.methods.factored import Factored as FactoredMethod
 from laplace_sampling.solvers.preconditioners import Factored
 
 
@@ -158,65 +154,6 @@ def test_the_last_layer_has_factors_too() -> None:
         la = LinearisedLaplace(case.model, "classification", method="kfac", parameters=parameters)
         found.append(la.fit(loader(case), progress=False).predict(case.x).variance)
     assert_close(*found)
-
-
-def test_laplace_torch_gives_the_same() -> None:
-    """Of a regression at its optimum, where both have the same mode: evidence, variances; diagonal and Kronecker."""
-    laplace = pytest.importorskip("laplace", reason="laplace-torch is not installed")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        x, y = torch.randn(40, 3).double(), torch.randn(40, 2).double()
-        model = nn.Linear(3, 2, bias=False).double()
-    alpha = 1.7
-    with torch.no_grad():
-        model.weight.copy_(torch.linalg.solve(x.T @ x + alpha * torch.eye(3), x.T @ y).T)
-    batches = DataLoader(TensorDataset(x, y), 10)
-    settings = {"prior": "isotropic", "prior_precision": alpha, "linear_model": "affine"}
-    for method, structure in (("diagonal", "diag"), (FactoredMethod(kind="kfac", outputs=64), "kron")):
-        ours = laplace_of(model, "regression", method=method, **settings)
-        ours.fit(batches, progress=False, tolerance=1e-6)
-        theirs = laplace.Laplace(
-            model, "regression", subset_of_weights="all", hessian_structure=structure, prior_precision=alpha
-        )
-        theirs.fit(batches)
-        evidence = float(theirs.log_marginal_likelihood().detach())
-        assert float(ours.log_marginal_likelihood()) == pytest.approx(evidence, rel=1e-5)
-        expected = theirs(x[:5], pred_type="glm")[1].detach()
-        assert_close(ours.predict(x[:5]).covariance(), expected.double(), rtol=1e-4, atol=1e-6)
-
-
-class Plain(torch.autograd.Function):
-    """A function without a rule for `vmap`."""
-
-    @staticmethod
-    def forward(ctx: Any, h: Tensor) -> Tensor:
-        return h.clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g
-
-
-class WithoutVmap(nn.Module):
-    """What no `vmap` goes through, and a weight that is in no layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last, self.free = nn.Linear(2, 4), nn.Linear(4, 1), nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.free * self.first(x)
-        return self.last(Plain.apply(h).tanh())
-
-
-def test_a_notice_comes_once() -> None:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model, x, y = WithoutVmap().double(), torch.randn(8, 2).double(), torch.randn(8, 1).double()
-    la = LinearisedLaplace(model, "regression", method="kfac", num_samples=2)
-    with pytest.warns(UserWarning, match="WithoutVmap") as said:
-        la.fit([(x, y)], progress=False)
-    assert sum("Jacobians of WithoutVmap" in str(warning.message) for warning in said) == 1
 
 
 @pytest.mark.parametrize("kind", ["kfac", "diagonal"])

@@ -110,38 +110,6 @@ def test_a_failing_solve_is_told_once_and_everywhere(method: str, call: str, mon
     assert record[0].filename == __file__
 
 
-def test_a_warning_names_only_what_has_not_converged() -> None:
-    model, data = linear_problem()
-    la = LinearisedLaplace(model, "regression", method="krylov", prior="isotropic", num_samples=12)
-    fit = la.fit(data, progress=False)._fitted.fit
-    tolerance = fit.judge(fit.sampled)[1]
-    assert fit.problems == []
-
-    def errors(wrong: list[int]) -> PosteriorSamples:
-        bad = torch.full((12,), 0.1 * tolerance, dtype=torch.float64)
-        bad[wrong] = 0.5
-        return replace(fit.sampled, error=bad, converged=False)
-
-    (said, do) = replace(fit, sampled=errors([0, 7])).problems
-    assert said == (
-        f"The samples have not converged: residual 0.5 at most, above the tolerance {tolerance:.2g} for 2 (0, 7) of 12."
-    )
-    assert "prior precision" in do
-    assert "(0, 1, 2, 3, 4, 5, 6, 7, …)" in fit.unconverged(errors([*range(9)]))
-    assert "all of 12" in fit.unconverged(errors([*range(12)]))
-    assert "solver" in fit.unconverged(errors([]))
-    mode = [replace(fit.mode, minimum=replace(fit.mode.minimum, converged=False, residual=0.25))]
-    (said, do) = replace(fit, known_mode=mode).problems
-    assert said == "The mode of the linear model has not converged: residual 0.25."
-    words = replace(fit, known_mode=mode, sampled=errors([3]), tuned=replace(fit.tuned, problems=["α moves."])).problems
-    assert [word.split()[:3] for word in words[:3]] == [
-        ["α", "moves."],
-        ["The", "mode", "of"],
-        ["The", "samples", "have"],
-    ]
-    assert replace(fit, tuned=replace(fit.tuned, problems=["α moves."])).problems == ["α moves."]
-
-
 @pytest.mark.parametrize("method", ["exact", "krylov", "dual"])
 def test_a_fit_that_is_not_finite_keeps_the_one_before(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Samples of an exact regression may be drawn later; here they are drawn with the fit.

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 
 import pytest
@@ -13,11 +13,10 @@ from problems import linear_problem, unsolved_problem
 from torch import Tensor
 from torch.testing import assert_close
 
-from laplace_sampling import SGD, SVRG, Auto, Dual, Exact, Factored, Krylov, LinearisedLaplace, Stochastic
+from laplace_sampling import SGD, SVRG, Dual, Factored, Krylov, LinearisedLaplace, Stochastic
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods import METHODS, as_method, method_from_recipe, recipe_of_method
 from laplace_sampling.methods.fit import Task
-from laplace_sampling.methods.method import Tuning
 from laplace_sampling.methods.solver_method import SolverMethod
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.solver import Solver
@@ -86,16 +85,6 @@ def test_em_finds_hyperparameters_for_a_new_method() -> None:
     assert abs(float((toy.prior_precision_ / exact.prior_precision_).log())) < allowed
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_a_string_stands_for_a_method_with_its_defaults(name) -> None:
-    method = as_method(name)
-    assert method.name == name
-    assert as_method(method) is method
-    assert method_from_recipe(recipe_of_method(method)) == method
-    changed = replace(method, max_memory=1e9, autocast=torch.bfloat16)
-    assert method_from_recipe(recipe_of_method(changed)) == changed
-
-
 @pytest.mark.parametrize(
     "method",
     [
@@ -120,15 +109,6 @@ def test_a_method_of_ones_own_must_be_given_to_load(tmp_path) -> None:
     assert LinearisedLaplace.load(tmp_path / "la.pt", case.model, method=Toy()).settings.method == Toy()
 
 
-def test_unknown_methods_say_which_there_are() -> None:
-    case = make_case("classification")
-    with pytest.raises(ValueError, match="newton"):
-        LinearisedLaplace(case.model, "classification", method="newton")
-    with pytest.raises(ValueError, match="max_memory"):
-        Exact(max_memory=-1)
-    assert as_method("auto") == Auto()
-
-
 def test_too_little_memory_says_what_it_takes() -> None:
     model, data = linear_problem()
     la = laplace_of(model, "regression", method="krylov", num_samples=8, max_memory=20 * 8 * 61)
@@ -143,17 +123,3 @@ def test_a_method_needs_its_samples_and_one_solve(name: str, stacks: int) -> Non
     method.check(unsolved_problem(*sizes, 4 * 1000 * (8 + stacks), num_samples=8))
     with pytest.raises(ValueError, match=rf"{name}.*\b{8 + stacks}\b"):
         method.check(unsolved_problem(*sizes, 4 * 1000 * (7 + stacks), num_samples=8))
-
-
-def test_settings_of_another_kind_are_refused() -> None:
-    with pytest.raises(ValueError, match="max_memory"):
-        Krylov(max_memory=True)
-    with pytest.raises(TypeError, match="callback"):
-        Tuning(1, 0.1, 1, (0.1, 1.0), (0.1, 1.0), "print")  # pyright: ignore[reportArgumentType]
-
-
-def test_a_class_is_no_method() -> None:
-    with pytest.raises(TypeError, match="method=Krylov"):
-        as_method(Krylov)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="solver=SGD"):
-        Stochastic(solver=SGD)  # pyright: ignore[reportArgumentType]

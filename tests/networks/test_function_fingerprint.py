@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from laplace_sampling.data.batches import batched, num_rows
 from laplace_sampling.data.training_data import TrainingData
-from laplace_sampling.networks.function_fingerprint import FunctionFingerprint, structure_of
+from laplace_sampling.networks.function_fingerprint import FunctionFingerprint
 from laplace_sampling.networks.linearisation import Linearisation
 
 
@@ -121,40 +121,6 @@ def test_many_outputs_are_thinned_and_files_hold_any_structure() -> None:
     fingerprint = FunctionFingerprint.of(network, TrainingData([(x, torch.zeros(6))]))
     assert fingerprint is not None
     assert fingerprint.outputs.shape == fingerprint.product.shape == (4, 2501)
-    again = FunctionFingerprint.of_tensors(fingerprint.tensors())
+    again = FunctionFingerprint(**fingerprint.state())
     assert again.difference(network) is None
     assert network.products == {"jvp": 0, "vjp": 0}
-
-
-def test_the_structure_tells_what_changes_without_a_run() -> None:
-    model, _ = make()
-    model.config, model.mask, model.slope = {"act": "tanh"}, torch.ones(2), 0.1
-    model.sub = nn.Sequential(nn.Tanh(), nn.LeakyReLU(0.1), nn.Dropout())
-    before = structure_of(model)
-    assert structure_of(model) == before
-    model.train().eval()
-    model.slope, model.sub[0] = 0.1, nn.Tanh()  # others of the same kind
-    assert structure_of(model) == before
-
-    def changes(change: Callable[[nn.Module], object]) -> bool:
-        changed = structure_of(model)
-        change(model)
-        return structure_of(model) != changed
-
-    assert changes(lambda m: setattr(m, "activation", F.relu))
-    assert changes(lambda m: setattr(m, "slope", 0.2))
-    assert changes(lambda m: m.sub.__setitem__(0, nn.ReLU()))
-    assert changes(lambda m: setattr(m.sub[1], "negative_slope", 0.3))
-    assert changes(lambda m: m.mask.mul_(2))
-    assert changes(lambda m: m.config.update(norm="batch"))
-    assert changes(lambda m: setattr(m.sub[0], "forward", lambda h: h))
-    assert changes(lambda m: m.first.register_forward_hook(lambda *_: None))
-    assert changes(lambda m: m.first.register_forward_pre_hook(lambda *_: None))
-    assert changes(lambda m: setattr(m, "extra", nn.Identity()))
-
-
-def test_the_structure_tells_that_a_class_has_another_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = make()
-    before = structure_of(model)
-    monkeypatch.setattr(Net, "forward", lambda self, x: self.last(F.relu(self.first(x))))
-    assert structure_of(model) != before

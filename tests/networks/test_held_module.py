@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from laplace_sampling import ConvergenceWarning, LinearisedLaplace
 from laplace_sampling.data.batches import read
-from laplace_sampling.networks.held_module import precisions, solving, users_precision
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.networks.solving import precisions, solving, users_precision
 from laplace_sampling.solvers.basis import Basis
 from laplace_sampling.solvers.krylov import BlockKrylov
 
@@ -73,10 +73,14 @@ def test_module_is_untouched_after_an_exception(call: str) -> None:
     network = Linearisation(model)
     before = snapshot(model)
     args = {"jvp": [random(2, network.num_parameters)], "vjp": [random(2, 4, 3)]}.get(call, [])
+    expected = getattr(network, call)(random(4, 2), *args)
     model.fail = True
+    failing = network.renewed()
     with pytest.raises(RuntimeError, match="inside forward"):
-        getattr(network, call)(random(4, 2), *args)
+        getattr(failing, call)(random(4, 2), *args)
+    model.fail = False
     assert_unchanged(model, before)
+    assert torch.equal(getattr(network, call)(random(4, 2), *args), expected)
 
 
 def test_dropout_in_training_mode_inside_a_frozen_submodule() -> None:
@@ -234,5 +238,6 @@ def test_a_weight_that_is_gone_is_named(name: str) -> None:
     model = nn.Linear(2, 3)
     network = Linearisation(model)
     delattr(model, name)
+    assert network(torch.zeros(4, 2)).shape == (4, 3)
     with pytest.raises(ValueError, match=f"'{name}'"):
-        _ = network.weights
+        network.renewed()

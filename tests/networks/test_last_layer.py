@@ -220,7 +220,7 @@ def test_the_layer_and_what_is_run_again(name: str) -> None:
     model, (x, y) = randomised(make()), data()
     la = assert_same(model, names, [(x, y)], x, method="krylov")
     assert la.network.head is not None
-    assert la.network.head.module is model.get_submodule(root)
+    assert la.network.head.module is la.network.module.get_submodule(root)
 
 
 def test_outputs_of_another_shape_and_convolutions() -> None:

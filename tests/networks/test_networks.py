@@ -370,6 +370,7 @@ def test_an_error_of_the_network_itself_is_shown_and_no_other_way_is_taken(name:
     with pytest.raises(RuntimeError, match=r"^the sensor is switched off$"):
         PRODUCTS[name](network, x)
     unreliable.failures = ()
+    network = network.renewed()
     assert_close(PRODUCTS[name](network, x), PRODUCTS[name](Linearisation(unreliable.body), x))  # without a notice
 
 
@@ -377,7 +378,7 @@ def test_wrappers_are_taken_off() -> None:
     model = mlp()
     for wrapped in (torch.compile(model), nn.DataParallel(model), torch.compile(nn.DataParallel(model))):
         network = Linearisation(wrapped)
-        assert network.module is model
+        assert network.source is model
         assert network.names == ["0.weight", "0.bias", "2.weight", "2.bias"]
         assert_close(network(random(4, 3)), model(random(4, 3)), rtol=0, atol=0)
 
@@ -395,7 +396,7 @@ def test_distributed_data_parallel_is_taken_off(tmp_path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         network = Linearisation(nn.parallel.DistributedDataParallel(model))
-        assert network.module is model
+        assert network.source is model
         assert network.names == Linearisation(model).names
         v = random(2, network.num_parameters)
         assert_close(network.jvp(x, v), Linearisation(model).jvp(x, v), rtol=0, atol=0)

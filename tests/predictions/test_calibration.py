@@ -17,11 +17,10 @@ from laplace_sampling.likelihoods.weighted import weighted
 from laplace_sampling.predictions import calibration
 from laplace_sampling.predictions.calibration import (
     Calibration,
-    held_out_classification,
-    held_out_regression,
+    calibrate,
+    calibrate_regression,
     label_losses,
     own_temperature,
-    tempered,
 )
 from laplace_sampling.predictions.leave_one_out import leave_one_out
 from laplace_sampling.predictions.left_out import SCALES, left_out_classification, left_out_outputs
@@ -127,13 +126,13 @@ def test_scale_and_temperature_of_held_out_labels() -> None:
     """Logits four times too large: a temperature of four, up to the error of the labels; without error bars."""
     torch.manual_seed(0)
     y, logits = overlapping(4.0)
-    found = held_out_classification(Categorical(), y, logits, 1e-6 * normal(32, NUM, 3, seed=5))
+    found = calibrate(Categorical(), y, logits, 1e-6 * normal(32, NUM, 3, seed=5))
     assert found.temperature == pytest.approx(4.0, rel=0.1)
     # where labels vary more than the network says, and the error bars know where, these are scaled to it
     varies = (torch.arange(NUM) % 2)[:, None].double()
     logits = 2 * normal(NUM, 3, seed=7)
     y = torch.distributions.Categorical(logits=logits + 3 * varies * normal(NUM, 3, seed=6)).sample()
-    found = held_out_classification(Categorical(), y, logits, varies * normal(32, NUM, 3, seed=5))
+    found = calibrate(Categorical(), y, logits, varies * normal(32, NUM, 3, seed=5))
     assert found.scale == pytest.approx(9.0, rel=0.35)
     assert found.temperature == pytest.approx(1.0, rel=0.15)
 
@@ -142,7 +141,7 @@ def test_scale_and_noise_of_held_out_targets() -> None:
     """Errors of variance `4 v + 0.25` where `v` varies: both factors are found, up to their error for 20,000 data."""
     v = torch.logspace(-2, 1, 20_000, dtype=torch.float64)[:, None]
     targets = (4 * v + 0.25).sqrt() * normal(20_000, 1)
-    found = held_out_regression(targets, torch.zeros_like(v), v[..., None], torch.ones_like(v))
+    found = calibrate_regression(targets, torch.zeros_like(v), v[..., None], torch.ones_like(v))
     assert found.scale == pytest.approx(4.0, rel=0.1)
     assert found.noise == pytest.approx(0.25, rel=0.1)
     assert found.temperature == 1.0
@@ -151,7 +150,7 @@ def test_scale_and_noise_of_held_out_targets() -> None:
 def test_binary_labels() -> None:
     logits = 2 * normal(NUM, 1)
     y = (torch.rand(NUM, 1, generator=torch.Generator().manual_seed(1)).double() < logits.sigmoid()).double()
-    found = held_out_classification(Bernoulli(), y, 3 * logits, 1e-6 * normal(8, NUM, 1))
+    found = calibrate(Bernoulli(), y, 3 * logits, 1e-6 * normal(8, NUM, 1))
     assert found.temperature == pytest.approx(3.0, rel=0.15)
     assert math.isfinite(left_out_classification(Bernoulli(), y, 3 * logits, logits, normal(8, NUM, 1)).scale)
 
@@ -160,7 +159,7 @@ def test_binary_labels() -> None:
 def test_few_labels_without_an_error_do_not_take_the_temperature_to_zero(num: int) -> None:
     logits = torch.tensor([[2.0, 0.0], [0.0, 2.0]], dtype=torch.float64).repeat(num // 2, 1)
     y, deviations = logits.argmax(1), 1e-6 * normal(8, num, 2)
-    T = held_out_classification(Categorical(), y, logits, deviations).temperature
+    T = calibrate(Categorical(), y, logits, deviations).temperature
     # N d/d(log T) softplus(−2/T) at most 1/0.1, the prior's slope, and as large where T is below one
     slope = num * 2 / T / (1 + math.exp(2 / T))
     assert slope == pytest.approx(10, rel=1e-2) if num > 100 else (T == 1 and slope < 10)
@@ -186,7 +185,7 @@ def test_labels_of_a_network_that_is_not_sure_enough() -> None:
     """Logits half as large as they should be, and no error bars: many labels say so."""
     torch.manual_seed(0)
     y, logits = overlapping(0.5)
-    found = held_out_classification(Categorical(), y, logits, 1e-6 * normal(8, len(y), 3, seed=5))
+    found = calibrate(Categorical(), y, logits, 1e-6 * normal(8, len(y), 3, seed=5))
     alone = minimize_scalar(
         lambda t: float(F.cross_entropy(logits / math.exp(t), y, reduction="sum")) - 10 * t, bounds=(-3, 0)
     )
@@ -203,7 +202,7 @@ def test_a_temperature_does_not_take_back_what_the_error_bars_widen() -> None:
         losses = label_losses(Categorical(), y, logits / temperature, deviations / temperature, scale)
         return float(losses.sum()) + math.log(scale) ** 2 / 8 + 2 * math.log(temperature) ** 2
 
-    found = held_out_classification(Categorical(), y, logits, deviations)
+    found = calibrate(Categorical(), y, logits, deviations)
     assert loss(found.scale, 0.8 * found.temperature) < loss(found.scale, found.temperature)
     for scale, temperature in ((0.8, 1), (1.25, 1), (1, 1.25)):
         assert loss(scale * found.scale, temperature * found.temperature) > loss(found.scale, found.temperature)
@@ -213,11 +212,8 @@ def test_a_temperature_does_not_take_back_what_the_error_bars_widen() -> None:
     assert found.temperature == pytest.approx(math.exp(alone.x), rel=1e-3)
 
 
-@pytest.mark.parametrize("near", [None, 1.5])
 @pytest.mark.parametrize(("factor", "lowest"), [(3.0, 1.0), (0.5, 0.8), (0.5, 1.0)])
-def test_a_temperature_beside_error_bars_has_a_normal_prior_above_the_lowest(
-    factor: float, lowest: float, near: float | None
-) -> None:
+def test_a_temperature_beside_error_bars_has_a_normal_prior_above_the_lowest(factor: float, lowest: float) -> None:
     """Few labels, so that the prior matters; logits that are too large, and too small by more than `T` takes back."""
     generator = torch.Generator().manual_seed(4)
     logits, deviations = normal(40, 3, seed=1), 0.1 * normal(16, 40, 3, seed=2)
@@ -226,7 +222,7 @@ def test_a_temperature_beside_error_bars_has_a_normal_prior_above_the_lowest(
     logs = torch.linspace(math.log(lowest), 3, 3001, dtype=torch.float64)
     losses = [label_losses(Categorical(), y, f / T, deviations / T, 1.0).sum() for T in logs.exp().tolist()]
     least = float(logs[(torch.stack(losses) + 2 * logs**2).argmin()])
-    found = tempered(Categorical(), y, f, deviations, lowest, near)
+    found = calibrate(Categorical(), y, f, deviations, ("temperature",), lowest)
     assert math.log(found.temperature) == pytest.approx(least, abs=0.012)
     assert (found.temperature == lowest) == (factor < 1)
 
@@ -281,7 +277,7 @@ def test_factors_at_a_bound_of_their_search_are_named() -> None:
     given = left_out_classification(Categorical(), y, logits, logits, deviations, scales=SCALES[-1:])
     assert given.at_bounds == ()
     error = 1e4 * normal(400, 1)
-    found = held_out_regression(error, torch.zeros_like(error), 1e-20 * torch.ones(400, 1, 1), 1e-3 + 0 * error)
+    found = calibrate_regression(error, torch.zeros_like(error), 1e-20 * torch.ones(400, 1, 1), 1e-3 + 0 * error)
     assert found.at_bounds == ("noise",)
 
 
@@ -295,9 +291,9 @@ def test_held_out_labels_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     y, logits = overlapping(2.0)
     deviations = normal(8, len(y), 3, seed=5)
-    whole = held_out_classification(Categorical(), y, logits, deviations)
+    whole = calibrate(Categorical(), y, logits, deviations)
     monkeypatch.setattr(calibration, "_NUMBERS", 8 * 3 * 700)
-    parts = held_out_classification(Categorical(), y, logits, deviations)
+    parts = calibrate(Categorical(), y, logits, deviations)
     assert (parts.scale, parts.temperature) == pytest.approx((whole.scale, whole.temperature), rel=1e-4)
 
 

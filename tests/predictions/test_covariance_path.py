@@ -8,13 +8,12 @@ from grids import covering
 from problems import make_prior
 from torch.testing import assert_close
 
-from laplace_sampling.gp.gram_path import GramPath
-from laplace_sampling.gp.gram_posterior import gram_posterior_of
+from laplace_sampling.gp.posterior import GramPath, GramPosterior
 from laplace_sampling.linear_model.dense_curvature import DenseCurvature
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import ScaledFeatures
 from laplace_sampling.linear_model.some_features import SomeFeatures
-from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
+from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath, function_draws
 
 ALPHAS = torch.tensor([1e-3, 0.7, 40.0], dtype=torch.float64)
 
@@ -33,8 +32,7 @@ def path_of(kind: str, model, prior) -> CovariancePath:
         ggn = model.ggn(model.network_outputs)
         scaled = type(ggn)(ScaledFeatures(ggn.features, prior.scale), ggn.likelihood, ggn.outputs, ggn.targets)
         return FactoredPath(DenseCurvature.accumulated(scaled), prior)
-    posterior = gram_posterior_of(model.likelihood).of(model, prior, "network")
-    return GramPath(posterior, prior, model.features.num_outputs)
+    return GramPath(GramPosterior.of(model, prior))
 
 
 @covering(
@@ -67,11 +65,9 @@ def test_draws_of_the_function_have_its_covariance_and_come_from_weights_if_outp
     for most in (32, 1):
         monkeypatch.setattr("laplace_sampling.predictions.covariance_path._MOST_OUTPUTS", most)
         monkeypatch.setattr("laplace_sampling.predictions.covariance_path._SAMPLES", num)
-        drawn = path.deviations(few, ALPHAS, Draws(num, 0, 5), 1)
+        drawn = function_draws(path, few, ALPHAS, Draws(num, 0, 5))
         for index, covariance in enumerate(covariances):
-            z = drawn[index]
+            z = drawn(index)
             found = torch.einsum("knc,knd->ncd", z, z) / num
             # An entry has the standard error √((V_cc V_dd + V_cd²)/K), at most √(2/K) of the largest entry.
             assert_close(found, covariance, rtol=0, atol=5 * (2 / num) ** 0.5 * float(covariance.abs().max()))
-        # Rows of three data are made for two precisions, and then for two more; samples for each one.
-        assert drawn.products == (2 * 3 * 4 if most == 32 else 3 * 3 * num)

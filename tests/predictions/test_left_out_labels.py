@@ -20,8 +20,7 @@ from laplace_sampling.linear_model.priors.prior import ungrouped
 from laplace_sampling.predictions import left_out_labels
 from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
 from laplace_sampling.predictions.left_out_labels import LeftOutLabels, has_left_out_labels
-from laplace_sampling.predictions.loss_rise import LossRise
-from laplace_sampling.predictions.self_consistency import SelfConsistency
+from laplace_sampling.predictions.loss_rise import LossRise, SelfConsistency
 
 BOUNDS = (1e-8, 1e12)
 C, P = 3, 30
@@ -149,10 +148,10 @@ def test_weights_count_and_ignored_labels_do_not() -> None:
     some = torch.arange(120) >= 40
     ignored = replace(model, targets=model.targets.where(some, -100))
     few = LeftOutLabels()._errors(ignored, path.prior, torch.arange(120)[some], 0)
-    used = LeftOutLabels().used(ignored, path.prior, 0, True)
+    used = LeftOutLabels().share_used(ignored, path.prior, 0, True)
     z = torch.randn(8, 120, C, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     lost = used(z[:, some], torch.arange(120)[some])
-    other = LeftOutLabels().used(model, path.prior, 0, False)
+    other = LeftOutLabels().share_used(model, path.prior, 0, False)
     warranted = LeftOutLabels()._errors(model, path.prior, torch.arange(120), 0)
     assert lost == pytest.approx(other(z[:, some], torch.arange(120)[some]) * warranted / few)
 
@@ -183,16 +182,15 @@ def test_which_data_have_labels_to_leave_out() -> None:
 def test_its_products_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     model, path = problem()
     rule, other, cost = LossRise(LeftOutLabels()), LossRise(SelfConsistency()), Cost(jvp=2.0, vjp=3.0, gradient=4.0)
-    looks, plain = rule.looks(model.features), other.looks(model.features)
-    assert looks.num_vjps == 120
-    assert looks.operations(model.features, cost) == plain.operations(model.features, cost) + 120 * 3
-    assert looks.within(model.features, cost, looks.operations(model.features, cost)) == looks
-    fewer = looks.within(model.features, cost, 360 + 0.8 * plain.operations(model.features, cost))
-    assert fewer.num_data == plain.within(model.features, cost, 0.8 * plain.operations(model.features, cost)).num_data
+    search, plain = rule.cost(model.features), other.cost(model.features)
+    assert search.fixed_vjps == 120
+    assert search.operations(cost) == plain.operations(cost) + 120 * 3
+    assert search.data_within(120, cost, search.operations(cost)) == 120
+    assert search.data_within(120, cost, 360 + 0.8 * plain.operations(cost)) == 96
     found = rule.select(model, path, BOUNDS, 0, 1e12)
-    used = LeftOutLabels().used(model, path.prior, 0, True)
+    used = LeftOutLabels().share_used(model, path.prior, 0, True)
     monkeypatch.setattr(LeftOutLabels, "num_vjps", lambda *arguments: 0)
-    monkeypatch.setattr(LeftOutLabels, "used", lambda *arguments: used)
+    monkeypatch.setattr(LeftOutLabels, "share_used", lambda *arguments: used)
     without = rule.select(model, path, BOUNDS, 0, 1e12)
     # A pass is a JVP and a VJP of all data.
     assert found.passes - without.passes == pytest.approx(120 / 240, abs=1e-9)

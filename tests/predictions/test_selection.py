@@ -15,18 +15,16 @@ from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.weighted import weighted
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.dense_curvature import DenseCurvature
-from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import ungrouped
 from laplace_sampling.linear_model.some_features import SomeFeatures
-from laplace_sampling.predictions.calibration import own_temperature, tempered
-from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
-from laplace_sampling.predictions.looks import decades
-from laplace_sampling.predictions.loss_rise import LossRise
-from laplace_sampling.predictions.selection import Selected, grid
-from laplace_sampling.predictions.self_consistency import SelfConsistency
-from laplace_sampling.predictions.validation import _PRICE, Validation, _Tempered, _widest
+from laplace_sampling.predictions.calibration import Calibration, calibrate, own_temperature
+from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath, function_draws
+from laplace_sampling.predictions.loss_rise import LossRise, SelfConsistency
+from laplace_sampling.predictions.selection import Selected, grid, smallest_allowed
+from laplace_sampling.predictions.validation import _PRICE, Validation, _decades, _part, _widest
 
 BOUNDS = (1e-8, 1e12)
 NOT_GAUSSIAN = ["classification", "binary", "multi_label", "poisson", "heteroscedastic", "segmentation", "from_loss"]
@@ -165,23 +163,37 @@ def test_a_part_of_many_data_is_looked_at_and_its_rows_are_counted() -> None:
         num_data, num_outputs, size = 60_000, 10, 500
 
     features: Any = Many()
-    assert LossRise(SelfConsistency()).looks(features).num_data == 400
+    rule = LossRise(SelfConsistency())
+    assert rule.num_data(features) == 400
     Many.num_data = 1000
-    looks = LossRise(SelfConsistency()).looks(features)
-    assert (looks.num_data, LossRise(SelfConsistency(), num_data=70).looks(features).num_data) == (100, 70)
-    # A third of them first, ten rows of the Jacobian for each.
-    assert looks.products(features) == 10 * (34 + 100)
-    assert looks.products(features, rough=False) == 10 * 100
+    assert (rule.num_data(features), replace(rule, most=70).num_data(features)) == (100, 70)
     cost = Cost(jvp=2.0, vjp=3.0, gradient=4.0)
-    assert looks.operations(features, cost) == 3 * looks.products(features)
-    assert looks.within(features, cost, 1e9) == looks
-    fewer = looks.within(features, cost, 0.8 * looks.operations(features, cost))
-    assert 50 < fewer.num_data <= 80
-    assert looks.within(features, cost, 0.0).num_data == 50
+    # Ten rows of the Jacobian for each of them.
+    assert rule.cost(features).operations(cost) == rule.cost(features, rough=False).operations(cost) == 3 * 10 * 100
+    assert rule.cost(features).data_within(100, cost, 1e9) == 100
+    assert rule.cost(features).data_within(100, cost, 0.8 * 3000) == 80
+    assert rule.cost(features).data_within(100, cost, 0.0) == 50
+    Many.size = 10_000  # eight samples at six precisions, and near a known one at three
+    assert [rule.cost(features, rough=rough).operations(cost) for rough in (True, False)] == [2 * 8 * 600, 2 * 8 * 300]
     model, path = problem("classification")
-    # Eight data of four outputs take 32 VJPs at all precisions and again where bounds are left, and a pass is a JVP and
-    # a VJP of all eight.
-    assert select(model, path).passes == 2 * 32 / 16
+    # Eight data of four outputs take 32 VJPs for all precisions, and a pass is a JVP and a VJP of all eight.
+    assert select(model, path).passes == 32 / 16
+
+
+@pytest.mark.parametrize("start", [None, 0, 3, 12, 39])
+def test_a_grid_is_searched_by_bisection_or_near_a_start(start: int | None) -> None:
+    for number in (0, 1, 2, 11, 12, 13, 38, 40):
+        tried: list[int] = []
+
+        def allowed(index: int, number: int = number, tried: list[int] = tried) -> bool:
+            tried.append(index)
+            return index < number
+
+        assert smallest_allowed(40, allowed, start) == number
+        assert len(set(tried)) == len(tried) <= (6 if start is None else 11)
+        assert all(0 <= index < 40 for index in tried)
+        if start is not None and abs(number - start) <= 1:
+            assert len(tried) <= 4
 
 
 @pytest.mark.parametrize("confidence", [1.0, 6.0])
@@ -195,7 +207,7 @@ def test_where_another_path_has_said_where_to_look_the_same_is_found_for_less(
     found = rule.select(model, path, BOUNDS, 0, 1e12)
     near = rule.select(model, path, BOUNDS, 0, 1e12, 2 * found.alpha)
     assert near.alpha == pytest.approx(found.alpha)
-    assert near.passes < found.passes
+    assert near.passes < found.passes if samples else near.passes == found.passes  # rows are those of all precisions
     # Eight held-out data have several maxima, so that where a search begins decides; these are more.
     model, path, other = many()
     found = other.select(model, path, BOUNDS, 0, 1.0)
@@ -203,8 +215,16 @@ def test_where_another_path_has_said_where_to_look_the_same_is_found_for_less(
     # Precisions that are less likely by less than the price are alike.
     assert near.calibration.log_likelihood is not None
     assert found.calibration.log_likelihood is not None
-    assert near.calibration.log_likelihood > found.calibration.log_likelihood - 2 * _PRICE * len(other.outputs)
+    assert near.calibration.log_likelihood > found.calibration.log_likelihood - 2 * _PRICE * len(
+        other.model.network_outputs
+    )
     assert near.passes < found.passes
+
+
+def tempered(rule: Validation, deviations: Tensor, lowest: float) -> Calibration:
+    model = rule.model
+    how = ("temperature",), lowest
+    return calibrate(model.likelihood, model.targets, model.network_outputs, deviations, *how)
 
 
 @pytest.mark.parametrize("samples", [False, True])
@@ -219,19 +239,22 @@ def test_held_out_labels_are_as_likely_from_coarse_to_fine_as_by_a_search_of_all
         model, path = problem(name, 3.0)
         rule = held_out(model)
     selected = rule.select(model, path, BOUNDS, 0, 1.0)
-    alphas = grid(path, rule.features, BOUNDS)
-    deviations = path.deviations(rule.features, alphas, Draws(16, 0, 2**20 + 3))
-    own = own_temperature(rule.likelihood, rule.targets, rule.outputs)
-    everywhere = (
-        tempered(rule.likelihood, rule.targets, rule.outputs, deviations[index], own) for index in range(len(alphas))
-    )
+    alphas = grid(path, rule.model.features, BOUNDS)
+    drawn = function_draws(path, rule.model.features, alphas, Draws(16, 0, Stream.VALIDATION))
+    own = own_temperature(rule.model.likelihood, rule.model.targets, rule.model.network_outputs)
+    everywhere = (tempered(rule, drawn(index), own) for index in range(len(alphas)))
     best = max(calibration.log_likelihood or -math.inf for calibration in everywhere)
     found = selected.calibration.log_likelihood
     assert found is not None
     # Steps to larger precisions stop where one gains less than the price, those to smaller ones where they lose more.
-    assert found > best - 2 * _PRICE * len(rule.outputs)
+    assert found > best - 2 * _PRICE * len(rule.model.network_outputs)
     if name == "many" and samples:
-        assert 2 * model.features.num_data * selected.passes < 0.6 * deviations.products
+        assert 2 * model.features.num_data * selected.passes < 0.6 * 8 * rule.model.features.num_data * len(alphas)
+
+
+def on_data(model: LinearModel, J: Tensor, f: Tensor, y: Tensor) -> LinearModel:
+    """The model on other data."""
+    return replace(model, features=DenseFeatures(J), offset=torch.zeros_like(f), network_outputs=f, targets=y)
 
 
 def many() -> tuple[LinearModel, CovariancePath, Validation]:
@@ -250,7 +273,7 @@ def many() -> tuple[LinearModel, CovariancePath, Validation]:
     )
     prior = ungrouped(torch.ones(40, dtype=torch.float64), 1.0)
     path = FactoredPath(DenseCurvature.accumulated(model.ggn(model.network_outputs)), prior)
-    return model, path, Validation(DenseFeatures(J[100:]), 3 * f[100:], y[100:], model.likelihood)
+    return model, path, Validation(on_data(model, J[100:], 3 * f[100:], y[100:]))
 
 
 def test_no_precision_at_which_the_rises_agree_takes_the_largest_and_says_so() -> None:
@@ -273,7 +296,7 @@ def held_out(model: LinearModel, seed: int = 0) -> Validation:
             y = (noisy > 0).to(model.targets)
         else:
             y = noisy.reshape(len(f), -1, model.targets[0].numel()).argmax(1).reshape(model.targets.shape)
-    return Validation(model.features, f, y, model.likelihood)
+    return Validation(replace(model, targets=y))
 
 
 @pytest.mark.parametrize("learn", [True, False])
@@ -286,7 +309,7 @@ def test_held_out_targets_are_likeliest_at_the_precisions_of_a_regression(name: 
     found = rule.select(model, path, BOUNDS, 0, 1.0)
     J = torch.cat([model.features.rows(batch) for batch in model.features.chunks()])
     G = J.flatten(0, 1).T @ J.flatten(0, 1)
-    error = (rule.targets - rule.outputs).double()
+    error = (rule.model.targets - rule.model.network_outputs).double()
 
     def log_probs(alpha: float, noise: float) -> Tensor:
         V = J @ torch.linalg.inv(noise * G + alpha * torch.eye(len(G), dtype=G.dtype)) @ J.mT
@@ -332,13 +355,13 @@ def test_held_out_labels_are_likeliest_at_the_precision_and_temperature() -> Non
     for alpha in (found.alpha * 30, found.alpha, found.alpha / 30):
         (V,) = path.covariances(model.features, torch.tensor([alpha], dtype=torch.float64))
         values, vectors = torch.linalg.eigh(V)
-        white = torch.randn(2000, *rule.outputs.shape, generator=generator, dtype=torch.float64)
+        white = torch.randn(2000, *rule.model.network_outputs.shape, generator=generator, dtype=torch.float64)
         z = torch.einsum("ncd,knd->knc", vectors * values.clamp_min(0).sqrt()[:, None], white)
         for T in (0.7, 1.0, 1.5, 2.5, 4.0):
-            probs = ((rule.outputs + z) / T).softmax(-1).mean(0)
-            log_likelihood = float(probs[torch.arange(len(probs)), rule.targets].log().sum())
+            probs = ((rule.model.network_outputs + z) / T).softmax(-1).mean(0)
+            log_likelihood = float(probs[torch.arange(len(probs)), rule.model.targets].log().sum())
             assert log_likelihood < found.calibration.log_likelihood + 0.5
-    alone = float(rule.outputs.log_softmax(-1)[torch.arange(25), rule.targets].sum())
+    alone = float(rule.model.network_outputs.log_softmax(-1)[torch.arange(25), rule.model.targets].sum())
     assert found.calibration.network_log_likelihood == pytest.approx(alone)
     assert found.calibration.log_likelihood > alone
 
@@ -357,11 +380,11 @@ def test_a_temperature_does_not_take_the_place_of_error_bars() -> None:
     model, path, rule = many()
     found = rule.select(model, path, BOUNDS, 0, 1.0)
     assert found.calibration.log_likelihood is not None
-    alphas = grid(path, rule.features, BOUNDS)
+    alphas = grid(path, rule.model.features, BOUNDS)
     index = int((alphas.log() - math.log(found.alpha)).abs().argmin())
-    deviations = path.deviations(rule.features, alphas, Draws(16, 0, 2**20 + 3))
-    own = own_temperature(rule.likelihood, rule.targets, rule.outputs)
-    smaller = tempered(rule.likelihood, rule.targets, rule.outputs, deviations[index + 1], own).log_likelihood
+    drawn = function_draws(path, rule.model.features, alphas, Draws(16, 0, Stream.VALIDATION))
+    own = own_temperature(rule.model.likelihood, rule.model.targets, rule.model.network_outputs)
+    smaller = tempered(rule, drawn(index + 1), own).log_likelihood
     assert smaller is not None
     assert smaller < found.calibration.log_likelihood
 
@@ -370,13 +393,13 @@ def test_a_part_of_held_out_data_says_where_error_bars_begin_to_cost() -> None:
     _, path, rule = many()
     # Smaller outputs: error bars that the data do not speak against are wider than the likeliest. The likeliest
     # precision is the largest, and the next decade costs next to nothing.
-    rule = replace(rule, outputs=0.7 * rule.outputs)
-    alphas, draws = grid(path, rule.features, BOUNDS), Draws(16, 0, 2**20 + 3)
-    index, _ = rule._start(path, alphas, draws, _Tempered(rule))
-    part, coarse = rule.looks(rule.features).part, decades(len(alphas))
-    deviations = path.deviations(SomeFeatures(rule.features, part), alphas[coarse], draws, len(coarse))
-    tempered_of = _Tempered(rule)
-    found = [tempered_of(deviations[number], part).log_likelihood or -math.inf for number in range(len(coarse))]
+    rule = replace(rule, model=replace(rule.model, network_outputs=0.7 * rule.model.network_outputs))
+    alphas, draws = grid(path, rule.model.features, BOUNDS), Draws(16, 0, Stream.VALIDATION)
+    index, _ = rule._start(path, alphas, draws, rule._calibrated_of())
+    part, coarse = _part(rule.model.features.num_data), _decades(len(alphas))
+    drawn = function_draws(path, SomeFeatures(rule.model.features, part), alphas[coarse], draws)
+    tempered_of = rule._calibrated_of()
+    found = [tempered_of(drawn(number), part).log_likelihood or -math.inf for number in range(len(coarse))]
     number = coarse.index(index)
     assert found[number] >= max(found) - _PRICE * len(part)
     assert found[number + 1] < max(found) - _PRICE * len(part)
@@ -399,10 +422,10 @@ def test_error_bars_of_a_regression_are_as_wide_as_the_price_allows() -> None:
     )
     prior = ungrouped(torch.ones(5, dtype=torch.float64), 1.0)
     path = FactoredPath(DenseCurvature.accumulated(model.ggn(model.network_outputs)), prior)
-    rule = Validation(DenseFeatures(J[100:]), torch.zeros(300, 1, dtype=torch.float64), y[100:], model.likelihood)
+    rule = Validation(on_data(model, J[100:], torch.zeros(300, 1, dtype=torch.float64), y[100:]))
     found = rule.select(model, path, BOUNDS, 0, 1.0)
     G, values = J[:4, 0].T @ J[:4, 0], []
-    alphas = grid(path, rule.features, BOUNDS).tolist()
+    alphas = grid(path, rule.model.features, BOUNDS).tolist()
     for alpha in alphas:
         # With unit noise, the prior precision is `α/2`; the noise that suits best is a closed form.
         V = J[100:, 0] @ torch.linalg.inv(G + alpha / 2 * torch.eye(5, dtype=G.dtype)) @ J[100:, 0].T
@@ -422,18 +445,19 @@ def test_few_held_out_targets_choose_the_widest_error_bars_within_the_price_of_t
     model = replace(model, likelihood=Gaussian(2.0, learn=True))
     path = replace(path, curvature=DenseCurvature.accumulated(model.ggn(model.network_outputs)))
     rule = held_out(model)
-    targets = rule.outputs + factor * (rule.targets - rule.outputs)
-    rule = replace(rule, features=SomeFeatures(rule.features, torch.arange(3)), outputs=rule.outputs[:3])
-    rule = replace(rule, targets=targets[:3])
+    targets = rule.model.network_outputs + factor * (rule.model.targets - rule.model.network_outputs)
+    few = SomeFeatures(rule.model.features, torch.arange(3))
+    outputs = rule.model.network_outputs[:3]
+    rule = replace(rule, model=replace(rule.model, features=few, network_outputs=outputs, targets=targets[:3]))
     found = rule.select(model, path, BOUNDS, 0, 1.0)
-    error = (rule.targets - rule.outputs).double()
-    alphas, eye = grid(path, rule.features, BOUNDS), torch.eye(error.shape[1], dtype=torch.float64)
+    error = (rule.model.targets - rule.model.network_outputs).double()
+    alphas, eye = grid(path, rule.model.features, BOUNDS), torch.eye(error.shape[1], dtype=torch.float64)
     gammas = torch.tensor([path.effective_dimension(a) for a in alphas.tolist()], dtype=torch.float64)
     squares, num = float(model.squared_errors(model.network_outputs).sum()), model.network_outputs.numel()
     root = int((gammas * (squares + alphas / 2) / (num * alphas / 2)).log().abs().argmin())
     training, ratio = squares / (num - float(gammas[root])), float(alphas[root])
     tried = []
-    for alpha, V in zip(alphas.tolist(), path.covariances(rule.features, alphas), strict=True):
+    for alpha, V in zip(alphas.tolist(), path.covariances(rule.model.features, alphas), strict=True):
         unit = 2 * V.double() + eye
         whitened = float((error * torch.linalg.solve(unit, error[..., None])[..., 0]).sum())
         noise = (10 + error.numel()) / (10 * training + whitened)

@@ -42,6 +42,10 @@ class GaussianPrior:
     names: tuple[str, ...]
     num_floored: int = 0
 
+    def key(self) -> tuple[Tensor, Tensor]:
+        """Tells a recorder calls with this prior from those with others (`solvers.recorded`)."""
+        return self.precision, self.scale
+
     def spread(self) -> Float[Tensor, " P"]:
         """`α` of each weight: the diagonal of `A` in scaled coordinates."""
         precision = self.precision.to(self.scale)

@@ -1,49 +1,28 @@
-"""Which networks work: the command runs each and writes the table of `docs/compatibility.md`.
+"""Whether a network works: `run` compares its products with differences, fits it and predicts.
 
-`PYTHONPATH=tests python -m networks.registry.compatibility [--only torch.nn MaxViT] [--missing] [--write]`. Networks
-are small and have random weights. For each, the command checks:
-
-- in float64, `φv` against central differences or two reverse passes, and `φᵀu` against the module's own gradient;
-- a fit of a few samples on a few data, and a prediction, by `LinearisedLaplace`;
-- that the module is the same afterwards: weights, buffers, gradients, modes, hooks and attributes.
+- In float64 `φv` is compared with central differences or two reverse passes, and `φᵀu` with the module's own gradient.
+- `LinearisedLaplace` fits a few samples on a few data, and predicts.
+- The module is the same afterwards: weights, buffers, gradients, modes, hooks and attributes.
 """
 
-import argparse
 import copy
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from networks.registry.library_networks import NETWORKS
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from laplace_sampling import IsotropicPrior, LinearisedLaplace
 from laplace_sampling.data.batches import arguments, num_rows, place, take
 from laplace_sampling.networks.derivative_rules import forward_mode_kernels
-from laplace_sampling.networks.evaluation_mode import evaluation_mode
-from laplace_sampling.networks.held_module import HeldModule
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.networks.shell import Shell
 
-TABLE = Path(__file__).parents[3] / "docs" / "compatibility.md"
 TOLERANCE = 1e-5
-HEAD = """# Which networks work
-
-Each network of this table is built with random weights and run. Jacobian-vector products are compared in float64 with
-central differences, or with two reverse passes where a kink of the network lies within the step. `error` is relative to
-the largest entry; a network passes up to 1e-5. Vector-Jacobian products equal the gradient of `loss.backward()` to
-1e-9. Then `LinearisedLaplace` is fitted on a few data and predicts, and the module is the same afterwards, bit for bit.
-The last column names the slower way that is taken, or what failed. The command that writes this page is
-`tests/networks/registry/compatibility.py`; its networks need timm, transformers, peft and torch_geometric.
-
-| library | network | weights | against | error | fit and prediction | unchanged | notice or error |
-|---|---|---|---|---|---|---|---|
-"""
 
 
 @dataclass
@@ -121,7 +100,7 @@ def product_error(network: Linearisation, x: Any) -> tuple[float, str]:
     u = torch.randn(jv.shape, generator=generator, dtype=torch.float64)
     pulled = network.vjp(x, u)
 
-    alone = HeldModule(copy.deepcopy(network.module).eval(), network.names)
+    alone = Shell(copy.deepcopy(network.source).eval(), network.names)
 
     def f(w: Tensor) -> Tensor:
         return alone(alone.unflatten(w), x).reshape(num_rows(x), -1)
@@ -158,8 +137,8 @@ def relative(value: Tensor, expected: Tensor) -> float:
 def _two_pullbacks_error(network: Linearisation, x: Any, v: Tensor, jv: Tensor) -> float:
     """The error of `φv` against the derivative of `u ↦ φᵀu`."""
     w = network.weights.requires_grad_()
-    with forward_mode_kernels(), evaluation_mode(network.held):
-        f = network.held(network.unflatten(w), x).reshape(num_rows(x), -1)
+    with forward_mode_kernels(), network.shell.opened():
+        f = network.shell(network.unflatten(w), x).reshape(num_rows(x), -1)
         u = torch.zeros_like(f).requires_grad_()
         (pulled,) = torch.autograd.grad(f, w, u, create_graph=True)
         twice = torch.stack([torch.autograd.grad(pulled, u, t, retain_graph=True)[0] for t in v])
@@ -222,39 +201,3 @@ def run(library: str, name: str, build: Callable[[], tuple[nn.Module, Any]]) -> 
     ours = [str(w.message) for w in caught if "Jacobian" in str(w.message) or "floating point" in str(w.message)]
     outcome.notices += ours
     return outcome
-
-
-def rows_of_page() -> dict[tuple[str, str], str]:
-    """The rows of the present page, by library and name."""
-    lines = TABLE.read_text().splitlines() if TABLE.exists() else []
-    cells = {line: [cell.strip() for cell in line.split("|")] for line in lines if line.startswith("| ")}
-    return {(c[1], c[2]): line for line, c in cells.items()}
-
-
-def write(rows: dict[tuple[str, str], str]) -> None:
-    """Writes the page, in the order of `NETWORKS`."""
-    lines = [rows[library, name] for library, name, _ in NETWORKS if (library, name) in rows]
-    works = sum(float(row.split("|")[5]) <= TOLERANCE and "**no**" not in row for row in lines)
-    TABLE.write_text(HEAD + "\n".join(lines) + f"\n\n{works} of {len(lines)} work.\n")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", help="libraries, or names of networks")
-    parser.add_argument("--missing", action="store_true", help="only what is not in the page yet")
-    parser.add_argument("--write", action="store_true", help="each row into the page as it is found")
-    args = parser.parse_args()
-    rows = rows_of_page()
-    for library, name, build in NETWORKS:
-        if (args.only and not {library, name} & set(args.only)) or (args.missing and (library, name) in rows):
-            continue
-        started = time.perf_counter()
-        outcome = run(library, name, build)
-        print(f"{outcome.row()} {time.perf_counter() - started:.1f} s", flush=True)
-        rows[library, name] = outcome.row()
-        if args.write:
-            write(rows)
-
-
-if __name__ == "__main__":
-    main()

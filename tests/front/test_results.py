@@ -1,6 +1,5 @@
-"""A journal gives back what was computed, and the recorder of a fit sees its own functions only."""
+"""The file of a fit gives back what was computed, and the recorder of a fit sees its own functions only."""
 
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,15 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from laplace_sampling import Gaussian
 from laplace_sampling.data.digest import digest
-from laplace_sampling.journal import Journal
+from laplace_sampling.data.processes import ALONE
+from laplace_sampling.results import Results
 from laplace_sampling.solvers.recorded import recorded, recording, stop_recording, unrecorded
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "journal"
+    return tmp_path / "results"
+
+
+def opened(path: Path, head: Any = None, products: Any = None) -> Results:
+    return Results(path, head or {}, {} if products is None else products, ALONE)
 
 
 RESULTS = [
@@ -44,11 +47,11 @@ def test_results_come_back_as_they_were(value: Any, path: Path) -> None:
         counts["jvp"] += 5
         return value
 
-    with Journal(path, {"a": 1}, counts) as journal:
-        assert journal.result("f", (1, None), compute) is value
-    with Journal(path, {"a": 2}, again := {"jvp": 0, "vjp": 0}) as journal:
-        assert journal.head == {"a": 1}
-        found = journal.result("f", (1, None), lambda: pytest.fail("it is there"))
+    with opened(path, {"a": 1}, counts) as results:
+        assert results.result("f", (1, None), compute) is value
+    with opened(path, {"a": 2}, again := {"jvp": 0, "vjp": 0}) as results:
+        assert results.head == {"a": 1}
+        found = results.result("f", (1, None), lambda: pytest.fail("it is there"))
         assert again == {"jvp": 5, "vjp": 0}
     assert digest(_tensors(found)) == digest(_tensors(value))
     # The order of axes in memory, of what is more than one number: products are rounded by it.
@@ -73,30 +76,30 @@ def _shape(value: Any) -> Any:
 
 
 def test_calls_are_told_apart_by_their_arguments(path: Path) -> None:
-    with Journal(path, {}, {}) as journal:
+    with opened(path) as results:
         for value in (1.0, 2.0, 2.0):
-            journal.result("f", (torch.tensor(value), Gaussian(value)), lambda value=value: value)
-        journal.result("g", (torch.tensor(1.0), Gaussian(1.0)), lambda: 3.0)
-    with Journal(path, {}, {}) as journal:
+            results.result("f", (torch.tensor(value), object()), lambda value=value: value)
+        results.result("g", (torch.tensor(1.0), object()), lambda: 3.0)
+    with opened(path) as results:
         calls = [("g", 1.0), ("f", 2.0), ("f", 2.0), ("f", 3.0), ("f", 1.0), ("f", 1.0)]
-        arguments = [(name, (torch.tensor(value), Gaussian(value))) for name, value in calls]
-        assert [journal.result(*call, lambda: -1.0) for call in arguments] == [3.0, 2.0, 2.0, -1.0, 1.0, -1.0]
+        arguments = [(name, (torch.tensor(value), object())) for name, value in calls]
+        assert [results.result(*call, lambda: -1.0) for call in arguments] == [3.0, 2.0, 2.0, -1.0, 1.0, -1.0]
 
 
 def test_arguments_are_not_joined(path: Path) -> None:
-    with Journal(path, {}, {}) as journal:
-        assert journal.result("f", (1, 23), lambda: 1.0) == 1.0
-        assert journal.result("f", (12, 3), lambda: 2.0) == 2.0
+    with opened(path) as results:
+        assert results.result("f", (1, 23), lambda: 1.0) == 1.0
+        assert results.result("f", (12, 3), lambda: 2.0) == 2.0
 
 
 def test_what_is_no_part_of_a_fit_is_not_recorded(path: Path) -> None:
     square, made = recorded(lambda value: made.append(value) or value**2), []
-    with Journal(path, {}, {}) as journal, recording(journal):
+    with opened(path) as results, recording(results):
         assert unrecorded(square, 3.0) == 9.0
         assert square(2.0) == 4.0
         stop_recording()
         assert square(5.0) == 25.0
-    with Journal(path, {}, {}) as journal, recording(journal):
+    with opened(path) as results, recording(results):
         assert [square(value) for value in (2.0, 3.0, 5.0)] == [4.0, 9.0, 25.0]
     assert made == [3.0, 2.0, 5.0, 3.0, 5.0]
 
@@ -128,25 +131,18 @@ def test_only_the_outermost_function_of_the_same_thread_is_recorded() -> None:
     assert names == ["inner", "outer"]
 
 
-def test_what_is_flushed_to_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flushed: list[int] = []
-    monkeypatch.setattr(os, "fsync", flushed.append)
-    monkeypatch.setattr("laplace_sampling.journal._FLUSHED", -1.0)
-    with Journal(path, {}, {}) as journal:
-        before = len(flushed)
-        journal.result("f", (), lambda: 1)
-        assert len(flushed) == before + 1
-        monkeypatch.setattr("laplace_sampling.journal._FLUSHED", 1e9)
-        journal.result("f", (), lambda: 1)
-        assert len(flushed) == before + 1
-
-
-def test_a_damaged_entry_does_not_move_the_same_calls_after_it(path: Path) -> None:
-    with Journal(path, {}, {}) as journal:
-        assert [journal.result("f", (), lambda n=n: n) for n in (111, 222)] == [111, 222]
-    path.write_bytes(path.read_bytes().replace(b"111", b"112"))
+def test_a_damaged_result_does_not_move_the_same_calls_after_it(path: Path) -> None:
+    with opened(path) as results:
+        assert [results.result("f", (), lambda n=n: n) for n in ("first", "second")] == ["first", "second"]
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"first", b"forst", 1))
     for _ in range(2):
-        with Journal(path, {}, {}) as journal:
-            assert [journal.result("f", (), lambda n=n: n) for n in (111, 222)] == [111, 222]
-    with Journal(path, {}, {}) as journal:
-        assert [journal.result("f", (), lambda n=n: n) for n in (111, 222, 333)] == [111, 222, 333]
+        with opened(path) as results:
+            assert [results.result("f", (), lambda n=n: n) for n in ("first", "second")] == ["first", "second"]
+
+
+def test_a_file_is_of_one_fit_at_a_time(path: Path) -> None:
+    with opened(path), pytest.raises(BlockingIOError, match="in use"):
+        opened(path)
+    opened(path).delete()
+    assert not list(path.parent.iterdir())

@@ -1,0 +1,579 @@
+r"""The posterior in observation space, from one eigendecomposition of the whitened Gram matrix.
+
+With `K = Φ A₁⁻¹ Φᵀ`, `A = α A₁`, the curvature `b B`, `B = L Lᵀ`, at the network's outputs (`b` is the noise precision
+of a regression, one for other likelihoods), `S = LᵀKL = U Λ Uᵀ`, and weights `θ = A⁻¹Φᵀa` (Rasmussen & Williams 2006,
+ch. 2 and 3; thesis eq. 2.16 to 2.19). `B` may be singular, as it is for the softmax and for outputs without a target.
+
+    mode        a = −∂ℓ/∂h at h = o + K a/α, for a regression a = L U (Λ/α + 1/b)⁻¹ Uᵀ Lᵀ(y − o)
+    γ           Tr Λ (Λ + α/b)⁻¹
+    covariance  (k(x, x) − Q (Λ + α/b)⁻¹ Qᵀ)/α,   Q = k(x, X) L U,   of φ(x)θ, with k at α = 1
+    samples     θ⁰ + A⁻¹Φᵀ L U (Λ/α + 1/b)⁻¹ Uᵀ (z/√b − LᵀΦθ⁰)
+
+A regression is quadratic: its mode is one step of Newton's method. All numbers are in float64.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.evidence.curves import EvidencePath
+from laplace_sampling.evidence.damping import DampedSteps
+from laplace_sampling.gp.dual_point import DualPoint
+from laplace_sampling.gp.evidence import HyperparameterBounds, Optimum, RegressionEvidence, root_within
+from laplace_sampling.gp.gram import KernelMatrix, add_transposed_, cross_gram, gram, gram_blocks, transposed
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.bounds import Bounds, is_at_bound
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision, unit_variance
+from laplace_sampling.linear_model.row_blocks import row_blocks
+from laplace_sampling.predictions.covariance_path import CovariancePath
+from laplace_sampling.predictions.function_covariance import FunctionCovariance
+from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
+from laplace_sampling.solvers.lapack import solve_, symmetric_eigen
+from laplace_sampling.solvers.quadrature import Quadrature
+from laplace_sampling.solvers.recorded import recorded
+
+# Rows of a matrix that a root of the curvature is applied to at once: little memory next to the matrix.
+_ROWS = 64
+# Eigenvalues of `S` below this, relative to the largest, are zero except for rounding.
+_ZERO = 1e-14
+# Rounds of the noise precisions of several outputs, and the change of their logarithms at which they end.
+_MAX_ROUNDS, _TOLERANCE = 100, 1e-6
+
+
+@dataclass(frozen=True)
+class GramMode:
+    """The mode of the linear model, `θ̄ = A⁻¹Φᵀa`.
+
+    Attributes:
+        coefficients: `a`, `[N, C]`.
+        outputs: `h(θ̄, x_i)`, `[N, C]`.
+        norm: `θ̄ᵀA₁θ̄`.
+        residual: `‖a + ∂ℓ/∂h‖` relative to that at `θ = 0`.
+        converged: whether it is below the tolerance.
+    """
+
+    coefficients: Float[Tensor, "N C"]
+    outputs: Float[Tensor, "N C"]
+    norm: float
+    residual: float = 0.0
+    converged: bool = True
+
+
+@dataclass(frozen=True)
+class GramPosterior:
+    """The posterior at the hyperparameters of a model and a prior; the decomposition serves all `α` and `b`.
+
+    Attributes:
+        model: the linear model on the training data.
+        prior: of its weights; the precisions of its groups go up and down together.
+        eigenvalues: `Λ`, rising, `[N·C]`.
+        vectors: `U`, `[N·C, N·C]`.
+        kernel: `K`, which the mode of a likelihood that is not Gaussian needs.
+        known_mode: the mode, if it was found before.
+    """
+
+    model: LinearModel
+    prior: GaussianPrior
+    eigenvalues: Float[Tensor, " NC"]
+    vectors: Float[Tensor, "NC NC"]
+    kernel: KernelMatrix
+    known_mode: GramMode | None = None
+
+    @classmethod
+    def of(cls, model: LinearModel, prior: GaussianPrior) -> "GramPosterior":
+        """Build the Gram matrix and decompose it.
+
+        Raises:
+            FloatingPointError: if it is not finite.
+        """
+        kernel = KernelMatrix(model.features, unit_variance(prior))
+        # Newton's method needs `K` again; a regression decomposes it in place.
+        K = gram(model.features, kernel.variance) if isinstance(model.likelihood, Gaussian) else kernel.matrix.clone()
+        return cls.of_gram(K, model, prior, kernel)
+
+    @classmethod
+    def of_gram(
+        cls, K: Float[Tensor, "NC NC"], model: LinearModel, prior: GaussianPrior, kernel: KernelMatrix
+    ) -> "GramPosterior":
+        """The posterior of a Gram matrix, which is overwritten."""
+        outputs = model.network_outputs.double()
+        return cls(model, prior, *symmetric_eigen(_whiten_(K, _unit(model.likelihood), outputs, model.targets)), kernel)
+
+    @classmethod
+    def restore(cls, model: LinearModel, prior: GaussianPrior, tensors: dict[str, Tensor]) -> "GramPosterior":
+        """The posterior of `tensors`."""
+        kernel = KernelMatrix(model.features, unit_variance(prior))
+        posterior = cls(model, prior, tensors["eigenvalues"], tensors["vectors"], kernel)
+        if "coefficients" not in tensors:
+            return posterior
+        point = DualPoint(model, tensors["coefficients"], tensors["mode_outputs"])
+        return replace(posterior, known_mode=_mode_of(point, posterior.precisions[0]))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that `restore` needs."""
+        kept = {"eigenvalues": self.eigenvalues, "vectors": self.vectors}
+        if self.known_mode is None:
+            return kept
+        return kept | {"coefficients": self.known_mode.coefficients, "mode_outputs": self.known_mode.outputs}
+
+    def at(self, model: LinearModel, prior: GaussianPrior) -> "GramPosterior":
+        """The posterior at other hyperparameters: the decomposition is a new one if the ratios of noises are."""
+        old, new = (_unit(m.likelihood).noise_precisions() for m in (self.model, model))
+        if old is not None and new is not None and not torch.allclose(old, new, rtol=1e-12):
+            return GramPosterior.of(model, prior)
+        return replace(self, model=model, prior=prior, known_mode=None)
+
+    @property
+    def precisions(self) -> tuple[float, float]:
+        """`α` and `b`."""
+        return overall_precision(self.prior), _overall_noise(self.model.likelihood)
+
+    @property
+    def _shift(self) -> float:
+        """`α/b`."""
+        alpha, b = self.precisions
+        return alpha / b
+
+    @property
+    def variance(self) -> Float[Tensor, " P"]:
+        """The diagonal of `A₁⁻¹`."""
+        return unit_variance(self.prior)
+
+    def root_transpose(self, rows: Float[Tensor, "K N C"]) -> Float[Tensor, "K NC"]:
+        """`Lᵀv`."""
+        outputs = self.model.network_outputs.double()
+        return _unit(self.model.likelihood).root_transpose(outputs, rows, self.model.targets).flatten(1)
+
+    def _root(self, rows: Float[Tensor, "K NC"]) -> Float[Tensor, "K N C"]:
+        """`Lu`."""
+        outputs = self.model.network_outputs.double()
+        return _unit(self.model.likelihood).root(outputs, rows.reshape(-1, *outputs.shape), self.model.targets)
+
+    def effective_dimension(self, alpha: float | None = None) -> float:
+        """`γ = Tr(H⁻¹M)`, at `α` or at that of the posterior."""
+        shift = self._shift if alpha is None else alpha / self.precisions[1]
+        return float((self.eigenvalues / (self.eigenvalues + shift)).sum())
+
+    @cached_property
+    def evidence(self) -> RegressionEvidence:
+        """The evidence of a regression, for all `α` and `b`."""
+        model, likelihood = self.model, self.model.likelihood
+        assert isinstance(likelihood, Gaussian)
+        rotated = self.vectors.T @ self.root_transpose(model.residuals(model.offset)[None])[0]
+        # `log|R|`, with `R⁻¹ = B`.
+        logs = _unit(likelihood).noise_precisions().log().expand(model.features.num_outputs)
+        log_noise = -float(model.num_targets().cpu().double() @ logs)
+        return RegressionEvidence(self.eigenvalues, rotated, model.num_observations, log_noise)
+
+    @cached_property
+    def mode(self) -> GramMode:
+        """The mode of the linear model, found when it is first needed."""
+        if self.known_mode is not None:
+            return self.known_mode
+        likelihood = self.model.likelihood
+        return self._mode_of_regression(likelihood) if isinstance(likelihood, Gaussian) else self._mode_by_newton()
+
+    def _mode_of_regression(self, likelihood: Gaussian) -> GramMode:
+        model, (alpha, b) = self.model, self.precisions
+        v = self.eigenvalues / alpha + 1 / b
+        coefficients = self._root((self.vectors @ (self.evidence.rotated / v))[None])[0]
+        # `h = y − (bB)⁻¹a`, from the residual of the targets: `o + K a/α` would need `K`, which is overwritten.
+        targets, observed = model.targets.reshape(coefficients.shape).double(), model.observed()
+        outputs = targets - coefficients / likelihood.precision(targets)
+        if not bool(observed.all()):
+            weights = self._to_weights(coefficients[None])
+            predicted = model.features.outputs(weights.to(model.features.dtype))[0]
+            outputs = outputs.where(observed, (model.offset + predicted).double())
+        return GramMode(coefficients, outputs, float(self.evidence.mode_norm(alpha, b)))
+
+    def _mode_by_newton(
+        self, start: GramMode | None = None, tolerance: float = 1e-12, max_steps: int = 100
+    ) -> GramMode:
+        """Newton's method from the mode at another `α`, with steps halved until the objective goes down."""
+        # `a` hardly depends on `α` where the data decide, so that a mode at another precision saves Newton steps; its
+        # outputs do, and are computed again.
+        K, alpha, offset = self.kernel.matrix, self.precisions[0], self.model.offset.double()
+        a = torch.zeros_like(offset) if start is None else start.coefficients
+        point = DualPoint(self.model, a, offset + (K @ a.flatten()).reshape(offset.shape) / alpha)
+        # Relative to zero weights: the slope at the mode itself vanishes where the network fits its labels.
+        scale = float(point.initial_slope.norm())
+        for _ in range(max_steps):
+            if point.residual <= tolerance * scale:
+                break
+            step = self._newton_step(point)
+            lower = point.descended(step, (K @ step.flatten()).reshape(offset.shape) / alpha)
+            # No length lowers the objective any more: rounding is reached, and the residual is judged.
+            if lower is None:
+                break
+            point = lower[0]
+        return _mode_of(point, alpha)
+
+    def _newton_step(self, point: DualPoint) -> Float[Tensor, "N C"]:
+        """`c − L(I + S/α)⁻¹LᵀK c/α − a`, with `B` and `c = B(h − o) − ∂ℓ/∂h` at the point."""
+        likelihood, targets, h, alpha = self.model.likelihood, self.model.targets, point.outputs, self.precisions[0]
+        # `I + S/α` has no eigenvalue below one and exists for a singular `B`; `K + B⁻¹` does not.
+        S = _whiten_(self.kernel.matrix.clone(), likelihood, h, targets)
+        S /= alpha
+        S.diagonal().add_(1)
+        c = point.newton_target
+        change = (self.kernel.matrix @ c.flatten()).reshape(h.shape) / alpha
+        rhs = likelihood.root_transpose(h, change, targets).reshape(-1, 1)
+        return c - likelihood.root(h, solve_(S, rhs).reshape(h.shape), targets) - point.coefficients
+
+    def mode_weights(self) -> Float[Tensor, " P"]:
+        """`θ̄`, unscaled, by one pass of VJPs."""
+        return self._to_weights(self.mode.coefficients[None])[0]
+
+    def _to_weights(self, u: Float[Tensor, "K N C"]) -> Float[Tensor, "K P"]:
+        """`A⁻¹Φᵀu`."""
+        return transposed(self.model.features, u) * self.variance / self.precisions[0]
+
+    @property
+    def log_evidence(self) -> float:
+        """`log p(y)`, a sum over the data; Laplace's approximation where the likelihood is not Gaussian."""
+        # `log1p`: most eigenvalues are tiny against `α`, and `log(1 + x)` would lose their digits.
+        logdet = float((self.eigenvalues / self._shift).log1p().sum())
+        return -self.model.total_loss(self.mode.outputs) - 0.5 * self.precisions[0] * self.mode.norm - 0.5 * logdet
+
+    def sample(self, draws: Draws) -> Float[Tensor, "K P"]:
+        """Zero-mean posterior samples by Matheron's rule, unscaled: those of `sample_posterior` with the same draws."""
+        features, (alpha, b) = self.model.features, self.precisions
+        variance = (self.variance / alpha).to(self.vectors.device)
+        samples = draws.prior(features.size).to(self.vectors.device, features.precision)
+        samples.mul_(variance.sqrt().to(features.precision))
+        # Prior samples go through the features: a root of `K` would give the outputs only, not the weights.
+        prior_outputs = features.outputs(samples).double()
+        white = draws.noise(features.num_outputs)(torch.arange(features.num_data)).to(prior_outputs) / b**0.5
+        difference = white.flatten(1) - self.root_transpose(prior_outputs)
+        solved = (difference @ self.vectors / (self.eigenvalues / alpha + 1 / b)) @ self.vectors.T
+        add_transposed_(samples, features, self._root(solved), variance)
+        return samples
+
+    def leave_one_out(self) -> LeaveOneOut:
+        r"""Each datum predicted from the others, see `predictions.leave_one_out`.
+
+        A regression has covariance `P_ii⁻¹` and mean `y − P_ii⁻¹a_i` with `P = L U (Λ/α + 1/b)⁻¹ Uᵀ Lᵀ`, by blocks of
+        the outputs of a datum (Rasmussen & Williams 2006, eq. 5.10 to 5.12). Outputs without a target are
+        predicted by the covariance that the other data leave, `Σ_i + Σ_i L ((I + bS/α)⁻¹)_ii⁻¹ Lᵀ Σ_i b`.
+        """
+        model, likelihood = self.model, self.model.likelihood
+        if not isinstance(likelihood, Gaussian):
+            outputs = model.network_outputs.double()
+            return leave_one_out(likelihood, model.targets, self.mode.outputs, outputs, self._own_covariances())
+        (N, C), shift, inverses = model.offset.shape, self._shift, []
+        # `(I + bS/α)⁻¹` from the rows of `U` of a datum alone: N inverses of size C in place of N fits.
+        for rows in self.vectors.reshape(N, C, -1).split(max(1, _ROWS // C)):
+            inverses.append(torch.linalg.inv((rows * (shift / (self.eigenvalues + shift))) @ rows.mT))
+        noise = 1 / likelihood.precision(self.vectors).expand(C)
+        root, inverse = noise.sqrt(), torch.cat(inverses)
+        # A normal distribution is refused where the two triangles differ by rounding.
+        inverse = (inverse + inverse.mT) / 2
+        targets, given = model.targets.reshape(N, C).double(), model.observed()
+        covariance = inverse * root * root[:, None]
+        mean = targets - (covariance @ self.mode.coefficients[..., None])[..., 0]
+        if not bool(given.all()):
+            S = self._own_covariances()
+            pull = S * (given / root)[:, None]
+            left_out = S + pull @ inverse @ pull.mT
+            covariance = covariance.where(given[:, :, None] & given[:, None], left_out + torch.diag(noise))
+            mean = mean.where(given, self.mode.outputs - (left_out @ self.mode.coefficients[..., None])[..., 0])
+        return LeaveOneOut.gaussian(mean, covariance, targets)
+
+    def _own_covariances(self) -> Float[Tensor, "N C C"]:
+        """The covariance of the outputs of each training datum, from a few rows of `K` at a time."""
+        (N, C), alpha, blocks = self.model.offset.shape, self.precisions[0], []
+        K = self.kernel.matrix.reshape(N, C, N, C)
+        for batch in torch.arange(N).split(max(1, _ROWS // C)):
+            Q = (self.root_transpose(K[batch].reshape(-1, N, C)) @ self.vectors).reshape(len(batch), C, -1)
+            blocks.append((K[batch, :, batch] - (Q / (self.eigenvalues + self._shift)) @ Q.mT) / alpha)
+        return torch.cat(blocks)
+
+    def curves(self) -> EvidencePath:
+        r"""Evidence, `γ` and norm of the mode for every `α`; of a loss that is not quadratic to second order.
+
+        In coordinates where `A = α`, `M` has the eigenvalues `bλ`. The right-hand side of the loss to second order
+        around the mode is `Mθ̄ − ∇ℓ = (M + α)θ̄`. For a regression that is `Φᵀ(b/R)(y − o)`, or `b√λ c` along the
+        eigenvectors.
+        """
+        model, (alpha, b) = self.model, self.precisions
+        eigenvalues = (b * self.eigenvalues).cpu()
+        if isinstance(model.likelihood, Gaussian):
+            weights = (b**2 * self.eigenvalues * self.evidence.rotated**2).cpu()[None]
+            fit, loss = Quadrature(eigenvalues, weights, weights), model.total_loss(model.offset.double())
+        else:
+            fit, loss = self._expansion()
+        ones, noise = torch.ones(1, len(eigenvalues), dtype=eigenvalues.dtype), model.likelihood.noise_precisions()
+        return EvidencePath(
+            # Every eigenvalue is a node, of weight one in the traces.
+            traces=Quadrature(eigenvalues, ones, ones),
+            fit=fit,
+            loss=loss,
+            num_outputs=model.num_observations,
+            size=model.features.size,
+            noise_precision=None if noise is None or noise.dim() else float(noise),
+            at=alpha,
+            exact=True,
+            passes=0.0,
+        )
+
+    def _expansion(self) -> tuple[Quadrature, float]:
+        """The loss to second order around the mode, with `B` at the mode: a second decomposition."""
+        model, mode, alpha = self.model, self.mode, self.precisions[0]
+        likelihood, targets, change = model.likelihood, model.targets, mode.outputs - model.offset.double()
+        values, vectors = symmetric_eigen(_whiten_(self.kernel.taken(), likelihood, mode.outputs, targets))
+        # `θ̄` along the eigenvectors of `M` is `UᵀLᵀ(h − o)/√λ`.
+        along = vectors.T @ likelihood.root_transpose(mode.outputs, change[None], targets).flatten()
+        # Along eigenvalues that are zero the mode is zero, too: 0/0 there is rounding over rounding.
+        positive = values > _ZERO * values[-1]
+        weights = torch.where(positive, ((values + alpha) * along) ** 2 / values, 0.0)[None].cpu()
+        # The constant of the expansion, which is that of zero weights: the mode is `change` away.
+        slope = 0.5 * likelihood.curvature(mode.outputs, change, targets) - likelihood.gradient(mode.outputs, targets)
+        loss = model.total_loss(mode.outputs) + float((slope * change).sum())
+        return Quadrature(values.cpu(), weights, weights), loss
+
+
+@dataclass(frozen=True)
+class GramCovariance(FunctionCovariance):
+    """The covariance of `φ(x)θ`, made when it is asked for: an input costs `C` VJPs and a product with `U`.
+
+    Args:
+        posterior: of the weights.
+        features: `φ(x)`, of as many outputs as the training data or of others.
+    """
+
+    posterior: GramPosterior
+    features: Features
+
+    @cached_property
+    def _rotated(self) -> Float[Tensor, "MC NC"]:
+        """`Q`."""
+        posterior = self.posterior
+        shape = posterior.model.offset.shape
+        K = cross_gram(self.features, posterior.model.features, posterior.variance)
+        # In blocks and in the memory of `k`.
+        for rows in K.split(_ROWS):
+            rows.copy_(posterior.root_transpose(rows.reshape(-1, *shape)))
+        return K @ posterior.vectors
+
+    @cached_property
+    def _blocks(self) -> Float[Tensor, "M C C"]:
+        return gram_blocks(self.features, self.posterior.variance)
+
+    def _reduction(self, alpha: float) -> Float[Tensor, " NC"]:
+        return 1 / (self.posterior.eigenvalues + alpha / self.posterior.precisions[1])
+
+    def variance(self) -> Float[Tensor, "M C"]:
+        alpha = self.posterior.precisions[0]
+        if "_blocks" in vars(self):
+            prior = self._blocks.diagonal(dim1=1, dim2=2)
+        else:  # blocks of many outputs would not fit in memory
+            parts = [rows**2 @ self.posterior.variance for _, rows in row_blocks(self.features, BLOCK_BYTES)]
+            prior = torch.cat(parts).reshape(-1, self.features.num_outputs)
+        reduction = (self._rotated**2 @ self._reduction(alpha)).reshape(prior.shape)
+        # The difference of two nearly equal numbers can be below zero by rounding.
+        return ((prior - reduction) / alpha).clamp_min(0)
+
+    def blocks(self, alpha: float | None = None) -> Float[Tensor, "M C C"]:
+        alpha = self.posterior.precisions[0] if alpha is None else alpha
+        Q = self._rotated.unflatten(0, (-1, self.features.num_outputs))
+        blocks = (self._blocks - (Q * self._reduction(alpha)) @ Q.mT) / alpha
+        blocks.diagonal(dim1=1, dim2=2).clamp_(min=0)
+        return blocks
+
+    def joint(self) -> Float[Tensor, "MC MC"]:
+        alpha, Q = self.posterior.precisions[0], self._rotated
+        return (gram(self.features, self.posterior.variance) - (Q * self._reduction(alpha)) @ Q.T) / alpha
+
+
+@dataclass(frozen=True)
+class GramPath(CovariancePath):
+    """The posterior covariance for every `α`; that of the posterior does not matter."""
+
+    posterior: GramPosterior
+
+    @property
+    def prior(self) -> GaussianPrior:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.posterior.prior
+
+    @property
+    def largest_eigenvalue(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.posterior.precisions[1] * float(self.posterior.eigenvalues[-1])
+
+    @property
+    def passes(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.posterior.model.features.num_outputs / 2
+
+    @property
+    def work(self) -> GramPosterior:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.posterior
+
+    @recorded
+    def covariances(self, features: Features, alphas: Float[Tensor, " A"]) -> Float[Tensor, "A N C C"]:
+        covariance = GramCovariance(self.posterior, features.in_float64())
+        return torch.stack([covariance.blocks(alpha) for alpha in alphas.tolist()])
+
+    def effective_dimension(self, alpha: float) -> float:
+        return self.posterior.effective_dimension(alpha)
+
+
+def of_largest_evidence(
+    model: LinearModel, prior: GaussianPrior, bounds: HyperparameterBounds
+) -> tuple[GramPosterior, Optimum]:
+    r"""The posterior at the hyperparameters of largest evidence, and how they were found.
+
+    The likelihood says whether noise is learnt, whether it is one number or one an output, and with
+    `noise_at="network"` that it is `b = (n − γ)/Σ(y − f)²` instead, with `α` of largest evidence at that `b`. For a
+    likelihood that is not Gaussian `α` is MacKay's fixed point `γ/θ̄ᵀA₁θ̄`, where the derivative of the evidence is zero.
+
+    Args:
+        model: the linear model on the training data.
+        prior: starting point; its scale, and the ratios of its precisions, stay.
+        bounds: within which the precisions are kept.
+    """
+    likelihood = model.likelihood
+    if not isinstance(likelihood, Gaussian):
+        return _at_fixed_point(GramPosterior.of(model, prior), bounds.precision)
+    if likelihood.learn and likelihood.noise_precisions().dim():
+        posterior, optimum = _with_noise_of_each_output(model, prior, bounds)
+    else:
+        posterior = GramPosterior.of(model, prior)
+        optimum = _largest_evidence(posterior, likelihood, bounds)
+    if likelihood.learn:
+        found = posterior.model.likelihood.noise_precisions()
+        assert found is not None
+        noise = found * (optimum.noise_precision / posterior.precisions[1])
+        model = model.with_likelihood(likelihood.with_precision(noise))
+    return replace(posterior, model=model, prior=_with_overall(prior, optimum.precision)), optimum
+
+
+def _largest_evidence(posterior: GramPosterior, likelihood: Gaussian, bounds: HyperparameterBounds) -> Optimum:
+    model = posterior.model
+    squares = float(posterior.root_transpose(model.residuals(model.network_outputs)[None]).square().sum())
+    return posterior.evidence.largest_for(likelihood, squares, posterior.precisions, bounds)
+
+
+def _with_noise_of_each_output(
+    model: LinearModel, prior: GaussianPrior, bounds: HyperparameterBounds
+) -> tuple[GramPosterior, Optimum]:
+    r"""A noise precision for each output, at the fixed point of `b_c ← (N − γ_c)/Σ_i e_ic²` (MacKay 1992, per output).
+
+    `e` is the error of the mode, or of the network. A decomposition serves every `α` and every common factor of the
+    noise precisions, but one ratio of them only: each round makes a new one, whose `α` and factor are of largest
+    evidence.
+    """
+    likelihood = model.likelihood
+    assert isinstance(likelihood, Gaussian)
+    kernel = KernelMatrix(model.features, unit_variance(prior))
+    K, posterior, steps = gram(model.features, kernel.variance), None, DampedSteps()
+    low, high = (math.log(bound) for bound in bounds.noise)
+    logs = torch.zeros(model.features.num_outputs, dtype=torch.float64)
+    rounds, common = 0, True
+    while True:
+        del posterior  # its memory is needed
+        given = likelihood.with_precision(logs.exp())
+        posterior = GramPosterior.of_gram(K.clone(), model.with_likelihood(given), prior, kernel)
+        optimum = _largest_evidence(posterior, replace(given, learn=common), bounds)
+        logs = logs - logs.mean() + math.log(optimum.noise_precision)
+        posterior = replace(
+            posterior,
+            model=model.with_likelihood(likelihood.with_precision(logs.exp())),
+            prior=_with_overall(prior, optimum.precision),
+        )
+        updated = _updated_noise(posterior)
+        at_bound = any(is_at_bound(b, bounds.noise) for b in updated.exp().tolist())
+        # Where an output is at its bound, the evidence is not flat in the common factor either: α alone is maximised.
+        common &= not at_bound
+        change = updated.clamp(low, high) - logs
+        settled, rounds = float(change.abs().max()) < _TOLERANCE, rounds + 1
+        if settled or rounds == _MAX_ROUNDS:
+            break
+        logs = (logs + steps.step(change)).clamp(low, high)
+    at_bounds = tuple(n for n in optimum.at_bounds if n == "precision") + ("noise_precision",) * at_bound
+    return posterior, replace(optimum, at_bounds=at_bounds, converged=settled and optimum.converged and not at_bounds)
+
+
+def _updated_noise(posterior: GramPosterior) -> Float[Tensor, " C"]:
+    """The logarithm of MacKay's update of each `b_c`."""
+    model, likelihood = posterior.model, posterior.model.likelihood
+    assert isinstance(likelihood, Gaussian)
+    outputs = posterior.mode.outputs if likelihood.noise_at == "mode" else model.network_outputs
+    weights = posterior._shift / (posterior.eigenvalues + posterior._shift)
+    # A block of rows at a time: the squares of all are one more matrix in memory.
+    diagonal = torch.cat([rows**2 @ weights for rows in posterior.vectors.split(_ROWS)]).reshape(model.offset.shape)
+    free = diagonal.where(model.observed(), 0).sum(0)
+    return free.cpu().log() - model.squared_errors(outputs).cpu().log()
+
+
+def _at_fixed_point(posterior: GramPosterior, bounds: Bounds) -> tuple[GramPosterior, Optimum]:
+    """The posterior at MacKay's fixed point, to rounding; the search starts at the prior's `α`."""
+    last: GramMode | None = None
+
+    def at(alpha: float) -> GramPosterior:
+        """The posterior, with a mode that starts from the last one: the search moves `α` less and less."""
+        nonlocal last
+        moved = replace(posterior, prior=_with_overall(posterior.prior, alpha))
+        last = moved._mode_by_newton(last)
+        return replace(moved, known_mode=last)
+
+    def excess(log_precision: float) -> float:
+        """The logarithm of `γ/θ̄ᵀA₁θ̄` over `α`."""
+        found = at(math.exp(log_precision))
+        return math.log(max(found.effective_dimension(), 1e-300)) - math.log(
+            max(math.exp(log_precision) * found.mode.norm, 1e-300)
+        )
+
+    alpha, ended = root_within(excess, posterior.precisions[0], bounds)
+    found = at(alpha)
+    slope = 0.5 * (found.effective_dimension() - alpha * found.mode.norm)
+    at_bounds = ("precision",) * ended
+    return found, Optimum(alpha, 1.0, found.log_evidence, (slope, 0.0), at_bounds, not ended)
+
+
+def _mode_of(point: DualPoint, alpha: float) -> GramMode:
+    residual = point.relative_residual
+    norm = float((point.coefficients * point.change).sum()) / alpha
+    # Rounding of K a leaves more than the tolerance of Newton's method where the data determine much.
+    return GramMode(point.coefficients, point.outputs, norm, residual, residual <= 1e-8)
+
+
+def _overall_noise(likelihood: Likelihood) -> float:
+    """`b`: the geometric mean of the noise precisions of a Gaussian likelihood, one for others."""
+    if not isinstance(likelihood, Gaussian):
+        return 1.0
+    noise = likelihood.noise_precisions()
+    return float(noise) if noise.dim() == 0 else float(noise.log().mean().exp())
+
+
+_Kind = TypeVar("_Kind", bound=Likelihood)
+
+
+def _unit(likelihood: _Kind) -> _Kind:
+    """The likelihood at `b = 1`."""
+    if not isinstance(likelihood, Gaussian):
+        return likelihood
+    return likelihood.with_precision(likelihood.noise_precisions() / _overall_noise(likelihood))
+
+
+def _with_overall(prior: GaussianPrior, alpha: float) -> GaussianPrior:
+    """A prior with another overall precision."""
+    return prior.with_precision(prior.precision * (alpha / overall_precision(prior)))
+
+
+def _whiten_(
+    K: Float[Tensor, "NC NC"], likelihood: Likelihood, outputs: Float[Tensor, "N C"], targets: Tensor
+) -> Float[Tensor, "NC NC"]:
+    """`LᵀKL` with `L Lᵀ` the curvature at some outputs, in the memory of `K`."""
+    # Along rows, then along columns, in blocks: a root of all rows would take the memory of two more matrices.
+    for view in (K, K.T):
+        for rows in view.split(_ROWS):
+            rows.copy_(likelihood.root_transpose(outputs, rows.reshape(-1, *outputs.shape), targets).flatten(1))
+    return K

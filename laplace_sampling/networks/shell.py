@@ -1,0 +1,466 @@
+"""`Shell`: a network as a function of its random weights, on a copy that nobody else has.
+
+The copy shares the memory of the weights that are not random, and has random weights, buffers, modes and hooks of its
+own (`private_copy`). So the user's module is never entered, and what is computed is that of the moment of the copy,
+whatever becomes of the module. Weights are put into the copy for the time of a call; where it takes them from elsewhere
+than its parts, from a list or a closure, operations are given others in their place.
+"""
+
+import copy
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import is_
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from laplace_sampling.data.batches import Layout, arguments, as_plain, batched, num_rows, read
+from laplace_sampling.data.digest import digest
+from laplace_sampling.networks.batching import cpu_out_of_memory
+from laplace_sampling.networks.derivative_rules import ComposedLayers
+from laplace_sampling.networks.private_copy import own_parameter, private_copy, shared_parameter
+from laplace_sampling.networks.sharded import Shards, agreed, mesh_of, reshard, whole
+from laplace_sampling.networks.solving import LOCK, exclusive
+
+Weights = dict[str, Tensor]
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class Shell:
+    """A network `f(w, x)` as a function of its random weights, which are one flat vector of `P` numbers.
+
+    Args:
+        source: the trained network.
+        names: the random weights, in the order of the flat vector.
+        autocast: dtype of the operations that `torch.autocast` lowers.
+
+    Attributes:
+        module: the copy of the network, which only this library enters.
+        source: the network itself.
+        shapes, sizes: of the random weights; of complex ones as pairs of real numbers, `[..., 2]`.
+        shards: of a module that `fully_shard` has shared out over processes, else `None`.
+
+    Raises:
+        ValueError: for an `autocast` that is not narrower than the weights; for names that the network does not have.
+    """
+
+    def __init__(self, source: nn.Module, names: list[str], autocast: torch.dtype | None = None) -> None:
+        self.source, self.autocast = source, autocast
+        with LOCK, torch.inference_mode(False):
+            reshard(source)
+            given = dict(source.named_parameters())
+            if missing := [name for name in names if name not in given]:
+                raise ValueError(
+                    f"The model has no parameters {missing} any more, which it had when it was linearised: put them "
+                    "back, or construct the `LinearisedLaplace` again."
+                )
+            module = private_copy(
+                source, lambda name, p: own_parameter(p, True) if name in names else shared_parameter(p)
+            )
+        # A closure in the copy may still have the weights of the network itself.
+        self._originals = list(given.items())
+        self._shared = [(name, p, p._version) for name, p in module.named_parameters() if name not in names]
+        # Whether operations take weights from elsewhere than the parts; `None` before it is known.
+        self._elsewhere: bool | None = None
+        self._take(module, names)
+        if autocast is not None and (autocast not in HALF or self.module_dtype != torch.float32):
+            raise ValueError(
+                f"`autocast={autocast}` must be torch.bfloat16 or torch.float16, of a network in float32, but the "
+                f"network is in {self.module_dtype}; leave it out, or call `model.float()`."
+            )
+
+    def _take(self, module: nn.Module, names: list[str]) -> None:
+        parameters = dict(module.named_parameters())
+        self.module, self.names = module, names
+        self._complex = [name for name in names if parameters[name].is_complex()]
+        self.shapes = {name: real_shape(parameters[name]) for name in names}
+        self.sizes = [shape.numel() for shape in self.shapes.values()]
+        self.shards = Shards.of(module, names)
+        self._look()
+
+    def _look(self) -> None:
+        """Notes where weights are in the copy, and what it holds: a forward pass may leave other things behind."""
+        first = {id(p): name for name, p in self.module.named_parameters()}
+        parts = list(self.module.modules())
+        places = [(part._parameters, key) for part in parts for key, p in part._parameters.items() if p is not None]
+        self._places: list[tuple[dict[str, Any], str, str]] = [(own, key, first[id(own[key])]) for own, key in places]
+        held: list[Any] = [vars(part) for part in parts]
+        held += [value for attributes in list(held) for value in attributes.values() if type(value) in (list, dict)]
+        self._held = [(now, now.copy()) for now in held]
+        self._first = next((own, key) for own, key, name in self._places if name == self.names[0])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_places", "_held", "_first")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._look()
+
+    # Other shells -----------------------------------------------------------------------------------------------------
+
+    def renewed(self) -> "Shell":
+        """The network as it is now."""
+        return Shell(self.source, self.names, self.autocast)
+
+    def with_names(self, names: list[str], part: str = "") -> "Shell":
+        """The same copy, or a part of it, with other random weights."""
+        other = copy.copy(self)
+        if part:
+            other._originals = [
+                (n.removeprefix(f"{part}."), p) for n, p in other._originals if n.startswith(f"{part}.")
+            ]
+        other._take(self.module.get_submodule(part), names)
+        return other
+
+    def own(self) -> None:
+        """Copies random weights that are shared still."""
+        shared = {name: p for name, p, _ in self._shared if name in self.shapes}
+        with torch.no_grad():
+            shared = {name: own_parameter(p, True) for name, p in shared.items()}
+            for own, key, name in self._places:
+                own[key] = shared.get(name, own[key])
+        self._shared = [of for of in self._shared if of[0] not in self.shapes]
+        self._look()
+
+    def in_float64(self) -> "Shell":
+        """A copy in float64, without `autocast`."""
+        other = copy.copy(self)
+        with LOCK, torch.inference_mode(False):
+            module = private_copy(self.module, lambda _, p: own_parameter(p, p.requires_grad, _doubled(p)))
+            for part in module.modules():
+                part._buffers.update({n: b if b is None else b.to(_doubled(b)) for n, b in part._buffers.items()})
+        other._originals, other.autocast, other._shared = [*self._originals, *self.module.named_parameters()], None, []
+        other._take(module, self.names)
+        return other
+
+    def check(self, call: str) -> None:
+        """Raises if weights that the copy shares were changed in place since it was made.
+
+        Raises:
+            ValueError: if so.
+        """
+        changed = [name for name, p, version in self._shared if p._version != version]
+        if changed:
+            raise ValueError(
+                f"`{call}`: the weights {changed[:4]} of the model, which are not random and so are not copied, were "
+                "changed in place since the fit. Fit again, or give `LinearisedLaplace` a `copy.deepcopy(model)`."
+            )
+
+    # Weights ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _some_weight(self) -> Tensor:
+        own, key = self._first
+        return own[key]
+
+    @property
+    def device(self) -> torch.device:
+        return self._some_weight.device
+
+    @property
+    def module_dtype(self) -> torch.dtype:
+        """The dtype of the weights; of complex ones that of their parts."""
+        return self._some_weight.dtype.to_real()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of vectors, products and outputs: that of the weights, but float32 for half precision."""
+        dtype = self.module_dtype
+        return torch.float32 if dtype in HALF else dtype
+
+    def random(self) -> Weights:
+        """The random weights, without a graph; whole, also if they are shared out over processes.
+
+        Complex ones are pairs of real numbers, `[..., 2]`.
+        """
+        with LOCK:
+            found = {name: own[key] for own, key, name in self._places}
+            weights = {name: found[name] for name in self.names}
+        if self.shards is None:
+            weights = {name: _plain(w.detach()) for name, w in weights.items()}
+        else:
+            weights = self.shards.random(weights)
+        return weights | {name: torch.view_as_real(weights[name].resolve_conj()) for name in self._complex}
+
+    def leaves(self) -> Weights:
+        """The random weights as leaves of a graph of their own."""
+        return {name: w.requires_grad_() for name, w in self.random().items()}
+
+    def unflatten(self, v: Tensor) -> Weights:
+        """Views of `[..., P]` in the shapes of the weights, by name."""
+        parts = v.split(self.sizes, dim=-1)
+        return {
+            name: part.unflatten(-1, shape) if shape else part.squeeze(-1)
+            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+        }
+
+    def write(self, gradients: Iterable[list[Tensor | None]], rows: Float[Tensor, "K P"]) -> None:
+        """Writes gradients by weight, of some vectors after others, to rows."""
+        # Rows are written in place: a list of gradients that is stacked would take their memory twice.
+        zero, start = rows.new_zeros(1, 1), 0
+        for by_weight in gradients:
+            num = next((len(gradient) for gradient in by_weight if gradient is not None), 1)
+            # A weight that the output does not depend on has derivative zero.
+            flat = [
+                zero.expand(num, size) if gradient is None else gradient.reshape(num, -1)
+                for size, gradient in zip(self.sizes, by_weight, strict=True)
+            ]
+            torch.cat(flat, 1, out=rows[start : start + num])
+            start += num
+
+    def layers(self) -> tuple[list[str], Tensor]:
+        """The names of the modules that own the weights, and for each weight the index of its module, `[P]`."""
+        owners = [name.rpartition(".")[0] or "(root)" for name in self.names]
+        layers = list(dict.fromkeys(owners))
+        sizes = torch.tensor(self.sizes)
+        return layers, torch.repeat_interleave(torch.tensor([layers.index(owner) for owner in owners]), sizes)
+
+    # Calls ------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """The copy for one product: other threads wait, and what passes have left behind in it is taken away."""
+        with exclusive:
+            try:
+                with _eager(), nullcontext() if self.shards is None else self.shards.opened():
+                    yield
+            finally:
+                # Hooks of weight normalisation leave differentiated weights as attributes, and caches hold what has a
+                # graph that is gone.
+                for now, before in self._held:
+                    if isinstance(now, list):
+                        if len(now) != len(before) or not all(map(is_, now, before)):
+                            now[:] = before
+                    elif len(now) != len(before) or not all(map(is_, now.values(), before.values())):
+                        now.clear()
+                        now.update(before)
+
+    def __call__(self, weights: Weights | None, x: Any, *, composed: bool = False) -> Float[Tensor, "N ..."]:
+        """`f(w, x)` for some of the weights by name; those of several heads flat.
+
+        Args:
+            weights: in place of those of the copy; `None` for its own.
+            x: inputs.
+            composed: whether layers without forward derivatives are replaced for this call.
+        """
+        args, kwargs = arguments(self._copied(x))
+        dtype = self.dtype
+        lowered = torch.autocast(self.device.type, self.autocast, self.autocast is not None, cache_enabled=False)
+        # A mode that replaces layers takes time for every call of torch, so only the network is called inside of it.
+        graph = nullcontext() if self.shards is None else self.shards.graph()
+        with lowered, cpu_out_of_memory, graph, ComposedLayers() if composed else nullcontext(), self._with(weights):
+            output = self.module(*args, **kwargs)
+        output = _plain(read(output, num_rows(x))[0])
+        return output if output.dtype == dtype else output.to(dtype)  # even a `to` without effect takes time
+
+    @contextmanager
+    def _with(self, weights: Weights | None) -> Iterator[None]:
+        """The copy with some weights in the place of its own."""
+        if weights is None:
+            weights = {}
+        elif self._complex:
+            weights = weights | {n: torch.complex(*weights[n].unbind(-1)) for n in self._complex if n in weights}
+        places = [(own, key, own[key], weights[name]) for own, key, name in self._places if name in weights]
+        with self._in_place_of(weights):
+            for own, key, _, weight in places:
+                own[key] = weight
+            try:
+                yield
+            finally:
+                for own, key, before, _ in places:
+                    own[key] = before
+
+    @contextmanager
+    def _in_place_of(self, weights: Weights) -> Iterator[None]:
+        """Operations inside also take these weights where the copy holds its own in a list or a closure, say.
+
+        A mode takes time for every call of torch, so it is left out after a fit in which no data needed it.
+        """
+        # Who holds a weight of `fully_shard` elsewhere holds a part of it, with which the module itself cannot run.
+        if self.shards is not None or self._elsewhere is False:
+            yield
+            return
+        own = {name: parts[key] for parts, key, name in self._places}
+        places = {id(p): weights[name] if name in weights else own[name] for name, p in self._originals if name in own}
+        places |= {id(own[name]): weight for name, weight in weights.items()}
+        with _Substitution(places) as mode:
+            yield
+        self._elsewhere = self._elsewhere or mode.needed or None
+
+    def expect_weights_elsewhere(self, expected: bool) -> None:
+        """Whether they are looked for: from the start of a fit on; and after it where products have met any."""
+        if not self._elsewhere:
+            self._elsewhere = None if expected else False
+
+    def outputs(self, x: Any) -> Callable[..., Float[Tensor, "N C"]]:
+        """`w ↦ f(w, x)` of the random weights, from layers with forward derivatives."""
+        num = num_rows(x)
+
+        def outputs(weights: Weights, composed: bool = True) -> Tensor:
+            output = self(weights, x, composed=composed)
+            return output if output.dim() == 2 else output.reshape(num, -1)
+
+        return outputs
+
+    def forward(self, x: Any) -> Float[Tensor, "N C"]:
+        """The outputs that Jacobian products differentiate, at the trained weights."""
+        return self.outputs(x)(self.random())
+
+    def evaluate(self, x: Any) -> tuple[Float[Tensor, "N ..."], Layout]:
+        """What the module itself returns, and its layout."""
+        args, kwargs = arguments(self._copied(x))
+        try:
+            # Only where it is needed: with a mode torch takes other kernels, as of attention.
+            with cpu_out_of_memory, self._in_place_of({}) if self._elsewhere else nullcontext():
+                output, layout = read(self.module(*args, **kwargs), num_rows(x))
+                return as_plain(output), layout
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+            explained = self._explained(error, x)
+            if explained is error:
+                raise
+            raise explained from error
+
+    def plain_gradient(self, x: Any, u: Float[Tensor, "N C"]) -> Float[Tensor, " Q"]:
+        """`Σ_n φ(x_n)ᵀ u_n` in all elements of the parameters that have random weights, with the copy's own weights.
+
+        Gradients that a function of autograd adds to the parameters itself, in its backward pass, count as well.
+        """
+        found = {name: own[key] for own, key, name in self._places}
+        parameters = [found[name] for name in self.names]
+        # A tensor that was once computed of a weight of the network, and kept, has it in its graph still.
+        originals = [(name, p) for name, p in self._originals if name in self.shapes and p.requires_grad]
+        try:
+            outputs = self(None, x, composed=True)
+            parts = {name: torch.zeros_like(p) for name, p in zip(self.names, parameters, strict=True)}
+            if outputs.requires_grad:
+                wanted = [*zip(self.names, parameters, strict=True), *originals]
+                u = u.to(outputs.dtype).reshape(outputs.shape)
+                gradients = torch.autograd.grad(outputs, [p for _, p in wanted], u, allow_unused=True)
+                for (name, p), gradient in zip(wanted, gradients, strict=True):
+                    added = [g for g in (gradient, p.grad if p is found[name] else None) if g is not None]
+                    parts[name] = sum(added, parts[name])
+        finally:
+            for p in parameters:
+                p.grad = None
+        # The gradient in a complex number has those in its two parts as its parts.
+        real = [torch.view_as_real(part) if part.is_complex() else part for part in parts.values()]
+        return torch.cat([part.detach().reshape(-1).to(self.dtype) for part in real])
+
+    def _copied(self, x: Any) -> Any:
+        """Inputs that the network may change in place, narrowed to its own precision if that is half."""
+        tensors, rebuild = batched(x)
+        dtype = self.module_dtype
+        narrow = dtype in HALF
+        return rebuild([t.to(dtype, copy=True) if narrow and t.is_floating_point() else t.clone() for t in tensors])
+
+    def _explained(self, error: Exception, x: Any) -> Exception:
+        """An error of torch in the network with what it is of, and what the user can do; one of its own as it is."""
+        name = type(self.module).__name__
+        if "does not require grad" in str(error):
+            return RuntimeError(
+                f"{name} differentiates in its forward, which is run under "
+                f"`torch.no_grad()`: {error}. Put `with torch.enable_grad():` around that part of it, "
+                "and call `requires_grad_()` there on what it differentiates in."
+            )
+        if isinstance(error, torch.OutOfMemoryError) or not _is_of_torch(error):
+            return error
+        tensors = batched(x)[0]
+        dtypes = sorted({str(t.dtype) for t in tensors if t.dtype != self.module_dtype})
+        if dtypes and "type" in str(error):
+            return TypeError(
+                f"{name}, whose weights are in {self.module_dtype}, fails on inputs in "
+                f"{', '.join(dtypes)}: {error} Convert the inputs, as by `x.to({self.module_dtype})` (numbers of "
+                "numpy are in float64), or the model."
+            )
+        own = sorted({str(p.dtype) for p in self.module.parameters()})
+        several = f", and its weights are in {' and '.join(own)}: convert it to one of them" if len(own) > 1 else ""
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        return kind(
+            f"{name} fails on inputs of shape {', '.join(str(list(t.shape)) for t in tensors)} in "
+            f"{', '.join(sorted({str(t.dtype) for t in tensors}))}{several}. torch says: {error}"
+        )
+
+    def least(self, value: float) -> float:
+        """The smallest value that a process has, of those that share out the weights; they take the same decisions."""
+        return value if self.shards is None else agreed(int(value), mesh_of(self.module.parameters()))
+
+    def fingerprint(self) -> Tensor:
+        """SHA-256 of all weights and buffers, `[32]` bytes: tells whether a network is the one that was fitted.
+
+        Raises:
+            ValueError: if processes that share out the weights have other buffers.
+        """
+        with LOCK:
+            tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+            found = digest((name, whole(tensor)) for name, tensor in tensors)
+        number, mesh = int.from_bytes(found[:4]), mesh_of(tensor for _, tensor in tensors)
+        if not agreed(agreed(number, mesh) == number, mesh):
+            raise ValueError(
+                f"The processes that share out {type(self.module).__name__} have other buffers, such as statistics of "
+                "batch normalisation: send those of one process to all, by `torch.distributed.broadcast`."
+            )
+        return torch.frombuffer(bytearray(found), dtype=torch.uint8)
+
+
+class _Substitution(TorchFunctionMode):
+    """Functions of torch take other tensors in place of some, by identity.
+
+    Attributes:
+        needed: whether one of these tensors was met.
+    """
+
+    def __init__(self, in_place_of: dict[int, Tensor]) -> None:
+        super().__init__()
+        self._in_place_of, self.needed = in_place_of, False
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*self._replaced(args), **self._replaced(kwargs or {}))
+
+    def _replaced(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            other = self._in_place_of.get(id(value))
+            self.needed = self.needed or other is not None
+            return value if other is None else other
+        if type(value) in (list, tuple):
+            return type(value)(map(self._replaced, value))
+        return {key: self._replaced(item) for key, item in value.items()} if type(value) is dict else value
+
+
+def _doubled(tensor: Tensor) -> torch.dtype:
+    if tensor.is_complex():
+        return torch.complex128
+    return torch.float64 if tensor.is_floating_point() else tensor.dtype
+
+
+def real_shape(weight: Tensor) -> torch.Size:
+    """The shape of a weight as real numbers, which a complex one is a pair of."""
+    return torch.Size((*weight.shape, 2)) if weight.is_complex() else weight.shape
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """A plain tensor in place of one whose class changes nothing that is computed; others may be what a layer needs."""
+    kind = type(tensor)
+    if kind is Tensor:
+        return tensor
+    function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    usual = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)
+    return as_plain(tensor) if function in usual else tensor
+
+
+def _is_of_torch(error: Exception) -> bool:
+    """Whether an error was raised inside torch, and not by the user's own lines."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
+
+
+def _eager() -> AbstractContextManager[Any]:
+    """For parts that the user has compiled; the compiler takes a second to import, and each change of it 30 µs."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
