@@ -24,8 +24,7 @@ from scipy.stats import norm
 from torch import Tensor, nn
 
 from laplace_sampling import Gaussian, LinearisedLaplace
-from laplace_sampling.gp.matheron import sample_matheron
-from laplace_sampling.gp.whitened_gram import WhitenedGram, randomised_svd
+from laplace_sampling.gp.dual import DualCG
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.tangent_model_of import tangent_model_of
 
@@ -131,23 +130,20 @@ def main(arguments: list[str] | None = None) -> None:
     ranks = torch.stack([error.abs(), deviation]).argsort(1).argsort(1).double()
     print(f"correlation of the ranks of error and standard deviation {float(torch.corrcoef(ranks)[0, 1]):.2f}")
 
-    count_iterations(la, options, T, z, y)
+    count_products(la, options, T, z, y)
     if options.picture:
         draw(options.picture, truth, image, deviation, error)
 
 
-def count_iterations(la: LinearisedLaplace, options: argparse.Namespace, T: Tensor, z: Tensor, y: Tensor) -> None:
-    """Iterations of conjugate gradients for eight samples in observation space, with and without a preconditioner."""
+def count_products(la: LinearisedLaplace, options: argparse.Namespace, T: Tensor, z: Tensor, y: Tensor) -> None:
+    """Products of conjugate gradients for eight samples in observation space, with and without a preconditioner."""
     model = tangent_model_of(la.network, la.settings.likelihood, [(z, y)], kind="affine", observation=T).model
     ggn, draws = model.ggn(model.network_outputs), Draws(8, 0)
     prior = replace(la.settings.prior, precision=float(la.prior_precision_))
     prior = prior.build(ggn, la.network.layers(), draws.noise(len(T)))
-    S = WhitenedGram(1 / prior.diagonal(), ggn)
     for rank in (options.rank, 0):
-        preconditioner = randomised_svd(S, rank) if rank else None
-        samples = sample_matheron(ggn, prior, draws, tolerance=1e-3, preconditioner=preconditioner)
-        built = preconditioner.products if preconditioner else 0
-        print(f"rank {rank}: {samples.iterations} iterations to 1e-3, {built} products to build the preconditioner")
+        samples = DualCG(tolerance=1e-3, rank=rank).sample(ggn, prior, draws)
+        print(f"rank {rank}: {samples.passes:.0f} products for {len(samples.value)} samples, to 1e-3")
 
 
 def draw(path: Path, truth: Tensor, image: Tensor, deviation: Tensor, error: Tensor) -> None:

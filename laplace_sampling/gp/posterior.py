@@ -510,7 +510,7 @@ def _updated_noise(posterior: GramPosterior) -> Float[Tensor, " C"]:
     # A block of rows at a time: the squares of all are one more matrix in memory.
     diagonal = torch.cat([rows**2 @ weights for rows in posterior.vectors.split(_ROWS)]).reshape(model.offset.shape)
     free = diagonal.where(model.observed(), 0).sum(0)
-    return (free / model.squared_errors(outputs)).log().cpu()
+    return free.cpu().log() - model.squared_errors(outputs).cpu().log()
 
 
 def _at_fixed_point(posterior: GramPosterior, bounds: Bounds) -> tuple[GramPosterior, Optimum]:

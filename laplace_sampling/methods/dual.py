@@ -20,7 +20,7 @@ from laplace_sampling.solvers.checks import check_positive, check_whole
 from laplace_sampling.solvers.solver import Minimum
 
 if TYPE_CHECKING:
-    from laplace_sampling.gp.dual_cg import DualCG
+    from laplace_sampling.gp.dual import DualCG
 
 # Observations up to which the whole Gram matrix is decomposed for the hyperparameters. It takes C/2 + N·C/4 products at
 # most, at 2,000 observations no more than the preconditioner (820) and five steps of EM (470) do, and 3 s of one core.
@@ -37,20 +37,17 @@ class Dual(SolverMethod):
     Args:
         rank: of the preconditioner; 0 for none. By default 400, or what a quarter of the memory holds.
         max_iterations: of conjugate gradients, in each solve.
-        max_refinements: solves with the residual of the last one, at most.
         accuracy: of the error of the function; by default what the `tolerance` of a fit needs.
     """
 
     rank: int | None = None
     max_iterations: int = 1000
-    max_refinements: int = 4
     accuracy: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole("`Dual(rank=...)`", 0 if self.rank is None else self.rank, 0)
         check_whole("`Dual(max_iterations=...)`", self.max_iterations, 1)
-        check_whole("`Dual(max_refinements=...)`", self.max_refinements, 0)
         if self.accuracy is not None:
             check_positive("`Dual(accuracy=...)`", self.accuracy)
 
@@ -83,22 +80,17 @@ class Dual(SolverMethod):
 
     def make_solver(self, task: Task, tolerance: float, shift: float | None) -> "DualCG":
         # Imported here, so that this file stays light; the room `gp` is needed for a fit only.
-        from laplace_sampling.gp.dual_cg import DualCG
-        from laplace_sampling.gp.whitened_gram import WhitenedGram
+        from laplace_sampling.gp.dual import DualCG, WhitenedGram
 
-        rows = task.model.num_observations
+        rows, ggn = task.model.num_observations, task.scaled_ggn()
         held = max(1, min(_RANK, rows, int(_SHARE * task.memory.bytes / (8 * rows))))
         solver = DualCG(
             tolerance=min(2 * tolerance, 0.5) if self.accuracy is None else self.accuracy,
             rank=held if self.rank is None else self.rank,
             max_iterations=self.max_iterations,
-            max_refinements=self.max_refinements,
             seed=task.seed,
         )
-        ggn, earlier = task.scaled_ggn(), None
-        if task.start is not None and isinstance(task.start.solver, DualCG):
-            shift, earlier = shift or float(task.prior.precision.mean()), task.start.solver.held
-        return solver.hold(WhitenedGram(torch.full((ggn.size,), 1 / (shift or 1.0), device=ggn.device), ggn), earlier)
+        return solver.hold(WhitenedGram(ggn, torch.full((ggn.size,), 1 / (shift or 1.0), device=ggn.device)))
 
     def tune_by_evidence(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
         """By the evidence itself where the Gram matrix is small; else by EM, from the optimum of its leading part."""
@@ -118,7 +110,7 @@ class Dual(SolverMethod):
         return solver.mode(task.model, task.prior)
 
     def judge(self, sampled: PosteriorSamples, solver: Any) -> tuple[Tensor, float]:
-        return sampled.error, solver.accuracy
+        return sampled.error, solver.tolerance
 
     def fit_of(self, *parts: Any) -> "DualFit":
         return DualFit(*parts)
@@ -157,7 +149,7 @@ def _at_evidence_of_leading_part(task: Task, tuning: Tuning, held: Any) -> Task:
     model = task.model
     assert isinstance(model.likelihood, Gaussian)
     residual = model.residuals(model.offset).flatten()
-    inside = held.vectors.mT @ residual
+    inside = held.vectors @ residual
     num_outside = model.num_observations - len(inside)
     outside = (residual.square().sum() - inside.square().sum()).clamp_min(0)
     values = held.eigenvalues / float(torch.as_tensor(model.likelihood.noise_precision))

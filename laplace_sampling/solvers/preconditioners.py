@@ -292,12 +292,11 @@ def _nystrom(test: Tensor, sketch: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     core = (core + core.T) / 2
     eye = torch.eye(len(core), dtype=core.dtype, device=core.device)
     # Products in float32 may have larger errors than `eps`: a shift that is too small is raised.
-    for _ in range(6):
-        factor, failed = torch.linalg.cholesky_ex(core + shift * eye)
-        if math.isfinite(norm) and not bool(failed):
-            break
+    factor, failed = torch.linalg.cholesky_ex(core + shift * eye)
+    while bool(failed) and shift < 0.01 * norm:
         shift *= 10
-    else:
+        factor, failed = torch.linalg.cholesky_ex(core + shift * eye)
+    if bool(failed) or not math.isfinite(norm):
         raise FloatingPointError(
             "The sketch of the curvature is not finite or not positive semi-definite: the Jacobian products of the "
             "model contain NaN or infinity, or are too inaccurate in its precision."

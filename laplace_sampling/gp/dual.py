@@ -1,0 +1,214 @@
+r"""Samples and modes in observation space by conjugate gradients, for few outputs and many weights.
+
+With a root `L Lᵀ = B` and `S = LᵀΦA⁻¹ΦᵀL`, `[N·C, N·C]` (thesis eq. 2.16 to 2.19, §7.3.3)
+
+    ζ = θ⁰ + A⁻¹ΦᵀL x,   (I + S) x = z − LᵀΦθ⁰          Matheron's rule
+    θ̄ = A⁻¹ΦᵀL x,        (I + S) x = Lᵀ(y − o)           the mode of a regression
+
+also for a singular `B`. A product with `S` is a VJP and a JVP over all data. With `t` for `z`, or `Lᵀ(y − o)`, the
+residual is `r = t − x − LᵀΦζ`: one JVP of what is returned measures it. Since `S(I + S)⁻¹ < I`, the error of the
+function is at most `‖r‖/‖LᵀΦζ‖`.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.linear_model.draws import Draws
+from laplace_sampling.linear_model.ggn import GGN
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.mode_objective import ModeObjective
+from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.sampling import Sampler
+from laplace_sampling.solvers.krylov import CG
+from laplace_sampling.solvers.operator import Operator
+from laplace_sampling.solvers.preconditioners import Nystrom
+from laplace_sampling.solvers.recorded import recorded
+from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution
+
+# Solves at most, each from where the last one ended and to a smaller residual.
+_SOLVES = 4
+# The tolerance of the first solve relative to that of the error of the function: products of a few more iterations for
+# hyperparameters by EM that do not depend on how samples are grouped.
+_SAFETY = 0.1
+# The accuracy of the mode relative to that of samples: it is one row, so that accuracy is cheap.
+_MODE_ACCURACY = 0.01
+# Memory for a stack of vectors in weight space, in a product with many: 64 MiB.
+_STACK_BYTES = 2**26
+
+
+class WhitenedGram(Operator):
+    """`S = LᵀΦA⁻¹ΦᵀL`, in float64, known by its products.
+
+    Args:
+        ggn: `M = ΦᵀL LᵀΦ`.
+        variance: the diagonal of `A⁻¹`, `[P]`.
+    """
+
+    def __init__(self, ggn: GGN, variance: Float[Tensor, " P"]) -> None:
+        self.ggn, self.variance = ggn, variance.double()
+
+    @property
+    def num_data(self) -> int:
+        return self.ggn.num_data
+
+    @property
+    def size(self) -> int:
+        return self.ggn.outputs.numel()
+
+    @property
+    def device(self) -> torch.device:
+        return self.ggn.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64
+
+    def matmul(self, v: Float[Tensor, "K NC"], batch: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        # Few enough at a time for their stacks in weight space, which are larger by P/(N·C).
+        parts = v.split(max(1, int(_STACK_BYTES / (8 * self.ggn.size))))
+        return torch.cat([_product(self.ggn, self.variance, part) for part in parts])
+
+    def root_rows(self):
+        raise NotImplementedError("A `WhitenedGram` is known by its products only.")
+
+
+@recorded
+def _product(ggn: GGN, variance: Float[Tensor, " P"], u: Float[Tensor, "K NC"]) -> Float[Tensor, "K NC"]:
+    """`S u`."""
+    return forward(ggn, variance * backward(ggn, u))
+
+
+@recorded
+def backward(ggn: GGN, u: Float[Tensor, "K NC"]) -> Float[Tensor, "K P"]:
+    """`ΦᵀL u`, in float64."""
+    rows = ggn.likelihood.root(ggn.outputs, u.reshape(-1, *ggn.outputs.shape), ggn.targets)
+    total = torch.zeros(len(u), ggn.size, dtype=torch.float64, device=ggn.device)
+    with ggn.features.summing(total):
+        for batch in ggn.features.own_chunks():
+            total += ggn.features.vjp(rows[:, batch].to(ggn.dtype), batch)
+    return total
+
+
+@recorded
+def forward(ggn: GGN, v: Float[Tensor, "K P"]) -> Float[Tensor, "K NC"]:
+    """`LᵀΦ v`, in float64."""
+    outputs = ggn.features.outputs(v.to(ggn.dtype)).double()
+    return ggn.likelihood.root_transpose(ggn.outputs, outputs, ggn.targets).flatten(1)
+
+
+@dataclass(frozen=True)
+class DualCG(Sampler):
+    """Conjugate gradients on `I + S`: it samples, and finds modes of regressions.
+
+    Args:
+        tolerance: of the error of the function, as of `Solution.error`.
+        rank: of the preconditioner; 0 for none.
+        max_iterations: of conjugate gradients, in each solve.
+        seed: of the preconditioner.
+        held: a preconditioner that was made before; a product finds the factor by which `S` has changed since.
+    """
+
+    tolerance: float = 1e-3
+    rank: int = 0
+    max_iterations: int = 1000
+    seed: int = 0
+    held: Nystrom | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.tolerance < 1 or self.rank < 0 or self.max_iterations < 1:
+            raise ValueError(f"The tolerance must be within 0 and 1, max_iterations at least 1: {self}.")
+
+    def hold(self, S: WhitenedGram) -> "DualCG":
+        """The same solver with a preconditioner that later solves use, too."""
+        return replace(self, held=self._preconditioner(S))
+
+    def _preconditioner(self, S: WhitenedGram) -> Nystrom | None:
+        if not self.rank or self.held is not None:
+            return self.held
+        return Nystrom.of(S, block=self.rank, max_rank=self.rank, seed=self.seed)
+
+    def sample(
+        self, ggn: GGN, prior: GaussianPrior, draws: Draws, init: Float[Tensor, "K P"] | None = None
+    ) -> Solution:
+        """Zero-mean posterior samples in scaled coordinates: those of `sample_posterior` with the same draws."""
+        scale, spread = prior.scale.double(), prior.spread().double()
+        centre = draws.prior(ggn.size).to(ggn.device).double() / spread.sqrt()
+        white = draws.noise(ggn.features.num_outputs)(torch.arange(ggn.num_data)).to(ggn.device).double().flatten(1)
+        found = self._solve(ggn, prior, white, centre)
+        leverage = found.value * backward(ggn, found.function) * scale
+        dtype = ggn.dtype
+        return Solution(
+            found.value.to(dtype),
+            (found.value - centre).to(dtype),
+            found.residual.to(dtype),
+            leverage.to(dtype),
+            found.passes + 0.5 * len(white),
+            bool((found.error <= self.tolerance).all()),
+            error=found.error,
+        )
+
+    def mode(self, model: LinearModel, prior: GaussianPrior) -> Minimum:
+        """The mode of a regression, in scaled coordinates."""
+        if not isinstance(model.likelihood, Gaussian):
+            raise TypeError(f"`DualCG` finds modes of a Gaussian likelihood, not of {model.likelihood.name!r}.")
+        ggn = model.ggn(model.offset)
+        targets = ggn.likelihood.root_transpose(ggn.outputs, model.residuals(model.offset)[None], ggn.targets).flatten(
+            1
+        )
+        solver = replace(self, tolerance=min(1e-4, _MODE_ACCURACY * self.tolerance))
+        found = solver._solve(ggn, prior, targets, torch.zeros(1, ggn.size, dtype=torch.float64, device=ggn.device))
+        converged = bool((found.error <= solver.tolerance).all())
+        return Minimum(found.value, float(found.residual), found.passes, converged)
+
+    def _solve(
+        self, ggn: GGN, prior: GaussianPrior, target: Float[Tensor, "K NC"], centre: Float[Tensor, "K P"]
+    ) -> "_Solved":
+        """`ζ/s = θ⁰/s + A⁻¹ΦᵀL x/s` with `(I + S) x = t − LᵀΦθ⁰`."""
+        # The algebra is in float64, products of the network are in its own dtype: conjugate gradients need the digits.
+        scale, spread = prior.scale.double(), prior.spread().double()
+        S = WhitenedGram(ggn, scale**2 / spread)
+        preconditioner = self._preconditioner(S)
+        built = 0.0 if preconditioner is None or self.held is not None else preconditioner.passes
+        # Zero weights have outputs of zero, at no product.
+        start = forward(ggn, centre * scale) if bool(centre.any()) else torch.zeros_like(target)
+        problem = Quadratic(S, torch.ones_like(target[0]), torch.zeros_like(target), target - start)
+        # It stops by `‖r‖/2√(xᵀSx)`, of samples about half of the bound below, since `E xᵀSx` is `γ`.
+        x, passes, tolerance, solves = None, built + 0.5 * len(target), _SAFETY * self.tolerance, 0
+        while True:
+            solution = CG(tolerance, self.max_iterations, preconditioner).solve(problem, x)
+            x, solves = solution.value, solves + 1
+            passes += solution.passes + len(target)
+            value = centre + backward(ggn, x) * scale / spread
+            function = forward(ggn, value * scale)
+            residual = target - x - function
+            error = residual.norm(dim=1) / function.norm(dim=1).clamp_min(1e-300)
+            if bool((error <= self.tolerance).all()) or not solution.converged or solves == _SOLVES:
+                relative = residual.norm(dim=1) / ((target - function).norm(dim=1) + x.norm(dim=1)).clamp_min(1e-300)
+                return _Solved(value, function, relative, error, passes)
+            tolerance *= 0.5 * float(self.tolerance / error.max())
+
+    def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
+        raise NotImplementedError("`DualCG` samples, which takes the noise of the data, and finds modes.")
+
+    def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
+        if not isinstance(objective, ModeObjective):
+            raise TypeError(f"`DualCG` finds modes of linear models, but got a {type(objective).__name__}.")
+        # A `ModeObjective` is in scaled coordinates: a group for each weight, of unit scale.
+        precision = objective.precision.double()
+        groups = torch.arange(len(precision), device=precision.device)
+        return self.mode(objective.model, GaussianPrior(precision, groups, torch.ones_like(precision), ()))
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """`ζ/s`, `LᵀΦζ`, the relative residual, the error of the function of each row, and the passes."""
+
+    value: Float[Tensor, "K P"]
+    function: Float[Tensor, "K NC"]
+    residual: Float[Tensor, " K"]
+    error: Float[Tensor, " K"]
+    passes: float
