@@ -87,7 +87,7 @@ class Posterior:
             prior=fit.prior,
             likelihood=fit.model.likelihood.unweighted,
             samples=fit.sampled.samples,
-            mode=fit.mode.weights.to(network.dtype) if fit.known_mode else None,
+            mode=None if fit.known_mode is None else fit.known_mode.weights.to(network.dtype),
             effective_dimension=gamma,
             effective_dimension_se=gamma_se,
             method=fit.method,
