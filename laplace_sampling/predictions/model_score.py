@@ -31,7 +31,7 @@ class Score:
             are compared on the same data; of `"evidence"` what random probes leave, 0 if it is exact.
         num_data: how many data it is the mean of.
         log_probs: of `"loo"` `log p(y_i | y_{−i})`, `[num_data]`; else empty.
-        data: indices of these data in the dataset; likewise.
+        data: of `"loo"`, indices of these data in the dataset; else empty.
         prior_precision: at which it was computed.
         dataset_size: of the training data, whether or not all of them were looked at.
         without_correlations: whether it is that of a posterior without some of its correlations, which makes an
@@ -106,8 +106,8 @@ def compare(models: Iterable[Any] | Mapping[str, Any], kind: str = "evidence") -
     Networks may have any architecture and any number of weights. Likelihoods may differ if all of them are densities,
     or all are probabilities, of the same targets, in the same units, and of `"loo"` in the same order. Scores by
     `"kfac"` and `"diagonal"`, which leave out correlations, differ from those of other methods; evidences are smaller,
-    the more so the larger the network. Scores of some weights, as of the last layer, differ from those of all. A
-    warning tells where both are compared.
+    the more so the larger the network. Scores of some weights, such as those of the last layer, differ from those of
+    all. A warning says where both are compared.
 
     Args:
         models: fitted `LinearisedLaplace`s, or their scores; or a dictionary of these, whose keys are their names.
