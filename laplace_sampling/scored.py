@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.evidence.network_evidence import DECADES, best_network_evidence
 from laplace_sampling.fitted import FittedModel
 from laplace_sampling.linear_model.some_features import SomeFeatures, some_of
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit
-from laplace_sampling.methods.network_score import best_network_evidence
 from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.networks.subnetwork import of_some_weights
 from laplace_sampling.on_training_data import deviations_of, enough
@@ -76,7 +76,9 @@ class ScoredModel(FittedModel):
         with self.settings.processes.shared_call():
             if kind == "loo":
                 return replace(self._left_out_score(fit, tangent, num_data), of_some_weights=some)
-            alpha, evidence = best_network_evidence(fit)
+            alpha, evidence = best_network_evidence(
+                fit.model, fit.prior, fit.task.trained_weights, lambda prior: fit.at(prior).traces(DECADES)
+            )
         num, nothing = fit.model.num_data, torch.zeros(0)
         value, error = (evidence.value - tangent.log_scale) / num, evidence.standard_error / num
         targets = summary_of(_targets(fit, tangent), in_order=False)

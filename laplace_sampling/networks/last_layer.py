@@ -382,8 +382,8 @@ class LastLayer(Linearisation):
         elif any(form != forms[0] for form in forms):
             self._drop_head("batches have inputs of it that differ in more than their rows")
         else:
-            in_step = self.head.shell.shards is not None
-            return self.head, data.with_inputs(concatenate(kept) if kept else None, self.device, in_step)
+            each_its_own = self.head.shell.shards is not None
+            return self.head, data.with_inputs(concatenate(kept) if kept else None, self.device, each_its_own)
         return self, data
 
     @contextmanager
