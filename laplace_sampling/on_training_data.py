@@ -37,8 +37,6 @@ from laplace_sampling.predictions.left_out import (
 )
 from laplace_sampling.solvers.recorded import recorded
 
-__all__ = ["OnTrainingData", "calibration_of", "deviations_of", "enough", "held_out_problems", "some_of"]
-
 # Training data that are looked at, as the scale is one number; and numbers of their deviations in memory.
 _ENOUGH, _NUMBERS = 4096, 2**24
 # Training data that are enough to tell whether error bars are useless; the part of what is left of a budget that

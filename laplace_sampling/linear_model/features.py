@@ -19,7 +19,7 @@ from laplace_sampling.solvers.recorded import recorded
 
 if TYPE_CHECKING:
     from laplace_sampling.linear_model.dense_curvature import HeldCurvatures
-    from laplace_sampling.networks.layer_rows import Outer
+    from laplace_sampling.networks.layers import Outer
 
 __all__ = [
     "BLOCK_BYTES",

@@ -11,7 +11,7 @@ from laplace_sampling.data.batches import Layout, num_rows, place, take
 from laplace_sampling.data.processes import Processes
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.linear_model.features import Curvature, Features
-from laplace_sampling.networks.layer_rows import Outer, vjp_by_layers
+from laplace_sampling.networks.layers import Outer, vjp_by_layers
 from laplace_sampling.networks.linearisation import Linearisation
 
 __all__ = ["NetworkFeatures", "features_at"]

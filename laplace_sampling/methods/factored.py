@@ -47,8 +47,6 @@ from laplace_sampling.solvers.krylov import CG, BlockKrylov
 from laplace_sampling.solvers.preconditioners import Factored as FactoredCurvature
 from laplace_sampling.solvers.solver import Solver
 
-__all__ = ["MODE_PASSES", "Factored", "FactoredFit"]
-
 _KINDS = ("kfac", "diagonal", "last_layer")
 # Residual of samples, which have none but rounding.
 _RESIDUAL = 1e-6

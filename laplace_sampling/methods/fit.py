@@ -33,12 +33,6 @@ if TYPE_CHECKING:
     from laplace_sampling.methods.start import Start
     from laplace_sampling.predictions.selection import Selection
 
-__all__ = [
-    "Fit",
-    "Task",
-    "Tuned",
-]
-
 # How many unconverged rows a message names.
 _NAMED_ROWS = 8
 

@@ -31,8 +31,6 @@ from laplace_sampling.solvers.checks import check_whole
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.solver import Solver
 
-__all__ = ["Subset", "SubsetFit"]
-
 # Where no precision is known yet, a part of so many rows chooses one by the rule, at which larger ones are compared. On
 # 10,000 images of Fashion-MNIST and a network of 26,178 weights self-consistency gives 840, with half of them 770, with
 # twice 730.
