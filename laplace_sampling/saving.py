@@ -6,7 +6,7 @@ A state holds tensors and plain values only, for `torch.load(..., weights_only=T
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,7 @@ from laplace_sampling.posterior import Posterior
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.conformal import conformal_of
 from laplace_sampling.preparation import restore_fit
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from laplace_sampling.settings import Settings
+from laplace_sampling.settings import Settings
 
 _FORMAT = 5
 _SETTINGS = ("likelihood", "prior", "method", "num_samples", "seed", "linear_model")
@@ -68,7 +64,9 @@ class SavableModel(FittedModel):
         return self._state(include_data, "state_dict")
 
     def _state(self, include_data: bool, call: str) -> dict[str, Any]:
-        posterior = self._drawn(call).posterior
+        posterior = self._require(call).posterior
+        if posterior.curvature is None:
+            posterior = self._drawn(call).posterior
         if not include_data:
             posterior = posterior.without_data()
         return state_of(posterior, self.settings, self.network)
@@ -131,7 +129,7 @@ class SavableModel(FittedModel):
         prior: str | Prior | None = None,
         method: str | Method | None = None,
         *,
-        process_group: "ProcessGroup | None" = None,
+        process_group: Any = None,
     ) -> Self:
         """Read what `save` wrote, for the same trained network; settings are those of the saved object.
 
@@ -158,7 +156,7 @@ class SavableModel(FittedModel):
         return la
 
 
-def state_of(posterior: Posterior, settings: "Settings", network: Linearisation) -> dict[str, Any]:
+def state_of(posterior: Posterior, settings: Settings, network: Linearisation) -> dict[str, Any]:
     """The state of a posterior, whose tensors are copies."""
     state = {
         "format": _FORMAT,
@@ -179,7 +177,8 @@ def state_of(posterior: Posterior, settings: "Settings", network: Linearisation)
         "posterior": {
             "prior": {field.name: getattr(posterior.prior, field.name) for field in fields(posterior.prior)},
             "noise_precision": posterior.likelihood.noise_precisions(),
-            "samples": posterior.samples,
+            # Those of a closed form are drawn again when they are asked for.
+            "samples": posterior.samples if posterior.curvature is None else posterior.samples[:0],
             "mode": posterior.mode,
             "effective_dimension": posterior.effective_dimension,
             "effective_dimension_se": posterior.effective_dimension_se,
@@ -210,8 +209,8 @@ def check_format(state: Any) -> None:
 
 
 def posterior_of(
-    state: dict[str, Any], settings: "Settings", network: Linearisation, call: str, of_this_network: bool = True
-) -> "tuple[Posterior, Settings]":
+    state: dict[str, Any], settings: Settings, network: Linearisation, call: str, of_this_network: bool = True
+) -> tuple[Posterior, Settings]:
     """The posterior of a state, and the settings with the linear model that it is of.
 
     Args:
@@ -270,7 +269,8 @@ def posterior_of(
             exact=there["exact"],
             conformal=conformal_of(kept["conformal"]),
         )
-    return posterior, replace(settings, linear_model=saved["linear_model"])
+    # With these the samples of a closed form are those of the saved posterior.
+    return posterior, replace(settings, **{name: saved[name] for name in _SETTINGS[_NUM_NAMED:]})
 
 
 @contextmanager
@@ -302,7 +302,8 @@ def arguments_of(state: dict[str, Any], **given: Any) -> dict[str, Any]:
 
 def _check_finite(numbers: dict[str, Tensor | None]) -> None:
     # Extremes are NaN where anything is, and take no memory.
-    wrong = [n for n, t in numbers.items() if t is not None and not all(bool(v.isfinite()) for v in t.aminmax())]
+    known = {name: number for name, number in numbers.items() if number is not None and number.numel()}
+    wrong = [name for name, number in known.items() if not all(bool(v.isfinite()) for v in number.aminmax())]
     if wrong:
         raise ValueError(f"The posterior has NaN or infinity in {wrong}, so that it predicts nothing: fit again.")
 
@@ -318,7 +319,7 @@ def _check_selection(saved: Any, selection: Any) -> None:
     )
 
 
-def _check_likelihood(saved: dict[str, Any], settings: "Settings") -> None:
+def _check_likelihood(saved: dict[str, Any], settings: Settings) -> None:
     recipe = recipe_of_likelihood(settings.likelihood)
     (name, kind), (own_name, own_kind) = ((r["name"], r["class"]) for r in (saved, recipe))
     if (name, kind) != (own_name, own_kind):

@@ -4,7 +4,7 @@ Four things are not as a Jacobian product needs them in torch:
 
 - Some layers have no forward derivative (fused attention, recurrent layers on oneDNN and cuDNN, fused weight
   normalisation, embedding bags), or two derivatives that are not the same. The functions of `elementary_layers` take
-  their places, and those of `control_flow` that of `torch.cond` and its like.
+  their places, also of `torch.cond` and its like.
 - Forward derivatives pass through `torch.no_grad()`, where reverse ones stop. Here both stop, else the two products
   would not be adjoint.
 - Reentrant checkpoints and the weights that a product gives to a module know nothing of each other: see
@@ -30,8 +30,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from laplace_sampling.networks.branches import QUESTIONS
-from laplace_sampling.networks.control_flow import CONTROL_FLOW
 from laplace_sampling.networks.elementary_layers import (
+    CONTROL_FLOW,
     ELEMENTARY_LAYERS,
     BatchNormCall,
     group_norm,

@@ -19,14 +19,11 @@ from torch import Tensor
 from torch.func import jvp
 from torch.utils._pytree import tree_map
 
+from laplace_sampling.networks.agreement import difference, rounding
 from laplace_sampling.networks.tangents import RULES, Dual
 
 Weights = dict[str, Tensor]
 Function = Callable[..., Tensor]
-
-# Differences that rounding brings about, as a power of the precision, as in `consistency`: 2e-3 in float32. Half and
-# twice the power are 4e-2 and 3e-6; a tangent that is lost is an error of its own size.
-_ROUNDING_EXPONENT = 0.4
 
 
 class _Unstackable(RuntimeError):
@@ -114,9 +111,8 @@ def _is_product(product: Tensor, f: Function, weights: Weights, tangent: Weights
         raise
     except Exception:  # it is the next ways that say what is lacking
         return False
-    size, error = float(expected.norm()), float((product - expected).norm())
-    eps = max(torch.finfo(dtype).eps for dtype in (expected.dtype, next(iter(weights.values())).dtype))
-    return error <= eps**_ROUNDING_EXPONENT * size if 0 < size < math.inf else None
+    dtypes = (expected.dtype, next(iter(weights.values())).dtype)
+    return difference(product, expected) <= max(map(rounding, dtypes)) if 0 < expected.norm() < math.inf else None
 
 
 # What has no derivative, beside attributes.

@@ -17,14 +17,6 @@ from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.predictions.calibration import LOG_SCALE, Calibration, Labelled, label_losses, labels_of, parts_of
 from laplace_sampling.predictions.leave_one_out import MOST_LEVERAGE, LeaveOneOut, without_datum
 
-__all__ = [
-    "SCALES",
-    "left_out_classification",
-    "left_out_outputs",
-    "left_out_regression",
-    "regression_log_probs",
-]
-
 # Scales that are tried, four a decade: error bars never vanish.
 SCALES = torch.logspace(-2, 2, 17, dtype=torch.float64)
 # The size of logits of left-out data, relative to the network's own on its training data. The features of the linear
