@@ -188,7 +188,8 @@ def numbers(row: tuple[str, str, str, str, str]) -> dict[str, Any]:
     }
     if la.noise_precision_ is not None:
         found["noise"] = la.noise_precision_
-    pred, targets = la.predict(x), data[0][1]
+    pred: Any = la.predict(x)
+    targets: Any = data[0][1]
     heads = [pred["size"], pred["kind"]] if likelihood == "heads" else [pred]
     for n, head in enumerate(heads):
         found |= {f"outputs{n}": flat(head.outputs), f"covariance{n}": flat(head.covariance())}
