@@ -2,14 +2,12 @@
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
-from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.fit import Fit, Task, Tuned
 from laplace_sampling.methods.method import Tuning, has_path
-from laplace_sampling.methods.problem import Memory, Problem, jacobian_bytes
+from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.methods.solver_method import (
     BASIS_STACKS,
     SolverMethod,
@@ -18,7 +16,6 @@ from laplace_sampling.methods.solver_method import (
     tuned_by,
 )
 from laplace_sampling.methods.start import Start
-from laplace_sampling.solvers.dense import Spectral
 from laplace_sampling.solvers.krylov import CG, BlockKrylov
 from laplace_sampling.solvers.preconditioners import Nystrom, Preconditioner
 from laplace_sampling.solvers.solver import Solver
@@ -32,8 +29,6 @@ LEAST_BASIS = 64
 # half a fit that may take 100 vectors takes 139, at twice the rank is half and 82 passes replace 70. The largest rank
 # makes no difference to that fit at half and at twice; it bounds the cost of the decomposition.
 _NYSTROM_STACKS, _LARGEST_RANK, _BLOCK = 18, 256, 16
-# Dense algebra takes the place of iterations that failed up to this size of its matrix, a few seconds of work.
-_DENSE_SIZE = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,13 +118,11 @@ class Krylov(SolverMethod):
         fit = super().fit(task, tuned, tolerance)
         if fit.solved or fit.cut_short:
             return fit
-        if _fits_dense(task):
-            return super().fit(_dense(task), replace(tuned, work=Spectral(_largest_error(tolerance))), tolerance)
         precise = task.in_float64()
         return fit if precise is None else super().fit(precise, replace(tuned, work=None), tolerance)
 
     def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
-        assert isinstance(solver, BlockKrylov | CG | Spectral)
+        assert isinstance(solver, BlockKrylov | CG)
         return sampled.error, solver.tolerance
 
 
@@ -145,25 +138,3 @@ def _earlier(task: Task, start: Start) -> Preconditioner | None:
 def _largest_error(tolerance: float) -> float:
     """The error of the function that samples may have, where accuracy is cheap."""
     return min(2 * tolerance, 0.5)
-
-
-def _fits_dense(task: Task) -> bool:
-    """Whether the problem is small enough for dense algebra in place of iterations that failed."""
-    features = task.model.features
-    rows, size = features.num_data * features.num_outputs, features.size
-    return min(rows, size) <= _DENSE_SIZE and jacobian_bytes(rows, size) <= task.memory.bytes
-
-
-def _dense(task: Task) -> Task:
-    """The task with its Jacobian in memory, in float64."""
-    task = task.in_float64() or task
-    model = task.model.whole()
-    precise = replace(
-        model,
-        features=DenseFeatures.of(model.features),
-        offset=model.offset.double(),
-        network_outputs=model.network_outputs.double(),
-    )
-    prior = task.prior.to(model.features.device, torch.float64)
-    reason = f"{task.reason}; iterations did not converge: dense algebra in their place"
-    return replace(task, model=precise, prior=prior, reason=reason)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from laplace_sampling import SGD, ConvergenceWarning, Krylov, LinearisedLaplace, Stochastic
 from laplace_sampling.linear_model.sampling import PosteriorSamples
-from laplace_sampling.methods import krylov
 from laplace_sampling.methods.exact import ObservationSpaceFit
 from laplace_sampling.methods.solver_method import SolverFit
 from laplace_sampling.solvers.krylov import BlockKrylov
@@ -86,7 +85,6 @@ def test_a_failing_solve_is_told_once_and_everywhere(method: str, call: str, mon
     model, data = linear_problem("classification")
     file = Krylov if method == "krylov" else Stochastic
     monkeypatch.setattr(file, "make_solver", lambda *_: FAILING[method]())
-    monkeypatch.setattr(krylov, "_DENSE_SIZE", 0)  # dense algebra would take the place of what failed
     settings = {"prior": "isotropic", "prior_precision": 0.01, "num_samples": 8}  # few, or a block would span it all
     la = laplace_of(model, "classification", method=method, **settings)
     with pytest.warns(ConvergenceWarning, match="samples") as record:
