@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -34,10 +34,8 @@ from laplace_sampling.networks.function_fingerprint import FunctionFingerprint
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.results import Results
+from laplace_sampling.settings import Settings
 from laplace_sampling.solvers.recorded import recording
-
-if TYPE_CHECKING:
-    from laplace_sampling.settings import Settings
 
 FilePath = str | os.PathLike[str]
 
@@ -49,7 +47,7 @@ _LOSS = 1e-3
 
 
 class Checkpoint:
-    """Inside of this context, from `begin` on, the results of a fit are kept in a file; with `None` nothing happens.
+    """A context in which, from `begin` on, the results of a fit are kept in a file; with `None` nothing happens.
 
     Args:
         path: of the file, or `None`.
@@ -79,13 +77,13 @@ class Checkpoint:
 
     def begin(
         self,
-        settings: "Settings",
+        settings: Settings,
         network: Linearisation,
         problem: Problem,
         held_out: HeldOut | None = None,
         earlier: Posterior | None = None,
     ) -> Problem:
-        """Opens the file, or makes it; the problem with the memory that the fit had when it began.
+        """Open the file, or make it, and return the problem with the memory that the fit had when it began.
 
         Args:
             settings: of the `LinearisedLaplace`.
@@ -116,19 +114,19 @@ class Checkpoint:
         return _with_memory(problem, network, *memory)
 
     def done(self, fit: Fit) -> None:
-        """The fit is there: the file is deleted, unless Ctrl-C ended the fit with some of its samples."""
+        """Delete the file at the end of the fit, unless Ctrl-C ended the fit with some of its samples."""
         interrupted = fit.sampled is not None and fit.sampled.interrupted
         if self._results is not None and not interrupted:
             self._results.delete()
 
     def _described(
         self,
-        settings: "Settings",
+        settings: Settings,
         network: Linearisation,
         held_out: HeldOut | None,
         earlier: Posterior | None,
     ) -> dict[str, Any]:
-        """All that the results depend on but for the training data, by the words of an error."""
+        """What the results depend on, without the training data, by the words of an error."""
         found = {
             "the call": self._call,
             "the version of laplace_sampling": version("laplace_sampling"),
@@ -218,19 +216,14 @@ def _both(there: Any, here: Any) -> str:
 
 
 def _digest_of(data: TrainingData) -> str:
-    """SHA-256 of inputs and targets, batch by batch: sums over data are rounded by batches."""
-    batches = torch.arange(data.num_data).split(data.batch_size)
-    sha = hashlib.sha256()
+    """SHA-256 of inputs, batch by batch, since sums over data are rounded by batches, and of targets."""
 
-    def digests_of_part() -> list[bytes]:
+    def of_part() -> bytes:
         with data.processes.local_only():
-            return [digest(("", tensor) for tensor in batched(data.inputs(batch))[0]) for batch in data.own_batches()]
+            return b"".join(digest(("", x) for x in batched(data.inputs(b))[0]) for b in data.own_batches())
 
-    for digests in data.processes.gathered(digests_of_part):
-        sha.update(b"".join(digests))
-    for batch in batches:
-        sha.update(digest(("", tensor) for tensor in batched(data.targets_of(batch))[0]))
-    return _DIGEST + sha.hexdigest()
+    targets = digest(("", y) for y in batched(data.all_targets())[0])
+    return _DIGEST + hashlib.sha256(b"".join([*data.processes.gathered(of_part), targets])).hexdigest()
 
 
 def _digest_of_posterior(posterior: Posterior) -> str:

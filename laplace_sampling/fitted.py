@@ -11,12 +11,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_sampling.evidence.curves import EvidenceCurves, EvidencePath, MarginalLikelihood
+from laplace_sampling.evidence.network_evidence import NetworkEvidence
 from laplace_sampling.evidence.step import Step, StopFit
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit, Task
 from laplace_sampling.methods.method import Tuning
-from laplace_sampling.methods.network_score import network_evidence
 from laplace_sampling.methods.problem import Problem
 from laplace_sampling.methods.verification import diagnosis_of
 from laplace_sampling.networks.function_fingerprint import FunctionFingerprint
@@ -152,9 +152,10 @@ class FittedModel:
         if at == "network":
             fit, tangent = self._with_data("log_marginal_likelihood")
             with self.settings.processes.shared_call():
-                return network_evidence(fit).at(fit.alpha).shifted(tangent.log_scale)
+                evidence = NetworkEvidence.of(fit.model, fit.prior, fit.task.trained_weights, fit.traces(0.0))
+                return evidence.at(fit.alpha).shifted(tangent.log_scale)
         path, alpha, shift = self._evidence("log_marginal_likelihood")
-        return MarginalLikelihood.of(path, alpha).shifted(shift)
+        return path.at(alpha).shifted(shift)
 
     @solver_call
     def evidence_path(self, decades: float = 3.0, num: int = 121) -> EvidenceCurves:
@@ -173,7 +174,7 @@ class FittedModel:
         grid = alpha * torch.logspace(-decades, decades, num, dtype=torch.float64)
         return EvidenceCurves.of(path, grid).shifted(shift)
 
-    def _evidence(self, call: str, decades: float | None = None) -> tuple[EvidencePath, float, float]:
+    def _evidence(self, call: str, decades: float = 0.0) -> tuple[EvidencePath, float, float]:
         fit, tangent = self._with_data(call)
         with self.settings.processes.shared_call():
             path, problems = fit.evidence(decades)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -16,16 +16,12 @@ from laplace_sampling.linear_model.kronecker import CURVATURE, restored_curvatur
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit
+from laplace_sampling.methods.method import Method
 from laplace_sampling.networks.function_fingerprint import FunctionFingerprint
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.conformal import SplitConformal
 from laplace_sampling.solvers.preconditioners import Factored
-
-if TYPE_CHECKING:
-    from laplace_sampling.methods.method import Method
-
-__all__ = ["Posterior"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ class Posterior:
     effective_dimension: Float[Tensor, " G"]
     effective_dimension_se: Float[Tensor, " G"]
     history: list[Step]
-    method: "Method"
+    method: Method
     rows: int
     fingerprint: Tensor
     function: FunctionFingerprint | None
@@ -91,7 +87,7 @@ class Posterior:
             prior=fit.prior,
             likelihood=fit.model.likelihood.unweighted,
             samples=fit.sampled.samples,
-            mode=fit.mode.weights.to(network.dtype) if fit.known_mode else None,
+            mode=None if fit.known_mode is None else fit.known_mode.weights.to(network.dtype),
             effective_dimension=gamma,
             effective_dimension_se=gamma_se,
             method=fit.method,

@@ -33,7 +33,7 @@ from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
-from laplace_sampling.predictions.function_covariance import FunctionCovariance, Guarded, Scaled
+from laplace_sampling.predictions.function_covariance import FunctionCovariance, OnRequest, Scaled
 from laplace_sampling.predictions.head_covariance import factored_covariance
 from laplace_sampling.predictions.make_prediction import make_prediction
 from laplace_sampling.predictions.prediction import Prediction
@@ -154,7 +154,7 @@ def predict(
     # Of no data that of the samples has the right shape.
     function = covariance_of(posterior, fit, features) if len(outputs) else None
     if function is not None:
-        function = Guarded(function, check)
+        function = OnRequest(function, check)
     if posterior.calibration.factors != Calibration().factors:
         calibration = posterior.calibration
         factor = calibration.scale / calibration.temperature**2

@@ -20,8 +20,6 @@ from laplace_sampling.predictions.make_prediction import check_quantities
 from laplace_sampling.predictions.prediction import Prediction
 from laplace_sampling.solvers.progress import progress_bar
 
-__all__ = ["ProductionModel"]
-
 # Differences that rounding brings about, as a power of the precision of the numbers: 2e-3 in float32.
 _ROUNDING_EXPONENT = 0.4
 # Of these the first axis is that of the samples.

@@ -6,7 +6,7 @@ A state holds tensors and plain values only, for `torch.load(..., weights_only=T
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,7 @@ from laplace_sampling.posterior import Posterior
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.conformal import conformal_of
 from laplace_sampling.preparation import restore_fit
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from laplace_sampling.settings import Settings
+from laplace_sampling.settings import Settings
 
 _FORMAT = 5
 _SETTINGS = ("likelihood", "prior", "method", "num_samples", "seed", "linear_model")
@@ -131,7 +127,7 @@ class SavableModel(FittedModel):
         prior: str | Prior | None = None,
         method: str | Method | None = None,
         *,
-        process_group: "ProcessGroup | None" = None,
+        process_group: Any = None,
     ) -> Self:
         """Read what `save` wrote, for the same trained network; settings are those of the saved object.
 
@@ -158,7 +154,7 @@ class SavableModel(FittedModel):
         return la
 
 
-def state_of(posterior: Posterior, settings: "Settings", network: Linearisation) -> dict[str, Any]:
+def state_of(posterior: Posterior, settings: Settings, network: Linearisation) -> dict[str, Any]:
     """The state of a posterior, whose tensors are copies."""
     state = {
         "format": _FORMAT,
@@ -210,8 +206,8 @@ def check_format(state: Any) -> None:
 
 
 def posterior_of(
-    state: dict[str, Any], settings: "Settings", network: Linearisation, call: str, of_this_network: bool = True
-) -> "tuple[Posterior, Settings]":
+    state: dict[str, Any], settings: Settings, network: Linearisation, call: str, of_this_network: bool = True
+) -> tuple[Posterior, Settings]:
     """The posterior of a state, and the settings with the linear model that it is of.
 
     Args:
@@ -318,7 +314,7 @@ def _check_selection(saved: Any, selection: Any) -> None:
     )
 
 
-def _check_likelihood(saved: dict[str, Any], settings: "Settings") -> None:
+def _check_likelihood(saved: dict[str, Any], settings: Settings) -> None:
     recipe = recipe_of_likelihood(settings.likelihood)
     (name, kind), (own_name, own_kind) = ((r["name"], r["class"]) for r in (saved, recipe))
     if (name, kind) != (own_name, own_kind):

@@ -8,26 +8,26 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.evidence.network_evidence import DECADES, best_network_evidence
 from laplace_sampling.fitted import FittedModel
 from laplace_sampling.linear_model.some_features import SomeFeatures, some_of
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit
-from laplace_sampling.methods.network_score import best_network_evidence
 from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.networks.subnetwork import of_some_weights
 from laplace_sampling.on_training_data import deviations_of, enough
 from laplace_sampling.posterior import Posterior
 from laplace_sampling.predict import covariance_of
-from laplace_sampling.predictions.left_out import MOST_LEVERAGE
+from laplace_sampling.predictions.leave_one_out import (
+    MOST_LEVERAGE,
+    left_out_log_probs,
+    root_of,
+    sampling_bias,
+    without_datum,
+)
 from laplace_sampling.predictions.model_score import Score, summary_of
-from laplace_sampling.predictions.without_datum import left_out_log_probs, sampling_bias, without_datum
 from laplace_sampling.solvers.checks import check_whole
 from laplace_sampling.solvers.solver import ConvergenceWarning
-
-__all__ = ["ScoredModel"]
-
-# Leverages of an exact posterior are below one, but for rounding.
-_MOST_EXACT = 1 - 1e-9
 
 
 class ScoredModel(FittedModel):
@@ -48,8 +48,8 @@ class ScoredModel(FittedModel):
           where a Newton step from the network's output `f_i` ends, with the covariance
           `V_i^{−i} = V_i (I − B_i V_i)⁻¹`; with the scale and temperature of predictions. It is exact for a linear
           model with Gaussian noise at its minimum, and asks for a network that is at a minimum of the loss with weight
-          decay: the step is too long for others (`predictions.without_datum`). Covariances from samples are too noisy
-          where a datum decides its own prediction: a `ConvergenceWarning` tells.
+          decay: the step is too long for others (`predictions.leave_one_out`). Covariances from few samples are too
+          noisy where a datum decides its own prediction: a `ConvergenceWarning` says so.
 
         Neither sees that labels are learnt by heart: networks have seen them, and where they are certain of all of them
         the curvature of the loss vanishes (`docs/decisions.md`). Held-out data do.
@@ -76,7 +76,9 @@ class ScoredModel(FittedModel):
         with self.settings.processes.shared_call():
             if kind == "loo":
                 return replace(self._left_out_score(fit, tangent, num_data), of_some_weights=some)
-            alpha, evidence = best_network_evidence(fit)
+            alpha, evidence = best_network_evidence(
+                fit.model, fit.prior, fit.task.trained_weights, lambda prior: fit.at(prior).traces(DECADES)
+            )
         num, nothing = fit.model.num_data, torch.zeros(0)
         value, error = (evidence.value - tangent.log_scale) / num, evidence.standard_error / num
         targets = summary_of(_targets(fit, tangent), in_order=False)
@@ -103,12 +105,11 @@ class ScoredModel(FittedModel):
         # A datum of weight two counts as two.
         weights = model.likelihood.weights(y).to(log_probs)
         score = Score.of("loo", (log_probs * weights / weights.mean()).cpu(), some, fit.alpha, features.num_data)
-        if noisy and (bias := sampling_bias(model.likelihood, y, root, most, at)) > score.standard_error:
+        if noisy and (bias := sampling_bias(model.likelihood, y, rows, at)) > score.standard_error:
             warnings.warn(
                 f'`score("loo")`: noise of the samples changes it by something like {bias:.2g} nats for each datum, '
-                f"more than its standard error of {score.standard_error:.2g}: {len(root)} are too few where a datum "
-                'decides its own prediction. Raise `num_samples`, or use `method="exact"` or "subset", or the score '
-                '"evidence".',
+                f"more than its standard error of {score.standard_error:.2g}. Raise `num_samples`, or use "
+                '`method="exact"` or "subset", or the score "evidence".',
                 ConvergenceWarning,
                 stacklevel=4,
             )
@@ -121,10 +122,7 @@ class ScoredModel(FittedModel):
         features = SomeFeatures(fit.model.features, some)
         function = covariance_of(posterior, fit, features)
         if function is not None and features.num_outputs <= fit.task.num_samples:
-            values, vectors = torch.linalg.eigh(function.blocks().double())
-            # The symmetric root, from which the signs of the eigenvectors drop out.
-            root = (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.mT
-            return root.permute(1, 0, 2), MOST_LEVERAGE if fit.approximate else _MOST_EXACT, False
+            return root_of(function.blocks()), MOST_LEVERAGE if fit.approximate else 1 - 1e-9, False
         samples = self._drawn("score").posterior.samples
         return deviations_of(fit.model.features, samples, some) / math.sqrt(len(samples)), MOST_LEVERAGE, True
 

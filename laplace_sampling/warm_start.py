@@ -33,7 +33,7 @@ def warmed(task: Task, fitted: "Fitted | None", warm_start: bool) -> Task:
 def start_of(fitted: "Fitted", seed: int) -> Start:
     """What a fit takes from an earlier one, also from one that was loaded without its data."""
     posterior, fit = fitted.posterior, fitted.fit
-    known = fit.known_mode[0].weights if fit is not None and fit.known_mode else None
+    known = None if fit is None or fit.known_mode is None else fit.known_mode.weights
     return Start(
         prior=posterior.prior,
         likelihood=posterior.likelihood,

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["digest"]
-
 
 def digest(tensors: Iterable[tuple[str, Tensor]]) -> bytes:
     """SHA-256, 32 bytes, of the names, dtypes, shapes and numbers of tensors, in their order."""

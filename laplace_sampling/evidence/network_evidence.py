@@ -13,83 +13,155 @@ well.
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from laplace_sampling.evidence.curves import EvidencePath, MarginalLikelihood
-from laplace_sampling.solvers.root import falling_root
+from laplace_sampling.evidence.curves import MarginalLikelihood, Traces
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.bounds import clamped, mackay_root
+from laplace_sampling.linear_model.features import Features
+from laplace_sampling.linear_model.linear_model import LinearModel
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
+from laplace_sampling.predictions.calibration import Calibration
+from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
+from laplace_sampling.predictions.selection import SearchCost, Selected, Selection
 
-__all__ = ["NetworkEvidence"]
-
-# Of `log α`: the evidence is flat at its maximum.
-_ACCURACY = 1e-6
-_LOG_BOUNDS = math.log(1e-12), math.log(1e15)
+# Far beyond any precision, and an accuracy of `log α` at which the evidence, flat at its maximum, is exact.
+_BOUNDS, _ACCURACY = (1e-12, 1e15), 1e-6
+# How far from the precision of a fit traces are asked for, in decades, and how often they are made nearer to the best.
+DECADES, _RUNS = 1.0, 4
 
 
 @dataclass(frozen=True)
 class NetworkEvidence:
-    """The evidence of a network as a function of the prior precision, and of the noise precision.
+    """The evidence of a network as a function of the prior precision, and of a factor of the noise precision.
 
     Attributes:
-        path: traces of the curvature at the network's outputs; its data fit and its mode are not looked at.
+        traces: of the curvature at the network's outputs.
         loss: `Σ_i ℓ(y_i, f_i)` of the network.
-        weight_norm: `‖w̄‖²` in the scaled coordinates of the prior.
+        weight_norm: `‖w̄‖²` in coordinates in which the prior has one precision.
+        num_outputs: `N·C`.
+        constant: the part of the loss of a Gaussian likelihood that is not `½ b Σ(y − f)²`; `None` where no noise
+            precision is learnt.
     """
 
-    path: EvidencePath
+    traces: Traces
     loss: float
     weight_norm: float
+    num_outputs: int
+    constant: float | None
 
-    @property
-    def _constant(self) -> float:
-        """The part of the loss of a Gaussian likelihood that is not `½ b Σ(y − f)²`."""
-        assert self.path.noise_precision is not None
-        return 0.5 * self.path.num_outputs * math.log(2 * math.pi / self.path.noise_precision)
+    @classmethod
+    def of(
+        cls, model: LinearModel, prior: GaussianPrior, weights: Float[Tensor, " P"], traces: Traces
+    ) -> "NetworkEvidence":
+        """The evidence of the network of a linear model, for a prior of the weights `w̄`."""
+        weights, noise, num = weights.double(), model.likelihood.noise_precisions(), model.num_observations
+        norm = float((prior.diagonal().to(weights) * weights**2).sum()) / overall_precision(prior)
+        learnt = model.likelihood.learns_noise and noise is not None and noise.dim() == 0
+        constant = 0.5 * num * math.log(2 * math.pi / float(noise)) if learnt and noise is not None else None
+        return cls(traces, model.total_loss(model.network_outputs.double()), norm, num, constant)
 
-    def at(self, alpha: float) -> MarginalLikelihood:
-        """At a prior precision."""
-        a = torch.tensor([alpha], dtype=torch.float64)
-        determinant, error = (float(v) for v in self.path.log_determinant(a))
-        energy = alpha * self.weight_norm
-        balance = None
-        if self.path.noise_precision is not None:
-            balance = (2 * (self.loss - self._constant) + energy) / self.path.num_outputs
-        return MarginalLikelihood(
-            value=-self.loss - 0.5 * energy - 0.5 * determinant,
-            standard_error=0.0 if self.path.exact else 0.5 * error,
-            lower_bound=-self.loss - 0.5 * energy - 0.5 * float(self.path.log_determinant_bound(a)),
-            data_fit=self.loss,
-            complexity=0.5 * energy + 0.5 * determinant,
-            balance=balance,
-            exact=self.path.exact,
-            at="network",
-        )
+    def at(self, alpha: float, factor: float = 1.0) -> MarginalLikelihood:
+        """The evidence at a prior precision, and at a noise precision that is larger by a factor."""
+        loss = self.loss
+        if factor != 1:
+            assert self.constant is not None
+            loss = factor * (loss - self.constant) + self.constant - 0.5 * self.num_outputs * math.log(factor)
+        # `M` is proportional to the noise precision.
+        return MarginalLikelihood.of(self.traces, alpha / factor, loss, alpha * self.weight_norm, "network")
 
-    def best(self, learn_noise: bool) -> tuple[float, float, "NetworkEvidence"]:
-        """Where the evidence is largest: `α` at the present noise precision and at the best, and the evidence at that.
+    def best(self) -> tuple[float, float]:
+        """The prior precision of largest evidence, and the factor of the noise precision."""
 
-        They are the same where no noise precision is learnt.
-        """
+        def energy(ratio: float) -> float:
+            return ratio * self.weight_norm * self._factor(ratio)
 
-        def excess(log_alpha: float) -> float:
-            alpha = torch.tensor([log_alpha], dtype=torch.float64).exp()
-            gamma, energy = float(self.path.effective_dimension(alpha)[0]), float(alpha) * self.weight_norm
-            return math.log(max(gamma, 1e-300)) - math.log(max(energy * self._factor(energy, learn_noise), 1e-300))
+        def dimension(ratio: float) -> float:
+            return float(self.traces.effective_dimension(torch.tensor([ratio], dtype=torch.float64))[0])
 
-        log_ratio, _ = falling_root(excess, math.log(self.path.at), _LOG_BOUNDS, _ACCURACY)
-        ratio = math.exp(log_ratio)
-        if not learn_noise:
-            return ratio, ratio, self
-        # `ratio` is the prior precision before both it and the noise precision grow by a factor.
-        factor = self._factor(ratio * self.weight_norm, learn_noise)
-        noise_precision = factor * (self.path.noise_precision or 1.0)
-        constant = 0.5 * self.path.num_outputs * math.log(2 * math.pi / noise_precision)
-        loss = factor * (self.loss - self._constant) + constant
-        return ratio, ratio * factor, replace(self, path=self.path.rescaled(factor), loss=loss)
+        ratio, _ = mackay_root(dimension, energy, self.traces.at, _BOUNDS, _ACCURACY)
+        return ratio * self._factor(ratio), self._factor(ratio)
 
-    def _factor(self, energy: float, learn_noise: bool) -> float:
+    def _factor(self, ratio: float) -> float:
         """By which the noise precision grows to its maximum, for a ratio of both precisions."""
-        if not learn_noise:
+        if self.constant is None:
             return 1.0
-        return self.path.num_outputs / max(2 * (self.loss - self._constant) + energy, 1e-300)
+        return self.num_outputs / max(2 * (self.loss - self.constant) + ratio * self.weight_norm, 1e-300)
+
+
+def best_network_evidence(
+    model: LinearModel,
+    prior: GaussianPrior,
+    weights: Float[Tensor, " P"],
+    traces_of: Callable[[GaussianPrior], Traces],
+) -> tuple[float, MarginalLikelihood]:
+    """The prior precision of largest evidence over the precisions of prior and noise, and the evidence there.
+
+    Several precisions of a prior keep their ratios; several of the noise keep their values.
+
+    Args:
+        model: the linear model on the training data.
+        prior: of the weights.
+        weights: `w̄`.
+        traces_of: traces that are accurate up to `DECADES` to both sides of the precision of a prior.
+    """
+    runs = 1
+    while True:
+        evidence = NetworkEvidence.of(model, prior, weights, traces_of(prior))
+        alpha, factor = evidence.best()
+        away = alpha / factor / evidence.traces.at
+        if evidence.traces.exact or runs == _RUNS or abs(math.log10(away)) <= DECADES:
+            return alpha, evidence.at(alpha, factor)
+        prior, runs = prior.with_precision(prior.precision * away), runs + 1
+
+
+def has_network_noise(likelihood: Likelihood) -> bool:
+    """Whether the noise is Gaussian, and that of the network's own residuals."""
+    return isinstance(likelihood, Gaussian) and likelihood.noise_at == "network"
+
+
+@dataclass(frozen=True)
+class ByNetworkEvidence(Selection):
+    """Chooses precisions of prior and noise of largest evidence at the network's own weights, for a regression.
+
+    The maximum is a root along the spectrum of Kronecker factors, where that of the evidence of the linear model takes
+    a search for the mode on all data at each precision that is tried.
+
+    Args:
+        weights: `w̄`.
+        noise_bounds: within which the noise precision is kept.
+    """
+
+    weights: Float[Tensor, " P"]
+    noise_bounds: tuple[float, float]
+    name = "network_evidence"
+
+    def cost(self, features: Features, *, rough: bool = True) -> SearchCost:
+        return SearchCost()
+
+    def select(
+        self,
+        model: LinearModel,
+        path: CovariancePath,
+        bounds: tuple[float, float],
+        seed: int,
+        weight_norm: float,
+        near: float | None = None,
+    ) -> Selected:
+        likelihood = model.likelihood
+        assert isinstance(likelihood, Gaussian)
+        assert isinstance(path, FactoredPath)
+        traces = Traces.of_eigenvalues(path.curvature.eigenvalues(), overall_precision(path.prior))
+        alpha, factor = NetworkEvidence.of(model, path.prior, self.weights, traces).best()
+        alpha, before = clamped(alpha, bounds), float(likelihood.noise_precision)
+        if likelihood.learn:
+            likelihood = likelihood.with_precision(clamped(before * factor, self.noise_bounds))
+        # The path is that of the noise before. No product with the network is made.
+        gamma = path.effective_dimension(alpha * before / float(likelihood.noise_precision))
+        return Selected(alpha, likelihood, Calibration(), gamma, passes=0.0)

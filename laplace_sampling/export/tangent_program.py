@@ -1,7 +1,7 @@
 """The network and `K` Jacobian-vector products of it as one program of plain operations, whatever the size of a batch.
 
-`torch.export` takes the network apart; its operations are called one by one with tangents (`forward_rules`), and the
-result is exported again: `(w̄, ζ, x) ↦ f(w̄, x), φ(x) ζ_k`.
+`torch.export` takes the network apart; its operations are called one by one with tangents (`networks.tangents`),
+and the result is exported again: `(w̄, ζ, x) ↦ f(w̄, x), φ(x) ζ_k`.
 """
 
 from typing import Any
@@ -14,10 +14,9 @@ from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_flatten, tree_map
 
 from laplace_sampling.data.batches import arguments, num_rows, read
-from laplace_sampling.export.dual import Dual
-from laplace_sampling.export.forward_rules import pushed
 from laplace_sampling.export.program import Program, batch_sizes, quietly, two_rows
 from laplace_sampling.networks.derivative_rules import forward_mode_kernels
+from laplace_sampling.networks.tangents import Dual, pushed
 
 Tensors = dict[str, Tensor]
 

@@ -82,6 +82,28 @@ class RegressionEvidence:
     num_targets: int
     log_noise: float = 0.0
 
+    @classmethod
+    def of_leading(
+        cls, values: Float[Tensor, " m"], inside: Float[Tensor, " m"], residual: Tensor, num_targets: int
+    ) -> "RegressionEvidence":
+        """The evidence where the leading eigenvalues are known; all others count as zero.
+
+        Args:
+            values: leading eigenvalues.
+            inside: residuals along their eigenvectors.
+            residual: `R^{-1/2}(y − o)`.
+            num_targets: `n`.
+        """
+        num_outside = max(num_targets - len(inside), 0)
+        outside = (residual.square().sum() - inside.square().sum()).clamp_min(0) / max(num_outside, 1)
+        zeros = values.new_zeros(num_outside)
+        return cls(torch.cat([zeros, values]), torch.cat([zeros + outside.sqrt(), inside]), num_targets)
+
+    def objective(self, precision: float | Tensor, noise_precision: float | Tensor) -> Tensor:
+        """`Σ ℓ + ½ θ̄ᵀAθ̄` at the mode."""
+        signal, noise, _ = self._terms(precision, noise_precision)
+        return -self.log_evidence(precision, noise_precision) - 0.5 * (signal / noise).log1p().sum(-1)
+
     def _terms(self, precision: float | Tensor, noise_precision: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`λ/α`, `1/b` and `v`, with the broadcast shape of the precisions before the axis of eigenvalues."""
         alpha, b = (
@@ -113,7 +135,8 @@ class RegressionEvidence:
     def mode_norm(self, precision: float | Tensor, noise_precision: float | Tensor) -> Tensor:
         """`θ̄ᵀA₁θ̄`: `‖θ̄‖²` in the scaled coordinates of a prior of one group."""
         _, _, v = self._terms(precision, noise_precision)
-        return (self.eigenvalues * self.rotated**2 / (precision * v) ** 2).sum(-1)
+        alpha = torch.as_tensor(precision, dtype=torch.float64, device=v.device)[..., None]
+        return (self.eigenvalues * self.rotated**2 / (alpha * v) ** 2).sum(-1)
 
     def largest(
         self,

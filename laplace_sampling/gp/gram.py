@@ -76,12 +76,6 @@ class KernelMatrix:
     def matrix(self) -> Float[Tensor, "NC NC"]:
         return gram(self.features, self.variance)
 
-    def taken(self) -> Float[Tensor, "NC NC"]:
-        """The matrix for someone who overwrites it: it is built anew if it is needed again."""
-        matrix = self.matrix
-        del vars(self)["matrix"]
-        return matrix
-
 
 def cross_gram(
     left: Features,

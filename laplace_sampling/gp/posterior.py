@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.evidence.curves import EvidencePath
+from laplace_sampling.evidence.curves import ModeCurve, interpolated, modes_along
 from laplace_sampling.evidence.damping import DampedSteps
 from laplace_sampling.gp.dual_point import DualPoint
 from laplace_sampling.gp.evidence import HyperparameterBounds, Optimum, RegressionEvidence, root_within
@@ -38,13 +38,10 @@ from laplace_sampling.predictions.covariance_path import CovariancePath
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
 from laplace_sampling.solvers.lapack import solve_, symmetric_eigen
-from laplace_sampling.solvers.quadrature import Quadrature
 from laplace_sampling.solvers.recorded import recorded
 
 # Rows of a matrix that a root of the curvature is applied to at once: little memory next to the matrix.
 _ROWS = 64
-# Eigenvalues of `S` below this, relative to the largest, are zero except for rounding.
-_ZERO = 1e-14
 # Rounds of the noise precisions of several outputs, and the change of their logarithms at which they end.
 _MAX_ROUNDS, _TOLERANCE = 100, 1e-6
 
@@ -297,48 +294,19 @@ class GramPosterior:
             blocks.append((K[batch, :, batch] - (Q / (self.eigenvalues + self._shift)) @ Q.mT) / alpha)
         return torch.cat(blocks)
 
-    def curves(self) -> EvidencePath:
-        r"""Evidence, `γ` and norm of the mode for every `α`; of a loss that is not quadratic to second order.
+    def mode_curve(self, alphas: Float[Tensor, " k"]) -> ModeCurve:
+        """Objective and norm of the mode along `α`, from the modes at some rising precisions."""
+        if isinstance(self.model.likelihood, Gaussian):
+            b = self.precisions[1]
+            return interpolated(
+                alphas, self.evidence.objective(alphas, b).cpu(), self.evidence.mode_norm(alphas, b).cpu()
+            )
 
-        In coordinates where `A = α`, `M` has the eigenvalues `bλ`. The right-hand side of the loss to second order
-        around the mode is `Mθ̄ − ∇ℓ = (M + α)θ̄`. For a regression that is `Φᵀ(b/R)(y − o)`, or `b√λ c` along the
-        eigenvectors.
-        """
-        model, (alpha, b) = self.model, self.precisions
-        eigenvalues = (b * self.eigenvalues).cpu()
-        if isinstance(model.likelihood, Gaussian):
-            weights = (b**2 * self.eigenvalues * self.evidence.rotated**2).cpu()[None]
-            fit, loss = Quadrature(eigenvalues, weights, weights), model.total_loss(model.offset.double())
-        else:
-            fit, loss = self._expansion()
-        ones, noise = torch.ones(1, len(eigenvalues), dtype=eigenvalues.dtype), model.likelihood.noise_precisions()
-        return EvidencePath(
-            # Every eigenvalue is a node, of weight one in the traces.
-            traces=Quadrature(eigenvalues, ones, ones),
-            fit=fit,
-            loss=loss,
-            num_outputs=model.num_observations,
-            size=model.features.size,
-            noise_precision=None if noise is None or noise.dim() else float(noise),
-            at=alpha,
-            exact=True,
-            passes=0.0,
-        )
+        def find(alpha: float, start: GramMode) -> tuple[GramMode, float, float]:
+            mode = replace(self, prior=_with_overall(self.prior, alpha))._mode_by_newton(start)
+            return mode, self.model.total_loss(mode.outputs) + 0.5 * alpha * mode.norm, mode.norm
 
-    def _expansion(self) -> tuple[Quadrature, float]:
-        """The loss to second order around the mode, with `B` at the mode: a second decomposition."""
-        model, mode, alpha = self.model, self.mode, self.precisions[0]
-        likelihood, targets, change = model.likelihood, model.targets, mode.outputs - model.offset.double()
-        values, vectors = symmetric_eigen(_whiten_(self.kernel.taken(), likelihood, mode.outputs, targets))
-        # `θ̄` along the eigenvectors of `M` is `UᵀLᵀ(h − o)/√λ`.
-        along = vectors.T @ likelihood.root_transpose(mode.outputs, change[None], targets).flatten()
-        # Along eigenvalues that are zero the mode is zero, too: 0/0 there is rounding over rounding.
-        positive = values > _ZERO * values[-1]
-        weights = torch.where(positive, ((values + alpha) * along) ** 2 / values, 0.0)[None].cpu()
-        # The constant of the expansion, which is that of zero weights: the mode is `change` away.
-        slope = 0.5 * likelihood.curvature(mode.outputs, change, targets) - likelihood.gradient(mode.outputs, targets)
-        loss = model.total_loss(mode.outputs) + float((slope * change).sum())
-        return Quadrature(values.cpu(), weights, weights), loss
+        return modes_along(alphas, self.mode, find)
 
 
 @dataclass(frozen=True)

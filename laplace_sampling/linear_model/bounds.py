@@ -1,14 +1,13 @@
 """Bounds within which prior and noise precisions are kept, and what it means that one of them ended there."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
-
-__all__ = ["NOISE_BOUNDS", "PRECISION_BOUNDS", "AtBounds", "bound_reached", "check_bounds", "clamped", "is_at_bound"]
+from laplace_sampling.solvers.root import falling_root
 
 Bounds = tuple[float, float]
 
@@ -44,6 +43,32 @@ def clamped(value: float, bounds: Bounds) -> float:
     """The value, or the bound that it exceeds."""
     low, high = bounds
     return min(max(value, low), high)
+
+
+def mackay_root(
+    dimension: Callable[[float], float], energy: Callable[[float], float], start: float, bounds: Bounds, accuracy: float
+) -> tuple[float, bool]:
+    """The root of `α‖θ‖² = γ(α)`, where MacKay's update leaves `α` as it is.
+
+    Args:
+        dimension: `γ` as a function of `α`.
+        energy: `α‖θ‖²` as a function of `α`.
+        start: where the search begins.
+        bounds: within which `α` is kept.
+        accuracy: of `log α`.
+
+    Returns:
+        The root, and whether it is inside the bounds; else the bound that updates lead to.
+    """
+
+    def excess(log_alpha: float) -> float:
+        alpha = math.exp(log_alpha)
+        return math.log(max(dimension(alpha), 1e-300)) - math.log(max(energy(alpha), 1e-300))
+
+    low, high = (math.log(bound) for bound in bounds)
+    root, inside = falling_root(excess, clamped(math.log(start), (low, high)), (low, high), accuracy)
+    # A bound is given back to the last bit.
+    return (math.exp(root) if inside else bounds[root == high]), inside
 
 
 def bound_reached(value: float, bounds: Bounds) -> str | None:

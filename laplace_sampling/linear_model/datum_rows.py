@@ -17,7 +17,7 @@ from laplace_sampling.solvers.recorded import recorded
 
 if TYPE_CHECKING:
     from laplace_sampling.linear_model.features import Features
-    from laplace_sampling.networks.layer_rows import Outer
+    from laplace_sampling.networks.layers import Outer
 
 __all__ = ["DatumRows", "datum_rows", "inner_products"]
 

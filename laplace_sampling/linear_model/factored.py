@@ -17,7 +17,7 @@ from laplace_sampling.linear_model.kronecker import Kronecker
 from laplace_sampling.linear_model.priors.g_prior import GPrior
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, Layers, Prior
 from laplace_sampling.linear_model.sampling import Sampler
-from laplace_sampling.networks.layer_gradients import Layer
+from laplace_sampling.networks.layers import Layer
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.preconditioners import Factored, Jacobi

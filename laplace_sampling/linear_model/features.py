@@ -19,7 +19,7 @@ from laplace_sampling.solvers.recorded import recorded
 
 if TYPE_CHECKING:
     from laplace_sampling.linear_model.dense_curvature import HeldCurvatures
-    from laplace_sampling.networks.layer_rows import Outer
+    from laplace_sampling.networks.layers import Outer
 
 __all__ = [
     "BLOCK_BYTES",
@@ -103,7 +103,7 @@ class Features(ABC):
         return ALONE
 
     @property
-    def in_step(self) -> bool:
+    def collective(self) -> bool:
         """Whether each product takes all processes."""
         return False
 
@@ -137,14 +137,14 @@ class Features(ABC):
         """The rows of a batch from those of `part`.
 
         Inside of `summing` the batch is one of own data, and nothing is sent, unless each product takes all processes
-        (`in_step`); elsewhere it is any, the same in all of them.
+        (`collective`); elsewhere it is any, the same in all of them.
         """
         if not self.in_parts:
             return rows[batch]
         if self.processes.is_local:
             return rows[batch - self.part.start]
         # Own data of a mini-batch that is divided by places are in the parts of others.
-        requested, mine = self.processes.requests(batch) if self.in_step else (batch, slice(None))
+        requested, mine = self.processes.requests(batch) if self.collective else (batch, slice(None))
         return self.processes.rows_at(rows, self.part, requested)[mine]
 
     def whole(self, rows: Float[Tensor, "m ..."]) -> Float[Tensor, "N ..."]:
@@ -184,7 +184,7 @@ class Features(ABC):
         """`chunks` of those data of a batch that are the part of this process, inside of `summing`."""
         indices = torch.arange(self.num_data) if batch is None else batch
         own = indices[self.own(indices)]
-        if self.in_step:
+        if self.collective:
             yield from self.processes.even_pieces(own, len(indices), self.batch_size)
         else:
             yield from self.chunks(own) if len(own) else ()
@@ -201,7 +201,7 @@ class Features(ABC):
 
     def local_only(self) -> AbstractContextManager[None]:
         """Inside, each process works on its own data, unless each product takes all of them."""
-        return nullcontext() if self.in_step else self.processes.local_only()
+        return nullcontext() if self.collective else self.processes.local_only()
 
     def by_datum(
         self,
@@ -292,8 +292,8 @@ class DerivedFeatures(Features):
         return self.features.processes
 
     @property
-    def in_step(self) -> bool:
-        return self.features.in_step
+    def collective(self) -> bool:
+        return self.features.collective
 
     @property
     def counts(self) -> MutableMapping[str, int]:

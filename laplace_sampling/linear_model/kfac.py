@@ -24,9 +24,8 @@ from laplace_sampling.linear_model.ggn import GGN, WhiteNoise
 from laplace_sampling.linear_model.kronecker import Kronecker, KroneckerBlock, outer_factors
 from laplace_sampling.linear_model.layer_curvature import partial_traces, squares
 from laplace_sampling.linear_model.network_features import NetworkFeatures
-from laplace_sampling.networks.layer_gradients import Layer, LayerRun, layers_of
+from laplace_sampling.networks.layers import Layer, LayerRun, Pair, layers_of
 from laplace_sampling.networks.subnetwork import Subnetwork
-from laplace_sampling.networks.weight_uses import Pair
 from laplace_sampling.solvers.lapack import eigenvectors
 from laplace_sampling.solvers.recorded import recorded
 

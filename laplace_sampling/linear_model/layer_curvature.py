@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.networks.weight_uses import Pair
+from laplace_sampling.networks.layers import Pair
 
 __all__ = ["partial_traces", "squares"]
 

@@ -11,7 +11,7 @@ from laplace_sampling.data.batches import Layout, num_rows, place, take
 from laplace_sampling.data.processes import Processes
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.linear_model.features import Curvature, Features
-from laplace_sampling.networks.layer_rows import Outer, vjp_by_layers
+from laplace_sampling.networks.layers import Outer, vjp_by_layers
 from laplace_sampling.networks.linearisation import Linearisation
 
 __all__ = ["NetworkFeatures", "features_at"]
@@ -45,7 +45,7 @@ class NetworkFeatures(Features):
         return self.data.processes
 
     @property
-    def in_step(self) -> bool:
+    def collective(self) -> bool:
         return self.processes.size > 1 and self.network.shell.shards is not None
 
     @property
@@ -55,7 +55,7 @@ class NetworkFeatures(Features):
     def own(self, batch: Tensor) -> Tensor | slice:
         if self.processes.size == 1:
             return slice(None)
-        if self.in_step:
+        if self.collective:
             part = self.processes.part(len(batch))
             return slice(part.start, part.stop)
         part = self.data.part

@@ -8,7 +8,7 @@ from torch import Tensor
 from laplace_sampling.linear_model.features import Curvature, DerivedFeatures, Features
 
 if TYPE_CHECKING:
-    from laplace_sampling.networks.layer_rows import Outer
+    from laplace_sampling.networks.layers import Outer
 
 __all__ = ["SomeFeatures", "some_of"]
 

@@ -16,7 +16,7 @@ from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.solvers.checks import as_numbers
 
 if TYPE_CHECKING:
-    from laplace_sampling.networks.layer_rows import Outer
+    from laplace_sampling.networks.layers import Outer
 
 __all__ = ["WeightedFeatures", "noise_weights", "weigh"]
 

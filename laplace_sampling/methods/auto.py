@@ -5,7 +5,6 @@ Costs are floating-point operations, for a choice by the clock would not be the 
 
 from dataclasses import dataclass, fields, replace
 
-from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.linear_model.cost import Cost, measure
 from laplace_sampling.linear_model.head_curvature import head_of
 from laplace_sampling.methods import as_method
@@ -95,9 +94,6 @@ class Auto(Method):
         raise NotImplementedError("`Auto` chooses a method, which fits.")
 
     def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
-        raise NotImplementedError("`Auto` chooses a method, which fits.")
-
-    def network_traces(self, fit: Fit, decades: float) -> EvidencePath:
         raise NotImplementedError("`Auto` chooses a method, which fits.")
 
     def _settings(self) -> dict:

@@ -1,18 +1,19 @@
 """`Dual`: conjugate gradients in observation space, for regressions."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from laplace_sampling.evidence.curves import EvidencePath
+from laplace_sampling.evidence.curves import ModeCurve, Traces
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import overall_precision
 from laplace_sampling.linear_model.sampling import PosteriorSamples
-from laplace_sampling.methods.fit import Fit, Task, Tuned
+from laplace_sampling.methods.fit import Task, Tuned
 from laplace_sampling.methods.method import Choice, Tuning, has_path
 from laplace_sampling.methods.problem import Problem, fits_in_observation_space
 from laplace_sampling.methods.solver_method import SolverFit, SolverMethod
@@ -101,11 +102,6 @@ class Dual(SolverMethod):
             task = _at_evidence_of_leading_part(task, tuning, solver.held)
         return self.tune_by_em(task, tuning, solver)
 
-    def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
-        fit = super().fit(task, tuned, tolerance)
-        precise = None if fit.solved or fit.cut_short else task.in_float64()
-        return fit if precise is None else super().fit(precise, replace(tuned, work=None), tolerance)
-
     def mode(self, task: Task, solver: Any, tuned: Tuned) -> Minimum:
         return solver.mode(task.model, task.prior)
 
@@ -129,13 +125,13 @@ def _precise(model: LinearModel) -> LinearModel:
 
 
 def _tune_by_gram_matrix(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
-    """The hyperparameters of the exact method; its curves go with them, and its matrices are freed."""
+    """The hyperparameters of the exact method; its matrices are freed."""
     from laplace_sampling.methods.observation_space import tuned_by_gram_matrix
 
     prior = task.prior.to(task.model.features.device, torch.float64)
     precise, tuned = tuned_by_gram_matrix(replace(task, model=_precise(task.model), prior=prior), tuning)
     task = replace(task, model=task.model.with_likelihood(precise.model.likelihood), prior=precise.prior)
-    return task, replace(tuned, work=None, path=tuned.work.curves())
+    return task, replace(tuned, work=None)
 
 
 def _at_evidence_of_leading_part(task: Task, tuning: Tuning, held: Any) -> Task:
@@ -149,15 +145,8 @@ def _at_evidence_of_leading_part(task: Task, tuning: Tuning, held: Any) -> Task:
     model = task.model
     assert isinstance(model.likelihood, Gaussian)
     residual = model.residuals(model.offset).flatten()
-    inside = held.vectors @ residual
-    num_outside = model.num_observations - len(inside)
-    outside = (residual.square().sum() - inside.square().sum()).clamp_min(0)
     values = held.eigenvalues / float(torch.as_tensor(model.likelihood.noise_precision))
-    spectrum = RegressionEvidence(
-        torch.cat([values.new_zeros(num_outside), values]),
-        torch.cat([(outside / max(num_outside, 1)).sqrt().expand(num_outside), inside]),
-        model.num_observations,
-    )
+    spectrum = RegressionEvidence.of_leading(values, held.vectors @ residual, residual, model.num_observations)
     squares = float(model.residuals(model.network_outputs).square().sum())
     bounds = HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds)
     start = (overall_precision(task.prior), float(torch.as_tensor(model.likelihood.noise_precision)))
@@ -174,10 +163,18 @@ def _at_evidence_of_leading_part(task: Task, tuning: Tuning, held: Any) -> Task:
 class DualFit(SolverFit):
     """A fit in observation space: where the Gram matrix fits in memory, its evidence is exact."""
 
-    def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
+    @cached_property
+    def _gram(self) -> Any:
         from laplace_sampling.gp.posterior import GramPosterior
 
         if not fits_in_observation_space(self.model.features, self.task.memory):
-            return super().evidence(decades)
-        prior = self.prior.to(self.model.features.device, torch.float64)
-        return GramPosterior.of(_precise(self.model), prior).curves(), self.mode_problems
+            return None
+        return GramPosterior.of(_precise(self.model), self.prior.to(self.model.features.device, torch.float64))
+
+    def traces(self, decades: float) -> Traces:
+        if self._gram is None:
+            return super().traces(decades)
+        return Traces.of_eigenvalues(self._gram.precisions[1] * self._gram.eigenvalues, self.alpha)
+
+    def mode_curve(self, alphas: Tensor) -> ModeCurve:
+        return super().mode_curve(alphas) if self._gram is None else self._gram.mode_curve(alphas)

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_sampling.evidence.curves import EvidencePath
-from laplace_sampling.evidence.dense_curves import dense_spectrum, exact_path
-from laplace_sampling.evidence.expansion import Point, expand
+from laplace_sampling.evidence.curves import Traces
 from laplace_sampling.gp.gram import size_of
 from laplace_sampling.gp.posterior import GramPath, GramPosterior
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.dense_curvature import DenseCurvature
 from laplace_sampling.linear_model.features import DenseFeatures, ScaledFeatures
+from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.held_rows import HeldRows
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
@@ -28,7 +27,6 @@ from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.budget import Estimate
 from laplace_sampling.methods.fit import Fit, Task, Tuned
 from laplace_sampling.methods.method import Choice, Tuning, has_path
-from laplace_sampling.methods.network_score import path_of
 from laplace_sampling.methods.observation_space import (
     MOST_LOST,
     ObservationSpaceFit,
@@ -50,14 +48,14 @@ from laplace_sampling.methods.problem import (
 from laplace_sampling.methods.solver_method import (
     SolverFit,
     SolverMethod,
-    follow_path,
-    tuned_by,
+    tuned_by_spectrum,
 )
 from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.krylov import CG
+from laplace_sampling.solvers.lapack import sum_of_squares, symmetric_eigen
 from laplace_sampling.solvers.solver import Minimum, Solver
 
 # The residual that rounding leaves at most.
@@ -157,7 +155,9 @@ class Exact(SolverMethod):
             return tuned_by_gram_matrix(task, tuning)
         if not has_path(task):
             return super().tune_by_evidence(task, tuning)
-        return tuned_by(follow_path(task, tuning, exact=True), task, tuning, Dense())
+        ggn = task.scaled_ggn()
+        curvature = ggn.dense() or DenseCurvature.accumulated(ggn)
+        return tuned_by_spectrum(task, tuning, Dense(), curvature.spectrum, lambda v: v @ curvature.vectors)
 
     def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
         features = task.model.features
@@ -177,15 +177,6 @@ class Exact(SolverMethod):
             posterior = GramPosterior.of(task.model, task.prior)
         fit = observation_space_fit(task, replace(tuned, work=None), posterior)
         return _rounded(fit.undrawn() if fit.draws_later else fit.with_samples(), fit.cancellation)
-
-    def network_traces(self, fit: Fit, decades: float) -> EvidencePath:
-        task = fit.task
-        if not isinstance(fit, ObservationSpaceFit):
-            start = Point.of(task.model, task.prior, torch.zeros_like(task.prior.scale)[None])
-            operator = expand(task.model, task.prior, start).operator
-            return path_of(task, dense_spectrum(operator).values)
-        posterior = fit.posterior
-        return path_of(task, posterior.precisions[1] * posterior.eigenvalues)
 
     def fit_of(self, *parts: Any) -> "WeightSpaceFit":
         return WeightSpaceFit(*parts)
@@ -255,6 +246,24 @@ class WeightSpaceFit(SolverFit):
         mode_outputs, outputs = whole(self.mode.outputs).double(), whole(self.ggn.outputs).double()
         return leave_one_out(model.likelihood, whole(model.targets), mode_outputs, outputs, covariance)
 
-    def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
-        path = exact_path(self.model, self.prior, self.scaled_mode)
-        return path, self.mode_problems
+    def traces(self, decades: float) -> Traces:
+        return Traces.of_eigenvalues(_eigenvalues(self.task.whitened_ggn()), self.alpha)
+
+    @property
+    def known_traces(self) -> Traces | None:
+        return self.traces(0.0) if self.tuned.criterion == "evidence" else None
+
+    @property
+    def curve_solver(self) -> Solver:
+        return self.solver
+
+
+def _eigenvalues(ggn: GGN) -> Tensor:
+    """All eigenvalues of `M` that may not be zero: of `M` where it is held, else of the smaller of `RRᵀ` and `RᵀR`."""
+    if (held := ggn.dense()) is not None:
+        return held.spectrum
+    blocks = [block.double() for block in ggn.root_rows()]
+    if sum(map(len, blocks)) >= ggn.size:
+        return symmetric_eigen(sum_of_squares(blocks, ggn.size, blocks[0].device))[0]
+    root = torch.cat(blocks)
+    return symmetric_eigen(root @ root.T)[0]

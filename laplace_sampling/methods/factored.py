@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.evidence.curves import EvidencePath
-from laplace_sampling.evidence.krylov_curves import evidence_path
+from laplace_sampling.evidence.curves import Traces
+from laplace_sampling.evidence.network_evidence import ByNetworkEvidence, has_network_noise
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.linear_model.draws import Draws, Stream
@@ -32,10 +32,8 @@ from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
 from laplace_sampling.methods.budget import Estimate
-from laplace_sampling.methods.by_network_evidence import ByNetworkEvidence, has_network_noise
 from laplace_sampling.methods.fit import Fit, Task, Tuned
 from laplace_sampling.methods.method import Choice, Tuning, has_path
-from laplace_sampling.methods.network_score import path_of
 from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, basis_that_fits
 from laplace_sampling.networks.linearisation import Linearisation
@@ -48,14 +46,13 @@ from laplace_sampling.solvers.checks import check_whole
 from laplace_sampling.solvers.krylov import CG, BlockKrylov
 from laplace_sampling.solvers.operator import row_products
 from laplace_sampling.solvers.preconditioners import Factored as FactoredCurvature
-from laplace_sampling.solvers.quadrature import Quadrature
 from laplace_sampling.solvers.solver import Solver
 
 __all__ = ["MODE_PASSES", "Factored", "FactoredFit"]
 
 _KINDS = ("kfac", "diagonal", "last_layer")
-# Relative accuracy of the norm of the mode along a path, and residual of samples, which have none but rounding.
-_ACCURACY, _RESIDUAL = 2e-3, 1e-6
+# Residual of samples, which have none but rounding.
+_RESIDUAL = 1e-6
 # Samples that are drawn together.
 _FEW = 16
 # Gradients that Kronecker factors are from at least, where the budget pays for no more: see `BASIS_DATA`.
@@ -182,7 +179,7 @@ class Factored(SolverMethod):
     def tune(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
         by_network = self._by_network(task.model.likelihood, tuning.criterion)
         if task.selection is None and by_network and has_path(task):
-            task = replace(task, selection=ByNetworkEvidence(task, tuning.noise_bounds))
+            task = replace(task, selection=ByNetworkEvidence(task.trained_weights, tuning.noise_bounds))
         return super().tune(task, tuning)
 
     def covariance_path(self, task: Task) -> CovariancePath:
@@ -197,10 +194,6 @@ class Factored(SolverMethod):
 
     def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
         return sampled.residual, _RESIDUAL
-
-    def network_traces(self, fit: Fit, decades: float) -> EvidencePath:
-        assert isinstance(fit, FactoredFit)
-        return path_of(fit.task, fit.eigenvalues)
 
     def fit_of(self, *parts: Any) -> "FactoredFit":
         return FactoredFit(*parts)
@@ -303,49 +296,15 @@ class FactoredFit(SolverFit):
             description=f"{_LEFT_OUT} samples for the scale" if self.task.progress else None,
         ).samples
 
-    def _moments(self) -> tuple[float, float, float]:
-        traces = self._traces()
-        shares = traces.nodes / (traces.nodes + self.alpha)
-        return float(shares.sum()), 2 * float(shares.square().sum()), 0.0
-
     @property
     def eigenvalues(self) -> Float[Tensor, " P"]:
         """All of `M̂`, in coordinates in which the prior has one precision."""
         even = (self.alpha / self.prior.spread()).sqrt()
         return self.curvature.congruent(even).eigenvalues()
 
-    def _traces(self) -> Quadrature:
-        return Quadrature.of_eigenvalues(self.eigenvalues)
+    def traces(self, decades: float) -> Traces:
+        return Traces.of_eigenvalues(self.eigenvalues, self.alpha)
 
-    def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
-        return (self._evidence_here() if decades is None else self._evidence_around(decades)), []
-
-    def _evidence_around(self, decades: float) -> EvidencePath:
-        run, _ = evidence_path(
-            self.model,
-            self.prior,
-            Draws(1, self.task.seed, Stream.EVIDENCE),
-            self.scaled_mode,
-            accuracy=_ACCURACY,
-            decades=decades,
-        )
-        return replace(run, traces=self._traces(), exact=True, full=False)
-
-    def _evidence_here(self) -> EvidencePath:
-        """One node at zero gives the norm and the loss of the mode."""
-        mode = self.mode
-        energy = float((self.prior.diagonal().double() * mode.weights.double() ** 2).sum())
-        zero = torch.zeros(1, dtype=torch.float64)
-        weight = torch.full((1, 1), self.alpha * energy, dtype=torch.float64)
-        noise = self.model.likelihood.noise_precisions()
-        return EvidencePath(
-            traces=self._traces(),
-            fit=Quadrature(zero, weight, weight),
-            loss=self.model.total_loss(mode.outputs) + energy,
-            num_outputs=self.model.num_observations,
-            size=self.ggn.size,
-            noise_precision=None if noise is None or noise.dim() else float(noise),
-            at=self.alpha,
-            exact=True,
-            passes=0.0,
-        )
+    @property
+    def known_traces(self) -> Traces:
+        return self.traces(0.0)

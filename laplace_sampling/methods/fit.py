@@ -3,13 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.evidence.curves import EvidencePath
+from laplace_sampling.evidence.curves import EvidencePath, ModeCurve, Traces, knots
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.features import Features, ScaledFeatures
@@ -24,6 +25,7 @@ from laplace_sampling.predictions.diagnosis import Accuracy
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
 from laplace_sampling.solvers.checks import check_finite
+from laplace_sampling.solvers.solver import whitening
 
 if TYPE_CHECKING:
     from laplace_sampling.methods.method import Method
@@ -111,6 +113,12 @@ class Task:
         ggn = self.ggn()
         return replace(ggn, features=ScaledFeatures(ggn.features, self.prior.scale.to(ggn.device, ggn.dtype)))
 
+    def whitened_ggn(self) -> GGN:
+        """`M` in coordinates in which the prior has one precision, its overall one."""
+        ggn, (_, white) = self.ggn(), whitening(self.prior.spread(), overall_precision(self.prior))
+        scale = (self.prior.scale * white).to(ggn.device, ggn.dtype)
+        return replace(ggn, features=ScaledFeatures(ggn.features, scale))
+
 
 @dataclass(frozen=True)
 class Tuned:
@@ -121,7 +129,6 @@ class Tuned:
         converged: `None` if the hyperparameters were given.
         at_bounds: groups, or `"noise"`, whose precision ended at a bound.
         problems: what went wrong, in words.
-        path: curves of the evidence at the end.
         mode: where the search for the mode may start, `[P]`, unscaled.
         work: what the method made while tuning and needs again: a solver with its preconditioner, or a decomposition.
         noise_before: noise precisions at which the curvature of `work` was taken.
@@ -133,7 +140,6 @@ class Tuned:
     converged: bool | None = None
     at_bounds: tuple[str, ...] = ()
     problems: list[str] = field(default_factory=list)
-    path: EvidencePath | None = None
     mode: Float[Tensor, " P"] | None = None
     work: Any = None
     noise_before: Tensor | None = None
@@ -149,29 +155,26 @@ class Fit(ABC):
         task: with the method, and the model and the prior at the hyperparameters of the posterior.
         tuned: how these were found.
         sampled: the samples that are kept; without them in what `LinearisedLaplace` holds.
-        known_mode: the mode once it was needed, of all copies of the fit.
+        known_mode: the mode, if it was needed for the fit.
     """
 
     task: Task
     tuned: Tuned
     sampled: PosteriorSamples | None = field(default=None, kw_only=True)
-    known_mode: list[Mode] = field(default_factory=list, kw_only=True, repr=False)
+    known_mode: Mode | None = field(default=None, kw_only=True, repr=False)
 
-    @property
+    @cached_property
     def mode(self) -> Mode:
         """The mode of the linear model, which is found when it is first asked for: samples do not need it."""
-        if not self.known_mode:
-            self.known_mode.append(self.find_mode())
-        return self.known_mode[0]
+        return self.known_mode or self.find_mode()
 
     @abstractmethod
     def find_mode(self) -> Mode:
         """The mode, from the training data."""
 
-    @property
-    def needs_mode(self) -> bool:
-        """Whether the hyperparameters are verified by it."""
-        return self.tuned.criterion == "evidence"
+    def with_mode(self) -> Self:
+        """The fit with its mode, if its hyperparameters are verified by that."""
+        return replace(self, known_mode=self.find_mode()) if self.tuned.criterion == "evidence" else self
 
     @property
     def method(self) -> "Method":
@@ -195,11 +198,6 @@ class Fit(ABC):
         """`M`."""
         return self.task.ggn()
 
-    @property
-    def path(self) -> EvidencePath | None:
-        """Curves of the evidence that are known already."""
-        return self.tuned.path
-
     @abstractmethod
     def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
         """Posterior samples."""
@@ -209,8 +207,24 @@ class Fit(ABC):
         """Residuals of samples, and the tolerance they should be below."""
 
     @abstractmethod
-    def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
-        """Curves of the evidence, so far to both sides of `α` (`None`: there only), and what is inaccurate."""
+    def traces(self, decades: float) -> Traces:
+        """Traces of the curvature that are accurate so far to both sides of `α`."""
+
+    @property
+    def known_traces(self) -> Traces | None:
+        """The same where all eigenvalues are known."""
+        return None
+
+    @abstractmethod
+    def mode_curve(self, alphas: Float[Tensor, " k"]) -> ModeCurve:
+        """Objective and norm of the mode along `α`, from the modes at some rising precisions."""
+
+    def evidence(self, decades: float) -> tuple[EvidencePath, list[str]]:
+        """Curves of the evidence, so far to both sides of `α`, and what is inaccurate."""
+        path = EvidencePath(self.traces(decades), self.mode_curve(knots(self.alpha, decades)))
+        minimum = self.mode.minimum
+        problems = [f"the mode, whose residual is {minimum.residual:.2g}, has not converged"]
+        return path, [] if minimum.converged else problems
 
     def covariance_at(self, features: Features) -> FunctionCovariance | None:
         """The covariance of the function at other inputs, where it takes the training data."""
@@ -262,11 +276,15 @@ class Fit(ABC):
     def check_finite(self) -> None:
         """Raises a `FloatingPointError` if the hyperparameters, or the mode as far as it is known, are not finite."""
         noise, hyperparameters = self.model.likelihood.noise_precisions(), {"prior precision": self.prior.precision}
-        if self.known_mode:
-            hyperparameters["mode"] = self.mode.weights
+        if self.known_mode is not None:
+            hyperparameters["mode"] = self.known_mode.weights
         check_finite(
             self.method.name, hyperparameters if noise is None else {**hyperparameters, "noise precision": noise}
         )
+
+    def at(self, prior: GaussianPrior) -> Self:
+        """The fit of another prior, without what was found for this one."""
+        return replace(self, task=replace(self.task, prior=prior), sampled=None, known_mode=None)
 
     def without_samples(self) -> "Fit":
         """The same without its samples, which somebody else holds, and without those that it started from."""
@@ -277,7 +295,7 @@ class Fit(ABC):
     @property
     def solved(self) -> bool:
         """Whether the mode and the samples, as far as there are any, have converged."""
-        mode = not self.known_mode or self.mode.minimum.converged
+        mode = self.known_mode is None or self.known_mode.minimum.converged
         return mode and (self.sampled is None or self.sampled.converged)
 
     @property
@@ -298,7 +316,7 @@ class Fit(ABC):
     def problems(self) -> list[str]:
         """All that is wrong with the fit, in words."""
         unsolved = []
-        if self.known_mode and not (minimum := self.mode.minimum).converged:
+        if self.known_mode is not None and not (minimum := self.known_mode.minimum).converged:
             unsolved.append(f"The mode of the linear model has not converged: residual {minimum.residual:.2g}.")
         if self.sampled is not None and not self.sampled.converged and not self.tolerable:
             unsolved.append(self.unconverged(self.sampled))

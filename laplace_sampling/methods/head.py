@@ -5,24 +5,20 @@ samples, covariances and evidence are closed forms for every prior precision. It
 few weights and for a regression, else a Kronecker product.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
-import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.evidence.dense_curves import Spectrum
 from laplace_sampling.linear_model.dense_curvature import DenseCurvature
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.head_curvature import head_block, head_matrix, head_of, is_exact
-from laplace_sampling.linear_model.kronecker import KroneckerBlock
 from laplace_sampling.methods.factored import Factored, FactoredFit
 from laplace_sampling.methods.fit import Task, Tuned
 from laplace_sampling.methods.method import Tuning, has_path
 from laplace_sampling.methods.problem import Problem
-from laplace_sampling.methods.solver_method import follow_path, tuned_by
+from laplace_sampling.methods.solver_method import tuned_by_spectrum
 from laplace_sampling.predictions.covariance_path import CovariancePath
 from laplace_sampling.predictions.diagnosis import Accuracy
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
@@ -30,6 +26,10 @@ from laplace_sampling.predictions.head_covariance import HeadPath, factored_cova
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
 
 __all__ = ["Head", "HeadFit"]
+
+
+# Tolerance of the mode in a search for the largest evidence: a definition.
+_MODE_ACCURACY = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,28 +53,22 @@ class Head(Factored):
     def tune_by_evidence(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
         if not (has_path(task) and is_exact(task.ggn())):
             return super().tune_by_evidence(task, tuning)
-        solver = self.make_solver(task, tuning.tolerance, None)
-        return tuned_by(follow_path(task, tuning, exact=True, spectrum_of=_spectrum), task, tuning, solver)
+        # The mode to rounding, nearly, as the other numbers are.
+        solver = self.make_solver(task, _MODE_ACCURACY, None)
+        return tuned_by_spectrum(task, tuning, solver, *_spectrum(task.scaled_ggn()))
 
     def fit_of(self, *parts: object) -> "HeadFit":
         return HeadFit(*parts)  # pyright: ignore[reportArgumentType]
 
 
-def _spectrum(ggn: GGN) -> Spectrum:
-    """All eigenvalues of the curvature of a linear layer, in scaled coordinates."""
+def _spectrum(ggn: GGN) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """All eigenvalues of the curvature of a linear layer, and the coordinates of vectors in its eigenvectors."""
     if (block := head_block(ggn)) is not None:
-        return Spectrum(block.eigenvalues.flatten(), lambda v: block.turned(v).flatten(1), partial(_back, block))
+        return block.eigenvalues.flatten(), lambda v: block.turned(v).flatten(1)
     matrix = head_matrix(ggn)
     assert matrix is not None
     curvature = DenseCurvature.of(matrix, 0.0)
-    return Spectrum(curvature.spectrum, lambda v: v @ curvature.vectors, lambda v: v @ curvature.vectors.T)
-
-
-def _back(block: KroneckerBlock, turned: Float[Tensor, "K m"]) -> Float[Tensor, "K P"]:
-    """Vectors from their coordinates in the eigenvectors of a block of all weights."""
-    out = torch.empty_like(turned)
-    out[:, block.index] = block.U_G @ turned.reshape(-1, *block.index.shape) @ block.U_A.mT
-    return out
+    return curvature.spectrum, lambda v: v @ curvature.vectors
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,29 @@
-"""`Krylov`: block Krylov on all data, and hyperparameters from an evidence path."""
+"""`Krylov`: block Krylov on all data."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from laplace_sampling.evidence.curves import Traces
+from laplace_sampling.evidence.network_evidence import NetworkEvidence
+from laplace_sampling.linear_model.bounds import clamped
 from laplace_sampling.linear_model.sampling import PosteriorSamples
-from laplace_sampling.methods.fit import Fit, Task, Tuned
+from laplace_sampling.methods.fit import Task, Tuned
 from laplace_sampling.methods.method import Tuning, has_path
 from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.methods.solver_method import (
     BASIS_STACKS,
     SolverMethod,
     basis_that_fits,
-    follow_path,
-    tuned_by,
+    settled,
+    traces_of,
+    tuned_by_traces,
 )
 from laplace_sampling.methods.start import Start
 from laplace_sampling.solvers.krylov import CG, BlockKrylov
 from laplace_sampling.solvers.preconditioners import Nystrom, Preconditioner
 from laplace_sampling.solvers.solver import Solver
-
-__all__ = ["Krylov"]
 
 # The fewest vectors of a Krylov basis that are worth having. A linear layer of 9,003 weights with 16 samples and 500
 # vectors of memory takes 24 passes with a basis, at half the same; at twice there is none, and it takes 69.
@@ -29,15 +32,17 @@ LEAST_BASIS = 64
 # half a fit that may take 100 vectors takes 139, at twice the rank is half and 82 passes replace 70. The largest rank
 # makes no difference to that fit at half and at twice; it bounds the cost of the decomposition.
 _NYSTROM_STACKS, _LARGEST_RANK, _BLOCK = 18, 256, 16
+# Of the modes of a search for the largest evidence, an error of the function that leaves `‖θ̄‖²` accurate enough.
+_MODE_ACCURACY = 2e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Krylov(SolverMethod):
     """Block Krylov on all data: a few passes for all samples together, whatever `N` is.
 
-    The hyperparameters are those of MacKay's fixed point on curves of the evidence, which the Krylov run of a few
-    probes gives for every `α` (`fit_path`); for a layer-wise prior or several noise precisions, those of EM on samples.
-    Where memory holds no basis worth having, conjugate gradients with a Nyström preconditioner take its place.
+    Prior and noise precision are at MacKay's fixed point: a Krylov run of a few probes gives the effective dimension
+    for every `α`, and each precision that is tried takes a mode. Where memory holds no basis worth having, conjugate
+    gradients with a Nyström preconditioner take its place.
     """
 
     @property
@@ -104,22 +109,26 @@ class Krylov(SolverMethod):
         solver = self.make_solver(task, tuning.tolerance, None)
         if not (isinstance(solver, BlockKrylov) and has_path(task)):
             return self.tune_by_em(task, tuning, solver)
-        result = follow_path(task, tuning, max_basis=solver.max_basis)
-        precise = task.in_float64() if result.rounded else None
-        if precise is not None:
-            return self.tune_by_evidence(precise, tuning)
-        if not result.full:
-            return tuned_by(result, task, tuning, solver)
-        # The basis was full before the curves were accurate: EM goes on from what they gave.
-        task = replace(task, model=task.model.with_likelihood(result.likelihood), prior=result.prior)
-        return self.tune_by_em(task, tuning, solver)
 
-    def fit(self, task: Task, tuned: Tuned, tolerance: float) -> Fit:
-        fit = super().fit(task, tuned, tolerance)
-        if fit.solved or fit.cut_short:
-            return fit
-        precise = task.in_float64()
-        return fit if precise is None else super().fit(precise, replace(tuned, work=None), tolerance)
+        def ratio(traces: Traces) -> float:
+            """Where the evidence of the network itself is largest, which needs no mode."""
+            alpha, factor = NetworkEvidence.of(task.model, task.prior, task.trained_weights, traces).best()
+            return clamped(alpha / factor, tuning.precision_bounds)
+
+        def near(found: Traces) -> bool:
+            return settled(found, ratio(found) * torch.tensor([0.1, 1.0, 10.0], dtype=torch.float64))
+
+        def accurate(found: Traces) -> bool:
+            gamma, error = found.effective_dimension(torch.tensor([ratio(found)], dtype=torch.float64))
+            # What the data do not determine tells the noise.
+            free = max(task.model.num_observations - float(gamma), 0.0)
+            return near(found) and (not task.model.likelihood.learns_noise or float(error) <= tuning.tolerance * free)
+
+        traces = traces_of(task, accurate)
+        if traces.full and not near(traces):
+            return self.tune_by_em(task, tuning, solver)
+        modes = CG(_MODE_ACCURACY).within(task.budget.for_tuning)
+        return tuned_by_traces(task, tuning, traces, modes, ratio(traces), _MODE_ACCURACY, solver)
 
     def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
         assert isinstance(solver, BlockKrylov | CG)

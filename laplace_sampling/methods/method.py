@@ -2,14 +2,14 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from laplace_sampling.evidence.curves import EvidencePath
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.bounds import AtBounds, check_bounds
@@ -93,33 +93,84 @@ def tuned_by_selection(
     weights = task.trained_weights.double() / task.prior.scale.to(task.trained_weights.device).double()
     norm = float(weights.square().sum())
     selected = selection.select(task.model, path, tuning.precision_bounds, task.seed, norm, near)
-    model = task.model.with_likelihood(selected.likelihood)
-    noise, loss = model.likelihood.noise_precisions(), model.total_loss(model.network_outputs)
-    prior = task.prior.with_precision(torch.tensor([selected.alpha], dtype=torch.float64))
+    return tuned_at(
+        task,
+        tuning,
+        selected.alpha,
+        selected.likelihood,
+        started=started,
+        effective_dimension=selected.effective_dimension,
+        passes=path.passes + selected.passes,
+        problems=selected.problems,
+        work=path.work,
+        criterion=selection.name,
+        calibration=selected.calibration,
+    )
+
+
+def tuned_at(
+    task: Task,
+    tuning: Tuning,
+    alpha: float,
+    likelihood: Likelihood,
+    *,
+    started: float,
+    effective_dimension: float,
+    passes: float,
+    effective_dimension_se: float | None = None,
+    mode_norm: float | None = None,
+    loss: float | None = None,
+    mode_residual: float | None = None,
+    converged: bool = True,
+    problems: Sequence[str] = (),
+    **kept: Any,
+) -> tuple[Task, Tuned]:
+    """The task at hyperparameters that were found in one step, and the record of that.
+
+    Args:
+        task: before.
+        tuning: what was asked.
+        alpha: the prior precision.
+        likelihood: with its noise precision.
+        started: when the search began, by `time.perf_counter`.
+        effective_dimension: as of a `Step`, and so are `passes`, `effective_dimension_se`, `mode_norm`, `loss` (by
+            default that of the network) and `mode_residual`.
+        passes: see there.
+        effective_dimension_se: see there.
+        mode_norm: see there.
+        loss: see there.
+        mode_residual: see there.
+        converged: whether there is a maximum; a bound and `problems` say that there is none.
+        problems: what is wrong, in words.
+        kept: other attributes of `Tuned`.
+    """
+    model, noise = task.model.with_likelihood(likelihood), likelihood.noise_precisions()
+    prior = task.prior.with_precision(torch.tensor([alpha], dtype=torch.float64))
+    network_loss = model.total_loss(model.network_outputs)
     step = Step(
         step=1,
         prior_precision=prior.precision.tolist(),
         new_prior_precision=prior.precision.tolist(),
         noise_precision=None if noise is None else noise.reshape(-1).tolist(),
-        effective_dimension=[selected.effective_dimension],
-        mode_norm=None,
-        loss=loss,
-        network_loss=loss,
-        passes=path.passes + selected.passes,
+        effective_dimension=[effective_dimension],
+        effective_dimension_se=None if effective_dimension_se is None else [effective_dimension_se],
+        mode_norm=None if mode_norm is None else [mode_norm],
+        loss=network_loss if loss is None else loss,
+        network_loss=network_loss,
+        mode_residual=mode_residual,
+        passes=passes,
         seconds=time.perf_counter() - started,
     )
     if tuning.callback is not None:
         tuning.callback(step)
-    at_bounds = AtBounds.of(prior, selected.likelihood, tuning.precision_bounds, tuning.noise_bounds)
+    at_bounds = AtBounds.of(prior, likelihood, tuning.precision_bounds, tuning.noise_bounds)
     tuned = Tuned(
         history=[step],
-        converged=not (at_bounds.names or selected.problems),
+        converged=converged and not (at_bounds.names or problems),
         at_bounds=at_bounds.names,
-        problems=[*at_bounds.problems, *selected.problems],
-        work=path.work,
+        problems=[*at_bounds.problems, *problems],
         noise_before=task.model.likelihood.noise_precisions(),
-        criterion=selection.name,
-        calibration=selected.calibration,
+        **kept,
     )
     return replace(task, model=model, prior=prior), tuned
 
@@ -191,7 +242,10 @@ class Method(ABC):
     @property
     def advice(self) -> str:
         """What to do about a solve that did not converge."""
-        return "Float64 weights help where the problem is badly conditioned, a larger prior precision too."
+        return (
+            "Float64 weights (`model.double()`) help where the problem is badly conditioned, a larger prior precision "
+            'too, and method="exact" where it fits.'
+        )
 
     @property
     def residual_kind(self) -> str:
@@ -324,10 +378,6 @@ class Method(ABC):
             tuned: from `tune`, or `Tuned()` if the hyperparameters were given.
             tolerance: relative error of predicted standard deviations.
         """
-
-    @abstractmethod
-    def network_traces(self, fit: Fit, decades: float) -> EvidencePath:
-        """Traces of the curvature at the network's outputs, so far to both sides of the precision of a fit's prior."""
 
     def restore(self, problem: Problem, prior: GaussianPrior, tensors: dict[str, Tensor]) -> Fit:
         """The fit of a saved posterior whose `Fit.saves_data` is true, from its prior and its `Fit.tensors`."""

@@ -10,19 +10,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.evidence.curves import EvidencePath
-from laplace_sampling.evidence.step import Step
+from laplace_sampling.evidence.curves import EvidencePath, ModeCurve, Traces
 from laplace_sampling.gp.evidence import HyperparameterBounds
 from laplace_sampling.gp.posterior import GramCovariance, GramPosterior, of_largest_evidence
 from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.linear_model.bounds import AtBounds
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.held_rows import HeldRows
 from laplace_sampling.linear_model.mode_objective import Mode
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods.fit import Fit, Task, Tuned
-from laplace_sampling.methods.method import Tuning
+from laplace_sampling.methods.method import Tuning, tuned_at
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
 from laplace_sampling.solvers.solver import Minimum
@@ -69,40 +67,29 @@ def tuned_by_gram_matrix(task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
     if better is not None:
         task = better
         posterior, optimum = of_largest_evidence(task.model, task.prior, bounds)
-    fitted, prior = posterior.model, posterior.prior
-    likelihood, noise = fitted.likelihood, fitted.likelihood.noise_precisions()
-    step = Step(
-        step=1,
-        prior_precision=prior.precision.tolist(),
-        new_prior_precision=prior.precision.tolist(),
-        noise_precision=None if noise is None else noise.reshape(-1).tolist(),
-        effective_dimension=[posterior.effective_dimension()],
-        mode_norm=[posterior.mode.norm],
+    fitted, likelihood = posterior.model, posterior.model.likelihood
+    # A search that ends at a bound has done its work, and a mode that has not converged has a warning of its own.
+    problem = (
+        "`fit_hyperparameters` found no maximum of the evidence to rounding: its gradient in log α and log b is "
+        f"{optimum.gradient[0]:.2g}, {optimum.gradient[1]:.2g}. Check the data, or use `model.double()`."
+    )
+    task, tuned = tuned_at(
+        task,
+        tuning,
+        posterior.precisions[0],
+        likelihood,
+        started=started,
+        effective_dimension=posterior.effective_dimension(),
+        mode_norm=posterior.mode.norm,
         loss=fitted.total_loss(posterior.mode.outputs),
-        network_loss=fitted.total_loss(fitted.network_outputs),
         mode_residual=None if likelihood.quadratic else posterior.mode.residual,
         passes=float(fitted.features.num_outputs),
-        seconds=time.perf_counter() - started,
-    )
-    if tuning.callback is not None:
-        tuning.callback(step)
-    at_bounds = AtBounds.of(prior, likelihood, tuning.precision_bounds, tuning.noise_bounds)
-    problems = list(at_bounds.problems)
-    # A search that ends at a bound has done its work, and a mode that has not converged has a warning of its own.
-    if not optimum.converged and not optimum.at_bounds:
-        problems.append(
-            "`fit_hyperparameters` found no maximum of the evidence to rounding: its gradient in log α and log b is "
-            f"{optimum.gradient[0]:.2g}, {optimum.gradient[1]:.2g}. Check the data, or use `model.double()`."
-        )
-    tuned = Tuned(
-        history=[step],
-        converged=optimum.converged and not at_bounds.names,
-        at_bounds=at_bounds.names,
-        problems=problems,
+        converged=optimum.converged,
+        problems=[] if optimum.converged or optimum.at_bounds else [problem],
         work=posterior,
         criterion="evidence",
     )
-    return replace(task, model=fitted, prior=prior), tuned
+    return replace(task, model=fitted, prior=posterior.prior), tuned
 
 
 def with_better_rows(task: Task, posterior: GramPosterior) -> Task | None:
@@ -120,10 +107,7 @@ def with_better_rows(task: Task, posterior: GramPosterior) -> Task | None:
 
 
 def observation_space_fit(task: Task, tuned: Tuned, posterior: GramPosterior) -> "ObservationSpaceFit":
-    fit = ObservationSpaceFit(task, tuned, posterior)
-    if fit.needs_mode:
-        fit.known_mode.append(fit.find_mode())
-    return fit
+    return ObservationSpaceFit(task, tuned, posterior).with_mode()
 
 
 @dataclass(frozen=True)
@@ -179,13 +163,15 @@ class ObservationSpaceFit(Fit):
             f"{min(100 * self._lost, 100):.0f} %. Raise the prior precision, or lower that of the noise.",
         ]
 
-    @property
-    def path(self) -> EvidencePath:
-        return self._curves
+    def traces(self, decades: float) -> Traces:
+        return Traces.of_eigenvalues(self.posterior.precisions[1] * self.posterior.eigenvalues, self.alpha)
 
-    @cached_property
-    def _curves(self) -> EvidencePath:
-        return self.posterior.curves()
+    @property
+    def known_traces(self) -> Traces:
+        return self.traces(0.0)
+
+    def mode_curve(self, alphas: Float[Tensor, " k"]) -> ModeCurve:
+        return self.posterior.mode_curve(alphas)
 
     @property
     def saves_data(self) -> bool:
@@ -233,13 +219,11 @@ class ObservationSpaceFit(Fit):
     def judge(self, sampled: PosteriorSamples) -> tuple[Tensor, float]:
         return sampled.residual, _RESIDUAL
 
-    def evidence(self, decades: float | None) -> tuple[EvidencePath, list[str]]:
-        problems = []
-        if not (minimum := self.mode.minimum).converged:
-            problems.append(f"the mode, whose residual is {minimum.residual:.2g}, has not converged")
+    def evidence(self, decades: float) -> tuple[EvidencePath, list[str]]:
+        path, problems = super().evidence(decades)
         if self._lost > MOST_LOST:
             problems.append("the data determine the function better than float64 carries")
-        return self._curves, problems
+        return path, problems
 
     def leave_one_out(self) -> LeaveOneOut:
         return self.posterior.leave_one_out()

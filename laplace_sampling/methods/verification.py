@@ -36,6 +36,9 @@ def _balances(fit: Fit) -> Iterator[Check]:
     if fit.sampled is None or not (by_evidence and fit.solved and fit.tuned.converged) or fit.tuned.at_bounds:
         return
     gamma, error = (t.cpu() for t in fit.sampled.effective_dimension())
+    if len(fit.sampled.energies) < FEW_SAMPLES:
+        # Few samples say little of their own spread, whose variance is `2 Tr (H⁻¹M)²`, at most `2γ`.
+        error = error.nan_to_num(0).maximum((2 * gamma / len(fit.sampled.energies)).sqrt())
     # The search has an error of its own.
     of_search = torch.tensor(fit.tuned.history[-1].effective_dimension_se or [0.0] * len(gamma), dtype=torch.float64)
     error = (error.nan_to_num(math.inf) ** 2 + of_search.nan_to_num(0) ** 2).sqrt()
@@ -73,7 +76,7 @@ def diagnosis_of(fit: Fit, weights: Float[Tensor, " P"], linear_model: str) -> D
     """The checks of a fit that has samples; `weights` are `w̄`, and `linear_model` is its name."""
     sampled, features = fit.sampled, fit.model.features
     assert sampled is not None
-    minimum = fit.mode.minimum if fit.known_mode else None
+    minimum = fit.known_mode.minimum if fit.known_mode is not None else None
     by_group, errors = sampled.effective_dimension()
     gamma = float(by_group.sum()), float(errors.norm())
     num, reference, outputs = len(sampled.energies), _reference(fit), fit.model.network_outputs
@@ -126,10 +129,10 @@ def diagnosis_of(fit: Fit, weights: Float[Tensor, " P"], linear_model: str) -> D
 
 
 def _reference(fit: Fit) -> tuple[float, float] | None:
-    """`γ` by the curves of the evidence, and its standard error."""
-    if fit.path is None:
+    """`γ` by the eigenvalues of the curvature, and its standard error."""
+    if fit.known_traces is None:
         return None
-    gamma, error = fit.path.effective_dimension(torch.tensor([fit.alpha], dtype=torch.float64))
+    gamma, error = fit.known_traces.effective_dimension(torch.tensor([fit.alpha], dtype=torch.float64))
     return float(gamma), float(error)
 
 
@@ -148,9 +151,9 @@ def _of_solves(fit: Fit) -> Iterator[Check]:
     # A solver may stop at its limit of steps with residuals that happen to be small.
     converged = fit.sampled.converged or fit.tolerable
     yield Check.question("samples converged, says the solver", converged, sentence)
-    if fit.known_mode:
+    if fit.known_mode is not None:
         sentence = f"The mode has not converged, but α, the noise, and maybe the curvature depend on it. {fit.advice}"
-        minimum = fit.mode.minimum
+        minimum = fit.known_mode.minimum
         yield Check.question(f"mode converged (residual {minimum.residual:.2g})", minimum.converged, sentence)
 
 

@@ -4,24 +4,24 @@ torch has derivatives that are wrong, and nothing says so. Forward mode is compa
 float64 before an error is raised: a unit of almost no input may be on in one pass and off in another.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from laplace_sampling.data.batches import num_rows, place, take
+from laplace_sampling.networks.agreement import rounding
+from laplace_sampling.networks.derivative_rules import ComposedLayers, forward_mode_kernels
+from laplace_sampling.networks.jacobian_products import origin_of
 from laplace_sampling.networks.linearisation import Linearisation
-from laplace_sampling.networks.wrong_rules import wrong_forward_rule
+from laplace_sampling.networks.shell import Shell
 from laplace_sampling.solvers.placement import normal
 
-# The constants were tried on an MLP, a CNN, a transformer and 12 instance normalisations in three precisions.
-
-# Differences that rounding brings about, as a power of the precision of the numbers: 2e-3 in float32, 0.1 in bfloat16.
-# The networks differed by at most 1e-6 and 0.05. At 0.8 it would be 0.02 in bfloat16, which refuses one of them; at 0.2
-# derivatives that are wrong by 4 % in float32 would pass.
-_ROUNDING_EXPONENT = 0.4
 # How far a datum by itself may be from one in a batch: layers quantised dynamically take their range from the batch,
 # and differed by 0.007. Half and twice of it accept the same networks.
 _COUPLING = 0.05
@@ -116,7 +116,7 @@ def _problem(network: Linearisation, x: Any) -> str | None:
             f"{name} runs on the first batch of the data, but not on one or two of them: {type(error).__name__}, "
             f"{error} {_INDEPENDENT}"
         ) from error
-    rounding = _rounding(network)
+    allowed = _rounding(network)
     u = normal(2, *outputs.shape, seed=generator, dtype=network.dtype, device=network.device)
     pulled = network.vjp(x, u)
     if problem := _missed_weights(network, x, u[0], pulled[0]):
@@ -125,7 +125,7 @@ def _problem(network: Linearisation, x: Any) -> str | None:
     product, single_product = network.jvp(x, v), network.jvp(second, v[:1])
     if not all(bool(values.isfinite().all()) for values in (outputs, single_output, product, single_product)):
         return None  # the fit itself says what is not finite
-    coupling = max(rounding, _COUPLING)
+    coupling = max(allowed, _COUPLING)
     for quantity, of_pair, of_second, single in (
         ("outputs", outputs, outputs[-1:], single_output),
         ("products `φv`", product[:1], product[:1, -1:], single_product),
@@ -137,8 +137,8 @@ def _problem(network: Linearisation, x: Any) -> str | None:
                 f"datum by itself and beside the first differ by {difference:.2g} of their size. {_INDEPENDENT}"
             )
     single_u = u[:1, -1:]
-    return _not_adjoint(network, v, product, u, pulled, rounding) or _not_adjoint(
-        network, v[:1], single_product, single_u, network.vjp(second, single_u), rounding
+    return _not_adjoint(network, v, product, u, pulled, allowed) or _not_adjoint(
+        network, v[:1], single_product, single_u, network.vjp(second, single_u), allowed
     )
 
 
@@ -169,11 +169,11 @@ def _missed_weights(network: Linearisation, x: Any, u: Tensor, pulled: Tensor) -
     gradient = dict(zip(network.shell.names, plain.split(network.shell.sizes), strict=True))
     random = network.unflatten(torch.ones_like(pulled))  # of a parameter some elements may be known
     # Where a gradient is zero but for rounding, as before a normalisation, it is compared with that of all weights.
-    rounding, size = _rounding(network), torch.stack([part.norm() for part in gradient.values()]).norm()
+    allowed, size = _rounding(network), torch.stack([part.norm() for part in gradient.values()]).norm()
     missed = []
     for name, part in network.unflatten(pulled).items():
-        difference = ((gradient[name].reshape(part.shape) - part) * random[name]).norm()
-        if difference > rounding * gradient[name].norm() and difference > rounding**2 * size:
+        missing = ((gradient[name].reshape(part.shape) - part) * random[name]).norm()
+        if missing > allowed * gradient[name].norm() and missing > allowed**2 * size:
             missed.append(f"`{name}`")
     if not missed:
         return None
@@ -183,15 +183,15 @@ def _missed_weights(network: Linearisation, x: Any, u: Tensor, pulled: Tensor) -
 
 def _rounding(network: Linearisation) -> float:
     dtype = network.module_dtype if network.autocast is None else network.autocast
-    return torch.finfo(dtype).eps ** _ROUNDING_EXPONENT
+    return rounding(dtype)
 
 
 def _not_adjoint(
-    network: Linearisation, v: Tensor, pushed: Tensor, u: Tensor, pulled: Tensor, rounding: float
+    network: Linearisation, v: Tensor, pushed: Tensor, u: Tensor, pulled: Tensor, allowed: float
 ) -> str | None:
     """Compares `⟨u, φv⟩`, `pushed` being `φv`, with `⟨φᵀu, v⟩`, `pulled` being `φᵀu`."""
     forward, reverse = (u * pushed).sum((1, 2)), (v * pulled).sum(1)
-    if _near(forward, reverse, pushed, rounding):
+    if _near(forward, reverse, pushed, allowed):
         return None
     reason = _OTHER_DERIVATIVE if network.lacking is None else _LACKING.format(network.lacking)
     return _TwoJacobians(
@@ -225,3 +225,94 @@ _LACKING = (
 
 def _near(a: Tensor, b: Tensor, scale: Tensor, allowed: float) -> bool:
     return float((a - b).norm()) <= allowed * float(scale.norm())
+
+
+# Operations whose forward derivative is wrong ----------------------------------------------------------------------
+
+
+# Central differences are right to two thirds of the digits with steps of a third of them; derivatives that agree in a
+# third of the digits are the same.
+_STEP = _SAME = torch.finfo(torch.float64).eps ** (1 / 3)
+# What takes a dual number apart: its value alone has no forward derivative.
+_APART = torch._C._VariableFunctions._unpack_dual  # pyright: ignore
+
+
+class _WrongRule(Exception):
+    pass
+
+
+def wrong_forward_rule(shell: Shell, x: Any) -> str | None:
+    """The first operation whose forward derivative is wrong where its reverse one is right, with its module.
+
+    `None` if there is none; what the network or an operation raises is raised.
+
+    Args:
+        shell: a network in float64.
+        x: inputs.
+    """
+    weights = shell.random()
+    num = sum(shell.sizes)
+    tangents = shell.unflatten(normal(1, num, seed=0, dtype=shell.dtype, device=shell.device)[0])
+    try:
+        with torch.enable_grad(), shell.opened(), forward_mode_kernels(layers=False), dual_level(), _Rules():
+            shell.outputs(x)({name: make_dual(w, tangents[name].to(w.dtype)) for name, w in weights.items()})
+    except _WrongRule as found:
+        return origin_of(found, shell.module)
+    return None
+
+
+class _Rules(TorchFunctionMode):
+    """Raises at the first operation whose forward derivative is wrong and whose reverse one is right."""
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == _APART:
+            return func(*args, **(kwargs or {}))
+        values, spec = tree_flatten((args, kwargs or {}))
+        duals = {n: unpack_dual(value) for n, value in enumerate(values) if _has_numbers(value)}
+        changing = {n: dual.tangent for n, dual in duals.items() if dual.tangent is not None}
+        # Operations in place change what they are given.
+        given = [duals[n].primal.detach().clone() if n in duals else value for n, value in enumerate(values)]
+        ways = [tangent.detach().clone() for tangent in changing.values()]
+        output = func(*args, **(kwargs or {}))
+        found = [unpack_dual(value) for value in tree_flatten(output)[0] if _has_numbers(value)]
+        if not changing or not found:
+            return output
+        forward = _flat([torch.zeros_like(p) if t is None else t for p, t in found])
+
+        def at(places: list[Tensor]) -> Tensor:
+            moved = dict(zip(changing, places, strict=True))
+            some = [moved.get(n, value.clone() if n in duals else value) for n, value in enumerate(given)]
+            args, kwargs = tree_unflatten(some, spec)
+            with ComposedLayers():
+                return _flat([value for value in tree_flatten(func(*args, **kwargs))[0] if _has_numbers(value)])
+
+        points = [given[n] for n in changing]
+        try:
+            h = _STEP * float(_flat(points).norm() / _flat(ways).norm())
+            above, below = (at([a + s * h * t for a, t in zip(points, ways, strict=True)]) for s in (1, -1))
+            change = (above - below).detach() / (2 * h)
+            if _same(forward, change) or not _same(self._reverse(at, points, ways, change), change.square().sum()):
+                return output
+        except Exception:  # what has no reverse derivative, say
+            return output
+        raise _WrongRule(f"`{resolve_name(func) or func.__name__}`")
+
+    def _reverse(self, at: Callable, points: list[Tensor], ways: list[Tensor], u: Tensor) -> Tensor:
+        """`⟨∂f/∂a ᵀ u, ȧ⟩`."""
+        leaves = [a.clone().requires_grad_() for a in points]
+        pulled = torch.autograd.grad(at([leaf.clone() for leaf in leaves]), leaves, u, materialize_grads=True)
+        return (_flat(list(pulled)) * _flat(ways)).sum()
+
+
+def _has_numbers(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).norm() <= _SAME * b.norm())

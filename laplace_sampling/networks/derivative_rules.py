@@ -4,7 +4,7 @@ Four things are not as a Jacobian product needs them in torch:
 
 - Some layers have no forward derivative (fused attention, recurrent layers on oneDNN and cuDNN, fused weight
   normalisation, embedding bags), or two derivatives that are not the same. The functions of `elementary_layers` take
-  their places, and those of `control_flow` that of `torch.cond` and its like.
+  their places, also of `torch.cond` and its like.
 - Forward derivatives pass through `torch.no_grad()`, where reverse ones stop. Here both stop, else the two products
   would not be adjoint.
 - Reentrant checkpoints and the weights that a product gives to a module know nothing of each other: see
@@ -30,14 +30,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from laplace_sampling.networks.branches import QUESTIONS
-from laplace_sampling.networks.control_flow import CONTROL_FLOW
 from laplace_sampling.networks.elementary_layers import (
+    CONTROL_FLOW,
     ELEMENTARY_LAYERS,
     BatchNormCall,
     group_norm,
     instance_norm,
     layer_norm,
 )
+from laplace_sampling.networks.tangents import batch_norm_tangents
 
 # Contexts -------------------------------------------------------------------------------------------------------------
 
@@ -260,29 +261,11 @@ def batch_norm(*args: Any, **kwargs: Any) -> Tensor:
 def _fixed_batch_norm(
     input: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, momentum: float, eps: float
 ) -> Tensor:
-    """Batch normalisation with fixed statistics, whose tangent is `ẋ γ/σ + (x - μ) γ̇/σ + β̇`.
-
-    It is linear in the tangents of input, scale and shift, and takes three passes over the data; torch takes seven.
-    """
+    """Batch normalisation with fixed statistics, whose tangent takes three passes over the data; torch takes seven."""
     (x, x_dot), (w, w_dot), (b, b_dot) = _dual_parts(input), _dual_parts(weight), _dual_parts(bias)
     value = F.batch_norm(x, mean, var, w, b, False, momentum, eps)
-    # The tangent is computed in float32 at least, as torch computes the value.
-    scale = (var.to(torch.promote_types(x.dtype, torch.float32)) + eps).rsqrt()
-    axes = (-1, *[1] * (x.dim() - 2))
-    # Terms are added in place, to keep the number of passes over the data small.
-    tangent = None
-    if x_dot is not None:
-        tangent = x_dot * (scale if w is None else scale * w).reshape(axes)
-    if w_dot is not None:
-        slope = w_dot * scale
-        b_dot = -mean * slope if b_dot is None else b_dot - mean * slope
-        slope = slope.reshape(axes)
-        tangent = x * slope if tangent is None else torch.addcmul(tangent, x, slope)
-    if b_dot is not None:
-        shift = b_dot.reshape(axes)
-        tangent = shift.expand_as(value) if tangent is None else tangent.add_(shift)
-    assert tangent is not None
-    return make_dual(value, tangent.to(value.dtype))
+    single = [None if t is None else t[None] for t in (x_dot, w_dot, b_dot)]
+    return make_dual(value, batch_norm_tangents(x, mean, var, w, eps, *single)[0].to(value.dtype))
 
 
 def _torch_batch_norm(

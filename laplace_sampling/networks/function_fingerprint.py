@@ -14,6 +14,7 @@ from torch import Tensor
 
 from laplace_sampling.data.batches import num_bytes, num_rows, place, storable
 from laplace_sampling.data.training_data import TrainingData
+from laplace_sampling.networks.agreement import difference, rounding
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.solving import solving
 
@@ -24,8 +25,6 @@ _NUM_DATA, _MOST_BYTES, _MOST_OUTPUTS = 4, 2**22, 4096
 # float32, by 1e-3 with weights in TF32, and once trained by 0.06 with an autocast to bfloat16 in their forward. Of nine
 # other activations only a leaky ReLU of slope 0.01 for a ReLU differs by less than 0.1 in outputs and derivatives.
 _TOLERANCE = 0.05
-# As `consistency` allows for rounding, which is 0.14 in bfloat16.
-_ROUNDING_EXPONENT = 0.4
 
 
 @dataclass(frozen=True)
@@ -56,13 +55,13 @@ class FunctionFingerprint:
         plain = _plain(network)
         fingerprint = cls(inputs, *_computed(plain, inputs))
         # Its products are as repeatable as its outputs, and take several times as long.
-        same = _relative(_outputs(plain, inputs), fingerprint.outputs) <= _tolerance(network)
+        same = difference(_outputs(plain, inputs), fingerprint.outputs) <= _tolerance(network)
         return fingerprint if same and bool(fingerprint.product.isfinite().all()) else None
 
     def difference(self, network: Linearisation) -> str | None:
         """In words, how far a network is from this one on the same data; `None` if it is the same up to rounding."""
         now = _computed(_plain(network), self.inputs)
-        outputs, product = (_relative(a, b) for a, b in zip(now, (self.outputs, self.product), strict=True))
+        outputs, product = (difference(a, b) for a, b in zip(now, (self.outputs, self.product), strict=True))
         tolerance = _tolerance(network)
         if outputs <= tolerance and product <= tolerance:
             return None
@@ -93,7 +92,7 @@ def _plain(network: Linearisation) -> Linearisation:
 
 def _tolerance(network: Linearisation) -> float:
     """The relative difference that is none."""
-    return max(_TOLERANCE, torch.finfo(network.module_dtype).eps ** _ROUNDING_EXPONENT)
+    return max(_TOLERANCE, rounding(network.module_dtype))
 
 
 @solving()
@@ -117,11 +116,3 @@ def _computed(plain: Linearisation, x: Any) -> tuple[Tensor, Tensor]:
     v = (2 * signs - 1).to(plain.device, plain.dtype)
     product = plain.jvp(x, v[None])[0]
     return _outputs(plain, x), product[:, _thinned(product)].double().cpu()
-
-
-def _relative(a: Tensor, b: Tensor) -> float:
-    """`‖a − b‖/‖b‖`, also where both are zero; infinite for other shapes."""
-    if a.shape != b.shape or torch.equal(a, b):
-        return 0.0 if torch.equal(a, b) else math.inf
-    size = float(b.norm())
-    return float((a - b).norm()) / size if size else math.inf

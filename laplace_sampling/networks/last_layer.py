@@ -30,13 +30,14 @@ from laplace_sampling.data.batches import (
     take,
 )
 from laplace_sampling.data.training_data import TrainingData
+from laplace_sampling.networks.agreement import difference
 from laplace_sampling.networks.batching import DEFAULT_CHUNK
 from laplace_sampling.networks.linear_layer import LinearLayer
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.resources import free_memory
+from laplace_sampling.networks.selection import unwrapped
 from laplace_sampling.networks.shell import Shell
 from laplace_sampling.networks.solving import exclusive
-from laplace_sampling.networks.unwrapping import unwrapped
 from laplace_sampling.solvers.placement import normal
 
 # Data that the network is run on to find the layer: networks with batch normalisation may not run on a single one.
@@ -311,7 +312,7 @@ class LastLayer(Linearisation):
                 reason = f"`{name}` takes inputs that are not tensors with a row for each datum"
             elif any(t.is_floating_point() and t.dtype != self.module_dtype for t in batched(z)[0]):
                 reason = f"`{name}` takes inputs that are in another precision than its weights"
-            elif _close(self._part(name, z).jvp(z, v), expected):
+            elif difference(self._part(name, z).jvp(z, v), expected) <= math.sqrt(torch.finfo(expected.dtype).eps):
                 return name, ""
             else:
                 reason = f"weights of `{self.layer}` are used outside of `{name}` as well"
@@ -381,8 +382,8 @@ class LastLayer(Linearisation):
         elif any(form != forms[0] for form in forms):
             self._drop_head("batches have inputs of it that differ in more than their rows")
         else:
-            in_step = self.head.shell.shards is not None
-            return self.head, data.with_inputs(concatenate(kept) if kept else None, self.device, in_step)
+            each_its_own = self.head.shell.shards is not None
+            return self.head, data.with_inputs(concatenate(kept) if kept else None, self.device, each_its_own)
         return self, data
 
     @contextmanager
@@ -442,8 +443,3 @@ class LastLayer(Linearisation):
 def _forms(kept: Sequence[Any]) -> list[Any]:
     """Of the inputs of each batch, what must be the same; `None` of none."""
     return [None if z is None else ([t.shape[1:] for t in batched(z)[0]], constants(z)) for z in kept]
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    """Whether two products agree in half of their digits: they differ by rounding only."""
-    return float((a - b).norm()) <= math.sqrt(torch.finfo(b.dtype).eps) * float(b.norm())

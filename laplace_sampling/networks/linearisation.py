@@ -10,8 +10,8 @@ A product passes these policies, each in a file of its own:
 - `batching`: how many data and vectors go through it at once.
 - `jacobian_products`: the ways of differentiating, of which the first that works is taken.
 - `derivative_rules`, `elementary_layers`: derivatives that torch lacks or has wrong.
-- `consistency`: comparisons of forward with reverse mode, and of both with the module itself;
-  `wrong_rules` finds the operation whose forward derivative is wrong.
+- `consistency`: comparisons of forward with reverse mode, and of both with the module itself, which find an operation
+  whose forward derivative is wrong.
 """
 
 import copy
@@ -32,10 +32,9 @@ from laplace_sampling.networks.jacobian_products import (
     vjp_with_graph,
     vjps_of_each_datum,
 )
-from laplace_sampling.networks.selection import Selection, select
+from laplace_sampling.networks.selection import Selection, select, unwrapped
 from laplace_sampling.networks.shell import Shell
 from laplace_sampling.networks.solving import users_precision
-from laplace_sampling.networks.unwrapping import unwrapped
 
 # `u ↦ Bu`, `[K, N, C]` both.
 Curvature = Callable[[Tensor], Tensor]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from laplace_sampling.data.batches import split, take
 from laplace_sampling.networks.batching import DEFAULT_CHUNK
 from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.networks.selection import unwrapped
 from laplace_sampling.networks.shell import Shell, real_shape
-from laplace_sampling.networks.unwrapping import unwrapped
 from laplace_sampling.solvers.checks import as_numbers
 
 # For each parameter by name: a mask of its shape, or indices into its flattened elements.

@@ -10,13 +10,11 @@
 
 from laplace_sampling.predictions.calibration import Calibration, CalibrationWarning
 from laplace_sampling.predictions.classification_prediction import ClassificationPrediction
-from laplace_sampling.predictions.count_prediction import CountPrediction
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
 from laplace_sampling.predictions.diagnosis import Check, Diagnosis
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
-from laplace_sampling.predictions.make_prediction import make_prediction
-from laplace_sampling.predictions.multi_task_prediction import MultiTaskPrediction
+from laplace_sampling.predictions.make_prediction import CountPrediction, MultiTaskPrediction, make_prediction
 from laplace_sampling.predictions.prediction import Prediction, SampledPrediction
 from laplace_sampling.predictions.regression_prediction import HeteroscedasticPrediction, RegressionPrediction
 

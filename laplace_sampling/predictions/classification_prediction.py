@@ -14,8 +14,6 @@ from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.predictions.conformal import rounding
 from laplace_sampling.predictions.prediction import SampledPrediction
 
-__all__ = ["ClassificationPrediction"]
-
 
 @dataclass(frozen=True)
 class ClassificationPrediction(SampledPrediction):

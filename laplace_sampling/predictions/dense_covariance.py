@@ -14,8 +14,6 @@ from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.solvers.dense import Factor
 from laplace_sampling.solvers.operator import Operator
 
-__all__ = ["DenseCovariance"]
-
 
 class Solves(Protocol):
     """An object that computes `H⁻¹v` of rows."""

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from laplace_sampling.networks.solving import solver_call
 
-__all__ = ["FunctionCovariance", "Guarded", "OfOutputs", "Scaled"]
-
 # Numbers of a covariance that is pickled: a definition, 128 MiB in float64.
 _KEPT = 2**24
 
@@ -33,65 +31,63 @@ class FunctionCovariance(ABC):
 
 
 @dataclass(frozen=True)
-class Guarded(FunctionCovariance):
-    """A covariance that is computed when it is asked for, after a check that it still can be.
+class OnRequest(FunctionCovariance):
+    """A covariance that is computed when it is asked for, and kept where the prediction is pickled.
 
     Args:
         function: the covariance.
-        check: raises if not.
+        check: raises if it can not be computed any more.
     """
 
     function: FunctionCovariance
     check: Callable[[], None]
 
     @solver_call
-    def _checked(self, name: str) -> Tensor:
+    def _computed(self, name: str) -> Tensor:
         self.check()
         return getattr(self.function, name)()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Guarded":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OnRequest":
         return self  # it never changes, and a copy would copy the network
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What is pickled: the covariances themselves, since the network and the training data stay behind."""
-        variance = self.variance()
-        num, size = variance.shape
-        kept = {"blocks": num * size**2, "joint": (num * size) ** 2}
-        return _Computed, (variance, {name: self._checked(name) for name, n in kept.items() if n <= _KEPT})
+        num, size = self.variance().shape
+        numbers = {"variance": 0, "blocks": num * size**2, "joint": (num * size) ** 2}
+        return _Known, ({name: self._computed(name) for name, n in numbers.items() if n <= _KEPT},)
 
     def variance(self) -> Tensor:
-        return self._checked("variance")
+        return self._computed("variance")
 
     def blocks(self) -> Tensor:
-        return self._checked("blocks")
+        return self._computed("blocks")
 
     def joint(self) -> Tensor:
-        return self._checked("joint")
+        return self._computed("joint")
 
 
 @dataclass(frozen=True)
-class _Computed(FunctionCovariance):
+class _Known(FunctionCovariance):
     """Covariances that were computed; the larger ones only where they are not too large."""
 
-    variances: Tensor
-    kept: dict[str, Tensor]
+    known: dict[str, Tensor]
+
+    def _get(self, name: str) -> Tensor:
+        if name not in self.known:
+            raise ValueError(
+                f"A prediction that was pickled has covariances of up to {_KEPT:.2g} numbers, and its {name} has more: "
+                "ask for `covariance()` or `joint_covariance()` before it is pickled, or predict fewer inputs at once."
+            )
+        return self.known[name]
 
     def variance(self) -> Tensor:
-        return self.variances
+        return self._get("variance")
 
     def blocks(self) -> Tensor:
-        return self._kept("blocks", "covariance()")
+        return self._get("blocks")
 
     def joint(self) -> Tensor:
-        return self._kept("joint", "joint_covariance()")
-
-    def _kept(self, name: str, call: str) -> Tensor:
-        if name not in self.kept:
-            raise ValueError(
-                f"`{call}` of a prediction that was pickled is there up to {_KEPT:.2g} numbers, and this one has more: "
-                "ask the prediction for it before it is pickled, or predict fewer inputs at once."
-            )
-        return self.kept[name]
+        return self._get("joint")
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 r"""Each training datum predicted from the others, from the posterior covariance of its outputs.
 
-With `Σ_i` the covariance of the outputs of datum `i`, taking it out leaves, to first order (exactly for a Gaussian
-likelihood),
+With `V = DᵀD` the covariance of the outputs of a datum, `B` the curvature of its loss and `g` its gradient at the
+outputs `f`, a Newton step for the posterior without the datum has
 
-    Σ_i^{-i} = Σ_i (I − B_i Σ_i)⁻¹,      h_i^{-i} = h_i + Σ_i^{-i} ∂ℓ/∂h_i.
+    V⁻ = V (I − BV)⁻¹ = Rᵀ R,     f⁻ = f + V⁻ g,     R = (I − D B Dᵀ)^{-1/2} D.
+
+It is exact for a linear model with Gaussian noise whose mode is at `f`; in general it is the approximate leave-one-out
+of Rad and Maleki (2020, "A scalable estimate of the out-of-sample prediction error") for a network at a minimum.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +19,14 @@ from laplace_sampling.likelihoods.gaussian import Gaussian, log_density
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.solvers.placement import normal
 
-__all__ = ["LeaveOneOut", "leave_one_out"]
-
-# Samples of all data that are in memory together: a definition; the draws do not depend on it.
-_SAMPLES = 16
+# The largest leverage of a datum in estimates from few samples, which reach one, where the prediction without the datum
+# diverges: half and twice its distance to one changed nothing on eight networks for digits.
+MOST_LEVERAGE = 0.95
+# Draws of the function by which a likelihood that is not Gaussian is averaged, each with its opposite: other seeds
+# changed the scores of nine classifiers by a tenth of their standard error at most.
+_DRAWS = 256
+# Numbers of the draws in memory: a definition, 32 MiB.
+_NUMBERS = 2**22
 
 
 @dataclass(frozen=True)
@@ -56,8 +62,6 @@ def leave_one_out(
     mode_outputs: Float[Tensor, "N C"],
     curvature_outputs: Float[Tensor, "N C"],
     covariance: Float[Tensor, "N C C"],
-    num_samples: int = 512,
-    seed: int = 0,
 ) -> LeaveOneOut:
     r"""Predictions of each datum from the others.
 
@@ -66,31 +70,90 @@ def leave_one_out(
         targets: `y`.
         mode_outputs: `h(θ̄, x_i)`.
         curvature_outputs: where `B` is taken.
-        covariance: `Σ_i`, without noise.
-        num_samples: over which the likelihood is averaged, if it is not Gaussian.
-        seed: of these.
+        covariance: `V_i`, without noise.
     """
-    N, C = mode_outputs.shape
-    eye = torch.eye(C).to(covariance)
-    B = likelihood.curvature(curvature_outputs, eye[:, None].expand(C, N, C), targets).permute(1, 0, 2)
-    # The data's precision `Σ_i⁻¹ − B_i` would do, but `Σ_i` may be singular: the inverse is of `I − BΣ` instead.
-    left_out = covariance @ torch.linalg.inv(eye - B @ covariance)
-    # Rounding leaves two different triangles, which a normal distribution refuses.
-    left_out = (left_out + left_out.mT) / 2
-    gradient = likelihood.gradient(mode_outputs, targets)
-    mean = mode_outputs + (left_out @ gradient[..., None])[..., 0]
+    mean, rows = without_datum(likelihood, targets, mode_outputs, root_of(covariance), curved_at=curvature_outputs)
+    found = rows.mT @ rows
     if isinstance(likelihood, Gaussian):
-        noise = torch.diag_embed((1 / likelihood.precision(mean)).expand(N, C))
-        return LeaveOneOut.gaussian(mean, left_out + noise, targets.reshape(N, C).to(mean))
-    values, vectors = torch.linalg.eigh(left_out)
-    # The symmetric root: another sign of an eigenvector would be another draw.
-    root = (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT
+        found = found + torch.diag_embed((1 / likelihood.precision(mean)).expand(mean.shape))
     # The log density is that of one observation: a weight says how often a datum counts, not how likely it is.
-    unweighted, targets = likelihood.unweighted, likelihood.unweighted_targets(targets)
-    generator, logs = torch.Generator().manual_seed(seed), []
-    for part in torch.arange(num_samples).split(_SAMPLES):
-        white = normal(len(part), N, C, seed=generator, dtype=root.dtype, device=root.device, drawn_in=torch.float64)
-        drawn = mean + torch.einsum("ncd,knd->knc", root, white)
-        logs.append(unweighted.log_parts(drawn, targets).logsumexp(0))
-    log_prob = unweighted.together(torch.stack(logs).logsumexp(0) - math.log(num_samples), targets)
-    return LeaveOneOut(mean, left_out, log_prob)
+    return LeaveOneOut(mean, found, left_out_log_probs(likelihood, targets, mean, rows))
+
+
+def root_of(covariance: Float[Tensor, "N C C"]) -> Float[Tensor, "C N C"]:
+    """The symmetric root `D` of the covariance of each datum, from which the signs of eigenvectors drop out."""
+    values, vectors = torch.linalg.eigh(covariance.double())
+    return ((vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.mT).permute(1, 0, 2)
+
+
+def without_datum(
+    likelihood: Likelihood,
+    targets: Tensor,
+    outputs: Float[Tensor, "N C"],
+    root: Float[Tensor, "m N C"],
+    most_leverage: float = 1 - 1e-9,
+    curved_at: Float[Tensor, "N C"] | None = None,
+) -> tuple[Float[Tensor, "N C"], Float[Tensor, "N m C"]]:
+    r"""`f⁻` and `R` of each datum, to first order in taking it out.
+
+    Args:
+        likelihood: of the targets.
+        targets: `y`.
+        outputs: `f`, where the gradient is taken.
+        root: `D`.
+        most_leverage: bound of eigenvalues of `D B Dᵀ`, which reach one by rounding, and in estimates from few samples.
+        curved_at: outputs where `B` is taken, by default `f`.
+    """
+    f, d = outputs.double(), root.double()
+    at = f if curved_at is None else curved_at.double()
+    U, singular, _ = torch.linalg.svd(likelihood.root_transpose(at, d, targets).permute(1, 0, 2), full_matrices=False)
+    leverage, d = (singular**2).clamp_max(most_leverage), d.permute(1, 0, 2)
+    # `(I − D B Dᵀ)^{-1/2} = I + U ((1 − s²)^{-1/2} − 1) Uᵀ`, in which no direction without leverage is lost.
+    rows = d + U @ (((1 - leverage).rsqrt() - 1)[..., None] * (U.mT @ d))
+    slope = rows @ likelihood.gradient(f, targets).double()[..., None]
+    return f + (rows.mT @ slope)[..., 0], rows
+
+
+def sampling_bias(
+    likelihood: Likelihood, targets: Tensor, rows: Float[Tensor, "N K C"], curved_at: Float[Tensor, "N C"]
+) -> float:
+    r"""By how much noise of `K` samples changes the mean of `log p(y_i | y_{−i})`, in nats for each datum, about.
+
+    A leverage `s` from `K` samples has a variance of `2s²/K`, and `½ log(1 − s)` and the squared error over `1 − s` are
+    curved: to second order they change by a half and by one of `Σ (s/(1 − s))²/K`, which this is the mean of over data:
+    `s/(1 − s)` are the eigenvalues of `R B Rᵀ`.
+    """
+    grown = likelihood.root_transpose(curved_at.double(), rows.permute(1, 0, 2), targets).permute(1, 0, 2)
+    return float((grown.mT @ grown).square().sum((1, 2)).mean()) / rows.shape[1]
+
+
+def left_out_log_probs(
+    likelihood: Likelihood,
+    targets: Tensor,
+    mean: Float[Tensor, "N C"],
+    rows: Float[Tensor, "N m C"],
+    seed: int = 0,
+) -> Float[Tensor, " N"]:
+    """`log E p(y_i | f)` over `f ~ N(f⁻, RᵀR)`, joint over the outputs of a datum: of one observation of weight one.
+
+    In closed form for a Gaussian likelihood, else by draws, each with its opposite.
+
+    Args:
+        likelihood: of the targets.
+        targets: `y`.
+        mean: `f⁻`.
+        rows: `R`.
+        seed: of the draws.
+    """
+    num, rank, size = rows.shape
+    if isinstance(likelihood, Gaussian):
+        noise = (1 / likelihood.precision(mean)).expand(mean.shape)
+        covariance = rows.mT @ rows + torch.diag_embed(noise)
+        return log_density(targets.reshape(mean.shape).to(mean) - mean, covariance)
+    unweighted, y = likelihood.unweighted, likelihood.unweighted_targets(targets)
+    log_probs = []
+    white = normal(_DRAWS, rank, seed=seed, dtype=rows.dtype, device=rows.device, drawn_in=torch.float64)
+    for part in torch.arange(num, device=rows.device).split(max(1, _NUMBERS // (_DRAWS * size))):
+        z = torch.einsum("km,nmc->knc", white, rows[part])
+        log_probs.append(unweighted.mean_log_prob(torch.cat([mean[part] + z, mean[part] - z]), y[part.to(y.device)]))
+    return torch.cat(log_probs)

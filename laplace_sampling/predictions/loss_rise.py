@@ -23,6 +23,7 @@ from jaxtyping import Float
 from torch import Tensor, zeros_like
 
 from laplace_sampling.likelihoods.likelihood import Likelihood
+from laplace_sampling.linear_model.bounds import mackay_root
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.linear_model import LinearModel
@@ -39,7 +40,6 @@ from laplace_sampling.predictions.selection import (
     search_cost,
     smallest_allowed,
 )
-from laplace_sampling.solvers.root import falling_root
 
 # Draws of the function, each with its opposite, so that no term of first order is left.
 _DRAWS = 32
@@ -169,7 +169,9 @@ class LossRise(Selection):
     ) -> Selected:
         num_data = self.num_data(model.features)
         some = model.with_targets(some_of(model.features, num_data, None if self.in_order else seed))
-        features, lowest = SomeFeatures(model.features, some), _of_evidence(path, weight_norm, bounds)
+        features = SomeFeatures(model.features, some)
+        # MacKay's fixed point with the trained weights in the place of the mode.
+        lowest, _ = mackay_root(path.effective_dimension, lambda alpha: alpha * weight_norm, 1.0, bounds, _ACCURACY)
         alphas = _down_to(lowest, grid(path, features, bounds))
         share_used, vjps = self._share_used(model, path.prior, seed)
         draws = function_draws(path, features, alphas, Draws(_DRAWS, seed, Stream.LOSS_RISE))
@@ -206,18 +208,6 @@ def _problem(bound: LossBound, alpha: float) -> str:
         f"{bound.nowhere} at any prior precision that was tried: the largest, {alpha:.3g}, is taken, and error bars "
         "are negligible. Pass `val_loader`, or look at the network's outputs on the training data."
     )
-
-
-def _of_evidence(path: CovariancePath, weight_norm: float, bounds: tuple[float, float]) -> float:
-    """MacKay's fixed point `α ‖w̄‖² = γ(α)` with the trained weights in the place of the mode."""
-
-    def excess(log_alpha: float) -> float:
-        alpha = math.exp(log_alpha)
-        return math.log(max(path.effective_dimension(alpha), 1e-300)) - math.log(max(alpha * weight_norm, 1e-300))
-
-    low, high = (math.log(bound) for bound in bounds)
-    root, _ = falling_root(excess, min(max(0.0, low), high), (low, high), _ACCURACY)
-    return math.exp(root)
 
 
 def _interpolated(alphas: Float[Tensor, " A"], share: Callable[[int], float], number: int) -> float:

@@ -1,13 +1,15 @@
-"""The prediction of a likelihood, by one table of kinds."""
+"""The prediction of a likelihood, by one table of kinds; those of counts and of several heads."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.data.batches import Layout
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian
@@ -17,13 +19,61 @@ from laplace_sampling.likelihoods.multi_task import MultiTask
 from laplace_sampling.likelihoods.poisson import Poisson
 from laplace_sampling.predictions.classification_prediction import ClassificationPrediction
 from laplace_sampling.predictions.conformal import SplitConformal
-from laplace_sampling.predictions.count_prediction import CountPrediction
 from laplace_sampling.predictions.function_covariance import FunctionCovariance, OfOutputs
-from laplace_sampling.predictions.multi_task_prediction import MultiTaskPrediction
 from laplace_sampling.predictions.prediction import Prediction, SampledPrediction
 from laplace_sampling.predictions.regression_prediction import HeteroscedasticPrediction, RegressionPrediction
 
-__all__ = ["KINDS", "check_quantities", "kind_of", "make_prediction"]
+
+@dataclass(frozen=True)
+class CountPrediction(SampledPrediction):
+    """Predictions of counts: the outputs are logarithms of rates, and so are `samples`, `variance` and `stddev`."""
+
+    @property
+    def log_rate(self) -> Float[Tensor, "N *C"]:
+        """The network's own output."""
+        return self.outputs
+
+    @property
+    def epistemic(self) -> Float[Tensor, " N"]:
+        """How little the data say of a datum: `√(Σ var f)`, of the logarithms of its rates, summed over its outputs."""
+        return self._total_stddev
+
+    @cached_property
+    def mean(self) -> Float[Tensor, "N *C"]:
+        """The expected count, `E[eᶠ] = exp(f + ½ var f)` of a Gaussian `f`."""
+        return (self.outputs + self.variance / 2).exp()
+
+    @property
+    def observation_variance(self) -> Float[Tensor, "N *C"]:
+        """Variance of a new count, `E[eᶠ] + var eᶠ`: that of a Poisson variable, and of its rate."""
+        return self.mean + self.mean**2 * self.variance.expm1()
+
+
+@dataclass(frozen=True, eq=False)
+class MultiTaskPrediction(SampledPrediction, Mapping[str, Any]):
+    """Predictions of a network with several heads: `pred[head]` is that of a head, of the kind of its likelihood.
+
+    `log_prob(y)` and `joint_log_prob(y)` are of all heads together, of a dictionary of targets; `outputs`, `samples`
+    and `variance` of the flattened outputs, head after head.
+    """
+
+    likelihood: MultiTask
+    heads: dict[str, Any] = field(kw_only=True)
+
+    @property
+    def _layout(self) -> Layout:
+        assert self.likelihood.layout is not None
+        return self.likelihood.layout
+
+    def __getitem__(self, head: str) -> Any:
+        return self.heads[head]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.heads)
+
+    def __len__(self) -> int:
+        return len(self.heads)
+
 
 # The prediction of each likelihood. Any other likelihood, as a user's own, has a `SampledPrediction`, which needs its
 # loss only: a new likelihood need not be added here.

@@ -11,8 +11,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["Comparison", "Score", "compare", "compared", "summary_of"]
-
 # Draws of the Bayesian bootstrap, or of the errors of evidences: probabilities are known to 0.005.
 _DRAWS = 10_000
 # Numbers of the weights of a bootstrap in memory.

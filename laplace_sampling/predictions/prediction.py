@@ -15,8 +15,6 @@ from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.predictions.conformal import SplitConformal, check_level
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 
-__all__ = ["Prediction", "SampledPrediction"]
-
 
 @dataclass(frozen=True)
 class Prediction(ABC):

@@ -15,8 +15,6 @@ from laplace_sampling.likelihoods.gaussian import Gaussian, log_density
 from laplace_sampling.predictions.conformal import rounding
 from laplace_sampling.predictions.prediction import Prediction, SampledPrediction
 
-__all__ = ["HeteroscedasticPrediction", "RegressionPrediction"]
-
 
 class _Intervals(Prediction):
     """Intervals of targets that have a mean and a variance."""

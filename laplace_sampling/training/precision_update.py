@@ -19,9 +19,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_sampling.data.training_data import Unpack
-from laplace_sampling.evidence.curves import MarginalLikelihood
+from laplace_sampling.evidence.curves import MarginalLikelihood, Traces
 from laplace_sampling.evidence.em import noise_update
-from laplace_sampling.evidence.network_evidence import NetworkEvidence
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.bounds import NOISE_BOUNDS, PRECISION_BOUNDS, clamped
@@ -30,7 +29,6 @@ from laplace_sampling.linear_model.priors.layerwise_prior import LayerwisePrior
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, Prior, overall_precision
 from laplace_sampling.methods.fit import Task
 from laplace_sampling.methods.method import Method
-from laplace_sampling.methods.network_score import path_of
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.random_weights import Subset
 from laplace_sampling.networks.solving import solver_call
@@ -246,4 +244,5 @@ def _evidence(task: Task, curvature: Factored, noise_before: float, norm: Float[
     ratio = loss_unit(model.likelihood) / noise_before
     even = (ratio * alpha / task.prior.spread()).sqrt()
     loss, energy = model.total_loss(model.network_outputs.double()), float((task.prior.precision * norm).sum())
-    return NetworkEvidence(path_of(task, curvature.congruent(even).eigenvalues()), loss, energy / alpha).at(alpha)
+    traces = Traces.of_eigenvalues(curvature.congruent(even).eigenvalues(), alpha)
+    return MarginalLikelihood.of(traces, alpha, loss, energy, "network")

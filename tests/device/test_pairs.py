@@ -1,7 +1,7 @@
 """Whatever users do gives the numbers of the CPU when the network is on a device, and no error.
 
 Of cases, methods, criteria, placements of the data and actions each pair that is possible occurs in a trial of the
-default tier, and each triple of case, method and criterion in those that are slow.
+default tier.
 """
 
 from collections.abc import Iterator
@@ -133,14 +133,3 @@ def test_pairs_on_a_gpu(trial: Trial, tmp_path: Path) -> None:
     """Sums are in another order there, and iterations end at another rounding."""
     expected, found = results(trial, tmp_path), results(trial, tmp_path, torch.device("cuda"))
     assert_same(found, expected, 1e-3)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("case", "method", "criterion"),
-    [parts for parts in product(CASES, METHODS, CRITERIA) if is_possible(*parts)],
-)
-def test_all_triples(case: str, method: str, criterion: str, tmp_path: Path) -> None:
-    actions = tuple(action for action in ACTIONS if is_possible(case, method, criterion, action))
-    for placement in PLACEMENTS:
-        check(Trial(case, method, criterion, placement, actions), tmp_path)

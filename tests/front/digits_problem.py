@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from laplace_sampling.evidence.fixed_point import fit_path
 from torch import Tensor, nn
 
 from laplace_sampling.__main__ import cnn, digits, train
 from laplace_sampling.evidence.em import EMResult, fit_em
-from laplace_sampling.evidence.fixed_point import fit_path
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import DenseFeatures

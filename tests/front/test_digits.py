@@ -10,7 +10,6 @@ from front.digits_problem import (
     exact,
     function_error,
     jump,
-    path_fit,
     problem,
     solve,
 )
@@ -18,10 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_sampling.__main__ import cnn
 from laplace_sampling.__main__ import digits as digits_data
-from laplace_sampling.evidence.krylov_curves import evidence_path
 from laplace_sampling.linear_model.draws import Draws
-from laplace_sampling.linear_model.mode_objective import linear_model_mode
-from laplace_sampling.solvers.krylov import CG, BlockKrylov
+from laplace_sampling.solvers.krylov import BlockKrylov
 from laplace_sampling.solvers.sgd import SGD
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("digits")]
@@ -70,46 +67,6 @@ def test_em_ends_near_the_dense_fixed_point_from_both_sides(few_digits: Problem)
     print(f"EM: {ends}, dense {truth}")
     for end in ends:
         assert end == pytest.approx(truth, rel=0.05)
-    for start, seed in ((1.0, 1), (100.0, 2), (0.01, 3)):
-        alpha, passes = path_fit(few_digits, start, seed)
-        print(f"evidence path from {start}: {alpha}, {passes} passes")
-        assert alpha == pytest.approx(truth, rel=0.03)
-        assert passes <= 400
-
-
-def test_evidence_over_six_decades_is_the_dense_one(few_digits: Problem) -> None:
-    prior = few_digits.prior(4.0)
-    model, alphas = few_digits.model, torch.logspace(-3, 3, 13, dtype=torch.float64) * 4
-    mode = linear_model_mode(model, prior, CG(1e-4)).value
-    # Dense algebra that shares nothing with the curves: the expansion at the mode is linear regression.
-    features = model.features.rows(torch.arange(len(model.targets))).double() * prior.scale.double()
-    roots = []
-    outputs = model.outputs(mode * prior.scale)[0].double()
-    for at in (outputs, model.network_outputs.double()):
-        p = at.softmax(-1)
-        weight, vectors = torch.linalg.eigh(torch.diag_embed(p) - p[:, :, None] * p[:, None])
-        half = weight.clamp_min(0).sqrt()[:, :, None] * vectors.mT
-        roots.append((half @ features).flatten(0, 1))
-    spectrum = torch.linalg.eigvalsh(roots[1] @ roots[1].T).clamp_min(0)
-    slope = outputs.softmax(-1) - torch.nn.functional.one_hot(model.targets, 10)
-    gradient, theta = torch.einsum("nc,ncp->p", slope, features), mode[0].double()
-    b = roots[0].T @ (roots[0] @ theta) - gradient
-    _, singular, vectors = torch.linalg.svd(roots[0], full_matrices=False)
-    inside = vectors @ b
-    loss = torch.nn.functional.cross_entropy(outputs, model.targets, reduction="sum")
-    truth = []
-    for alpha in alphas.tolist():
-        move = vectors.T @ (inside / (singular**2 + alpha)) + (b - vectors.T @ inside) / alpha - theta
-        fit = loss + gradient @ move + 0.5 * (roots[0] @ move).square().sum()
-        truth.append(-fit - 0.5 * alpha * (theta + move).square().sum() - 0.5 * (spectrum / alpha).log1p().sum())
-    for seed in range(2):
-        path, _ = evidence_path(model, prior, Draws(24, seed), mode, accuracy=3e-3, decades=3.0)
-        value, se = path.log_marginal_likelihood(alphas)
-        error = value - torch.stack(truth)
-        relative, sigmas = (error / torch.stack(truth)).abs().max(), (error.abs() / (se + 1e-6 * value.abs())).max()
-        print(f"largest error {relative:.3%}, {sigmas:.2f} s.e., {path.passes} passes")
-        assert relative <= 0.01
-        assert (error.abs() <= 3 * se + 1e-5 * torch.stack(truth).abs()).all()
 
 
 def test_64_samples_by_block_krylov(digits: Problem) -> None:

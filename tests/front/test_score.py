@@ -21,7 +21,7 @@ from laplace_sampling import (
     Score,
     compare,
 )
-from laplace_sampling.predictions.without_datum import left_out_log_probs, sampling_bias, without_datum
+from laplace_sampling.predictions.leave_one_out import left_out_log_probs, sampling_bias, without_datum
 
 TIGHT = {"rtol": 1e-6, "atol": 1e-7}
 ALPHA, NOISE = 0.7, 4.0
@@ -374,7 +374,7 @@ def test_the_bias_of_samples_is_that_of_repeated_draws() -> None:
     curvature = -0.5 / (1 - s) ** 2 - error**2 / (1 - s) ** 3
     bias, standard_error = float(noisy.mean() - clean), float(noisy.std()) / math.sqrt(repetitions)
     assert abs(bias - curvature * s**2 / num) < 3 * standard_error
-    found = sampling_bias(likelihood, y, root, 0.95, f)
+    found = sampling_bias(likelihood, y, rows, f)
     assert found == pytest.approx((s / (1 - s)) ** 2 / num, rel=0.05)
     assert 0.5 < abs(curvature * s**2 / num) / found < 4
 

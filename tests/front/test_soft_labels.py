@@ -134,12 +134,12 @@ def test_what_is_no_soft_label_is_an_error() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             la.fit([(x, wrong)], progress=False)
-    with pytest.raises(TypeError, match="Class labels must be integers"):
+    with pytest.raises(TypeError, match="integers"):
         la.fit([(x, y[:, 0])], progress=False)
     la.fit([(x, y.float())], progress=False)
     with pytest.raises(ValueError, match="needs labels"):
         la.calibrate_conformal([(x, y)])
     binary, x, y = trained("binary")
-    with pytest.raises(ValueError, match="0 or 1, or proportions between"):
+    with pytest.raises(ValueError, match="proportions"):
         LinearisedLaplace(binary, "binary").fit([(x, y + 0.5)], progress=False)
     assert isinstance(la.predict(x), ClassificationPrediction)

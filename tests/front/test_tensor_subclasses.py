@@ -97,7 +97,7 @@ def test_a_file_with_other_classes_is_not_said_to_be_damaged() -> None:
     state = {name: tensor.as_subclass(Image) for name, tensor in la.state_dict().items()}
     torch.save(state, file)
     file.seek(0)
-    with pytest.raises(ValueError, match=r"holds objects of .*Image.* plain tensors only.*add_safe_globals"):
+    with pytest.raises(ValueError, match="add_safe_globals"):
         LinearisedLaplace.load(file, model)
     file.seek(0)
     with torch.serialization.safe_globals([Image]):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from laplace_sampling import Factored, Gaussian, IsotropicPrior, LinearisedLaplace
+from laplace_sampling.evidence.network_evidence import has_network_noise
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
-from laplace_sampling.methods.by_network_evidence import has_network_noise
 
 
 def problem(num: int = 40) -> tuple[nn.Module, Tensor, Tensor]:

@@ -50,7 +50,8 @@ def test_little_memory_gives_the_same_samples_with_one_preconditioner(prior: str
 def test_a_full_basis_falls_back_to_em(monkeypatch) -> None:
     model, data = linear_problem(inputs=30, num_data=40)
     monkeypatch.setattr(Krylov, "short", lambda *_: False)
-    monkeypatch.setattr(krylov, "basis_that_fits", lambda *_: 12)
+    for module in (krylov, solver_method):
+        monkeypatch.setattr(module, "basis_that_fits", lambda *_: 12)
     known, settings = Gaussian(10.0, learn=False), {"prior": "isotropic", "num_samples": 4}
     la = laplace_of(model, known, method="krylov", **settings)
     la.fit_hyperparameters(data, max_steps=200, num_samples=64, tolerance=0.005, progress=False)
@@ -93,38 +94,6 @@ def linear_regression(mean: float, num_data: int = 200, size: int = 60) -> tuple
     return model.float(), [(x.float(), y.float())]
 
 
-# In float32 the smallest eigenvalues of the curvature are rounding at a mean of 100, and still positive at one of 10.
-@pytest.mark.parametrize("mean", [10.0, 100.0])
-def test_what_float32_does_not_carry_is_done_in_float64(mean: float) -> None:
-    model, data = linear_regression(mean)
-    la = laplace_of(model, "regression", method="krylov").fit_hyperparameters(data, progress=False)
-    exact = laplace_of(model, "regression", method="exact").fit_hyperparameters(data, progress=False)
-    assert la.converged_
-    assert "products in float64" in repr(la)
-    assert la.samples_.dtype == torch.float32
-    # inputs in float32 make both linear models the same to 1e-7 · 100 of the inputs' deviations, or less
-    assert_close(la.prior_precision_, exact.prior_precision_, rtol=0.03, atol=0)
-    assert_close(la.noise_precision_, exact.noise_precision_, rtol=0.03, atol=0)
-    x = data[0][0][:20]
-    # 64 samples: a standard error of 1/√128 each, and 20 of them
-    ratio = (la.predict(x).stddev / exact.predict(x).stddev).square().mean().sqrt()
-    assert abs(float(ratio) - 1) < 0.3
-    assert float(la.effective_dimension_) == pytest.approx(float(exact.effective_dimension_), rel=0.05)
-
-
-def test_a_network_that_cannot_be_copied_to_float64_is_not_called_converged(monkeypatch) -> None:
-    model, data = linear_regression(100.0)
-
-    def refuse(self, memo):
-        raise TypeError("no copies")
-
-    monkeypatch.setattr(nn.Linear, "__deepcopy__", refuse, raising=False)
-    la = laplace_of(model, "regression", method="krylov")
-    with pytest.warns(ConvergenceWarning, match="float32"):
-        la.fit_hyperparameters(data, progress=False)
-    assert not la.converged_
-
-
 def test_two_steps_of_lanczos_are_not_believed_where_they_see_no_small_eigenvalue() -> None:
     # Targets in thousands: at the noise precision of one that the search starts from, the data seem to determine all
     # weights, which two steps confirm, and the fixed point of these curves is at 2.3 times the best `α`.
@@ -143,7 +112,7 @@ def test_two_steps_of_lanczos_are_not_believed_where_they_see_no_small_eigenvalu
         model[4].weight *= 1000
         model[4].bias *= 1000
     found = [
-        laplace_of(model, "regression", method=method).fit_hyperparameters([(x, y)], progress=False)
+        laplace_of(model, "regression", method=method).fit_hyperparameters([(x, y)], budget=None, progress=False)
         for method in ("krylov", "exact")
     ]
     assert all(la.converged_ for la in found)
@@ -153,13 +122,13 @@ def test_two_steps_of_lanczos_are_not_believed_where_they_see_no_small_eigenvalu
 
 def test_hyperparameters_that_the_samples_contradict_are_not_called_converged(monkeypatch) -> None:
     model, data = linear_problem("regression")
-    task_and_tuned = solver_method.tuned_by
+    task_and_tuned = solver_method.tuned_by_traces
 
-    def astray(result, task, tuning, solver):
-        task, tuned = task_and_tuned(result, task, tuning, solver)
+    def astray(*arguments):
+        task, tuned = task_and_tuned(*arguments)
         return replace(task, prior=task.prior.with_precision(30 * task.prior.precision)), tuned
 
-    monkeypatch.setattr(krylov, "tuned_by", astray)
+    monkeypatch.setattr(krylov, "tuned_by_traces", astray)
     with pytest.warns(ConvergenceWarning, match="num_samples") as warned:
         la = laplace_of(model, "regression", method="krylov").fit_hyperparameters(data, progress=False)
     assert not la.converged_
@@ -171,7 +140,7 @@ def test_hyperparameters_that_the_samples_contradict_are_not_called_converged(mo
     assert asked < 15 * float(right.prior_precision_)
 
 
-def test_what_rounding_keeps_from_converging_ends_with_a_warning() -> None:
+def test_what_no_algebra_resolves_ends_with_a_warning() -> None:
     case = trained(30)
     model = copy.deepcopy(case.model).float()
     la = LinearisedLaplace(model, Gaussian(1e9), prior=IsotropicPrior(precision=1e-10), method="krylov", num_samples=4)
@@ -181,28 +150,6 @@ def test_what_rounding_keeps_from_converging_ends_with_a_warning() -> None:
     assert bool(la.samples_.isfinite().all())
     # Ten passes for each weight, and the last step of Newton's method.
     assert la._fitted.fit.mode.minimum.passes < 10 * la.samples_.shape[1] + 250
-
-
-def test_a_fixed_point_is_not_believed_where_the_evidence_rises_into_the_rounding() -> None:
-    # Inputs of the size of 1e5: in float32 the curves have a maximum where the data explain nothing, 300 nats below the
-    # best one, which rounding hides.
-    g = torch.Generator().manual_seed(2)
-    x = torch.randn(25, 6, generator=g, dtype=torch.float64)
-    f = x @ torch.randn(6, 3, generator=g, dtype=torch.float64)
-    y = 0.7 * (f.sin() + 0.3 * f + 3.5e-3 * torch.randn(25, 3, generator=g, dtype=torch.float64))
-    torch.manual_seed(2)
-    model = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 3))
-    x, y = (3.8e3 * (x + 27)).float(), y.float()
-    optimiser = torch.optim.Adam(model.parameters(), 0.01)
-    for _ in range(50):
-        optimiser.zero_grad()
-        (model(x) - y).square().mean().backward()
-        optimiser.step()
-    likelihood, data = Gaussian(1.0, noise_at="mode"), [(x, y)]
-    la = laplace_of(model, likelihood, method="krylov").fit_hyperparameters(data, progress=False)
-    exact = laplace_of(model, likelihood, method="exact").fit_hyperparameters(data, progress=False)
-    assert_close(la.prior_precision_, exact.prior_precision_, rtol=0.1, atol=0)
-    assert_close(la.noise_precision_, exact.noise_precision_, rtol=0.1, atol=0)
 
 
 @pytest.mark.parametrize("name", ["regression_many_data", "classification_many_data"])
@@ -219,7 +166,6 @@ def test_krylov_agrees_with_the_exact_method(name: str) -> None:
     assert float(b) == pytest.approx(float(a), rel=1e-4)  # the mode is as good as its tolerance
     assert a.exact
     assert a.standard_error == 0
-    assert a.lower_bound <= a.value
     assert a.value == pytest.approx(-a.data_fit - a.complexity)
     curves = [la.evidence_path(decades=3, num=7) for la in (exact, krylov)]
     assert_close(curves[0].log_marginal_likelihood, curves[1].log_marginal_likelihood, rtol=1e-3, atol=0)

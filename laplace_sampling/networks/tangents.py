@@ -1,23 +1,61 @@
-"""Forward derivatives of the operations of exported networks, of many tangents at once.
+"""Rules of tangents: what an operation does to a tensor and `K` tangents of it, all at once.
 
-A network that `torch.export` has taken apart consists of some eighty operations of `aten`. Here each has a rule for a
-value with `K` tangents, in operations that can be exported themselves: torch's own forward mode (`torch.func.jvp`)
-fixes the size of the batch when it is traced, and `vmap` does for convolutions and pooling (torch 2.15).
+Two drivers call them. `stacked_tangents` takes functions of `torch` as a network calls them; an exported network is
+taken apart into operations of `aten` (`export.tangent_program`). The rules are plain operations, which `torch.export`
+traces: torch's own forward mode (`torch.func.jvp`) fixes the size of the batch when it is traced, and `vmap` does for
+convolutions and pooling (torch 2.15).
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_any, tree_map
 
-from laplace_sampling.export.dual import Dual, aligned, broadcast, is_dual, parts_of, total, value_of
-from laplace_sampling.export.normalisation_rules import batch_norm, group_norm, instance_norm, layer_norm
+from laplace_sampling.networks.elementary_layers import BatchNormCall
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Dual:
+    """A tensor and `K` tangents of it."""
+
+    value: Tensor
+    tangents: Float[Tensor, "K ..."]
+
+
+def is_dual(x: Any) -> bool:
+    return isinstance(x, Dual)
+
+
+def value_of(x: Any) -> Any:
+    return x.value if isinstance(x, Dual) else x
+
+
+def parts_of(x: Any) -> tuple[Any, Tensor | None]:
+    return (x.value, x.tangents) if isinstance(x, Dual) else (x, None)
+
+
+def total(terms: Sequence[Tensor]) -> Tensor:
+    """The sum of one term or more."""
+    return reduce(torch.add, terms)
+
+
+def aligned(tangents: Float[Tensor, "K ..."], rank: int) -> Tensor:
+    """Tangents of a tensor that is broadcast to so many axes."""
+    return tangents.reshape(len(tangents), *[1] * (rank + 1 - tangents.dim()), *tangents.shape[1:])
+
+
+def broadcast(tangents: Float[Tensor, "K ..."], like: Tensor) -> Tensor:
+    return aligned(tangents, like.dim()).expand(len(tangents), *like.shape)
 
 
 def pushed(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -181,12 +219,16 @@ def _extreme(func: Callable, a: Any, b: Any) -> Dual:
 
 
 def _convolution(func: Callable, x: Any, weight: Any, bias: Any, *options: Any) -> Dual:
-    """Tangents of the kernels are more output channels, those of the inputs more data."""
     *_, transposed, _, groups = options
+    return _convolved(func, x, weight, bias, options, groups, transposed)
+
+
+def _convolved(
+    func: Callable, x: Any, weight: Any, bias: Any, options: Sequence[Any], groups: int = 1, transposed: bool = False
+) -> Dual:
+    """Tangents of the kernels are more output channels, those of the inputs more data."""
     (x, x_dot), (weight, weight_dot), (bias, bias_dot) = map(parts_of, (x, weight, bias))
     value, terms = func(x, weight, bias, *options), []
-    if x_dot is not None:
-        terms.append(func(x_dot.flatten(0, 1), weight, None, *options).unflatten(0, x_dot.shape[:2]))
     if weight_dot is not None:
         num, channels = len(weight_dot), value.shape[1] // groups
         # In memory the channels of a group are neighbours; a transposed kernel has them on axis 1.
@@ -195,11 +237,30 @@ def _convolution(func: Callable, x: Any, weight: Any, bias: Any, *options: Any) 
             if transposed
             else (weight_dot.unflatten(1, (groups, channels)).transpose(0, 1).flatten(0, 2))
         )
-        stacked = func(x, kernels, None, *options).unflatten(1, (groups, num, channels))
+        shift = None if bias_dot is None else bias_dot.unflatten(1, (groups, channels)).transpose(0, 1).flatten()
+        stacked = func(x, kernels, shift, *options).unflatten(1, (groups, num, channels))
         terms.append(stacked.movedim(2, 0).flatten(2, 3))
-    if bias_dot is not None:
+    elif bias_dot is not None:
         terms.append(broadcast(bias_dot.reshape(*bias_dot.shape, *[1] * (value.dim() - 2)), value))
+    if x_dot is not None:
+        terms.append(func(x_dot.flatten(0, 1), weight, None, *options).unflatten(0, x_dot.shape[:2]))
     return Dual(value, total(terms))
+
+
+def _linear(func: Callable, x: Any, weight: Any, bias: Any = None) -> Dual | None:
+    """`x Wᵀ + b`: the tangents of `W` take one batch of products, those of `x` one product."""
+    (x, x_dot), (weight, weight_dot), (bias, bias_dot) = map(parts_of, (x, weight, bias))
+    if weight.dim() != 2 or x.dim() < 2 or x.dtype != weight.dtype:
+        return None
+    value, terms = func(x, weight, bias), []
+    num = next(len(t) for t in (x_dot, weight_dot, bias_dot) if t is not None)
+    if weight_dot is not None:
+        terms.append(x.reshape(1, -1, x.shape[-1]).expand(num, -1, -1) @ weight_dot.mT)
+    if x_dot is not None:
+        terms.append((x_dot.reshape(-1, x.shape[-1]) @ weight.T).view(num, -1, len(weight)))
+    if bias_dot is not None:
+        terms.append(bias_dot[:, None].expand(num, value[..., 0].numel(), -1))
+    return Dual(value, total(terms).reshape(num, *value.shape))
 
 
 # Nonlinear ------------------------------------------------------------------------------------------------------------
@@ -262,11 +323,161 @@ def _largest(func: Callable, x: Dual, axis: Any, keepdim: bool = False) -> Any:
     return (Dual(value, tangents), place) if func is aten.max.dim else Dual(value, tangents)
 
 
-def _max_pool(func: Callable, x: Dual, *args: Any) -> tuple[Dual, Tensor]:
+def _max_pool(func: Callable, x: Dual, *args: Any, **kwargs: Any) -> tuple[Dual, Tensor]:
     """The tangents at the places of the maxima."""
-    value, places = func(x.value, *args)
+    value, places = func(x.value, *args, **kwargs)
     tangents = x.tangents.flatten(3).gather(3, places.flatten(2).expand(len(x.tangents), *places.shape[:2], -1))
     return Dual(value, tangents.unflatten(3, places.shape[2:])), places
+
+
+# Normalisations: operations of `aten` return a mean and a scale as well, which nothing in a network takes -------------
+
+
+def _normalised(x: Any, axes: list[int], eps: float) -> tuple[Tensor, Tensor | None]:
+    """`(x − mean)/√(var + eps)` over some axes, counted from the end, and its tangents."""
+    x, x_dot = parts_of(x)
+    centred = x - x.mean(axes, keepdim=True)
+    scale = (centred.square().mean(axes, keepdim=True) + eps).rsqrt()
+    value = centred * scale
+    if x_dot is None:
+        return value, None
+    x_dot = x_dot - x_dot.mean(axes, keepdim=True)
+    return value, scale * (x_dot - value * (value * x_dot).mean(axes, keepdim=True))
+
+
+def _scaled(value: Tensor, tangents: Tensor | None, weight: Any, bias: Any, axes: tuple[int, ...]) -> Dual:
+    """`w x + b`, with weights that are reshaped to the axes `[-1, 1, ...]` of channels, or to their own."""
+    terms = []
+    (weight, weight_dot), (bias, bias_dot) = parts_of(weight), parts_of(bias)
+    if tangents is not None:
+        terms.append(tangents if weight is None else tangents * weight.reshape(axes))
+    if weight_dot is not None:
+        terms.append(value * aligned(weight_dot.reshape(len(weight_dot), *axes), value.dim()))
+    if bias_dot is not None:
+        terms.append(broadcast(bias_dot.reshape(len(bias_dot), *axes), value))
+    value = value if weight is None else value * weight.reshape(axes)
+    return Dual(value if bias is None else value + bias.reshape(axes), total(terms))
+
+
+def _layer_norm(
+    func: Callable, x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float
+) -> tuple[Dual, None, None]:
+    axes = range(-len(shape), 0)
+    return _scaled(*_normalised(x, list(axes), eps), weight, bias, tuple(shape)), None, None
+
+
+def _group_norm(
+    func: Callable, x: Any, weight: Any, bias: Any, N: int, C: int, size: int, groups: int, eps: float
+) -> tuple[Dual, None, None]:
+    value, tangents = parts_of(x)
+    shape, grouped = value.shape, (N, groups, C * size // groups)
+    of_value = value.reshape(grouped)
+    x = of_value if tangents is None else Dual(of_value, tangents.reshape(len(tangents), *grouped))
+    value, tangents = _normalised(x, [-1], eps)
+    tangents = None if tangents is None else tangents.reshape(len(tangents), *shape)
+    return _scaled(value.reshape(shape), tangents, weight, bias, (-1, *[1] * (len(shape) - 2))), None, None
+
+
+def _instance_norm(
+    func: Callable, x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
+) -> tuple[Dual, None, None]:
+    """Batch normalisation by the statistics of the batch: instances come as `[1, N·C, ...]`."""
+    rank = value_of(x).dim()
+    axes = [axis for axis in range(-rank, 0) if axis != 1 - rank]
+    return _scaled(*_normalised(x, axes, eps), weight, bias, (-1, *[1] * (rank - 2))), None, None
+
+
+def _batch_norm(
+    func: Callable, x: Any, weight: Any, bias: Any, mean: Tensor, var: Tensor, momentum: float, eps: float
+) -> tuple[Dual, None, None]:
+    """With fixed statistics."""
+    (x, x_dot), (weight, weight_dot), (bias, bias_dot) = map(parts_of, (x, weight, bias))
+    value = func(x, weight, bias, mean, var, momentum, eps)[0]
+    return Dual(value, batch_norm_tangents(x, mean, var, weight, eps, x_dot, weight_dot, bias_dot)), None, None
+
+
+def batch_norm_tangents(
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    x_dot: Tensor | None,
+    weight_dot: Tensor | None,
+    bias_dot: Tensor | None,
+) -> Float[Tensor, "K ..."]:
+    """`ẋ γ/σ + (x - μ) γ̇/σ + β̇` of a normalisation with fixed statistics, in three passes over the data."""
+    # They are computed in float32 at least, as torch computes the value.
+    scale = (var.to(torch.promote_types(x.dtype, torch.float32)) + eps).rsqrt()
+    axes, tangents = (-1, *[1] * (x.dim() - 2)), None
+    # Terms are added in place, to keep the number of passes over the data small.
+    if x_dot is not None:
+        tangents = x_dot * (scale if weight is None else scale * weight).reshape(axes)
+    if weight_dot is not None:
+        slope = weight_dot * scale
+        bias_dot = -mean * slope if bias_dot is None else bias_dot - mean * slope
+        slope = slope.reshape(len(slope), 1, *axes)
+        tangents = x * slope if tangents is None else torch.addcmul(tangents, x, slope)
+    if bias_dot is not None:
+        shift = bias_dot.reshape(len(bias_dot), 1, *axes)
+        tangents = shift.expand(-1, *x.shape) if tangents is None else tangents.add_(shift)
+    assert tangents is not None
+    return tangents
+
+
+# Functions of torch as a network calls them; `None` for calls that a rule is not made for -----------------------------
+
+
+def _by_slope(func: Callable, x: Any, *args: Any, **kwargs: Any) -> Dual | None:
+    """`f(x)` of each number: the tangents are those of `x` times `f'(x)`."""
+    if not isinstance(x, Dual) or any(isinstance(t, Dual | Tensor) for t in (*args, *kwargs.values())):
+        return None
+    leaf = x.value.detach().requires_grad_()
+    value = func(leaf, *args, **kwargs)
+    (slope,) = torch.autograd.grad(value, leaf, torch.ones_like(value))
+    return Dual(value.detach(), x.tangents * slope)
+
+
+def _relu(func: Callable, x: Any) -> Dual:
+    """As `_by_slope`, without the graph of a slope, which takes longer than a small layer."""
+    value = func(x.value)
+    return Dual(value, x.tangents * (value > 0))
+
+
+def _of_each(func: Callable, x: Any, *args: Any, **kwargs: Any) -> Dual | None:
+    """A function that is linear in its one tensor: it is applied to each tangent."""
+    if not isinstance(x, Dual) or any(isinstance(t, Dual | Tensor) for t in (*args, *kwargs.values())):
+        return None
+    return Dual(func(x.value, *args, **kwargs), torch.vmap(lambda t: func(t, *args, **kwargs))(x.tangents))
+
+
+def _sum(func: Callable, a: Any, b: Any) -> Dual | None:
+    """`a + b` of one shape."""
+    if not (isinstance(a, Dual) and isinstance(b, Dual)) or a.value.shape != b.value.shape:
+        return None
+    return Dual(func(a.value, b.value), func(a.tangents, b.tangents))
+
+
+def _convolution_of_torch(func: Callable, x: Any, weight: Any, bias: Any = None, *options: Any) -> Dual | None:
+    (images, _), (kernels, _) = parts_of(x), parts_of(weight)
+    if images.dim() != kernels.dim() or images.dtype != kernels.dtype or (len(options) > 3 and options[3] != 1):
+        return None
+    return _convolved(func, x, weight, bias, options)
+
+
+def _batch_norm_of_torch(func: Callable, *args: Any, **kwargs: Any) -> Dual | None:
+    x, mean, var, weight, bias, training, momentum, eps = BatchNormCall(*args, **kwargs)
+    (x, x_dot), (weight, weight_dot), (bias, bias_dot) = map(parts_of, (x, weight, bias))
+    if training or mean is None or var is None or isinstance(mean, Dual) or x.dtype != mean.dtype:
+        return None
+    value = func(x, mean, var, weight, bias, False, momentum, eps)
+    return Dual(value, batch_norm_tangents(x, mean, var, weight, eps, x_dot, weight_dot, bias_dot))
+
+
+def _max_pool_of_torch(func: Callable, x: Any, *args: Any, **kwargs: Any) -> Dual | None:
+    if not isinstance(x, Dual) or x.value.dim() != 4 or kwargs.get("return_indices"):
+        return None
+    return _max_pool(F.max_pool2d_with_indices, x, *args, **kwargs)[0]
 
 
 # Tables ---------------------------------------------------------------------------------------------------------------
@@ -294,6 +505,7 @@ _SLOPES: dict[Any, Callable[..., Tensor]] = {
     aten.pow.Tensor_Scalar: lambda x, y, power: power * x ** (power - 1),
 }
 
+# By operation of `aten`.
 _RULES: dict[Any, Callable[..., Any]] = {
     **{func: _elementwise(slope) for func, slope in _SLOPES.items()},
     **dict.fromkeys((aten.neg.default, aten.mul.Scalar, aten.div.Scalar), _same),
@@ -325,13 +537,36 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten.var.correction: _variance,
     **dict.fromkeys((aten.amax.default, aten.max.dim), _largest),
     aten.max_pool2d_with_indices.default: _max_pool,
-    aten.native_layer_norm.default: layer_norm,
-    aten.native_group_norm.default: group_norm,
-    aten._native_batch_norm_legit.no_stats: instance_norm,
-    aten._native_batch_norm_legit_no_training.default: batch_norm,
+    aten.native_layer_norm.default: _layer_norm,
+    aten.native_group_norm.default: _group_norm,
+    aten._native_batch_norm_legit.no_stats: _instance_norm,
+    aten._native_batch_norm_legit_no_training.default: _batch_norm,
 }
 # Operations whose derivative is zero.
 _CONSTANT = {
     *(aten.full_like.default, aten.zeros_like.default, aten.ones_like.default, aten.sign.default),
     *(aten.round.default, aten.floor.default, aten.ceil.default, aten.trunc.default),
+}
+
+_ELEMENTWISE = [
+    *(getattr(F, name) for name in ("relu", "relu6", "gelu", "silu", "elu", "selu", "leaky_relu", "softplus", "mish")),
+    *(getattr(F, name) for name in ("hardswish", "hardsigmoid", "hardtanh", "tanh", "sigmoid", "logsigmoid")),
+    *(getattr(of, name) for of in (torch, Tensor) for name in ("relu", "tanh", "sigmoid", "exp", "sin", "cos")),
+]
+_LINEAR = [
+    *(getattr(of, name) for of in (torch, Tensor) for name in ("flatten", "reshape", "permute", "transpose", "mean")),
+    *(getattr(Tensor, name) for name in ("view", "contiguous", "__getitem__")),
+    *(F.avg_pool2d, F.adaptive_avg_pool2d),
+]
+_SUMS = [torch.add, Tensor.add, Tensor.__add__, torch.sub, Tensor.sub, Tensor.__sub__]
+# By function of torch.
+RULES: dict[Callable, Callable[..., Dual | None]] = {
+    F.linear: _linear,
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _convolution_of_torch),
+    **dict.fromkeys(_ELEMENTWISE, _by_slope),
+    **dict.fromkeys((F.relu, torch.relu, Tensor.relu), _relu),
+    **dict.fromkeys(_LINEAR, _of_each),
+    **dict.fromkeys(_SUMS, _sum),
+    F.batch_norm: _batch_norm_of_torch,
+    F.max_pool2d: _max_pool_of_torch,
 }

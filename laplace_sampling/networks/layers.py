@@ -1,0 +1,491 @@
+r"""Weights of whole layers: which operations use them, and the gradient of each datum in them.
+
+Linear layers, convolutions and normalisations apply a weight at many places `t` of a datum `i`. The gradient of a
+function of the outputs in the weights `[m, k]` of one of `q` groups is
+
+    D_i = Σ_t g_it a_itᵀ,
+
+with the gradient `g` in the output of the operation and its inputs `a` (a one is appended for the bias). The operations
+are watched, not the modules: a weight that a user's own module gives to `F.linear` is seen as well. A layer is the
+weights that the same operations use. What is seen is compared once with the gradient that torch finds: weights that are
+used in another way as well are in no layer.
+
+`vjp_by_layers` gives rows `φ_nᵀu_n` of each datum by one forward and one backward pass of all data, in place of `vmap`:
+the gradient of a linear layer's weights at a datum is an outer product `g aᵀ`, which is not formed. Layers that use
+their weights at several places, as convolutions, sum over the places by one product of matrices.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from laplace_sampling.data.batches import num_rows, rows_of
+from laplace_sampling.networks.agreement import difference
+from laplace_sampling.networks.elementary_layers import BatchNormCall
+from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.networks.solving import exclusive
+from laplace_sampling.solvers.placement import normal
+
+# `g`, `[n, q, m, T]`, and `a`, `[n, q, k, T]`.
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Where the data are in a tensor: along one axis, whose index is `datum · r + place` or `place · n + datum`."""
+
+    axis: int
+    places_first: bool
+
+    def fits(self, shape: torch.Size, num_data: int) -> bool:
+        """Whether so many data can be there in a tensor of a shape."""
+        return shape[self.axis] % num_data == 0
+
+    def __call__(self, x: Tensor, num_data: int) -> Float[Tensor, "n ..."]:
+        """The tensor with the data along an axis of their own, the first."""
+        sizes = (-1, num_data) if self.places_first else (num_data, -1)
+        return x.unflatten(self.axis, sizes).movedim(self.axis + self.places_first, 0)
+
+
+def folds(shape: torch.Size, leading: int, num_data: int) -> list[Fold]:
+    """All places that the data may have among the first axes of a shape."""
+    both = [Fold(axis, places_first) for axis in range(leading) for places_first in (False, True)]
+    return [fold for fold in both if fold.fits(shape, num_data)]
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """How an operation uses a weight.
+
+    Attributes:
+        weight, bias: its arguments; the bias may be `None`.
+        leading: how many axes of its output may hold the data.
+        pair: `(gradient in the output, whether the bias is random, fold, number of data) ↦ (g, a)`.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+    leading: int
+    pair: Callable[[Tensor, bool, Fold, int], Pair]
+
+
+@dataclass(frozen=True)
+class Use:
+    """One operation of a run of the network that takes a random weight.
+
+    Attributes:
+        names: of the weight, and of the bias if that is random.
+        edge: its output in the graph.
+        shape: of the output.
+        leading: how many axes of the output may hold the data.
+    """
+
+    names: tuple[str, ...]
+    edge: GradientEdge
+    shape: torch.Size
+    leading: int
+    _pair: Callable[[Tensor, bool, Fold, int], Pair]
+
+    def pair(self, gradient: Tensor, fold: Fold, num_data: int, dtype: torch.dtype) -> Pair:
+        """`g` and `a` of each datum from the gradient in the output."""
+        g, a = self._pair(gradient, len(self.names) > 1, fold, num_data)
+        return g.to(dtype), a.to(dtype)
+
+
+class WeightUses(TorchFunctionMode):
+    """Keeps the operations inside that take weights.
+
+    Attributes:
+        weights: the random weights in the graph, by name.
+        uses: in the order of the calls.
+    """
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.weights, self.uses = weights, list[Use]()
+        self._names = {id(weight): name for name, weight in weights.items()}
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            # A function mode sees the outermost call only.
+            with torch._C.DisableTorchFunction(), self._linear_inside():
+                return func(*args, **kwargs)
+        output = func(*args, **kwargs)
+        if func in _OPERATIONS:
+            self._keep(_OPERATIONS[func](*args, **kwargs), output)
+        return output
+
+    def _keep(self, operation: _Operation | None, output: Tensor) -> None:
+        if operation is not None and id(operation.weight) in self._names and output.requires_grad:
+            of_bias = [self._names[id(operation.bias)]] if id(operation.bias) in self._names else []
+            names = (self._names[id(operation.weight)], *of_bias)
+            # An edge, not the output: the next module may change that in place, as `ReLU(inplace=True)` does.
+            self.uses.append(Use(names, get_gradient_edge(output), output.shape, operation.leading, operation.pair))
+
+    @contextmanager
+    def _linear_inside(self) -> Iterator[None]:
+        """Keeps calls of `F.linear` by functions of torch."""
+        plain = F.linear
+
+        def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            output = plain(input, weight, bias)
+            self._keep(_linear(input, weight, bias), output)
+            return output
+
+        try:
+            F.linear = linear
+            yield
+        finally:
+            F.linear = plain
+
+
+# Operations -----------------------------------------------------------------------------------------------------------
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Operation:
+    x = input.detach()
+
+    def pair(gradient: Tensor, with_bias: bool, fold: Fold, num_data: int) -> Pair:
+        a, g = (fold(t, num_data).reshape(num_data, 1, -1, t.shape[-1]).mT for t in (x, gradient))
+        return g, torch.cat([a, torch.ones_like(a[:, :, :1])], dim=2) if with_bias else a
+
+    return _Operation(weight, bias, x.dim() - 1, pair)
+
+
+def _convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> _Operation | None:
+    x, axes = input.detach(), weight.dim() - 2
+    if x.dim() != weight.dim():  # a single datum without an axis
+        return None
+
+    def pair(gradient: Tensor, with_bias: bool, fold: Fold, num_data: int) -> Pair:
+        patches = _patches(x, weight.shape[2:], _each(stride, axes), padding, _each(dilation, axes), groups, with_bias)
+        return tuple(
+            # Data, places of the fold, groups, channels, places: all places go last.
+            fold(t, num_data).movedim(1, -2).flatten(-2)
+            for t in (gradient.unflatten(1, (groups, -1)).flatten(3), patches)
+        )  # pyright: ignore[reportReturnType]
+
+    return _Operation(weight, bias, 1, pair)
+
+
+def _each(value: Any, axes: int) -> tuple[int, ...]:
+    """An argument of a convolution for each axis."""
+    value = (value,) if isinstance(value, int) else tuple(value)
+    return value * axes if len(value) == 1 else value
+
+
+def _patches(
+    x: Tensor,
+    kernel: torch.Size,
+    stride: tuple[int, ...],
+    padding: Any,
+    dilation: tuple[int, ...],
+    groups: int,
+    with_bias: bool,
+) -> Float[Tensor, "N q k T"]:
+    """The inputs of a convolution at each place, with a one for the bias."""
+    axes = len(kernel)
+    reach = [d * (size - 1) for d, size in zip(dilation, kernel, strict=True)]
+    if isinstance(padding, str):
+        before = [total // 2 if padding == "same" else 0 for total in reach]
+        after = [total - total // 2 if padding == "same" else 0 for total in reach]
+    else:
+        before = after = list(_each(padding, axes))
+    if any(before) or any(after):
+        x = F.pad(x, [size for pads in zip(reversed(before), reversed(after), strict=True) for size in pads])
+    for axis in range(axes):  # views only
+        x = x.unfold(axis + 2, reach[axis] + 1, stride[axis])[..., :: dilation[axis]]
+    # [N, c, *places, *kernel] in groups, with the places last.
+    x = x.unflatten(1, (groups, -1)).permute(0, 1, 2, *range(3 + axes, 3 + 2 * axes), *range(3, 3 + axes))
+    size, places = math.prod(x.shape[2:-axes]), x.shape[-axes:]
+    rows = x.new_ones(len(x), groups, size + with_bias, *places)
+    rows[:, :, :size].unflatten(2, x.shape[2:-axes]).copy_(x)
+    return rows.flatten(3)
+
+
+def _normalisation(
+    x: Tensor, normalised: Callable[[], Tensor], of_channels: bool, *given: Tensor | None
+) -> _Operation | None:
+    """`w ⊙ x̂ + b`; of channels, on axis 1, or of the last axes."""
+    weight, bias = given
+    if weight is None:
+        return None
+    leading = 1 if of_channels else x.dim() - weight.dim()
+
+    def pair(gradient: Tensor, with_bias: bool, fold: Fold, num_data: int) -> Pair:
+        each = [gradient * normalised(), gradient] if with_bias else [gradient * normalised()]
+        if of_channels:
+            each = [t.movedim(1, -1) for t in each]
+        sums = [fold(t, num_data).reshape(num_data, -1, weight.numel()).sum(1) for t in each]
+        a = torch.stack(sums, dim=-1)[..., None]
+        return torch.ones_like(a[:, :, :1]), a
+
+    return _Operation(weight, bias, leading, pair)
+
+
+def _batch_norm(*args: Any, **kwargs: Any) -> _Operation | None:
+    call = BatchNormCall(*args, **kwargs)
+    if call.training:  # a datum has no output of its own
+        return None
+    x = call.input.detach()
+    plain = BatchNormCall(x, call.running_mean, call.running_var, eps=call.eps)
+    return _normalisation(x, lambda: F.batch_norm(*plain), True, call.weight, call.bias)
+
+
+def _group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> _Operation | None:
+    x = input.detach()
+    return _normalisation(x, lambda: F.group_norm(x, num_groups, eps=eps), True, weight, bias)
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> _Operation | None:
+    x = input.detach()
+    return _normalisation(x, lambda: F.layer_norm(x, normalized_shape, eps=eps), False, weight, bias)
+
+
+_OPERATIONS: dict[Callable, Callable[..., _Operation | None]] = {
+    F.linear: _linear,
+    F.conv1d: _convolution,
+    F.conv2d: _convolution,
+    F.conv3d: _convolution,
+    F.batch_norm: _batch_norm,
+    F.group_norm: _group_norm,
+    F.layer_norm: _layer_norm,
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Weights that the same operations use.
+
+    Attributes:
+        names: of the weight, and of the bias if that is random.
+        folds: where the data are in each of the operations.
+        index: positions of the weights in the flat vector; a matrix `[m, k]` for each of `q` groups.
+        dense: whether the weights are one row, whose block is not factored.
+    """
+
+    names: tuple[str, ...]
+    folds: list[Fold]
+    index: Tensor
+    dense: bool = False
+
+    def as_row(self) -> "Layer":
+        """The same with one row of weights."""
+        return Layer(self.names, self.folds, self.index.reshape(1, 1, -1), dense=True)
+
+    def shaped(self, pair: Pair) -> Pair:
+        """`g` and `a` in the shape of the index."""
+        if not self.dense:
+            return pair
+        a = (pair[0] @ pair[1].mT).flatten(1)[:, None, :, None]
+        return torch.ones_like(a[:, :, :1]), a
+
+
+class _Traced(Protocol):
+    """A network that runs with a graph while it is watched."""
+
+    def traced(self, x: Any, watch: Callable[[dict[str, Tensor]], Any]) -> tuple[Tensor, Any]: ...
+
+
+class LayerRun:
+    """Some data that have gone through the network.
+
+    Args:
+        network: with random weights.
+        x: its inputs.
+        num_data: how many data they are.
+
+    Attributes:
+        f: outputs with a graph, `[n, C]`.
+        weights: random weights in the graph, by name.
+        uses: the operations by the names of their weights.
+    """
+
+    def __init__(self, network: _Traced, x: Any, num_data: int) -> None:
+        with exclusive:
+            outputs, watched = network.traced(x, WeightUses)
+        self.f, self.weights = outputs.reshape(num_data, -1), watched.weights
+        self.uses = defaultdict[tuple[str, ...], list[Use]](list)
+        for use in watched.uses:
+            self.uses[use.names].append(use)
+
+    def gradients(self, uses: list[Use], u: Float[Tensor, "n C"], *, again: bool = True) -> list[Tensor | None]:
+        """`u` pulled back to the outputs of operations; `None` where nothing reaches. The graph is kept for `again`."""
+        edges = [use.edge for use in uses]
+        return list(torch.autograd.grad(self.f, edges, u, retain_graph=again, allow_unused=True)) if edges else []
+
+    def pairs(self, layers: list[Layer], u: Float[Tensor, "n C"], *, again: bool = True) -> Iterator[Pair | None]:
+        """`g` and `a` of each layer."""
+        gradients = iter(self.gradients([use for layer in layers for use in self.uses[layer.names]], u, again=again))
+        return (self.pair(layer.names, layer.folds, gradients) for layer in layers)
+
+    def pair(self, names: tuple[str, ...], of_uses: list[Fold], gradients: Iterator[Tensor | None]) -> Pair | None:
+        """`g` and `a` of a layer, with the places of all its operations one after another."""
+        pairs = []
+        for number, use in enumerate(self.uses[names]):
+            gradient = next(gradients)
+            if gradient is not None:
+                # The last fold is that of more operations, as in a loop that is longer than when the layer was found.
+                fold = of_uses[min(number, len(of_uses) - 1)]
+                pairs.append(use.pair(gradient, fold, len(self.f), self.f.dtype))
+        if not pairs:
+            return None
+        return (
+            pairs[0] if len(pairs) == 1 else (torch.cat([g for g, _ in pairs], 3), torch.cat([a for _, a in pairs], 3))
+        )
+
+
+def layers_of(run: LayerRun, places: dict[str, Tensor]) -> list[Layer]:
+    """The weights whose gradient is what their operations give, for a random combination of outputs.
+
+    Args:
+        run: of two data at least.
+        places: positions of the weights in the flat vector, by name.
+    """
+    u = normal(*run.f.shape, seed=0, dtype=run.f.dtype, device=run.f.device)
+    factors = torch.linspace(1.0, 2.0, len(u)).to(u)
+    names = list(run.uses)
+    uses = [use for name in names for use in run.uses[name]]
+    plain, scaled = run.gradients(uses, u), run.gradients(uses, u * factors[:, None])
+    folds_of = dict(zip(map(id, uses), map(_fold, uses, plain, scaled, [factors] * len(uses)), strict=True))
+    of_weights = dict(zip(run.weights, _weight_gradients(run, u), strict=True))
+    found = []
+    for name in names:
+        of_uses = [fold for use in run.uses[name] if (fold := folds_of[id(use)]) is not None]
+        if len(of_uses) < len(run.uses[name]):
+            continue
+        gradients = run.gradients(run.uses[name], u)
+        pair = run.pair(name, of_uses, iter(gradients))
+        if pair is not None and _explained(pair, [of_weights[n] for n in name], gradients):
+            found.append(Layer(name, of_uses, _joined([places[n] for n in name], pair)))
+    return found
+
+
+def _weight_gradients(run: LayerRun, u: Tensor) -> tuple[Tensor, ...]:
+    weights = list(run.weights.values())
+    return torch.autograd.grad(run.f, weights, u, retain_graph=True, allow_unused=True, materialize_grads=True)
+
+
+def _fold(use: Use, plain: Tensor | None, scaled: Tensor | None, factors: Tensor) -> Fold | None:
+    """Where the data are: a factor of each output of a datum is one of each gradient that belongs to it."""
+    if plain is None or scaled is None:
+        return None
+    tried = folds(plain.shape, use.leading, len(factors))
+    if not plain.any() and not _one_place(tried, plain.shape, len(factors)):
+        return None  # all folds would do for a gradient of zero, which that of other data need not be
+    for fold in tried:
+        expected, seen = (fold(t, len(factors)).flatten(1) for t in (plain, scaled))
+        if _close(seen, expected * factors[:, None].to(expected)):
+            return fold
+    return None
+
+
+def _one_place(tried: list[Fold], shape: torch.Size, num_data: int) -> bool:
+    """Whether the data can only be along one axis, with one row each."""
+    return bool(tried) and all(fold.axis == tried[0].axis and shape[fold.axis] == num_data for fold in tried)
+
+
+def _joined(of_names: list[Tensor], pair: Pair) -> Tensor:
+    """Weight and bias, each of any shape, as `[q, m, k]`."""
+    q, m = pair[0].shape[1:3]
+    return torch.cat([t.reshape(q, m, -1) for t in of_names], dim=-1)
+
+
+def _explained(pair: Pair, gradients: list[Tensor], of_uses: list[Tensor | None]) -> bool:
+    """Whether gradients of the weights are those that the operations give, by gradients in their outputs."""
+    found, expected = torch.einsum("nqmt,nqkt->qmk", *pair), _joined(gradients, pair).to(pair[0])
+    # Torch sums those of weights in the precision of the operations, which half precision and `autocast` lower.
+    return _close(found, expected, max(torch.finfo(t.dtype).eps for t in of_uses if t is not None))
+
+
+def _close(found: Tensor, expected: Tensor, eps: float | None = None) -> bool:
+    # Half of the digits: sums over many places round in another order.
+    return difference(found, expected) <= math.sqrt(eps or torch.finfo(found.dtype).eps)
+
+
+# Positions of weights in the flat vector, `[m, k]`, and `g`, `[n, m]`, and `a`, `[n, k]`, of each datum.
+Outer = tuple[Tensor, Float[Tensor, "n m"], Float[Tensor, "n k"]]
+# Data of which the layers are found, at least and at most.
+_FEWEST, _TRIED = 2, 16
+
+
+def vjp_by_layers(network: Linearisation, x: Any, u: Float[Tensor, "N C"]) -> list[Outer] | None:
+    """`vjp_each` in factors; `None` for a network of which some random weights are in no layer.
+
+    Layers are looked for among the first data; where others take another way through the network, it is `None` from
+    then on.
+    """
+    if network.autocast is not None or network.module_dtype != network.dtype:
+        return None
+    if network.known_layers is None and num_rows(x) >= _FEWEST:
+        network.known_layers = _found(network, rows_of(x, slice(min(num_rows(x), _TRIED))))
+    layers = network.known_layers
+    if not layers:
+        return None
+    parts = network.batching.in_parts(num_rows(x), lambda rows: _of_some(network, layers, rows_of(x, rows), u[rows]))
+    if not all(parts):
+        network.known_layers = []
+        return None
+    network.products["vjp"] += num_rows(x)
+    return [
+        (of[0][0], torch.cat([g for _, g, _ in of]), torch.cat([a for _, _, a in of]))
+        for of in zip(*(part for part in parts if part is not None), strict=True)
+    ]
+
+
+def _of_some(network: Linearisation, layers: list[Layer], x: Any, u: Tensor) -> list[Outer]:
+    """The rows of data that go through the network at once; none where they take another way."""
+    run, found = LayerRun(network, x, num_rows(x)), []
+    if {layer.names: len(layer.folds) for layer in layers} != {n: len(of_n) for n, of_n in run.uses.items()}:
+        return []
+    folds = [(fold, use) for of in layers for fold, use in zip(of.folds, run.uses[of.names], strict=True)]
+    if not all(fold.fits(use.shape, len(run.f)) for fold, use in folds):
+        return []  # as of a mixture of experts, which other data take
+    for layer, pair in zip(layers, run.pairs(layers, u.reshape(run.f.shape).to(run.f), again=False), strict=True):
+        if pair is None:
+            return []
+        q, m, k = layer.index.shape
+        as_outer = q == 1 and pair[0].shape[3] == 1 and m + k < m * k
+        g, a = pair if as_outer else layer.as_row().shaped(pair)
+        index = layer.index[0] if as_outer else layer.index.reshape(1, -1)
+        found.append((index, g[:, 0, :, 0], a[:, 0, :, 0]))
+    return found
+
+
+def _found(network: Linearisation, x: Any) -> list[Layer]:
+    """The layers, if these hold all random weights."""
+    positions = torch.arange(network.num_parameters, device=network.device).split(network.shell.sizes)
+    try:
+        layers = layers_of(LayerRun(network, x, num_rows(x)), dict(zip(network.names, positions, strict=True)))
+    except RuntimeError:  # outputs that depend on no random weights, or an operation without a derivative
+        return []
+    return layers if sum(layer.index.numel() for layer in layers) == network.num_parameters else []
