@@ -18,8 +18,6 @@ from laplace_sampling.predictions.validation import Validation, validation_cost
 if TYPE_CHECKING:
     from laplace_sampling.settings import Settings
 
-__all__ = ["CRITERIA", "with_selection"]
-
 CRITERIA = ("auto", "evidence", "leave_one_out", "self_consistency", "validation")
 # Held-out data that are looked at, at most, and numbers of their outputs; and the part of the budget that a rule may
 # take. All are round numbers that bound the cost, and are not tuned.

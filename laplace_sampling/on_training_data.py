@@ -37,8 +37,6 @@ from laplace_sampling.predictions.left_out import (
 )
 from laplace_sampling.solvers.recorded import recorded
 
-__all__ = ["OnTrainingData", "calibration_of", "deviations_of", "enough", "held_out_problems", "some_of"]
-
 # Training data that are looked at, as the scale is one number; and numbers of their deviations in memory.
 _ENOUGH, _NUMBERS = 4096, 2**24
 # Training data that are enough to tell whether error bars are useless; the part of what is left of a budget that
@@ -78,8 +76,10 @@ class OnTrainingData:
     @cached_property
     def deviations(self) -> Float[Tensor, "K n C"]:
         """`φ(x_i) ζ_k`."""
-        assert self.fit.sampled is not None
-        return deviations_of(self.fit.model.features, self.fit.sampled.samples, self.some)
+        sampled = self.fit.sampled
+        if sampled is None or not len(sampled.samples):
+            sampled = self.fit.draw(self.fit.task.draws)
+        return deviations_of(self.fit.model.features, sampled.samples, self.some)
 
     @cached_property
     def _left_out(self) -> LeaveOneOut | None:

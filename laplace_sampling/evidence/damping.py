@@ -2,8 +2,6 @@
 
 from torch import Tensor
 
-__all__ = ["DampedSteps"]
-
 
 class DampedSteps:
     """Half of the last length where a change points back, twice of it where it does not, at most the change itself.

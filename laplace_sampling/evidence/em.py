@@ -28,8 +28,6 @@ from laplace_sampling.solvers.progress import progress_bar
 from laplace_sampling.solvers.recorded import recorded
 from laplace_sampling.solvers.solver import Afford, Minimum, Solution, Solver, unlimited
 
-__all__ = ["EMResult", "dimensions_by_output", "effective_dimension", "fit_em", "leverage_of", "noise_update"]
-
 # The largest factor by which samples may move α in one step. From α off by 1e4 to 1e6, 500, 2,000 and
 # 1e9 take the same steps on the problems of `fixed_point`; 10 takes a tenth more.
 _FARTHEST = 1e3

@@ -2,8 +2,6 @@
 
 from dataclasses import asdict, dataclass, replace
 
-__all__ = ["Step", "StopFit"]
-
 
 class StopFit(Exception):
     """Raised by a `callback` of `fit_hyperparameters`, it ends the fit without an error, as `break` ends a loop.

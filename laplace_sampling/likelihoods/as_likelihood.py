@@ -13,8 +13,6 @@ from laplace_sampling.likelihoods.multi_task import MultiTask
 from laplace_sampling.likelihoods.poisson import Poisson
 from laplace_sampling.solvers.checks import refuse_class
 
-__all__ = ["LIKELIHOODS", "as_likelihood"]
-
 # A new likelihood is a line here: users can then give its name, and saved files can hold it.
 LIKELIHOODS: dict[str, type[Likelihood]] = {
     "regression": Gaussian,

@@ -11,8 +11,6 @@ from torch import Tensor
 from laplace_sampling.data.batches import flattened
 from laplace_sampling.likelihoods.likelihood import Likelihood, check_target_shape, has_targets, masked
 
-__all__ = ["Bernoulli"]
-
 
 @dataclass(frozen=True)
 class Bernoulli(Likelihood):

@@ -13,8 +13,6 @@ from laplace_sampling.data.batches import Layout
 from laplace_sampling.likelihoods.likelihood import Likelihood, NothingToLearnError
 from laplace_sampling.solvers.placement import normal
 
-__all__ = ["LossLikelihood", "from_loss"]
-
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 # An eigenvalue below zero counts as rounding down to `-_ROUNDING · ε · C` times the largest of all data. Convex losses

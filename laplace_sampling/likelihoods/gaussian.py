@@ -13,8 +13,6 @@ from laplace_sampling.likelihoods.likelihood import Likelihood, check_target_sha
 from laplace_sampling.likelihoods.measurement import Observation, check_observation
 from laplace_sampling.solvers.checks import as_numbers, check_flag
 
-__all__ = ["Gaussian", "log_density"]
-
 
 @dataclass(frozen=True)
 class Gaussian(Likelihood):

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from laplace_sampling.likelihoods.likelihood import Likelihood, check_target_shape, has_targets, residuals
 
-__all__ = ["HeteroscedasticGaussian"]
-
 
 @dataclass(frozen=True)
 class HeteroscedasticGaussian(Likelihood):

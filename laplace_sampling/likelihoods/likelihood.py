@@ -16,16 +16,6 @@ from torch import Tensor
 
 from laplace_sampling.data.batches import Layout
 
-__all__ = [
-    "Likelihood",
-    "NothingToLearnError",
-    "check_some_given",
-    "check_target_shape",
-    "has_targets",
-    "masked",
-    "residuals",
-]
-
 
 class NothingToLearnError(ValueError):
     """Targets fit, but they say nothing of the weights."""

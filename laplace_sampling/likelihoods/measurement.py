@@ -13,8 +13,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from linear_operator import LinearOperator
 
-__all__ = ["Measurement", "Observation", "as_measurement", "check_observation"]
-
 # A random test of `⟨Tf, u⟩ = ⟨f, Tᵀu⟩` fails above this multiple of the machine precision, relative to `‖Tf‖‖u‖`. Dense
 # matrices, convolutions and cumulative sums in float32 differed by at most 0.5: half or twice it changes nothing.
 _ADJOINT_ROUNDING = 1e3

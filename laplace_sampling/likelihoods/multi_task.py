@@ -14,8 +14,6 @@ from torch import Tensor
 from laplace_sampling.data.batches import Layout
 from laplace_sampling.likelihoods.likelihood import Likelihood
 
-__all__ = ["MultiTask"]
-
 
 @dataclass(frozen=True)
 class MultiTask(Likelihood):

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from laplace_sampling.likelihoods.likelihood import Likelihood, check_target_shape, has_targets, masked
 
-__all__ = ["Poisson"]
-
 
 @dataclass(frozen=True)
 class Poisson(Likelihood):

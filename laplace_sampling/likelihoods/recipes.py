@@ -7,8 +7,6 @@ from laplace_sampling.likelihoods.as_likelihood import LIKELIHOODS
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.multi_task import MultiTask
 
-__all__ = ["likelihood_from_recipe", "recipe_of_likelihood"]
-
 
 def recipe_of_likelihood(likelihood: Likelihood) -> dict[str, Any]:
     """The name and the class of a likelihood, and its settings if the class is one of this library's."""

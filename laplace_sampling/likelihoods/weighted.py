@@ -8,8 +8,6 @@ from torch import Tensor
 
 from laplace_sampling.likelihoods.likelihood import Likelihood
 
-__all__ = ["Weighted", "check_weights", "weighted"]
-
 
 @dataclass(frozen=True)
 class Weighted(Likelihood):

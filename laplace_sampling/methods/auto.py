@@ -18,8 +18,6 @@ from laplace_sampling.methods.solver_method import basis_that_fits
 from laplace_sampling.methods.stochastic import Stochastic
 from laplace_sampling.predictions.covariance_path import CovariancePath
 
-__all__ = ["LADDER", "Auto"]
-
 # The exact method is taken up to this size of its matrix, and of the Jacobian that it holds (in numbers), for the sake
 # of exactness: 500 digits take it 5 s of processor time with 1,060 weights, 20 s with 2,035 and 117 s with 4,060, where
 # Krylov methods take 1.3, 1.7 and 2.7 s.

@@ -8,8 +8,6 @@ from functools import partial
 from laplace_sampling.linear_model.cost import Cost
 from laplace_sampling.solvers.solver import Afford
 
-__all__ = ["Budget", "Estimate", "Strict", "counted_in"]
-
 # Floating-point operations that are never refused, a second or so: an epoch of a tiny network takes microseconds. At
 # half and twice networks up to half and twice as large may do what they like.
 _FREE = 1e10

@@ -25,9 +25,6 @@ from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.head_covariance import HeadPath, factored_covariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
 
-__all__ = ["Head", "HeadFit"]
-
-
 # Tolerance of the mode in a search for the largest evidence: a definition.
 _MODE_ACCURACY = 1e-6
 

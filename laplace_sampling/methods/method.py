@@ -26,8 +26,6 @@ from laplace_sampling.predictions.covariance_path import CovariancePath
 from laplace_sampling.predictions.selection import Selection
 from laplace_sampling.solvers.checks import check_positive, check_whole
 
-__all__ = ["Choice", "Method", "Tuning", "has_path"]
-
 
 @dataclass(frozen=True)
 class Tuning:

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from laplace_sampling.methods.method import Method
     from laplace_sampling.methods.problem import Problem
 
-__all__ = ["Plan", "Rung", "rung_of"]
-
 
 @dataclass(frozen=True)
 class Rung:

@@ -16,20 +16,6 @@ from laplace_sampling.methods.budget import Budget
 if TYPE_CHECKING:
     from laplace_sampling.predictions.selection import Selection
 
-__all__ = [
-    "MOST_BYTES",
-    "Memory",
-    "Problem",
-    "dense_operations",
-    "exact_bytes",
-    "exact_operations",
-    "exact_products",
-    "fits_in_observation_space",
-    "holds_rows",
-    "jacobian_bytes",
-    "space_of",
-]
-
 # Bytes that dense algebra takes at most where the user gives no number: it is for small problems, and 8 GiB hold a Gram
 # matrix of 16,000 observations. At half they hold 11,000, at twice 23,000.
 MOST_BYTES = 8 * 2**30

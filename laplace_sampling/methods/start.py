@@ -20,8 +20,6 @@ from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, overall_precision
 
-__all__ = ["Start"]
-
 
 @dataclass(frozen=True)
 class Start:

@@ -16,8 +16,6 @@ from laplace_sampling.solvers.sgd import SGD
 from laplace_sampling.solvers.solver import Solver
 from laplace_sampling.solvers.svrg import SVRG
 
-__all__ = ["Stochastic"]
-
 # Vectors held for each of the rank of SVRG's preconditioner: four rows of data, their factor, and what a product needs.
 # Where a fit may take 100 vectors (a linear layer of 9,003 weights), 226 passes at 8, 276 at 4, as rows have less room
 # beside a higher rank, and 210 at 16; the peak is 107, 89 and 106 vectors.

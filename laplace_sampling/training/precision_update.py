@@ -38,17 +38,6 @@ from laplace_sampling.preparation import prepare
 from laplace_sampling.settings import Settings
 from laplace_sampling.solvers.preconditioners import Factored
 
-__all__ = [
-    "PrecisionUpdate",
-    "linearised",
-    "loss_unit",
-    "settings_of",
-    "task_of",
-    "update_at",
-    "updated_precisions",
-    "weight_decay_of",
-]
-
 _KINDS = ("kfac", "diagonal")
 # Samples are not drawn, but `Settings` asks for two.
 _SAMPLES = 2

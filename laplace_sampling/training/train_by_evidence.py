@@ -35,8 +35,6 @@ from laplace_sampling.training.precision_update import (
     weight_decay_of,
 )
 
-__all__ = ["TrainedByEvidence", "train_by_evidence"]
-
 _SCHEDULES = ("epoch", "batch")
 
 
