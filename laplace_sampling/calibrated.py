@@ -84,10 +84,10 @@ class CalibratedModel(FittedModel):
             val_loader: data that the network was not trained on, of the form of the training data. Those of a
                 regression have the noise of data of weight one.
             unpack: as for `fit_hyperparameters`.
-            num_data: of an `IterableDataset`, likewise.
+            num_data: of an `IterableDataset`, as in `fit_hyperparameters`.
 
         Raises:
-            NotFittedError, TypeError, ValueError: before a fit; as of `val_loader` in `fit_hyperparameters`; after a
+            NotFittedError, TypeError, ValueError: before a fit; as for `val_loader` in `fit_hyperparameters`; after a
                 fit with `noise_variances`; if the model has changed. The posterior stays what it was.
         """
         fitted = self._drawn("calibrate")
@@ -117,11 +117,11 @@ class CalibratedModel(FittedModel):
         Args:
             val_loader: held-out data of the form of the training data.
             unpack: as for `fit_hyperparameters`.
-            num_data: of an `IterableDataset`, likewise.
+            num_data: of an `IterableDataset`, as in `fit_hyperparameters`.
 
         Raises:
             NotFittedError: before a fit.
-            TypeError, ValueError: as of `calibrate`; for a likelihood other than of a regression or a classification;
+            TypeError, ValueError: as in `calibrate`; for a likelihood other than of a regression or a classification;
                 for outputs whose shape is not the same for all data.
         """
         call = "calibrate_conformal"

@@ -84,12 +84,12 @@ class AcceleratedFits(PeriodicFits):
             model: as it is in the loop.
             train_loader: its training data, as they are in the loop or as they were before `prepare`; of an
                 `IterableDataset` with several processes as they were before.
-            val_loader: in place of that of the constructor, likewise.
+            val_loader: in place of that of the constructor, in the same form.
             epoch: epochs of training so far, counted from one.
-            step: of the trackers, as of `accelerator.log`.
+            step: of the trackers, as in `accelerator.log`.
 
         Raises:
-            TypeError, ValueError, FloatingPointError: as of `fit_hyperparameters`, and for a loader that gives a
+            TypeError, ValueError, FloatingPointError: as in `fit_hyperparameters`, and for a loader that gives a
                 process its share of a stream. The last fit is kept.
         """
         train_loader = self._whole(train_loader)

@@ -53,7 +53,7 @@ class PeriodicFits:
     `drop_last` or `shuffle` is read whole and in order. Pass a loader without augmentation for the fits.
 
     Args:
-        likelihood: as of `LinearisedLaplace`.
+        likelihood: as in `LinearisedLaplace`.
         every_n_epochs: a fit after every so many epochs, and after the last one; fewer, where `budget` leaves some out.
         val_loader: data for metrics, which training does not see; `criterion="validation"` fits to them, too.
         metrics: what is computed of predictions of `val_loader`, by name: a function `(prediction, targets) -> number`
@@ -61,7 +61,7 @@ class PeriodicFits:
             torchmetrics, which gets `prediction.probs`, or `prediction.mean` of a regression.
         budget: training epochs, counted in operations, that the first fit may take; each later one half of what the
             first took. A fit after which all fits and one more at the end of training would cost more than the training
-            so far is left out, but for the first and the last one, and `logging` says so with the costs. `None`: no
+            so far is left out, except the first and the last one, and `logging` says so with the costs. `None`: no
             limit, and none is left out. Where there are few data, fits cost more: Kronecker factors are of 250
             gradients at least, and rules for `α` look at 50 data.
         process_group: the processes of `torch.distributed` that share out the data of the fits and of the metrics: all
@@ -158,19 +158,20 @@ class PeriodicFits:
 
         Args:
             model: the network, mostly the same at each fit.
-            train_loader: its training data, as of `fit_hyperparameters`.
+            train_loader: its training data, as in `fit_hyperparameters`.
             val_loader: in place of that of the constructor.
             epoch: epochs of training so far, counted from one.
 
         Returns:
             What trainers log: `prior_precision`, with a `/` and the name of the group where there are several;
-            `noise_precision` of a regression, likewise with the number of the output; `effective_dimension`;
+            `noise_precision` of a regression, with a `/` and the number of the output where there are several;
+            `effective_dimension`;
             `converged`, one or zero; `score`, the evidence for each datum in nats, of exact and factored posteriors;
             of the `val_loader` `val_log_loss`, in nats for each datum, and the `metrics`; `cost`, in training epochs.
             Nothing of a fit that a callback has stopped with `StopFit`: the last one is kept, and `logging` says so.
 
         Raises:
-            TypeError, ValueError, FloatingPointError: as of `fit_hyperparameters`. The last fit is kept.
+            TypeError, ValueError, FloatingPointError: as in `fit_hyperparameters`. The last fit is kept.
             Exception: of one of the `metrics`. The fit is kept, and is in `history_` without metrics.
         """
         val_loader = self.val_loader if val_loader is None else val_loader

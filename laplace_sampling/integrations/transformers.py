@@ -151,7 +151,7 @@ class LaplaceTrainerCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         folder = _checkpoint(args.output_dir, state)
-        posterior = self.fits.state_dict()  # likewise
+        posterior = self.fits.state_dict()  # on all processes
         if args.should_save and folder.is_dir() and not state.is_hyper_param_search:
             beside = _beside(folder)
             if self._beside == beside:

@@ -62,7 +62,8 @@ class Calibration:
         temperature: outputs are divided by it.
         noise: multiplies the noise variance of a regression.
         log_likelihood: of these data with error bars, at these factors; `None` if no data were looked at.
-        network_log_likelihood: likewise of the network alone, without error bars, temperature and factor of the noise.
+        network_log_likelihood: of these data by the network alone, without error bars, temperature and factor of the
+            noise.
         standard_error: of the difference of the two, over the data; `None` for training data of a regression, whose
             difference is no estimate of that of new data.
         num_data: how many data were looked at.

@@ -121,7 +121,7 @@ class ClassificationPrediction(SampledPrediction):
 
     @cached_property
     def _class_log_probs(self) -> Float[Tensor, "N S c"]:
-        """Of each class, by positions; of labels of zero and one both."""
+        """Log probabilities of each class, by positions; of both labels of zero and one."""
         logits = self._bound.positions(flattened(self._mirrored.double(), 2))
         if isinstance(self._bound, Bernoulli):
             logits = torch.cat([torch.zeros_like(logits), logits], -1)

@@ -19,15 +19,15 @@ class FunctionCovariance(ABC):
 
     @abstractmethod
     def variance(self) -> Float[Tensor, "N C"]:
-        """Of each output."""
+        """The variance of each output."""
 
     @abstractmethod
     def blocks(self) -> Float[Tensor, "N C C"]:
-        """Between the (flattened) outputs of each input."""
+        """The covariance between the (flattened) outputs of each input."""
 
     @abstractmethod
     def joint(self) -> Float[Tensor, "NC NC"]:
-        """Over all inputs and outputs, the outputs of an input adjacent."""
+        """The covariance over all inputs and outputs, the outputs of an input adjacent."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Scaled(FunctionCovariance):
 
 @dataclass(frozen=True)
 class OfOutputs(FunctionCovariance):
-    """That of some of the (flattened) outputs.
+    """The covariance of some of the (flattened) outputs.
 
     Args:
         function: of all outputs.

@@ -79,7 +79,7 @@ class LeftOutLabels(LossBound):
 
     @recorded
     def _errors(self, model: LinearModel, prior: GaussianPrior, some: Tensor, seed: int) -> float:
-        """The part of left-out data that is predicted wrongly, but for the network's own errors and standard errors."""
+        """The part of left-out data that is predicted wrongly, without the network's own errors and standard errors."""
         labels = _labels(model.likelihood, model.targets_of(some), model.features.num_outputs)
         kernel = _kernel(model.features, prior, some, seed)
         left_out = _left_out(kernel, labels, _RIDGE * float(kernel.diagonal().mean()))

@@ -31,7 +31,7 @@ class Score:
             are compared on the same data; of `"evidence"` what random probes leave, 0 if it is exact.
         num_data: how many data it is the mean of.
         log_probs: of `"loo"` `log p(y_i | y_{−i})`, `[num_data]`; else empty.
-        data: indices of these data in the dataset; likewise.
+        data: of `"loo"`, indices of these data in the dataset; else empty.
         prior_precision: at which it was computed.
         dataset_size: of the training data, whether or not all of them were looked at.
         without_correlations: whether it is that of a posterior without some of its correlations, which makes an
@@ -106,8 +106,8 @@ def compare(models: Iterable[Any] | Mapping[str, Any], kind: str = "evidence") -
     Networks may have any architecture and any number of weights. Likelihoods may differ if all of them are densities,
     or all are probabilities, of the same targets, in the same units, and of `"loo"` in the same order. Scores by
     `"kfac"` and `"diagonal"`, which leave out correlations, differ from those of other methods; evidences are smaller,
-    the more so the larger the network. Scores of some weights, as of the last layer, differ from those of all. A
-    warning tells where both are compared.
+    the more so the larger the network. Scores of some weights, such as those of the last layer, differ from those of
+    all. A warning says where both are compared.
 
     Args:
         models: fitted `LinearisedLaplace`s, or their scores; or a dictionary of these, whose keys are their names.
@@ -149,51 +149,37 @@ def compare(models: Iterable[Any] | Mapping[str, Any], kind: str = "evidence") -
     kinds = {score.kind for score in scores.values()}
     if len(kinds) > 1:
         raise ValueError(f"`compare(models)` needs scores of one kind, but got {sorted(kinds)}.")
-    _warn_of_kinds(scores)
-    return compared(scores)
-
-
-def compared(scores: Mapping[str, Score]) -> Comparison:
-    """The ranking of scores of one kind, by name."""
     _check_same_data(scores)
-    by_data = all(len(score.log_probs) for score in scores.values())
-    values = _paired(scores) if by_data else None
+    for flag, what in (
+        ("without_correlations", "leave out correlations, which makes evidences smaller. Use one `method` for all."),
+        ("of_some_weights", "take some weights as known, which makes evidences larger. Fit all weights of each."),
+    ):
+        some = [name for name, score in scores.items() if getattr(score, flag)]
+        if 0 < len(some) < len(scores):
+            warnings.warn(f"`compare(models)`: of these scores only those of {some} {what}", stacklevel=2)
+    values = _paired(scores) if kinds == {"loo"} else None
     means = torch.tensor([s.value for s in scores.values()], dtype=torch.float64) if values is None else values.mean(1)
     order = means.argsort(descending=True, stable=True)
     best = int(order[0])
     if values is None:
         errors, probabilities = _of_evidence(scores, best)
     else:
-        change = values - values[best]
-        errors, probabilities = change.std(1) / math.sqrt(values.shape[1]), _bootstrap(values)
-    names, found = list(scores), list(scores.values())
-    return Comparison(
-        tuple(names[i] for i in order),
-        tuple(found[i] for i in order),
-        probabilities[order],
-        (means - means[best])[order],
-        errors[order],
-    )
+        errors, probabilities = (values - values[best]).std(1) / math.sqrt(values.shape[1]), _bootstrap(values)
+    ranked = list(scores.items())
+    names, found = zip(*(ranked[i] for i in order), strict=True)
+    return Comparison(names, found, probabilities[order], (means - means[best])[order], errors[order])
 
 
 def _paired(scores: Mapping[str, Score]) -> Float[Tensor, "M n"]:
     """Log-likelihoods of the data that all scores have in common."""
-    common = None
-    for score in scores.values():
-        data = set(score.data.tolist())
-        common = data if common is None else common & data
-    if common is None or len(common) < 2:
+    known = [dict(zip(s.data.tolist(), s.log_probs.double().tolist(), strict=True)) for s in scores.values()]
+    common = [index for index in known[0] if all(index in other for other in known)]
+    if len(common) < 2:
         raise ValueError(
             "`compare(models)`: the scores have fewer than two training data in common. Give all models the same "
             "`seed`, and `score` a larger `num_data`."
         )
-    wanted = torch.tensor(sorted(common))
-    rows = []
-    for score in scores.values():
-        in_order = score.data.argsort()
-        places = in_order[torch.searchsorted(score.data[in_order], wanted)]
-        rows.append(score.log_probs[places])
-    return torch.stack(rows).double()
+    return torch.tensor([[values[index] for index in sorted(common)] for values in known], dtype=torch.float64)
 
 
 def summary_of(targets: Tensor, in_order: bool) -> tuple[float, ...]:
@@ -223,24 +209,6 @@ def _check_same_data(scores: Mapping[str, Score]) -> None:
                 f"{name!r} are not those of {first!r}: they are others, in other units or in another order. Fit all "
                 "of them to the same loader."
             )
-
-
-def _warn_of_kinds(scores: Mapping[str, Score]) -> None:
-    without = [name for name, score in scores.items() if score.without_correlations]
-    if 0 < len(without) < len(scores):
-        warnings.warn(
-            f"`compare(models)`: the scores of {without} leave out correlations, as their methods do, and differ for "
-            "it (evidences are smaller); those of the others do not. Fit all of them by the same `method`.",
-            stacklevel=3,
-        )
-    some = [name for name, score in scores.items() if score.of_some_weights]
-    if 0 < len(some) < len(scores):
-        warnings.warn(
-            f"`compare(models)`: the scores of {some} are of some of their weights and take the others as known, which "
-            "makes evidences larger; those of the other networks are of all weights. Fit each of them with all its "
-            "weights.",
-            stacklevel=3,
-        )
 
 
 def _bootstrap(values: Float[Tensor, "M n"]) -> Float[Tensor, " M"]:

@@ -91,7 +91,7 @@ class RegressionPrediction(_Intervals):
         return variance if self.noise_scale is None else variance * self.noise_scale
 
     def distribution(self) -> LowRankMultivariateNormal | MultivariateNormal:
-        """Of new observations, noise included: for each input a Gaussian over its (flattened) outputs."""
+        """The distribution of new observations, with noise: for each input a Gaussian over its (flattened) outputs."""
         shape = self._flat.shape[1:]
         mean, noise = self.outputs.reshape(shape), self.noise_variance
         noise = noise.reshape(shape) if self.noise_scale is not None else noise.flatten().expand(shape)
@@ -153,7 +153,7 @@ class HeteroscedasticPrediction(SampledPrediction, _Intervals):
 
     @property
     def variance(self) -> Float[Tensor, "N *D"]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Of the mean, without noise: what more data would remove."""
+        """The variance of the mean, without noise: what more data would remove."""
         return self._variances.chunk(2, 1)[0]
 
     @cached_property

@@ -54,7 +54,7 @@ class SearchCost:
 
     Attributes:
         jvps: of one datum and one vector.
-        vjps: likewise.
+        vjps: of one datum and one vector.
         vectors: products of the curvature's eigenvectors with a vector of weights.
         fixed_vjps: VJPs that do not depend on how many data are looked at.
     """

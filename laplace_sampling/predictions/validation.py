@@ -208,7 +208,7 @@ def validation_cost(features: Features, num_data: int, likelihood: Likelihood, *
 
 
 def _part(num_data: int) -> Tensor:
-    """Indices of the data that say where to look: a third of them, but for a few."""
+    """Indices of the data that say where to look: a third of them, and all of a few."""
     return torch.arange(0, num_data, min(3, max(1, num_data // 32)))
 
 
