@@ -263,7 +263,9 @@ class FittedModel:
 
     @solver_call
     def _draw(self, fitted: Fitted) -> None:
-        assert fitted.fit is not None
+        if fitted.fit is None:
+            fitted.posterior = fitted.posterior.with_samples(self.settings.num_samples, self.settings.seed)
+            return
         fit = fitted.fit.with_samples()
         fitted.posterior, fitted.fit = fitted.posterior.drawn(fit), fit.without_samples()
 

@@ -76,8 +76,10 @@ class OnTrainingData:
     @cached_property
     def deviations(self) -> Float[Tensor, "K n C"]:
         """`φ(x_i) ζ_k`."""
-        assert self.fit.sampled is not None
-        return deviations_of(self.fit.model.features, self.fit.sampled.samples, self.some)
+        sampled = self.fit.sampled
+        if sampled is None or not len(sampled.samples):
+            sampled = self.fit.draw(self.fit.task.draws)
+        return deviations_of(self.fit.model.features, sampled.samples, self.some)
 
     @cached_property
     def _left_out(self) -> LeaveOneOut | None:

@@ -12,8 +12,10 @@ from laplace_sampling.data.batches import storable
 from laplace_sampling.evidence.step import Step
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.weighted import Weighted
+from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.kronecker import CURVATURE, restored_curvature
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
+from laplace_sampling.linear_model.sampling import draw_closed_form
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.methods.method import Method
@@ -31,7 +33,7 @@ class Posterior:
     Attributes:
         prior: `A`.
         likelihood: with the fitted noise precision.
-        samples: `ζ`, zero-mean; none before they are drawn, where the fit needs none.
+        samples: `ζ`, zero-mean; none before they are asked for, where the posterior has a closed form.
         mode: `θ̄`, if it was needed.
         effective_dimension: `γ` of each group; `effective_dimension_se` its standard error.
         history: a record of each step of the fit.
@@ -63,6 +65,12 @@ class Posterior:
     exact: dict[str, Any] = field(default_factory=dict)
     calibration: Calibration = field(default_factory=Calibration)
     conformal: SplitConformal | None = None
+
+    def with_samples(self, num_samples: int, seed: int) -> "Posterior":
+        """The same with the samples of its closed form."""
+        assert self.curvature is not None
+        draws, like = Draws(num_samples, seed, Stream.SAMPLES), self.samples
+        return replace(self, samples=draw_closed_form(self.curvature, self.prior, draws, like.device, like.dtype)[0])
 
     def drawn(self, fit: Fit) -> "Posterior":
         """The same with the samples of its fit."""

@@ -64,7 +64,9 @@ class SavableModel(FittedModel):
         return self._state(include_data, "state_dict")
 
     def _state(self, include_data: bool, call: str) -> dict[str, Any]:
-        posterior = self._drawn(call).posterior
+        posterior = self._require(call).posterior
+        if posterior.curvature is None:
+            posterior = self._drawn(call).posterior
         if not include_data:
             posterior = posterior.without_data()
         return state_of(posterior, self.settings, self.network)
@@ -175,7 +177,8 @@ def state_of(posterior: Posterior, settings: Settings, network: Linearisation) -
         "posterior": {
             "prior": {field.name: getattr(posterior.prior, field.name) for field in fields(posterior.prior)},
             "noise_precision": posterior.likelihood.noise_precisions(),
-            "samples": posterior.samples,
+            # Those of a closed form are drawn again when they are asked for.
+            "samples": posterior.samples if posterior.curvature is None else posterior.samples[:0],
             "mode": posterior.mode,
             "effective_dimension": posterior.effective_dimension,
             "effective_dimension_se": posterior.effective_dimension_se,
@@ -266,7 +269,8 @@ def posterior_of(
             exact=there["exact"],
             conformal=conformal_of(kept["conformal"]),
         )
-    return posterior, replace(settings, linear_model=saved["linear_model"])
+    # With these the samples of a closed form are those of the saved posterior.
+    return posterior, replace(settings, **{name: saved[name] for name in _SETTINGS[_NUM_NAMED:]})
 
 
 @contextmanager
@@ -298,7 +302,8 @@ def arguments_of(state: dict[str, Any], **given: Any) -> dict[str, Any]:
 
 def _check_finite(numbers: dict[str, Tensor | None]) -> None:
     # Extremes are NaN where anything is, and take no memory.
-    wrong = [n for n, t in numbers.items() if t is not None and not all(bool(v.isfinite()) for v in t.aminmax())]
+    known = {name: number for name, number in numbers.items() if number is not None and number.numel()}
+    wrong = [name for name, number in known.items() if not all(bool(v.isfinite()) for v in number.aminmax())]
     if wrong:
         raise ValueError(f"The posterior has NaN or infinity in {wrong}, so that it predicts nothing: fit again.")
 

@@ -20,6 +20,9 @@ from torch.utils.data import DataLoader
 def private_loader(loader: DataLoader) -> DataLoader:
     """A loader of the same dataset whose samplers, generator and workers are its own."""
     own, memo = copy.copy(loader), {id(loader.dataset): loader.dataset}
+    if "base_dataloader" in vars(loader):  # a loader of Accelerate, which asks the one inside for all that it has not
+        vars(own)["base_dataloader"] = private_loader(vars(loader)["base_dataloader"])
+        return own
     # Workers of the user's that persist would go on from where these passes end.
     own._iterator = None
     # Set past `DataLoader.__setattr__`, which forbids it; with one memo, so that they still share what they share.

@@ -23,8 +23,12 @@ from laplace_sampling.linear_model.features import ScaledFeatures
 from laplace_sampling.linear_model.ggn import GGN
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.solvers.operator import row_products
+from laplace_sampling.solvers.preconditioners import Factored
 from laplace_sampling.solvers.recorded import stop_recording
 from laplace_sampling.solvers.solver import Quadratic, Solution, Solver
+
+# Samples of a closed form that are drawn together. It changes memory only.
+_TOGETHER = 16
 
 
 class Sampler(Solver):
@@ -99,6 +103,30 @@ class PosteriorSamples:
         if len(self.leverage) == 1:  # one sample says nothing about the spread
             return self.leverage[0], torch.full_like(self.leverage[0], math.nan)
         return self.leverage.mean(0), self.leverage.std(0) / math.sqrt(len(self.leverage))
+
+
+def draw_closed_form(
+    curvature: Factored, prior: GaussianPrior, draws: Draws, device: torch.device, dtype: torch.dtype
+) -> tuple[Float[Tensor, "K P"], Float[Tensor, " K"], Float[Tensor, " K"]]:
+    """Samples `ζ ~ N(0, (M̂ + A)⁻¹)`, unscaled, with their energies `ζᵀM̂ζ` and `ζᵀ(M̂ + A)ζ`.
+
+    Args:
+        curvature: `M̂` in the scaled coordinates of the prior.
+        prior: `A`.
+        draws: frozen noise.
+        device: of the samples.
+        dtype: of the samples.
+    """
+    size, spread = len(prior.scale), prior.spread()
+    samples = torch.empty(draws.num_samples, size, dtype=dtype, device=device)
+    of_data, of_prior = [], []
+    for group in draws.groups(_TOGETHER):
+        value = curvature.solve_root(group.prior(size).to(device, dtype), spread)
+        of_data.append(row_products(value, curvature.matmul(value)))
+        of_prior.append((spread * value.double() ** 2).sum(1))
+        samples[group.first - draws.first :][: group.num_samples].copy_(value * prior.scale)
+    data_energies = torch.cat(of_data)
+    return samples, data_energies, data_energies + torch.cat(of_prior)
 
 
 def draw(

@@ -125,25 +125,35 @@ class Sketch:
         inside = self.turned(products) / (-c * low * high * (low + high))
         return v / low + self._combine(inside, v.dtype)
 
-    def low_rank(self, shift: float | Tensor, accuracy: float, least: int = 1, bytes_: float = math.inf) -> LowRank:
+    def low_rank(
+        self,
+        shift: float | Tensor,
+        accuracy: float,
+        worst: float = math.inf,
+        least: int = 1,
+        bytes_: float = math.inf,
+    ) -> LowRank:
         """The leading eigenvectors, with which standard deviations at a shift are right to a relative accuracy.
 
         They are in float64 where rounding would be more than the accuracy.
 
         Args:
             shift: a shift for each weight, `[P]`, is taken as it is, without a correction.
-            accuracy: of standard deviations at the training data.
+            accuracy: of standard deviations at the training data, weighted by the curvature of the loss.
+            worst: of the standard deviation in any direction: without an eigenvector it is `(1 + λ/s)^{1/2}` times as
+                large.
             least: so many eigenvectors are kept at least.
             bytes_: memory for more than these.
         """
         if isinstance(shift, Tensor):
             scale = shift.rsqrt()
             scaled = Sketch([rows * scale.to(rows) for rows in self.rows], self.weights)
-            return scaled.low_rank(1.0, accuracy, least, bytes_).congruent(1 / scale)
+            return scaled.low_rank(1.0, accuracy, worst, least, bytes_).congruent(1 / scale)
         values, c = self.spectrum.flip(0).clamp_min(0), self.correction(shift)
         errors, dtype = errors_by_rank(values / c, shift), self.rows[0].dtype
-        most = max(least, int(bytes_ / (self.size * dtype.itemsize)) if bytes_ < math.inf else len(values))
-        rank = min(len(values), most, max(least, int((errors > accuracy).sum())))
+        most = int(min(bytes_ / (self.size * dtype.itemsize), len(values)))
+        too_much = (errors > accuracy) | (values > 2 * worst * c * shift)
+        rank = min(len(values), max(least, min(most, int(too_much.sum()))))
         rounding = torch.finfo(dtype).eps * float(values[0]) / (c * shift)
         if rounding > accuracy and 8 * rank * self.size <= bytes_:
             dtype = torch.float64

@@ -26,6 +26,8 @@ _OF_HALF = 1.6
 # Eigenvectors that are left out change standard deviations by this part of the tolerance, or a few times as much at
 # inputs unlike the training data. With a third of it posteriors are a third larger.
 _CUT = 1 / 30
+# Eigenvectors that are kept at least where memory allows: fewer would save little, and are less accurate.
+_FEWEST = 64
 
 
 @dataclass
@@ -39,13 +41,13 @@ class Part:
         growth: what the sketch was made by.
         sketch: of the GGN of `growth`.
         tolerance: of its change.
-        least_rank: eigenvectors that are kept at least: as many as there would be samples cost no more memory.
+        num_samples: as many eigenvectors are kept at least, since they take no more memory than the samples.
     """
 
     growth: Growth
     sketch: Sketch
     tolerance: float
-    least_rank: int = 64
+    num_samples: int = 1
 
     @property
     def ggn(self) -> GGN:
@@ -60,7 +62,9 @@ class Part:
             self._take(self.growth.sketch(self.sketch.num_rows))
             factor = 1.0
         sketch, alpha = self.sketch.times(factor), overall_precision(prior)
-        limits = (_CUT * self.tolerance, self.least_rank, self.growth.spare_bytes)
+        spare = self.growth.spare_bytes
+        least = max(self.num_samples, min(_FEWEST, int(spare / (ggn.size * ggn.dtype.itemsize))))
+        limits = (_CUT * self.tolerance, self.tolerance, least, spare)
         if len(prior.names) > 1:
             return sketch.at(alpha).low_rank(prior.spread().double(), *limits)
         return sketch.low_rank(alpha, *limits)

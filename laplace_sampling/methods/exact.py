@@ -176,7 +176,7 @@ class Exact(SolverMethod):
             task = better
             posterior = GramPosterior.of(task.model, task.prior)
         fit = observation_space_fit(task, replace(tuned, work=None), posterior)
-        return _rounded(fit.undrawn() if fit.draws_later else fit.with_samples(), fit.cancellation)
+        return _rounded(fit.ready(), fit.cancellation)
 
     def fit_of(self, *parts: Any) -> "WeightSpaceFit":
         return WeightSpaceFit(*parts)

@@ -30,7 +30,7 @@ from laplace_sampling.linear_model.kronecker import CURVATURE, Inverse
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
-from laplace_sampling.linear_model.sampling import PosteriorSamples, draw
+from laplace_sampling.linear_model.sampling import PosteriorSamples, draw, draw_closed_form
 from laplace_sampling.methods.budget import Estimate
 from laplace_sampling.methods.fit import Fit, Task, Tuned
 from laplace_sampling.methods.method import Choice, Tuning, has_path
@@ -44,15 +44,12 @@ from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.selection import Selection
 from laplace_sampling.solvers.checks import check_whole
 from laplace_sampling.solvers.krylov import CG, BlockKrylov
-from laplace_sampling.solvers.operator import row_products
 from laplace_sampling.solvers.preconditioners import Factored as FactoredCurvature
 from laplace_sampling.solvers.solver import Solver
 
 _KINDS = ("kfac", "diagonal", "last_layer")
 # Residual of samples, which have none but rounding.
 _RESIDUAL = 1e-6
-# Samples that are drawn together.
-_FEW = 16
 # Gradients that Kronecker factors are from at least, where the budget pays for no more: see `BASIS_DATA`.
 _FEWEST_GRADIENTS = 250
 # Passes of the mode in five steps of EM, typically: 10 each by conjugate gradients.
@@ -237,27 +234,18 @@ class FactoredFit(SolverFit):
         """The variance of each weight, unscaled: the diagonal of `(M̂ + A)⁻¹`."""
         return self.curvature.variance(self.prior.spread()) * self.prior.scale**2
 
+    @property
+    def draws_later(self) -> bool:
+        return True
+
     def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
-        spread, energies, of_prior = self.prior.spread(), [], []
-        samples = torch.empty(draws.num_samples, self.ggn.size, dtype=self.task.dtype, device=self.ggn.device)
-        for group in draws.groups(_FEW):
-            white = group.prior(self.ggn.size).to(self.ggn.device, self.ggn.dtype)
-            value = self.curvature.solve_root(white, spread)
-            energies.append(row_products(value, self.curvature.matmul(value)))
-            of_prior.append((spread * value.double() ** 2).sum(1))
-            samples[group.first - draws.first :][: group.num_samples].copy_(value * self.prior.scale)
-        data_energies, prior_energies = torch.cat(energies), torch.cat(of_prior)
-        return PosteriorSamples(
-            samples,
-            self._leverages()[None],
-            data_energies,
-            data_energies + prior_energies,
-            torch.zeros_like(data_energies),
-            torch.zeros_like(data_energies),
-            self.curvature.passes,
-            converged=True,
-            exact=True,
-        )
+        found = draw_closed_form(self.curvature, self.prior, draws, self.ggn.device, self.task.dtype)
+        return self.judged(draws.num_samples, *found)
+
+    def judged(self, num: int, samples: Tensor, data_energies: Tensor, energies: Tensor) -> PosteriorSamples:
+        zeros = torch.zeros(num, dtype=torch.float64, device=self.ggn.device)
+        leverage, passes = self._leverages()[None], self.curvature.passes
+        return PosteriorSamples(samples, leverage, data_energies, energies, zeros, zeros, passes, True, True)
 
     def _leverages(self) -> Float[Tensor, " G"]:
         """`γ` of each group; that of a single one takes no diagonal."""
@@ -275,7 +263,7 @@ class FactoredFit(SolverFit):
     @property
     def accuracy(self) -> Accuracy:
         assert self.sampled is not None
-        return Accuracy(len(self.sampled.energies), approximate=True)
+        return Accuracy(len(self.sampled.error), approximate=True)
 
     @property
     def approximate(self) -> bool:

@@ -267,6 +267,30 @@ class Fit(ABC):
         )
         return replace(self, sampled=sampled)
 
+    @property
+    def draws_later(self) -> bool:
+        """Whether samples are drawn when they are asked for: a closed form has all that they have."""
+        return False
+
+    def judged(self, num: int, samples: Tensor, data_energies: Tensor, energies: Tensor) -> PosteriorSamples:
+        """Samples of a closed form, of which everything but the energies is known before they are drawn."""
+        raise NotImplementedError
+
+    def ready(self, description: str | None = None) -> "Fit":
+        """The fit with its samples, or with what is known of them if they are drawn later.
+
+        Raises:
+            FloatingPointError: if the hyperparameters, the mode or the samples are not finite.
+        """
+        if not self.draws_later:
+            return self.with_samples(description)
+        self.check_finite()
+        nothing = torch.empty(0, self.model.features.size, dtype=self.task.dtype, device=self.model.features.device)
+        no_energies = nothing.new_zeros(0, dtype=torch.float64)
+        sampled = self.judged(self.task.num_samples, nothing, no_energies, no_energies)
+        check_finite(self.method.name, {"effective dimension": sampled.effective_dimension()[0]})
+        return replace(self, sampled=sampled)
+
     def check_finite(self) -> None:
         """Raises a `FloatingPointError` if the hyperparameters, or the mode as far as it is known, are not finite."""
         noise, hyperparameters = self.model.likelihood.noise_precisions(), {"prior precision": self.prior.precision}

@@ -188,18 +188,7 @@ class ObservationSpaceFit(Fit):
         """
         return isinstance(self.model.features, HeldRows) and isinstance(self.model.likelihood, Gaussian)
 
-    def undrawn(self) -> "ObservationSpaceFit":
-        """The same with what is known of its samples before they are drawn.
-
-        Raises:
-            FloatingPointError: if the hyperparameters or the mode are not finite.
-        """
-        self.check_finite()
-        empty = torch.empty(0, self.model.features.size, dtype=self.task.dtype, device=self.model.features.device)
-        energies = empty.new_zeros(0)
-        return replace(self, sampled=self._judged(self.task.num_samples, empty, energies, energies))
-
-    def _judged(self, num: int, samples: Tensor, data_energies: Tensor, energies: Tensor) -> PosteriorSamples:
+    def judged(self, num: int, samples: Tensor, data_energies: Tensor, energies: Tensor) -> PosteriorSamples:
         """Exact samples, of which everything but the energies is known beforehand."""
         zeros = torch.zeros(num, dtype=torch.float64, device=self.model.features.device)
         leverage = zeros.new_tensor([[self.posterior.effective_dimension()]])
@@ -214,7 +203,7 @@ class ObservationSpaceFit(Fit):
         roots = model.likelihood.root_transpose(curved_at, outputs.double(), model.targets)
         energies = roots.flatten(1).square().sum(1)
         of_prior = _energies(samples, self.prior.diagonal().double())
-        return self._judged(draws.num_samples, samples.to(self.task.dtype), energies, energies + of_prior)
+        return self.judged(draws.num_samples, samples.to(self.task.dtype), energies, energies + of_prior)
 
     def judge(self, sampled: PosteriorSamples) -> tuple[Tensor, float]:
         return sampled.residual, _RESIDUAL

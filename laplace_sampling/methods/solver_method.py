@@ -195,7 +195,7 @@ class SolverMethod(Method):
         features = task.model.features
         task = replace(task, prior=task.prior.to(features.device, features.dtype))
         fit = self.fit_of(task, replace(tuned, work=None), solver)
-        return _verified(fit.with_mode().with_samples(f"{task.num_samples} samples" if task.progress else None))
+        return _verified(fit.with_mode().ready(f"{task.num_samples} samples" if task.progress else None))
 
     def mode(self, task: Task, solver: Solver, tuned: Tuned) -> Minimum:
         """The mode of the linear model, in scaled coordinates."""

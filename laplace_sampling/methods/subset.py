@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from laplace_sampling.linear_model.cost import Cost
-from laplace_sampling.linear_model.draws import Draws, Stream
+from laplace_sampling.linear_model.draws import Stream
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
 from laplace_sampling.linear_model.low_rank import LowRank
 from laplace_sampling.linear_model.priors.prior import overall_precision
@@ -296,7 +296,7 @@ class SubsetFit(FactoredFit):
         curvature = self.curvature
         assert isinstance(curvature, LowRank)
         # At inputs unlike the training data eigenvectors that are left out count about twice as much as at these.
-        return Accuracy(len(self.sampled.energies), left_out=self.solver.part.sketch.change + 2 * curvature.error)
+        return Accuracy(len(self.sampled.error), left_out=self.solver.part.sketch.change + 2 * curvature.error)
 
     @property
     def tolerable(self) -> bool:
@@ -327,8 +327,8 @@ class SubsetFit(FactoredFit):
         held = replace(solver, part=solver.part.without_rows(), held=self.curvature)
         return replace(cast("SubsetFit", super().without_samples()), solver=held)
 
-    def draw(self, draws: Draws, description: str | None = None) -> PosteriorSamples:
-        sampled, solver = super().draw(draws, description), self.solver
+    def judged(self, num: int, samples: Tensor, data_energies: Tensor, energies: Tensor) -> PosteriorSamples:
+        sampled, solver = super().judged(num, samples, data_energies, energies), self.solver
         assert isinstance(solver, SketchSampler)
         change = solver.part.sketch.change
         error = torch.full_like(sampled.error, change)

@@ -4,7 +4,6 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,21 +173,6 @@ def test_fits_are_of_the_model_inside_its_wrappers_and_of_all_data() -> None:
     reference = LinearisedLaplace(training.accelerator.unwrap_model(training.model), "classification", method="exact")
     reference.fit_hyperparameters([(x, y)], progress=False)
     assert_close(training.fits.laplace_.prior_precision_, reference.prior_precision_)
-
-
-def test_weights_that_are_shared_out_are_refused() -> None:
-    for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        accelerator = SimpleNamespace(state=SimpleNamespace(distributed_type=accelerate.DistributedType(kind)))
-        with pytest.raises(ValueError, match=kind):
-            AcceleratedFits(accelerator, "classification")
-
-
-def test_settings_are_checked_before_training() -> None:
-    accelerator = accelerate.Accelerator(cpu=True)
-    with pytest.raises(TypeError, match="'lr'"):
-        AcceleratedFits(accelerator, "classification", lr=0.1)
-    # Else its checkpoints would ask for the state of an object that is not there.
-    assert not accelerator._custom_objects
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
     from lightning.pytorch.loggers.logger import Logger
-    from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+    from lightning.pytorch.strategies import ModelParallelStrategy
     from lightning.pytorch.utilities import rank_zero_only
 
 from laplace_sampling.integrations.lightning import LaplaceCallback
@@ -221,20 +221,6 @@ def test_a_schedule_and_a_training_without_validation() -> None:
     assert "val_log_loss" not in laplace.fits.history_[0]
 
 
-def test_the_last_epoch_has_a_fit_whatever_it_costs() -> None:
-    laplace = callback(budget=5.0)  # which 60 data do not pay for again
-    trained([laplace], epochs=3)
-    assert [record["epoch"] for record in laplace.fits.history_] == [1, 3]
-    laplace.laplace_.predict(torch.zeros(1, 3))
-
-
-def test_a_fit_that_is_left_out_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
-    trained([callback(budget=5.0)], epochs=3)
-    (message,) = [r.getMessage() for r in caplog.records if r.name.startswith("laplace_sampling")]
-    assert "No fit after epoch 2" in message
-    assert "`budget=None`" in message
-
-
 @pytest.mark.parametrize("options", [{"every_n_epochs": 4}, {"budget": 5.0}], ids=["schedule", "budget"])
 def test_the_last_epoch_has_a_fit_where_callbacks_that_come_later_make_it_the_last(options: dict) -> None:
     """`EarlyStopping` looks at the metrics of an epoch when other callbacks are done."""
@@ -349,39 +335,6 @@ def test_what_is_missing_is_said_before_an_epoch_is_lost(options: dict, net: typ
     with pytest.raises(ValueError, match=message):
         trained([laplace], net)
     assert not laplace.fits.history_
-
-
-def test_a_sharded_network_is_refused() -> None:
-    class Sharded:
-        strategy = FSDPStrategy.__new__(FSDPStrategy)
-
-    with pytest.raises(ValueError, match="FSDPStrategy"):
-        callback().on_train_start(Sharded(), Net())  # pyright: ignore[reportArgumentType]
-
-
-def test_two_callbacks_have_states_of_their_own(tmp_path: Path) -> None:
-    both = [callback(), callback(module="net", every_n_epochs=2)]
-    trained(list(both), epochs=2, folder=tmp_path)
-    states = torch.load(tmp_path / "last.ckpt", weights_only=True)["callbacks"]
-    assert [len(states[each.state_key]["history"]) for each in both] == [2, 1]
-
-
-def test_a_second_training_begins_anew() -> None:
-    """Also its schedule: what the fits of the first one have cost leaves out none of the second."""
-    laplace = callback(budget=5.0)  # which 60 data do not pay for again
-    trained([laplace])
-    first = laplace.fits.history_
-    trained([laplace])
-    assert laplace.fits.history_ == first
-    assert [record["epoch"] for record in first] == [1, 3]
-
-
-def test_a_trainer_that_trains_on_keeps_its_fits() -> None:
-    laplace = callback()
-    module, trainer = trained([laplace], epochs=2)
-    trainer.fit_loop.max_epochs = 3
-    trainer.fit(module, loader(), held_out())
-    assert [record["epoch"] for record in laplace.fits.history_] == [1, 2, 3]
 
 
 def test_the_posterior_of_a_checkpoint_predicts_without_another_fit(tmp_path: Path) -> None:

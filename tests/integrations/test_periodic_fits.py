@@ -118,20 +118,6 @@ def test_all_data_of_a_loader_that_drops_some_are_fitted_to() -> None:
     assert fits.laplace_.diagnose().num_data == 60
 
 
-def test_a_loader_with_augmentation_is_refused() -> None:
-    class Augmented(TensorDataset):
-        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-            x, y = super().__getitem__(index)
-            return x + 0.1 * torch.randn(3), y
-
-    training = Training().run(1)
-    state, fits = training.state(), PeriodicFits("regression")
-    with pytest.raises(ValueError, match="augmentation"):
-        fits.fit(training.model, DataLoader(Augmented(*training.data.tensors), batch_size=16, shuffle=True), epoch=1)
-    assert training.state() == state
-    assert not fits.history_
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "outputs"), [("regression", 1), ("classification", 10)])
 def test_all_fits_together_cost_no_more_than_the_training(kind: str, outputs: int) -> None:
@@ -157,17 +143,6 @@ def test_a_second_fit_costs_half_of_the_first_at_most(kind: str, outputs: int) -
         fits.fit(training.model, training.loader, epoch=epoch)
         epochs.append(fits.laplace_.diagnose().epochs)
     assert epochs[1] <= 0.5 * epochs[0]
-
-
-@pytest.mark.slow
-def test_a_smaller_budget_is_kept() -> None:
-    training = Training(num=4000, inputs=20).run(1)
-    costs = [
-        PeriodicFits("regression", budget=budget).fit(training.model, training.loader, epoch=1)["cost"]
-        for budget in (None, 5.0, 1.0)
-    ]
-    assert costs[0] == costs[1]
-    assert costs[2] <= 1 < costs[1] <= 5
 
 
 def test_fits_are_left_out_where_they_cost_more_than_training() -> None:

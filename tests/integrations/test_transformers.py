@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,41 +193,6 @@ def test_a_training_that_is_resumed_is_bit_equal_and_has_the_same_error_bars(
     assert torch.equal(predictions[0].samples, predictions[1].samples)
 
 
-@pytest.mark.parametrize("save_strategy", ["epoch", "steps"])
-def test_a_process_that_ends_before_the_file_is_in_its_checkpoint_loses_no_fit(
-    tmp_path: Path, save_strategy: str
-) -> None:
-    """The Trainer has written its state, with which training goes on."""
-
-    class Killed(BaseException):
-        pass
-
-    class KilledIn(LaplaceTrainerCallback):
-        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 3 * STEPS:
-                raise Killed
-            super().on_save(args, state, control, **kwargs)
-
-    saving = {"save_strategy": save_strategy, "save_steps": STEPS}
-    killed = KilledIn("classification", num_samples=4, budget=None)
-    with pytest.raises(Killed):
-        make_trainer(tmp_path / "killed", killed, **saving).train()
-    resumed, whole = (callback(every_n_epochs=1) for _ in range(2))
-    make_trainer(tmp_path / "killed", resumed, **saving).train(resume_from_checkpoint=True)
-    make_trainer(tmp_path / "whole", whole, **saving).train()
-    assert resumed.fits.history_ == whole.fits.history_
-    assert not list((tmp_path / "killed").glob("*.pt"))
-
-
-def test_a_training_that_goes_on_after_its_last_step_has_the_fit_of_its_end(tmp_path: Path) -> None:
-    whole, resumed = callback(), callback()
-    make_trainer(tmp_path, whole).train()
-    make_trainer(tmp_path, resumed).train(resume_from_checkpoint=True)
-    assert resumed.fits.history_ == whole.fits.history_
-    predictions = [fits.laplace_.predict({"x": Rows().x}).samples for fits in (whole, resumed)]
-    assert torch.equal(*predictions)
-
-
 def test_fits_see_all_data_once_through_the_collator_of_the_trainer(tmp_path: Path) -> None:
     """`drop_last` and columns that the model does not take change nothing."""
     fits = callback(every_n_epochs=NUM_EPOCHS, method="exact")
@@ -306,27 +270,6 @@ def test_the_last_fit_is_of_the_model_that_training_leaves(tmp_path: Path) -> No
     assert trainer.state.best_global_step == STEPS
     assert len(logged(trainer)) == 2
     best.laplace_.predict({"x": Rows().x})
-
-
-def test_a_fit_that_is_left_out_is_logged_and_the_end_has_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Also the last checkpoint has that of the end."""
-    fits = callback(every_n_epochs=1, budget=1.0)
-    trainer = make_trainer(tmp_path, fits)
-    trainer.train()
-    assert [entry["epoch"] for entry in logged(trainer)] == [1, NUM_EPOCHS]
-    messages = [r.getMessage() for r in caplog.records if r.name.startswith("laplace_sampling")]
-    assert [message.split(":")[0] for message in messages] == [f"No fit after epoch {n}" for n in (2, 3)]
-    state = torch.load(tmp_path / f"checkpoint-{NUM_EPOCHS * STEPS}" / FILE, weights_only=True)
-    assert [record["epoch"] for record in state["history"]] == [1, NUM_EPOCHS]
-
-
-def test_a_second_training_begins_anew(tmp_path: Path) -> None:
-    fits = callback()
-    first = make_trainer(tmp_path / "a", fits)
-    first.train()
-    second = make_trainer(tmp_path / "b", fits)
-    second.train()
-    assert logged(second) == logged(first)
 
 
 def test_checkpoints_of_other_trainings_and_places_are_told_apart(tmp_path: Path) -> None:
@@ -415,17 +358,6 @@ def test_a_causal_language_model_needs_to_know_how_its_labels_are_moved(tmp_path
         trainer.train()
 
 
-def test_weights_that_are_shared_out_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = make_trainer(tmp_path, callback())
-    # Of Accelerate's state the callback reads no more; a training by FSDP needs several GPUs.
-    monkeypatch.setattr(
-        "laplace_sampling.integrations.transformers.AcceleratorState",
-        lambda: SimpleNamespace(distributed_type=accelerate.DistributedType.FSDP),
-    )
-    with pytest.raises(ValueError, match="FSDP"):
-        trainer.train()
-
-
 def on_rank(folder: str) -> dict[str, Any]:
     """Trainings under `torchrun`, without fits and with."""
     transformers.utils.logging.disable_progress_bar()
@@ -465,13 +397,6 @@ def test_two_processes_fit_together_and_one_goes_on(tmp_path: Path) -> None:
     trainer.train(resume_from_checkpoint=str(tmp_path / "fits" / f"checkpoint-{STEPS}"))
     assert [record["epoch"] for record in fits.fits.history_] == [2, 4]
     assert fits.fits.history_[0] == first["history"][0]
-
-
-def test_settings_are_checked_before_training() -> None:
-    with pytest.raises(ValueError, match="every_n_epochs"):
-        LaplaceTrainerCallback("classification", every_n_epochs=0)
-    with pytest.raises(TypeError, match="'lr'"):
-        LaplaceTrainerCallback("classification", lr=0.1)
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

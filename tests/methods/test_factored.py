@@ -161,6 +161,8 @@ def test_energies_of_samples_are_chi_squared(kind: str) -> None:
     """`ζᵀ(M̂ + A)ζ = ‖z‖²` of the white noise behind a sample, exactly."""
     case = make_case("classification_many_data")
     la = laplace_of(case.model, "classification", method=kind, prior_precision=0.5, num_samples=5)
-    fit = la.fit(case.batches, progress=False)._fitted.fit
+    samples = la.fit(case.batches, progress=False).samples_
+    fit = la._fitted.fit
+    assert len(samples) == 5
     white = fit.task.draws.prior(fit.ggn.size).double()
     assert_close(fit.sampled.energies, white.square().sum(1), rtol=1e-5, atol=1e-6)
