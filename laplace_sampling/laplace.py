@@ -139,7 +139,7 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
         criterion: str = "auto",
         precision_bounds: tuple[float, float] = (1e-8, 1e12),
         noise_bounds: tuple[float, float] = (1e-12, 1e12),
-        scale: float | str = "auto",
+        scale: float | None = None,
         noise_variances: Tensor | None = None,
         weights: Tensor | Sequence[float] | None = None,
         unpack: Unpack | None = None,
@@ -172,9 +172,8 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
                 most 100 classes with ten data each; `"self_consistency"` for other labels, and counts; else evidence.
             precision_bounds: within which `α` is kept.
             noise_bounds: within which the noise precision is kept.
-            scale: factor of the posterior covariance in predictions. `"auto"`: with the evidence, for a classification,
-                that under which the training labels are likeliest when each datum is left out
-                (`left_out.left_out_classification`); else 1. A `CalibrationWarning` tells where the network is better.
+            scale: factor of the posterior covariance in predictions, by default 1, or what `criterion` chooses.
+                A `CalibrationWarning` tells where error bars are too wide to be of use.
             noise_variances: `R` of heteroscedastic noise, `[N]` or one for each output, `[N, ...]`, in the units of the
                 targets squared and in the order of the dataset, whatever order the loader has. The noise variance of a
                 datum is `R/b`, with `b` learnt; for variances that are known, use `Gaussian(1.0, learn=False)`.
@@ -197,7 +196,7 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
             OSError: if the file of `checkpoint` cannot be read or written.
         """
         tuning = self._recorded(Tuning(max_steps, tolerance, num_samples, precision_bounds, noise_bounds, callback))
-        calibration = None if isinstance(scale, str) and scale == "auto" else Calibration.of_scale(scale)
+        calibration = None if scale is None else Calibration.of_scale(scale)
         if val_loader is not None:
             check_calibration("val_loader", self.settings.observation, noise_variances is not None)
         # All data are read before anything is fitted.

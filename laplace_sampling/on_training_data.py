@@ -1,4 +1,4 @@
-"""What the training data say of a fitted posterior: a scale from data left out, and error bars that are too wide."""
+"""What the training data say of a fitted posterior: whether error bars are too wide to be of use."""
 
 import math
 from dataclasses import dataclass
@@ -29,19 +29,13 @@ from laplace_sampling.predictions.calibration import (
     parts_of,
 )
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut
-from laplace_sampling.predictions.left_out import (
-    SCALES,
-    left_out_classification,
-    left_out_regression,
-    regression_log_probs,
-)
+from laplace_sampling.predictions.left_out import left_out_regression, regression_log_probs
 from laplace_sampling.solvers.recorded import recorded
 
-# Training data that are looked at, as the scale is one number; and numbers of their deviations in memory.
+# Training data that are looked at for a score or a scale, at most, and numbers of their deviations in memory.
 _ENOUGH, _NUMBERS = 4096, 2**24
-# Training data that are enough to tell whether error bars are useless; the part of what is left of a budget that
-# looking at more of them may take. Both are round numbers, which no result depends on but the scale's standard error.
-_FEW, _SHARE = 256, 0.2
+# Training data that are enough to tell whether error bars are useless: a round number.
+_FEW = 256
 # Of what the network's log-likelihood of them gains over that without inputs, the part that must be left.
 _LEFT = 0.1
 # A network knows its data by heart if they determine more directions than this part of their number, and less than the
@@ -106,7 +100,7 @@ class OnTrainingData:
         return self.fit.model.network_outputs_of(self.some).double()
 
     def calibration(self, given: Calibration | None = None) -> Calibration:
-        """The scale of data left out, or a given one, with its log-likelihood where that costs next to nothing."""
+        """A given scale, or one, with the log-likelihood of targets left out where that costs next to nothing."""
         fit, likelihood = self.fit, self.fit.model.likelihood
         if isinstance(likelihood, Gaussian) and (left_out := self._left_out) is not None:
             y = fit.model.features.whole(fit.model.targets).reshape(left_out.mean.shape)
@@ -114,19 +108,7 @@ class OnTrainingData:
             unit = torch.ones_like(left_out.mean) if self.weights is None else 1 / self.weights.to(left_out.mean)
             scale = 1.0 if given is None else given.scale
             return left_out_regression(left_out.scaled(unit, ~y.isnan()), y.to(unit) * unit, noise * unit**2, scale)
-        if labelled(likelihood) is None:
-            return given or Calibration()
-        scales, full = SCALES if given is None else torch.tensor([given.scale]), None
-        if fit.approximate:
-            if given is not None:
-                return given
-            # The prior precision is that of the approximation, at which the linear model itself predicts too little:
-            # where it asks for wider error bars it is not believed.
-            scales = SCALES[SCALES <= 1]
-            full = deviations_of(fit.model.features, fit.samples_of_linear_model(), self.some)
-        mode_outputs = fit.model.features.pick(fit.mode.outputs, self.some)
-        arguments = likelihood, self._targets, self._outputs, mode_outputs, self.deviations
-        return left_out_classification(*arguments, full=full, scales=scales)
+        return given or Calibration()
 
     def problems(self, calibration: Calibration, held_out: bool) -> list[str]:
         """Whether next to nothing is left of what the network knows of these data, if it knows anything.
@@ -323,28 +305,18 @@ def enough(numbers: int, most: int | None = None) -> int:
     return max(1, min(_ENOUGH if most is None else most, _NUMBERS // numbers))
 
 
-def _needed(fit: Fit, held_out: bool) -> int:
-    """How many training data are looked at: enough for a scale, as far as the budget goes, or for a warning."""
-    budget, decides = fit.task.budget, labelled(fit.model.likelihood) is not None and not held_out
-    if budget.cost is None or not decides:
-        return _ENOUGH if decides else _FEW
-    affordable = _SHARE * budget.left / (fit.task.num_samples * budget.cost.jvp)
-    return int(max(_FEW, min(_ENOUGH, affordable)))
-
-
 def calibration_of(
     fit: Fit, tangent: TangentModel, held_out: bool, given: Calibration | None
 ) -> tuple[Calibration, list[str]]:
     """The calibration of a fit but for what held-out data do to it, and what is wrong with the error bars.
 
-    It was chosen together with the prior precision, unless a scale is given; after a fit by evidence it comes from data
-    that are left out.
+    It was chosen together with the prior precision, unless a scale is given.
     """
     together, likelihood = fit.tuned.calibration, fit.model.likelihood
     if together is not None:
         return (together if given is None or held_out else given), []
     if not isinstance(likelihood, Gaussian) and labelled(likelihood) is None:
         return given or Calibration(), []
-    trained = OnTrainingData.of(fit, tangent, _needed(fit, held_out))
+    trained = OnTrainingData.of(fit, tangent, _FEW)
     calibration = Calibration() if held_out else trained.calibration(given)
     return calibration, trained.problems(calibration, held_out)

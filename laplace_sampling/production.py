@@ -13,6 +13,7 @@ from laplace_sampling.data.batches import as_tensors, place
 from laplace_sampling.data.sources import Unpack
 from laplace_sampling.export.posterior_module import PosteriorModule
 from laplace_sampling.fitted import FittedModel
+from laplace_sampling.networks.agreement import difference, rounding
 from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.predict import checked_inputs, predict, samples_for
 from laplace_sampling.predictions.calibration import Calibration
@@ -20,8 +21,6 @@ from laplace_sampling.predictions.make_prediction import check_quantities
 from laplace_sampling.predictions.prediction import Prediction
 from laplace_sampling.solvers.progress import progress_bar
 
-# Differences that rounding brings about, as a power of the precision of the numbers: 2e-3 in float32.
-_ROUNDING_EXPONENT = 0.4
 # Of these the first axis is that of the samples.
 _SAMPLED = ("samples", "deviations")
 
@@ -182,7 +181,7 @@ def _check_program(module: PosteriorModule, x: Any, plain: Prediction) -> None:
     if module.exact and plain.function is not None:
         expected["variance"] = plain.function.variance().to(plain.outputs)
     parts = zip(expected.items(), module.program(x), strict=False)
-    if wrong := [name for (name, value), found in parts if _differ(found, value)]:
+    if wrong := [name for (name, value), found in parts if not difference(found, value) <= rounding(value.dtype)]:
         raise ValueError(
             f"`to_module`: the module computes other {' and '.join(wrong)} than `predict`, as torch does not see all "
             "that the network does. Write it without numbers that leave torch, as by `float(...)`, or export a "
@@ -194,17 +193,10 @@ def _check_program(module: PosteriorModule, x: Any, plain: Prediction) -> None:
 def _tell_of_noise(module: PosteriorModule, x: Any, expected: Prediction) -> None:
     """A notice if outputs are those of samples, where `predict` has covariances without."""
     found, num = module(x), len(expected.deviations)
-    if noisy := [f"`{name}`" for name, value in found.items() if _differ(value, getattr(expected, name))]:
+    pairs = [(name, value, getattr(expected, name)) for name, value in found.items()]
+    if noisy := [f"`{name}`" for name, a, b in pairs if not difference(a, b) <= rounding(b.dtype)]:  # also if NaN
         warnings.warn(
             f"`to_module`: {', '.join(noisy)} of the module are those of {num} samples, by which standard deviations "
             f"are accurate to {(2 * num) ** -0.5:.2g}; `predict` knows the covariances of this posterior without.",
             stacklevel=5,
         )
-
-
-def _differ(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors differ by more than rounding."""
-    # Also if there is NaN.
-    return a.shape != b.shape or not float((a - b).norm()) <= torch.finfo(b.dtype).eps ** _ROUNDING_EXPONENT * float(
-        b.norm()
-    )

@@ -13,8 +13,6 @@ from torch import Tensor
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.solvers.line_search import halve_until_accepted
 
-__all__ = ["DualPoint"]
-
 
 @dataclass(frozen=True)
 class DualPoint:

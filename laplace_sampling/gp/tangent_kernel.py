@@ -20,8 +20,6 @@ from laplace_sampling.networks.consistency import check_weights
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.checks import as_numbers, check_positive
 
-__all__ = ["NetworkMean", "TangentGP", "TangentKernel"]
-
 MEANS = ("network", "affine", "homogeneous")
 _SINGLE = (gpytorch.likelihoods.GaussianLikelihood, gpytorch.likelihoods.FixedNoiseGaussianLikelihood)
 _COMBINED = (gpytorch.kernels.AdditiveKernel, gpytorch.kernels.ProductKernel)

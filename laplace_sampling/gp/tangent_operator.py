@@ -10,8 +10,6 @@ from torch import Tensor
 from laplace_sampling.gp.linear_operators import IndexType, LinearOperator
 from laplace_sampling.networks.linearisation import Linearisation
 
-__all__ = ["BLOCK", "TangentKernelOperator", "to_network"]
-
 # Numbers of a block of rows of the Jacobian: a definition, 128 MiB in float32.
 BLOCK = 2**25
 

@@ -15,7 +15,7 @@ from laplace_sampling.evidence.curves import Traces
 from laplace_sampling.evidence.network_evidence import ByNetworkEvidence, has_network_noise
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost
-from laplace_sampling.linear_model.draws import Draws, Stream
+from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.factored import (
     PROBES,
     FactoredSampler,
@@ -30,12 +30,12 @@ from laplace_sampling.linear_model.kronecker import CURVATURE, Inverse
 from laplace_sampling.linear_model.linear_model import LinearModel
 from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
-from laplace_sampling.linear_model.sampling import PosteriorSamples, draw, draw_closed_form
+from laplace_sampling.linear_model.sampling import PosteriorSamples, draw_closed_form
 from laplace_sampling.methods.budget import Estimate
 from laplace_sampling.methods.fit import Fit, Task, Tuned
 from laplace_sampling.methods.method import Choice, Tuning, has_path
 from laplace_sampling.methods.problem import Memory, Problem
-from laplace_sampling.methods.solver_method import SolverFit, SolverMethod, basis_that_fits
+from laplace_sampling.methods.solver_method import SolverFit, SolverMethod
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predictions.covariance_path import CovariancePath, FactoredPath
 from laplace_sampling.predictions.dense_covariance import DenseCovariance
@@ -43,7 +43,7 @@ from laplace_sampling.predictions.diagnosis import Accuracy
 from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.selection import Selection
 from laplace_sampling.solvers.checks import check_whole
-from laplace_sampling.solvers.krylov import CG, BlockKrylov
+from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.preconditioners import Factored as FactoredCurvature
 from laplace_sampling.solvers.solver import Solver
 
@@ -54,16 +54,11 @@ _RESIDUAL = 1e-6
 _FEWEST_GRADIENTS = 250
 # Passes of the mode in five steps of EM, typically: 10 each by conjugate gradients.
 MODE_PASSES = 50
-# Samples of the linear model's own posterior with which data are left out, and their tolerance. On 50 fits of small
-# classifiers they took 21 to 48 passes, about those of one mode, and the scaled posterior was never worse than the
-# network by more than 0.006 in test loss. 16 samples (34 to 78 passes) had the same worst case, with three times the
-# tolerance (32 to 63) one of 0.018; 64 with a third of it (128 to 256) had 0.002.
-_LEFT_OUT, _LEFT_OUT_TOLERANCE = 8, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Factored(SolverMethod):
-    """A posterior that leaves out correlations, and takes no solves but for the mode and the automatic scale.
+    """A posterior that leaves out correlations, and takes no solves but for the mode.
 
     Args:
         kind: `"kfac"`, eigenvalue-corrected Kronecker factors of each layer, or `"diagonal"`.
@@ -268,19 +263,6 @@ class FactoredFit(SolverFit):
     @property
     def approximate(self) -> bool:
         return True
-
-    def samples_of_linear_model(self) -> Float[Tensor, "K P"]:
-        # `M̂ + A` does not hold what a datum adds to `M + A`: with its inverse the leverage of a datum exceeds one.
-        memory = self.task.memory
-        return draw(
-            self.ggn,
-            self.prior,
-            Draws(_LEFT_OUT, self.task.seed, Stream.LEFT_OUT),
-            BlockKrylov(_LEFT_OUT_TOLERANCE, max_basis=basis_that_fits(memory, _LEFT_OUT)),
-            rows=self.solver_method.rows(memory, _LEFT_OUT),
-            dtype=self.task.dtype,
-            description=f"{_LEFT_OUT} samples for the scale" if self.task.progress else None,
-        ).samples
 
     @property
     def eigenvalues(self) -> Float[Tensor, " P"]:

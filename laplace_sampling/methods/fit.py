@@ -229,11 +229,6 @@ class Fit(ABC):
         """Whether the covariance is not that of the linear model, apart from what a solver leaves."""
         return False
 
-    def samples_of_linear_model(self) -> Float[Tensor, "K P"]:
-        """Those of the posterior of the linear model itself; they take solves if the fit is approximate."""
-        assert self.sampled is not None
-        return self.sampled.samples
-
     def known_leave_one_out(self) -> LeaveOneOut | None:
         """As `leave_one_out`, where it costs next to nothing."""
         return None

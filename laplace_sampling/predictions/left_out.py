@@ -1,104 +1,14 @@
-r"""The scale of a posterior by its own training data, each left out in turn.
+"""Log-likelihoods of the targets of a regression, each predicted from the others."""
 
-The features of the linear model have seen each datum, and it finds every network well calibrated. What helps is the
-direction in which its logits move without a datum, at the size of the network's own logits.
-"""
-
-import math
 from dataclasses import replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import log_density
-from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.predictions.calibration import LOG_SCALE, Calibration, Labelled, label_losses, labels_of, parts_of
-from laplace_sampling.predictions.leave_one_out import MOST_LEVERAGE, LeaveOneOut, without_datum
-
-# Scales that are tried, four a decade: error bars never vanish.
-SCALES = torch.logspace(-2, 2, 17, dtype=torch.float64)
-# The size of logits of left-out data, relative to the network's own on its training data. The features of the linear
-# model have seen each datum, so that it predicts it better than the network would. Tuned on 46 networks for small
-# image tasks (docs/decisions.md): with 1.25 all 17 overconfident networks gained, one of the others lost
-# 2 %; with 1.15 they gained less. On the eight digit networks half of it lost 0.3 to 0.5 where noise is memorised,
-# and gained at most 0.05 elsewhere; twice of it lost 0.2 to 0.6 on six of them.
-_MARGIN = 1.25
-
-
-def left_out_outputs(
-    likelihood: Likelihood,
-    targets: Tensor,
-    network_outputs: Float[Tensor, "N C"],
-    mode_outputs: Float[Tensor, "N C"],
-    deviations: Float[Tensor, "K N C"],
-) -> Float[Tensor, "N C"]:
-    r"""Estimates of the network's outputs for each datum, had it not been trained on it.
-
-    The linear model's `h + S(I − BS)⁻¹ ∂ℓ/∂h`, to first order in taking the datum out, with `S` the covariance of the
-    deviations; scaled to the size of the network's own logits, of each label, times a margin. An image is left out
-    with the labels of all its pixels.
-
-    Args:
-        likelihood: categorical or Bernoulli, or one of these with weights.
-        targets: `y`.
-        network_outputs: `f(w̄, x_i)`.
-        mode_outputs: `h(θ̄, x_i)`.
-        deviations: `φ(x_i) ζ_k`.
-    """
-    root = deviations.double() / math.sqrt(len(deviations))
-    without, _ = without_datum(likelihood, targets, mode_outputs, root, MOST_LEVERAGE)
-    labels = labels_of(likelihood)
-    left_out, trained = (_centred(labels, f) for f in (without, network_outputs.double()))
-    # The linear model gives the direction only; its logits without a datum are far smaller than a network's would be.
-    size = trained.norm(dim=-1, keepdim=True) / left_out.norm(dim=-1, keepdim=True).clamp_min(1e-300)
-    return labels.flat(_MARGIN * size * left_out)
-
-
-def _centred(labels: Labelled, f: Tensor) -> Tensor:
-    """Logits by positions, without their mean over the classes, to which a softmax is blind."""
-    f = labels.positions(f)
-    return f - f.mean(-1, keepdim=True) if isinstance(labels, Categorical) else f
-
-
-def left_out_classification(
-    likelihood: Likelihood,
-    targets: Tensor,
-    network_outputs: Float[Tensor, "N C"],
-    mode_outputs: Float[Tensor, "N C"],
-    deviations: Float[Tensor, "K N C"],
-    *,
-    full: Float[Tensor, "L N C"] | None = None,
-    scales: Float[Tensor, " T"] = SCALES,
-) -> Calibration:
-    r"""The scale `τ` under which training labels are likeliest, each predicted at its `left_out_outputs`.
-
-    `argmax_τ log N(log √τ | 0, 1) + Σ_i log (1/2K) Σ_k Σ_± p(y_i | f_i^{-i} ± √τ φ_i ζ_k)`; where a datum has several
-    labels, each by itself. The prior matters where data are few and none of them is predicted wrongly: no error bars at
-    all would then be likeliest. The log-likelihood of the network alone is that at `τ = 0`: of the same `f_i^{-i}`.
-
-    Args:
-        likelihood: as of `left_out_outputs`, and so are `targets`, `network_outputs` and `mode_outputs`.
-        targets: see there.
-        network_outputs: see there.
-        mode_outputs: see there.
-        deviations: `φ(x_i) ζ_k` of the posterior that is scaled.
-        full: `φ(x_i) ζ_k` of the posterior of the linear model, with which a datum is left out, where this is another.
-        scales: that are tried, by default from 0.01 to 100.
-    """
-    tried, parts = torch.cat([torch.zeros(1), scales.double()]), []
-    for n in parts_of(deviations):
-        y, d = targets[n], deviations[:, n]
-        outputs = left_out_outputs(
-            likelihood, y, network_outputs[n], mode_outputs[n], d if full is None else full[:, n]
-        )
-        parts.append(torch.stack([label_losses(likelihood, y, outputs, d, scale).sum(1) for scale in tried]).cpu())
-    losses = torch.cat(parts, dim=1)
-    best = 1 + int((losses[1:].sum(1) + 0.5 * (tried[1:].log() / LOG_SCALE).square()).argmin())
-    scale = float(tried[best])
-    at_bounds = ("scale",) if len(scales) > 1 and scale in (float(SCALES[0]), float(SCALES[-1])) else ()
-    return Calibration(scale=scale, at_bounds=at_bounds).scored("left out", -losses[best], -losses[0])
+from laplace_sampling.predictions.calibration import Calibration
+from laplace_sampling.predictions.leave_one_out import LeaveOneOut
 
 
 def left_out_regression(

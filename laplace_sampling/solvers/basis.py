@@ -6,8 +6,6 @@ from torch import Tensor
 
 from laplace_sampling.solvers.operator import Operator
 
-__all__ = ["Basis"]
-
 # The most vectors of a basis that are kept in one tensor. A basis of 200 single vectors of 20,000 weights takes 0.94 s
 # here, the same at half and at twice, and 1.6 s without joining; larger tensors take more memory while they are joined.
 _JOINED = 32

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["as_numbers", "check_finite", "check_flag", "check_positive", "check_whole", "refuse_class"]
-
 
 def check_whole(what: str, value: Any, least: int | None = None) -> None:
     """Raise unless a value is a whole number, and not below the least."""

@@ -1,7 +1,6 @@
 """Dense algebra in float64: exact, for small problems."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,9 +8,7 @@ from torch import Tensor
 from laplace_sampling.solvers.lapack import accurate_factor, sum_of_squares
 from laplace_sampling.solvers.newton import newton
 from laplace_sampling.solvers.operator import HeldMatrix, Operator
-from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution, Solver, judged, relative_residual
-
-__all__ = ["Dense", "Factor", "Spectral"]
+from laplace_sampling.solvers.solver import Minimum, Objective, Quadratic, Solution, Solver, relative_residual
 
 # Refinements of a solution by Woodbury's identity, each of which reduces its error by the condition times the unit of
 # rounding.
@@ -42,53 +39,6 @@ class Dense(Solver):
             return Factor.of(operator, precision).solve(gradient), 0.0
 
         return newton(objective, init.double(), direction, tolerance=self.tolerance, max_steps=self.max_steps)
-
-
-@dataclass(frozen=True)
-class Spectral(Solver):
-    """Singular values of `R A^{-1/2}` in float64, for small problems whose condition is too bad for a Cholesky factor.
-
-    Its samples are judged as those of iterations are, by their residuals, in which rounding may be large.
-
-    Args:
-        tolerance: of the error of the function, as for `CG`.
-        max_steps: largest number of Newton's steps.
-    """
-
-    tolerance: float = 0.03
-    max_steps: int = 100
-
-    def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:
-        centre, linear, precision = problem.centre.double(), problem.linear.double(), problem.precision.double()
-        inverse = _spectral_inverse(problem.operator, precision)
-        delta = inverse(linear - problem.operator.matmul(centre))
-        precise = replace(problem, precision=precision, centre=centre, linear=linear)
-        return judged(precise, delta, self.tolerance)
-
-    def minimise(self, objective: Objective, init: Tensor, *, description: str | None = None) -> Minimum:
-        """Newton's method with exact steps."""
-
-        def direction(operator: Operator, precision: Tensor, gradient: Tensor, _: float) -> tuple[Tensor, float]:
-            return _spectral_inverse(operator, precision)(gradient), 0.0
-
-        return newton(objective, init.double(), direction, tolerance=self.tolerance, max_steps=self.max_steps)
-
-
-def _spectral_inverse(operator: Operator, precision: Tensor) -> Callable[[Tensor], Tensor]:
-    """`v ↦ H⁻¹v`, which keeps small components of `v` beside large ones."""
-    spread = precision.sqrt()
-    root = torch.cat([block.double() for block in operator.root_rows()]) / spread
-    _, singular, vectors = torch.linalg.svd(root, full_matrices=False)
-
-    def apply(v: Tensor) -> Tensor:
-        white = v / spread
-        inside = white @ vectors.T
-        outside = white - inside @ vectors
-        # Once more: rounding in the large components inside would remain beside the small ones of the solution.
-        outside = outside - (outside @ vectors.T) @ vectors
-        return (outside + (inside / (1 + singular**2)) @ vectors) / spread
-
-    return apply
 
 
 @dataclass(frozen=True)

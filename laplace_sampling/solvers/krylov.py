@@ -28,8 +28,6 @@ from laplace_sampling.solvers.solver import (
     whiten,
 )
 
-__all__ = ["CG", "BlockKrylov"]
-
 # Without rounding, conjugate gradients end after `P` steps at most. So many times that is a bound on those that they
 # take with it: problems of 49 weights whose condition is between 1e9 and 1e13 take 2 to 4 times `P` in float64.
 _MOST_STEPS = 10

@@ -11,12 +11,10 @@ import scipy.linalg
 import torch
 from jaxtyping import Float
 from scipy.linalg.blas import dsyrk  # pyright: ignore[reportAttributeAccessIssue]
-from scipy.linalg.lapack import dpotrf, dpotri, dpotrs  # pyright: ignore[reportAttributeAccessIssue]
+from scipy.linalg.lapack import dpotrf, dpotrs  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 from laplace_sampling.solvers.recorded import recorded
-
-__all__ = ["accurate_factor", "check_finite", "eigenvectors", "inverse_", "solve_", "sum_of_squares", "symmetric_eigen"]
 
 # The condition of `H` up to which a Cholesky factor of it has six digits left: a definition.
 _MOST_CONDITION = 1e10
@@ -47,20 +45,6 @@ def symmetric_eigen(K: Float[Tensor, "n n"]) -> tuple[Float[Tensor, " n"], Float
         values, vectors = torch.from_numpy(eigenvalues), torch.from_numpy(columns)
     # Rounding makes small eigenvalues of a semi-definite matrix negative.
     return values.clamp_min(0), vectors
-
-
-def inverse_(G: Float[Tensor, "n n"]) -> Tensor:
-    """Overwrites a positive definite matrix by its inverse; returns its log determinant."""
-    if G.device.type == "cpu":
-        factor = _cholesky_(G)
-        logdet = 2 * torch.from_numpy(np.diagonal(factor).copy()).log().sum()
-        dpotri(factor, lower=1, overwrite_c=1)
-    else:
-        factor = torch.linalg.cholesky(G)
-        logdet = 2 * factor.diagonal().log().sum()
-        G.copy_(torch.cholesky_inverse(factor))
-    _mirror_(G)
-    return logdet
 
 
 @recorded

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["halve_until_accepted"]
-
 T = TypeVar("T")
 
 

@@ -14,17 +14,6 @@ from torch import Tensor
 
 from laplace_sampling.solvers.placement import normal
 
-__all__ = [
-    "Congruent",
-    "HeldMatrix",
-    "Operator",
-    "geometric_mean",
-    "largest_eigenvalue",
-    "make_dense",
-    "row_products",
-    "tiny",
-]
-
 
 class HeldMatrix(Protocol):
     """`M` in full, in float64, with what was once computed of it."""

@@ -9,8 +9,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["chosen", "normal"]
-
 
 def chosen(indices: Tensor, mask: Tensor) -> Tensor:
     """The indices where a mask is true, on the CPU, wherever the mask is."""

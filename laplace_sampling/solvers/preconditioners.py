@@ -11,8 +11,6 @@ from laplace_sampling.solvers.lapack import symmetric_eigen
 from laplace_sampling.solvers.operator import Operator
 from laplace_sampling.solvers.placement import normal
 
-__all__ = ["Factored", "Jacobi", "Nystrom", "Preconditioner"]
-
 # Data whose rows are computed together: the rows of all are held in any case, temporary ones only of these.
 _ROWS_TOGETHER = 256
 

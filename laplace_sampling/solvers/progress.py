@@ -5,8 +5,6 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-__all__ = ["progress_bar"]
-
 # In a notebook bars are widgets, which need no terminal.
 _IN_NOTEBOOK = any(kind.__name__ == "tqdm_notebook" for kind in tqdm.__mro__)
 

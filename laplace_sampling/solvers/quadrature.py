@@ -10,8 +10,6 @@ from torch import Tensor
 
 from laplace_sampling.solvers.basis import Basis
 
-__all__ = ["Quadrature", "TraceEstimator"]
-
 # Quadratures converge geometrically, at a rate that depends on the function; estimates of the rate are kept between
 # these bounds. On the problems of `evidence.fixed_point` half or twice the lower bound costs two percent more passes,
 # an upper one of 0.8 or 0.95 changes nothing.

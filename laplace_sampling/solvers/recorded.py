@@ -11,8 +11,6 @@ from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-__all__ = ["Recorder", "recorded", "recording", "stop_recording", "unrecorded"]
-
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 

@@ -16,8 +16,6 @@ from laplace_sampling.solvers.progress import progress_bar
 from laplace_sampling.solvers.recorded import recorded
 from laplace_sampling.solvers.solver import IterativeSolver, Minimum, Objective, Quadratic, Solution, judged
 
-__all__ = ["PROBES", "SGD", "Gradient", "first_iterate"]
-
 Gradient = Callable[[Tensor, Tensor], Tensor]
 
 # The last step size of a decay, as a fraction of the first: the paper's (docs/equations.md).

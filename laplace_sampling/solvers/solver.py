@@ -18,24 +18,6 @@ from torch import Tensor
 
 from laplace_sampling.solvers.operator import Congruent, Operator, geometric_mean, row_products, tiny
 
-__all__ = [
-    "Afford",
-    "ConvergenceWarning",
-    "IterativeSolver",
-    "Minimum",
-    "Objective",
-    "Quadratic",
-    "Solution",
-    "Solver",
-    "function_error",
-    "judged",
-    "relative_residual",
-    "unlimited",
-    "whiten",
-    "whitening",
-]
-
-
 # Whether so many passes, products of `M` with all data and one vector each, may still be made.
 Afford = Callable[[float], bool]
 

@@ -30,8 +30,6 @@ from laplace_sampling.solvers.solver import (
 )
 from laplace_sampling.solvers.weighted_batches import Batch, WeightedBatches
 
-__all__ = ["SVRG"]
-
 # A stage of at least so many steps, in units of `λ`, reduces the error more than its products would in conjugate
 # gradients. Half and twice have no effect on classifiers of 100 weights and 3,000 data.
 _STEPS_WORTH = 4.0

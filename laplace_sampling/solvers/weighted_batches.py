@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["Batch", "WeightedBatches"]
-
 # Indices and weights of data.
 Batch = tuple[Tensor, Tensor]
 

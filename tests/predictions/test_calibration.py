@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from grids import covering
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 from torch.testing import assert_close
@@ -22,8 +21,6 @@ from laplace_sampling.predictions.calibration import (
     label_losses,
     own_temperature,
 )
-from laplace_sampling.predictions.leave_one_out import leave_one_out
-from laplace_sampling.predictions.left_out import SCALES, left_out_classification, left_out_outputs
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -55,22 +52,6 @@ def by_label(kind: str, f: Tensor) -> Tensor:
         return f[..., None]
     f = {"a class": f[:, None], "classes of pixels": f.reshape(7, 3, 4).mT}.get(kind, f.reshape(7, 4, -1))
     return f - f.mean(-1, keepdim=True)
-
-
-@covering(strength=2, kind=LABELS, weights=[False, True], num=[40, 4])
-def test_outputs_left_out_are_those_of_the_linear_model_at_the_size_of_the_network(
-    kind: str, weights: bool, num: int
-) -> None:
-    """For fewer samples than outputs too; `leave_one_out` has the `C × C` covariances of the same samples."""
-    likelihood, y = LABELS[kind], drawn_labels(kind)
-    if weights:
-        likelihood, y = weighted(likelihood, y, torch.arange(7) / 7 + 0.2)
-    f, h, d = normal(7, 12, seed=1), normal(7, 12, seed=2), 0.3 * normal(num, 7, 12, seed=3)
-    covariance = torch.einsum("knc,knd->ncd", d, d) / num
-    expected = by_label(kind, leave_one_out(likelihood, y, h, h, covariance).mean)
-    found, own = (by_label(kind, v) for v in (left_out_outputs(likelihood, y, f, h, d), f))
-    direction = expected / expected.norm(dim=-1, keepdim=True)
-    assert_close(found, 1.25 * own.norm(dim=-1, keepdim=True) * direction)
 
 
 @pytest.mark.parametrize("kind", ["classes of pixels", "classes of tokens", "zeros and ones"])
@@ -108,20 +89,6 @@ def overlapping(size: float, num: int = NUM) -> tuple[Tensor, Tensor]:
     return y, size * logits
 
 
-def test_overconfident_networks_keep_their_error_bars_and_cautious_ones_lose_them() -> None:
-    """On logits that leaving a datum out hardly changes; a margin of 1.25 makes of 0.8 the right size."""
-    torch.manual_seed(0)
-    deviations = normal(32, NUM, 3, seed=5)
-    scales = {}
-    for size in (0.2, 0.8, 4.0):
-        y, logits = overlapping(size)
-        scales[size] = left_out_classification(Categorical(), y, logits, 100 * logits, deviations).scale
-    assert scales[0.2] == pytest.approx(0.01)
-    assert scales[0.8] <= 0.1 + 1e-9
-    # 1.25 · 4 = √(1 + πτ/8), up to the grid's steps of 1.8
-    assert scales[4.0] == pytest.approx(61, rel=0.35)
-
-
 def test_scale_and_temperature_of_held_out_labels() -> None:
     """Logits four times too large: a temperature of four, up to the error of the labels; without error bars."""
     torch.manual_seed(0)
@@ -145,14 +112,6 @@ def test_scale_and_noise_of_held_out_targets() -> None:
     assert found.scale == pytest.approx(4.0, rel=0.1)
     assert found.noise == pytest.approx(0.25, rel=0.1)
     assert found.temperature == 1.0
-
-
-def test_binary_labels() -> None:
-    logits = 2 * normal(NUM, 1)
-    y = (torch.rand(NUM, 1, generator=torch.Generator().manual_seed(1)).double() < logits.sigmoid()).double()
-    found = calibrate(Bernoulli(), y, 3 * logits, 1e-6 * normal(8, NUM, 1))
-    assert found.temperature == pytest.approx(3.0, rel=0.15)
-    assert math.isfinite(left_out_classification(Bernoulli(), y, 3 * logits, logits, normal(8, NUM, 1)).scale)
 
 
 @pytest.mark.parametrize("num", [10, 1000])
@@ -227,34 +186,6 @@ def test_a_temperature_beside_error_bars_has_a_normal_prior_above_the_lowest(fac
     assert (found.temperature == lowest) == (factor < 1)
 
 
-def test_a_scale_that_labels_say_nothing_about_is_one() -> None:
-    y, logits = torch.arange(3).repeat(4), 30 * torch.eye(3, dtype=torch.float64).repeat(4, 1)
-    found = left_out_classification(Categorical(), y, logits, logits, 1e-9 * normal(8, 12, 3))
-    assert found.scale == pytest.approx(1.0)
-    assert found.problems == []
-
-
-@pytest.mark.parametrize("wide", [False, True])
-def test_log_likelihoods_are_those_of_data_left_out(wide: bool) -> None:
-    """With error bars and without, of the same left-out logits: those of the full posterior, where it is another."""
-    logits = 4 * normal(60, 3)
-    y = logits.argmax(1)
-    d, full = 5 * normal(8, 60, 3, seed=5), 0.3 * normal(6, 60, 3, seed=6)
-    likelihood, y = weighted(Categorical(), y, torch.arange(60) / 30 + 0.1)
-    scales = torch.tensor([4.0]) if wide else SCALES[SCALES <= 1]
-    found = left_out_classification(likelihood, y, logits, logits, d, full=full, scales=scales)
-    left_out = left_out_outputs(likelihood, y, logits, logits, full)
-    alone, bars = (label_losses(likelihood, y, left_out, d, scale).sum(1) for scale in (0.0, found.scale))
-    assert found.network_log_likelihood == pytest.approx(-float(alone.sum()))
-    assert found.log_likelihood == pytest.approx(-float(bars.sum()))
-    assert found.standard_error == pytest.approx(60**0.5 * float((bars - alone).std(correction=0)))
-    assert (found.num_data, found.data) == (60, "left out")
-    assert (found.scale == 4) if wide else (found.scale <= 1)
-    # the error bars are far too wide: this is said if they are not made smaller
-    assert found.log_likelihood < found.network_log_likelihood - 1 if wide else found.scale < 0.5
-    assert found.problems or not wide
-
-
 def test_problems_of_a_calibration() -> None:
     """By more than a nat, and more than two standard errors; with both figures."""
     zero, ten = torch.zeros(100), torch.zeros(100)
@@ -267,18 +198,6 @@ def test_problems_of_a_calibration() -> None:
     assert Calibration().scored("left out", zero, unsure).problems == []
     (bound,) = replace(Calibration(scale=100.0), at_bounds=("scale",)).problems
     assert "`scale_`" in bound
-
-
-def test_factors_at_a_bound_of_their_search_are_named() -> None:
-    torch.manual_seed(0)
-    y, logits = overlapping(0.2)
-    deviations = normal(32, NUM, 3, seed=5)
-    assert left_out_classification(Categorical(), y, logits, 100 * logits, deviations).at_bounds == ("scale",)
-    given = left_out_classification(Categorical(), y, logits, logits, deviations, scales=SCALES[-1:])
-    assert given.at_bounds == ()
-    error = 1e4 * normal(400, 1)
-    found = calibrate_regression(error, torch.zeros_like(error), 1e-20 * torch.ones(400, 1, 1), 1e-3 + 0 * error)
-    assert found.at_bounds == ("noise",)
 
 
 def test_parts_hold_no_more_numbers_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,17 +214,3 @@ def test_held_out_labels_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_NUMBERS", 8 * 3 * 700)
     parts = calibrate(Categorical(), y, logits, deviations)
     assert (parts.scale, parts.temperature) == pytest.approx((whole.scale, whole.temperature), rel=1e-4)
-
-
-def test_leverages_from_few_samples_are_clipped() -> None:
-    """One sample `d`: `h + d (dᵀ ∂ℓ/∂h) / (1 − l)` with `l = dᵀBd`, here far above one."""
-    likelihood, y, h, d = Categorical(), torch.tensor([2]), normal(1, 3), 20 * normal(1, 1, 3, seed=1)
-    leverage = float((d * likelihood.curvature(h, d, y)).sum())
-    assert leverage > 1
-    step = d[0] * (d[0] * likelihood.gradient(h, y)).sum()
-    for ratio in (0.95, 0.9):
-        expected = h + step / (1 - ratio)
-        expected = expected - expected.mean()
-        found = left_out_outputs(likelihood, y, h, h, d)
-        same = torch.allclose(found / found.norm(), expected / expected.norm(), rtol=1e-7)
-        assert same == (ratio == 0.95)
