@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from laplace_sampling.evidence.fixed_point import fit_path
 from torch import Tensor, nn
 
 from laplace_sampling.__main__ import cnn, digits, train
@@ -133,13 +132,6 @@ def jump(p: Problem, draws: Draws, before: float = 100.0, after: float = 0.1, mi
 
 def em(p: Problem, start: float, num_samples: int = 32, max_steps: int = 8) -> EMResult:
     return fit_em(p.model, p.prior(start), Draws(num_samples, 0), SGD(), max_steps=max_steps)
-
-
-def path_fit(p: Problem, start: float, seed: int = 0) -> tuple[float, float]:
-    """`α` by evidence paths, and the number of passes, modes included."""
-    result = fit_path(p.model, p.prior(start), seed, 0)
-    assert result.converged
-    return float(result.prior.precision), sum(step.passes for step in result.history)
 
 
 def dense_fixed_point(p: Problem, near: float, tolerance: float = 3e-3) -> float:
