@@ -71,7 +71,7 @@ def add(name: str, words: str, call: Callable[[], object]) -> None:
 def add_values(call: str, argument: str, values: Any, make: Callable[[Any], object]) -> None:
     """A case for each bad value of an argument, whose name the message has to say."""
     for value in values:
-        shown = value.__name__ if isinstance(value, type) else str(value).replace("\n", "")
+        shown = getattr(value, "__name__", None) or str(value).replace("\n", "")
         add(f"{call}: {argument}={type(value).__name__} {shown[:40]}", argument, partial(make, value))
 
 
