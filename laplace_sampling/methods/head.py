@@ -8,6 +8,7 @@ few weights and for a regression, else a Kronecker product.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from laplace_sampling.linear_model.dense_curvature import DenseCurvature
@@ -25,8 +26,8 @@ from laplace_sampling.predictions.function_covariance import FunctionCovariance
 from laplace_sampling.predictions.head_covariance import HeadPath, factored_covariance
 from laplace_sampling.predictions.leave_one_out import LeaveOneOut, leave_one_out
 
-# Tolerance of the mode in a search for the largest evidence: a definition.
-_MODE_ACCURACY = 1e-6
+# Tolerance of the mode in a search for the largest evidence, a definition; and in units of rounding: 100 were too few.
+_MODE_ACCURACY, _ROUNDINGS = 1e-6, 3000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class Head(Factored):
         if not (has_path(task) and is_exact(task.ggn())):
             return super().tune_by_evidence(task, tuning)
         # The mode to rounding, nearly, as the other numbers are.
-        solver = self.make_solver(task, _MODE_ACCURACY, None)
+        solver = self.make_solver(task, max(_MODE_ACCURACY, _ROUNDINGS * torch.finfo(task.dtype).eps), None)
         return tuned_by_spectrum(task, tuning, solver, *_spectrum(task.scaled_ggn()))
 
     def fit_of(self, *parts: object) -> "HeadFit":

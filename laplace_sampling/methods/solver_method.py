@@ -411,7 +411,7 @@ class SolverFit(Fit):
             self.prior,
             draws,
             self.solver,
-            rows=self.solver_method.rows(self.task.memory, self.task.num_samples),
+            rows=self.solver_method.rows(self.task.memory, self.task.num_samples, held=self.task.num_samples),
             dtype=self.task.dtype,
             init=self.warm_start,
             description=description,

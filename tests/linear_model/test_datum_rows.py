@@ -8,12 +8,10 @@ from cases import Case
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.datum_rows import DatumRows, datum_rows
 from laplace_sampling.linear_model.features import Features, ScaledFeatures
 from laplace_sampling.linear_model.network_features import features_at
 from laplace_sampling.linear_model.some_features import SomeFeatures
-from laplace_sampling.linear_model.tangent_model_of import tangent_model_of
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.resources import Operations
 
@@ -158,13 +156,3 @@ class Extended(Tied):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if self.again else self.layer(x).tanh()
-
-
-def test_a_network_that_was_changed_since_an_earlier_fit() -> None:
-    torch.manual_seed(0)
-    module, x = Extended().double(), torch.randn(8, 4, dtype=torch.float64)
-    network, loader = Linearisation(module), [(x, torch.zeros(8, 4, dtype=torch.float64))]
-    for again in (False, True):
-        module.again = again
-        features = tangent_model_of(network, Gaussian(), loader, kind="affine").model.features
-        check(features, reference.jacobian(module, x))

@@ -33,7 +33,7 @@ def test_samples_are_those_of_the_same_seed(drawn_in_the_fit: LinearisedLaplace,
     asked = {
         "samples_": lambda la: la.samples_,
         "predict": lambda la: la.predict(case.x).deviations,
-        "state_dict": lambda la: la.state_dict()["samples"],
+        "state_dict": lambda la: la.state_dict()["posterior"]["samples"],
         "calibrate": lambda la: la.calibrate([(case.x, case.y)]).noise_precision_,
         "diagnose": lambda la: torch.tensor(la.diagnose()["energy"].value),
         "save": lambda la: (
