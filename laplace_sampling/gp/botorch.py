@@ -94,7 +94,8 @@ class TangentSurrogate(TangentGP, GPyTorchModel, FantasizeMixin):  # pyright: ig
     def _largest_evidence(self, prior_precision: float | None, noise_precision: float | None) -> Optimum:
         """`α` and `b` of largest evidence; those that are given stay."""
         K, residual = self._at_observations()
-        values, vectors = torch.linalg.eigh(self.covar_module.prior_precision.double() * K)
+        precision = self.covar_module.prior_precision.double().to(K.device)
+        values, vectors = torch.linalg.eigh(precision * K)
         evidence = RegressionEvidence(values.clamp_min(0), vectors.T @ residual.flatten(), len(values))
         start = (prior_precision or 1.0, noise_precision or 1.0)
         return evidence.largest(start, (prior_precision is None, noise_precision is None))

@@ -50,7 +50,7 @@ class LowRank(Factored):
         factor: `F`, `[r, P]`, orthogonal rows.
         spectrum: eigenvalues of the curvature, falling: those of the rows, and those that were cut off.
         passes: products that were spent on it, in units of all data and one vector.
-        error: `ε` of the eigenvectors that were cut off.
+        error: by how much standard deviations may be too large, in any direction, by what was cut off.
     """
 
     def __init__(

@@ -163,7 +163,7 @@ class Sketch:
         for some in torch.arange(self.size, device=of_rows.device).split(_COLUMNS):
             parts = zip(of_rows.split([len(rows) for rows in self.rows], 1), self.rows, strict=True)
             columns.append(sum(coefficients @ rows[:, some].to(dtype) for coefficients, rows in parts))
-        error = float(errors[rank]) if rank < len(values) else 0.0
+        error = math.sqrt(1 + float(values[rank]) / (c * shift)) - 1 if rank < len(values) else 0.0
         return LowRank(torch.cat(columns, 1), values / c, self.passes, error)
 
     def covariances(self, rows: Float[Tensor, "n C P"], shifts: Float[Tensor, " A"]) -> Float[Tensor, "A n C C"]:

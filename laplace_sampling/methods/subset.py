@@ -295,8 +295,7 @@ class SubsetFit(FactoredFit):
         assert self.sampled is not None
         curvature = self.curvature
         assert isinstance(curvature, LowRank)
-        # At inputs unlike the training data eigenvectors that are left out count about twice as much as at these.
-        return Accuracy(len(self.sampled.error), left_out=self.solver.part.sketch.change + 2 * curvature.error)
+        return Accuracy(len(self.sampled.error), left_out=self.solver.part.sketch.change + curvature.error)
 
     @property
     def tolerable(self) -> bool:

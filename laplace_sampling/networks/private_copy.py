@@ -51,7 +51,10 @@ def shared_parameter(parameter: nn.Parameter) -> nn.Parameter:
 def own_parameter(parameter: nn.Parameter, requires_grad: bool, dtype: torch.dtype | None = None) -> nn.Parameter:
     """A copy of a parameter, of a dtype if it is a plain one."""
     if type(parameter) is not nn.Parameter and not is_dtensor(parameter):
-        copied = copy.deepcopy(parameter)
+        try:
+            copied = copy.deepcopy(parameter)
+        except RuntimeError:  # a class that only adds a name to a tensor need not say how it is copied
+            copied = nn.Parameter(parameter.detach().clone())
         copied.requires_grad = requires_grad
         return copied
     numbers = parameter.detach()

@@ -234,7 +234,7 @@ def test_a_fit_that_goes_on_has_the_memory_that_it_began_with(
 
 @pytest.mark.slow
 def test_callbacks_get_the_steps_that_were_there(path: Path, kills: Any) -> None:
-    name, evidence = "krylov at the mode", {"criterion": "evidence"}
+    name, evidence = "krylov, layer-wise", {"criterion": "evidence"}
     kills(10**9)
     expected = [step.step for step in fitted(name, path, **evidence).history_]
     killed(name, path, kills, kills.entries - 1, **evidence)

@@ -58,7 +58,7 @@ def test_products_are_those_of_finite_differences(example: dict) -> None:
     batch = {"input_ids": example["ids"][:2], "attention_mask": torch.ones(2, 8, dtype=torch.long)}
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(1, network.num_parameters, generator=generator, dtype=torch.float64)
-    step, parameters = 1e-5, dict(network.source.named_parameters())
+    step, parameters = 1e-5, dict(network.module.named_parameters())
 
     def moved(length: float) -> torch.Tensor:
         with torch.no_grad():

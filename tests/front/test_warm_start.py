@@ -148,8 +148,6 @@ def test_the_precision_is_that_of_a_cold_fit(method: str, criterion: str) -> Non
 # Where counts of products tell: the exact method has to see all rows once, whatever it starts from.
 HALVED = [
     ("classification", "kfac", "evidence"),
-    ("classification", "krylov", "evidence"),
-    ("regression", "dual", "evidence"),
     pytest.param("classification", "cg", "evidence", marks=pytest.mark.nightly),
     pytest.param("classification", "diagonal", "evidence", marks=pytest.mark.nightly),
     pytest.param("regression", "kfac", "evidence", marks=pytest.mark.nightly),

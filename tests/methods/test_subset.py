@@ -272,5 +272,5 @@ def test_all_rows_of_a_small_network_are_within_the_default_budget() -> None:
     la = LinearisedLaplace(model, "classification", method="subset", num_samples=4).fit([(x, y)], progress=False)
     accuracy = la.diagnose().accuracy
     assert accuracy is not None
-    assert accuracy.left_out < 2e-3
+    assert accuracy.left_out <= 0.015
     assert la.converged_ is not False

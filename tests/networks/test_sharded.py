@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, regist
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from laplace_sampling import LinearisedLaplace
@@ -269,10 +270,9 @@ def _compares_fits(method: str, parameters: Any) -> None:
     x, y = _data()
     own, model = _fitted(Network(), parameters, method), _sharded(Network())
     la = _fitted(model, parameters, method)
-    state = la.state_dict()
-    for key, value in own.state_dict().items():
-        if value.is_floating_point():
-            torch.testing.assert_close(state[key], value, **CLOSE)
+    for found, value in zip(tree_leaves(la.state_dict()), tree_leaves(own.state_dict()), strict=True):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            torch.testing.assert_close(found, value, **CLOSE)
     expected = _moments(own)
     for found in (la, _loaded(la, Network()), _loaded(own, model)):
         torch.testing.assert_close(_moments(found), expected, **CLOSE)
