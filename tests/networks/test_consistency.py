@@ -314,3 +314,31 @@ def test_products_of_the_check_are_not_counted_and_it_is_made_once() -> None:
     assert network.products == {"jvp": 0, "vjp": 0}
     assert len(calls) <= 9
     check_consistency(network, X[:1])  # one datum has no other
+
+
+class _SolvesByLU(nn.Module):
+    """A layer that solves with a learnt matrix: torch's derivatives of `lu_factor` are wrong under `vmap`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root, self.out = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        A = self.root @ self.root.T + torch.eye(4, dtype=x.dtype) + x[:, :, None] * x[:, None]
+        solved = torch.linalg.lu_solve(*torch.linalg.lu_factor(A), x[:, :, None])[..., 0]
+        return (solved @ self.out)[:, None]
+
+
+@pytest.mark.filterwarnings("ignore:.*takes one datum at a time")
+@pytest.mark.filterwarnings("ignore:Jacobians of")
+def test_rows_that_are_wrong_for_data_together_are_taken_one_by_one() -> None:
+    torch.manual_seed(0)
+    module, x = _SolvesByLU().double(), torch.randn(6, 4, dtype=torch.float64)
+    expected = []
+    for datum in x:
+        grads = torch.autograd.grad(module(datum[None]).sum(), list(module.parameters()))
+        expected.append(torch.cat([grad.reshape(-1) for grad in grads]))
+    network = Linearisation(module)
+    check_consistency(network, x)
+    torch.testing.assert_close(network.jacobian(x)[:, 0], torch.stack(expected))
+    torch.testing.assert_close(network.vjp_each(x, torch.ones(6, 1).double()), torch.stack(expected))
