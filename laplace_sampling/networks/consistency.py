@@ -25,10 +25,6 @@ from laplace_sampling.solvers.placement import normal
 # How far a datum by itself may be from one in a batch: layers quantised dynamically take their range from the batch,
 # and differed by 0.007. Half and twice of it accept the same networks.
 _COUPLING = 0.05
-# How far rows may be from forward mode: in float32 a unit of almost no input is on in one pass and off in the other.
-_ROW_DIFFERENCE = 0.05
-# The largest Jacobian of two data that is compared, 128 MiB in float64; larger ones are hardly made.
-_JACOBIAN_NUMBERS = 2**24
 # Weights that an error names.
 _NUM_NAMED = 4
 
@@ -40,7 +36,7 @@ def check_consistency(network: Linearisation, x: Any) -> None:
     the gradient that the module by itself has in its own parameters. For random `u` and `v` it must be that
     `⟨u, φv⟩ = ⟨φᵀu, v⟩`, of two data and of one: torch has kernels whose derivatives are wrong for one only. Where an
     operation is found whose forward derivative is wrong, products take two reverse passes from here on, and a notice
-    says so. Where rows of two data together are wrong, they are taken one by one. None of its products are counted.
+    says so. Products of the check are not counted.
 
     Args:
         network: the linearised network.
@@ -60,38 +56,8 @@ def check_consistency(network: Linearisation, x: Any) -> None:
         if isinstance(problem, _TwoJacobians) and (origin := _wrong_rule(network, pair)) is not None:
             network.take_two_pullbacks(origin, "a wrong forward derivative")
             problem = _confirmed(network, pair)
-        if problem is None and _rows_are_wrong(network, pair):
-            network.ways.take_data_alone("torch's derivatives of many of them at once are wrong")
     if problem is not None:
         raise ValueError(problem)
-
-
-def _rows_are_wrong(network: Linearisation, x: Any) -> bool:
-    """Whether rows of the Jacobian of two data together, under `vmap`, are others than products, also in float64."""
-    if network.shell.shards is not None or not network.ways.data_together:
-        return False
-    if not _rows_differ(network, x):
-        return False
-    if network.dtype == torch.float64:
-        return True
-    try:
-        precise = network.in_float64()
-        return _rows_differ(precise, place(x, network.device, torch.float64))
-    except Exception:  # as for `_confirmed`
-        return True
-
-
-def _rows_differ(network: Linearisation, x: Any) -> bool:
-    num, size = num_rows(x), network.num_parameters
-    generator = torch.Generator().manual_seed(0)
-    v = normal(1, size, seed=generator, dtype=network.dtype, device=network.device)
-    pushed = network.jvp(x, v)[0].reshape(num, -1)
-    u = normal(*pushed.shape, seed=generator, dtype=network.dtype, device=network.device)
-    compared = [(network.vjp_each(x, u).to(v) @ v[0], (u * pushed).sum(1))]
-    if pushed.numel() * size <= _JACOBIAN_NUMBERS:
-        compared.append((network.jacobian(x).to(v).reshape(num, -1, size) @ v[0], pushed))
-    allowed = max(_ROW_DIFFERENCE, _rounding(network))
-    return any(not _near(rows, product, product, allowed) for rows, product in compared)
 
 
 @contextmanager

@@ -15,21 +15,27 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import jacrev, jvp, vjp, vmap
 
 from laplace_sampling.data.batches import batched, num_rows, take
+from laplace_sampling.networks.agreement import difference
 from laplace_sampling.networks.batching import Batching
 from laplace_sampling.networks.branches import by_branch
 from laplace_sampling.networks.derivative_rules import ComposedLayers
 from laplace_sampling.networks.resources import free_memory
 from laplace_sampling.networks.shell import Shell, Weights
 from laplace_sampling.networks.stacked_tangents import StackedTangents
+from laplace_sampling.solvers.placement import normal
 
 Function = Callable[[Weights], Tensor]
 
 # The share of free memory that frozen weights may take which processes share out. It is not tuned.
 _SHARE = 0.5
+# A relative difference of two gradients by reverse mode that is no rounding, also in bfloat16, and data that are
+# compared: a wrong rule for batches shows in any two of them.
+_WRONG, _COMPARED_DATA = 0.1, 16
 # Exceptions of operations that lack a derivative or a rule for batches; the last two are of operations that call
 # functions, as `cond` (torch 2.14).
 _LACKING = (RuntimeError, NotImplementedError, KeyError, TypeError, AssertionError)
@@ -65,6 +71,7 @@ class JacobianProducts:
     Attributes:
         lacking: the operation without a forward derivative and its module, once one was met.
         data_together: whether Jacobians of many data are computed together.
+        compared: kinds of rows of many data that have been compared with a gradient.
     """
 
     def __init__(self, module: nn.Module, batching: Batching) -> None:
@@ -72,6 +79,7 @@ class JacobianProducts:
         self._pushes = [self._push_together, self._push_each, self._push_by_two_pullbacks]
         self._pulls_together = self.data_together = True
         self._checked, self._dual_works = False, True
+        self.compared: set[str] = set()
         self._stacks = StackedTangents()
         self.lacking: str | None = None
 
@@ -263,17 +271,24 @@ class JacobianProducts:
         return gradients
 
     def of_each_datum(
-        self, together: Callable[[], Weights], alone: Callable[[int], list[Tensor]], weights: Weights, num: int
+        self,
+        together: Callable[[], Weights],
+        alone: Callable[[int], list[Tensor]],
+        is_right: Callable[[Weights], bool],
+        weights: Weights,
+        num: int,
     ) -> Weights:
-        """`together()`, under `vmap`; where that fails `alone(n)` for each datum, stacked."""
-        error = None
+        """`together()`, under `vmap`; where that fails, or is not right, `alone(n)` for each datum, stacked."""
+        reason = None
         if self.data_together:
             rows, error = _attempt(together, partial(alone, 0))
-            if error is None:
+            if error is None and is_right(rows):
                 return rows
+            wrong = "torch's derivatives of many of them at once are wrong"
+            reason = wrong if error is None else origin_of(error, self.module)
         rows = [alone(n) for n in range(num)]
-        if error is not None:
-            self.take_data_alone(origin_of(error, self.module))
+        if reason is not None:
+            self.take_data_alone(reason)
         return {name: torch.stack([row[n] for row in rows]) for n, name in enumerate(weights)}
 
     def take_data_alone(self, reason: str) -> None:
@@ -308,6 +323,7 @@ def vjps_of_each_datum(shell: Shell, ways: JacobianProducts, x: Any, u: Float[Te
     gradients = ways.of_each_datum(
         lambda: by_branch(vmap(of_datum), [*tensors, u.to(shell.dtype)], 4 * ways.batching.chunk_size),
         lambda n: [rows[0] for rows in _rows_alone(shell, take(x, slice(n, n + 1)), u[n : n + 1])],
+        partial(_is_right, shell, ways, x, u),
         weights,
         num,
     )
@@ -327,11 +343,41 @@ def jacobian_rows(shell: Shell, ways: JacobianProducts, x: Any, *, graph: bool) 
     rows = ways.of_each_datum(
         lambda: by_branch(vmap(of_datum), tensors, num_rows(x)),
         lambda n: _rows_alone(shell, take(x, slice(n, n + 1)), None, graph),
+        partial(_is_right, shell, ways, x, None),
         weights,
         num_rows(x),
     )
     full = torch.cat([row.flatten(2) if row.dim() > 2 else row[..., None] for row in rows.values()], dim=-1)
     return full if graph else full.detach()
+
+
+@torch.no_grad()
+def _is_right(shell: Shell, ways: JacobianProducts, x: Any, u: Tensor | None, rows: Weights) -> bool:
+    """Whether rows under `vmap`, `φ(x_n)ᵀu_n` or Jacobians, add up to a gradient of these data; asked once a kind.
+
+    torch has derivatives that are wrong under `vmap` only, as those of `torch.linalg.lu_factor`.
+    """
+    kind, num = "Jacobians" if u is None else "products", min(num_rows(x), _COMPARED_DATA)
+    if kind in ways.compared or num == 1 or shell.shards is not None:
+        return True
+    if any(is_functorch_wrapped_tensor(row) for row in rows.values()):
+        return True
+    ways.compared.add(kind)
+    first = {name: row[:num] for name, row in rows.items()}
+    if u is None:
+        num_outputs = next(iter(first.values())).shape[1]
+        u = normal(num, num_outputs, seed=0, dtype=shell.dtype, device=shell.device)
+        along = [torch.tensordot(u.to(row), row, 2) for row in first.values()]
+    else:
+        along = [row.sum(0) for row in first.values()]
+    with torch.enable_grad():
+        weights = shell.leaves()
+        outputs = shell(weights, take(x, slice(num)))
+        cotangent = u[:num].to(outputs.dtype).reshape(outputs.shape)
+        leaves = list(weights.values())
+        gradient = torch.autograd.grad(outputs, leaves, cotangent, allow_unused=True, materialize_grads=True)
+    together, expected = (torch.cat([part.flatten() for part in parts]).float() for parts in (along, gradient))
+    return not difference(together, expected) > _WRONG
 
 
 def _rows_alone(shell: Shell, x: Any, u: Tensor | None, graph: bool = False) -> list[Tensor]:

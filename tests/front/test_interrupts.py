@@ -169,7 +169,7 @@ def test_groups_of_samples_that_are_drawn_are_kept(
     case, groups = make_case("regression"), []
     settings = {"solver": QUICK if method == "sgd" else None, "num_samples": 6}
     la, whole = (laplace_of(case.model, "regression", method=method, **settings) for _ in range(2))
-    monkeypatch.setattr(SolverMethod, "rows", lambda *_: 2)
+    monkeypatch.setattr(SolverMethod, "rows", lambda *_, **__: 2)
     draw = sampling.sample_posterior
     interrupted = 3
 
