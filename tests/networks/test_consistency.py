@@ -321,11 +321,13 @@ class _SolvesByLU(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.root, self.out = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+        self.root, self.out = nn.Parameter(0.6 * torch.randn(4, 4)), nn.Parameter(torch.randn(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        A = self.root @ self.root.T + torch.eye(4, dtype=x.dtype) + x[:, :, None] * x[:, None]
-        solved = torch.linalg.lu_solve(*torch.linalg.lu_factor(A), x[:, :, None])[..., 0]
+        h = self.body(x)
+        A = self.root @ self.root.T + torch.eye(4, dtype=x.dtype) + h[:, :, None] * h[:, None]
+        solved = torch.linalg.lu_solve(*torch.linalg.lu_factor(A), h[:, :, None])[..., 0]
         return (solved @ self.out)[:, None]
 
 
@@ -333,7 +335,7 @@ class _SolvesByLU(nn.Module):
 @pytest.mark.filterwarnings("ignore:Jacobians of")
 def test_rows_that_are_wrong_for_data_together_are_taken_one_by_one() -> None:
     torch.manual_seed(0)
-    module, x = _SolvesByLU().double(), torch.randn(6, 4, dtype=torch.float64)
+    module, x = _SolvesByLU().double(), torch.randn(6, 3, dtype=torch.float64)
     expected = []
     for datum in x:
         grads = torch.autograd.grad(module(datum[None]).sum(), list(module.parameters()))
