@@ -188,7 +188,7 @@ def _plots(s: Session) -> None:
 
     if s.trial.criterion != "given":
         plots.plot_history(s.la)
-    plots.plot_evidence(s.la)
+    plots.plot_evidence(s.la, decades=0.25)  # each decade takes eight modes
     pred = s.la.predict(s.x)
     if isinstance(pred, RegressionPrediction | ClassificationPrediction):
         plots.plot_ood(pred, pred)
