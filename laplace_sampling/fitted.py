@@ -72,7 +72,7 @@ class FittedModel:
     _unfinished: Sequence[Step] = ()
 
     def _recorded(self, tuning: Tuning) -> Tuning:
-        """The same with a callback that keeps the steps of a run."""
+        """Returns settings whose callback keeps the steps of a run."""
         self._unfinished = steps = []
 
         def stopped(step: Step) -> StopFit | None:

@@ -67,13 +67,13 @@ class Posterior:
     conformal: SplitConformal | None = None
 
     def with_samples(self, num_samples: int, seed: int) -> "Posterior":
-        """The same with the samples of its closed form."""
+        """Returns the posterior with samples drawn from its closed form."""
         assert self.curvature is not None
         draws, like = Draws(num_samples, seed, Stream.SAMPLES), self.samples
         return replace(self, samples=draw_closed_form(self.curvature, self.prior, draws, like.device, like.dtype)[0])
 
     def drawn(self, fit: Fit) -> "Posterior":
-        """The same with the samples of its fit."""
+        """Returns the posterior with the samples of its fit."""
         assert fit.sampled is not None
         return replace(self, samples=fit.sampled.samples)
 

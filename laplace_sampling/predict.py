@@ -185,7 +185,7 @@ def _evaluated(network: Linearisation, x: Any, rows: int) -> tuple[Tensor, Layou
 
 
 def _outputs(network: Linearisation, x: Any, rows: int) -> tuple[Tensor, Layout]:
-    """Those of the network, of so many data at once."""
+    """Outputs of the network and their layout, from so many data at once."""
     if num_rows(x) <= rows:
         return network.evaluate(x)
     parts = [network.evaluate(part) for part in split(x, rows)]

@@ -156,7 +156,7 @@ def _half_of_free(settings: "Settings", network: Linearisation) -> float:
 
 
 def _within_memory(settings: "Settings", network: Linearisation, tangent: TangentModel) -> TangentModel:
-    """The same, with as many data in the network at once as activations have memory for, if the loader has more."""
+    """Lowers the number of data that go through the network at once to what activations have memory for."""
     features, max_memory = tangent.model.features, settings.method.max_memory
     network.batching.max_rows = None
     bytes_ = max_memory if max_memory is not None else _half_of_free(settings, network)

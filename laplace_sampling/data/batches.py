@@ -111,7 +111,7 @@ def arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def plain(x: Any) -> Any:
-    """The same with dictionaries in place of other mappings, into which torch does not look."""
+    """Replaces other mappings by dictionaries, since torch does not look into these."""
     if type(x) is not dict and isinstance(x, Mapping):
         x = dict(x)
     return tree_map(lambda leaf: plain(leaf) if isinstance(leaf, Mapping) else leaf, x)

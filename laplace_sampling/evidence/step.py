@@ -61,5 +61,5 @@ class Step:
         return flat
 
     def shifted(self, loss: float) -> "Step":
-        """The same with a constant added to the losses."""
+        """Returns the step with a constant added to the losses."""
         return replace(self, loss=self.loss + loss, network_loss=self.network_loss + loss)

@@ -123,7 +123,7 @@ class DualCG(Sampler):
             raise ValueError(f"The tolerance must be within 0 and 1, max_iterations at least 1: {self}.")
 
     def hold(self, S: WhitenedGram) -> "DualCG":
-        """The same solver with a preconditioner that later solves use, too."""
+        """Returns the solver with a preconditioner, which later solves use as well."""
         return replace(self, held=self._preconditioner(S))
 
     def _preconditioner(self, S: WhitenedGram) -> Nystrom | None:

@@ -75,7 +75,7 @@ class Gaussian(Likelihood):
         return self.noise_precisions().to(like)
 
     def with_precision(self, noise_precision: Tensor | float) -> "Gaussian":
-        """The same likelihood with another `b`."""
+        """Returns the likelihood with another `b`."""
         return replace(self, noise_precision=noise_precision)
 
     def loss(self, f: Tensor, y: Tensor) -> Tensor:

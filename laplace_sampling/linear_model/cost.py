@@ -40,7 +40,7 @@ class Cost:
 
     @property
     def passes(self) -> float:
-        """Of a JVP and a VJP, the unit in which solvers count."""
+        """Operations of a JVP and a VJP, the unit in which solvers count."""
         return self.jvp + self.vjp
 
 

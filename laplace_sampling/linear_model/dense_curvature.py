@@ -198,7 +198,7 @@ class _Held:
         return cls(ggn, scale, plain, plain if scale is None else plain.congruent(scale))
 
     def at(self, ggn: "GGN", scale: Tensor | None) -> "_Held | None":
-        """The same for another scale and a multiple of `M`, if it is one."""
+        """Returns the matrix for another scale and a multiple of `M`, if it is one."""
         factor = _ratio(ggn, self.ggn)
         if factor is None:
             return None

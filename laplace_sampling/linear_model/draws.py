@@ -106,7 +106,7 @@ class Draws:
     first: int = 0
 
     def groups(self, rows: int) -> "list[Draws]":
-        """The same draws in groups of at most `rows` samples."""
+        """Splits the draws into groups of at most `rows` samples."""
         starts = range(0, self.num_samples, rows)
         return [replace(self, num_samples=min(rows, self.num_samples - k), first=self.first + k) for k in starts]
 

@@ -136,7 +136,7 @@ def prior_of_factored(
 
 
 def _factors_of_head(ggn: GGN) -> Factors | None:
-    """Those of a linear last layer, without a backward pass."""
+    """Factors of a linear last layer, without a backward pass."""
     layer = head_of(ggn.features)
     if layer is None:
         return None

@@ -85,7 +85,7 @@ class Features(ABC):
         """`φ_iᵀ u_i` of each datum of a batch, not summed."""
 
     def vjp_by_layers(self, u: Float[Tensor, "n C"], batch: Tensor) -> "list[Outer] | None":
-        """The same in factors, where a network has them."""
+        """Returns `vjp_each` in factors, where a network has them."""
         return None
 
     @abstractmethod
@@ -99,7 +99,7 @@ class Features(ABC):
 
     @property
     def processes(self) -> Processes:
-        """Those that share out the data."""
+        """The processes that share out the data."""
         return ALONE
 
     @property
@@ -177,7 +177,7 @@ class Features(ABC):
         return self.processes.least(float(equal)) > 0 if self.in_parts else equal
 
     def with_all_rows(self) -> "Features":
-        """The same features, with the rows of all data in each process."""
+        """Returns the features with the rows of all data in each process."""
         return self
 
     def own_chunks(self, batch: Tensor | None = None) -> Iterator[Tensor]:
@@ -231,20 +231,20 @@ class Features(ABC):
         return result
 
     def in_chunks(self, batch_size: int) -> "Features":
-        """The same features, with at most `batch_size` data at a time."""
+        """Returns the features with at most `batch_size` data at a time."""
         # A shallow copy: features of different batch size share data and matrices.
         other = copy.copy(self)
         other.batch_size = max(1, min(self.batch_size, batch_size))
         return other
 
     def holding_curvature(self, held: "HeldCurvatures") -> "Features":
-        """The same features, of which `M` is accumulated once, and held there."""
+        """Returns the features, of which `M` is accumulated once, and held there."""
         other = copy.copy(self)
         other.held = held
         return other
 
     def in_float64(self) -> "Features":
-        """The same features computed in float64 where that is possible, else these."""
+        """Returns the features computed in float64 where that is possible, else these."""
         return self
 
     def outputs(self, v: Float[Tensor, "K P"]) -> Float[Tensor, "K N C"]:

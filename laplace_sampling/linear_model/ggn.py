@@ -46,7 +46,7 @@ class WhiteNoise(ABC):
 
     @abstractmethod
     def parts(self, rows: int) -> "Sequence[WhiteNoise]":
-        """The same noise in parts of at most `rows` samples."""
+        """Splits the noise into parts of at most `rows` samples."""
 
 
 @dataclass(frozen=True)

@@ -264,6 +264,6 @@ def _mirrored(total: Float[Tensor, "C D C D"]) -> Float[Tensor, "C D C D"]:
 
 
 def _in_flat_order(total: Float[Tensor, "C D C D"], index: Float[Tensor, "C D"]) -> Float[Tensor, "P P"]:
-    """The same matrix with its rows and columns at their positions in a flat vector."""
+    """Returns the matrix with its rows and columns at their positions in a flat vector."""
     order = index.flatten().argsort()
     return total.reshape(len(order), len(order))[order][:, order]

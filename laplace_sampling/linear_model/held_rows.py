@@ -96,7 +96,7 @@ class HeldRows(Features):
         return self.jvp(v, torch.arange(self.num_data))
 
     def with_rows_in_float64(self) -> "HeldRows":
-        """The same with rows that are computed again, in float64, where that is possible; else these."""
+        """Returns features whose rows are computed again, in float64, where that is possible; else these."""
         features = self.features.in_float64()
         return self if features.dtype == self.precision else HeldRows(features)
 

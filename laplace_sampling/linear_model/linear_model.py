@@ -92,7 +92,7 @@ class LinearModel:
         return torch.cat([self.likelihood.loss(h, y) for h, y in parts])
 
     def whole(self) -> "LinearModel":
-        """The same with the rows of all data in each process, for dense algebra in observation space."""
+        """Returns the model with the rows of all data in each process, for dense algebra in observation space."""
         if not self.features.in_parts:
             return self
         rows = {name: self.features.whole(getattr(self, name)) for name in ("offset", "network_outputs", "targets")}

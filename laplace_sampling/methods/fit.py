@@ -77,7 +77,7 @@ class Task:
     replaceable: bool = False
 
     def in_float64(self) -> "Task | None":
-        """The same with products in float64; `None` if they are already, or if the network allows none."""
+        """Returns the task with products in float64; `None` if they are already, or if the network allows none."""
         if self.precise is None or self.model.features.dtype == torch.float64:
             return None
         model = self.precise().with_likelihood(self.model.likelihood)
@@ -206,7 +206,7 @@ class Fit(ABC):
 
     @property
     def known_traces(self) -> Traces | None:
-        """The same where all eigenvalues are known."""
+        """Returns the traces from all eigenvalues, where these are known."""
         return None
 
     @abstractmethod
@@ -250,7 +250,7 @@ class Fit(ABC):
         return False
 
     def with_samples(self, description: str | None = None) -> "Fit":
-        """The same with the samples that are kept.
+        """Returns the fit with the samples that are kept.
 
         Raises:
             FloatingPointError: if the hyperparameters, the mode or the samples are not finite.
@@ -300,7 +300,7 @@ class Fit(ABC):
         return replace(self, task=replace(self.task, prior=prior), sampled=None, known_mode=None)
 
     def without_samples(self) -> "Fit":
-        """The same without its samples, which somebody else holds, and without those that it started from."""
+        """Returns the fit without its samples, which the posterior holds, and without those it started from."""
         assert self.sampled is not None
         sampled = replace(self.sampled, samples=self.sampled.samples[:0].clone())
         return replace(self, sampled=sampled, task=replace(self.task, start=None))

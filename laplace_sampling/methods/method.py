@@ -58,14 +58,14 @@ class Tuning:
             raise TypeError(f"`callback` must be a function of a `Step`, but is {self.callback!r:.80}.")
 
     def shifted(self, loss: float) -> "Tuning":
-        """The same, whose callback gets losses of the targets in place of those of the model, which are smaller."""
+        """Returns settings whose callback gets losses of the targets, where those of the model are smaller."""
         callback = self.callback
         if callback is None or loss == 0:
             return self
         return replace(self, callback=lambda step: callback(step.shifted(loss)))
 
     def after(self, num_steps: int) -> "Tuning":
-        """The same after so many steps, from which its callback counts on."""
+        """Returns settings whose callback counts on from so many steps."""
         callback = self.callback
         if callback is None:
             return self
@@ -266,7 +266,7 @@ class Method(ABC):
         return []
 
     def within(self, problem: Problem, cost: Cost) -> "Method":
-        """The same with settings that the budget pays for."""
+        """Returns the method with settings that the budget pays for."""
         return self
 
     def paid_for(self, problem: Problem, choice: Choice) -> Choice:

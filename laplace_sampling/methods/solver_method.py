@@ -128,7 +128,7 @@ class SolverMethod(Method):
         return min(in_em, self.rows(memory, num_samples, _EM_STACKS * in_em))
 
     def covariance_path(self, task: Task) -> CovariancePath:
-        """That of a random part of the data within memory, which is close enough to choose a precision by."""
+        """Returns the path of a random part of the data within memory, which is close enough to choose a precision by."""
         return as_method("subset").covariance_path(task)
 
     def predicted(self, problem: Problem, cost: Cost) -> Estimate:

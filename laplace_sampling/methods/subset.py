@@ -164,7 +164,7 @@ class Subset(SolverMethod):
         return grow(growth, lambda _: shift, tolerance, max_rows=most)
 
     def covariance_path(self, task: Task) -> CovariancePath:
-        """That of a small part, which chooses a precision for other methods, before there are samples."""
+        """Returns the path of a small part, which chooses a precision for other methods, before there are samples."""
         # A half for the part, the other half for the rows at which a rule looks.
         half = task.memory.bytes / 2
         pilot = self._pilot(self._growth(task, half))

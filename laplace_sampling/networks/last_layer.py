@@ -441,5 +441,5 @@ class LastLayer(Linearisation):
 
 
 def _forms(kept: Sequence[Any]) -> list[Any]:
-    """Of the inputs of each batch, what must be the same; `None` of none."""
+    """What must be equal in the inputs of all batches; `None` for a batch without inputs."""
     return [None if z is None else ([t.shape[1:] for t in batched(z)[0]], constants(z)) for z in kept]

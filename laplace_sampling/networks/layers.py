@@ -299,7 +299,7 @@ class Layer:
     dense: bool = False
 
     def as_row(self) -> "Layer":
-        """The same with one row of weights."""
+        """Returns the layer with one row of weights."""
         return Layer(self.names, self.folds, self.index.reshape(1, 1, -1), dense=True)
 
     def shaped(self, pair: Pair) -> Pair:

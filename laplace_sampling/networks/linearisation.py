@@ -106,7 +106,7 @@ class Linearisation:
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Of the random weights, by name."""
+        """Shapes of the random weights, by name."""
         return self.shell.shapes
 
     @property
@@ -119,12 +119,12 @@ class Linearisation:
 
     @property
     def module_dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The dtype of the weights."""
         return self.shell.module_dtype
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of vectors, products and outputs: that of the weights, but float32 for half precision."""
+        """The dtype of vectors, products and outputs: float32 where the weights have half precision."""
         return self.shell.dtype
 
     @property
@@ -159,7 +159,7 @@ class Linearisation:
         return self.shell.fingerprint()
 
     def with_names(self, names: list[str]) -> "Linearisation":
-        """The same network with other weights random; what was learnt about its products is shared."""
+        """Returns the network with other weights random; what was learnt about its products is shared."""
         other = Linearisation(self.shell.with_names(names), batching=self.batching)
         # Operations without derivatives are those of the module, whichever weights are random.
         other.ways, other.products = self.ways, self.products
@@ -174,7 +174,7 @@ class Linearisation:
         return self.on(self.shell.renewed())
 
     def on(self, shell: Shell) -> Self:
-        """The same products of another copy of the network."""
+        """Returns the products of another copy of the network."""
         other = copy.copy(self)
         other.shell = shell
         return other

@@ -53,7 +53,7 @@ def local(tensor: Any) -> Tensor:
 
 
 def mesh_of(tensors: Iterable[Any]) -> Any:
-    """Of the processes that share out the first DTensor among some tensors; `None` if there is none."""
+    """The mesh of the first DTensor among some tensors; `None` if there is none."""
     return next((tensor.device_mesh for tensor in tensors if is_dtensor(tensor)), None)
 
 

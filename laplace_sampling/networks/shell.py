@@ -109,7 +109,7 @@ class Shell:
         return Shell(self.source, self.names, self.autocast)
 
     def with_names(self, names: list[str], part: str = "") -> "Shell":
-        """The same copy, or a part of it, with other random weights."""
+        """Returns this copy, or a part of it, with other random weights."""
         other = copy.copy(self)
         if part:
             other._originals = [

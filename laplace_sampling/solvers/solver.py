@@ -127,7 +127,7 @@ class Solver(ABC):
     ) -> Minimum: ...
 
     def within(self, afford: Afford) -> "Solver":
-        """The same, which asks before each iteration whether its passes may be made, and else stops where it is."""
+        """Returns a solver that asks before each iteration whether it may be made, and stops where not."""
         return self
 
 
@@ -191,7 +191,7 @@ def whitening(precision: Float[Tensor, " P"], mean: float | None = None) -> tupl
 
 
 def whiten(problem: Quadratic, mean: float | None = None) -> tuple[Quadratic, float, Float[Tensor, " P"]]:
-    """The same problem in coordinates `ζ/w` in which `A = αI`, with `α` and `w`; see `whitening`."""
+    """Returns the problem in coordinates `ζ/w` in which `A = αI`, with `α` and `w`; see `whitening`."""
     precision = problem.precision
     if bool((precision == precision[0]).all()):
         return problem, float(precision[0]), torch.ones_like(precision)

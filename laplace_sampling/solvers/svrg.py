@@ -98,7 +98,7 @@ class SVRG(IterativeSolver):
                 check_whole(f"`SVRG({name}=...)`", getattr(self, name), least)
 
     def hold(self) -> "SVRG":
-        """The same solver, with one preconditioner for all its solves: see `HeldNystrom`."""
+        """Returns the solver with one preconditioner for all its solves: see `HeldNystrom`."""
         return replace(self, held=HeldNystrom())
 
     def solve(self, problem: Quadratic, init: Tensor | None = None, *, description: str | None = None) -> Solution:

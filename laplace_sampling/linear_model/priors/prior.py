@@ -62,11 +62,11 @@ class GaussianPrior:
         return total.index_add_(-1, self.groups, values.double())
 
     def with_precision(self, precision: Float[Tensor, " G"]) -> "GaussianPrior":
-        """The same prior with another `α`, kept in float64 on the CPU, where hyperparameters are tuned."""
+        """Returns the prior with another `α`, kept in float64 on the CPU, where hyperparameters are tuned."""
         return replace(self, precision=precision.detach().double().cpu())
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "GaussianPrior":
-        """The same prior with its tensors over the weights on a device and in a dtype."""
+        """Returns the prior with its tensors over the weights on a device and in a dtype."""
         return replace(self, groups=self.groups.to(device), scale=self.scale.to(device, dtype))
 
     def mackay_precision(
