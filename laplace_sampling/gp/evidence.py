@@ -84,18 +84,18 @@ class RegressionEvidence:
 
     @classmethod
     def of_leading(
-        cls, values: Float[Tensor, " m"], inside: Float[Tensor, " m"], residual: Tensor, num_targets: int
+        cls, values: Float[Tensor, " m"], inside: Float[Tensor, " m"], squared_norm: float, num_targets: int
     ) -> "RegressionEvidence":
         """The evidence where the leading eigenvalues are known; all others count as zero.
 
         Args:
             values: leading eigenvalues.
             inside: residuals along their eigenvectors.
-            residual: `R^{-1/2}(y − o)`.
+            squared_norm: `‖R^{-1/2}(y − o)‖²`.
             num_targets: `n`.
         """
         num_outside = max(num_targets - len(inside), 0)
-        outside = (residual.square().sum() - inside.square().sum()).clamp_min(0) / max(num_outside, 1)
+        outside = (squared_norm - inside.square().sum()).clamp_min(0) / max(num_outside, 1)
         zeros = values.new_zeros(num_outside)
         return cls(torch.cat([zeros, values]), torch.cat([zeros + outside.sqrt(), inside]), num_targets)
 

@@ -144,10 +144,10 @@ def _at_evidence_of_leading_part(task: Task, tuning: Tuning, held: Any) -> Task:
 
     model = task.model
     assert isinstance(model.likelihood, Gaussian)
-    residual = model.residuals(model.offset).flatten()
+    residual, squared_norm = model.residuals(model.offset).flatten(), float(model.squared_errors(model.offset).sum())
     values = held.eigenvalues / float(torch.as_tensor(model.likelihood.noise_precision))
-    spectrum = RegressionEvidence.of_leading(values, held.vectors @ residual, residual, model.num_observations)
-    squares = float(model.residuals(model.network_outputs).square().sum())
+    spectrum = RegressionEvidence.of_leading(values, held.vectors @ residual, squared_norm, model.num_observations)
+    squares = float(model.squared_errors(model.network_outputs).sum())
     bounds = HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds)
     start = (overall_precision(task.prior), float(torch.as_tensor(model.likelihood.noise_precision)))
     optimum = spectrum.largest_for(model.likelihood, squares, start, bounds)

@@ -128,7 +128,7 @@ class SolverMethod(Method):
         return min(in_em, self.rows(memory, num_samples, _EM_STACKS * in_em))
 
     def covariance_path(self, task: Task) -> CovariancePath:
-        """Returns the path of a random part of the data within memory, which is close enough to choose a precision by."""
+        """Returns the path of a random part of the data, which is close enough to choose a precision by."""
         return as_method("subset").covariance_path(task)
 
     def predicted(self, problem: Problem, cost: Cost) -> Estimate:
@@ -283,11 +283,10 @@ def tuned_by_spectrum(
         b, zero = float(likelihood.noise_precision), values.new_zeros(1, model.features.size)
         slope = rotated(-ModeObjective(model, task.prior).gradient(zero.to(model.features.dtype), None).double())[0]
         inside = torch.where(values > 0, slope / (b * (values / b).sqrt()), 0.0).nan_to_num()
-        residual = model.residuals(model.offset).double()
-        regression = RegressionEvidence.of_leading(values / b, inside, residual, model.num_observations)
-        squares = float(model.residuals(model.network_outputs).double().square().sum())
+        offset, network = (float(model.squared_errors(f).sum()) for f in (model.offset, model.network_outputs))
+        regression = RegressionEvidence.of_leading(values / b, inside, offset, model.num_observations)
         bounds = HyperparameterBounds(tuning.precision_bounds, tuning.noise_bounds)
-        optimum = regression.largest_for(likelihood, squares, (overall_precision(task.prior), b), bounds)
+        optimum = regression.largest_for(likelihood, network, (overall_precision(task.prior), b), bounds)
         at = optimum.precision, optimum.noise_precision
         norm = float(regression.mode_norm(*at))
         return tuned_at(
