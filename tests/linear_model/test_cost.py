@@ -103,7 +103,7 @@ def test_peak_memory_of_predict_does_not_grow_with_the_number_of_outputs() -> No
     x, peaks = torch.randn(4, 1, 32, 32), {}
     for outputs in (10, 1000):
         model = nn.Sequential(_body(), nn.Linear(8, outputs))
-        la = LinearisedLaplace(model, "classification", num_samples=16, prior="isotropic", method="exact")
+        la = LinearisedLaplace(model, "classification", num_samples=64, prior="isotropic", method="exact")
         la.fit([(x[:1], torch.zeros(1).long())], progress=False)
         la._fitted.posterior = type(la._fitted.posterior)(**{**vars(la._fitted.posterior), "rows": 4})
         peaks[outputs] = _peak(lambda la=la: la.predict(x))
@@ -132,14 +132,14 @@ def test_a_fit_keeps_to_its_memory(method: str, prior: str, hyperparameters: boo
     short = partial(SGD, epochs=1, min_steps=5, mode_epochs=1, finish_passes=0, tolerance=0.9)
     monkeypatch.setattr(svrg, "SGD", short)  # with which svrg finds the mode
     solver = short()
-    for vectors in (40, 100, 300):
+    for vectors in (100, 300):
         la = laplace_of(
             model,
             "classification",
             prior=prior,
             prior_precision=0.1,
             method=method,
-            num_samples=16,
+            num_samples=64,
             max_memory=4 * size * vectors,
             solver=solver if method == "sgd" else None,
         )
@@ -151,7 +151,7 @@ def test_a_fit_keeps_to_its_memory(method: str, prior: str, hyperparameters: boo
         beside = product + 6 * 4 * size + 4 * x.numel() * 4
         print(method, prior, "peak", memory.peak / (4 * size), "vectors of", vectors, "and", beside / (4 * size))
         assert memory.peak <= la.settings.method.max_memory + beside
-        assert la.samples_.shape == (16, size)
+        assert la.samples_.shape == (64, size)
 
 
 def test_memory_meter_sees_what_it_should() -> None:
