@@ -398,9 +398,9 @@ def of_largest_evidence(
 ) -> tuple[GramPosterior, Optimum]:
     r"""The posterior at the hyperparameters of largest evidence, and how they were found.
 
-    The likelihood says whether noise is learnt, whether it is one number or one an output, and with
-    `noise_at="network"` that it is `b = (n − γ)/Σ(y − f)²` instead, with `α` of largest evidence at that `b`. For a
-    likelihood that is not Gaussian `α` is MacKay's fixed point `γ/θ̄ᵀA₁θ̄`, where the derivative of the evidence is zero.
+    Noise that is learnt is `b = (n − γ)/Σ(y − f)²`, with `α` of largest evidence at that `b`; the likelihood says
+    whether it is one number or one an output. For a likelihood that is not Gaussian `α` is MacKay's fixed point
+    `γ/θ̄ᵀA₁θ̄`, where the derivative of the evidence is zero.
 
     Args:
         model: the linear model on the training data.
@@ -426,7 +426,7 @@ def of_largest_evidence(
 def _largest_evidence(posterior: GramPosterior, likelihood: Gaussian, bounds: HyperparameterBounds) -> Optimum:
     model = posterior.model
     squares = float(posterior.root_transpose(model.residuals(model.network_outputs)[None]).square().sum())
-    return posterior.evidence.largest_for(likelihood, squares, posterior.precisions, bounds)
+    return posterior.evidence.largest(posterior.precisions, (True, likelihood.learn), bounds, squares)
 
 
 def _with_noise_of_each_output(
@@ -434,7 +434,7 @@ def _with_noise_of_each_output(
 ) -> tuple[GramPosterior, Optimum]:
     r"""A noise precision for each output, at the fixed point of `b_c ← (N − γ_c)/Σ_i e_ic²` (MacKay 1992, per output).
 
-    `e` is the error of the mode, or of the network. A decomposition serves every `α` and every common factor of the
+    `e` is the error of the network. A decomposition serves every `α` and every common factor of the
     noise precisions, but one ratio of them only: each round makes a new one, whose `α` and factor are of largest
     evidence.
     """
@@ -471,14 +471,12 @@ def _with_noise_of_each_output(
 
 def _updated_noise(posterior: GramPosterior) -> Float[Tensor, " C"]:
     """The logarithm of MacKay's update of each `b_c`."""
-    model, likelihood = posterior.model, posterior.model.likelihood
-    assert isinstance(likelihood, Gaussian)
-    outputs = posterior.mode.outputs if likelihood.noise_at == "mode" else model.network_outputs
+    model = posterior.model
     weights = posterior._shift / (posterior.eigenvalues + posterior._shift)
     # A block of rows at a time: the squares of all are one more matrix in memory.
     diagonal = torch.cat([rows**2 @ weights for rows in posterior.vectors.split(_ROWS)]).reshape(model.offset.shape)
     free = diagonal.where(model.observed(), 0).sum(0)
-    return free.cpu().log() - model.squared_errors(outputs).cpu().log()
+    return free.cpu().log() - model.squared_errors(model.network_outputs).cpu().log()
 
 
 def _at_fixed_point(posterior: GramPosterior, bounds: Bounds) -> tuple[GramPosterior, Optimum]:
