@@ -25,7 +25,7 @@ from laplace_sampling.evidence.curves import ModeCurve, interpolated, modes_alon
 from laplace_sampling.evidence.damping import DampedSteps
 from laplace_sampling.gp.dual_point import DualPoint
 from laplace_sampling.gp.evidence import HyperparameterBounds, Optimum, RegressionEvidence, root_within
-from laplace_sampling.gp.gram import KernelMatrix, add_transposed_, cross_gram, gram, gram_blocks, transposed
+from laplace_sampling.gp.gram import KernelMatrix, cross_gram, gram, gram_blocks, transposed
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.bounds import Bounds, is_at_bound
@@ -245,15 +245,14 @@ class GramPosterior:
         """Zero-mean posterior samples by Matheron's rule, unscaled: those of `sample_posterior` with the same draws."""
         features, (alpha, b) = self.model.features, self.precisions
         variance = (self.variance / alpha).to(self.vectors.device)
-        samples = draws.prior(features.size).to(self.vectors.device, features.precision)
-        samples.mul_(variance.sqrt().to(features.precision))
+        samples = draws.prior(features.size).to(self.vectors.device, features.dtype)
+        samples.mul_(variance.sqrt().to(features.dtype))
         # Prior samples go through the features: a root of `K` would give the outputs only, not the weights.
         prior_outputs = features.outputs(samples).double()
         white = draws.noise(features.num_outputs)(torch.arange(features.num_data)).to(prior_outputs) / b**0.5
         difference = white.flatten(1) - self.root_transpose(prior_outputs)
         solved = (difference @ self.vectors / (self.eigenvalues / alpha + 1 / b)) @ self.vectors.T
-        add_transposed_(samples, features, self._root(solved), variance)
-        return samples
+        return samples.add_(transposed(features, self._root(solved)) * variance)
 
     def leave_one_out(self) -> LeaveOneOut:
         r"""Each datum predicted from the others, see `predictions.leave_one_out`.

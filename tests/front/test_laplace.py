@@ -73,7 +73,7 @@ def test_auto_chooses_by_likelihood_and_size() -> None:
     assert classification.settings.linear_model == "homogeneous"
     assert "DenseFeatures" in type(fitted(make_case("classification_many_data"))._fitted.fit.model.features).__name__
     case = make_case("classification")
-    assert "HeldRows" in type(fitted(case)._fitted.fit.model.features).__name__
+    assert "DenseFeatures" in type(fitted(case)._fitted.fit.model.features).__name__
     assert "NetworkFeatures" in type(fitted(case, method="sgd", solver=QUICK)._fitted.fit.model.features).__name__
 
 
