@@ -73,10 +73,6 @@ class Part:
         """What a later fit needs of it: how many rows were enough, and their eigenvalues."""
         return replace(self, growth=self.growth.without_rows(), sketch=self.sketch.without_rows())
 
-    def correction(self, ggn: GGN, prior: GaussianPrior) -> float:
-        """`c` at the precision of a prior: near zero if data decide about as many directions as there are rows."""
-        return self.sketch.correction(overall_precision(prior) / (_multiple(ggn, self.ggn) or 1.0))
-
     def grow(self, ggn: GGN, prior: GaussianPrior, max_rows: int) -> None:
         """Lets the part grow at the precision of a prior, unless the change is below the tolerance there."""
         factor = _multiple(ggn, self.ggn)

@@ -64,13 +64,6 @@ class Tuning:
             return self
         return replace(self, callback=lambda step: callback(step.shifted(loss)))
 
-    def after(self, num_steps: int) -> "Tuning":
-        """Returns settings whose callback counts on from so many steps."""
-        callback = self.callback
-        if callback is None:
-            return self
-        return replace(self, callback=lambda step: callback(replace(step, step=step.step + num_steps)))
-
 
 def has_path(task: Task) -> bool:
     """Whether the hyperparameters lie on one curve: one prior precision, and at most one noise precision."""
@@ -326,7 +319,6 @@ class Method(ABC):
             limit=choice.limit,
             precise=problem.tangent.in_float64,
             selection=problem.selection,
-            replaceable=type(choice.asked) is not type(choice.method),
         )
 
     def remark(self, problem: Problem, memory: Memory) -> str:

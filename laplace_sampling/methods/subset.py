@@ -1,6 +1,6 @@
 """`Subset`: the full covariance, from a random part of the data that grows until predictions stay where they are."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -16,11 +16,10 @@ from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.linear_model.sketch import Sketch
 from laplace_sampling.linear_model.sketch_growth import NUM_PROBES, Growth, bytes_of_rows, grow
 from laplace_sampling.linear_model.sketch_sampler import Part, SketchSampler
-from laplace_sampling.methods import as_method
 from laplace_sampling.methods.budget import Estimate
 from laplace_sampling.methods.factored import MODE_PASSES, FactoredFit
 from laplace_sampling.methods.fit import Fit, Task, Tuned
-from laplace_sampling.methods.method import Choice, Method, Tuning, has_path, tuned_by_selection
+from laplace_sampling.methods.method import Choice, Tuning, has_path, tuned_by_selection
 from laplace_sampling.methods.problem import Problem
 from laplace_sampling.methods.solver_method import SolverMethod
 from laplace_sampling.methods.start import Start
@@ -37,10 +36,6 @@ from laplace_sampling.solvers.solver import Solver
 _PILOT = 512
 # Rows, or weights, of the largest matrix by default: its eigenvectors take about a minute.
 _MOST = 4096
-# A part is too small where its correction (`linear_model.sketch`) is less: it has hardly more rows than the data decide
-# directions. On MNIST and 3,866 weights the symmetrised Kullback-Leibler divergence from the exact posterior is 58, 7,
-# 2.3, .3 and .5 times that of Kronecker factors with corrections of .003, .04, .20, .24 and .39.
-_LEAST_CORRECTION = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,34 +176,8 @@ class Subset(SolverMethod):
 
     def tune(self, task: Task, tuning: Tuning) -> tuple[Task, Tuned]:
         if task.selection is None or not has_path(task):
-            found, tuned = super().tune(task, tuning)
-        else:
-            found, tuned = self._tune_by_selection(task, tuning, task.selection)
-        assert isinstance(tuned.work, SketchSampler)
-        if (other := self._replaced(found, tuned.work.part)) is None:
-            return found, tuned
-        other, following = other.method.tune(other, tuning.after(len(tuned.history)))
-        history = [replace(step, step=step.step + len(tuned.history)) for step in following.history]
-        return other, replace(following, history=[*tuned.history, *history])
-
-    def _replaced(self, task: Task, part: Part) -> Task | None:
-        """The task of Kronecker factors, where no method was asked for and the part is too small."""
-        scale, sketch = task.prior.scale, part.sketch
-        if not task.replaceable or bool((scale != scale[0]).any()):
-            return None
-        # A rule has judged predictions of this part, and its precision makes them good. With validation data a part has
-        # log-likelihoods of .57 (kin40k) and 2.18 (bike), where Kronecker factors have .48 and 1.76.
-        if task.selection is not None:
-            return None
-        if part.correction(task.ggn(), task.prior) >= _LEAST_CORRECTION:
-            return None
-        # No samples are drawn of the part.
-        task.budget.add(dense=self._dense_operations(task.model.features, sketch.num_rows, 0, task.selection))
-        own = {field.name: getattr(self, field.name) for field in fields(Method)}
-        reason = (
-            f"Kronecker factors: {sketch.num_rows} random rows are hardly more than the directions that data decide"
-        )
-        return replace(task, method=replace(as_method("kfac"), **own), reason=reason, replaceable=False)
+            return super().tune(task, tuning)
+        return self._tune_by_selection(task, tuning, task.selection)
 
     def _tune_by_selection(self, task: Task, tuning: Tuning, selection: Selection) -> tuple[Task, Tuned]:
         growth, silent = self._growth(task), replace(tuning, callback=None)
@@ -265,8 +234,6 @@ class Subset(SolverMethod):
         part = tuned.work.part
         sketch, features = part.sketch, task.model.features
         rows, num_data, at_once = sketch.num_rows, features.num_data, len(part.growth.made) == 1
-        if (other := self._replaced(task, part)) is not None:
-            return other.method.fit(other, replace(tuned, work=None), tolerance)
         task.budget.add(dense=self._dense_operations(features, rows, task.num_samples, task.selection, at_once))
         reason = (
             f"{task.reason}; {rows} random rows of {part.growth.sequence.num_seen(rows)} of {num_data} data, "
