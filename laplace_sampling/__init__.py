@@ -20,14 +20,10 @@ from laplace_sampling.linear_model.priors.g_prior import GPrior
 from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
 from laplace_sampling.linear_model.priors.layerwise_prior import LayerwisePrior
 from laplace_sampling.linear_model.priors.prior import Prior
-from laplace_sampling.methods.auto import Auto
-from laplace_sampling.methods.dual import Dual
-from laplace_sampling.methods.exact import Exact
-from laplace_sampling.methods.factored import Factored
-from laplace_sampling.methods.krylov import Krylov
+from laplace_sampling.methods.closed_form import Exact, Factored, Subset
 from laplace_sampling.methods.method import Method
-from laplace_sampling.methods.stochastic import Stochastic
-from laplace_sampling.methods.subset import Subset
+from laplace_sampling.methods.plan import Auto
+from laplace_sampling.methods.solves import Dual, Krylov, Stochastic
 from laplace_sampling.predictions.calibration import Calibration, CalibrationWarning
 from laplace_sampling.predictions.classification_prediction import ClassificationPrediction
 from laplace_sampling.predictions.diagnosis import Diagnosis

@@ -11,7 +11,7 @@ from laplace_sampling.data.training_data import Unpack
 from laplace_sampling.fitted import FittedModel, warn_of
 from laplace_sampling.held_out import HeldOut, check_calibration
 from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.methods.fit import Fit
+from laplace_sampling.methods.method import Fit
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.on_training_data import deviations_of, enough, held_out_problems

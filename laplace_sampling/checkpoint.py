@@ -28,7 +28,7 @@ from laplace_sampling.likelihoods.recipes import recipe_of_likelihood
 from laplace_sampling.linear_model.priors.as_prior import recipe_of_prior
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods import recipe_of_method
-from laplace_sampling.methods.fit import Fit
+from laplace_sampling.methods.method import Fit
 from laplace_sampling.methods.problem import Memory, Problem
 from laplace_sampling.networks.function_fingerprint import FunctionFingerprint
 from laplace_sampling.networks.linearisation import Linearisation

@@ -15,8 +15,7 @@ from laplace_sampling.evidence.network_evidence import NetworkEvidence
 from laplace_sampling.evidence.step import Step, StopFit
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.tangent_model import TangentModel
-from laplace_sampling.methods.fit import Fit, Task
-from laplace_sampling.methods.method import Tuning
+from laplace_sampling.methods.method import Fit, Task, Tuning
 from laplace_sampling.methods.problem import Problem
 from laplace_sampling.methods.verification import diagnosis_of
 from laplace_sampling.networks.linearisation import Linearisation

@@ -16,8 +16,7 @@ from laplace_sampling.fitting import fitting
 from laplace_sampling.held_out import HeldOut, check_calibration
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.priors.prior import Prior
-from laplace_sampling.methods.fit import Tuned
-from laplace_sampling.methods.method import Method, Tuning
+from laplace_sampling.methods.method import Method, Tuned, Tuning
 from laplace_sampling.networks.random_weights import Subset
 from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.on_training_data import calibration_of, held_out_problems
@@ -162,7 +161,7 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
             max_steps: steps at most; a `ConvergenceWarning` tells if they were not enough.
             tolerance: relative error of predicted standard deviations, `τ`. Where the prior decides, they go with
                 `α^{-1/2}`, so `log α` (and `log b`) is found to `2τ`: the search stops when it changes by less, or when
-                its standard error is less. Samples are solved for to the same `τ`, as `methods.solver_method` derives;
+                its standard error is less. Samples are solved for to the same `τ`, as `methods.method` derives;
                 the noise of `K` samples, `1/√(2K)`, comes on top.
             num_samples: samples during EM, where a method needs it; `γ` has a relative error of about `√(2/(Kγ))`.
             criterion: what chooses the hyperparameters. `"auto"` is `"validation"` with a `val_loader`: `α` and a
@@ -181,7 +180,7 @@ class LinearisedLaplace(PlannedModel, CalibratedModel, ScoredModel, SavableModel
                 regression they are `1/noise_variances`.
             unpack: for other batches, `batch -> (inputs, targets)`.
             num_data: of an `IterableDataset`, which is read in its order; the order must repeat.
-            warm_start: start from the posterior that is there, also of earlier weights, if any (`methods.start`).
+            warm_start: start from the posterior that is there, also of earlier weights, if any (`methods.problem`).
             progress: show progress bars.
             callback: called with each `Step`; in a fit that goes on, also with those that were there. It may raise
                 `StopFit`, which ends the fit, and keeps what was there.

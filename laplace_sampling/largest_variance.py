@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.methods.factored import FactoredFit
-from laplace_sampling.methods.fit import Tuned
+from laplace_sampling.methods.closed_form import FactoredFit
+from laplace_sampling.methods.method import Tuned
 from laplace_sampling.preparation import prepare
 from laplace_sampling.settings import Settings
 from laplace_sampling.solvers.checks import check_whole

@@ -17,7 +17,7 @@ from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.tangent_model import TangentModel
-from laplace_sampling.methods.fit import Fit
+from laplace_sampling.methods.method import Fit
 from laplace_sampling.methods.verification import NEARLY_ALL
 from laplace_sampling.predictions.calibration import (
     NOISE_WORTH,

@@ -6,10 +6,7 @@ from typing import Any
 from laplace_sampling.criterion import with_selection
 from laplace_sampling.fitted import FittedModel
 from laplace_sampling.held_out import HeldOut, check_calibration
-from laplace_sampling.methods.budget import counted_in
-from laplace_sampling.methods.method import Method
-from laplace_sampling.methods.plan import Plan, rung_of
-from laplace_sampling.methods.problem import Problem
+from laplace_sampling.methods.plan import Plan
 from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.preparation import prepare
 
@@ -53,24 +50,7 @@ class PlannedModel(FittedModel):
             held_out = None
             if val_loader is not None:
                 held_out = HeldOut.read(val_loader, self.network, settings, data.get("unpack"))
-            return _plan_of(with_selection(criterion, settings, problem, held_out), settings.method)
+            return Plan.of(with_selection(criterion, settings, problem, held_out), settings.method)
         finally:
             batching.max_rows = max_rows
             self.network.products.update(counts)
-
-
-def _plan_of(problem: Problem, asked: Method) -> Plan:
-    """What a method makes of a problem, without a fit."""
-    budget, cost = problem.budget, problem.cost
-    assert cost is not None
-    choice = asked.choose(problem)
-    choice = choice.method.paid_for(problem, choice)
-    choice.method.check(problem)
-    chosen = rung_of(choice.method.name, choice.method, problem, cost)
-    rungs = tuple(asked.rungs(problem, cost)) or (chosen,)
-    # Iterations stop where the budget ends, closed forms do not.
-    stops = budget.epochs is not None and choice.method.predicted(problem, cost).least is not None
-    epochs = min(chosen.epochs, budget.allowed / budget.epoch) if stops else chosen.epochs
-    reason = choice.shortfall or choice.reason
-    remark = counted_in(chosen.dense) + budget.excess(epochs * budget.epoch)
-    return Plan(choice.method.name, epochs, chosen.bytes, reason, budget.epochs, budget.epoch, rungs, remark)

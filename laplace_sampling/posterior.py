@@ -20,8 +20,7 @@ from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import draw_closed_form
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.methods import method_from_recipe, recipe_of_method
-from laplace_sampling.methods.fit import Fit
-from laplace_sampling.methods.method import Method
+from laplace_sampling.methods.method import Fit, Method
 from laplace_sampling.networks.function_fingerprint import FunctionFingerprint
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predictions.calibration import Calibration

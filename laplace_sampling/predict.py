@@ -27,7 +27,7 @@ from laplace_sampling.linear_model.features import Features
 from laplace_sampling.linear_model.network_features import features_at
 from laplace_sampling.linear_model.observed_features import ObservedFeatures
 from laplace_sampling.linear_model.weighted_features import noise_weights
-from laplace_sampling.methods.fit import Fit
+from laplace_sampling.methods.method import Fit
 from laplace_sampling.networks.last_layer import LastLayer
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.posterior import Posterior

@@ -13,9 +13,8 @@ from laplace_sampling.linear_model.cost import Cost, batches_fit, measure, rows_
 from laplace_sampling.linear_model.network_features import NetworkFeatures
 from laplace_sampling.linear_model.tangent_model import TangentModel
 from laplace_sampling.linear_model.tangent_model_of import tangent_model_of
-from laplace_sampling.methods.budget import Budget
-from laplace_sampling.methods.fit import Fit
-from laplace_sampling.methods.problem import Memory, Problem
+from laplace_sampling.methods.method import Fit
+from laplace_sampling.methods.problem import Budget, Memory, Problem
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.resources import free_memory
 from laplace_sampling.posterior import Posterior
@@ -140,7 +139,7 @@ def problem_of(settings: "Settings", network: Linearisation, tangent: TangentMod
 
     return Problem(
         tangent=tangent,
-        prior=settings.prior,
+        family=settings.prior,
         layers=network.layers,
         num_samples=settings.num_samples,
         seed=settings.seed,

@@ -13,7 +13,7 @@ from laplace_sampling.data.batches import as_tensors, place
 from laplace_sampling.data.sources import Unpack
 from laplace_sampling.export.posterior_module import PosteriorModule
 from laplace_sampling.fitted import FittedModel
-from laplace_sampling.methods.fit import Fit
+from laplace_sampling.methods.method import Fit
 from laplace_sampling.networks.agreement import difference, rounding
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.solving import solver_call

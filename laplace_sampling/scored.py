@@ -12,7 +12,7 @@ from laplace_sampling.evidence.network_evidence import DECADES, best_network_evi
 from laplace_sampling.fitted import FittedModel
 from laplace_sampling.linear_model.some_features import SomeFeatures, some_of
 from laplace_sampling.linear_model.tangent_model import TangentModel
-from laplace_sampling.methods.fit import Fit
+from laplace_sampling.methods.method import Fit
 from laplace_sampling.networks.solving import solver_call
 from laplace_sampling.networks.subnetwork import of_some_weights
 from laplace_sampling.on_training_data import deviations_of, enough

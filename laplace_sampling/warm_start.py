@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from laplace_sampling.linear_model.draws import Draws, Stream
-from laplace_sampling.methods.fit import Task
-from laplace_sampling.methods.start import Start
+from laplace_sampling.methods.method import Task
+from laplace_sampling.methods.problem import Start
 from laplace_sampling.solvers.checks import check_flag
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace_sampling import SGD, SVRG, Dual, Gaussian, LinearisedLaplace, Method, Prior, Stochastic
 from laplace_sampling.linear_model.priors.as_prior import as_prior
 from laplace_sampling.methods import as_method
-from laplace_sampling.methods.exact import ObservationSpaceFit, WeightSpaceFit
+from laplace_sampling.methods.closed_form import ObservationSpaceFit, WeightSpaceFit
 
 # For tests that need a fit by mini-batches, and not its accuracy.
 QUICK = SGD(epochs=2, min_steps=20, mode_epochs=4, tolerance=0.9)

@@ -137,8 +137,8 @@ def unsolved_problem(
         return Memory(max_memory if given is None else given, given is not None, 4 * size)
 
     return Problem(
-        tangent=cast(TangentModel, SimpleNamespace(model=model, in_order=in_order)),
-        prior=IsotropicPrior(),
+        tangent=cast(TangentModel, SimpleNamespace(model=model, in_order=in_order, network=SimpleNamespace(shapes={}))),
+        family=IsotropicPrior(),
         layers=([], torch.zeros(0)),
         num_samples=num_samples,
         seed=0,

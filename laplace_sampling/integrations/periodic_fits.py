@@ -22,9 +22,8 @@ from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.fitted import NotFittedError
 from laplace_sampling.laplace import LinearisedLaplace
 from laplace_sampling.likelihoods.likelihood import Likelihood
-from laplace_sampling.methods.budget import Strict
-from laplace_sampling.methods.exact import Exact
-from laplace_sampling.methods.factored import Factored
+from laplace_sampling.methods.closed_form import Exact, Factored
+from laplace_sampling.methods.problem import Strict
 from laplace_sampling.settings import Settings
 from laplace_sampling.solvers.checks import check_positive, check_whole
 

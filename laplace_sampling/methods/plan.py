@@ -1,18 +1,36 @@
-"""`Plan`: what a fit will do and cost, said before it runs."""
+"""`Plan`: what a fit will do and cost, said before it runs; and `Auto`, which chooses the method by that.
+
+Costs are counted operations, for a choice by the clock would not be the same in two runs.
+"""
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
-if TYPE_CHECKING:
-    from laplace_sampling.linear_model.cost import Cost
-    from laplace_sampling.methods.method import Method
-    from laplace_sampling.methods.problem import Problem
+from torch import Tensor
+
+from laplace_sampling.linear_model.cost import Cost, measure
+from laplace_sampling.linear_model.head_curvature import head_of
+from laplace_sampling.linear_model.sampling import PosteriorSamples
+from laplace_sampling.methods.closed_form import Exact, Factored, Head, Subset
+from laplace_sampling.methods.method import Choice, Method, Task
+from laplace_sampling.methods.problem import Problem, counted_in, exact_operations, space_of
+from laplace_sampling.methods.solves import Dual, Krylov, Stochastic
+from laplace_sampling.predictions.covariance_path import CovariancePath
+from laplace_sampling.solvers.solver import Solver
+
+# Full-batch Krylov methods need a few passes whatever N is, stochastic ones a number of steps: up to this many data. It
+# is a round number in between; half or twice moves the choice by as much.
+_KRYLOV_DATA = 20_000
+# Passes of one vector that samples by solves take, typically. Without a budget, dense algebra that takes more than a
+# minute (10¹² operations) may take this many times as many operations as these, for the sake of exactness: counts are
+# good to a factor of two or so.
+_PASSES, _WORTH, _DEARER = 400, 1e12, 3.0
 
 
 @dataclass(frozen=True)
-class Rung:
-    """A method on the ladder, and whether budget and memory are enough for it.
+class Candidate:
+    """A method, what it is predicted to take, and whether budget and memory are enough for it.
 
     Attributes:
         name: of the kind of posterior.
@@ -25,12 +43,100 @@ class Rung:
     """
 
     name: str
-    method: "Method"
+    method: Method
     epochs: float
     bytes: float
     affordable: bool
     reason: str
     dense: bool
+
+    @classmethod
+    def of(cls, name: str, method: Method, problem: Problem, cost: Cost) -> "Candidate":
+        """What a method is predicted to take of a problem."""
+        estimate = method.predicted(problem, cost)
+        try:
+            method.check_likelihood(problem.tangent.model.likelihood)
+            method.check(problem)
+            fits = method.is_held(problem, cost)
+        except ValueError:
+            fits = False
+        pays = problem.budget.affords(estimate.total)
+        epochs = estimate.total / (cost.gradient * problem.features.num_data)
+        reason = _reason(fits, pays, epochs, problem.budget.epochs)
+        return cls(name, method, epochs, estimate.bytes, fits and pays, reason, estimate.dense > 0)
+
+
+def _reason(fits: bool, pays: bool, epochs: float, budget: float | None) -> str:
+    if not fits:
+        return "more than memory holds, or not possible for these data"
+    if budget is None:
+        return "as there is no limit"
+    if not pays:
+        return f"more than the budget of {budget:g} epochs"
+    return f"within the budget of {budget:g} epochs" if epochs <= budget else "a second or so of operations"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Auto(Method):
+    """The closed form of a linear last layer; else the most accurate posterior that budget and memory pay for: exact,
+    samples by solves, all correlations of a part of the data, Kronecker factors. `print` tells why.
+    """
+
+    @property
+    def name(self) -> str:
+        return "auto"
+
+    def choose(self, problem: Problem) -> Choice:
+        if head_of(problem.features) is not None:
+            return Choice(Head(**self._shared), self, "the posterior of a linear last layer has a closed form")
+        candidates = self.candidates(problem, measure(problem.features) if problem.cost is None else problem.cost)
+        chosen = next((candidate for candidate in candidates if candidate.affordable), candidates[-1])
+        return Choice(chosen.method, self, f"{chosen.name}: {chosen.reason}")
+
+    def candidates(self, problem: Problem, cost: Cost) -> list[Candidate]:
+        """The methods from the best posterior down; the last one is taken where the budget pays for no other."""
+        solves = Candidate.of("samples by solves", self._solves(problem), problem, cost)
+        exact = Candidate.of("exact", Exact(**self._shared), problem, cost)
+        if problem.budget.epochs is None and exact.affordable and solves.affordable:
+            dense = exact_operations(problem, space_of(problem), cost)
+            if dense > max(_WORTH, _DEARER * _PASSES * problem.features.num_data * cost.passes):
+                exact = replace(exact, affordable=False, reason="many more operations than samples by solves")
+        approximations = {
+            "all correlations, part of the data": Subset(**self._shared),
+            "Kronecker factors": Factored(**self._shared),
+        }
+        others = [Candidate.of(n, m.within(problem, cost), problem, cost) for n, m in approximations.items()]
+        return [exact, solves, *others]
+
+    def _solves(self, problem: Problem) -> Method:
+        """The method that draws samples of the full covariance by solves."""
+        features, memory = problem.features, problem.memory_of(self.max_memory)
+        if features.num_data > _KRYLOV_DATA and not problem.tangent.in_order:
+            return Stochastic(**self._shared).choose(problem).method
+        krylov, dual = Krylov(**self._shared), Dual(**self._shared)
+        if (
+            problem.tangent.model.likelihood.quadratic
+            and krylov.short(memory, problem.num_samples)
+            and problem.num_observations < features.size
+            and memory.vectors >= dual.needs(problem)
+        ):
+            # Memory holds no Krylov basis of weights, but vectors of observations.
+            return dual
+        return krylov
+
+    @property
+    def _shared(self) -> dict[str, Any]:
+        """The settings that all methods have."""
+        return {field.name: getattr(self, field.name) for field in fields(Method)}
+
+    def covariance_path(self, task: Task) -> CovariancePath:
+        raise NotImplementedError("`Auto` chooses a method, which fits.")
+
+    def make_solver(self, task: Task, tolerance: float, shift: float | None) -> Solver:
+        raise NotImplementedError("`Auto` chooses a method, which fits.")
+
+    def judge(self, sampled: PosteriorSamples, solver: Solver) -> tuple[Tensor, float]:
+        raise NotImplementedError("`Auto` chooses a method, which fits.")
 
 
 @dataclass(frozen=True)
@@ -38,13 +144,13 @@ class Plan:
     """What `fit_hyperparameters` will do: `print` it.
 
     Attributes:
-        method: its name.
-        epochs: predicted, in training epochs: gradients of all data, counted in floating-point operations.
-        bytes: predicted memory of solvers and matrices, without that of the network itself.
-        reason: why this method.
-        budget: training epochs that are allowed; `None` for any number.
-        epoch: floating-point operations of a training epoch.
-        rungs: all methods that were looked at, from the best posterior down.
+        method: name of the method.
+        epochs: predicted cost, in training epochs.
+        bytes: predicted memory.
+        reason: why this method, in words.
+        budget: training epochs that were allowed; `None` for no limit.
+        epoch: operations of a training epoch, a gradient of each datum.
+        candidates: methods that were looked at, from the best posterior down.
         remark: which operations are counted, and why they may be more than the budget.
     """
 
@@ -54,8 +160,32 @@ class Plan:
     reason: str
     budget: float | None
     epoch: float
-    rungs: tuple[Rung, ...]
+    candidates: tuple[Candidate, ...]
     remark: str = ""
+
+    @classmethod
+    def of(cls, problem: Problem, asked: Method) -> "Plan":
+        """What a method makes of a problem, whose products have been counted, without a fit."""
+        budget, cost = problem.budget, problem.cost
+        assert cost is not None
+        choice = asked.choose(problem)
+        choice = choice.method.paid_for(problem, choice)
+        choice.method.check(problem)
+        chosen = Candidate.of(choice.method.name, choice.method, problem, cost)
+        candidates = asked.candidates(problem, cost) if isinstance(asked, Auto) else [chosen]
+        # Iterations stop where the budget ends, closed forms do not.
+        stops = budget.epochs is not None and choice.method.predicted(problem, cost).least is not None
+        epochs = min(chosen.epochs, budget.allowed / budget.epoch) if stops else chosen.epochs
+        return cls(
+            choice.method.name,
+            epochs,
+            chosen.bytes,
+            choice.shortfall or choice.reason,
+            budget.epochs,
+            budget.epoch,
+            tuple(candidates),
+            counted_in(chosen.dense) + budget.excess(epochs * budget.epoch),
+        )
 
     def __str__(self) -> str:
         allowed = "no limit" if self.budget is None else f"a budget of {self.budget:g}"
@@ -64,41 +194,14 @@ class Plan:
             f"{self.epoch:.2g} operations) and {_size(self.bytes)}, {self.reason}"
         )
         head += f"\nEpochs are {self.remark}." if self.remark else ""
-        rows = [
-            (rung.name, f'"{rung.method.name}"', _epochs(rung.epochs), _size(rung.bytes), rung.reason)
-            for rung in self.rungs
+        rows = [("posterior", "method", "epochs", "memory", "")]
+        rows += [
+            (other.name, f'"{other.method.name}"', _epochs(other.epochs), _size(other.bytes), other.reason)
+            for other in self.candidates
         ]
-        rows.insert(0, ("posterior", "method", "epochs", "memory", ""))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
         return "\n".join([head, "", *(line.rstrip() for line in lines)])
-
-
-def rung_of(name: str, method: "Method", problem: "Problem", cost: "Cost") -> Rung:
-    """A method, what it is predicted to take, and whether that is there."""
-    budget, estimate = problem.budget, method.predicted(problem, cost)
-    try:
-        method.check_likelihood(problem.tangent.model.likelihood)
-        method.check(problem)
-        fits = method.is_held(problem, cost)
-    except ValueError:
-        fits = False
-    pays = budget.affords(estimate.total)
-    epochs = estimate.total / (cost.gradient * problem.features.num_data)
-    reason = _reason(fits, pays, epochs, problem)
-    return Rung(name, method, epochs, estimate.bytes, fits and pays, reason, estimate.dense > 0)
-
-
-def _reason(fits: bool, pays: bool, epochs: float, problem: "Problem") -> str:
-    budget = problem.budget
-    if not fits:
-        return "more than memory holds, or not possible for these data"
-    if budget.epochs is None:
-        return "as there is no limit"
-    if not pays:
-        return f"more than the budget of {budget.epochs:g} epochs"
-    within = epochs <= budget.epochs
-    return f"within the budget of {budget.epochs:g} epochs" if within else "a second or so of operations"
 
 
 def _epochs(epochs: float) -> str:

@@ -1,28 +1,289 @@
-"""`Problem`: what is to be fitted, before a method is chosen, and what dense algebra would take of it."""
+r"""`Problem`: what is to be fitted, before a method is chosen, and what dense algebra would take of it."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
+from laplace_sampling.likelihoods.gaussian import Gaussian
+from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.linear_model.cost import Cost
+from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.features import BLOCK_BYTES, Features
-from laplace_sampling.linear_model.priors.prior import Prior
+from laplace_sampling.linear_model.priors.prior import GaussianPrior, Prior, overall_precision
 from laplace_sampling.linear_model.tangent_model import TangentModel, is_accumulated
-from laplace_sampling.methods.budget import Budget
+from laplace_sampling.predictions.selection import Selection
+from laplace_sampling.solvers.solver import Afford
 
-if TYPE_CHECKING:
-    from laplace_sampling.predictions.selection import Selection
+# Floating-point operations that are never refused, a second or so: an epoch of a tiny network takes microseconds. At
+# half and twice networks up to half and twice as large may do what they like.
+_FREE = 1e10
+
+
+# Operations of dense algebra in float64 in the time of one of a network. On one core products of matrices run at 14 to
+# 50 e9 a second, eigendecompositions at 12; gradients of a LeNet and of a CNN with batch norm at 6, those of an MLP at
+# 60. With half the value exact posteriors are taken up to matrices a fifth smaller, with twice a quarter larger.
+_DENSE = 3.0
+
+
+# The part of what is left that a search for hyperparameters may take: the rest is for the samples.
+_TUNING = 0.5
+
+
+def figure(number: float) -> str:
+    """Two digits, or whole numbers from a hundred on."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.2g}"
+
+
+def counted_in(dense: bool) -> str:
+    """Which operations are in a count of epochs."""
+    with_dense = "and of dense algebra" if dense else "without dense algebra"
+    return f"counted in products with the network {with_dense}, not in seconds"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a fit by a method is predicted to take.
+
+    Attributes:
+        operations: of products with the network.
+        dense: of dense algebra.
+        bytes: of memory, besides that of the network itself.
+        least: operations with which there is a posterior at all, if it may stop before its end.
+    """
+
+    operations: float
+    bytes: float
+    dense: float = 0.0
+    least: float | None = None
+
+    @property
+    def total(self) -> float:
+        """In operations of the network."""
+        return self.operations + self.dense / _DENSE
+
+
+class Strict(float):
+    """Training epochs, none of them free: of fits so frequent that a second or so of each is most of the training."""
+
+
+@dataclass(eq=False)
+class Budget:
+    """Counts what a fit spends, and says what it can still afford.
+
+    Args:
+        epochs: how many training epochs it may take; `None` for any number.
+        cost: of products of a datum; without it nothing is counted.
+        num_data: `N`.
+        products: counts of JVPs and VJPs of the network, which go up as products are made.
+        others: operations that are in no count.
+
+    Attributes:
+        refused: whether an iteration was not affordable.
+    """
+
+    epochs: float | None = None
+    cost: Cost | None = None
+    num_data: int = 0
+    products: Mapping[str, int] = field(default_factory=dict)
+    others: float = 0.0
+    refused: bool = field(default=False, init=False)
+    _before: dict[str, int] = field(init=False, repr=False)
+    _dense: bool = field(default=False, init=False, repr=False)
+    _ended: float | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._before = dict(self.products)
+
+    @property
+    def epoch(self) -> float:
+        """Operations of a training epoch: a gradient of each datum."""
+        return math.nan if self.cost is None else self.cost.gradient * self.num_data
+
+    @property
+    def _counted(self) -> float:
+        if self.cost is None:
+            return 0.0
+        jvps, vjps = (self.products[name] - self._before[name] for name in ("jvp", "vjp"))
+        return jvps * self.cost.jvp + vjps * self.cost.vjp + self.others
+
+    @property
+    def operations(self) -> float:
+        """Operations that have been spent."""
+        return self._counted if self._ended is None else self._ended
+
+    @property
+    def spent_with_later(self) -> float:
+        """Epochs that have been spent, and those of what was asked of the posterior since."""
+        return self._counted / self.epoch
+
+    @property
+    def spent(self) -> float:
+        """Epochs that have been spent; NaN if nothing was counted."""
+        return self.operations / self.epoch
+
+    @property
+    def allowed(self) -> float:
+        """Operations that may be spent in all."""
+        if self.epochs is None or self.cost is None:
+            return math.inf
+        return max(self.epochs * self.epoch, 0.0 if isinstance(self.epochs, Strict) else _FREE)
+
+    @property
+    def left(self) -> float:
+        """Operations that may still be spent."""
+        return math.inf if self._ended is not None else self.allowed - self.operations
+
+    @property
+    def ended(self) -> bool:
+        """Whether the fit is over."""
+        return self._ended is not None
+
+    def affords(self, operations: float) -> bool:
+        """Whether so many operations may still be spent."""
+        return operations <= self.left
+
+    def affords_passes(self, passes: float, reserve: float = 0.0) -> bool:
+        """Whether so many passes, a JVP and a VJP of all data, may be spent before no more than a reserve is left."""
+        affordable = self.cost is None or self.affords(passes * self.cost.passes * self.num_data + reserve)
+        self.refused = self.refused or not affordable
+        return affordable
+
+    @property
+    def advice(self) -> str:
+        """What to do about a fit that the budget has ended; empty if it has not."""
+        if not self.refused:
+            return ""
+        return f"The budget of {self.epochs:g} training epochs ended first: raise `budget`, or give `budget=None`."
+
+    @property
+    def for_tuning(self) -> Afford:
+        """Whether a search for hyperparameters affords some passes: half of what is left now is for the samples."""
+        left = self.left
+        return partial(self.affords_passes, reserve=_TUNING * left if math.isfinite(left) else 0.0)
+
+    def add(self, operations: float = 0.0, dense: float = 0.0) -> None:
+        """Count operations that are no products, and those of dense algebra."""
+        self.others += operations + dense / _DENSE
+        self._dense = self._dense or dense > 0
+
+    def __str__(self) -> str:
+        allowed = "" if self.epochs is None else f" of {self.epochs:g}"
+        text = f"The fit took {figure(self.spent)}{allowed} training epochs of operations, {counted_in(self._dense)}"
+        return text + self.excess(self.operations)
+
+    def excess(self, operations: float) -> str:
+        """Why so many operations are more than the budget; empty if they are not."""
+        if self.epochs is None or self.cost is None or operations <= self.epochs * self.epoch:
+            return ""
+        if operations <= (1 + 1e-9) * self.allowed:  # whatever rounding does
+            return (
+                "; 10¹⁰ operations, a second or so, are always allowed: for this small network and these few data they "
+                "are more than the budget"
+            )
+        return "; what has begun, and a closed form, goes on where the budget ends"
+
+    def end(self) -> None:
+        """Stop counting, and allow everything: what is asked of a posterior later is asked for."""
+        self._ended = self.operations
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a fit takes from an earlier posterior of the same weights.
+
+    Attributes:
+        prior: `A_old`.
+        likelihood: with its noise precision.
+        samples: `ζ_old`, unscaled; `None` where they are not those of a minimisation, as of Kronecker factors.
+        draws: of the samples.
+        mode: `θ̄_old`, if it is known.
+        solver: that the earlier fit ended with, which may hold a preconditioner.
+    """
+
+    prior: GaussianPrior
+    likelihood: Likelihood
+    samples: Float[Tensor, "K P"] | None
+    draws: Draws
+    mode: Float[Tensor, " P"] | None = None
+    solver: Any = field(default=None, repr=False)
+
+    @property
+    def alpha(self) -> float:
+        """`α`, the geometric mean over the weights."""
+        return overall_precision(self.prior)
+
+    def check(self, prior: GaussianPrior) -> None:
+        """Raise a `ValueError` if the posterior is of other weights than those of a prior."""
+        old, new = len(self.prior.scale), len(prior.scale)
+        if old != new or self.prior.names != prior.names:
+            before, now = _described(old, self.prior), _described(new, prior)
+            raise ValueError(
+                f"`warm_start=True` starts from the posterior that is there, which is of {before}, but the model now "
+                f"has {now}: fit without `warm_start`."
+            )
+
+    def prior_from(self, prior: GaussianPrior) -> GaussianPrior:
+        """A prior with the old precisions; its scale stays, and so what `α` means in its coordinates."""
+        return prior.with_precision(self.prior.precision)
+
+    def likelihood_from(self, likelihood: Likelihood) -> Likelihood:
+        """A likelihood with the old noise precision, where it is one that is learnt."""
+        noise = self.likelihood.noise_precisions()
+        if not (isinstance(likelihood, Gaussian) and likelihood.learn) or noise is None:
+            return likelihood
+        return likelihood.with_precision(noise)
+
+    def delta(self, draws: Draws, prior: GaussianPrior) -> Float[Tensor, "K P"] | None:
+        """`δ = ζ − θ⁰` for a solve, in the scaled coordinates of a prior; `None` if there are no such samples.
+
+        Args:
+            draws: some of those of the samples.
+            prior: `A`, on the device and in the dtype of the solve.
+        """
+        last = draws.first + draws.num_samples
+        if self.samples is None or replace(draws, num_samples=1, first=0) != replace(self.draws, num_samples=1):
+            return None
+        if last > len(self.samples):
+            return None
+        old, samples = self.prior.to(prior.scale.device, prior.scale.dtype), self.samples[draws.first : last]
+        samples = samples.to(prior.scale)
+        # In units of the prior's standard deviation, in which `θ⁰` is white noise.
+        white = samples * (old.spread().sqrt() / old.scale)
+        return (white - draws.prior(samples.shape[1]).to(white)) / prior.spread().sqrt()
+
+    def mode_in(self, scale: Float[Tensor, " P"]) -> Float[Tensor, "1 P"] | None:
+        """The old mode in scaled coordinates."""
+        return None if self.mode is None else (self.mode.to(scale) / scale)[None]
+
+    def change_of_scale(self, prior: GaussianPrior) -> Float[Tensor, " P"]:
+        """`s/s_old`, by which a preconditioner goes from the old scaled coordinates to those of a prior."""
+        return prior.scale / self.prior.scale.to(prior.scale)
+
+
+def _described(size: int, prior: GaussianPrior) -> str:
+    groups = "" if len(prior.names) == 1 else f" in the groups {', '.join(prior.names[:4])}"
+    return f"{size} random weights{groups}"
+
 
 # Bytes that dense algebra takes at most where the user gives no number: it is for small problems, and 8 GiB hold a Gram
 # matrix of 16,000 observations. At half they hold 11,000, at twice 23,000.
 MOST_BYTES = 8 * 2**30
+
+
 # Gram matrices in memory at once: itself, its eigenvectors, and the workspace of the decomposition.
 _GRAMS = 4
+
+
 # Likewise of `M`: itself, its eigenvectors, a factor, and the workspace of the decomposition.
 _CURVATURES = 6
+
+
 # Operations of an eigendecomposition, in units of `n³`.
 _EIGEN = 9
 
@@ -53,7 +314,7 @@ class Problem:
 
     Attributes:
         tangent: the linear model, and what it comes from.
-        prior: the family of the prior.
+        family: of the prior.
         layers: returns names of layers, and the layer of each random weight.
         num_samples: `K`.
         seed: of all draws.
@@ -68,7 +329,7 @@ class Problem:
     """
 
     tangent: TangentModel
-    prior: Prior
+    family: Prior
     layers: Callable[[], tuple[list[str], Tensor]]
     num_samples: int
     seed: int
@@ -78,13 +339,18 @@ class Problem:
     in_observation_space: bool = True
     cost: Cost | None = None
     budget: Budget = field(default_factory=Budget)
-    selection: "Selection | None" = None
+    selection: Selection | None = None
     criterion: str = "evidence"
 
     @property
     def features(self) -> Features:
         """`Φ`, as the network gives it."""
         return self.tangent.model.features
+
+    @property
+    def trained_weights(self) -> Float[Tensor, " P"]:
+        """`w̄`."""
+        return self.tangent.network.weights
 
     @property
     def num_observations(self) -> int:

@@ -12,63 +12,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.methods.fit import Fit
+from laplace_sampling.methods.method import Fit, balances
 from laplace_sampling.predictions.diagnosis import FEW_SAMPLES, Check, Diagnosis, dimension_check, energy_checks
 
-# Relative differences of the two sides that say nothing: a search ends within its tolerance. The noise is known better,
-# from all observations. Standard errors of `γ` that say nothing.
-_OF_PRECISION, _OF_NOISE, _ERRORS = 0.25, 0.1, 4.0
 # The share of all directions that data may determine: above it the linear model fits any targets.
 NEARLY_ALL = 0.9
 # Shares that deserve a look: of weights without curvature, and of the outputs by which a homogeneous model is off.
 _MANY_FLOORED, _FAR_OFFSET = 0.2, 0.5
-
-
-def disagreements(fit: Fit) -> list[str]:
-    """What the mode and the samples of a fit say against its hyperparameters."""
-    return [check.sentence for check in _balances(fit) if not check.holds]
-
-
-def _balances(fit: Fit) -> Iterator[Check]:
-    """Compares both sides of the equations above, if hyperparameters were found by the evidence and are no bounds."""
-    by_evidence = fit.tuned.criterion == "evidence"
-    if fit.sampled is None or not (by_evidence and fit.solved and fit.tuned.converged) or fit.tuned.at_bounds:
-        return
-    gamma, error = (t.cpu() for t in fit.sampled.effective_dimension())
-    if len(fit.sampled.energies) < FEW_SAMPLES:
-        # Few samples say little of their own spread, whose variance is `2 Tr (H⁻¹M)²`, at most `2γ`.
-        error = error.nan_to_num(0).maximum((2 * gamma / len(fit.sampled.energies)).sqrt())
-    # The search has an error of its own.
-    of_search = torch.tensor(fit.tuned.history[-1].effective_dimension_se or [0.0] * len(gamma), dtype=torch.float64)
-    error = (error.nan_to_num(math.inf) ** 2 + of_search.nan_to_num(0) ** 2).sqrt()
-    prior, scale = fit.prior, fit.prior.scale.double()
-    found = prior.precision * prior.grouped((fit.mode.weights.to(scale) / scale) ** 2).cpu()
-    advice = (
-        "Bring inputs and targets to a common scale."
-        if fit.method.name == "exact"
-        else 'Raise `num_samples` and `max_steps` of `fit_hyperparameters`, or use method="exact".'
-    )
-
-    def balance(what: str, value: float, wanted: float, found: float, error: float, tolerance: float) -> Check:
-        allowed = _ERRORS * error + tolerance * max(abs(wanted), abs(found))
-        asked = value * max(wanted, 0.0) / max(found, 1e-300)
-        return Check(
-            f"balance of {what}",
-            wanted - found,
-            (-allowed, allowed),
-            f"`fit_hyperparameters` ended at {what} {value:.3g}, but the samples and the mode there ask for "
-            f"{asked:.3g}. {advice}",
-        )
-
-    for group, name in enumerate(prior.names):
-        sides = float(gamma[group]), float(found[group]), float(error[group])
-        yield balance(f"the prior precision ({name})", float(prior.precision[group]), *sides, _OF_PRECISION)
-    likelihood = fit.model.likelihood
-    if isinstance(likelihood, Gaussian) and likelihood.learn and torch.as_tensor(likelihood.noise_precision).dim() == 0:
-        squares = float(fit.model.squared_errors(fit.model.network_outputs).sum())
-        noise, free = float(likelihood.noise_precision), fit.model.num_observations - float(gamma.sum())
-        yield balance("the noise precision", noise, free, noise * squares, float(error.norm()), _OF_NOISE)
 
 
 def diagnosis_of(fit: Fit, weights: Float[Tensor, " P"], linear_model: str) -> Diagnosis:
@@ -92,7 +42,7 @@ def diagnosis_of(fit: Fit, weights: Float[Tensor, " P"], linear_model: str) -> D
         ),
         *energy_checks(sampled.energies, len(weights), gamma[0] if reference is None else min(gamma[0], reference[0])),
         *([] if reference is None else [dimension_check(gamma, reference)]),
-        *_balances(fit),
+        *balances(fit),
         _of_dimension(fit, gamma[0]),
         Check(
             "weights floored",

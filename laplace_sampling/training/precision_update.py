@@ -27,8 +27,7 @@ from laplace_sampling.linear_model.bounds import NOISE_BOUNDS, PRECISION_BOUNDS,
 from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
 from laplace_sampling.linear_model.priors.layerwise_prior import LayerwisePrior
 from laplace_sampling.linear_model.priors.prior import GaussianPrior, Prior, overall_precision
-from laplace_sampling.methods.fit import Task
-from laplace_sampling.methods.method import Method
+from laplace_sampling.methods.method import Method, Task
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.random_weights import Subset
 from laplace_sampling.networks.solving import solver_call

@@ -19,7 +19,7 @@ from laplace_sampling import Categorical, Dual, Exact, Gaussian, Krylov, Lineari
 from laplace_sampling.checkpoint import Checkpoint
 from laplace_sampling.data.processes import ProcessError
 from laplace_sampling.linear_model import tangent_model
-from laplace_sampling.methods import exact, problem
+from laplace_sampling.methods import closed_form, problem
 from laplace_sampling.results import Results
 
 pytestmark = pytest.mark.slow
@@ -271,7 +271,7 @@ def _predicted_alone(layer: bool) -> Tensor | None:
     """Error bars of the first process, while others have gone on; rows of the Jacobian are not in memory."""
     options = {"parameters": "last_layer"} if layer else {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exact, "holds_rows", lambda *_: False)
+        patch.setattr(closed_form, "holds_rows", lambda *_: False)
         la, _ = results(network(2), "regression", values(), method=Exact(), **options)
     return None if dist.is_initialized() and dist.get_rank() else la.predict(inputs()[:2]).stddev
 

@@ -25,7 +25,7 @@ from laplace_sampling import (
     preparation,
 )
 from laplace_sampling.linear_model import sampling
-from laplace_sampling.methods.solver_method import SolverMethod
+from laplace_sampling.methods.method import Method
 from laplace_sampling.results import Results
 
 pytestmark = [
@@ -442,7 +442,7 @@ def test_the_file_stays_after_an_error(error: type[BaseException], path: Path, m
 def test_the_file_stays_if_only_some_samples_were_drawn(
     path: Path, kills: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SolverMethod, "rows", lambda self, memory, num_samples, held=0: 2)
+    monkeypatch.setattr(Method, "rows", lambda self, memory, num_samples, held=0: 2)
     expected, draw, calls = fitted("stochastic"), sampling.sample_posterior, []
 
     def interrupted(*arguments: Any, **options: Any) -> Any:

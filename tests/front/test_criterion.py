@@ -9,7 +9,7 @@ from flat_settings import laplace_of
 from problems import trained
 
 from laplace_sampling import Gaussian, IsotropicPrior, LinearisedLaplace
-from laplace_sampling.methods.fit import Fit
+from laplace_sampling.methods.method import Fit
 
 METHODS = ["exact", "krylov", pytest.param("svrg", marks=pytest.mark.slow), "kfac", "diagonal"]
 
@@ -76,7 +76,7 @@ def test_a_regression_is_tuned_by_its_evidence_or_by_held_out_data() -> None:
 def test_both_spaces_of_the_exact_method_choose_the_same(monkeypatch) -> None:
     case = make_case("classification")
     found = tune(case, method="exact")
-    monkeypatch.setattr("laplace_sampling.methods.exact.space_of", lambda problem: "weights")
+    monkeypatch.setattr("laplace_sampling.methods.closed_form.space_of", lambda problem: "weights")
     other = tune(case, method="exact")
     assert type(fit_of(found)) is not type(fit_of(other))
     assert float(found.prior_precision_) == pytest.approx(float(other.prior_precision_), rel=1e-6)

@@ -17,7 +17,7 @@ from snapshot import assert_unchanged, snapshot
 from laplace_sampling import ConvergenceWarning, LinearisedLaplace, NotFittedError, Step
 from laplace_sampling.linear_model import sampling
 from laplace_sampling.linear_model.draws import Draws, Stream
-from laplace_sampling.methods.solver_method import SolverMethod
+from laplace_sampling.methods.method import Method
 from laplace_sampling.networks.solving import precisions
 
 
@@ -169,7 +169,7 @@ def test_groups_of_samples_that_are_drawn_are_kept(
     case, groups = make_case("regression"), []
     settings = {"solver": QUICK if method == "sgd" else None, "num_samples": 6}
     la, whole = (laplace_of(case.model, "regression", method=method, **settings) for _ in range(2))
-    monkeypatch.setattr(SolverMethod, "rows", lambda *_, **__: 2)
+    monkeypatch.setattr(Method, "rows", lambda *_, **__: 2)
     draw = sampling.sample_posterior
     interrupted = 3
 

@@ -22,7 +22,7 @@ from laplace_sampling.linear_model.layer_curvature import partial_traces, square
 from laplace_sampling.linear_model.network_features import features_at
 from laplace_sampling.linear_model.priors.isotropic_prior import IsotropicPrior
 from laplace_sampling.linear_model.sampling import sample_posterior
-from laplace_sampling.methods.factored import Factored as FactoredMethod
+from laplace_sampling.methods.closed_form import Factored as FactoredMethod
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.preconditioners import Factored

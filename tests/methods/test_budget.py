@@ -13,9 +13,9 @@ from torch.testing import assert_close
 
 from laplace_sampling import ConvergenceWarning, LinearisedLaplace
 from laplace_sampling.linear_model.cost import Cost
-from laplace_sampling.methods import budget as budgets
-from laplace_sampling.methods.budget import Budget, Strict
-from laplace_sampling.methods.factored import Factored
+from laplace_sampling.methods import problem as budgets
+from laplace_sampling.methods.closed_form import Factored
+from laplace_sampling.methods.problem import Budget, Strict
 from laplace_sampling.networks.resources import Operations
 
 COST = Cost(jvp=2.0, vjp=3.0, gradient=4.0)
@@ -117,7 +117,7 @@ def test_a_fit_does_what_was_planned(budget: float | None, monkeypatch: pytest.M
     assert la._fitted.fit.method.name == plan.method
     assert spent(la) / 1.5 < plan.epochs < 1.5 * spent(la)
     assert f'method="{plan.method}"' in str(plan)
-    assert all(rung.method.name in str(plan) for rung in plan.rungs)
+    assert all(other.method.name in str(plan) for other in plan.candidates)
 
 
 @pytest.mark.parametrize("method", ["kfac", "subset"])

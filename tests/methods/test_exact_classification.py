@@ -125,9 +125,7 @@ def test_auto_works_in_observation_space_without_a_jacobian(monkeypatch) -> None
     monkeypatch.setattr(TangentModel, "dense", held)
     la = LinearisedLaplace(case.model, "classification", num_samples=4).fit(case.batches, progress=False)
     assert in_observation_space(la)
-    assert "'exact': a matrix of 32 rows is cheap, in the space of the observations (P = 52 weights, N·C = 32" in repr(
-        la
-    )
+    assert "'exact': exact: a second or so of operations, in the space of the observations" in repr(la)
 
 
 def test_several_prior_precisions_and_many_data_are_fitted_in_weight_space() -> None:
@@ -276,8 +274,8 @@ _PEAK = """
 import os, torch
 from torch import nn
 from laplace_sampling import IsotropicPrior, LinearisedLaplace
-from laplace_sampling.methods.exact import Exact
-from laplace_sampling.methods.observation_space import ObservationSpaceFit
+from laplace_sampling.methods.closed_form import Exact
+from laplace_sampling.methods.closed_form import ObservationSpaceFit
 from laplace_sampling.gp import gram
 for function in (gram.gram.__wrapped__, gram.cross_gram, gram.gram_blocks):
     function.__kwdefaults__["block_bytes"] = 2**22

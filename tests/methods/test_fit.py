@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from laplace_sampling import SGD, ConvergenceWarning, Krylov, LinearisedLaplace, Stochastic
 from laplace_sampling.linear_model.sampling import PosteriorSamples
-from laplace_sampling.methods.exact import ObservationSpaceFit
-from laplace_sampling.methods.solver_method import SolverFit
+from laplace_sampling.methods.closed_form import ObservationSpaceFit
+from laplace_sampling.methods.method import Fit
 from laplace_sampling.solvers.krylov import BlockKrylov
 from laplace_sampling.solvers.svrg import SVRG
 
@@ -115,7 +115,7 @@ def test_a_fit_that_is_not_finite_keeps_the_one_before(method: str, monkeypatch:
     case = trained()
     la = laplace_of(case.model, "regression", method=method, num_samples=4).fit(case.batches, progress=False)
     before = la._fitted
-    owner = ObservationSpaceFit if method == "exact" else SolverFit
+    owner = ObservationSpaceFit if method == "exact" else Fit
     draw = owner.draw
 
     def broken(fit: Any, *arguments: Any) -> PosteriorSamples:

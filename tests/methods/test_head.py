@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_sampling import Categorical, Gaussian, LinearisedLaplace
 from laplace_sampling.linear_model import head_curvature as module_of_head
-from laplace_sampling.methods.head import Head
+from laplace_sampling.methods.closed_form import Head
 
 NAMES = [
     name

@@ -14,7 +14,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from laplace_sampling import ConvergenceWarning, Gaussian, IsotropicPrior, Krylov, LinearisedLaplace
-from laplace_sampling.methods import krylov, solver_method
+from laplace_sampling.methods import method, solves
 from laplace_sampling.solvers.krylov import CG
 from laplace_sampling.solvers.preconditioners import Nystrom
 
@@ -50,7 +50,7 @@ def test_little_memory_gives_the_same_samples_with_one_preconditioner(prior: str
 def test_a_full_basis_falls_back_to_em(monkeypatch) -> None:
     model, data = linear_problem(inputs=30, num_data=40)
     monkeypatch.setattr(Krylov, "short", lambda *_: False)
-    for module in (krylov, solver_method):
+    for module in (solves, method):
         monkeypatch.setattr(module, "basis_that_fits", lambda *_: 12)
     known, settings = Gaussian(10.0, learn=False), {"prior": "isotropic", "num_samples": 4}
     la = laplace_of(model, known, method="krylov", **settings)
@@ -70,7 +70,7 @@ def test_a_full_basis_makes_the_evidence_inaccurate_and_says_so(monkeypatch) -> 
     la.fit(data, progress=False)
     assert la.converged_
     la.log_marginal_likelihood()
-    monkeypatch.setattr(solver_method, "basis_that_fits", lambda *_: 12)
+    monkeypatch.setattr(method, "basis_that_fits", lambda *_: 12)
     with pytest.warns(
         ConvergenceWarning,
         match="max_memory",
@@ -122,13 +122,13 @@ def test_two_steps_of_lanczos_are_not_believed_where_they_see_no_small_eigenvalu
 
 def test_hyperparameters_that_the_samples_contradict_are_not_called_converged(monkeypatch) -> None:
     model, data = linear_problem("regression")
-    task_and_tuned = solver_method.tuned_by_traces
+    task_and_tuned = solves.tuned_by_traces
 
     def astray(*arguments):
         task, tuned = task_and_tuned(*arguments)
         return replace(task, prior=task.prior.with_precision(30 * task.prior.precision)), tuned
 
-    monkeypatch.setattr(krylov, "tuned_by_traces", astray)
+    monkeypatch.setattr(solves, "tuned_by_traces", astray)
     with pytest.warns(ConvergenceWarning, match="num_samples") as warned:
         la = laplace_of(model, "regression", method="krylov").fit_hyperparameters(data, progress=False)
     assert not la.converged_

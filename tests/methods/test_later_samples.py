@@ -10,8 +10,7 @@ from problems import CLOSE
 from torch.testing import assert_close
 
 from laplace_sampling import LinearisedLaplace
-from laplace_sampling.methods.exact import _cancellation
-from laplace_sampling.methods.observation_space import ObservationSpaceFit
+from laplace_sampling.methods.closed_form import ObservationSpaceFit, _cancellation
 from laplace_sampling.on_training_data import OnTrainingData
 
 

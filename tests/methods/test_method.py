@@ -1,9 +1,7 @@
 """A method is one file and one line; what every method has in common: names, recipes, memory."""
 
 import json
-import sys
 from dataclasses import dataclass
-from types import ModuleType
 
 import pytest
 import torch
@@ -16,14 +14,14 @@ from torch.testing import assert_close
 from laplace_sampling import SGD, SVRG, Dual, Factored, Krylov, LinearisedLaplace, Stochastic
 from laplace_sampling.linear_model.sampling import PosteriorSamples
 from laplace_sampling.methods import METHODS, as_method, method_from_recipe, recipe_of_method
-from laplace_sampling.methods.fit import Task
-from laplace_sampling.methods.solver_method import SolverMethod
+from laplace_sampling.methods.method import Task
+from laplace_sampling.methods.solves import Solves
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.solver import Solver
 
 
 @dataclass(frozen=True, kw_only=True)
-class Toy(SolverMethod):
+class Toy(Solves):
     """Dense algebra by products with the network: all that a file of a new method needs."""
 
     residual: float = 1e-6
@@ -41,11 +39,8 @@ class Toy(SolverMethod):
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file `methods/toy.py`, and its line in the table."""
-    file = ModuleType("laplace_sampling.methods.toy")
-    file.Toy = Toy
-    monkeypatch.setitem(sys.modules, file.__name__, file)
-    monkeypatch.setitem(METHODS, "toy", ("toy", "Toy", {}))
+    """Its line in the table."""
+    monkeypatch.setitem(METHODS, "toy", Toy())
 
 
 @pytest.mark.usefixtures("toy")

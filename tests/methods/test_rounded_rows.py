@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from laplace_sampling.linear_model.features import DenseFeatures
 from laplace_sampling.linear_model.network_features import features_at
-from laplace_sampling.methods.observation_space import MOST_LOST, lost_by_rows
+from laplace_sampling.methods.closed_form import MOST_LOST, lost_by_rows
 from laplace_sampling.networks.linearisation import Linearisation
 
 

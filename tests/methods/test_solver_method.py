@@ -23,7 +23,6 @@ from laplace_sampling import (
 from laplace_sampling.linear_model.draws import Draws
 from laplace_sampling.linear_model.sampling import draw
 from laplace_sampling.methods.problem import Memory
-from laplace_sampling.methods.solver_method import SolverMethod
 from laplace_sampling.preparation import prepare
 from laplace_sampling.solvers.dense import Dense
 from laplace_sampling.solvers.krylov import CG, BlockKrylov
@@ -143,7 +142,7 @@ def test_layerwise_priors_go_by_em_with_warm_starts(monkeypatch) -> None:
     [Krylov(), Stochastic(solver=SGD()), Stochastic(solver=SVRG()), Dual()],
     ids=["krylov", "sgd", "svrg", "dual"],
 )
-def test_rows_and_what_is_held_fit_in_memory(method: SolverMethod, vectors: int) -> None:
+def test_rows_and_what_is_held_fit_in_memory(method: Method, vectors: int) -> None:
     memory, num_samples = Memory(4.0 * vectors, True, 4), 16
     held = method.preconditioner_vectors(memory, num_samples)
     rows = method.rows(memory, num_samples)

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.linear_model.draws import Draws, Stream
 from laplace_sampling.linear_model.sampling import draw, sample_posterior
-from laplace_sampling.methods.start import Start
+from laplace_sampling.methods.problem import Start
 from laplace_sampling.solvers.krylov import BlockKrylov
 
 DRAWS = Draws(6, 1, Stream.SAMPLES)

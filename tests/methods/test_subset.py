@@ -8,13 +8,13 @@ from grids import covering
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from laplace_sampling import Gaussian, IsotropicPrior, LinearisedLaplace
+from laplace_sampling import Gaussian, LinearisedLaplace
 from laplace_sampling.linear_model.sketch_growth import Growth
 from laplace_sampling.linear_model.sketch_sampler import Part, SketchSampler
-from laplace_sampling.methods import as_method, subset
-from laplace_sampling.methods.auto import Auto
+from laplace_sampling.methods import as_method, closed_form
+from laplace_sampling.methods.closed_form import Subset
 from laplace_sampling.methods.method import Choice
-from laplace_sampling.methods.subset import Subset
+from laplace_sampling.methods.plan import Auto
 
 ALL = Subset(max_rows=10**6)
 
@@ -103,87 +103,6 @@ def chosen(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     monkeypatch.setattr(Auto, "choose", lambda self, problem: Choice(Subset(max_rows=rows), self))
 
 
-# At the small precision the data decide more directions than there are rows in the smaller part.
-@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
-@pytest.mark.parametrize(("rows", "precision", "replaced"), [(4, 1e-3, True), (4, 1e3, False), (200, 1e-3, False)])
-def test_kronecker_factors_take_the_place_of_a_part_that_is_too_small(
-    rows: int, precision: float, replaced: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen(monkeypatch, rows)
-    model, x, y = regression()
-    kept, found, expected = (
-        laplace_of(model, "regression", method=method, prior="isotropic", prior_precision=precision).fit(
-            [(x, y)], progress=False
-        )
-        for method in (Subset(max_rows=rows), "auto", "kfac" if replaced else Subset(max_rows=rows))
-    )
-    assert_close(found.samples_, expected.samples_)
-    assert ("random rows are hardly more than the directions that data decide" in str(found)) is replaced
-    assert "hardly more" not in str(kept)
-
-
-@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
-def test_the_scales_of_a_g_prior_are_no_products_so_that_a_part_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen(monkeypatch, 4)
-    model, x, y = regression()
-    la = laplace_of(model, "regression", prior="g-prior", prior_precision=1e-3).fit([(x, y)], progress=False)
-    assert "4 random rows of 4 of 300 data" in str(la)
-
-
-@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
-def test_a_part_whose_predictions_chose_the_precision_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen(monkeypatch, 4)
-    model, x, y = regression()
-    of_part, found = (
-        LinearisedLaplace(model, "regression", method=method, prior="isotropic", num_samples=4)
-        for method in (Subset(max_rows=4), "auto")
-    )
-    for la in (of_part, found):
-        la.fit_hyperparameters([(x[:200], y[:200])], val_loader=[(x[200:], y[200:])], progress=False)
-    assert "4 random rows of 4 of 200 data" in str(found)
-    assert_close(found.samples_, of_part.samples_)
-
-
-@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
-def test_kronecker_factors_go_on_with_the_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen(monkeypatch, 4)
-    model, x, y = regression()
-    steps = []
-    la = LinearisedLaplace(model, "regression", prior="isotropic", num_samples=4)
-    la.fit_hyperparameters([(x, y)], progress=False, criterion="evidence", callback=steps.append)
-    of_factors = LinearisedLaplace(model, "regression", method="kfac", prior="isotropic", num_samples=4)
-    of_factors.fit_hyperparameters([(x, y)], progress=False, criterion="evidence")
-    assert "hardly more than the directions" in str(la)
-    assert float(la.prior_precision_) == pytest.approx(float(of_factors.prior_precision_), rel=0.1)
-    assert float(la.noise_precision_) == pytest.approx(float(of_factors.noise_precision_), rel=0.1)
-    assert steps == la.history_
-    assert [step.step for step in steps] == list(range(1, len(steps) + 1))
-    assert len(steps) > len(of_factors.history_)
-
-
-@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
-@pytest.mark.parametrize("noise_precision", [1.0, 1e4])
-def test_a_part_is_judged_at_the_noise_that_was_found(noise_precision: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen(monkeypatch, 8)
-    model, x, y = regression()
-    la = LinearisedLaplace(model, Gaussian(noise_precision), prior="isotropic", num_samples=4)
-    la.fit_hyperparameters([(x, y)], progress=False, criterion="evidence", max_steps=40)
-    assert "hardly more than the directions" in str(la)
-
-
-@pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
-def test_factors_in_place_of_a_part_are_those_at_the_noise_that_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen(monkeypatch, 4)
-    model, x, y = regression()
-    la = LinearisedLaplace(model, "regression", prior="isotropic", num_samples=4)
-    la.fit_hyperparameters([(x, y)], progress=False, scale=1.0)
-    assert "hardly more than the directions" in str(la)
-    prior = IsotropicPrior(precision=float(la.prior_precision_))
-    noise = Gaussian(float(la.noise_precision_))
-    expected = LinearisedLaplace(model, noise, prior=prior, method="kfac", num_samples=4).fit([(x, y)], progress=False)
-    assert_close(la.samples_, expected.samples_, rtol=1e-6, atol=1e-9)
-
-
 @pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
 @pytest.mark.parametrize("criterion", ["self_consistency", "evidence"])
 def test_a_classification_is_tuned_saved_and_loaded(criterion: str, tmp_path) -> None:
@@ -206,14 +125,14 @@ def test_a_classification_is_tuned_saved_and_loaded(criterion: str, tmp_path) ->
 @pytest.mark.filterwarnings("ignore::laplace_sampling.ConvergenceWarning")
 @pytest.mark.parametrize("grows", [True, False])
 def test_the_part_of_the_fit_chooses_the_precision(grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, parts, choose = make_case("classification_many_data"), [], subset.tuned_by_selection
+    case, parts, choose = make_case("classification_many_data"), [], closed_form.tuned_by_selection
 
     def recorded(task, tuning, selection, path, *near):
         parts.append(path.curvature.num_rows)
         return choose(task, tuning, selection, path, *near)
 
-    monkeypatch.setattr(subset, "tuned_by_selection", recorded)
-    monkeypatch.setattr(subset, "_PILOT", 20)
+    monkeypatch.setattr(closed_form, "tuned_by_selection", recorded)
+    monkeypatch.setattr(closed_form, "_PILOT", 20)
     method, steps = Subset(max_rows=10_000 if grows else 20), []
     la = LinearisedLaplace(case.model, "classification", method=method, prior="isotropic", num_samples=4)
     la.fit_hyperparameters(case.batches, progress=False, criterion="self_consistency", callback=steps.append)
