@@ -60,7 +60,7 @@ class HeldRows(Features):
                 rows = self.features.rows(torch.arange(self.num_data)).to(self.precision)
             else:
                 shape = (self.num_data, self.num_outputs, self.size)
-                rows = self.features.by_datum(self.features.rows, shape, 0, self.precision, whole=True)
+                rows = self.features.by_datum(self.features.rows, shape, 0, self.precision)
             self._matrix = rows.flatten(0, 1)
         return self._matrix
 

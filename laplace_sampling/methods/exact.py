@@ -96,7 +96,7 @@ class Exact(SolverMethod):
         # Covariances in observation space are differences of nearly equal numbers, of products that must see the same
         # rows: those in memory, or, as rows that are computed again differ less there, in float64.
         tangent = problem.tangent
-        task = self.task(problem, choice, tangent.with_held_rows() if held else tangent.in_float64().whole())
+        task = self.task(problem, choice, tangent.with_held_rows() if held else tangent.in_float64().with_all_inputs())
         if len(task.prior.names) > 1:
             # The decomposition is for one precision: several are tuned in the space of the weights.
             return choice.asked.prepare(replace(problem, in_observation_space=False))
@@ -182,7 +182,7 @@ class Exact(SolverMethod):
         return WeightSpaceFit(*parts)
 
     def restore(self, problem: Problem, prior: GaussianPrior, tensors: dict[str, Tensor]) -> "ObservationSpaceFit":
-        choice, model = Choice(self, self, "as saved"), problem.tangent.in_float64().whole()
+        choice, model = Choice(self, self, "as saved"), problem.tangent.in_float64().with_all_inputs()
         if holds_rows(problem.features, problem.memory_of(self.max_memory)):
             model = replace(model, features=HeldRows(model.features))
         task = _in_float64(self.task(problem, choice, model, prior))
@@ -241,10 +241,10 @@ class WeightSpaceFit(SolverFit):
         return self._factor
 
     def leave_one_out(self) -> LeaveOneOut:
-        model, whole = self.model, self.model.features.whole
+        model = self.model
         covariance = DenseCovariance.of(model.features, self.prior, self._factor).blocks()
-        mode_outputs, outputs = whole(self.mode.outputs).double(), whole(self.ggn.outputs).double()
-        return leave_one_out(model.likelihood, whole(model.targets), mode_outputs, outputs, covariance)
+        mode_outputs, outputs = self.mode.outputs.double(), self.ggn.outputs.double()
+        return leave_one_out(model.likelihood, model.targets, mode_outputs, outputs, covariance)
 
     def traces(self, decades: float) -> Traces:
         return Traces.of_eigenvalues(_eigenvalues(self.task.whitened_ggn()), self.alpha)

@@ -102,7 +102,7 @@ def with_better_rows(task: Task, posterior: GramPosterior) -> Task | None:
     if precise is features:
         return None
     assert task.precise is not None
-    model = task.precise().whole().with_likelihood(task.model.likelihood)
+    model = task.precise().with_all_inputs().with_likelihood(task.model.likelihood)
     return replace(task, model=replace(model, features=precise))
 
 
