@@ -1,10 +1,15 @@
-"""States in files: the old file stays until the new one is whole, and one sentence says what is wrong with a file."""
+"""Posteriors as states, which are nested dictionaries of tensors and plain values, and states in files.
+
+`torch.load(..., weights_only=True)` reads such a file. The old file stays until the new one is whole.
+"""
 
 import os
 import secrets
 import shutil
 import zipfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -13,9 +18,157 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from laplace_sampling.data.batches import as_plain
+from laplace_sampling.likelihoods.recipes import likelihood_from_recipe, recipe_of_likelihood
+from laplace_sampling.linear_model.priors.as_prior import prior_from_recipe, recipe_of_prior
+from laplace_sampling.methods import method_from_recipe, recipe_of_method
+from laplace_sampling.networks.last_layer import LastLayer
+from laplace_sampling.networks.linearisation import Linearisation
+from laplace_sampling.posterior import Posterior
+from laplace_sampling.settings import Settings
 
 # A path, or an open file in binary mode.
 File = str | os.PathLike[str] | IO[bytes]
+
+_FORMAT = 6
+# Settings of which a change would draw other samples of a closed form.
+_PLAIN = ("num_samples", "seed", "linear_model")
+
+
+def state_of(posterior: Posterior, settings: Settings, network: Linearisation) -> dict[str, Any]:
+    """The state of a posterior, whose tensors are copies."""
+    state = {
+        "format": _FORMAT,
+        "settings": {
+            "likelihood": recipe_of_likelihood(settings.likelihood),
+            "prior": recipe_of_prior(settings.prior),
+            "method": recipe_of_method(settings.method),
+            **{name: getattr(settings, name) for name in _PLAIN},
+        },
+        "network": {
+            "parameters": network.selection,
+            "last_layer": isinstance(network, LastLayer) and not network.named,
+            "lacking": network.lacking,
+            "observed": settings.observation is not None,
+        },
+        "posterior": posterior.state(),
+    }
+    return tree_map_only(Tensor, lambda tensor: as_plain(tensor.detach()).clone(), state)
+
+
+def posterior_of(
+    state: dict[str, Any], settings: Settings, network: Linearisation, call: str, of_this_network: bool = True
+) -> tuple[Posterior, Settings]:
+    """The posterior of a state, and the settings with the linear model and the seed of its samples.
+
+    Args:
+        state: from `state_of`.
+        settings: of the object that takes it over.
+        network: whose posterior it must be.
+        call: what the user called.
+        of_this_network: whether it must be of the weights that the network has now.
+
+    Raises:
+        ValueError: if the state is damaged or incomplete, has NaN in it, is of other weights, of another function of
+            the data, of other random parameters or another likelihood.
+    """
+    _check_format(state)
+    with _complete():
+        saved, there = state["settings"], state["network"]
+        selection, lacking = there["parameters"], there["lacking"]
+        if isinstance(network, LastLayer):
+            network.take_over(selection)
+        _check_selection(selection, network.selection)
+        _check_likelihood(saved["likelihood"], there["observed"], settings)
+        posterior = Posterior.of_state(state["posterior"], settings.likelihood, settings.method, network.device)
+        if posterior.samples.shape[1:] != (network.num_parameters,):
+            raise KeyError("samples")
+        settings = replace(settings, **{name: saved[name] for name in _PLAIN})
+    _check_finite(posterior)
+    if lacking is not None:  # a wrong derivative is found at a fit only
+        network.take_two_pullbacks(lacking)
+    if of_this_network:
+        posterior.check_weights(network, call)
+        posterior.check_function(network, call)
+    return posterior, settings
+
+
+def arguments_of(state: dict[str, Any], **given: Any) -> dict[str, Any]:
+    """Arguments for the constructor, so that a loaded object fits again as the saved one would.
+
+    Args:
+        state: from `state_of`.
+        given: `likelihood`, `prior` and `method` in place of those that were saved; `None` for these.
+    """
+    _check_format(state)
+    of_recipe = {"likelihood": likelihood_from_recipe, "prior": prior_from_recipe, "method": method_from_recipe}
+    with _complete():
+        arguments, there = {name: state["settings"][name] for name in (*of_recipe, *_PLAIN)}, state["network"]
+        selection = "last_layer" if there["last_layer"] else there["parameters"]
+    for name, make in of_recipe.items():
+        arguments[name] = make(arguments[name]) if given[name] is None else given[name]
+    return arguments | {"parameters": selection}
+
+
+def _check_format(state: Any) -> None:
+    if not isinstance(state, dict) or not isinstance(found := state.get("format"), int):
+        raise ValueError(
+            "This is not a state of a LinearisedLaplace, or one of an old version: it has no entry 'format'."
+        )
+    if found != _FORMAT:
+        what = "a newer version wrote it, so update laplace_sampling" if found > _FORMAT else "an older one wrote it"
+        raise ValueError(f"The state has format {found}, but this version reads format {_FORMAT}: {what}.")
+
+
+@contextmanager
+def _complete() -> Iterator[None]:
+    """One sentence for a state that lacks something, or has something else in its place."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(
+            f"The state is incomplete or damaged ({error}). Take another copy of it, or fit and save again."
+        ) from error
+
+
+def _check_finite(posterior: Posterior) -> None:
+    numbers = {
+        "samples": posterior.samples,
+        "mode": posterior.mode,
+        "noise_precision": posterior.likelihood.noise_precisions(),
+        "prior": torch.cat([posterior.prior.precision, posterior.prior.scale.cpu()]),
+    }
+    # Extremes are NaN where anything is, and take no memory.
+    known = {name: number for name, number in numbers.items() if number is not None and number.numel()}
+    wrong = [name for name, number in known.items() if not all(bool(v.isfinite()) for v in number.aminmax())]
+    if wrong:
+        raise ValueError(f"The posterior has NaN or infinity in {wrong}, so that it predicts nothing: fit again.")
+
+
+def _check_selection(saved: Any, selection: Any) -> None:
+    if saved == selection:
+        return
+    saved_names, names = list(saved), list(selection)
+    which = "the same, but of other elements" if saved_names == names else _first_of(names)
+    raise ValueError(
+        f"The state is of {len(saved_names)} random parameters, {_first_of(saved_names)}, but this LinearisedLaplace "
+        f"has {len(names)}, {which}. Give the same `parameters=`."
+    )
+
+
+def _first_of(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+
+
+def _check_likelihood(saved: dict[str, Any], observed: bool, settings: Settings) -> None:
+    own = recipe_of_likelihood(settings.likelihood)
+    if any(saved[part] != own[part] for part in ("name", "class")):
+        kinds = [f"{recipe['name']!r} ({recipe['class']})" for recipe in (saved, own)]
+        raise ValueError(f"The state is of likelihood {kinds[0]}, but this LinearisedLaplace has {kinds[1]}.")
+    if observed != (settings.observation is not None):
+        raise ValueError(
+            f"The posterior was {'' if observed else 'not '}fitted to measurements `y = T f(x) + noise`: "
+            f"{'give T as `likelihood=Gaussian(observe=T)`' if observed else 'leave out `observe`'}."
+        )
 
 
 def write(state: dict[str, Any], file: File) -> None:

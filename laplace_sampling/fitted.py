@@ -19,7 +19,6 @@ from laplace_sampling.methods.fit import Fit, Task
 from laplace_sampling.methods.method import Tuning
 from laplace_sampling.methods.problem import Problem
 from laplace_sampling.methods.verification import diagnosis_of
-from laplace_sampling.networks.function_fingerprint import FunctionFingerprint
 from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.solving import LOCK, solver_call
 from laplace_sampling.posterior import Posterior
@@ -355,7 +354,7 @@ class FittedModel:
         fitted = self._require(call)
         if fitted.of_earlier_weights:
             network = self.network.renewed()
-            check_fingerprint(network, fitted.posterior.fingerprint, call)
+            fitted.posterior.check_weights(network, call)
             self.network, fitted.of_earlier_weights = network, False
         self.network.shell.check(call)
 
@@ -366,32 +365,3 @@ def warn_of(unconverged: Sequence[str], of_error_bars: Sequence[str], stacklevel
         warnings.warn(" ".join(unconverged), ConvergenceWarning, stacklevel=stacklevel)
     if of_error_bars:
         warnings.warn(" ".join(of_error_bars), CalibrationWarning, stacklevel=stacklevel)
-
-
-def check_fingerprint(network: Linearisation, fingerprint: Tensor, call: str) -> None:
-    """Raise if a fingerprint is not that of the weights and buffers of the network."""
-    if not torch.equal(fingerprint.cpu(), network.fingerprint()):
-        raise ValueError(
-            f"`{call}`: the weights or buffers of the model are not those of the fit, so its error bars do not "
-            "apply. Load the weights that the model had then, or fit again."
-        )
-
-
-def check_function(network: Linearisation, fingerprint: FunctionFingerprint | None, call: str) -> None:
-    """Raise if a network with the weights of the fit computes something else."""
-    if fingerprint is None:
-        return
-    try:
-        difference = fingerprint.difference(network)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"`{call}`: the model has the weights and buffers of the fit, but fails on data of the fit: {error}"
-        ) from error
-    if difference is not None:
-        raise ValueError(
-            f"`{call}`: the model has the weights and buffers of the fit, but computes another function: {difference}. "
-            "Its error bars do not apply. Compare the activations and the code of `forward` with those of the fit, or "
-            "fit again."
-        )

@@ -1,15 +1,17 @@
 """`Posterior`: all that predictions need of a fit."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from laplace_sampling.data.batches import storable
 from laplace_sampling.evidence.step import Step
+from laplace_sampling.likelihoods.gaussian import Gaussian
 from laplace_sampling.likelihoods.likelihood import Likelihood
 from laplace_sampling.likelihoods.weighted import Weighted
 from laplace_sampling.linear_model.draws import Draws, Stream
@@ -17,6 +19,7 @@ from laplace_sampling.linear_model.kronecker import CURVATURE, restored_curvatur
 from laplace_sampling.linear_model.priors.prior import GaussianPrior
 from laplace_sampling.linear_model.sampling import draw_closed_form
 from laplace_sampling.linear_model.tangent_model import TangentModel
+from laplace_sampling.methods import method_from_recipe, recipe_of_method
 from laplace_sampling.methods.fit import Fit
 from laplace_sampling.methods.method import Method
 from laplace_sampling.networks.function_fingerprint import FunctionFingerprint
@@ -24,6 +27,14 @@ from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.conformal import SplitConformal
 from laplace_sampling.solvers.preconditioners import Factored
+
+# Fields that are dictionaries of their own fields in a state.
+_PARTS = {
+    "prior": GaussianPrior,
+    "function": FunctionFingerprint,
+    "calibration": Calibration,
+    "conformal": SplitConformal,
+}
 
 
 @dataclass(frozen=True)
@@ -108,6 +119,76 @@ class Posterior:
             exact=fit.tensors() | (_training_data(fit, tangent) if fit.saves_data else {}),
             calibration=calibration,
         )
+
+    def state(self) -> dict[str, Any]:
+        """All of it as nested dictionaries of tensors and plain values, for files.
+
+        Samples of a closed form are left out: they are drawn again when they are asked for.
+        """
+        state = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "likelihood"}
+        state |= {name: dict(vars(part)) for name, part in state.items() if name in _PARTS and part is not None}
+        return state | {
+            "noise_precision": self.likelihood.noise_precisions(),
+            "method": recipe_of_method(self.method),
+            "history": [asdict(step) for step in self.history],
+            "samples": self.samples if self.curvature is None else self.samples[:0],
+        }
+
+    @classmethod
+    def of_state(
+        cls, state: dict[str, Any], likelihood: Likelihood, method: Method, device: torch.device
+    ) -> "Posterior":
+        """The posterior of a `state`.
+
+        Args:
+            state: from there.
+            likelihood: takes over the noise precision, if it has one.
+            method: in place of one that is not of this library.
+            device: of the network.
+        """
+        kept = {part.name: state[part.name] for part in fields(cls) if part.name != "likelihood"}
+        on_device = ("samples", "mode", "effective_dimension", "effective_dimension_se", "exact", "prior")
+        kept |= tree_map_only(Tensor, lambda tensor: tensor.to(device), {name: kept[name] for name in on_device})
+        kept |= {name: kind(**kept[name]) for name, kind in _PARTS.items() if kept[name] is not None}
+        if isinstance(likelihood, Gaussian):
+            likelihood = likelihood.with_precision(state["noise_precision"])
+        return cls(
+            **kept
+            | {
+                "prior": kept["prior"].with_precision(kept["prior"].precision),
+                "likelihood": likelihood,
+                "fingerprint": kept["fingerprint"].cpu(),
+                "method": method_from_recipe(kept["method"], otherwise=method),
+                "history": [Step(**step) for step in kept["history"]],
+            }
+        )
+
+    def check_weights(self, network: Linearisation, call: str) -> None:
+        """Raise a `ValueError` if a network has other weights or buffers than at the fit."""
+        if not torch.equal(self.fingerprint, network.fingerprint()):
+            raise ValueError(
+                f"`{call}`: the weights or buffers of the model are not those of the fit, so its error bars do not "
+                "apply. Load the weights that the model had then, or fit again."
+            )
+
+    def check_function(self, network: Linearisation, call: str) -> None:
+        """Raise a `ValueError` if a network with the weights of the fit computes something else."""
+        if self.function is None:
+            return
+        try:
+            difference = self.function.difference(network)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"`{call}`: the model has the weights and buffers of the fit, but fails on data of the fit: {error}"
+            ) from error
+        if difference is not None:
+            raise ValueError(
+                f"`{call}`: the model has the weights and buffers of the fit, but computes another function: "
+                f"{difference}. Its error bars do not apply. Compare the activations and the code of `forward` with "
+                "those of the fit, or fit again."
+            )
 
     @cached_property
     def curvature(self) -> Factored | None:

@@ -1,7 +1,7 @@
-"""`ProductionModel`: predictions of many data, and a posterior as a module that needs nothing else."""
+"""Predictions of many data, and a posterior as a module that needs nothing else: `predict_loader`, `to_module`."""
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +13,16 @@ from laplace_sampling.data.batches import as_tensors, place
 from laplace_sampling.data.sources import Unpack
 from laplace_sampling.export.posterior_module import PosteriorModule
 from laplace_sampling.fitted import FittedModel
+from laplace_sampling.methods.fit import Fit
 from laplace_sampling.networks.agreement import difference, rounding
+from laplace_sampling.networks.linearisation import Linearisation
 from laplace_sampling.networks.solving import solver_call
+from laplace_sampling.posterior import Posterior
 from laplace_sampling.predict import checked_inputs, predict, samples_for
 from laplace_sampling.predictions.calibration import Calibration
 from laplace_sampling.predictions.make_prediction import check_quantities
 from laplace_sampling.predictions.prediction import Prediction
+from laplace_sampling.settings import Settings
 from laplace_sampling.solvers.progress import progress_bar
 
 # Of these the first axis is that of the samples.
@@ -64,39 +68,8 @@ class ProductionModel(FittedModel):
                 what `predict` does; if an example is needed.
         """
         fitted = self._drawn("to_module")
-        posterior, likelihood = fitted.posterior, self.settings.likelihood
-        names = check_quantities("to_module", outputs, likelihood)
-        num_samples = samples_for(num_samples, None, len(posterior.samples), call="to_module")
         self._check_network("to_module")
-        x = self._example(example)
-        # The last layer of a posterior that was loaded is found by its first prediction.
-        uncalibrated = replace(posterior, calibration=Calibration())
-        plain = predict(self.network, uncalibrated, fitted.fit, x, num_samples=num_samples)
-        module = PosteriorModule.of(
-            self.network,
-            posterior.samples[:num_samples],
-            names,
-            posterior.likelihood,
-            posterior.calibration,
-            x,
-            curvature=posterior.curvature,
-            prior=posterior.prior,
-            has_noise=self.settings.observation is None,
-        )
-        _check_program(module, x, plain)
-        if plain.function is not None and not module.exact:
-            _tell_of_noise(module, x, predict(self.network, posterior, fitted.fit, x, num_samples=num_samples))
-        return module
-
-    def _example(self, example: Any) -> Any:
-        kept = self._require("to_module").posterior.function
-        if example is None and kept is None:
-            raise ValueError(
-                "`to_module` needs inputs to trace the network with, since this posterior keeps no training data: pass "
-                "`example=x`, a batch as for `predict`."
-            )
-        x = checked_inputs(example) if kept is None or example is not None else kept.inputs
-        return place(x, self.network.device, self.network.dtype)
+        return module_of(self.network, self.settings, fitted.posterior, fitted.fit, num_samples, outputs, example)
 
     @solver_call
     def predict_loader(
@@ -128,21 +101,76 @@ class ProductionModel(FittedModel):
         """
         fitted = self._drawn("predict_loader")
         names = check_quantities("predict_loader", outputs, self.settings.likelihood)
-        if isinstance(loader, Dataset):
-            loader = DataLoader(loader, batch_size=fitted.posterior.rows)
-        if isinstance(loader, Tensor | Mapping):
-            raise TypeError(
-                f"`predict_loader(loader)` takes an iterable of batches, but got a {type(loader).__name__}: pass "
-                "`[x]`, or call `predict(x)`."
-            )
-        parts: dict[str, list[Tensor]] = {name: [] for name in names}
-        for batch in progress_bar("Predictions" if progress else None, loader, leave=True):
-            x = checked_inputs(_inputs(batch) if unpack is None else unpack(batch)[0])
+
+        def predicted(x: Any) -> Prediction:
             self._check_network("predict_loader")
-            prediction = predict(self.network, fitted.posterior, fitted.fit, x)
-            for name, values in parts.items():
-                values.append(getattr(prediction, name).cpu())
-        return {name: _joined(name, values) for name, values in parts.items()}
+            return predict(self.network, fitted.posterior, fitted.fit, x)
+
+        return predictions_of(loader, predicted, names, fitted.posterior.rows, progress, unpack)
+
+
+def module_of(
+    network: Linearisation,
+    settings: Settings,
+    posterior: Posterior,
+    fit: Fit | None,
+    num_samples: int | None,
+    outputs: Sequence[str] | None,
+    example: Any,
+) -> PosteriorModule:
+    """What `to_module` returns; its arguments are the last ones."""
+    names = check_quantities("to_module", outputs, settings.likelihood)
+    num_samples = samples_for(num_samples, None, len(posterior.samples), call="to_module")
+    if example is None and posterior.function is None:
+        raise ValueError(
+            "`to_module` needs inputs to trace the network with, since this posterior keeps no training data: pass "
+            "`example=x`, a batch as for `predict`."
+        )
+    kept = posterior.function
+    x = checked_inputs(example) if kept is None or example is not None else kept.inputs
+    x = place(x, network.device, network.dtype)
+    # The last layer of a posterior that was loaded is found by its first prediction.
+    uncalibrated = replace(posterior, calibration=Calibration())
+    plain = predict(network, uncalibrated, fit, x, num_samples=num_samples)
+    module = PosteriorModule.of(
+        network,
+        posterior.samples[:num_samples],
+        names,
+        posterior.likelihood,
+        posterior.calibration,
+        x,
+        curvature=posterior.curvature,
+        prior=posterior.prior,
+        has_noise=settings.observation is None,
+    )
+    _check_program(module, x, plain)
+    if plain.function is not None and not module.exact:
+        _tell_of_noise(module, x, predict(network, posterior, fit, x, num_samples=num_samples))
+    return module
+
+
+def predictions_of(
+    loader: Iterable[Any],
+    predicted: Callable[[Any], Prediction],
+    names: Sequence[str],
+    rows: int,
+    progress: bool,
+    unpack: Unpack | None,
+) -> dict[str, Tensor]:
+    """What `predict_loader` returns: attributes `names` of what is `predicted` of each batch; `rows` of a dataset."""
+    if isinstance(loader, Dataset):
+        loader = DataLoader(loader, batch_size=rows)
+    if isinstance(loader, Tensor | Mapping):
+        raise TypeError(
+            f"`predict_loader(loader)` takes an iterable of batches, but got a {type(loader).__name__}: pass "
+            "`[x]`, or call `predict(x)`."
+        )
+    parts: dict[str, list[Tensor]] = {name: [] for name in names}
+    for batch in progress_bar("Predictions" if progress else None, loader, leave=True):
+        prediction = predicted(checked_inputs(_inputs(batch) if unpack is None else unpack(batch)[0]))
+        for name, values in parts.items():
+            values.append(getattr(prediction, name).cpu())
+    return {name: _joined(name, values) for name, values in parts.items()}
 
 
 def _inputs(batch: Any) -> Any:
@@ -198,5 +226,5 @@ def _tell_of_noise(module: PosteriorModule, x: Any, expected: Prediction) -> Non
         warnings.warn(
             f"`to_module`: {', '.join(noisy)} of the module are those of {num} samples, by which standard deviations "
             f"are accurate to {(2 * num) ** -0.5:.2g}; `predict` knows the covariances of this posterior without.",
-            stacklevel=5,
+            stacklevel=6,
         )

@@ -60,11 +60,6 @@ class Features(ABC):
     @abstractmethod
     def dtype(self) -> torch.dtype: ...
 
-    @property
-    def precision(self) -> torch.dtype:
-        """In which rows are known, and weights need not be more accurate."""
-        return self.dtype
-
     @abstractmethod
     def jvp(self, v: Float[Tensor, "K P"], batch: Tensor) -> Float[Tensor, "K n C"]:
         """`φ_i v_k` for the data of a batch."""
@@ -228,17 +223,26 @@ class DerivedFeatures(Features):
 
 
 class DenseFeatures(Features):
-    """`Φ` held in memory, `[N, C, P]`: for the exact method, and for tests of solvers without a network."""
+    """`Φ` held in memory, `[N, C, P]`: for the exact method, and for tests of solvers without a network.
 
-    def __init__(self, matrix: Float[Tensor, "N C P"], batch_size: int | None = None) -> None:
-        self.matrix = matrix
+    Args:
+        matrix: `Φ`.
+        batch_size: data that are taken together, by default all.
+        precision: in which the rows were computed, by default that of the matrix.
+    """
+
+    def __init__(
+        self, matrix: Float[Tensor, "N C P"], batch_size: int | None = None, precision: torch.dtype | None = None
+    ) -> None:
+        self.matrix, self.precision = matrix, precision or matrix.dtype
         self.num_data, self.num_outputs, self.size = matrix.shape
         self.batch_size = batch_size or self.num_data
 
     @classmethod
     def of(cls, features: Features, dtype: torch.dtype = torch.float64) -> "DenseFeatures":
         shape = (features.num_data, features.num_outputs, features.size)
-        return cls(features.by_datum(lambda batch: features.rows(batch).to(dtype), shape, 0, dtype))
+        matrix = features.by_datum(lambda batch: features.rows(batch).to(dtype), shape, 0, dtype)
+        return cls(matrix, precision=features.dtype)
 
     @property
     def device(self) -> torch.device:

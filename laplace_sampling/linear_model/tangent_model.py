@@ -10,7 +10,6 @@ from laplace_sampling.data.batches import Layout
 from laplace_sampling.data.training_data import TrainingData
 from laplace_sampling.linear_model.dense_curvature import HeldCurvatures
 from laplace_sampling.linear_model.features import DenseFeatures
-from laplace_sampling.linear_model.held_rows import HeldRows
 from laplace_sampling.linear_model.linear_model import LinearModel
 
 if TYPE_CHECKING:
@@ -70,12 +69,6 @@ class TangentModel:
             self.model, features=self.model.features.in_float64(), network_outputs=self.model.network_outputs.double()
         )
         return with_offset(precise, self.network.weights, self.kind)
-
-    def with_held_rows(self) -> LinearModel:
-        """The model with its Jacobian in memory, in the precision of the network, and products in float64."""
-        model = self.model.with_all_inputs()
-        held = replace(model, features=HeldRows(model.features), network_outputs=model.network_outputs.double())
-        return with_offset(held, self.network.weights, self.kind)
 
     def dense(self) -> LinearModel:
         """The model for dense algebra in the space of the weights, in float64 where the network allows.

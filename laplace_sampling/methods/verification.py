@@ -66,8 +66,7 @@ def _balances(fit: Fit) -> Iterator[Check]:
         yield balance(f"the prior precision ({name})", float(prior.precision[group]), *sides, _OF_PRECISION)
     likelihood = fit.model.likelihood
     if isinstance(likelihood, Gaussian) and likelihood.learn and torch.as_tensor(likelihood.noise_precision).dim() == 0:
-        outputs = fit.mode.outputs if likelihood.noise_at == "mode" else fit.model.network_outputs
-        squares = float(fit.model.squared_errors(outputs).sum())
+        squares = float(fit.model.squared_errors(fit.model.network_outputs).sum())
         noise, free = float(likelihood.noise_precision), fit.model.num_observations - float(gamma.sum())
         yield balance("the noise precision", noise, free, noise * squares, float(error.norm()), _OF_NOISE)
 

@@ -70,10 +70,6 @@ class FunctionFingerprint:
             f"its derivatives by {product:.2g}"
         )
 
-    def state(self) -> dict[str, Any]:
-        """The arguments of a copy, for a file."""
-        return {"inputs": self.inputs, "outputs": self.outputs, "product": self.product}
-
 
 def _some_inputs(data: TrainingData, most: int) -> Any:
     """Few data, from the first to the last; the first ones of data that are read in order."""

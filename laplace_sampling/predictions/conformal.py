@@ -50,20 +50,11 @@ class SplitConformal:
         """The number of targets of each datum."""
         return self.scores.shape[1]
 
-    def tensors(self) -> dict[str, Tensor]:
-        """For files; `conformal_of` is the way back."""
-        return {"scores": self.scores, "num_data": self.num_data, "num_samples": torch.tensor(self.num_samples)}
-
     def largest(self, level: float) -> Float[Tensor, " S"]:
         """The score that a new target exceeds with a probability of at most `1 − level`; infinite of too few data."""
         ranks = _rank(level, self.num_data)
         found = self.scores.gather(0, (ranks - 1).clamp(0, len(self.scores) - 1)[None])[0]
         return found.where(ranks <= self.num_data, torch.inf)
-
-
-def conformal_of(tensors: dict[str, Tensor]) -> SplitConformal | None:
-    """What `tensors` gave; None for no tensors."""
-    return SplitConformal(**{**tensors, "num_samples": int(tensors["num_samples"])}) if tensors else None
 
 
 def rounding(outputs: Tensor) -> tuple[float, float]:

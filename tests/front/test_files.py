@@ -181,7 +181,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         (lambda path: torch.save(nn.Linear(1, 1), path), "bytes"),
         (lambda path: torch.save(MODEL.state_dict(), path), "LinearisedLaplace"),
         (lambda path: torch.save([torch.zeros(3)], path), "LinearisedLaplace"),
-        (lambda path: torch.save({"format": 5}, path), "incomplete"),
+        (lambda path: torch.save({"format": 6}, path), "incomplete"),
     ],
 )
 def test_files_of_something_else(write: Callable[[Path], object], pattern: str, tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def _written(state: dict) -> io.BytesIO:
     return file
 
 
-@pytest.mark.parametrize(("version", "pattern"), [(6, "newer"), (4, "older")])
+@pytest.mark.parametrize(("version", "pattern"), [(7, "newer"), (5, "older")])
 def test_other_versions(version: int, pattern: str) -> None:
     with says(ValueError, pattern):
         LinearisedLaplace(MODEL, "regression").load_state_dict({**LA.state_dict(), "format": version})

@@ -258,7 +258,7 @@ def test_predictions_are_of_the_function_of_the_fit(activated, reloaded: bool, t
 def test_a_few_training_inputs_are_in_the_file(activated) -> None:
     la, x = activated
     state = la.state_dict()
-    assert torch.equal(state["network"]["function"]["inputs"], x[::3])
+    assert torch.equal(state["posterior"]["function"]["inputs"], x[::3])
     assert not state["posterior"]["exact"]
 
 

@@ -12,7 +12,7 @@ from laplace_sampling import LinearisedLaplace, NotFittedError
 from laplace_sampling.likelihoods.bernoulli import Bernoulli
 from laplace_sampling.likelihoods.categorical import Categorical
 from laplace_sampling.likelihoods.gaussian import Gaussian
-from laplace_sampling.predictions.conformal import SplitConformal, conformal_of
+from laplace_sampling.predictions.conformal import SplitConformal
 from laplace_sampling.predictions.make_prediction import make_prediction
 
 
@@ -174,7 +174,6 @@ def test_files_keep_what_was_calibrated(tmp_path) -> None:
     again = LinearisedLaplace.load(tmp_path / "la.pt", model)
     for ours, theirs in zip(again.predict(x[:3]).interval(0.8), expected, strict=True):
         assert_close(ours, theirs)
-    assert conformal_of({}) is None
 
 
 def test_a_fit_and_a_calibration_take_it_back() -> None:
